@@ -1,0 +1,57 @@
+"""Metadata of rmt_tpu. Tool settings live in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+# Two version pairs are tested: Python 3.11 has jax 0.10.2 with flax 0.12.8 and nothing newer;
+# Python 3.12 and later have the newest jax that flax supports. flax 0.12.8 cannot be imported
+# under jax 0.11.1 or later, so each pair is pinned as a pair.
+OLD, NEW = "python_version < '3.12'", "python_version >= '3.12'"
+
+JAX = [f"jax>=0.10.2,<0.11; {OLD}", f"jax>=0.11.2,<0.13; {NEW}"]
+INSTALL = JAX + [
+    f"flax>=0.12.8,<0.12.9; {OLD}",
+    f"flax>=0.12.12,<0.13; {NEW}",
+    "optax>=0.2.8,<0.3",
+    "tensorstore>=0.1.79,<0.2",
+    "jaxtyping>=0.3.7,<0.4",
+    "absl-py>=2.3",
+    "numpy>=2.1",
+    "matplotlib>=3.9",  # loss curves and figures
+    "rich>=13",  # the progress bar; flax depends on it already
+]
+TPU = [f"jax[tpu]>=0.10.2,<0.11; {OLD}", f"jax[tpu]>=0.11.2,<0.13; {NEW}"]
+CUDA = [f"jax[cuda13]>=0.10.2,<0.11; {OLD}", f"jax[cuda13]>=0.11.2,<0.13; {NEW}"]
+DATA = ["tokenizers>=0.20"]  # GPT-2 BPE and tokenizer.json files
+
+setup(
+    name="rmt_tpu",
+    version="0.1.0",
+    description="Residual Matrix Transformers and Attention Residuals for TPU and GPU, in Flax NNX",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["rmt_tpu*", "pallas_kernels*", "sharding*", "recipes*"]),
+    install_requires=INSTALL,
+    extras_require={
+        "tpu": TPU,
+        "cuda": CUDA,
+        "gcs": ["google-cloud-storage>=3.0"],
+        "data": DATA,
+        "tensorboard": ["tensorboardX>=2.6"],
+        # libtpu is here for its compiler: the tests compile for TPU on a machine without one.
+        "test": TPU
+        + DATA
+        + [
+            "beartype>=0.20",
+            "hypothesis>=6.100",
+            "pytest>=8.3",
+            "pytest-xdist>=3.6",
+            "ruff>=0.12",
+            "tensorboardX>=2.6",
+        ],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+    ],
+)
