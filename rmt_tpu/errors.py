@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class RmtError(Exception):
-    """An error whose message is complete for the person who reads it: what, which value, what is legal."""
+    """An error whose message is all that a person needs: what, which value, what is legal."""
 
     exit_code = 1
 
@@ -21,7 +21,7 @@ class RunError(RmtError):
 
 
 def unknown(what: str, name: str, legal: Iterable[str]) -> str:
-    """One line for a name that does not exist: `what 'name' is unknown; did you mean ...? legal: ...`."""
+    """One line for a name that does not exist, with the nearest and all legal names."""
     legal = list(legal)
     close = difflib.get_close_matches(name, legal, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ";"

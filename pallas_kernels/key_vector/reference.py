@@ -1,0 +1,68 @@
+"""Plain JAX reference of the key-vector ops: what every other implementation is tested against.
+
+Statistics and sums are float32 (float64 for float64 inputs), whatever the inputs are.
+
+Cost of `store_norm_retrieve` for T tokens, R stored and P retrieved vectors of size V:
+`2 * T * (R + P) * K * V` FLOPs; the ideal traffic is the residual once in and once out, the data
+once in and the retrieved vectors once out: `T * (2 * K * V + R * V + P * V)` elements.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float
+
+Norm = Literal["layernorm", "rmsnorm"]
+
+
+def _accumulator(*arrays: Array) -> jnp.dtype:
+    return jnp.result_type(jnp.float32, *arrays)
+
+
+def store(
+    residual: Float[Array, "*tokens K V"],
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "*tokens R V"],
+) -> Float[Array, "*tokens K V"]:
+    """`X + sum_r w_r (x) y_r`, in the residual's dtype."""
+    dtype = _accumulator(residual, store_keys, data)
+    written = jnp.einsum("rk,...rv->...kv", store_keys.astype(dtype), data.astype(dtype))
+    return (residual.astype(dtype) + written).astype(residual.dtype)
+
+
+def norm_retrieve(
+    residual: Float[Array, "*tokens K V"],
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    *,
+    norm: Norm,
+    epsilon: float,
+    dtype: DTypeLike,
+) -> Float[Array, "*tokens P V"]:
+    """`r_p . (gain * norm(X))` over all K * V entries of a token together, in `dtype`."""
+    accumulator = _accumulator(residual, gain, read_keys)
+    x = residual.astype(accumulator)
+    if norm == "layernorm":
+        x = x - jnp.mean(x, axis=(-2, -1), keepdims=True)
+    x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=(-2, -1), keepdims=True) + epsilon)
+    x = x * gain.astype(accumulator)
+    return jnp.einsum("pk,...kv->...pv", read_keys.astype(accumulator), x).astype(dtype)
+
+
+def store_norm_retrieve(
+    residual: Float[Array, "*tokens K V"],
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "*tokens R V"],
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    *,
+    norm: Norm,
+    epsilon: float,
+) -> tuple[Float[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
+    """`store`, then `norm_retrieve` of the stored (rounded) residual, in the data's dtype."""
+    residual = store(residual, store_keys, data)
+    retrieved = norm_retrieve(
+        residual, gain, read_keys, norm=norm, epsilon=epsilon, dtype=data.dtype
+    )
+    return residual, retrieved

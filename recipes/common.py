@@ -1,0 +1,122 @@
+"""What the recipes share: flags of a run, and how a program starts, fails and ends."""
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from absl import app, flags, logging
+
+from rmt_tpu import data, overrides
+from rmt_tpu.config import RunConfig
+from rmt_tpu.errors import RmtError, UsageError
+from rmt_tpu.presets import run as preset_run
+from sharding import MeshError
+
+# Flag, config path, type, help.
+_RUN_FLAGS = [
+    ("data", "data.source", str, "stdlib, or comma-separated .txt and .jsonl files and globs"),
+    ("tokenizer", "data.tokenizer", str, "byte, a folder with encoder.json and vocab.bpe, or a "
+     "tokenizer.json"),
+    ("seq_len", "data.seq_len", int, "tokens in a window"),
+    ("steps", "train.steps", int, "optimizer steps"),
+    ("batch_size", "train.batch_size", int, "sequences a step, over all devices"),
+    ("mesh", "train.mesh", str, "device axes, like data=2,fsdp=4; -1 fills"),
+    ("seed", "train.seed", int, "of parameters and data order"),
+    ("log_every", "train.log_every", int, "steps between rows of metrics.jsonl"),
+    ("checkpoint_every", "train.checkpoint_every", int, "steps; 0 is only at the end"),
+    ("eval_every", "train.eval_every", int, "steps; 0 is only at the end"),
+]  # fmt: skip
+
+INTERRUPTED = 130
+
+
+def define_run_flags() -> None:
+    """Flags that make up a RunConfig, all but the preset. None is the preset's own value."""
+    for name, path, kind, text in _RUN_FLAGS:
+        define = flags.DEFINE_integer if kind is int else flags.DEFINE_string
+        define(name, None, f"{text} ({path})")
+    flags.DEFINE_multi_string("set", [], "path=value in the config, like model.store.key_dim=128")
+
+
+def run_config(base: RunConfig) -> RunConfig:
+    """`base` with the flags of `define_run_flags`, and the vocabulary of its tokenizer.
+
+    Raises:
+      UsageError: a flag's value, or a path of --set, is not legal.
+    """
+    given = {path: getattr(flags.FLAGS, name) for name, path, _, _ in _RUN_FLAGS}
+    changes = {path: value for path, value in given.items() if value is not None}
+    changes |= dict(overrides.parse_assignment(text) for text in flags.FLAGS.set)
+    config = overrides.apply(base, changes)
+    if "model.vocab_size" in changes:
+        return config
+    vocab_size = data.load_tokenizer(config.data.tokenizer).vocab_size
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
+    )
+
+
+def base_config(preset: str, config_file: str | None) -> RunConfig:
+    """The run of a preset, or that of a config.json.
+
+    Raises:
+      UsageError: there is no such preset, or the file cannot be read as a config.
+    """
+    if config_file is None:
+        return preset_run(preset)
+    try:
+        values = json.loads(Path(config_file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config={config_file}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"--config={config_file} is not JSON: {error}") from None
+    try:
+        return overrides.from_json(RunConfig, values)
+    except UsageError as error:
+        raise UsageError(f"--config={config_file}: {error}") from None
+
+
+def start(main: Callable[[], int | None]) -> None:
+    """Run a recipe: `main` after the flags are parsed; its return value is the exit code.
+
+    An error that a person can act on is one line and exit code 2 (usage) or 1 (the run).
+    """
+    jax.config.config_with_absl()
+    # Libraries say much at INFO; what the recipes say themselves is printed.
+    flags.FLAGS.set_default("verbosity", logging.WARNING)
+    app.run(lambda argv: sys.exit(_main(main, argv)), flags_parser=_parse_flags)
+
+
+def resume_command() -> str:
+    """The command line of this program."""
+    module = Path(sys.argv[0]).stem
+    return shlex.join(["python", "-m", f"recipes.{module}", *sys.argv[1:]])
+
+
+def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
+    try:
+        if argv[1:]:
+            raise UsageError(f"argument {argv[1]!r} is not a flag; flags are --name=value")
+        return main()
+    except RmtError as error:
+        return _fail(str(error), error.exit_code)
+    except MeshError as error:
+        return _fail(str(error), UsageError.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(_fail(str(error).replace("\n", " "), UsageError.exit_code))
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,35 @@
+"""Train a decoder.
+
+    python -m recipes.train --preset=rmt-tiny --data=stdlib --workdir=runs/rmt-tiny
+
+The same command again resumes. The run folder gets config.json, metrics.jsonl, checkpoints/,
+plots/loss.png, samples.txt and, if tensorboardX is installed, tensorboard/.
+"""
+
+from absl import flags
+
+from recipes import common
+
+_PRESET = flags.DEFINE_string("preset", "rmt-tiny", "name of a model; see rmt_tpu.presets()")
+_CONFIG = flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
+_WORKDIR = flags.DEFINE_string("workdir", None, "the run folder; default runs/<preset>")
+_PROFILE_STEPS = flags.DEFINE_integer("profile_steps", 0, "trace so many steps into profile/")
+common.define_run_flags()
+
+
+def main() -> int:
+    from rmt_tpu.training.trainer import train
+
+    config = common.run_config(common.base_config(_PRESET.value, _CONFIG.value))
+    folder = _WORKDIR.value or f"runs/{_PRESET.value}"
+    outcome = train(config, folder, profile_steps=_PROFILE_STEPS.value, label=_PRESET.value)
+    if outcome.interrupted:
+        print(f"stopped at step {outcome.step}, saved in {folder}. To go on:")
+        print(f"  {common.resume_command()}")
+        return common.INTERRUPTED
+    print(f"done: {outcome.step} steps in {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    common.start(main)

@@ -1,0 +1,25 @@
+"""Residual Matrix Transformers and Attention Residuals: models, training, generation.
+
+import rmt_tpu
+decoder, tokenizer = rmt_tpu.load("runs/rmt-tiny")
+"""
+
+import importlib
+
+# `presets` the function hides the submodule of that name; import from `rmt_tpu.presets` by name.
+from rmt_tpu.presets import preset, presets
+
+__all__ = ["Decoder", "load", "preset", "presets"]
+
+# Resolved on first use, so that a command that only refuses a flag need not load jax.
+_LAZY = {"Decoder": "rmt_tpu.decoder", "load": "rmt_tpu.workdir"}
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'rmt_tpu' has no attribute {name!r}")
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,1 @@
+"""What a model costs, computed and not measured."""

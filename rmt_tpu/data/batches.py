@@ -1,0 +1,222 @@
+"""From documents to batches: the held-out part, the stream of tokens, and its windows."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int32, Int64
+
+from rmt_tpu.data.permutation import permute
+from rmt_tpu.data.tokenizer import Tokenizer
+from rmt_tpu.errors import UsageError
+
+
+def split(documents: list[str], *, eval_fraction: float, seed: int) -> tuple[list[str], list[str]]:
+    """Holds out whole documents for evaluation, as near to `eval_fraction` as they allow.
+
+    Which documents depends on their text and on the seed, not on their order, and equal documents
+    stay together. Documents larger than the share wanted are passed over, unless all are: then
+    the smallest is held out. Of a single document (or copies of one) the tail is held out, from
+    the next start of a line, or else of a word.
+
+    Args:
+      documents: of the corpus.
+      eval_fraction: share of the characters to hold out, from 0 (nothing) to 0.5.
+      seed: another seed holds out other documents.
+
+    Returns:
+      `(train, held_out)`, each in the order of `documents`. Training is never without a document
+      nor left with less than half of the characters; evaluation is empty only at 0.
+
+    Raises:
+      UsageError: the fraction is outside its range, or there is too little text to divide.
+    """
+    if not 0 <= eval_fraction <= 0.5:
+        raise UsageError(f"data.eval_fraction={eval_fraction} is out of range; legal: 0 to 0.5")
+    if eval_fraction == 0:
+        return documents, []
+    sizes = {text: len(text) * count for text, count in Counter(documents).items()}
+    if len(sizes) == 1:
+        head, tail = _cut(documents[0], eval_fraction)
+        return [head] * len(documents), [tail] * len(documents)
+    held_out = _choose(sizes, eval_fraction, seed)
+    return (
+        [text for text in documents if text not in held_out],
+        [text for text in documents if text in held_out],
+    )
+
+
+def pack(documents: list[str], tokenizer: Tokenizer) -> Int32[np.ndarray, " tokens"]:
+    """The stream of tokens: BOS and then the tokens of each document, one after the other.
+
+    Args:
+      documents: in order.
+      tokenizer: that the model is trained with.
+
+    Returns:
+      int32 [tokens].
+    """
+    bos = np.array([tokenizer.bos], np.int32)
+    encoded = tokenizer.encode_all(documents)
+    return np.concatenate(
+        [np.empty(0, np.int32), *(a for tokens in encoded for a in (bos, tokens))]
+    )
+
+
+class Batch(NamedTuple):
+    """Windows of the stream, one a row. All that is past the end of the stream is 0.
+
+    Attributes:
+      inputs: int32 [batch, seq].
+      targets: int32 [batch, seq], the token after each input.
+      segment_ids: int32 [batch, seq], which document of the window an input is of, from 1.
+      weights: float32 [batch, seq], 1 where there is a target.
+    """
+
+    inputs: Int32[np.ndarray, "batch seq"]
+    targets: Int32[np.ndarray, "batch seq"]
+    segment_ids: Int32[np.ndarray, "batch seq"]
+    weights: Float32[np.ndarray, "batch seq"]
+
+
+class Windows:
+    """A stream of tokens as windows of `seq_len` inputs, each with the token after it as target.
+
+    Window i starts at token `i * seq_len`; the last one is padded. So in one epoch each token but
+    the first is a target exactly once.
+    """
+
+    def __init__(
+        self,
+        tokens: Int32[np.ndarray, " tokens"],
+        *,
+        seq_len: int,
+        batch_size: int,
+        bos: int,
+        seed: int,
+        shuffle: bool,
+    ):
+        """Windows over a stream, which is kept and not copied.
+
+        Args:
+          tokens: int32 [tokens], from `pack`.
+          seq_len: inputs in a window.
+          batch_size: windows in a batch.
+          bos: the token that starts a document.
+          seed: of the order of the windows.
+          shuffle: each epoch in an order of its own, or all in the order of the stream (held-out
+            text).
+
+        Raises:
+          UsageError: a size is below 1, or the stream is shorter than one window and its last
+            target.
+        """
+        for name, value in {"seq_len": seq_len, "batch_size": batch_size}.items():
+            if value < 1:
+                raise UsageError(f"--{name}={value} is out of range; legal: 1 or more")
+        if len(tokens) <= seq_len:
+            raise UsageError(_too_short(len(tokens), seq_len, held_out=not shuffle))
+        self.tokens, self.bos = tokens, bos
+        self.seq_len, self.batch_size = seq_len, batch_size
+        self.seed, self.shuffle = seed, shuffle
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Targets in one epoch."""
+        return len(self.tokens) - 1
+
+    @property
+    def num_windows(self) -> int:
+        """Windows in one epoch."""
+        return -(-self.tokens_per_epoch // self.seq_len)
+
+    def batch_at(self, position: int) -> Batch:
+        """The batch that follows when `position` windows have been read since the run began.
+
+        Epochs follow one another without a gap, so a batch may hold the end of one and the start
+        of the next. That one number is the whole state: a run that resumes with another batch
+        size repeats and skips nothing.
+
+        Args:
+          position: 0 or more.
+
+        Returns:
+          `batch_size` windows.
+        """
+        epoch, window = np.divmod(position + np.arange(self.batch_size), self.num_windows)
+        if self.shuffle:
+            window = permute(window, size=self.num_windows, seed=self.seed, epoch=epoch)
+        return self._gather(window)
+
+    def batches(self) -> Iterator[Batch]:
+        """Every window once, in the order of the stream.
+
+        Yields:
+          Batches that are all of one shape: rows past the last window are 0, weights too.
+        """
+        for start in range(0, self.num_windows, self.batch_size):
+            yield self._gather(start + np.arange(self.batch_size))
+
+    def _gather(self, window: Int64[np.ndarray, " batch"]) -> Batch:
+        positions = window[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        real = positions < len(self.tokens)
+        # A row past the last window may start at the last token, which has no target: leave it out.
+        real[:, :-1] &= (window < self.num_windows)[:, None]
+        tokens = np.where(real, self.tokens[np.where(real, positions, 0)], 0).astype(np.int32)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        starts = (inputs == self.bos) & real[:, :-1]
+        # A window is in its first document from its first token, be that a BOS or not.
+        starts[:, 0] = True
+        segments = np.where(real[:, :-1], np.cumsum(starts, axis=1), 0)
+        return Batch(inputs, targets, segments.astype(np.int32), real[:, 1:].astype(np.float32))
+
+
+def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
+    """The documents to hold out, given the size of each; there are at least two."""
+    total = sum(sizes.values())
+    wanted, held = eval_fraction * total, 0
+    chosen, passed_over = set(), []
+    for text in sorted(sizes, key=lambda text: _rank(text, seed)):
+        if held + sizes[text] <= wanted:
+            chosen.add(text)
+            held += sizes[text]
+        else:
+            passed_over.append(text)
+    # One more is right where it brings the share nearer, and needed where nothing was chosen.
+    for text in sorted(passed_over, key=sizes.__getitem__)[:1]:
+        after = held + sizes[text]
+        if not chosen or (after - wanted < wanted - held and after <= total / 2):
+            chosen.add(text)
+    return chosen
+
+
+def _rank(text: str, seed: int) -> bytes:
+    return hashlib.blake2b(f"{seed} {text}".encode(), digest_size=16).digest()
+
+
+def _cut(text: str, eval_fraction: float) -> tuple[str, str]:
+    """A document's head and its tail of at most about `eval_fraction`."""
+    if len(text) < 2:
+        raise UsageError(
+            f"--data is one document of {len(text)} characters, too short to hold out "
+            f"data.eval_fraction={eval_fraction} of it; legal: 2 characters or more"
+        )
+    tail = max(1, int(eval_fraction * len(text)))
+    # Only later boundaries, so that the tail never exceeds its share, and in its first half.
+    at, end = len(text) - tail, len(text) - tail // 2 - 1
+    for boundary in "\n", " ":
+        if (found := text.find(boundary, at - 1, end)) >= 0:
+            return text[: found + 1], text[found + 1 :]
+    return text[:at], text[at:]
+
+
+def _too_short(tokens: int, seq_len: int, *, held_out: bool) -> str:
+    part = "the held-out part of --data" if held_out else "--data"
+    more = "more text or a larger data.eval_fraction" if held_out else "more text"
+    shorter = f"--seq_len of at most {tokens - 1}, or " if tokens > 1 else ""
+    return (
+        f"{part} has {tokens} tokens, fewer than one window of --seq_len={seq_len} and the token "
+        f"after it; legal: {shorter}{more}"
+    )

@@ -1,0 +1,204 @@
+"""Vocabularies of the tokenizers library: GPT-2's two files, or any tokenizer.json."""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from rmt_tpu.data.tokenizer import FILE, Tokenizer, Tokens, digest, utf8
+from rmt_tpu.errors import UsageError
+
+# What vocabularies call the token that starts a document, the likeliest first.
+BOS_NAMES = ("<|endoftext|>", "<s>", "<|begin_of_text|>", "[BOS]", "<bos>")
+
+_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+# Its tokens tell apart normalizers and pre-tokenizers over one and the same vocabulary.
+_PROBE = "Hello  World's 1234 x_y,\n\té 東京 ﬁ"
+# Texts encoded at a time: enough for all cores, and few enough to hold their tokens twice.
+_CHUNK = 256
+
+
+class BpeTokenizer(Tokenizer):
+    """A vocabulary of the tokenizers library."""
+
+    def __init__(self, name: str, library: Any):
+        """Takes the library's tokenizer over, and makes its BOS a special token.
+
+        Args:
+          name: its spec.
+          library: a `tokenizers.Tokenizer`.
+
+        Raises:
+          UsageError: the vocabulary has none of `BOS_NAMES`.
+        """
+        from tokenizers import AddedToken
+
+        self.name = name
+        self._bos_name = next((n for n in BOS_NAMES if library.token_to_id(n) is not None), "")
+        if not self._bos_name:
+            raise UsageError(
+                f"--tokenizer={name!r} has no token that starts a document; "
+                f"legal: a vocabulary with one of {', '.join(BOS_NAMES)}"
+            )
+        library.add_special_tokens([AddedToken(self._bos_name, special=True, normalized=False)])
+        library.encode_special_tokens = True  # as the text that they look like
+        # Stored with many a tokenizer.json, they would cut documents off without a word.
+        library.no_truncation()
+        library.no_padding()
+        self.bos = library.token_to_id(self._bos_name)
+        # Not the size of the vocabulary: ids may have gaps.
+        self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values())
+        self._library = library
+
+    @classmethod
+    def from_gpt2_files(cls, name: str, encoder: Path, merges: Path) -> "BpeTokenizer":
+        """From GPT-2's `encoder.json` and `vocab.bpe`.
+
+        Raises:
+          UsageError: a file is damaged, or the library is not installed.
+        """
+        tokenizers = _import(name)
+        try:
+            library = tokenizers.Tokenizer(
+                tokenizers.models.BPE.from_file(str(encoder), str(merges))
+            )
+        except Exception as error:  # the library raises no narrower class
+            raise _damaged(name, error) from None
+        library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = tokenizers.decoders.ByteLevel()
+        library.add_special_tokens([BOS_NAMES[0]])
+        return cls(name, library)
+
+    @classmethod
+    def from_json(cls, name: str, text: str) -> "BpeTokenizer":
+        """From the text of a `tokenizer.json`.
+
+        Raises:
+          UsageError: it is damaged or has no BOS, or the library is not installed.
+        """
+        tokenizers = _import(name)
+        try:
+            library = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises no narrower class
+            raise _damaged(name, error) from None
+        return cls(name, library)
+
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        return next(self.encode_all([text]))
+
+    def encode_all(self, texts: list[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
+        """`encode` of each text, in order, on all cores."""
+        for start in range(0, len(texts), _CHUNK):
+            chunk = texts[start : start + _CHUNK]
+            for text in chunk:
+                utf8(text)
+            for text, tokens in zip(chunk, self._encode(chunk), strict=True):
+                yield self._encode_apart(text) if self.bos in tokens else tokens
+
+    def decode_bytes(self, tokens: Tokens) -> bytes:
+        return b"".join([self._pieces[token] for token in self._checked(tokens).tolist()])
+
+    def decode(self, tokens: Tokens) -> str:
+        if self._is_byte_level:
+            return super().decode(tokens)
+        # The library's own decoder knows what differs at the start of a text.
+        return self._library.decode(self._checked(tokens).tolist(), skip_special_tokens=True)
+
+    def fingerprint(self) -> str:
+        model = self._json["model"]
+        # Versions of the library write a merge as "a b" or as ["a", "b"].
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
+        added = self._library.get_added_tokens_decoder()
+        added = {token: added[token].content for token in added}
+        return digest([model["vocab"], merges, added, self.bos, self.encode(_PROBE).tolist()])
+
+    def save(self, folder: str | Path) -> None:
+        Path(folder, FILE).write_text(self._library.to_str(), encoding="utf-8")
+
+    def _encode(self, texts: list[str]) -> list[Int32[np.ndarray, " _"]]:
+        encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def _encode_apart(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """A text with the name of BOS in it, where the model itself spells that name as BOS."""
+        first, rest = map(re.escape, (self._bos_name[0], self._bos_name[1:]))
+        parts = re.split(f"(?<={first})(?={rest})", text)
+        return np.concatenate(self._encode(parts))
+
+    @cached_property
+    def _json(self) -> dict[str, Any]:
+        return json.loads(self._library.to_str())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether tokens are spelled in GPT-2's alphabet, one letter for each byte."""
+        parts = [self._json[part] or {} for part in ("decoder", "pre_tokenizer", "normalizer")]
+        nested = [
+            inner
+            for part in parts
+            for key in ("decoders", "pretokenizers", "normalizers")
+            for inner in part.get(key, [])
+        ]
+        return any(part.get("type") == "ByteLevel" for part in parts + nested)
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        """The bytes of each token."""
+        pieces = [b""] * self.vocab_size
+        spell = self._byte_level_piece if self._is_byte_level else self._other_piece
+        for name, token in self._library.get_vocab(with_added_tokens=True).items():
+            pieces[token] = spell(name, token)
+        for token, added in self._library.get_added_tokens_decoder().items():
+            pieces[token] = b"" if added.special else added.content.encode()
+        return pieces
+
+    def _byte_level_piece(self, name: str, token: int) -> bytes:
+        try:
+            return bytes([_BYTE_OF[letter] for letter in name])
+        except KeyError:  # not of the alphabet, such as an [UNK]
+            return name.encode()
+
+    def _other_piece(self, name: str, token: int) -> bytes:
+        """What a token adds after another one: at the start of a text, decoders trim and join."""
+        if self._json["model"].get("byte_fallback") and (byte := _FALLBACK.fullmatch(name)):
+            return bytes([int(byte[1], 16)])
+        before, length = self._before
+        return self._library.decode([*before, token])[length:].encode()
+
+    @cached_property
+    def _before(self) -> tuple[list[int], int]:
+        """A plain token to put before others, if there is one, and the length of its text."""
+        vocabulary = self._library.get_vocab(with_added_tokens=False)
+        plain = sorted(name for name in vocabulary if name.isascii() and name.isalnum())
+        before = [vocabulary[name] for name in plain[:1]]
+        return before, len(self._library.decode(before))
+
+
+def _import(name: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise UsageError(
+            f"--tokenizer={name} needs the tokenizers library: pip install 'rmt_tpu[data]'"
+        ) from None
+    return tokenizers
+
+
+def _damaged(name: str, error: Exception) -> UsageError:
+    reason = " ".join(str(error).split())
+    return UsageError(f"--tokenizer={name!r} cannot be loaded ({reason}); legal: undamaged files")
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """GPT-2's alphabet: a printable byte of Latin-1 is itself, the others follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_letter()

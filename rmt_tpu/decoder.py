@@ -1,0 +1,153 @@
+"""Tokens to logits: the loop over sublayers, the same for every residual system."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rmt_tpu import config as cfg
+from rmt_tpu import residual
+from rmt_tpu.layers import attention as attn
+from rmt_tpu.layers.embedding import Embedding, Unembedding
+from rmt_tpu.layers.feed_forward import FeedForward
+from rmt_tpu.layers.parameters import stack, storage_scale
+
+
+class KVCache(NamedTuple):
+    """What decoding keeps of the tokens seen so far: no residual, only keys and values.
+
+    Attributes:
+      layers: keys and values, [L, batch, capacity, heads, head_dim].
+      length: how many tokens are in it.
+    """
+
+    layers: attn.Cache
+    length: Int[Array, ""]
+
+
+class Layer(nnx.Module):
+    """The parameters of one attention and one feed-forward sublayer and the sites before them."""
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, layer_index: Int[Array, ""]):
+        Site = residual.store_module(config.store).Site
+        self.attention_site = Site(config, rngs, before="attention", layer_index=layer_index)
+        self.feed_forward_site = Site(config, rngs, before="feed_forward", layer_index=layer_index)
+        # In an RMT the storage keys are what writes, and they carry the scale.
+        vector = isinstance(config.store, cfg.VectorStore)
+        output_scale = storage_scale(config.num_layers) if vector else 1.0
+        self.feed_forward = FeedForward(config, rngs, output_scale=output_scale)
+
+
+class Decoder(nnx.Module):
+    """A causal language model over any residual system.
+
+    Args:
+      config: what to build.
+      rngs: a `params` stream draws the parameters.
+
+    Layers are stacked: their parameters have a leading axis L, and a scan runs over it.
+    """
+
+    def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.dtype = compute_dtype(config.compute_dtype)
+        store = residual.store_module(config.store)
+        self.embedding = Embedding(config, rngs)
+        self.store = store.Store(config, rngs, dtype=residual_dtype(config))
+        self.layers = stack(lambda rngs, index: Layer(config, rngs, index), rngs, config.num_layers)
+        self.final_site = store.Site(
+            config, rngs, before="unembedding", layer_index=jnp.int32(config.num_layers)
+        )
+        self.unembedding = Unembedding(config, rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch_or_1 seq"] | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the next token, at least float32.
+
+        Args:
+          tokens: below `config.vocab_size`.
+          segment_ids: tokens see only their own document; None is one document a row.
+          positions: of the tokens; None counts from 0.
+        """
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1])[None]
+        logits, _ = self._run(tokens, attn.causal(positions, segment_ids), None)
+        return logits
+
+    def decode(
+        self, tokens: Int[Array, "batch new"], cache: KVCache
+    ) -> tuple[Float[Array, "batch new vocab"], KVCache]:
+        """Logits for the tokens that follow those in the cache, and the cache with them in it.
+
+        The caller keeps `cache.length + new` within the cache's capacity.
+        """
+        new, capacity = tokens.shape[1], cache.layers.keys.shape[2]
+        context = attn.cached(cache.length, new, capacity)
+        logits, layers = self._run(tokens, context, cache.layers)
+        return logits, KVCache(layers, cache.length + new)
+
+    def empty_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache for `capacity` tokens of each of `batch` sequences."""
+        heads, head_dim = self.config.attention.num_heads, self.config.attention.head_dim
+        shape = (self.config.num_layers, batch, capacity, heads, head_dim)
+        empty = jnp.zeros(shape, self.dtype)
+        return KVCache(attn.Cache(empty, empty), jnp.int32(0))
+
+    def _run(self, tokens, context: attn.Context, cache: attn.Cache | None):
+        mixer = residual.Sum(self.store)
+        tokens, positions = self.embedding(tokens, context.query_positions, self.dtype)
+        state, y = mixer.start(tokens, positions)
+        graphdef, layers = nnx.split(self.layers)
+
+        def run_layer(carry, scanned):
+            state, y = carry
+            layer, index, cache = scanned
+            layer = nnx.merge(graphdef, layer)
+            state, z = mixer.advance(state, y, layer.attention_site)
+            y, cache = attn.attention(
+                z, context, config=self.config, layer_index=index, cache=cache
+            )
+            state, z = mixer.advance(state, y, layer.feed_forward_site)
+            return (state, layer.feed_forward(z)), cache
+
+        (state, y), cache = jax.lax.scan(
+            rematerialize(run_layer, self.config.remat),
+            (state, y),
+            (layers, jnp.arange(self.config.num_layers), cache),
+        )
+        _, z = mixer.advance(state, y, self.final_site)
+        return self.unembedding(z), cache
+
+
+def rematerialize(layer, policy: cfg.RematPolicy):
+    """`layer` with what its backward pass recomputes set by name; see `ModelConfig.remat`."""
+    match policy:
+        case "none":
+            return layer
+        case "dots":
+            saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        case "full":
+            saved = jax.checkpoint_policies.nothing_saveable
+    # Within a scan nothing can be merged across the boundary: barriers would only cost.
+    return jax.checkpoint(layer, policy=saved, prevent_cse=False)
+
+
+def compute_dtype(name: cfg.DType) -> jnp.dtype:
+    """The dtype of a name; "auto" is float32 on CPU and bfloat16 elsewhere."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def residual_dtype(config: cfg.ModelConfig) -> jnp.dtype:
+    """The dtype in which the residual is carried."""
+    if config.store.dtype == "auto":
+        return compute_dtype(config.compute_dtype)
+    return compute_dtype(config.store.dtype)

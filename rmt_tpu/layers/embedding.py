@@ -1,0 +1,80 @@
+"""Tokens to the first data vectors, and the last data vectors to logits."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from rmt_tpu import config as cfg
+from rmt_tpu.layers.parameters import parameter
+
+
+class Embedding(nnx.Module):
+    """`E[token]` and, with learned positions, `P[position]` (equations 5, 6, 18 and 19)."""
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+        self.data_shape = config.data_shape
+        self.multiplier = getattr(config.parametrization, "input_multiplier", 1.0)
+        self.tokens = parameter(
+            rngs,
+            (config.vocab_size, config.width),
+            std=config.init_std,
+            role="embedding",
+            axes=("vocab", "embed"),
+        )
+        learned = isinstance(config.attention.positions, cfg.Learned)
+        self.positions = self._positions(config, rngs) if learned else None
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "batch_or_1 seq"],
+        dtype: DTypeLike,
+    ) -> tuple[
+        Float[Array, "batch seq vectors size"], Float[Array, "batch_or_1 seq vectors size"] | None
+    ]:
+        """Data vectors of the tokens, and those of the positions if these are learned."""
+        if self.positions is None:
+            return self._look_up(self.tokens, tokens, dtype), None
+        return (
+            self._look_up(self.tokens, tokens, dtype),
+            self._look_up(self.positions, positions, dtype),
+        )
+
+    def _positions(self, config, rngs):
+        return parameter(
+            rngs,
+            (config.attention.positions.max_length, config.width),
+            std=config.init_std,
+            role="embedding",
+            axes=("sequence", "embed"),
+        )
+
+    def _look_up(self, table, indices, dtype):
+        rows = self.multiplier * table[...].at[indices].get(mode="promise_in_bounds")
+        return rows.astype(dtype).reshape(*indices.shape, *self.data_shape)
+
+
+class Unembedding(nnx.Module):
+    """`W_U z` over the concatenated data vectors (equations 11 and 26)."""
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+        output_multiplier = getattr(config.parametrization, "output_multiplier", 1.0)
+        self.multiplier = output_multiplier / config.width_ratio
+        # One 2-D matrix: with a vectors axis of its own the compiler transposes it.
+        self.kernel = parameter(
+            rngs,
+            (config.width, config.vocab_size),
+            std=config.init_std * config.width**-0.5,
+            role="unembedding",
+            axes=("embed", "vocab"),
+        )
+
+    def __call__(self, z: Float[Array, "*tokens vectors size"]) -> Float[Array, "*tokens vocab"]:
+        """Logits, at least float32."""
+        concatenated = z.reshape(*z.shape[:-2], -1)
+        logits = jnp.dot(
+            concatenated,
+            self.kernel.astype(z.dtype),
+            preferred_element_type=jnp.result_type(z, jnp.float32),
+        )
+        return self.multiplier * logits

@@ -1,0 +1,26 @@
+"""Positions that act within attention: ALiBi (Press et al. 2022) and RoPE (Su et al. 2021)."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
+    """`2^(-8 (h + 1) / num_heads)` for head h, for any number of heads."""
+    return 2.0 ** (-8.0 * jnp.arange(1, num_heads + 1) / num_heads)
+
+
+def rotate(
+    x: Float[Array, "batch seq heads head_dim"],
+    positions: Int[Array, "batch_or_1 seq"],
+    *,
+    base: float,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """RoPE: pairs (x_i, x_{i + head_dim / 2}) turned by `position * base^(-2 i / head_dim)`."""
+    half = x.shape[-1] // 2
+    dtype = jnp.result_type(x, jnp.float32)
+    frequencies = base ** (-jnp.arange(half, dtype=dtype) / half)
+    angles = positions[:, :, None, None] * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = x[..., :half].astype(dtype), x[..., half:].astype(dtype)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

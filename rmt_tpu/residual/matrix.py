@@ -1,0 +1,87 @@
+"""The matrix store: a token's residual is a matrix `D_k x D_v`, as in the RMT.
+
+Every sublayer writes it as outer products with R storage keys and reads it with retrieval keys
+(Mak and Flanigan 2025, equations 12 to 27). Key vectors take the place of W_Q, W_K, W_V and W_O.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+import pallas_kernels
+from rmt_tpu import config as cfg
+from rmt_tpu.layers.parameters import gain, keys, storage_scale
+
+
+class Site(nnx.Module):
+    """One place where the matrix is written by one sublayer and read by the next.
+
+    Attributes:
+      store_keys: w_O, w_FF, or w_E in the first site: [R, D_k].
+      gain: of the norm, [D_k, D_v].
+      read_keys: r_Q, r_K, r_V as [3 R, D_k] before attention; r_FF or r_U, [R, D_k], elsewhere.
+    """
+
+    def __init__(
+        self,
+        config: cfg.ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        before: Literal["attention", "feed_forward", "unembedding"],
+        layer_index: Int[Array, ""],
+    ):
+        rank, key_dim = config.attention.num_heads, config.store.key_dim
+        # The first site is written by the embedding, which is one write and not one of 2L.
+        first = (layer_index == 0) & (before == "attention")
+        scale = jnp.where(first, 1.0, storage_scale(config.num_layers))
+        self.store_keys = keys(rngs, rank, key_dim, std=scale * rank**-0.5)
+        self.gain = gain((key_dim, config.attention.head_dim), axes=("key", "head"))
+        reads = 3 * rank if before == "attention" else rank
+        self.read_keys = keys(rngs, reads, key_dim, std=key_dim**-0.5)
+
+
+class Store(nnx.Module):
+    """`X += w^T y; z = r norm(X)`: one call of `pallas_kernels.store_norm_retrieve`.
+
+    Attributes:
+      position_keys: w_PE, [R, D_k], if positions are learned.
+    """
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike):
+        rank = config.attention.num_heads
+        self.dtype, self.key_dim = dtype, config.store.key_dim
+        self.norm, self.epsilon = config.norm, config.norm_epsilon
+        learned = isinstance(config.attention.positions, cfg.Learned)
+        self.position_keys = keys(rngs, rank, self.key_dim, std=rank**-0.5) if learned else None
+
+    def start(
+        self,
+        tokens: Float[Array, "batch seq R D_v"],
+        positions: Float[Array, "batch_or_1 seq R D_v"] | None,
+    ) -> tuple[Float[Array, "batch seq D_k D_v"], Float[Array, "batch seq R D_v"]]:
+        """`X = w_PE (x) P` (equation 19), and the tokens as what is to be written (equation 18)."""
+        shape = (*tokens.shape[:2], self.key_dim, tokens.shape[-1])
+        if positions is None:
+            return jnp.zeros(shape, self.dtype), tokens
+        empty = jnp.zeros((*positions.shape[:2], *shape[2:]), self.dtype)
+        written = pallas_kernels.store(empty, self.position_keys[...], positions)
+        return jnp.broadcast_to(written, shape), tokens
+
+    def add_and_read(
+        self,
+        residual: Float[Array, "batch seq D_k D_v"],
+        y: Float[Array, "batch seq R D_v"],
+        site: Site,
+    ) -> tuple[Float[Array, "batch seq D_k D_v"], Float[Array, "batch seq reads D_v"]]:
+        """Write y with the site's storage keys, norm, read with its retrieval keys."""
+        return pallas_kernels.store_norm_retrieve(
+            residual,
+            site.store_keys[...],
+            y,
+            site.gain[...],
+            site.read_keys[...],
+            norm=self.norm,
+            epsilon=self.epsilon,
+        )

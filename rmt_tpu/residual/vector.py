@@ -1,0 +1,93 @@
+"""The vector store: a token's residual is a vector of size D, as in the Transformer.
+
+Attention reads it with matrices W_Q, W_K, W_V and writes it with W_O (equations 7 and 9);
+feed-forward, embedding and unembedding layers read and write the vector itself.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from rmt_tpu import config as cfg
+from rmt_tpu.layers.norm import normalize
+from rmt_tpu.layers.parameters import gain, parameter, storage_scale
+
+
+class Site(nnx.Module):
+    """One place where the vector is written by one sublayer and read by the next.
+
+    Attributes:
+      write: W_O [H, D_h, D] after attention; None where the vector itself is written.
+      gain: of the norm, [D].
+      read: W_Q, W_K, W_V as [D, 3 H, D_h] before attention; None where the vector itself is read.
+    """
+
+    def __init__(
+        self,
+        config: cfg.ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        before: Literal["attention", "feed_forward", "unembedding"],
+        layer_index: Int[Array, ""],
+    ):
+        self.write = self._write(config, rngs) if before == "feed_forward" else None
+        self.gain = gain((config.store.dim,), axes=("embed",))
+        self.read = self._read(config, rngs) if before == "attention" else None
+
+    def _write(self, config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
+        heads, head_dim = config.attention.num_heads, config.attention.head_dim
+        return parameter(
+            rngs,
+            (heads, head_dim, config.store.dim),
+            std=storage_scale(config.num_layers) * config.init_std * (heads * head_dim) ** -0.5,
+            role="hidden",
+            axes=("heads", "head", "embed"),
+        )
+
+    def _read(self, config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
+        heads, head_dim = config.attention.num_heads, config.attention.head_dim
+        return parameter(
+            rngs,
+            (config.store.dim, 3 * heads, head_dim),
+            std=config.init_std * config.store.dim**-0.5,
+            role="hidden",
+            axes=("embed", "heads", "head"),
+        )
+
+
+class Store(nnx.Module):
+    """`h += W_O y; z = W_QKV norm(h)`, or the vector itself."""
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike):
+        self.dtype = dtype
+        self.norm, self.epsilon = config.norm, config.norm_epsilon
+
+    def start(
+        self,
+        tokens: Float[Array, "batch seq 1 D"],
+        positions: Float[Array, "batch_or_1 seq 1 D"] | None,
+    ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch seq 1 D"]]:
+        """The positions as residual, and the tokens as what is to be written (equation 1)."""
+        shape = (*tokens.shape[:2], tokens.shape[-1])
+        if positions is None:
+            return jnp.zeros(shape, self.dtype), tokens
+        return jnp.broadcast_to(positions[..., 0, :], shape).astype(self.dtype), tokens
+
+    def add_and_read(
+        self,
+        residual: Float[Array, "batch seq D"],
+        y: Float[Array, "batch seq vectors size"],
+        site: Site,
+    ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch seq reads read_size"]]:
+        """Write y, then norm and read, at one site."""
+        if site.write is None:
+            written = y[..., 0, :]
+        else:
+            written = jnp.einsum("bnhd,hdm->bnm", y, site.write.astype(y.dtype))
+        residual = residual + written.astype(residual.dtype)
+        x = normalize(residual, site.gain[...], norm=self.norm, epsilon=self.epsilon, dtype=y.dtype)
+        if site.read is None:
+            return residual, x[..., None, :]
+        return residual, jnp.einsum("bnm,mhd->bnhd", x, site.read.astype(x.dtype))

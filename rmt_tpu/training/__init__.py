@@ -1,0 +1,1 @@
+"""Training: loss, optimizer, the jitted step, and the loop around it."""

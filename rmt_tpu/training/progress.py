@@ -1,0 +1,73 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class TrainingProgress:
+    """Steps done, loss, tokens per second and time left.
+
+    Args:
+      total: steps of the run.
+      label: what is being trained.
+      line_seconds: elsewhere than on a terminal, at most one line in so many seconds.
+    """
+
+    def __init__(self, total: int, label: str, *, line_seconds: float = 5.0):
+        self._total, self._label = total, label
+        self._line_seconds, self._last_line = line_seconds, -float("inf")
+        self._started: tuple[float, int] | None = None
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("loss {task.fields[loss]:.4f}"),
+                TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+                TimeRemainingColumn(),
+                TextColumn("left"),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task(label, total=total, loss=float("nan"), speed=0.0)
+
+    def __enter__(self) -> "TrainingProgress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """One line, above the bar."""
+        if self._bar:
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show that `step` is done."""
+        loss, speed = metrics["train/loss"], metrics["throughput/tokens_per_second"]
+        now = time.monotonic()
+        self._started = self._started or (now, step)
+        if self._bar:
+            self._bar.update(self._task, completed=step, loss=loss, speed=speed)
+        elif step == self._total or now - self._last_line >= self._line_seconds:
+            self._last_line = now
+            self.say(
+                f"{self._label} step {step}/{self._total} loss {loss:.4f} "
+                f"{speed:,.0f} tokens/s {self._time_left(now, step)} left"
+            )
+
+    def _time_left(self, now: float, step: int) -> str:
+        since, first = self._started
+        if step == first:
+            return "?"
+        seconds = round((now - since) / (step - first) * (self._total - step))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

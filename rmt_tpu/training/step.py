@@ -1,0 +1,108 @@
+"""One optimizer step and one evaluation step, as pure functions to jit."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Int, Key
+
+from rmt_tpu.config import RunConfig
+from rmt_tpu.data import Batch
+from rmt_tpu.training.loss import Loss, next_token_loss
+from rmt_tpu.training.optimizer import learning_rate
+
+
+class TrainState(NamedTuple):
+    """All that a step changes, and so all arrays of a checkpoint.
+
+    Attributes:
+      params: pure dict of the decoder's parameters.
+      optimizer: optax's state.
+      key: for whatever is random in training or in a sample drawn from the run.
+      step: optimizer steps taken, skipped ones included.
+      skipped: steps whose loss or gradient was not finite, and so changed no parameter.
+      skipped_in_a_row: the last of them without a good one in between.
+    """
+
+    params: Any
+    optimizer: Any
+    key: Key[Array, ""]
+    step: Int[Array, ""]
+    skipped: Int[Array, ""]
+    skipped_in_a_row: Int[Array, ""]
+
+
+def initial_state(
+    params: Any, optimizer: optax.GradientTransformation, key: Key[Array, ""]
+) -> TrainState:
+    """The state before the first step."""
+    zero = jnp.int32(0)
+    return TrainState(params, optimizer.init(params), key, zero, zero, zero)
+
+
+def batch_loss(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> Loss:
+    """Loss sums over a batch."""
+    decoder = nnx.merge(graphdef, params)
+    logits = decoder(batch.inputs, segment_ids=batch.segment_ids)
+    return next_token_loss(logits, batch.targets, batch.weights)
+
+
+def make_train_step(
+    config: RunConfig, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """The step: `(state, batch) -> (state, metrics)`; metrics are scalars under their names.
+
+    With `accumulate` parts, each part's gradient is weighted by its tokens, so that the step is
+    that of the whole batch.
+    """
+    schedule = learning_rate(config.train.optimizer, config.train.steps)
+
+    def gradients(params: Any, batch: Batch) -> tuple[Any, Loss]:
+        total = jnp.sum(batch.weights)
+
+        def part_loss(params: Any, part: Batch) -> tuple[jax.Array, Loss]:
+            loss = batch_loss(graphdef, params, part)
+            objective = (loss.cross_entropy + config.train.z_loss * loss.z) / total
+            return objective, Loss(loss.cross_entropy / total, loss.z / total)
+
+        part_gradients = jax.grad(part_loss, has_aux=True)
+        if config.train.accumulate == 1:
+            return part_gradients(params, batch)
+        # Every n-th row, not runs of rows: a device then splits the rows that it has.
+        split = lambda x: x.reshape(-1, config.train.accumulate, *x.shape[1:]).swapaxes(0, 1)
+        add = lambda carry, part: jax.tree.map(jnp.add, carry, part_gradients(params, part))
+        zeros = jax.tree.map(jnp.zeros_like, (params, Loss(total, total)))
+        return jax.lax.scan(
+            lambda carry, part: (add(carry, part), None), zeros, jax.tree.map(split, batch)
+        )[0]
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        grads, loss = gradients(state.params, batch)
+        grad_norm = optax.global_norm(grads)
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+
+        finite = jnp.isfinite(loss.cross_entropy) & jnp.isfinite(grad_norm)
+        keep = lambda new, old: jnp.where(finite, new, old)
+        new = TrainState(
+            params=jax.tree.map(keep, params, state.params),
+            optimizer=jax.tree.map(keep, optimizer_state, state.optimizer),
+            key=state.key,
+            step=state.step + 1,
+            skipped=state.skipped + ~finite,
+            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        )
+        metrics = {
+            "train/loss": loss.cross_entropy,
+            "train/z_loss": config.train.z_loss * loss.z,
+            "train/skipped_steps": new.skipped,
+            "train/skipped_in_a_row": new.skipped_in_a_row,
+            "optim/learning_rate": schedule(state.step),
+            "optim/grad_norm": grad_norm,
+        }
+        return new, metrics
+
+    return train_step

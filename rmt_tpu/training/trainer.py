@@ -1,0 +1,250 @@
+"""The training loop, and what it leaves in the run folder."""
+
+import contextlib
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+import sharding
+from rmt_tpu import data, workdir
+from rmt_tpu.analysis import resources
+from rmt_tpu.checkpoint import Checkpointer
+from rmt_tpu.config import RunConfig
+from rmt_tpu.errors import RunError
+from rmt_tpu.generation import Sampling, generate
+from rmt_tpu.training.metrics import MetricsWriter, plot_loss
+from rmt_tpu.training.progress import TrainingProgress
+from rmt_tpu.training.run import Run, load_datasets, prepare, resolve_dtypes
+from rmt_tpu.training.step import TrainState, batch_loss
+
+
+class Outcome(NamedTuple):
+    """Steps done when the run ended, and whether a signal ended it before the last."""
+
+    step: int
+    interrupted: bool
+
+
+def train(
+    config: RunConfig, folder: str | Path, *, profile_steps: int = 0, label: str = "train"
+) -> Outcome:
+    """Train `config` in `folder`, from its last good checkpoint if there is one.
+
+    The first SIGINT or SIGTERM ends the run after the step it is in, with a checkpoint.
+
+    Args:
+      config: of the run; must be that of the run in the folder, if there is one.
+      folder: the run folder.
+      profile_steps: trace so many steps into `<folder>/profile`.
+      label: shown with the progress.
+
+    Raises:
+      UsageError, MeshError: the config, its files or the folder cannot be.
+      RunError: the loss stays non-finite, or no checkpoint can be read.
+    """
+    config = resolve_dtypes(config)
+    run = prepare(config, sharding.make_mesh(config.train.mesh))
+    tokenizer = data.load_tokenizer(config.data.tokenizer)
+    datasets = load_datasets(config, tokenizer)
+    workdir.open_workdir(folder, config)
+    tokenizer.save(folder)
+    with TrainingProgress(config.train.steps, label) as progress:
+        loop = _Loop(config, run, Path(folder), tokenizer, datasets, progress)
+        return loop.run(profile_steps)
+
+
+class _Loop:
+    """State of one run of the loop: the model's, and the one step that is still being computed."""
+
+    def __init__(self, config, run: Run, folder: Path, tokenizer, datasets, progress):
+        self.config, self.model, self.folder = config, run, folder
+        self.tokenizer, self.datasets, self.progress = tokenizer, datasets, progress
+        self.checkpoints = Checkpointer(
+            str(folder / "checkpoints"), keep=config.train.keep_checkpoints, report=progress.say
+        )
+        self.state, self.step, self.windows_read = self._restore_or_init()
+        self.saved_step = self.step
+        self.pending: dict[str, jax.Array] | None = None
+        self.evaluate_batch = jax.jit(lambda p, b: batch_loss(run.graphdef, p, b).cross_entropy)
+
+    def run(self, profile_steps: int) -> Outcome:
+        steps = self.config.train.steps
+        with contextlib.closing(MetricsWriter(self.folder, first_step=self.step + 1)) as metrics:
+            self.metrics = metrics
+            if self.step < steps:
+                with _signals(self.progress) as stop:
+                    self._loop(profile_steps, stop)
+                if self.step < steps:
+                    self._draw()
+                    return Outcome(self.step, interrupted=True)
+            if (self.folder / "samples.txt").exists():
+                self.progress.say(f"{self.folder} is complete at step {steps}")
+            else:
+                self._finish()
+        return Outcome(self.step, interrupted=False)
+
+    def _loop(self, profile_steps: int, stop: threading.Event) -> None:
+        steps, first = self.config.train.steps, self.step + 1
+        train_step = self._compile()
+        self.clock = time.monotonic()
+        for step in range(first, steps + 1):
+            # A step or two to warm up, and then those to look at.
+            if profile_steps and step == min(first + 2, steps):
+                jax.profiler.start_trace(str(self.folder / "profile"))
+            self._step(train_step, step)
+            if profile_steps and step == min(first + 1 + profile_steps, steps):
+                jax.block_until_ready(self.state)
+                jax.profiler.stop_trace()
+            if stop.is_set() or self._due(self.config.train.checkpoint_every):
+                self._save()
+            if stop.is_set():
+                return
+            if step < steps and self._due(self.config.train.eval_every):
+                self._evaluate()
+
+    def _restore_or_init(self) -> tuple[TrainState, int, int]:
+        abstract = jax.eval_shape(self.model.init)
+        if not self.checkpoints.steps():
+            init = jax.jit(self.model.init, out_shardings=self.model.state_shardings)
+            return init(), 0, 0
+        like = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            abstract,
+            self.model.state_shardings,
+        )
+        step, state, meta = self.checkpoints.restore(like)
+        self.progress.say(f"resuming {self.folder} from step {step}")
+        return state, step, meta["windows_read"]
+
+    def _compile(self):
+        """Compiled ahead, so that the first step's time is a step's time."""
+        started = time.monotonic()
+        step = jax.jit(self.model.step, donate_argnums=0).lower(self.state, self._batch()).compile()
+        self.progress.say(f"compiled the train step in {time.monotonic() - started:.1f} s")
+        return step
+
+    def _batch(self) -> data.Batch:
+        return self._put(self.datasets.train.batch_at(self.windows_read))
+
+    def _put(self, batch: data.Batch) -> data.Batch:
+        return jax.device_put(batch, self.model.batch_sharding)
+
+    def _step(self, train_step, step: int) -> None:
+        """Dispatch this step, then report the one before it: the device never waits."""
+        self.state, metrics = train_step(self.state, self._batch())
+        self.windows_read += self.config.train.batch_size
+        self._report()
+        self.step, self.pending = step, metrics
+
+    def _report(self) -> None:
+        """Wait for the pending step and write its row."""
+        if self.pending is None:
+            return
+        row = {name: float(value) for name, value in jax.device_get(self.pending).items()}
+        self.pending = None
+        now = time.monotonic()
+        seconds, self.clock = now - self.clock, now
+        in_a_row = int(row.pop("train/skipped_in_a_row"))
+        row |= self._throughput(seconds) | _memory()
+        self.progress.update(self.step, row)
+        if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
+            self.metrics.write(self.step, row)
+        if in_a_row >= self.config.train.max_bad_steps:
+            raise RunError(
+                f"the loss or its gradient was not finite in {in_a_row} steps in a row, to step "
+                f"{self.step}; the last checkpoint is of step {self.saved_step}. Try a lower "
+                "--set=train.optimizer.learning_rate, in another --workdir"
+            )
+
+    def _throughput(self, seconds: float) -> dict[str, float]:
+        tokens = self.config.train.batch_size * self.config.data.seq_len
+        row = {
+            "throughput/step_seconds": seconds,
+            "throughput/tokens_per_second": tokens / seconds,
+        }
+        devices = self.model.mesh.devices.flatten()
+        if peak := resources.peak_flops(devices[0].device_kind):
+            forward = resources.flops_per_token(self.config.model, self.config.data.seq_len)
+            flops = resources.train_flops(forward, tokens)
+            row["throughput/mfu"] = flops / seconds / (peak * len(devices))
+        return row
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+
+    def _save(self) -> None:
+        self._report()
+        if self.step != self.saved_step:
+            self.checkpoints.save(self.step, self.state, {"windows_read": self.windows_read})
+            self.saved_step = self.step
+        self.clock = time.monotonic()
+
+    def _evaluate(self) -> None:
+        """Write the loss on held-out text, and draw the curve so far."""
+        self._report()
+        total, weight = 0.0, 0.0
+        for batch in itertools.islice(
+            self.datasets.held_out.batches(), self.config.train.eval_batches
+        ):
+            total += float(self.evaluate_batch(self.state.params, self._put(batch)))
+            weight += float(np.sum(batch.weights))
+        self.metrics.write(self.step, {"eval/loss": total / weight})
+        self.progress.say(f"step {self.step}: loss on held-out text {total / weight:.4f}")
+        self._draw()
+        self.clock = time.monotonic()
+
+    def _draw(self) -> None:
+        self.progress.say(f"loss curve: {plot_loss(self.folder)}")
+
+    def _finish(self) -> None:
+        """Last evaluation, a sample of text; `samples.txt` is there when a run is complete."""
+        self._evaluate()
+        decoder = nnx.merge(self.model.graphdef, self.state.params)
+        sampling = Sampling(
+            temperature=0.8, max_tokens=self.config.train.sample_tokens, seed=self.config.train.seed
+        )
+        prompt = self.config.train.sample_prompt
+        text = prompt + "".join(generate(decoder, self.tokenizer, prompt, sampling))
+        workdir.write_atomically(self.folder / "samples.txt", text + "\n")
+        self.progress.say(
+            f"sample after {self.step} steps ({self.folder / 'samples.txt'}):\n{text}"
+        )
+
+
+def _memory() -> dict[str, float]:
+    """Bytes in use on the busiest local device, where the platform tells."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    in_use = [s["bytes_in_use"] for s in stats if "bytes_in_use" in s]
+    return {"memory/bytes_in_use": float(max(in_use))} if in_use else {}
+
+
+@contextlib.contextmanager
+def _signals(progress: TrainingProgress) -> Iterator[threading.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the second ends the process as usual."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def on_signal(number: int, frame) -> None:
+        stop.set()
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        progress.say("stopping after this step; once more to stop at once, without a checkpoint")
+
+    for number in usual:
+        signal.signal(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)

@@ -1,0 +1,43 @@
+"""Small models and batches that tests share."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from rmt_tpu import config as cfg
+from rmt_tpu.data import Batch
+
+VOCAB = 61
+
+
+def model(kind: str = "matrix", **changes) -> cfg.ModelConfig:
+    """A decoder of 3 layers with odd sizes; `changes` are fields of ModelConfig or Attention."""
+    attention = cfg.Attention(num_heads=3, head_dim=6, positions=cfg.Learned(32))
+    names = {"positions", "inverse_layer_scaling", "num_heads", "head_dim"}
+    attention = replace(attention, **{k: v for k, v in changes.items() if k in names})
+    stores = {"matrix": cfg.MatrixStore(key_dim=5), "vector": cfg.VectorStore(dim=20)}
+    return replace(
+        cfg.ModelConfig(
+            num_layers=3,
+            attention=attention,
+            feed_forward=cfg.FeedForward(hidden_dim=22),
+            store=stores[kind],
+            vocab_size=VOCAB,
+        ),
+        **{k: v for k, v in changes.items() if k not in names},
+    )
+
+
+def tokens(batch: int = 2, seq: int = 11, seed: int = 0) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (batch, seq), 0, VOCAB)
+
+
+def batch(size: int = 4, seq: int = 11, seed: int = 0) -> Batch:
+    """Random tokens, two documents a row, some padding in the last row."""
+    rng = np.random.default_rng(seed)
+    stream = rng.integers(0, VOCAB, (size, seq + 1), dtype=np.int32)
+    segment_ids = np.tile(1 + (np.arange(seq) >= seq // 2), (size, 1)).astype(np.int32)
+    weights = np.ones((size, seq), np.float32)
+    segment_ids[-1, -3:], weights[-1, -3:] = 0, 0
+    return Batch(stream[:, :-1].copy(), stream[:, 1:].copy(), segment_ids, weights)

@@ -1,0 +1,121 @@
+"""The key-vector ops against float64 NumPy, their halves, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import pallas_kernels
+from pallas_kernels import UnsupportedImplementation
+
+# Largest error allowed relative to the largest value, by dtype of residual and data.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float64": 1e-14}
+SHAPES = [((), 1, 1, 1, 1), ((7,), 5, 3, 2, 4), ((2, 3), 16, 8, 4, 12), ((0,), 4, 4, 2, 2)]
+
+
+def numpy_site(X, w, y, gain, r, norm, epsilon):
+    """Equations 12 and 13 in float64, one token and one vector at a time."""
+    K, V = gain.shape
+    X_new = np.empty(X.shape)
+    Z = np.empty((*X.shape[:-2], len(r), V))
+    for token in np.ndindex(X.shape[:-2]):
+        M = np.array(X[token], np.float64)
+        for head in range(len(w)):
+            M = M + np.outer(w[head], y[token][head])
+        X_new[token] = M
+        if norm == "layernorm":
+            M = M - M.mean()
+        M = gain * M / np.sqrt((M**2).mean() + epsilon)
+        for p in range(len(r)):
+            Z[token][p] = r[p] @ M
+    return X_new, Z
+
+
+def arguments(shape, dtype, parameters="float32", seed=0):
+    tokens, K, V, R, P = shape
+    rng = np.random.default_rng(seed)
+    draw = lambda dtype, *size: jnp.asarray(rng.normal(size=size), dtype)
+    return (
+        draw(dtype, *tokens, K, V),
+        draw(parameters, R, K),
+        draw(dtype, *tokens, R, V),
+        draw(parameters, K, V),
+        draw(parameters, P, K),
+    )
+
+
+def largest_error(got, expected):
+    got = np.asarray(got, np.float64)
+    return 0.0 if got.size == 0 else np.abs(got - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_site_equals_numpy(shape, dtype, norm):
+    with jax.enable_x64(dtype == "float64"):
+        args = arguments(shape, dtype, "float64" if dtype == "float64" else "float32")
+        X, Z = pallas_kernels.store_norm_retrieve(*args, norm=norm, epsilon=1e-6)
+        expected_X, expected_Z = numpy_site(*map(np.asarray, args), norm, 1e-6)
+    assert X.dtype == dtype and Z.dtype == dtype
+    assert X.shape == expected_X.shape and Z.shape == expected_Z.shape
+    assert largest_error(X, expected_X) <= TOLERANCE[dtype]
+    if shape[1] * shape[2] > 1 or norm == "rmsnorm":
+        assert largest_error(Z, expected_Z) <= TOLERANCE[dtype]
+    else:  # one number less its mean is nothing
+        np.testing.assert_array_equal(Z, np.zeros_like(expected_Z))
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_gradients_of_every_input(norm):
+    with jax.enable_x64(True):
+        args = arguments(((3,), 5, 4, 2, 6), "float64", "float64")
+        op = lambda *args: pallas_kernels.store_norm_retrieve(
+            *map(jnp.asarray, args), norm=norm, epsilon=1e-6
+        )
+        check_grads(op, args, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+def test_halves_make_the_whole():
+    X, w, y, gain, r = arguments(((4,), 6, 5, 3, 9), "bfloat16")
+    whole = pallas_kernels.store_norm_retrieve(X, w, y, gain, r)
+    stored = pallas_kernels.store(X, w, y)
+    np.testing.assert_array_equal(whole[0], stored)
+    np.testing.assert_array_equal(whole[1], pallas_kernels.norm_retrieve(stored, gain, r))
+
+
+def test_dtypes_of_residual_and_data_may_differ():
+    X, w, y, gain, r = arguments(((4,), 6, 5, 3, 9), "float32")
+    X_new, Z = pallas_kernels.store_norm_retrieve(X, w, y.astype(jnp.bfloat16), gain, r)
+    assert X_new.dtype == jnp.float32 and Z.dtype == jnp.bfloat16
+    assert pallas_kernels.norm_retrieve(X, gain, r, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_small_spread_on_a_large_mean():
+    """mean(x^2) - mean(x)^2 would lose every digit here."""
+    X, w, y, gain, r = arguments(((5,), 8, 8, 2, 4), "float32")
+    X = 1000 + 0.01 * X
+    w = jnp.zeros_like(w)
+    _, Z = pallas_kernels.store_norm_retrieve(X, w, y, gain, r)
+    _, expected = numpy_site(*map(np.asarray, (X, w, y, gain, r)), "layernorm", 1e-6)
+    # float32 holds X itself to 6e-5, so its spread of 0.01 is known to 0.6%; the op adds little.
+    assert largest_error(Z, expected) <= 6e-3
+
+
+def test_named_implementations_are_honoured_or_refused():
+    args = arguments(((2,), 4, 4, 2, 2), "float32")
+    named = pallas_kernels.store_norm_retrieve(*args, implementation="xla")
+    chosen = pallas_kernels.store_norm_retrieve(*args)
+    np.testing.assert_array_equal(named[1], chosen[1])
+    for name in ("mosaic_tpu", "triton"):
+        with pytest.raises(UnsupportedImplementation, match=f"'{name}' is not built .*'xla'"):
+            pallas_kernels.store_norm_retrieve(*args, implementation=name)
+
+
+@pytest.mark.parametrize("wrong", range(5))
+def test_shapes_that_do_not_fit_are_named(wrong):
+    args = list(arguments(((2,), 4, 5, 3, 6), "float32"))
+    args[wrong] = args[wrong][..., :-1]
+    with pytest.raises(Exception, match="shapes do not fit|[Tt]ype-check"):
+        pallas_kernels.store_norm_retrieve(*args)
