@@ -142,13 +142,16 @@ class Checkpointer:
             raise RunError(f"cannot save step {step} in {self.root}: {fault}") from None
         self._tidy(step)
 
-    def restore(self, like: Any, step: int | None = None) -> tuple[int, Any, dict]:
+    def restore(
+        self, like: Any, step: int | None = None, *, partial: bool = False
+    ) -> tuple[int, Any, dict]:
         """Reads a step into the structure, shapes, dtypes and placement of `like`.
 
         Args:
             like: A pytree of arrays or `jax.ShapeDtypeStruct`. Where one has a sharding, the
                 restored array gets it. Where it is a numpy array, so is the restored one.
             step: Which step; by default the newest undamaged one.
+            partial: Leave alone what the checkpoint has beyond `like`; else it is refused.
 
         Returns:
             The step, the tree, and the `meta` it was saved with.
@@ -162,7 +165,8 @@ class Checkpointer:
 
         def load(step: int, commit: bytes) -> tuple[Any, dict]:
             attempt, arrays, meta = self._read_manifest(step, commit)
-            self._check_fit(step, arrays, wanted)
+            compared = wanted.keys() if partial else arrays.keys() | wanted.keys()
+            self._check_fit(step, arrays, wanted, sorted(compared))
             stores = self._open_arrays(f"{step}/{attempt}", map(arrays.get, leaves), create=False)
             jobs = ((a, s.size * s.dtype.numpy_dtype.itemsize, s.read) for a, s in stores)
             values = [_place(leaves[array.name], array, host) for array, host in _in_flight(jobs)]
@@ -212,9 +216,11 @@ class Checkpointer:
             raise _Fault("COMMIT is damaged: it names no attempt") from None
         return attempt, *_unseal(self._read(f"{step}/{attempt}/manifest.json").value)
 
-    def _check_fit(self, step: int, stored: dict[str, _Array], wanted: dict[str, _Array]) -> None:
+    def _check_fit(
+        self, step: int, stored: dict[str, _Array], wanted: dict[str, _Array], names: list[str]
+    ) -> None:
         differing = []
-        for name in sorted(stored.keys() | wanted.keys()):
+        for name in names:
             ours, theirs = str(wanted.get(name, "has none")), str(stored.get(name, "has none"))
             if ours != theirs:
                 differing.append(f"{name}: checkpoint {theirs}, model {ours}")

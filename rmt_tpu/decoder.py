@@ -97,8 +97,9 @@ class Decoder(nnx.Module):
         """A cache for `capacity` tokens of each of `batch` sequences."""
         heads, head_dim = self.config.attention.num_heads, self.config.attention.head_dim
         shape = (self.config.num_layers, batch, capacity, heads, head_dim)
-        empty = jnp.zeros(shape, self.dtype)
-        return KVCache(attn.Cache(empty, empty), jnp.int32(0))
+        # Two arrays, so that both can be donated.
+        keys, values = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
+        return KVCache(attn.Cache(keys, values), jnp.int32(0))
 
     def _run(self, tokens, context: attn.Context, cache: attn.Cache | None):
         mixer = residual.Sum(self.store)

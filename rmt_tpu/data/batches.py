@@ -111,12 +111,12 @@ class Windows:
 
         Raises:
           UsageError: a size is below 1, or the stream is shorter than one window and its last
-            target.
+            target. Held-out text may be shorter, down to one target: its window is padded.
         """
         for name, value in {"seq_len": seq_len, "batch_size": batch_size}.items():
             if value < 1:
                 raise UsageError(f"--{name}={value} is out of range; legal: 1 or more")
-        if len(tokens) <= seq_len:
+        if len(tokens) <= (seq_len if shuffle else 1):
             raise UsageError(_too_short(len(tokens), seq_len, held_out=not shuffle))
         self.tokens, self.bos = tokens, bos
         self.seq_len, self.batch_size = seq_len, batch_size
@@ -213,10 +213,13 @@ def _cut(text: str, eval_fraction: float) -> tuple[str, str]:
 
 
 def _too_short(tokens: int, seq_len: int, *, held_out: bool) -> str:
-    part = "the held-out part of --data" if held_out else "--data"
-    more = "more text or a larger data.eval_fraction" if held_out else "more text"
+    if held_out:
+        return (
+            f"the held-out part of --data has {tokens} tokens, none with another after it; legal: "
+            "more text or a larger data.eval_fraction"
+        )
     shorter = f"--seq_len of at most {tokens - 1}, or " if tokens > 1 else ""
     return (
-        f"{part} has {tokens} tokens, fewer than one window of --seq_len={seq_len} and the token "
-        f"after it; legal: {shorter}{more}"
+        f"--data has {tokens} tokens to train on, fewer than one window of --seq_len={seq_len} and "
+        f"the token after it; legal: {shorter}more text"
     )

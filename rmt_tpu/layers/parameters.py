@@ -54,7 +54,9 @@ def stack(make: Callable[[nnx.Rngs, jax.Array], Module], rngs: nnx.Rngs, count: 
     def state(key: jax.Array, index: jax.Array) -> nnx.State:
         return nnx.split(make(nnx.Rngs(params=key), index))[1]
 
-    states = jax.vmap(state)(jax.random.split(rngs.params(), count), jnp.arange(count))
+    # Under jit: drawn one by one, each shape would be compiled on its own.
+    draw = jax.jit(jax.vmap(state))
+    states = draw(jax.random.split(rngs.params(), count), jnp.arange(count))
     stacked = nnx.merge(graphdef, states)
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
         variable.set_metadata(axes=("layer", *variable.get_metadata("axes")))
