@@ -1,0 +1,37 @@
+# `make train` and `make test` set up .venv by themselves. PYTHON chooses the interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+PRESET ?= rmt-tiny
+BIN := $(VENV)/bin
+
+.PHONY: train test test-all lint clean
+
+train: $(VENV)/installed
+	$(BIN)/python -m recipes.train --preset=$(PRESET) --data=stdlib --workdir=runs/$(PRESET)
+
+# What takes seconds each; the rest is marked slow.
+test: lint $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: lint $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11; name another: make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: setup.py | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/installed-test: setup.py | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@ $(VENV)/installed
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
