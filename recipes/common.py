@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from absl import app, flags, logging
 
 from rmt_tpu import data, overrides
 from rmt_tpu.config import RunConfig
-from rmt_tpu.errors import RmtError, UsageError
+from rmt_tpu.errors import RmtError, UsageError, unknown
 from rmt_tpu.presets import run as preset_run
 from sharding import MeshError
 
@@ -33,6 +34,16 @@ _RUN_FLAGS = [
 
 INTERRUPTED = 130
 
+# What absl says of a flag, and what a person is told.
+_REWORDED = [
+    (r"=None: Flag --\w+ must have a value other than None\.", " is needed"),
+    (r": invalid literal for int\(\).*", " must be a whole number"),
+    (r": could not convert string to float.*", " must be a number"),
+]
+
+# The flags that this module defines are those of the recipe that has it define them: in --help too.
+flags.disclaim_key_flags()
+
 
 def define_run_flags() -> None:
     """Flags that make up a RunConfig, all but the preset. None is the preset's own value."""
@@ -43,7 +54,7 @@ def define_run_flags() -> None:
 
 
 def run_config(base: RunConfig) -> RunConfig:
-    """`base` with the flags of `define_run_flags`, and the vocabulary of its tokenizer.
+    """`base` with the flags of `define_run_flags`; another tokenizer brings its vocabulary.
 
     Raises:
       UsageError: a flag's value, or a path of --set, is not legal.
@@ -52,12 +63,9 @@ def run_config(base: RunConfig) -> RunConfig:
     changes = {path: value for path, value in given.items() if value is not None}
     changes |= dict(overrides.parse_assignment(text) for text in flags.FLAGS.set)
     config = overrides.apply(base, changes)
-    if "model.vocab_size" in changes:
-        return config
-    vocab_size = data.load_tokenizer(config.data.tokenizer).vocab_size
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
-    )
+    if "data.tokenizer" in changes and "model.vocab_size" not in changes:
+        return _with_vocabulary(config)
+    return config
 
 
 def base_config(preset: str, config_file: str | None) -> RunConfig:
@@ -67,7 +75,7 @@ def base_config(preset: str, config_file: str | None) -> RunConfig:
       UsageError: there is no such preset, or the file cannot be read as a config.
     """
     if config_file is None:
-        return preset_run(preset)
+        return _with_vocabulary(preset_run(preset))
     try:
         values = json.loads(Path(config_file).read_text(encoding="utf-8"))
     except OSError as error:
@@ -78,6 +86,14 @@ def base_config(preset: str, config_file: str | None) -> RunConfig:
         return overrides.from_json(RunConfig, values)
     except UsageError as error:
         raise UsageError(f"--config={config_file}: {error}") from None
+
+
+def _with_vocabulary(config: RunConfig) -> RunConfig:
+    """`config` with as many tokens as its tokenizer has."""
+    vocab_size = data.load_tokenizer(config.data.tokenizer).vocab_size
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
+    )
 
 
 def start(main: Callable[[], int | None]) -> None:
@@ -92,9 +108,10 @@ def start(main: Callable[[], int | None]) -> None:
 
 
 def resume_command() -> str:
-    """The command line of this program."""
+    """The command line of this program, for a shell in the same folder."""
     module = Path(sys.argv[0]).stem
-    return shlex.join(["python", "-m", f"recipes.{module}", *sys.argv[1:]])
+    # Not "python": this one may be of an environment that is not activated.
+    return shlex.join([sys.executable, "-m", f"recipes.{module}", *sys.argv[1:]])
 
 
 def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
@@ -113,8 +130,14 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
 def _parse_flags(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
+    except flags.UnrecognizedFlagError as error:
+        legal = [f"--{flag.name}" for flag in flags.FLAGS.get_key_flags_for_module(argv[0])]
+        message = unknown("flag", f"--{error.flagname}", legal)
     except flags.Error as error:
-        sys.exit(_fail(str(error).replace("\n", " "), UsageError.exit_code))
+        message = " ".join(str(error).split())
+        for pattern, words in _REWORDED:
+            message = re.sub(pattern, words, message)
+    sys.exit(_fail(message, UsageError.exit_code))
 
 
 def _fail(message: str, code: int) -> int:

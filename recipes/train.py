@@ -13,7 +13,9 @@ from recipes import common
 _PRESET = flags.DEFINE_string("preset", "rmt-tiny", "name of a model; see rmt_tpu.presets()")
 _CONFIG = flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run folder; default runs/<preset>")
-_PROFILE_STEPS = flags.DEFINE_integer("profile_steps", 0, "trace so many steps into profile/")
+_PROFILE_STEPS = flags.DEFINE_integer(
+    "profile_steps", 0, "trace so many steps into profile/", lower_bound=0
+)
 common.define_run_flags()
 
 

@@ -59,10 +59,10 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """
     path, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not path:
-        raise UsageError(f"{text!r} is not path=value, like model.num_layers=6")
+        raise UsageError(f"--set={text!r} is not path=value, like model.num_layers=6")
     try:
         return path, json.loads(value)
-    except json.JSONDecodeError:
+    except ValueError:
         return path, {"true": True, "false": False}.get(value.lower(), value)
 
 
@@ -103,14 +103,15 @@ def _parse_choice(classes: tuple[type, ...], value: Any, path: str) -> Any:
     by_kind = {cls.kind: cls for cls in classes}
     values = {"kind": value} if isinstance(value, str) else value
     kind = values.get("kind") if isinstance(values, dict) else None
-    if kind not in by_kind:
+    if not isinstance(kind, str) or kind not in by_kind:
         raise UsageError(unknown(path, str(kind or value), by_kind))
     return _parse_fields(by_kind[kind], {k: v for k, v in values.items() if k != "kind"}, path)
 
 
 def _parse_fields(cls: type, values: Any, path: str) -> Any:
     if not isinstance(values, dict):
-        raise UsageError(f"{path}={values!r} must be an object of fields")
+        what = f"{path}={values!r}" if path else "the config"
+        raise UsageError(f"{what} must be an object of fields")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
@@ -122,6 +123,8 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if missing := [name for name in needed if name not in values]:
+        if not path:
+            raise UsageError(f"the config has no {' and no '.join(missing)}")
         kind = {"kind": cls.kind} if hasattr(cls, "kind") else {}
         example = json.dumps(kind | dict.fromkeys(missing, 64))
         raise UsageError(f"{path} needs {', '.join(missing)}, like {path}={example}")

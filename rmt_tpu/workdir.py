@@ -7,7 +7,7 @@ from typing import Any
 
 from rmt_tpu import overrides
 from rmt_tpu.config import RunConfig
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.errors import UsageError
 
 # What may differ when a run is resumed: it changes no number of the curve.
 _FREE = (
@@ -25,7 +25,8 @@ def open_workdir(workdir: str | Path, config: RunConfig) -> None:
     """Make the folder this run's: write its config, or check that it is the same run's.
 
     Raises:
-      UsageError: the folder cannot be written, or holds a run with another config.
+      UsageError: the folder cannot be written, or holds a run with another config, or one whose
+        config is damaged.
     """
     path = Path(workdir, "config.json")
     new = overrides.to_json(config)
@@ -47,7 +48,10 @@ def read_config(workdir: str | Path) -> RunConfig:
     path = Path(workdir, "config.json")
     if not path.exists():
         raise UsageError(f"--workdir={workdir} holds no run: there is no {path}")
-    return overrides.from_json(RunConfig, _read(path))
+    try:
+        return overrides.from_json(RunConfig, _read(path))
+    except UsageError as error:
+        raise UsageError(f"--workdir={workdir}: {error}") from None
 
 
 def load(workdir: str | Path, step: int | None = None):
@@ -91,7 +95,10 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}") from None
+        raise UsageError(
+            f"{path} is damaged: it is not JSON: {error}. Put it back, or delete it and give the "
+            "run's own flags again"
+        ) from None
 
 
 def _check_same(workdir: str | Path, old: Any, new: Any) -> None:

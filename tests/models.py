@@ -1,10 +1,13 @@
 """Small models and batches that tests share."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import numpy as np
+from flax import nnx
 
+from rmt_tpu import Decoder
 from rmt_tpu import config as cfg
 from rmt_tpu.data import Batch
 
@@ -27,6 +30,22 @@ def model(kind: str = "matrix", **changes) -> cfg.ModelConfig:
         ),
         **{k: v for k, v in changes.items() if k not in names},
     )
+
+
+def split(config: cfg.ModelConfig) -> tuple[nnx.GraphDef, dict]:
+    """A decoder's graph and parameters; the same ones for the same config."""
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return nnx.split(abstract, nnx.Param)[0], _parameters(replace(config, remat="none"))
+
+
+@cache
+def _parameters(config: cfg.ModelConfig) -> dict:
+    draw = lambda: nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param))
+    return jax.jit(draw)()  # compiled as a whole: much faster than one by one
+
+
+def decoder(config: cfg.ModelConfig) -> Decoder:
+    return nnx.merge(*split(config))
 
 
 def tokens(batch: int = 2, seq: int = 11, seed: int = 0) -> jax.Array:

@@ -17,7 +17,7 @@ class Result:
     parameters: int
     residual_size: int
     tokens: int
-    flops: float
+    flops: int
     seconds: float
     train_loss: float
     held_out_loss: float

@@ -48,7 +48,7 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, float]:
+def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
     """FLOPs of the forward pass for one token of a window of `seq_len`, by part.
 
     Attention is counted over the whole window, as in the paper, although the mask is causal.
@@ -75,17 +75,17 @@ def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, float]:
     }
 
 
-def non_embedding_flops(config: ModelConfig, seq_len: int) -> float:
+def non_embedding_flops(config: ModelConfig, seq_len: int) -> int:
     """Forward FLOPs a token without embedding and unembedding: what Tables 3 and 4 count."""
     flops = forward_flops(config, seq_len)
     return flops["reads_and_writes"] + flops["attention"] + flops["feed_forward"]
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Forward FLOPs a token that a machine does: all but the embedding's look-up. For the MFU."""
     return non_embedding_flops(config, seq_len) + forward_flops(config, seq_len)["unembedding"]
 
 
-def train_flops(forward: float, tokens: float) -> float:
+def train_flops(forward: int, tokens: int | float) -> int | float:
     """FLOPs of training on so many tokens: forward and backward."""
     return 3 * forward * tokens

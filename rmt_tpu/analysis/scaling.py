@@ -17,7 +17,7 @@ class Point:
 
     residual_size: int
     parameters: int
-    flops: float
+    flops: int
 
 
 def point(config: ModelConfig) -> Point:

@@ -44,15 +44,14 @@ def sample(
     """A token for each row, drawn from what temperature, top-k and top-p leave, in this order."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1)
-    logits = logits / sampling.temperature
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    lowest = ordered[:, -1:]
+    # By place in the order and not by value, so that equal logits do not let in more.
+    tokens = jnp.argsort(logits, axis=-1, stable=True, descending=True)
+    ordered = jnp.take_along_axis(logits, tokens, axis=-1) / sampling.temperature
     if sampling.top_k:
-        last = min(sampling.top_k, logits.shape[-1]) - 1
-        lowest = ordered[:, last][:, None]
-        ordered = jnp.where(ordered >= lowest, ordered, -jnp.inf)
+        ordered = jnp.where(jnp.arange(logits.shape[-1]) < sampling.top_k, ordered, -jnp.inf)
     if sampling.top_p < 1:
         probabilities = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        lowest = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), -1, keepdims=True)
-    return jax.random.categorical(key, jnp.where(logits >= lowest, logits, -jnp.inf), axis=-1)
+        ordered = jnp.where(before < sampling.top_p, ordered, -jnp.inf)
+    place = jax.random.categorical(key, ordered, axis=-1)
+    return jnp.take_along_axis(tokens, place[:, None], axis=-1)[:, 0]

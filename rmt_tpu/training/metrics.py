@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rmt_tpu.errors import RunError
 
-Row = dict[str, float]
+Row = dict[str, int | float | None]
 
 
 class MetricsWriter:

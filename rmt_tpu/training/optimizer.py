@@ -16,7 +16,7 @@ def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
     """
     warmup = max(1, round(config.warmup_fraction * steps))
 
-    def schedule(step: jax.Array) -> jax.Array:
+    def schedule(step: jax.typing.ArrayLike) -> jax.Array:
         progress = jnp.clip((step - warmup) / max(1, steps - warmup), 0.0, 1.0)
         cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
         decayed = config.final_fraction + (1 - config.final_fraction) * cosine

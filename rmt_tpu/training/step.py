@@ -81,7 +81,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, loss = gradients(state.params, batch)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
 

@@ -103,12 +103,13 @@ class _Loop:
             if profile_steps and step == min(first + 1 + profile_steps, steps):
                 jax.block_until_ready(self.state)
                 jax.profiler.stop_trace()
+            # Before the checkpoint: a run that resumes from it does not evaluate its step again.
+            if step < steps and self._due(self.config.train.eval_every):
+                self._evaluate()
             if stop.is_set() or self._due(self.config.train.checkpoint_every):
                 self._save()
             if stop.is_set():
                 return
-            if step < steps and self._due(self.config.train.eval_every):
-                self._evaluate()
 
     def _restore_or_init(self) -> tuple[TrainState, int, int]:
         abstract = jax.eval_shape(self.model.init)
@@ -239,7 +240,9 @@ def _signals(progress: TrainingProgress) -> Iterator[threading.Event]:
         stop.set()
         for number, handler in usual.items():
             signal.signal(number, handler)
-        progress.say("stopping after this step; once more to stop at once, without a checkpoint")
+        # Refused in the midst of another write to the same stream.
+        with contextlib.suppress(RuntimeError):
+            progress.say("stopping after this step; once more to stop at once, without checkpoint")
 
     for number in usual:
         signal.signal(number, on_signal)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rmt_tpu import Decoder
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import attention as attn
 from rmt_tpu.residual import Sum
@@ -19,23 +18,14 @@ STORES = ["vector", "matrix"]
 POSITIONS = [cfg.Learned(32), cfg.Alibi(), cfg.Rope(), cfg.NoPositions()]
 
 
-def split(decoder):
-    graphdef, params = nnx.split(decoder, nnx.Param)
-    return graphdef, nnx.to_pure_dict(params)
-
-
-def decoder_and_params(config):
-    return split(Decoder(config, rngs=nnx.Rngs(0)))
-
-
 def layer_slice(params, index):
     return jax.tree.map(lambda p: p[index], params["layers"])
 
 
-def kernel(params, *path):
-    for key in path:
-        params = params[key]
-    return params
+def assert_trees_close(got, wanted, *, tolerance):
+    """Each array within `tolerance` of the other's largest value."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
 
 # The paper, read plainly: x = x + f(norm(x)), one equation a line -----------------------------
@@ -111,7 +101,7 @@ def test_equals_the_papers_equations_in_float64(store, norm):
     plain = {"matrix": plain_rmt, "vector": plain_transformer}[store]
     with jax.enable_x64(True):
         config = models.model(store, norm=norm, compute_dtype="float64")
-        graphdef, params = decoder_and_params(config)
+        graphdef, params = models.split(config)
         key = jax.random.key(1)
         # Away from the symmetric start: gains of one would hide a gain in the wrong place.
         params = jax.tree.map(
@@ -121,13 +111,12 @@ def test_equals_the_papers_equations_in_float64(store, norm):
         tokens = models.tokens()
         weigh = jax.random.normal(key, (*tokens.shape, models.VOCAB), jnp.float64)
         fused = lambda p: nnx.merge(graphdef, p)(tokens)
-        np.testing.assert_allclose(
-            fused(params), plain(params, tokens, config), rtol=1e-11, atol=1e-11
-        )
-        gradient = jax.grad(lambda p: jnp.sum(weigh * fused(p)))(params)
-        expected = jax.grad(lambda p: jnp.sum(weigh * plain(p, tokens, config)))(params)
-        for got, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9 * np.abs(wanted).max())
+        read = lambda p: plain(p, tokens, config)
+        assert_trees_close(jax.jit(fused)(params), jax.jit(read)(params), tolerance=1e-12)
+        gradients = [
+            jax.jit(jax.grad(lambda p, f=f: jnp.sum(weigh * f(p))))(params) for f in (fused, read)
+        ]
+        assert_trees_close(*gradients, tolerance=1e-11)
 
 
 # The loop --------------------------------------------------------------------------------------
@@ -136,7 +125,7 @@ def test_equals_the_papers_equations_in_float64(store, norm):
 @pytest.mark.parametrize("store", STORES)
 def test_scanned_equals_unrolled(store):
     config = models.model(store)
-    graphdef, params = decoder_and_params(config)
+    graphdef, params = models.split(config)
     tokens = models.tokens()
     context = attn.causal(jnp.arange(tokens.shape[1])[None], None)
 
@@ -156,12 +145,12 @@ def test_scanned_equals_unrolled(store):
         return decoder.unembedding(z)
 
     scanned = lambda params: nnx.merge(graphdef, params)(tokens)
-    np.testing.assert_allclose(scanned(params), unrolled(params), rtol=1e-5, atol=1e-5)
-    total = lambda f: jax.grad(lambda p: jnp.sum(jnp.sin(f(p))))(params)
-    for got, wanted in zip(
-        jax.tree.leaves(total(scanned)), jax.tree.leaves(total(unrolled)), strict=True
-    ):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+    assert_trees_close(jax.jit(scanned)(params), jax.jit(unrolled)(params), tolerance=1e-5)
+    gradients = [
+        jax.jit(jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p)))))(params)
+        for f in (scanned, unrolled)
+    ]
+    assert_trees_close(*gradients, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -169,7 +158,7 @@ def test_compile_time_does_not_grow_with_depth(store):
     """48 layers within 1.3x of 6. Processor time, so that other work on the machine is left out."""
 
     def seconds(num_layers):
-        graphdef, params = decoder_and_params(models.model(store, num_layers=num_layers))
+        graphdef, params = models.split(models.model(store, num_layers=num_layers))
         loss = lambda p: jnp.sum(nnx.merge(graphdef, p)(models.tokens()))
         started = time.process_time()
         jax.jit(jax.grad(loss)).lower(params).compile()
@@ -183,14 +172,11 @@ def test_compile_time_does_not_grow_with_depth(store):
 def test_remat_policies_give_the_same_gradients(store):
     gradients = {}
     for policy in ("none", "dots", "full"):
-        graphdef, params = decoder_and_params(models.model(store, remat=policy))
+        graphdef, params = models.split(models.model(store, remat=policy))
         loss = lambda p, graphdef=graphdef: jnp.sum(nnx.merge(graphdef, p)(models.tokens()) ** 2)
-        gradients[policy] = jax.grad(loss)(params)
-    for policy in ("dots", "full"):
-        for got, wanted in zip(
-            jax.tree.leaves(gradients[policy]), jax.tree.leaves(gradients["none"]), strict=True
-        ):
-            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+        gradients[policy] = jax.jit(jax.grad(loss))(params)
+    assert_trees_close(gradients["dots"], gradients["none"], tolerance=1e-5)
+    assert_trees_close(gradients["full"], gradients["none"], tolerance=1e-5)
 
 
 # Who sees whom ---------------------------------------------------------------------------------
@@ -199,21 +185,22 @@ def test_remat_policies_give_the_same_gradients(store):
 @pytest.mark.parametrize("positions", POSITIONS, ids=lambda p: p.kind)
 @pytest.mark.parametrize("store", STORES)
 def test_no_token_sees_the_future_or_another_document(store, positions):
-    decoder = Decoder(models.model(store, positions=positions), rngs=nnx.Rngs(0))
+    decoder = models.decoder(models.model(store, positions=positions))
     tokens = models.tokens(batch=1, seq=12)
     # Documents of 4, 1, 1 and 6 tokens: two starts in a row must not see each other.
     segments = jnp.asarray([[1, 1, 1, 1, 2, 3, 4, 4, 4, 4, 4, 4]])
-    before = decoder(tokens, segment_ids=segments)
+    logits = jax.jit(lambda tokens: decoder(tokens, segment_ids=segments))
+    before = logits(tokens)
     for position in range(12):
         changed = tokens.at[0, position].add(1) % models.VOCAB
-        moved = jnp.any(decoder(changed, segment_ids=segments) != before, axis=-1)[0]
+        moved = jnp.any(logits(changed) != before, axis=-1)[0]
         sees = (segments[0] == segments[0, position]) & (jnp.arange(12) >= position)
         np.testing.assert_array_equal(moved, sees)
 
 
 @pytest.mark.parametrize("positions", [cfg.Alibi(), cfg.Rope()], ids=lambda p: p.kind)
 def test_relative_positions_ignore_a_shift(positions):
-    decoder = Decoder(models.model(positions=positions), rngs=nnx.Rngs(0))
+    decoder = models.decoder(models.model(positions=positions))
     tokens = models.tokens()
     shifted = decoder(tokens, positions=17 + jnp.arange(11)[None])
     np.testing.assert_allclose(shifted, decoder(tokens), atol=2e-5)
@@ -227,13 +214,14 @@ def test_relative_positions_ignore_a_shift(positions):
 @pytest.mark.parametrize("positions", POSITIONS, ids=lambda p: p.kind)
 @pytest.mark.parametrize("store", STORES)
 def test_cached_logits_equal_uncached(store, positions):
-    decoder = Decoder(models.model(store, positions=positions), rngs=nnx.Rngs(0))
+    decoder = models.decoder(models.model(store, positions=positions))
     tokens = models.tokens(seq=12)
-    expected = decoder(tokens)
+    expected = jax.jit(decoder)(tokens)
     cache = decoder.empty_cache(2, 15)
+    decode = jax.jit(decoder.decode)
     pieces = []
-    for start, end in [(0, 5), (5, 6), (6, 7), (7, 10), (10, 11), (11, 12)]:
-        logits, cache = decoder.decode(tokens[:, start:end], cache)
+    for start, end in [(0, 5), (5, 6), (6, 7), (7, 12)]:
+        logits, cache = decode(tokens[:, start:end], cache)
         pieces.append(logits)
     np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), expected, atol=2e-5)
     assert cache.length == 12
@@ -241,7 +229,7 @@ def test_cached_logits_equal_uncached(store, positions):
 
 def test_decoding_keeps_one_residual_matrix_and_does_one_token_of_work():
     config = models.model("matrix", num_layers=2)
-    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    decoder = models.decoder(config)
     graphdef, params = nnx.split(decoder)
     step = lambda params, token, cache: nnx.merge(graphdef, params).decode(token, cache)
     capacity, token = 400, jnp.zeros((1, 1), jnp.int32)
@@ -264,7 +252,7 @@ def test_decoding_keeps_one_residual_matrix_and_does_one_token_of_work():
 @pytest.mark.parametrize("store", STORES)
 def test_first_residual_is_far_above_the_norms_epsilon(store, init_std):
     config = models.model(store, init_std=init_std, norm_epsilon=1e-6)
-    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    decoder = models.decoder(config)
     state, y = decoder.store.start(
         *decoder.embedding(models.tokens(), jnp.arange(11)[None], decoder.dtype)
     )
@@ -278,7 +266,7 @@ def test_first_residual_is_far_above_the_norms_epsilon(store, init_std):
 @pytest.mark.parametrize("store", STORES)
 def test_norms_epsilon_does_not_matter_at_the_start(store):
     logits = [
-        Decoder(models.model(store, norm_epsilon=epsilon), rngs=nnx.Rngs(0))(models.tokens())
+        models.decoder(models.model(store, norm_epsilon=epsilon))(models.tokens())
         for epsilon in (1e-6, 1e-5)
     ]
     assert np.abs(logits[1] - logits[0]).max() < 1e-3 * np.abs(logits[0]).max()
@@ -286,11 +274,11 @@ def test_norms_epsilon_does_not_matter_at_the_start(store):
 
 def test_storage_starts_smaller_by_depth():
     config = models.model("matrix", num_layers=50, num_heads=40)
-    _, params = decoder_and_params(config)
+    _, params = models.split(config)
     w_E, w_FF = np.split(np.asarray(params["layers"]["attention_site"]["store_keys"]), [1])
     assert w_E.std() == pytest.approx(40**-0.5, rel=0.2)
     assert w_FF.std() == pytest.approx(40**-0.5 / 10, rel=0.05)
-    _, params = decoder_and_params(models.model("vector", num_layers=50))
+    _, params = models.split(models.model("vector", num_layers=50))
     w_O = params["layers"]["feed_forward_site"]["write"]
     assert w_O.std() == pytest.approx((3 * 6) ** -0.5 / 10, rel=0.05)
     assert params["layers"]["feed_forward"]["w_2"].std() == pytest.approx(22**-0.5 / 10, rel=0.05)
@@ -299,8 +287,8 @@ def test_storage_starts_smaller_by_depth():
 def test_mup_multipliers_act_where_they_should():
     mup = cfg.MuP(base_width=9, base_head_dim=4, input_multiplier=2.0, output_multiplier=5.0)
     base = models.model("matrix")
-    standard = Decoder(base, rngs=nnx.Rngs(0))
-    scaled = Decoder(dataclasses.replace(base, parametrization=mup), rngs=nnx.Rngs(0))
+    standard = models.decoder(base)
+    scaled = models.decoder(dataclasses.replace(base, parametrization=mup))
     positions, tokens = jnp.arange(11)[None], models.tokens()
     for got, plain in zip(
         scaled.embedding(tokens, positions, jnp.float32),
@@ -317,10 +305,10 @@ def test_mup_multipliers_act_where_they_should():
 
 def test_dtypes():
     config = models.model("matrix", compute_dtype="bfloat16", store=cfg.MatrixStore(5, "float32"))
-    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    decoder = models.decoder(config)
     assert decoder.dtype == jnp.bfloat16 and decoder.store.dtype == jnp.float32
     assert {p.dtype for p in jax.tree.leaves(nnx.state(decoder))} == {jnp.dtype("float32")}
     logits = decoder(models.tokens())
     assert logits.dtype == jnp.float32
-    exact = Decoder(models.model("matrix"), rngs=nnx.Rngs(0))(models.tokens())
+    exact = models.decoder(models.model("matrix"))(models.tokens())
     assert 0 < np.abs(logits - exact).max() < 0.1

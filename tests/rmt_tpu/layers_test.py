@@ -1,0 +1,79 @@
+"""Norms, positions and the feed-forward layer on their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from scipy.special import erf
+
+from rmt_tpu import config as cfg
+from rmt_tpu.layers import positions
+from rmt_tpu.layers.feed_forward import FeedForward
+from rmt_tpu.layers.norm import normalize
+from rmt_tpu.layers.parameters import metadata
+from tests import models
+
+
+def draw(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_normalize(norm):
+    x, gain = np.asarray(3 + draw(4, 7)), np.asarray(draw(7, seed=1))
+    centred = x - x.mean(-1, keepdims=True) if norm == "layernorm" else x
+    expected = gain * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 0.5)
+    got = normalize(jnp.asarray(x), jnp.asarray(gain), norm=norm, epsilon=0.5, dtype=jnp.float32)
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 8, 12])
+def test_alibi_slopes_are_geometric_for_any_number_of_heads(num_heads):
+    slopes = np.asarray(positions.alibi_slopes(num_heads))
+    assert slopes.shape == (num_heads,)
+    assert slopes[-1] == pytest.approx(2.0**-8)
+    np.testing.assert_allclose(slopes[1:] / slopes[:-1], 2.0 ** (-8 / num_heads), rtol=1e-5)
+
+
+def test_rope_turns_pairs_and_products_depend_on_distance_alone():
+    q, k = draw(1, 1, 1, 6), draw(1, 1, 1, 6, seed=1)
+    turn = lambda x, at: positions.rotate(x, jnp.asarray([[at]]), base=100.0)
+    np.testing.assert_allclose(turn(q, 0), q, rtol=1e-6)
+    np.testing.assert_allclose(jnp.linalg.norm(turn(q, 9)), jnp.linalg.norm(q), rtol=1e-6)
+    product = lambda a, b: float(jnp.sum(turn(q, a) * turn(k, b)))
+    assert product(5, 2) == pytest.approx(product(25, 22), abs=1e-5)
+    assert product(5, 2) != pytest.approx(product(5, 3), abs=1e-3)
+    # The first pair is (x_0, x_3) at frequency 1.
+    turned = np.asarray(turn(q, 1))[0, 0, 0]
+    x = np.asarray(q)[0, 0, 0]
+    assert turned[0] == pytest.approx(x[0] * np.cos(1) - x[3] * np.sin(1), abs=1e-6)
+
+
+def test_gelu_exact_and_tanh():
+    config = models.model("vector")
+    z = draw(2, 1, 20)
+    layers = {}
+    for activation in ("gelu_exact", "gelu_tanh"):
+        changed = models.model("vector", feed_forward=cfg.FeedForward(22, activation))
+        layers[activation] = FeedForward(changed, nnx.Rngs(0), output_scale=1.0)
+    layer = layers["gelu_exact"]
+    hidden = np.asarray(z)[:, 0] @ np.asarray(layer.w_1[...])
+    exact = hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))
+    expected = exact @ np.asarray(layer.w_2[...])
+    np.testing.assert_allclose(layer(z)[:, 0], expected, rtol=1e-4, atol=1e-5)
+    gap = np.abs(layers["gelu_tanh"](z) - layer(z)).max()
+    assert 0 < gap < 1e-2
+    assert config.feed_forward.activation == "gelu_tanh"
+
+
+@pytest.mark.parametrize("store", ["vector", "matrix"])
+def test_every_parameter_has_a_role_and_an_axis_name_a_dimension(store):
+    decoder = models.decoder(models.model(store))
+    params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
+    roles, axes = metadata(decoder, "role"), metadata(decoder, "axes")
+    assert set(jax.tree.leaves(roles)) <= {"gain", "embedding", "unembedding", "keys", "hidden"}
+    is_names = lambda leaf: isinstance(leaf, tuple)
+    jax.tree.map(lambda names, p: np.testing.assert_equal(len(names), p.ndim), axes, params,
+                 is_leaf=is_names)  # fmt: skip
+    assert all(names[0] == "layer" for names in jax.tree.leaves(axes["layers"], is_leaf=is_names))

@@ -1,0 +1,178 @@
+"""Loss, optimizer and the step, against plain arithmetic."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import sharding
+from rmt_tpu.config import AdamW, DataConfig, MuP, RunConfig, TrainConfig
+from rmt_tpu.training.loss import next_token_loss
+from rmt_tpu.training.optimizer import learning_rate, make_optimizer
+from rmt_tpu.training.run import prepare
+from tests import models
+
+
+def run_config(store="matrix", *, model=None, **train):
+    defaults = dict(steps=20, batch_size=8, mesh="data=1", optimizer=AdamW(learning_rate=1e-2))
+    return RunConfig(
+        model=model or models.model(store),
+        train=TrainConfig(**(defaults | train)),
+        data=DataConfig(seq_len=11),
+    )
+
+
+def prepared(config, devices=1):
+    mesh = sharding.make_mesh(config.train.mesh, jax.devices()[:devices])
+    run = prepare(config, mesh)
+    state = jax.jit(run.init, out_shardings=run.state_shardings)()
+    return run, state, jax.jit(run.step)
+
+
+def test_loss_is_the_cross_entropy_of_weighted_tokens():
+    logits = np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 5)))
+    targets = np.array([[0, 4, 2], [1, 1, 3]])
+    weights = np.array([[1, 1, 0], [1, 0.5, 1]], np.float32)
+    loss = next_token_loss(*map(jnp.asarray, (logits, targets, weights)))
+    log_z = np.log(np.exp(logits).sum(-1))
+    chosen = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    assert loss.cross_entropy == pytest.approx(((log_z - chosen) * weights).sum(), rel=1e-5)
+    assert loss.z == pytest.approx((log_z**2 * weights).sum(), rel=1e-5)
+
+
+def test_learning_rate_warms_up_from_the_first_step_and_falls_to_a_tenth():
+    schedule = learning_rate(AdamW(learning_rate=2.0, warmup_fraction=0.1), steps=100)
+    rates = np.asarray([schedule(step) for step in range(100)])
+    np.testing.assert_allclose(rates[:10], 2.0 * np.arange(1, 11) / 10, rtol=1e-6)
+    assert rates.argmax() in (9, 10) and np.all(np.diff(rates[10:]) < 0)
+    assert rates[55] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5), rel=0.01)
+    assert schedule(100) == pytest.approx(0.2)
+
+
+ROLES = {"a": "gain", "b": "hidden", "c": "embedding", "d": "keys"}
+
+
+def one_update(config, gradient, params, width_ratio=1.0):
+    optimizer = make_optimizer(config, steps=1, roles=ROLES, width_ratio=width_ratio)
+    updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+def test_update_is_adamw_and_spares_what_is_excluded_from_decay():
+    """Adam's first step is the sign of the gradient; the rate of a one-step run is the peak."""
+    params = dict.fromkeys(ROLES, jnp.float32(2.0))
+    gradient = dict.fromkeys(ROLES, jnp.float32(-0.1))
+    config = AdamW(learning_rate=0.5, weight_decay=0.1, epsilon=1e-12)
+    new = one_update(config, gradient, params)
+    for name, role in ROLES.items():
+        decay = 0.0 if role in config.decay_exclude else 0.5 * 0.1 * 2.0
+        assert new[name] == pytest.approx(2.0 + 0.5 - decay, rel=1e-5)
+    independent = dataclasses.replace(config, independent_weight_decay=True)
+    assert one_update(independent, gradient, params)["d"] == pytest.approx(2.5 - 0.1 * 2, rel=1e-5)
+    everything = dataclasses.replace(config, decay_exclude=())
+    assert one_update(everything, gradient, params)["a"] == pytest.approx(2.4, rel=1e-5)
+
+
+def test_hidden_weights_learn_at_a_rate_scaled_by_width():
+    params = dict.fromkeys(ROLES, jnp.float32(2.0))
+    gradient = dict.fromkeys(ROLES, jnp.float32(-0.1))
+    config = AdamW(learning_rate=0.5, weight_decay=0.0, epsilon=1e-12)
+    new = one_update(config, gradient, params, width_ratio=4.0)
+    assert [float(new[name]) for name in "abcd"] == pytest.approx([2.5, 2.125, 2.5, 2.5])
+
+
+def test_gradients_are_clipped_to_a_global_norm():
+    config = AdamW(learning_rate=1.0, weight_decay=0.0, clip_norm=1.0, epsilon=1.0)
+    params = dict.fromkeys(ROLES, jnp.float32(0.0))
+    new = one_update(config, dict.fromkeys(ROLES, jnp.float32(100.0)), params)
+    # Clipped to 0.5 each; epsilon 1 makes Adam's first step g / (|g| + 1).
+    assert float(new["a"]) == pytest.approx(-0.5 / 1.5, rel=1e-5)
+
+
+def test_mup_reaches_the_optimizer():
+    small = models.model("matrix", parametrization=MuP(base_width=6))  # width 18: ratio 3
+    standard, scaled = (prepared(run_config(model=m)) for m in (models.model("matrix"), small))
+    moved = {}
+    for name, (_, state, step) in {"standard": standard, "scaled": scaled}.items():
+        new, _ = step(state, models.batch(8))
+        delta = jax.tree.map(lambda a, b: np.abs(a - b).max(), new.params, state.params)
+        moved[name] = delta["layers"]
+    ratio = lambda *path: np.divide(*(leaf(moved[n], path) for n in ("scaled", "standard")))
+    leaf = lambda tree, path: leaf(tree[path[0]], path[1:]) if path else tree
+    assert ratio("feed_forward", "w_1") == pytest.approx(1 / 3, rel=0.02)
+    assert ratio("feed_forward_site", "store_keys") == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("store", ["vector", "matrix"])
+def test_accumulated_parts_are_the_whole_batch(store):
+    """Parts have different numbers of real tokens: weighting parts alike would be wrong."""
+    batch = models.batch(8)
+    batch = batch._replace(weights=np.where(np.arange(8)[:, None] % 3 == 0, 0, batch.weights))
+    batch = batch._replace(weights=batch.weights.astype(np.float32))
+    results = []
+    for accumulate in (1, 4):
+        _, state, step = prepared(run_config(store, accumulate=accumulate))
+        results.append(step(state, batch))
+    (one, metrics_one), (four, metrics_four) = results
+    assert metrics_one["train/loss"] == pytest.approx(float(metrics_four["train/loss"]), rel=1e-5)
+    assert metrics_one["optim/grad_norm"] == pytest.approx(
+        float(metrics_four["optim/grad_norm"]), rel=1e-4
+    )
+    for a, b in zip(jax.tree.leaves(one.optimizer), jax.tree.leaves(four.optimizer), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7)
+
+
+def test_loss_metric_leaves_out_the_z_loss_and_padding():
+    run, state, step = prepared(run_config(z_loss=0.5))
+    batch = models.batch(8)
+    _, metrics = step(state, batch)
+    inputs, segment_ids = jnp.asarray(batch.inputs), jnp.asarray(batch.segment_ids)
+    decoder = nnx.merge(run.graphdef, state.params)
+    logits = np.asarray(decoder(inputs, segment_ids=segment_ids))
+    log_z = np.log(np.exp(logits).sum(-1))
+    chosen = np.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
+    mean = lambda x: (x * batch.weights).sum() / batch.weights.sum()
+    assert metrics["train/loss"] == pytest.approx(mean(log_z - chosen), rel=1e-5)
+    assert metrics["train/z_loss"] == pytest.approx(0.5 * mean(log_z**2), rel=1e-5)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
+    _, state, step = prepared(run_config())
+    poisoned = state._replace(
+        params=state.params | {"unembedding": {"kernel": jnp.full((18, models.VOCAB), jnp.nan)}}
+    )
+    once, metrics = step(poisoned, models.batch(8))
+    twice, _ = step(once, models.batch(8))
+    assert not np.isfinite(metrics["train/loss"])
+    assert (twice.step, twice.skipped, twice.skipped_in_a_row) == (2, 2, 2)
+    for new, old in zip(
+        jax.tree.leaves((once.params, once.optimizer)),
+        jax.tree.leaves((poisoned.params, poisoned.optimizer)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(new, old)
+    good, _ = step(twice._replace(params=state.params), models.batch(8))
+    assert (good.step, good.skipped, good.skipped_in_a_row) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("store", ["vector", "matrix"])
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2", "fsdp=2"])
+def test_sharded_step_is_the_step_of_one_device(store, mesh):
+    devices = {"data=8": 8, "data=2,fsdp=2": 4, "fsdp=2": 2}[mesh]
+    model = models.model(store, num_heads=2, vocab_size=models.VOCAB + 1)
+    results = []
+    for spec, count in (("data=1", 1), (mesh, devices)):
+        run, state, step = prepared(run_config(model=model, mesh=spec), count)
+        batch = jax.device_put(models.batch(8), run.batch_sharding)
+        results.append(step(state, batch))
+        if "fsdp" in spec:
+            kernel = state.params["unembedding"]["kernel"]
+            assert kernel.addressable_shards[0].data.shape[0] == kernel.shape[0] // 2
+    (one, metrics_one), (many, metrics_many) = results
+    assert metrics_one["train/loss"] == pytest.approx(float(metrics_many["train/loss"]), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(one.optimizer), jax.tree.leaves(many.optimizer), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
