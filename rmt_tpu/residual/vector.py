@@ -18,10 +18,13 @@ from rmt_tpu.layers.parameters import gain, parameter, storage_scale
 class Site(nnx.Module):
     """One place where the vector is written by one sublayer and read by the next.
 
+    Matrices have two axes: with heads of 64 minor, a TPU would pad each row of 64 to 128.
+
     Attributes:
-      write: W_O [H, D_h, D] after attention; None where the vector itself is written.
+      write: W_O [H * D_h, D] after attention; None where the vector itself is written.
       gain: of the norm, [D].
-      read: W_Q, W_K, W_V as [D, 3 H, D_h] before attention; None where the vector itself is read.
+      read: W_Q, W_K and W_V as [D, 3 * H * D_h] before attention; None where the vector itself is
+        read.
     """
 
     def __init__(
@@ -37,31 +40,27 @@ class Site(nnx.Module):
         self.read = self._read(config, rngs) if before == "attention" else None
 
     def _write(self, config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
-        heads, head_dim = config.attention.num_heads, config.attention.head_dim
-        return parameter(
-            rngs,
-            (heads, head_dim, config.store.dim),
-            std=storage_scale(config.num_layers) * config.init_std * (heads * head_dim) ** -0.5,
-            role="hidden",
-            axes=("heads", "head", "embed"),
-        )
+        dim, heads_width = config.store.dim, _heads_width(config)
+        std = storage_scale(config.num_layers) * config.init_std * heads_width**-0.5
+        axes = ("heads", "embed")
+        return parameter(rngs, (heads_width, dim), std=std, role="hidden", axes=axes)
 
     def _read(self, config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
-        heads, head_dim = config.attention.num_heads, config.attention.head_dim
-        return parameter(
-            rngs,
-            (config.store.dim, 3 * heads, head_dim),
-            std=config.init_std * config.store.dim**-0.5,
-            role="hidden",
-            axes=("embed", "heads", "head"),
-        )
+        dim, heads_width = config.store.dim, _heads_width(config)
+        std = config.init_std * dim**-0.5
+        axes = ("embed", "heads")
+        return parameter(rngs, (dim, 3 * heads_width), std=std, role="hidden", axes=axes)
+
+
+def _heads_width(config: cfg.ModelConfig) -> int:
+    return config.attention.num_heads * config.attention.head_dim
 
 
 class Store(nnx.Module):
     """`h += W_O y; z = W_QKV norm(h)`, or the vector itself."""
 
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike):
-        self.dtype = dtype
+        self.dtype, self.head_dim = dtype, config.attention.head_dim
         self.norm, self.epsilon = config.norm, config.norm_epsilon
 
     def start(
@@ -82,12 +81,12 @@ class Store(nnx.Module):
         site: Site,
     ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch seq reads read_size"]]:
         """Write y, then norm and read, at one site."""
-        if site.write is None:
-            written = y[..., 0, :]
-        else:
-            written = jnp.einsum("bnhd,hdm->bnm", y, site.write.astype(y.dtype))
+        written = y.reshape(*y.shape[:-2], -1)
+        if site.write is not None:
+            written = jnp.dot(written, site.write.astype(y.dtype))
         residual = residual + written.astype(residual.dtype)
         x = normalize(residual, site.gain[...], norm=self.norm, epsilon=self.epsilon, dtype=y.dtype)
         if site.read is None:
             return residual, x[..., None, :]
-        return residual, jnp.einsum("bnm,mhd->bnhd", x, site.read.astype(x.dtype))
+        x = jnp.dot(x, site.read.astype(x.dtype))
+        return residual, x.reshape(*x.shape[:-1], -1, self.head_dim)

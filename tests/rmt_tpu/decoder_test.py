@@ -86,11 +86,11 @@ def plain_transformer(params, tokens, config):
     x = x + params["embedding"]["positions"][: tokens.shape[1]]  # 1
     for l in range(config.num_layers):
         site = layer_slice(params, l)
-        read = jnp.einsum(
-            "bnm,mhd->bnhd", norm(x, site["attention_site"]), site["attention_site"]["read"]
-        )
-        heads = plain_attention(*jnp.split(read, 3, axis=-2), l, config)  # 8, 9
-        x = x + jnp.einsum("bnhd,hdm->bnm", heads, site["feed_forward_site"]["write"])  # 2, 7
+        W_QKV = jnp.split(site["attention_site"]["read"], 3, axis=-1)
+        split_heads = lambda x: x.reshape(*x.shape[:2], config.attention.num_heads, -1)
+        qkv = [split_heads(norm(x, site["attention_site"]) @ W) for W in W_QKV]  # 9
+        heads = plain_attention(*qkv, l, config).reshape(*x.shape[:2], -1)  # 8
+        x = x + heads @ site["feed_forward_site"]["write"]  # 2, 7
         x = x + plain_feed_forward(norm(x, site["feed_forward_site"]), site["feed_forward"])  # 3
     return norm(x, params["final_site"]) @ params["unembedding"]["kernel"]  # 4, 11
 

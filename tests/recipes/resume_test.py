@@ -1,0 +1,163 @@
+"""A run that is stopped, killed or damaged anywhere ends with the numbers of one that is not."""
+
+import random
+import re
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from tests import cli
+
+PRESETS = ["rmt-tiny", "gpt2-tiny"]
+EVERY = ("--checkpoint_every=3", "--eval_every=12")
+
+# What makes a process end itself at an exact instant of its run.
+SIGNAL_IN_STEP = """
+import os, signal
+from rmt_tpu.training.trainer import _Loop
+usual = _Loop._step
+def _step(self, train_step, step):
+    usual(self, train_step, step)
+    if step == {step}:
+        os.kill(os.getpid(), signal.{signal})
+_Loop._step = _step
+"""
+KILL_AFTER_SAVE = """
+import os
+from rmt_tpu.checkpoint import Checkpointer
+usual = Checkpointer.save
+def save(self, step, tree, meta):
+    usual(self, step, tree, meta)
+    if step == {step}:
+        os.kill(os.getpid(), 9)
+Checkpointer.save = save
+"""
+KILL_IN_SAVE = """
+import os
+from rmt_tpu.checkpoint import Checkpointer
+usual = Checkpointer._commit
+def commit(self, step, attempt):
+    if step == {step}:
+        os.kill(os.getpid(), 9)
+    usual(self, step, attempt)
+Checkpointer._commit = commit
+"""
+KILL_IN_ROW = """
+import os
+from rmt_tpu.training.metrics import MetricsWriter
+usual = MetricsWriter.write
+def write(self, step, values):
+    if step == {step}:
+        self._file.write('{{"step": {step}, "train/lo')
+        self._file.flush()
+        os.kill(os.getpid(), 9)
+    usual(self, step, values)
+MetricsWriter.write = write
+"""
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def preset(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(preset, tmp_path_factory):
+    return cli.train(tmp_path_factory.mktemp(preset), *EVERY, preset=preset)
+
+
+def start(workdir, preset, **options):
+    flags = (f"--preset={preset}", *cli.TINY, *EVERY, f"--workdir={workdir}")
+    return cli.start("train", *flags, **options)
+
+
+def assert_same_run(workdir, uninterrupted):
+    assert cli.curves(workdir) == cli.curves(uninterrupted)
+    assert (workdir / "samples.txt").read_text() == (uninterrupted / "samples.txt").read_text()
+
+
+@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
+def test_signal(preset, uninterrupted, signal, tmp_path):
+    # A step with an evaluation, whose row must not get lost.
+    first = SIGNAL_IN_STEP.format(step=12, signal=signal)
+    process = start(tmp_path, preset, first=first)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert f"stopped at step 12, saved in {tmp_path}" in out
+    assert (tmp_path / "checkpoints/12/COMMIT").exists()
+    assert cli.curves(tmp_path)["train/loss"][0] == list(range(1, 13))
+
+    command = out.splitlines()[-1]
+    again = subprocess.run(
+        command,
+        shell=True,
+        cwd=cli.ROOT,
+        env=cli.environment(),
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert again.returncode == 0, again.stderr
+    assert f"resuming {tmp_path} from step 12" in again.stderr
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_kill_at_the_worst_instants(preset, uninterrupted, tmp_path):
+    kills = [
+        (KILL_AFTER_SAVE, 12, None),  # a step with an evaluation
+        (KILL_IN_SAVE, 21, 12),  # all arrays of the checkpoint are there, but it does not count
+        (KILL_IN_ROW, 32, 18),
+    ]
+    for code, step, resumed_from in kills:
+        process = start(tmp_path, preset, first=code.format(step=step))
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == -9, err
+        assert (f"from step {resumed_from}" in err) == (resumed_from is not None)
+    assert not (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n"), "no line is torn"
+    process = start(tmp_path, preset)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "from step 30" in err
+    assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.mark.slow
+def test_kill_anywhere(preset, uninterrupted, tmp_path):
+    """Whatever it is in: starting, compiling, a step, a save, a plot."""
+    rng = random.Random(0)
+
+    def rows():
+        path = tmp_path / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    killed = 0
+    for _ in range(6):
+        process = start(tmp_path, preset)
+        # Half of them some rows into the steps, half of them from the start on.
+        until = rows() + rng.randrange(1, 12) if rng.random() < 0.5 else 0
+        while rows() < until and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.05 if until else 3))
+        process.kill()
+        process.communicate()
+        killed += process.returncode == -9
+    assert killed >= 3
+    process = start(tmp_path, preset)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_damaged_newest_checkpoint(preset, uninterrupted, tmp_path):
+    copy = shutil.copytree(uninterrupted, tmp_path / "copy")
+    (copy / "samples.txt").unlink()
+    cli.damage(copy, cli.STEPS)
+    process = start(copy, preset)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    (line,) = [line for line in err.splitlines() if "damaged" in line]
+    assert re.search(rf"step {cli.STEPS}: .*params/unembedding/kernel", line)
+    assert f"resuming {copy} from step {cli.STEPS - 3}" in err
+    assert_same_run(copy, uninterrupted)
