@@ -22,10 +22,12 @@ from rmt_tpu.config import (
 from rmt_tpu.errors import UsageError, unknown
 
 
-def _model(layers: int, store: Store, heads: int, head_dim: int, hidden_dim: int) -> ModelConfig:
+def _model(
+    layers: int, store: Store, heads: int, head_dim: int, hidden_dim: int, positions: int = 512
+) -> ModelConfig:
     return ModelConfig(
         num_layers=layers,
-        attention=Attention(num_heads=heads, head_dim=head_dim, positions=Learned(512)),
+        attention=Attention(num_heads=heads, head_dim=head_dim, positions=Learned(positions)),
         feed_forward=FeedForward(hidden_dim=hidden_dim),
         store=store,
     )
@@ -51,8 +53,8 @@ _MODELS |= {
 }
 
 _TINY = {
-    "gpt2-tiny": _model(4, VectorStore(128), 4, 32, 512),
-    "rmt-tiny": _model(4, MatrixStore(16), 4, 32, 512),
+    "gpt2-tiny": _model(4, VectorStore(128), 4, 32, 512, positions=256),
+    "rmt-tiny": _model(4, MatrixStore(16), 4, 32, 512, positions=256),
 }
 
 # Batch size and training tokens of Tables 8 and 9, at 512 tokens a sequence.
@@ -98,10 +100,10 @@ def run(name: str) -> RunConfig:
 def _tiny_run(model: ModelConfig) -> RunConfig:
     train = TrainConfig(
         steps=400,
-        batch_size=16,
+        batch_size=8,
         optimizer=AdamW(learning_rate=5e-3),
         checkpoint_every=100,
         eval_every=100,
         eval_batches=8,
     )
-    return RunConfig(model=model, train=train, data=DataConfig(seq_len=128))
+    return RunConfig(model=model, train=train, data=DataConfig(seq_len=256))

@@ -1,7 +1,6 @@
 """Test rules."""
 
 load("@rules_python//python:defs.bzl", "py_test")
-load("//:third_party.bzl", "third_party")
 
 def pytest_test(name, deps = [], recipes = [], size = "medium", tags = [], **kwargs):
     """Runs NAME.py, slow tests included, under pytest with the settings of pyproject.toml.

@@ -17,7 +17,7 @@ import sharding
 from rmt_tpu import data, workdir
 from rmt_tpu.analysis import resources
 from rmt_tpu.checkpoint import Checkpointer
-from rmt_tpu.config import RunConfig
+from rmt_tpu.config import Learned, RunConfig
 from rmt_tpu.errors import RunError
 from rmt_tpu.generation import Sampling, generate
 from rmt_tpu.training.metrics import MetricsWriter, plot_loss
@@ -57,8 +57,20 @@ def train(
     workdir.open_workdir(folder, config)
     tokenizer.save(folder)
     with TrainingProgress(config.train.steps, label) as progress:
+        if note := _untrained_positions(config):
+            progress.say(note)
         loop = _Loop(config, run, Path(folder), tokenizer, datasets, progress)
         return loop.run(profile_steps)
+
+
+def _untrained_positions(config: RunConfig) -> str | None:
+    match config.model.attention.positions:
+        case Learned(max_length=max_length) if config.data.seq_len < max_length:
+            return (
+                f"note: learned positions {config.data.seq_len} to {max_length - 1} are not "
+                f"trained at --seq_len={config.data.seq_len}; text beyond them will be poor"
+            )
+    return None
 
 
 class _Loop:

@@ -71,9 +71,9 @@ def test_all_overrides_are_in_place_before_any_is_checked():
         ("model.attention.positions=ropee", "did you mean 'rope'.*learned, alibi, rope, none"),
         ("model.store=vector", 'model.store needs dim, like model.store={"kind": "vector"'),
         ("model.store.dim=4", "field of model.store 'dim' is unknown.*key_dim"),
-        ("model.attention.positions.max_length=16", "--seq_len=128 is beyond the model's 16"),
+        ("model.attention.positions.max_length=16", "--seq_len=256 is beyond the model's 16"),
         ("train.optimizer.decay_exclude=gains", "'gains' is unknown; did you mean 'gain'"),
-        ("train.accumulate=3", r"batch_size=16 is not divisible by.*nearest legal.*15 or 18"),
+        ("train.accumulate=3", r"batch_size=8 is not divisible by.*nearest legal.*6 or 9"),
         ("train.optimizer.learning_rate=fast", "must be a number"),
         ("train.optimizer.independent_weight_decay=1", "must be true or false"),
     ],
@@ -96,7 +96,7 @@ def test_differences_name_every_leaf():
 
 
 def test_fields_left_out_of_a_file_take_their_defaults():
-    values = {"model": overrides.to_json(rmt_tpu.preset("rmt-tiny"))}
+    values = {"model": overrides.to_json(rmt_tpu.preset("rmt-46m"))}
     assert overrides.from_json(cfg.RunConfig, values).train == cfg.TrainConfig()
     with pytest.raises(UsageError, match="needs model"):
         overrides.from_json(cfg.RunConfig, {})
