@@ -98,5 +98,5 @@ def test_differences_name_every_leaf():
 def test_fields_left_out_of_a_file_take_their_defaults():
     values = {"model": overrides.to_json(rmt_tpu.preset("rmt-46m"))}
     assert overrides.from_json(cfg.RunConfig, values).train == cfg.TrainConfig()
-    with pytest.raises(UsageError, match="needs model"):
+    with pytest.raises(UsageError, match="has no model"):
         overrides.from_json(cfg.RunConfig, {})
