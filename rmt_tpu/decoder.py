@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
         """Logits of the next token, at least float32.
 
         Args:
-          tokens: below `config.vocab_size`.
+          tokens: below `config.vocab_size`; others, and positions past the learned ones, give NaN.
           segment_ids: tokens see only their own document; None is one document a row.
           positions: of the tokens; None counts from 0.
         """

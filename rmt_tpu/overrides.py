@@ -75,7 +75,12 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
             for key in keys
             for line in differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
-    return [] if old == new else [f"{path} is {json.dumps(old)} there, {json.dumps(new)} here"]
+    return [] if old == new else [f"{path} is {_short(old)} there, {_short(new)} here"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _parse(annotation: Any, value: Any, path: str) -> Any:

@@ -106,7 +106,9 @@ def _check_same(workdir: str | Path, old: Any, new: Any) -> None:
         line for line in overrides.differences(old, new) if line.split(" ", 1)[0] not in _FREE
     ]
     if different:
+        listed, more = different[:8], len(different) - 8
+        listed += [f"and {more} more"] if more > 0 else []
         raise UsageError(
-            f"--workdir={workdir} holds a run with another config: {'; '.join(different)}. "
+            f"--workdir={workdir} holds a run with another config: {'; '.join(listed)}. "
             "Give the same flags to resume it, or another --workdir"
         )

@@ -50,7 +50,8 @@ class Embedding(nnx.Module):
         )
 
     def _look_up(self, table, indices, dtype):
-        rows = self.multiplier * table[...].at[indices].get(mode="promise_in_bounds")
+        # A token or position that the table does not have gives NaN, not its neighbour.
+        rows = self.multiplier * jnp.take(table[...], indices, axis=0, mode="fill")
         return rows.astype(dtype).reshape(*indices.shape, *self.data_shape)
 
 

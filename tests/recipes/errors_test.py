@@ -58,7 +58,10 @@ TRAIN = {
     ),
     "axis": (["--mesh=model=1"], ["--mesh='model=1'", "'model'", "data, fsdp"]),
     "mesh": (["--mesh=data=8"], ["--mesh='data=8'", "8 devices", "there are 1"]),
-    "positions": (["--seq_len=600"], ["--seq_len=600", "at most 512", "max_length=600", "alibi"]),
+    "positions": (
+        ["--seq_len=40", "--set=model.attention.positions.max_length=32"],
+        ["--seq_len=40", "at most 32", "max_length=40", "alibi"],
+    ),
     "workdir": (["--workdir={files}/short.txt/run"], ["--workdir=", "Not a directory"]),
     "no config": (["--config={files}/nothing.json"], ["--config=", "No such file"]),
     "not JSON": (["--config={files}/config.txt"], ["--config=", "config.txt is not JSON"]),
@@ -70,7 +73,7 @@ GENERATE = {
     "no workdir": ([], ["--workdir is needed"]),
     "no run": (["--workdir={files}"], ["--workdir=", "holds no run", "config.json"]),
     "no step": (["--workdir={run}", "--step=7"], ["step 7", "available: 20, 40, 48"]),
-    "prompt": (["--workdir={run}", f"--prompt={LONG}"], ["--prompt", "601 tokens", "at most 512"]),
+    "prompt": (["--workdir={run}", f"--prompt={LONG}"], ["--prompt", "601 tokens", "at most 64"]),
     "temperature": (["--workdir={run}", "--temperature=-1"], ["--temperature=-1", "at least 0"]),
     "no number": (["--workdir={run}", "--temperature=hot"], ["--temperature=hot", "a number"]),
     "top_p": (["--workdir={run}", "--top_p=0"], ["--top_p=0", "above 0, at most 1"]),
@@ -126,17 +129,21 @@ def test_workdir_of_another_config(run):
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("recipe", ["train", "generate"])
-@pytest.mark.parametrize("text, why", [("{", "not JSON"), ('{"modle": 1}', "did you mean 'model'")])
-def test_damaged_config(run, recipe, text, why, tmp_path):
+@pytest.mark.parametrize(
+    "recipe, text, why",
+    [
+        ("train", "{", "not JSON"),
+        ("train", '{"modle": 1}', "modle is 1 there"),
+        ("generate", "{", "not JSON"),
+        ("generate", '{"modle": 1}', "did you mean 'model'"),
+    ],
+)
+def test_damaged_config(recipe, text, why, tmp_path):
     (tmp_path / "config.json").write_text(text)
     flags = cli.TINY if recipe == "train" else ()
     error = cli.fail(recipe, *flags, f"--workdir={tmp_path}")
-    assert str(tmp_path) in error
-    if recipe == "train" and text != "{":
-        assert "modle is 1 there" in error
-    else:
-        assert why in error
+    assert str(tmp_path) in error and len(error) < 500
+    assert why in error
     assert (tmp_path / "config.json").read_text() == text
 
 

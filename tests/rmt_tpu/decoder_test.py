@@ -208,6 +208,14 @@ def test_relative_positions_ignore_a_shift(positions):
     assert np.abs(stretched - decoder(tokens)).max() > 1e-3
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_what_the_tables_do_not_have_is_nan(store):
+    decoder = models.decoder(models.model(store))
+    tokens = models.tokens(batch=1)
+    assert np.isnan(decoder(tokens.at[0, 5].set(models.VOCAB))[0, 5:]).all()
+    assert np.isnan(decoder(tokens, positions=25 + jnp.arange(11)[None])[0, 7:]).all()
+
+
 # Decoding --------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,84 @@
+"""recipes.generate, rmt_tpu.load and the decoder of a run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rmt_tpu
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.generation import Sampling, generate
+from tests import cli
+
+PROMPT = "the quick "
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return cli.train(tmp_path_factory.mktemp("run"), "--checkpoint_every=20")
+
+
+@pytest.fixture(scope="module")
+def loaded(workdir):
+    return rmt_tpu.load(workdir)
+
+
+def text(loaded, prompt=PROMPT, **how) -> str:
+    return "".join(generate(*loaded, prompt, Sampling(**how)))
+
+
+def greedy(loaded, prompt: str, count: int) -> list[int]:
+    """The likeliest tokens by the logits of the whole text: nothing is cached."""
+    decoder, tokenizer = loaded
+    logits = jax.jit(lambda tokens: decoder(tokens[None])[0])
+    tokens = [tokenizer.bos, *tokenizer.encode(prompt).tolist()]
+    for _ in range(count):
+        # Causal, so what stands behind the tokens does not matter.
+        padded = jnp.array(tokens + [0] * (64 - len(tokens)), jnp.int32)
+        tokens.append(int(jnp.argmax(logits(padded)[len(tokens) - 1])))
+    return tokens[-count:]
+
+
+def test_load(workdir, loaded):
+    decoder, tokenizer = loaded
+    assert isinstance(decoder, rmt_tpu.Decoder)
+    assert isinstance(tokenizer, ByteTokenizer)
+    earlier, _ = rmt_tpu.load(workdir, 20)
+    tokens = jnp.arange(8)[None]
+    assert decoder(tokens).shape == (1, 8, 257)
+    assert not np.array_equal(decoder(tokens), earlier(tokens))
+
+
+@pytest.mark.parametrize("flags", [["--temperature=0"], ["--temperature=1", "--top_k=1"]])
+def test_greedy_is_the_argmax_of_uncached_logits(workdir, loaded, flags):
+    wanted = loaded[1].decode(greedy(loaded, PROMPT, 20))
+    flags = [f"--workdir={workdir}", f"--prompt={PROMPT}", "--max_tokens=20", *flags]
+    assert cli.succeed("generate", *flags).stdout == f"{PROMPT}{wanted}\n"
+
+
+def test_step_is_the_checkpoint(workdir):
+    wanted = text(rmt_tpu.load(workdir, 20), temperature=0.0, max_tokens=8)
+    flags = [f"--workdir={workdir}", f"--prompt={PROMPT}", "--temperature=0", "--max_tokens=8"]
+    done = cli.succeed("generate", *flags, "--step=20")
+    assert done.stdout == f"{PROMPT}{wanted}\n"
+
+
+def test_seed(workdir, loaded):
+    how = {"temperature": 0.8, "max_tokens": 30}
+    drawn = [text(loaded, seed=seed, **how) for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    flags = ["--seed=3", "--temperature=0.8", "--max_tokens=30"]
+    done = cli.succeed("generate", f"--workdir={workdir}", f"--prompt={PROMPT}", *flags)
+    assert done.stdout == f"{PROMPT}{drawn[0]}\n"
+
+
+def test_prompt_of_any_characters(workdir):
+    flags = [f"--workdir={workdir}", "--prompt=naïve 語 😀", "--max_tokens=1"]
+    assert cli.succeed("generate", *flags).stdout.startswith("naïve 語 😀")
+
+
+def test_note_when_positions_end(workdir, loaded):
+    done = cli.succeed("generate", f"--workdir={workdir}", "--prompt=the", "--temperature=0")
+    # Four tokens with the start; the 64th position reads the last token but one.
+    assert done.stderr == "note: 61 of --max_tokens=256 fit the model's positions\n"
+    assert done.stdout == f"the{text(loaded, 'the', temperature=0.0, max_tokens=61)}\n"
