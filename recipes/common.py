@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 import shlex
 import sys
@@ -9,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from absl import app, flags, logging
+from absl import app, flags
+from absl import logging as absl_logging
 
 from rmt_tpu import data, overrides
 from rmt_tpu.config import RunConfig
@@ -103,7 +105,8 @@ def start(main: Callable[[], int | None]) -> None:
     """
     jax.config.config_with_absl()
     # Libraries say much at INFO; what the recipes say themselves is printed.
-    flags.FLAGS.set_default("verbosity", logging.WARNING)
+    flags.FLAGS.set_default("verbosity", absl_logging.WARNING)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     app.run(lambda argv: sys.exit(_main(main, argv)), flags_parser=_parse_flags)
 
 

@@ -79,8 +79,7 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return "{...}" if isinstance(value, dict) else json.dumps(value)
 
 
 def _parse(annotation: Any, value: Any, path: str) -> Any:

@@ -142,7 +142,8 @@ def test_damaged_config(recipe, text, why, tmp_path):
     (tmp_path / "config.json").write_text(text)
     flags = cli.TINY if recipe == "train" else ()
     error = cli.fail(recipe, *flags, f"--workdir={tmp_path}")
-    assert str(tmp_path) in error and len(error) < 500
+    assert str(tmp_path) in error
+    assert len(error.replace(str(tmp_path), "")) < 300
     assert why in error
     assert (tmp_path / "config.json").read_text() == text
 
