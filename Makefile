@@ -11,10 +11,10 @@ train: $(VENV)/installed
 
 # What takes seconds each; the rest is marked slow.
 test: lint $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: lint $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

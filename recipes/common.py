@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -34,7 +35,8 @@ _RUN_FLAGS = [
     ("eval_every", "train.eval_every", int, "steps; 0 is only at the end"),
 ]  # fmt: skip
 
-INTERRUPTED = 130
+# Exit codes as a shell gives them for SIGINT and SIGPIPE.
+INTERRUPTED, BROKEN_PIPE = 130, 141
 
 # What absl says of a flag, and what a person is told.
 _REWORDED = [
@@ -128,6 +130,9 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
         return _fail(str(error), UsageError.exit_code)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

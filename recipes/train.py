@@ -6,11 +6,14 @@ The same command again resumes. The run folder gets config.json, metrics.jsonl, 
 plots/loss.png, samples.txt and, if tensorboardX is installed, tensorboard/.
 """
 
+from pathlib import Path
+
 from absl import flags
 
 from recipes import common
+from rmt_tpu.errors import UsageError
 
-_PRESET = flags.DEFINE_string("preset", "rmt-tiny", "name of a model; see rmt_tpu.presets()")
+_PRESET = flags.DEFINE_string("preset", None, "a model of rmt_tpu.presets(); default rmt-tiny")
 _CONFIG = flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run folder; default runs/<preset>")
 _PROFILE_STEPS = flags.DEFINE_integer(
@@ -22,9 +25,15 @@ common.define_run_flags()
 def main() -> int:
     from rmt_tpu.training.trainer import train
 
-    config = common.run_config(common.base_config(_PRESET.value, _CONFIG.value))
-    folder = _WORKDIR.value or f"runs/{_PRESET.value}"
-    outcome = train(config, folder, profile_steps=_PROFILE_STEPS.value, label=_PRESET.value)
+    if _CONFIG.value and _PRESET.value:
+        raise UsageError(f"--preset={_PRESET.value} and --config={_CONFIG.value}: give one of them")
+    if _CONFIG.value and not _WORKDIR.value:
+        raise UsageError(f"--config={_CONFIG.value} needs a --workdir")
+    preset = _PRESET.value or "rmt-tiny"
+    config = common.run_config(common.base_config(preset, _CONFIG.value))
+    folder = _WORKDIR.value or f"runs/{preset}"
+    label = Path(folder).name
+    outcome = train(config, folder, profile_steps=_PROFILE_STEPS.value, label=label)
     if outcome.interrupted:
         print(f"stopped at step {outcome.step}, saved in {folder}. To go on:")
         print(f"  {common.resume_command()}")

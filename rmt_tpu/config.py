@@ -16,7 +16,7 @@ Role = Literal["gain", "embedding", "unembedding", "keys", "hidden"]
 
 def _positive(config, *names: str) -> None:
     for name in names:
-        if getattr(config, name) <= 0:
+        if not getattr(config, name) > 0:  # NaN is not
             raise UsageError(
                 f"{type(config).__name__}.{name}={getattr(config, name)} must be positive"
             )

@@ -15,21 +15,23 @@ RULES = {
 }
 
 
-def batch_sharding(mesh: Mesh, *, batch_size: int | None = None) -> NamedSharding:
-    """Sequences of a batch over every data axis.
-
-    Raises:
-      MeshError: `batch_size` does not divide over them.
-    """
-    shards = math.prod(mesh.shape[axis] for axis in RULES["batch"])
-    if batch_size is not None and batch_size % shards:
-        below = batch_size // shards * shards
-        legal = f"{below} or {below + shards}" if below else f"{shards}"
-        raise MeshError(
-            f"--batch_size={batch_size} (over accumulation steps) is not divisible by the "
-            f"{shards} devices of mesh axes {' x '.join(RULES['batch'])}; nearest legal: {legal}"
-        )
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Sequences of a batch over every data axis."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def check_batch_size(mesh: Mesh, batch_size: int, *, parts: int = 1) -> None:
+    """Raises MeshError unless each of `parts` of a batch divides over every data axis."""
+    devices = math.prod(mesh.shape[axis] for axis in RULES["batch"])
+    divisor = devices * parts
+    if batch_size % divisor:
+        below = batch_size // divisor * divisor
+        legal = f"{below} or {below + divisor}" if below else f"{divisor}"
+        split = f" in each of {parts} accumulated parts" if parts > 1 else ""
+        raise MeshError(
+            f"--batch_size={batch_size} is not divisible over the {devices} devices of mesh axes "
+            f"{' x '.join(RULES['batch'])}{split}; nearest legal: {legal}"
+        )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -26,6 +26,7 @@ TINY = (
     "--set=model.feed_forward.hidden_dim=32",
     "--set=model.attention.num_heads=2",
     "--set=model.attention.head_dim=8",
+    "--set=model.attention.positions=learned",
     "--set=model.attention.positions.max_length=64",
     "--set=train.sample_tokens=8",
     "--seq_len=16",

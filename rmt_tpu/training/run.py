@@ -51,9 +51,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
     Raises:
       MeshError: a size does not divide over the mesh.
     """
-    batch_sharding = sharding.batch_sharding(
-        mesh, batch_size=config.train.batch_size // config.train.accumulate
-    )
+    sharding.check_batch_size(mesh, config.train.batch_size, parts=config.train.accumulate)
     make = lambda: Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     abstract = nnx.eval_shape(make)
     graphdef, _ = nnx.split(abstract, nnx.Param)
@@ -70,7 +68,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
 
     shardings = _state_shardings(mesh, metadata(abstract, "axes"), jax.eval_shape(init))
     step = make_train_step(config, graphdef, optimizer)
-    return Run(graphdef, mesh, init, step, shardings, batch_sharding)
+    return Run(graphdef, mesh, init, step, shardings, sharding.batch_sharding(mesh))
 
 
 def _state_shardings(mesh: jax.sharding.Mesh, axes: Any, state: TrainState) -> TrainState:

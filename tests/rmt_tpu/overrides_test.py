@@ -71,9 +71,8 @@ def test_all_overrides_are_in_place_before_any_is_checked():
         ("model.attention.positions=ropee", "did you mean 'rope'.*learned, alibi, rope, none"),
         ("model.store=vector", 'model.store needs dim, like model.store={"kind": "vector"'),
         ("model.store.dim=4", "field of model.store 'dim' is unknown.*key_dim"),
-        ("model.attention.positions.max_length=16", "--seq_len=256 is beyond the model's 16"),
         ("train.optimizer.decay_exclude=gains", "'gains' is unknown; did you mean 'gain'"),
-        ("train.accumulate=3", r"batch_size=8 is not divisible by.*nearest legal.*6 or 9"),
+        ("train.accumulate=3", r"batch_size=16 is not divisible by.*nearest legal.*15 or 18"),
         ("train.optimizer.learning_rate=fast", "must be a number"),
         ("train.optimizer.independent_weight_decay=1", "must be true or false"),
     ],
@@ -82,6 +81,17 @@ def test_what_is_not_legal_is_named(assignment, message):
     with pytest.raises(UsageError, match=message) as error:
         apply(assignment)
     assert "\n" not in str(error.value)
+
+
+def test_learned_positions_must_reach_the_window():
+    with pytest.raises(UsageError, match="--seq_len=512 is beyond the model's 16 learned"):
+        apply("model.attention.positions.max_length=16", base="rmt-46m")
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1"])
+def test_no_number_is_not_positive(value):
+    with pytest.raises(UsageError, match="train.optimizer.learning_rate=.* must be positive"):
+        apply(f"train.optimizer.learning_rate={value}")
 
 
 def test_differences_name_every_leaf():

@@ -47,12 +47,15 @@ def test_what_cannot_be_a_mesh(spec, message):
 
 def test_batches_lie_over_every_data_axis():
     mesh = sharding.make_mesh("data=2,fsdp=4")
-    placed = jax.device_put(np.zeros((16, 3)), sharding.batch_sharding(mesh, batch_size=16))
+    placed = jax.device_put(np.zeros((16, 3)), sharding.batch_sharding(mesh))
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 3)}
+    sharding.check_batch_size(mesh, 16, parts=2)
     with pytest.raises(MeshError, match="--batch_size=12 .* 8 devices .* nearest legal: 8 or 16"):
-        sharding.batch_sharding(mesh, batch_size=12)
+        sharding.check_batch_size(mesh, 12)
     with pytest.raises(MeshError, match="--batch_size=3 .* nearest legal: 8"):
-        sharding.batch_sharding(mesh, batch_size=3)
+        sharding.check_batch_size(mesh, 3)
+    with pytest.raises(MeshError, match="--batch_size=24 .* 2 accumulated parts.*: 16 or 32"):
+        sharding.check_batch_size(mesh, 24, parts=2)
 
 
 def test_parameters_lie_by_the_names_of_their_axes():
