@@ -25,4 +25,4 @@ def unknown(what: str, name: str, legal: Iterable[str]) -> str:
     legal = list(legal)
     close = difflib.get_close_matches(name, legal, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ";"
-    return f"{what} {name!r} is unknown{hint} legal: {', '.join(legal)}"
+    return f"{what} {name!r} is unknown{hint} legal: {', '.join(legal) or 'none'}"

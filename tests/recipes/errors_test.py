@@ -59,7 +59,11 @@ TRAIN = {
     "axis": (["--mesh=model=1"], ["--mesh='model=1'", "'model'", "data, fsdp"]),
     "mesh": (["--mesh=data=8"], ["--mesh='data=8'", "8 devices", "there are 1"]),
     "positions": (
-        ["--seq_len=40", "--set=model.attention.positions.max_length=32"],
+        [
+            "--seq_len=40",
+            "--set=model.attention.positions=learned",
+            "--set=model.attention.positions.max_length=32",
+        ],
         ["--seq_len=40", "at most 32", "max_length=40", "alibi"],
     ),
     "workdir": (["--workdir={files}/short.txt/run"], ["--workdir=", "Not a directory"]),
