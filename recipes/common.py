@@ -1,6 +1,7 @@
 """What the recipes share: flags of a run, and how a program starts, fails and ends."""
 
 import dataclasses
+import glob
 import json
 import logging
 import os
@@ -108,7 +109,9 @@ def start(main: Callable[[], int | None]) -> None:
     jax.config.config_with_absl()
     # Libraries say much at INFO; what the recipes say themselves is printed.
     flags.FLAGS.set_default("verbosity", absl_logging.WARNING)
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    for library in ("jax", "matplotlib"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    _hush_libtpu()
     app.run(lambda argv: sys.exit(_main(main, argv)), flags_parser=_parse_flags)
 
 
@@ -117,6 +120,14 @@ def resume_command() -> str:
     module = Path(sys.argv[0]).stem
     # Not "python": this one may be of an environment that is not activated.
     return shlex.join([sys.executable, "-m", f"recipes.{module}", *sys.argv[1:]])
+
+
+def _hush_libtpu() -> None:
+    """An installed libtpu without a TPU (the tests use its compiler) would say so at length."""
+    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
