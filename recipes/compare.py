@@ -20,7 +20,7 @@ common.define_run_flags()
 
 
 def main() -> int:
-    from rmt_tpu.analysis.compare import write_comparison
+    from rmt_tpu.training.compare import write_comparison
     from rmt_tpu.training.trainer import train
 
     names = _PRESETS.value

@@ -74,9 +74,11 @@ def markdown(results: list[Result]) -> str:
 
 def _draw(runs: dict[str, Path], path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     by_tokens, by_flops = figure.subplots(1, 2, sharey=True)
+    first_held_out = []
     for index, (name, workdir) in enumerate(runs.items()):
         config, rows = read_config(workdir), read_metrics(workdir)
         per_step = config.train.batch_size * config.data.seq_len
@@ -86,13 +88,17 @@ def _draw(runs: dict[str, Path], path: Path) -> None:
         color = f"C{index}"
         for metric, style in (("train/loss", {"alpha": 0.35}), ("eval/loss", {"marker": "o"})):
             steps, losses = series(rows, metric)
+            first_held_out += losses[:1] if metric == "eval/loss" else []
             label = name if metric == "eval/loss" else None
             tokens = [step * per_step for step in steps]
             by_tokens.plot(tokens, losses, color=color, label=label, **style)
             by_flops.plot([t * flops for t in tokens], losses, color=color, label=label, **style)
     by_tokens.set(xlabel="tokens", ylabel="loss (nats per token)")
     by_flops.set(xlabel="training FLOPs (analytic, without embedding look-ups)")
+    # The fall of the first steps is the same for all and would take most of the height.
+    by_tokens.set_ylim(top=max(first_held_out) + 0.5)
     for axes in (by_tokens, by_flops):
+        axes.xaxis.set_major_formatter(EngFormatter())
         axes.grid(alpha=0.3)
         axes.legend(title="dots: held out; faint: train")
     figure.savefig(path, dpi=150)
