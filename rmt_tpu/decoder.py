@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
         return KVCache(attn.Cache(keys, values), jnp.int32(0))
 
     def _run(self, tokens, context: attn.Context, cache: attn.Cache | None):
-        mixer = residual.Sum(self.store)
+        mixer = residual.make_mixer(self.config.mixer, self.store)
         tokens, positions = self.embedding(tokens, context.query_positions, self.dtype)
         state, y = mixer.start(tokens, positions)
         graphdef, layers = nnx.split(self.layers)

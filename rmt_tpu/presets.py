@@ -23,6 +23,8 @@ from rmt_tpu.config import (
 )
 from rmt_tpu.errors import UsageError, unknown
 
+_PAPER_POSITIONS = Learned(512)
+
 
 def _model(
     layers: int,
@@ -30,7 +32,7 @@ def _model(
     heads: int,
     head_dim: int,
     hidden_dim: int,
-    positions: Positions = Learned(512),  # noqa: B008
+    positions: Positions = _PAPER_POSITIONS,
 ) -> ModelConfig:
     return ModelConfig(
         num_layers=layers,

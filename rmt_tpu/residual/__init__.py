@@ -17,7 +17,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.residual import matrix, vector
 from rmt_tpu.residual.sum import Sum
 
-__all__ = ["Sum", "matrix", "store_module", "vector"]
+__all__ = ["make_mixer", "matrix", "store_module", "vector"]
 
 
 def store_module(store: cfg.Store):
@@ -27,3 +27,10 @@ def store_module(store: cfg.Store):
             return vector
         case cfg.MatrixStore():
             return matrix
+
+
+def make_mixer(mixer: cfg.Mixer, store):
+    """The configured mixer over a store's module."""
+    match mixer:
+        case cfg.Sum():
+            return Sum(store)

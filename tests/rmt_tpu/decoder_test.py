@@ -11,7 +11,7 @@ from flax import nnx
 
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import attention as attn
-from rmt_tpu.residual import Sum
+from rmt_tpu.residual import make_mixer
 from tests import models
 
 STORES = ["vector", "matrix"]
@@ -132,7 +132,7 @@ def test_scanned_equals_unrolled(store):
     def unrolled(params):
         decoder = nnx.merge(graphdef, params)
         layers_graphdef, _ = nnx.split(decoder.layers)
-        mixer = Sum(decoder.store)
+        mixer = make_mixer(config.mixer, decoder.store)
         embedded = decoder.embedding(tokens, context.query_positions, decoder.dtype)
         state, y = mixer.start(*embedded)
         for index in range(config.num_layers):
