@@ -1,6 +1,7 @@
 """From documents to batches: the held-out part, the stream of tokens, and its windows."""
 
 import hashlib
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -131,6 +132,10 @@ class Windows:
     def num_windows(self) -> int:
         """Windows in one epoch."""
         return -(-self.tokens_per_epoch // self.seq_len)
+
+    def checksum(self) -> int:
+        """CRC-32 of the stream, by which a resumed run knows that it reads the same text."""
+        return zlib.crc32(np.ascontiguousarray(self.tokens))
 
     def batch_at(self, position: int) -> Batch:
         """The batch that follows when `position` windows have been read since the run began.

@@ -18,7 +18,7 @@ from rmt_tpu import data, workdir
 from rmt_tpu.analysis import resources
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import Learned, RunConfig
-from rmt_tpu.errors import RunError
+from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.generation import Sampling, generate
 from rmt_tpu.training.metrics import MetricsWriter, plot_loss
 from rmt_tpu.training.progress import TrainingProgress
@@ -55,7 +55,6 @@ def train(
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)
     workdir.open_workdir(folder, config)
-    tokenizer.save(folder)
     with TrainingProgress(config.train.steps, label) as progress:
         if note := _untrained_positions(config):
             progress.say(note)
@@ -82,7 +81,9 @@ class _Loop:
         self.checkpoints = Checkpointer(
             str(folder / "checkpoints"), keep=config.train.keep_checkpoints, report=progress.say
         )
+        self.data_checksum = datasets.train.checksum()
         self.state, self.step, self.windows_read = self._restore_or_init()
+        tokenizer.save(folder)
         self.saved_step = self.step
         self.pending: dict[str, jax.Array] | None = None
         self.evaluate_batch = jax.jit(lambda p, b: batch_loss(run.graphdef, p, b).cross_entropy)
@@ -134,6 +135,12 @@ class _Loop:
             self.model.state_shardings,
         )
         step, state, meta = self.checkpoints.restore(like)
+        if meta["data_checksum"] != self.data_checksum:
+            raise UsageError(
+                f"--data={self.config.data.source} does not give the tokens that the run in "
+                f"--workdir={self.folder} was trained on up to step {step}: a file, the tokenizer "
+                "or (for stdlib) the Python has changed; give the same ones, or another --workdir"
+            )
         self.progress.say(f"resuming {self.folder} from step {step}")
         return state, step, meta["windows_read"]
 
@@ -196,7 +203,8 @@ class _Loop:
     def _save(self) -> None:
         self._report()
         if self.step != self.saved_step:
-            self.checkpoints.save(self.step, self.state, {"windows_read": self.windows_read})
+            meta = {"windows_read": self.windows_read, "data_checksum": self.data_checksum}
+            self.checkpoints.save(self.step, self.state, meta)
             self.saved_step = self.step
         self.clock = time.monotonic()
 

@@ -150,3 +150,15 @@ def test_kill_anywhere(preset, uninterrupted, tmp_path):
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert_same_run(tmp_path, uninterrupted)
+
+
+def test_text_that_has_changed_is_refused(tmp_path):
+    text, workdir = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text(cli.TEXT.read_text())
+    cli.train(workdir, f"--data={text}")
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    text.write_text(cli.TEXT.read_text().replace("fox", "ox"))
+    flags = (*cli.TINY, f"--data={text}", f"--workdir={workdir}")
+    error = cli.fail("train", "--preset=rmt-tiny", *flags)
+    assert f"--data={text}" in error and f"--workdir={workdir}" in error and "step 48" in error
+    assert before == {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
