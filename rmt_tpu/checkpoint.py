@@ -175,18 +175,6 @@ class Checkpointer:
         found, (tree, meta) = self._first_undamaged(step, load)
         return found, tree, meta
 
-    def restore_meta(self, step: int | None = None) -> tuple[int, dict]:
-        """Reads only the `meta` of a step, by default of the newest one with a sound manifest.
-
-        The arrays are not looked at: a `restore` may still find them damaged and settle for an
-        older step.
-
-        Raises:
-            UsageError: There is no such step.
-            RunError: There is no checkpoint, or none with a sound manifest.
-        """
-        return self._first_undamaged(step, lambda *where: self._read_manifest(*where)[2])
-
     def _first_undamaged(self, step: int | None, load: Callable) -> tuple[int, Any]:
         steps = self.steps()
         if step is not None and step not in steps:

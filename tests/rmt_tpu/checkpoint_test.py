@@ -195,8 +195,17 @@ def test_meta_comes_back_and_may_hold_what_json_holds(saver):
     saver.save(4, small_tree(4), meta)
     expected = {**meta, "counts": {"10": 1, "9": 2}, "pair": [1, None]}
     assert saver.restore(small_tree(0))[2] == expected
-    assert saver.restore_meta() == (4, expected)
-    assert saver.restore_meta(2) == (2, {"tokens": 20})
+
+
+def test_a_part_can_be_restored_but_not_what_is_not_there(saver):
+    whole = {"params": small_tree(4), "optimizer": np.arange(3)}
+    saver.save(4, whole, {})
+    part = {"params": small_tree(0)}
+    assert_same(saver.restore(part, partial=True)[1], {"params": whole["params"]})
+    with pytest.raises(UsageError, match="optimizer: checkpoint int64.* model has none"):
+        saver.restore(part)
+    with pytest.raises(UsageError, match="more: checkpoint has none, model int64"):
+        saver.restore(part | {"more": np.arange(2)}, partial=True)
 
 
 @pytest.mark.parametrize("meta", [{"loss": float("nan")}, {"x": np.float32(1)}])
@@ -338,8 +347,6 @@ def test_absent_steps_and_an_empty_root(root, saver, tmp_path):
     assert empty.steps() == []
     with pytest.raises(RunError, match="^no checkpoint in .*empty$"):
         empty.restore(small_tree(0))
-    with pytest.raises(RunError, match="^no checkpoint in .*empty$"):
-        empty.restore_meta()
 
 
 def test_only_the_last_steps_are_kept_and_nothing_of_the_others_remains(root):
