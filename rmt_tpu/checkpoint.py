@@ -28,7 +28,8 @@ from absl import logging
 
 from rmt_tpu.errors import RunError, UsageError
 
-FORMAT_VERSION = 1
+# 2: weights number the entries of concatenated data vectors by place, then by vector.
+FORMAT_VERSION = 2
 CHUNK_BYTES = 256 * 2**20
 BYTES_IN_FLIGHT = 1024 * 2**20
 

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 from rmt_tpu.errors import UsageError
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
-RematPolicy = Literal["none", "dots", "full"]
+StateDType = Literal["auto", "float32", "bfloat16", "float64", "int16"]
+RematPolicy = Literal["none", "dots", "full", "reversible"]
 Role = Literal["gain", "embedding", "unembedding", "keys", "hidden"]
 
 
@@ -83,12 +84,13 @@ class MatrixStore:
     """A matrix `key_dim x head_dim` (D_k x D_v): the Residual Matrix Transformer.
 
     Sublayers write `num_heads` (R) outer products into it and read it with key vectors.
-    `dtype` "auto" is the compute dtype.
+    `dtype` "auto" is the compute dtype, or int16 for bfloat16 with `remat="reversible"`. "int16" is
+    fixed point in steps of 1/512 up to 64; a token whose residual goes beyond makes the loss NaN.
     """
 
     kind: ClassVar[str] = "matrix"
     key_dim: int
-    dtype: DType = "auto"
+    dtype: StateDType = "auto"
 
     def __post_init__(self):
         _positive(self, "key_dim")
@@ -189,7 +191,9 @@ class ModelConfig:
       compute_dtype: of the matrix products; "auto" is bfloat16 on accelerators, float32 on CPU.
         Parameters are float32 whatever it is.
       remat: what the backward pass recomputes within a layer: "none" of it, everything but
-        matrix products with weights ("dots"), or the "full" layer.
+        matrix products with weights ("dots"), or the "full" layer. "reversible" (an RMT only) keeps
+        what sublayers wrote and rebuilds the residual from it, so that its memory does not grow
+        with `key_dim`.
     """
 
     num_layers: int
@@ -207,6 +211,22 @@ class ModelConfig:
 
     def __post_init__(self):
         _positive(self, "num_layers", "vocab_size", "norm_epsilon", "init_std")
+        dtype = self.store.dtype
+        if self.remat == "reversible" and isinstance(self.store, VectorStore):
+            raise UsageError(
+                "ModelConfig.remat='reversible' needs a matrix store; legal for a vector store: "
+                "none, dots, full"
+            )
+        if self.remat == "reversible" and dtype == "bfloat16":
+            raise UsageError(
+                "MatrixStore.dtype='bfloat16' with remat='reversible' would drift by percents when "
+                "rebuilt; legal: auto, int16, float32, float64"
+            )
+        if self.remat != "reversible" and dtype == "int16":
+            raise UsageError(
+                f"MatrixStore.dtype='int16' has gradients only with remat='reversible', and remat "
+                f"is {self.remat!r}; legal: auto, float32, bfloat16, float64"
+            )
 
     @property
     def data_shape(self) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rmt_tpu import config as cfg
-from rmt_tpu import residual
+from rmt_tpu import residual, reversible
 from rmt_tpu.layers import attention as attn
 from rmt_tpu.layers.embedding import Embedding, Unembedding
 from rmt_tpu.layers.feed_forward import FeedForward
@@ -76,10 +76,18 @@ class Decoder(nnx.Module):
           segment_ids: tokens see only their own document; None is one document a row.
           positions: of the tokens; None counts from 0.
         """
-        if positions is None:
-            positions = jnp.arange(tokens.shape[1])[None]
-        logits, _ = self._run(tokens, attn.causal(positions, segment_ids), None)
-        return logits
+        return self.unembedding(self.features(tokens, segment_ids=segment_ids, positions=positions))
+
+    def features(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch_or_1 seq"] | None = None,
+    ) -> Float[Array, "batch seq vectors size"]:
+        """What the unembedding reads, for a loss that never holds all logits."""
+        context = attn.causal(tokens.shape[1], positions, segment_ids)
+        return self._run(tokens, context, None)[0]
 
     def decode(
         self, tokens: Int[Array, "batch new"], cache: KVCache
@@ -90,8 +98,8 @@ class Decoder(nnx.Module):
         """
         new, capacity = tokens.shape[1], cache.layers.keys.shape[2]
         context = attn.cached(cache.length, new, capacity)
-        logits, layers = self._run(tokens, context, cache.layers)
-        return logits, KVCache(layers, cache.length + new)
+        z, layers = self._run(tokens, context, cache.layers)
+        return self.unembedding(z), KVCache(layers, cache.length + new)
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache for `capacity` tokens of each of `batch` sequences."""
@@ -102,35 +110,42 @@ class Decoder(nnx.Module):
         return KVCache(attn.Cache(keys, values), jnp.int32(0))
 
     def _run(self, tokens, context: attn.Context, cache: attn.Cache | None):
+        with jax.named_scope("embedding"):
+            embedded = self.embedding(tokens, context.query_positions, self.dtype)
+            state, y = self.store.start(*embedded)
+        if self.config.remat == "reversible" and cache is None and context.mask is None:
+            layers = (self.layers, self.final_site)
+            z = reversible.run_layers(self.config, self.store, *layers, state, y, context)
+            return z, None
         mixer = residual.make_mixer(self.config.mixer, self.store)
-        tokens, positions = self.embedding(tokens, context.query_positions, self.dtype)
-        state, y = mixer.start(tokens, positions)
         graphdef, layers = nnx.split(self.layers)
 
         def run_layer(carry, scanned):
             state, y = carry
             layer, index, cache = scanned
             layer = nnx.merge(graphdef, layer)
+            attention = attn.Attention(self.config, context, index)
             state, z = mixer.advance(state, y, layer.attention_site)
-            y, cache = attn.attention(
-                z, context, config=self.config, layer_index=index, cache=cache
-            )
+            with jax.named_scope("attention"):
+                y, cache = (attention(z), None) if cache is None else attention.with_cache(z, cache)
             state, z = mixer.advance(state, y, layer.feed_forward_site)
-            return (state, layer.feed_forward(z)), cache
+            with jax.named_scope("feed_forward"):
+                y = layer.feed_forward(z)
+            return (state, y), cache
 
         (state, y), cache = jax.lax.scan(
             rematerialize(run_layer, self.config.remat),
-            (state, y),
+            mixer.start(state, y),
             (layers, jnp.arange(self.config.num_layers), cache),
         )
         _, z = mixer.advance(state, y, self.final_site)
-        return self.unembedding(z), cache
+        return z, cache
 
 
 def rematerialize(layer, policy: cfg.RematPolicy):
     """`layer` with what its backward pass recomputes set by name; see `ModelConfig.remat`."""
     match policy:
-        case "none":
+        case "none" | "reversible":
             return layer
         case "dots":
             saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -149,6 +164,9 @@ def compute_dtype(name: cfg.DType) -> jnp.dtype:
 
 def residual_dtype(config: cfg.ModelConfig) -> jnp.dtype:
     """The dtype in which the residual is carried."""
-    if config.store.dtype == "auto":
-        return compute_dtype(config.compute_dtype)
-    return compute_dtype(config.store.dtype)
+    dtype = compute_dtype(config.compute_dtype)
+    if config.store.dtype != "auto":
+        return compute_dtype(config.store.dtype)
+    if config.remat == "reversible" and dtype == jnp.bfloat16:
+        return jnp.dtype("int16")  # as small as bfloat16, and writes can be taken back exactly
+    return dtype

@@ -3,37 +3,66 @@
 Mak and Flanigan (2025), "Residual Matrix Transformers", equations 12, 13 and 18 to 27. Between two
 sublayers the residual matrix is written by the one and read by the next; `store_norm_retrieve` is
 that whole span, so that an implementation can touch the big state once in and once out.
+
+Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels), "triton" (GPU kernels) and
+"pallas" (the kernels of whatever platform the program is lowered for, plain JAX on others). None is
+"xla", but the TPU kernels on a TPU; GPU kernels have to be asked for until they are measured.
 """
 
-from typing import Literal, get_args
+import functools
+from typing import Literal, NamedTuple, get_args
 
-from jaxtyping import Array, DTypeLike, Float
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Shaped
 
-from pallas_kernels.key_vector import reference
-from pallas_kernels.key_vector.reference import Norm
+from pallas_kernels.key_vector import mosaic_tpu, triton_gpu, xla
+from pallas_kernels.key_vector.interface import (
+    FRACTION_BITS,
+    Gradients,
+    Norm,
+    Statistics,
+    UnsupportedImplementation,
+)
+from pallas_kernels.key_vector.xla import to_fixed_point
+from pallas_kernels.platform import choose
 
-Implementation = Literal["xla", "mosaic_tpu", "triton"]
+__all__ = [
+    "FRACTION_BITS",
+    "Gradients",
+    "Implementation",
+    "Norm",
+    "Statistics",
+    "UnsupportedImplementation",
+    "norm_retrieve",
+    "norm_retrieve_with_statistics",
+    "store",
+    "store_norm_retrieve",
+    "to_fixed_point",
+    "undo",
+]
 
-
-class UnsupportedImplementation(ValueError):
-    """A named implementation cannot serve this call; the message says why and what can."""
+Implementation = Literal["xla", "mosaic_tpu", "triton", "pallas"]
 
 
 def store_norm_retrieve(
-    residual: Float[Array, "*tokens K V"],
+    residual: Shaped[Array, "*tokens K V"],
     store_keys: Float[Array, "R K"],
     data: Float[Array, "*tokens R V"],
     gain: Float[Array, "K V"],
     read_keys: Float[Array, "P K"],
     *,
     norm: Norm = "layernorm",
-    epsilon: float = 1e-6,
+    epsilon: int | float = 1e-6,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
+) -> tuple[Shaped[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
     """`X' = X + sum_r w_r (x) y_r`, and `z_p = r_p . (gain * norm(X'))`: one site of an RMT.
 
     Args:
-      residual: X, one `K x V` matrix a token, any leading token axes, any float dtype.
+      residual: X, one `K x V` matrix a token, any leading token axes; any float dtype, or int16
+        fixed point (`FRACTION_BITS`), whose range is +-64 and whose writes `undo` takes back
+        exactly. A token whose int16 residual leaves that range reads NaN.
       store_keys: w, the key vectors of the R data vectors written.
       data: y, the R data vectors of each token.
       gain: the norm's gain; the norm runs over all `K * V` entries of a token together.
@@ -47,59 +76,237 @@ def store_norm_retrieve(
       float32; z is read from X' as rounded to the residual's dtype.
 
     Raises:
-      UnsupportedImplementation: a named implementation cannot serve this call.
+      UnsupportedImplementation: a named implementation cannot serve this call, or an int16
+        residual is differentiated: JAX has no gradients of integers (`undo` gives them).
       ValueError: the shapes do not fit, or the norm is unknown.
     """
     _check(residual, gain, read_keys, norm, store_keys, data)
-    _select(implementation)
-    return reference.store_norm_retrieve(
-        residual, store_keys, data, gain, read_keys, norm=norm, epsilon=epsilon
-    )
+    call = _Call(norm, epsilon, implementation)
+    args = (_flat(residual), store_keys, _flat(data), gain, read_keys)
+    stored, retrieved = _store_norm_retrieve(call, *args)
+    lead = residual.shape[:-2]
+    return stored.reshape(residual.shape), retrieved.reshape(*lead, *retrieved.shape[2:])
 
 
 def store(
-    residual: Float[Array, "*tokens K V"],
+    residual: Shaped[Array, "*tokens K V"],
     store_keys: Float[Array, "R K"],
     data: Float[Array, "*tokens R V"],
     *,
     implementation: Implementation | None = None,
-) -> Float[Array, "*tokens K V"]:
+) -> Shaped[Array, "*tokens K V"]:
     """The writing half of `store_norm_retrieve`: `X + sum_r w_r (x) y_r` (equations 18 to 23)."""
     _check_store(residual, store_keys, data)
-    _select(implementation)
-    return reference.store(residual, store_keys, data)
+    call = _Call("layernorm", 0.0, implementation)
+    return _store(call, _flat(residual), store_keys, _flat(data)).reshape(residual.shape)
 
 
 def norm_retrieve(
-    residual: Float[Array, "*tokens K V"],
+    residual: Shaped[Array, "*tokens K V"],
     gain: Float[Array, "K V"],
     read_keys: Float[Array, "P K"],
     *,
     norm: Norm = "layernorm",
-    epsilon: float = 1e-6,
+    epsilon: int | float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*tokens P V"]:
     """The reading half: `r_p . (gain * norm(X))` (equations 22, 25, 27), in `dtype` or X's."""
     _check(residual, gain, read_keys, norm)
-    _select(implementation)
-    return reference.norm_retrieve(
-        residual, gain, read_keys, norm=norm, epsilon=epsilon, dtype=dtype or residual.dtype
+    call = _Call(norm, epsilon, implementation, jnp.dtype(dtype or residual.dtype))
+    retrieved = _norm_retrieve(call, _flat(residual), gain, read_keys)[0]
+    return retrieved.reshape(*residual.shape[:-2], *retrieved.shape[2:])
+
+
+def norm_retrieve_with_statistics(
+    residual: Shaped[Array, "B N K V"],
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    dtype: DTypeLike,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B N P V"], Statistics]:
+    """`norm_retrieve`, and the statistics that `undo` takes."""
+    _check(residual, gain, read_keys, norm)
+    call = _Call(norm, epsilon, implementation, jnp.dtype(dtype))
+    return _norm_retrieve(call, residual, gain, read_keys)
+
+
+def undo(
+    residual: Shaped[Array, "B N K V"],
+    statistics: Statistics,
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "B N R V"],
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    d_residual: Float[Array, "B N K V"],
+    d_retrieved: Float[Array, "B N P V"],
+    *,
+    norm: Norm,
+    implementation: Implementation | None = None,
+) -> Gradients:
+    """The cotangents of `store_norm_retrieve` and, in the same pass, the residual before it.
+
+    `residual` is the residual *after* the store; `Gradients.rebuilt` is `X = X' - w^T y`, exact for
+    an int16 residual, so that a backward pass needs no stored residuals.
+    """
+    _check(residual, gain, read_keys, norm, store_keys, data)
+    call = _Call(norm, 0.0, implementation)
+    return _backward(
+        call, True, residual, statistics, store_keys, data, gain, read_keys, d_residual, d_retrieved
     )
 
 
-def _select(implementation: str | None) -> None:
-    if implementation in (None, "xla"):
-        return
-    if implementation not in get_args(Implementation):
-        legal = ", ".join(get_args(Implementation))
+class _Call(NamedTuple):
+    """What a call is beside its arrays."""
+
+    norm: Norm
+    epsilon: int | float
+    implementation: str | None
+    dtype: jnp.dtype | None = None
+
+
+# The ops over two token axes, with their gradients -------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _store_norm_retrieve(call, residual, store_keys, data, gain, read_keys):
+    return _forward(call, residual, store_keys, data, gain, read_keys)[:2]
+
+
+def _store_norm_retrieve_forward(call, residual, store_keys, data, gain, read_keys):
+    _refuse_integers(residual)
+    stored, retrieved, statistics = _forward(call, residual, store_keys, data, gain, read_keys)
+    return (stored, retrieved), (stored, statistics, store_keys, data, gain, read_keys)
+
+
+def _store_norm_retrieve_backward(call, saved, cotangents):
+    store_keys, gain, read_keys = saved[2], saved[4], saved[5]
+    g = _backward(call, False, *saved, *cotangents)
+    return (
+        g.residual,
+        g.store_keys.astype(store_keys.dtype),
+        g.data,
+        g.gain.astype(gain.dtype),
+        g.read_keys.astype(read_keys.dtype),
+    )
+
+
+_store_norm_retrieve.defvjp(_store_norm_retrieve_forward, _store_norm_retrieve_backward)
+
+
+def _forward(call, residual, store_keys, data, gain, read_keys):
+    run = lambda module, *args: module.store_norm_retrieve(
+        *args, norm=call.norm, epsilon=call.epsilon
+    )
+    args = (residual, store_keys, data, gain, read_keys)
+    return _run(call, "store_norm_retrieve", run, args, read_keys.shape[0])
+
+
+def _backward(call, rebuild, *args):
+    run = lambda module, *args: module.backward(*args, norm=call.norm, rebuild=rebuild)
+    return _run(call, "backward", run, args, args[5].shape[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _store(call, residual, store_keys, data):
+    run = lambda module, *args: module.store(*args)
+    return _run(call, "store", run, (residual, store_keys, data), 0)
+
+
+def _store_forward(call, residual, store_keys, data):
+    _refuse_integers(residual)
+    return _store(call, residual, store_keys, data), (store_keys, data)
+
+
+def _store_backward(call, saved, d_stored):
+    store_keys, data = saved
+    dtype = jnp.promote_types(jnp.float32, data.dtype)
+    d_keys = jnp.einsum("bnrv,bnkv->rk", data, d_stored, preferred_element_type=dtype)
+    d_data = jnp.einsum("rk,bnkv->bnrv", store_keys.astype(dtype), d_stored.astype(dtype))
+    return d_stored, d_keys.astype(store_keys.dtype), d_data.astype(data.dtype)
+
+
+_store.defvjp(_store_forward, _store_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm_retrieve(call, residual, gain, read_keys):
+    run = lambda module, *args: module.norm_retrieve(
+        *args, norm=call.norm, epsilon=call.epsilon, dtype=call.dtype
+    )
+    return _run(call, "norm_retrieve", run, (residual, gain, read_keys), read_keys.shape[0])
+
+
+def _norm_retrieve_forward(call, residual, gain, read_keys):
+    _refuse_integers(residual)
+    out = _norm_retrieve(call, residual, gain, read_keys)
+    return out, (residual, out[1], gain, read_keys)
+
+
+def _norm_retrieve_backward(call, saved, cotangents):
+    residual, _, gain, read_keys = saved
+    d_residual, d_gain, d_keys = xla.norm_backward(*saved, cotangents[0], norm=call.norm)
+    return (
+        d_residual.astype(residual.dtype),
+        d_gain.astype(gain.dtype),
+        d_keys.astype(read_keys.dtype),
+    )
+
+
+_norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)
+
+# Which implementation ------------------------------------------------------------------------
+
+_KERNELS = {"tpu": mosaic_tpu, "cuda": triton_gpu}
+_NAMED = {"xla": (), "mosaic_tpu": ("tpu",), "triton": ("cuda",), "pallas": ("tpu", "cuda")}
+# "XLA stays the default until the kernel is shown faster on that platform": see docs/benchmarks.md.
+_BY_DEFAULT = ("tpu",)
+
+
+def _run(call: _Call, op: str, run, args, reads: int):
+    """`run(module, *args)` with the module of the implementation that is asked for."""
+    if call.implementation not in (None, *_NAMED):
         raise UnsupportedImplementation(
-            f"implementation={implementation!r} is unknown; legal: {legal}, or None to choose"
+            f"implementation={call.implementation!r} is unknown; legal: "
+            f"{', '.join(get_args(Implementation))}, or None to choose"
         )
-    raise UnsupportedImplementation(
-        f"implementation={implementation!r} is not built for the key-vector ops; "
-        "use implementation='xla' or None"
-    )
+    platforms = _BY_DEFAULT if call.implementation is None else _NAMED[call.implementation]
+    portable = functools.partial(run, xla)
+    if not platforms or 0 in args[0].shape:
+        return portable(*args)
+    platforms = [p for p in platforms if _KERNELS[p]]
+    if not platforms:
+        return portable(*args)
+    refused = {p: _KERNELS[p].unsupported(op, *args) for p in platforms}
+    if call.implementation in ("mosaic_tpu", "triton"):
+        (platform,) = platforms
+        if refused[platform] is not None:
+            raise UnsupportedImplementation(
+                f"implementation={call.implementation!r} cannot serve this call: "
+                f"{refused[platform]}; use 'xla' or None"
+            )
+        return run(_KERNELS[platform], *args)
+    kernels = {p: functools.partial(run, _KERNELS[p]) for p in platforms}
+    return choose(kernels, portable, *args, refused=refused)
+
+
+def _refuse_integers(residual):
+    if not jnp.issubdtype(residual.dtype, jnp.floating):
+        raise UnsupportedImplementation(
+            f"a residual of {residual.dtype} cannot be differentiated by jax.grad, which has no "
+            "gradients of integers; use `undo`, or remat='reversible' in a model"
+        )
+
+
+def _flat(x: Array) -> Array:
+    """Exactly two token axes."""
+    *lead, a, b = x.shape
+    if len(lead) < 2:
+        return x.reshape(1, *(lead or (1,)), a, b)
+    return x.reshape(int(np.prod(lead[:-1])), lead[-1], a, b)
 
 
 def _check(residual, gain, read_keys, norm, store_keys=None, data=None) -> None:

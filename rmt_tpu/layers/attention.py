@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+import pallas_kernels
+import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import positions as pos
 
@@ -13,12 +15,17 @@ from rmt_tpu.layers import positions as pos
 class Context(NamedTuple):
     """Who may see whom; the same in every layer.
 
-    `start` is where new keys and values go in a cache; None without a cache.
+    Attributes:
+      query_positions, key_positions: of the tokens, for RoPE and ALiBi.
+      segment_ids: tokens see only their own document; None is one document a row.
+      mask: in place of "causal within segments" where positions are not those of the rows.
+      start: where new keys and values go in a cache; None without a cache.
     """
 
     query_positions: Int[Array, "batch_or_1 seq"]
     key_positions: Int[Array, "batch_or_1 keys"]
-    mask: Bool[Array, "batch_or_1 seq keys"]
+    segment_ids: Int[Array, "batch seq"] | None = None
+    mask: Bool[Array, "batch_or_1 seq keys"] | None = None
     start: Int[Array, ""] | None = None
 
 
@@ -30,14 +37,18 @@ class Cache(NamedTuple):
 
 
 def causal(
-    positions: Int[Array, "batch_or_1 seq"], segment_ids: Int[Array, "batch seq"] | None
+    length: int,
+    positions: Int[Array, "batch_or_1 seq"] | None,
+    segment_ids: Int[Array, "batch seq"] | None,
 ) -> Context:
     """Each token sees itself and what is before it in its own document (segment)."""
-    order = jnp.arange(positions.shape[-1])
+    order = jnp.arange(length)
+    if positions is None:
+        return Context(order[None], order[None], segment_ids)
     mask = (order[:, None] >= order[None, :])[None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    return Context(positions, positions, mask)
+    return Context(positions, positions, segment_ids, mask)
 
 
 def cached(start: Int[Array, ""], new: int, capacity: int) -> Context:
@@ -45,53 +56,96 @@ def cached(start: Int[Array, ""], new: int, capacity: int) -> Context:
     query_positions = start + jnp.arange(new)[None]
     key_positions = jnp.arange(capacity)[None]
     mask = query_positions[:, :, None] >= key_positions[:, None, :]
-    return Context(query_positions, key_positions, mask, start)
+    return Context(query_positions, key_positions, mask=mask, start=start)
 
 
-def attention(
-    z: Float[Array, "batch seq vectors head_dim"],
-    context: Context,
-    *,
-    config: cfg.ModelConfig,
-    layer_index: Int[Array, ""],
-    cache: Cache | None = None,
-) -> tuple[Float[Array, "batch seq heads head_dim"], Cache | None]:
-    """Softmax attention (equations 8 and 21).
+class Attention:
+    """Softmax attention (equations 8 and 21) of one layer: no parameters, only how it is done.
 
     Args:
-      z: queries, keys and values of every head: `vectors = 3 * heads`, in this order.
-      context: the mask and positions.
       config: of the model; scale, positions.
+      context: who may see whom.
       layer_index: from 0; divides the logits by itself plus 1 if so configured.
-      cache: of this layer; new keys and values are put in at `context.start`.
 
-    Returns:
-      One data vector a head, in z's dtype, and the cache with the new tokens in it. Logits and
-      softmax are at least float32.
+    Data vectors are `[batch, seq, 3 * heads, head_dim]`: queries, keys and values of every head.
     """
-    q, k, v = jnp.split(z, 3, axis=-2)
-    if isinstance(config.attention.positions, cfg.Rope):
-        base = config.attention.positions.base
-        q = pos.rotate(q, context.query_positions, base=base)
-        k = pos.rotate(k, context.query_positions, base=base)
-    if cache is not None:
-        at = (0, context.start, 0, 0)
+
+    def __init__(self, config: cfg.ModelConfig, context: Context, layer_index: Int[Array, ""]):
+        self.config, self.context = config, context
+        self.scale = jnp.asarray(logit_scale(config))
+        if config.attention.inverse_layer_scaling:
+            self.scale = self.scale / (layer_index + 1)
+        alibi = isinstance(config.attention.positions, cfg.Alibi)
+        self.slopes = pos.alibi_slopes(config.attention.num_heads) if alibi else None
+        # The order of rows in which the store's reads come and its writes go: see the kernels.
+        matrix = isinstance(config.store, cfg.MatrixStore)
+        self.rows = "size_major" if matrix else "head_major"
+
+    def __call__(
+        self, z: Float[Array, "batch seq vectors head_dim"]
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        """One data vector a head, in z's dtype. Logits and softmax are at least float32."""
+        qkv = self._turned(z)
+        if self.context.mask is not None:
+            return self._masked(*jnp.split(qkv, 3, axis=-2))
+        return self._over_batch(pallas_kernels.causal_attention, qkv)
+
+    def forward(
+        self, z: Float[Array, "batch seq vectors head_dim"]
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq heads"]]:
+        """The same, and the logarithm of each softmax's sum: what `backward` needs, beside y."""
+        return self._over_batch(pallas_kernels.attention_forward, self._turned(z))
+
+    def backward(
+        self,
+        z: Float[Array, "batch seq vectors head_dim"],
+        y: Float[Array, "batch seq heads head_dim"],
+        log_sums: Float[Array, "batch seq heads"],
+        d_y: Float[Array, "batch seq heads head_dim"],
+    ) -> Float[Array, "batch seq vectors head_dim"]:
+        """The cotangent of z from that of y, without attending again."""
+        qkv, turn_back = jax.vjp(self._turned, z)
+        d_qkv = self._over_batch(pallas_kernels.attention_backward, qkv, y, log_sums, d_y)
+        return turn_back(d_qkv)[0]
+
+    def _over_batch(self, function, *batched):
+        def local(batched, shared):
+            arrays, segment_ids = batched
+            return function(*arrays, segment_ids=segment_ids, rows=self.rows, **shared)
+
+        shared = {"scale": self.scale, "slopes": self.slopes}
+        return sharding.over_batch(local, (batched, self.context.segment_ids), shared)
+
+    def with_cache(
+        self, z: Float[Array, "batch seq vectors head_dim"], cache: Cache
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
+        """The same, over what the cache has and z, and the cache with z's keys and values in it."""
+        q, k, v = jnp.split(self._turned(z), 3, axis=-2)
+        at = (0, self.context.start, 0, 0)
         k = jax.lax.dynamic_update_slice(cache.keys, k.astype(cache.keys.dtype), at)
         v = jax.lax.dynamic_update_slice(cache.values, v.astype(cache.values.dtype), at)
-        cache = Cache(k, v)
+        return self._masked(q, k, v), Cache(k, v)
 
-    dtype = jnp.result_type(z, jnp.float32)
-    logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
-    logits = logits * logit_scale(config)
-    if config.attention.inverse_layer_scaling:
-        logits = logits / (layer_index + 1)
-    if isinstance(config.attention.positions, cfg.Alibi):
-        distance = context.query_positions[:, :, None] - context.key_positions[:, None, :]
-        slopes = pos.alibi_slopes(config.attention.num_heads)
-        logits = logits - slopes[:, None, None] * distance[:, None]
-    logits = jnp.where(context.mask[:, None], logits, jnp.finfo(dtype).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    return jnp.einsum("bhnm,bmhd->bnhd", weights, v), cache
+    def _turned(self, z):
+        """z with positions rotated into its queries and keys, if they are."""
+        match self.config.attention.positions:
+            case cfg.Rope(base=base):
+                q, k, v = jnp.split(z, 3, axis=-2)
+                q = pos.rotate(q, self.context.query_positions, base=base)
+                k = pos.rotate(k, self.context.query_positions, base=base)
+                return jnp.concatenate([q, k, v], axis=-2)
+        return z
+
+    def _masked(self, q, k, v):
+        """By an explicit mask: for caches and for positions of the caller's."""
+        context, dtype = self.context, jnp.result_type(q, jnp.float32)
+        logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype) * self.scale
+        if self.slopes is not None:
+            distance = context.query_positions[:, :, None] - context.key_positions[:, None, :]
+            logits = logits - self.slopes[:, None, None] * distance[:, None]
+        logits = jnp.where(context.mask[:, None], logits, jnp.finfo(dtype).min)
+        weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+        return jnp.einsum("bhnm,bmhd->bnhd", weights, v)
 
 
 def logit_scale(config: cfg.ModelConfig) -> float:

@@ -5,6 +5,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.data_vectors import concatenate, separate
 from rmt_tpu.layers.parameters import parameter
 
 
@@ -12,7 +13,7 @@ class Embedding(nnx.Module):
     """`E[token]` and, with learned positions, `P[position]` (equations 5, 6, 18 and 19)."""
 
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
-        self.data_shape = config.data_shape
+        self.vectors = config.data_shape[0]
         self.multiplier = getattr(config.parametrization, "input_multiplier", 1.0)
         self.tokens = parameter(
             rngs,
@@ -52,7 +53,7 @@ class Embedding(nnx.Module):
     def _look_up(self, table, indices, dtype):
         # A token or position that the table does not have gives NaN, not its neighbour.
         rows = self.multiplier * jnp.take(table[...], indices, axis=0, mode="fill")
-        return rows.astype(dtype).reshape(*indices.shape, *self.data_shape)
+        return separate(rows.astype(dtype), self.vectors)
 
 
 class Unembedding(nnx.Module):
@@ -72,9 +73,8 @@ class Unembedding(nnx.Module):
 
     def __call__(self, z: Float[Array, "*tokens vectors size"]) -> Float[Array, "*tokens vocab"]:
         """Logits, at least float32."""
-        concatenated = z.reshape(*z.shape[:-2], -1)
         logits = jnp.dot(
-            concatenated,
+            concatenate(z),
             self.kernel.astype(z.dtype),
             preferred_element_type=jnp.result_type(z, jnp.float32),
         )

@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.data_vectors import concatenate, separate
 from rmt_tpu.layers.parameters import parameter
 
 
@@ -33,7 +34,6 @@ class FeedForward(nnx.Module):
     def __call__(
         self, z: Float[Array, "*tokens vectors size"]
     ) -> Float[Array, "*tokens vectors size"]:
-        concatenated = z.reshape(*z.shape[:-2], -1)
-        hidden = jnp.dot(concatenated, self.w_1.astype(z.dtype))
+        hidden = jnp.dot(concatenate(z), self.w_1.astype(z.dtype))
         hidden = jax.nn.gelu(hidden, approximate=self.activation == "gelu_tanh")
-        return jnp.dot(hidden, self.w_2.astype(z.dtype)).reshape(z.shape)
+        return separate(jnp.dot(hidden, self.w_2.astype(z.dtype)), z.shape[-2])

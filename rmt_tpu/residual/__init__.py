@@ -1,7 +1,8 @@
 """The residual: where a sublayer's output is put, and what the next sublayer is given.
 
-    state, y = residual.start(tokens, positions)
-    state, z = residual.advance(state, y, site)
+    state, y = store.start(tokens, positions)
+    state, y = mixer.start(state, y)
+    state, z = mixer.advance(state, y, site)
 
 There are `2L + 1` sites: one before each of the `2L` sublayers and one before the unembedding. A
 site owns the parameters of what happens there: how what has just been produced is written, the

@@ -8,9 +8,10 @@ from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 import pallas_kernels
+import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.parameters import gain, keys, storage_scale
 
@@ -64,24 +65,93 @@ class Store(nnx.Module):
         """`X = w_PE (x) P` (equation 19), and the tokens as what is to be written (equation 18)."""
         shape = (*tokens.shape[:2], self.key_dim, tokens.shape[-1])
         if positions is None:
-            return jnp.zeros(shape, self.dtype), tokens
-        empty = jnp.zeros((*positions.shape[:2], *shape[2:]), self.dtype)
+            return jnp.zeros(shape, tokens.dtype), tokens
+        empty = jnp.zeros((*positions.shape[:2], *shape[2:]), tokens.dtype)
         written = pallas_kernels.store(empty, self.position_keys[...], positions)
         return jnp.broadcast_to(written, shape), tokens
 
+    def hold(
+        self, residual: Float[Array, "batch seq D_k D_v"]
+    ) -> Shaped[Array, "batch seq D_k D_v"]:
+        """The residual in the dtype it is carried in."""
+        if self.dtype == jnp.int16:
+            return pallas_kernels.to_fixed_point(residual)
+        return residual.astype(self.dtype)
+
     def add_and_read(
         self,
-        residual: Float[Array, "batch seq D_k D_v"],
+        residual: Shaped[Array, "batch seq D_k D_v"],
         y: Float[Array, "batch seq R D_v"],
         site: Site,
-    ) -> tuple[Float[Array, "batch seq D_k D_v"], Float[Array, "batch seq reads D_v"]]:
+    ) -> tuple[Shaped[Array, "batch seq D_k D_v"], Float[Array, "batch seq reads D_v"]]:
         """Write y with the site's storage keys, norm, read with its retrieval keys."""
-        return pallas_kernels.store_norm_retrieve(
-            residual,
-            site.store_keys[...],
-            y,
-            site.gain[...],
-            site.read_keys[...],
-            norm=self.norm,
-            epsilon=self.epsilon,
-        )
+
+        def local(batched, site):
+            (residual, y), (store_keys, gain, read_keys) = batched, site
+            return pallas_kernels.store_norm_retrieve(
+                residual, store_keys, y, gain, read_keys, norm=self.norm, epsilon=self.epsilon
+            )
+
+        return sharding.over_batch(local, (residual, y), _parameters(site))
+
+    def read(
+        self,
+        residual: Shaped[Array, "batch seq D_k D_v"],
+        site: Site,
+        dtype: DTypeLike,
+    ) -> tuple[Float[Array, "batch seq reads D_v"], pallas_kernels.Statistics]:
+        """What `add_and_read` has read from the residual that it left, and its statistics."""
+
+        def local(residual, site):
+            _, gain, read_keys = site
+            return pallas_kernels.norm_retrieve_with_statistics(
+                residual, gain, read_keys, norm=self.norm, epsilon=self.epsilon, dtype=dtype
+            )
+
+        return sharding.over_batch(local, residual, _parameters(site))
+
+    def undo(
+        self,
+        residual: Shaped[Array, "batch seq D_k D_v"],
+        y: Float[Array, "batch seq R D_v"],
+        site: Site,
+        statistics: pallas_kernels.Statistics,
+        d_residual: Float[Array, "batch seq D_k D_v"],
+        d_z: Float[Array, "batch seq reads D_v"],
+    ) -> tuple[
+        Shaped[Array, "batch seq D_k D_v"],
+        Float[Array, "batch seq D_k D_v"],
+        Float[Array, "batch seq R D_v"],
+        dict[str, Array],
+    ]:
+        """`add_and_read` backwards, from the residual that it left.
+
+        Returns:
+          The residual that it was given, and the cotangents of residual, y and site.
+        """
+
+        def local(batched, site):
+            residual, y, statistics, d_residual, d_z = batched
+            store_keys, gain, read_keys = site
+            g = pallas_kernels.undo(
+                residual,
+                statistics,
+                store_keys,
+                y,
+                gain,
+                read_keys,
+                d_residual,
+                d_z,
+                norm=self.norm,
+            )
+            parameters = (g.store_keys[None], g.gain[None], g.read_keys[None])
+            return g.rebuilt, g.residual, g.data, parameters
+
+        batched = (residual, y, statistics, d_residual, d_z)
+        residual, d_residual, d_y, parts = sharding.over_batch(local, batched, _parameters(site))
+        names = ("store_keys", "gain", "read_keys")
+        return residual, d_residual, d_y, dict(zip(names, sharding.add_up(parts), strict=True))
+
+
+def _parameters(site: Site):
+    return site.store_keys[...], site.gain[...], site.read_keys[...]

@@ -6,6 +6,7 @@ feed-forward, embedding and unembedding layers read and write the vector itself.
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
@@ -71,8 +72,12 @@ class Store(nnx.Module):
         """The positions as residual, and the tokens as what is to be written (equation 1)."""
         shape = (*tokens.shape[:2], tokens.shape[-1])
         if positions is None:
-            return jnp.zeros(shape, self.dtype), tokens
-        return jnp.broadcast_to(positions[..., 0, :], shape).astype(self.dtype), tokens
+            return jnp.zeros(shape, tokens.dtype), tokens
+        return jnp.broadcast_to(positions[..., 0, :], shape), tokens
+
+    def hold(self, residual: Float[Array, "batch seq D"]) -> Float[Array, "batch seq D"]:
+        """The residual in the dtype it is carried in."""
+        return residual.astype(self.dtype)
 
     def add_and_read(
         self,
@@ -83,10 +88,12 @@ class Store(nnx.Module):
         """Write y, then norm and read, at one site."""
         written = y.reshape(*y.shape[:-2], -1)
         if site.write is not None:
-            written = jnp.dot(written, site.write.astype(y.dtype))
+            with jax.named_scope("projection"):
+                written = jnp.dot(written, site.write.astype(y.dtype))
         residual = residual + written.astype(residual.dtype)
         x = normalize(residual, site.gain[...], norm=self.norm, epsilon=self.epsilon, dtype=y.dtype)
         if site.read is None:
             return residual, x[..., None, :]
-        x = jnp.dot(x, site.read.astype(x.dtype))
+        with jax.named_scope("projection"):
+            x = jnp.dot(x, site.read.astype(x.dtype))
         return residual, x.reshape(*x.shape[:-1], -1, self.head_dim)

@@ -1,25 +1,132 @@
-"""Cross-entropy of the next token, and the z-loss."""
+"""Unembedding and next-token loss in chunks of tokens, with their own gradient.
 
+The logits of a whole batch are the largest array of a train step, so they never exist: a chunk's
+logits give its loss and at once its part of the gradient, three matrix products in all, where
+differentiating a rematerialised chunk would take four.
+"""
+
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+import sharding
+from rmt_tpu.layers.data_vectors import concatenate
+
+# Logits held at a time: 2^27 float32 are 512 MB.
+_LOGITS = 2**27
+
 
 class Loss(NamedTuple):
-    """Sums over the tokens that count, in nats; divide by the sum of their weights."""
+    """Sums over the tokens that count, in nats; divide by the sum of their weights.
 
+    `objective` is `cross_entropy + z_loss * z`; it alone has a gradient.
+    """
+
+    objective: Float[Array, ""]
     cross_entropy: Float[Array, ""]
     z: Float[Array, ""]
 
 
 def next_token_loss(
-    logits: Float[Array, "batch seq vocab"],
+    z: Float[Array, "batch seq vectors size"],
+    kernel: Float[Array, "width vocab"],
     targets: Int[Array, "batch seq"],
     weights: Float[Array, "batch seq"],
+    *,
+    multiplier: int | float = 1.0,
+    z_loss: int | float = 0.0,
 ) -> Loss:
-    """`-log softmax(logits)[target]` and `logsumexp(logits)^2`, each weighted and summed."""
+    """`-log softmax(logits)[target]` and `logsumexp(logits)^2`, each weighted and summed.
+
+    Args:
+      z: what the unembedding reads.
+      kernel: W_U; `logits = multiplier * concatenate(z) W_U`, at least float32.
+      targets: the token that follows each token.
+      weights: of each token in the sums; they and the targets get no gradient.
+      multiplier: of the logits.
+      z_loss: weight of z in the objective.
+    """
+
+    def local(batched, kernel):
+        x, targets, weights = batched
+        static = (multiplier, z_loss, _chunks(x.shape[0], x.shape[1], kernel.shape[1]))
+        sums = _chunked_loss(static, x, kernel, targets, weights)
+        return jax.tree.map(lambda s: s[None], sums)
+
+    batched = (concatenate(z), targets, weights)
+    loss = sharding.add_up(sharding.over_batch(local, batched, kernel))
+    return Loss(loss.objective, *map(jax.lax.stop_gradient, loss[1:]))
+
+
+def _chunks(batch: int, seq: int, vocab: int) -> int:
+    """The fewest equal chunks of a sequence whose logits fit in `_LOGITS`."""
+    fits = [n for n in range(1, seq + 1) if seq % n == 0 and batch * (seq // n) * vocab <= _LOGITS]
+    return fits[0] if fits else seq
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_loss(static, x, kernel, targets, weights) -> Loss:
+    multiplier, z_loss, chunks = static
+    narrow = kernel.astype(x.dtype)
+
+    def chunk_loss(total, chunk):
+        loss, _ = _loss(multiplier, z_loss, narrow, *chunk)
+        return jax.tree.map(jnp.add, total, loss), None
+
+    zero = jnp.zeros((), jnp.result_type(x, jnp.float32))
+    split = (_split(a, chunks) for a in (x, targets, weights))
+    return jax.lax.scan(chunk_loss, Loss(zero, zero, zero), tuple(split))[0]
+
+
+def _chunked_loss_forward(static, x, kernel, targets, weights):
+    """The loss, and its gradient already: the cotangent of a scalar only scales it."""
+    multiplier, z_loss, chunks = static
+    narrow = kernel.astype(x.dtype)
+    dtype = jnp.result_type(x, jnp.float32)
+
+    def chunk_gradient(carry, chunk):
+        total, d_kernel = carry
+        x, targets, weights = chunk
+        loss, d_logits = _loss(multiplier, z_loss, narrow, *chunk)
+        d_x = jnp.einsum("bnv,wv->bnw", d_logits, narrow)
+        d_kernel += jnp.einsum("bnw,bnv->wv", x, d_logits, preferred_element_type=dtype)
+        return (jax.tree.map(jnp.add, total, loss), d_kernel), d_x
+
+    zero = jnp.zeros((), dtype)
+    split = tuple(_split(a, chunks) for a in (x, targets, weights))
+    carry = (Loss(zero, zero, zero), jnp.zeros(kernel.shape, dtype))
+    (loss, d_kernel), d_x = jax.lax.scan(chunk_gradient, carry, split)
+    d_x = d_x.swapaxes(0, 1).reshape(x.shape)
+    return loss, (d_x, d_kernel.astype(kernel.dtype))
+
+
+def _chunked_loss_backward(static, gradient, cotangents):
+    scale = cotangents.objective
+    d_x, d_kernel = gradient
+    return (d_x * scale.astype(d_x.dtype), d_kernel * scale.astype(d_kernel.dtype), None, None)
+
+
+_chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
+
+
+def _split(x: Array, chunks: int) -> Array:
+    """[batch, seq, ...] as [chunks, batch, seq / chunks, ...]."""
+    return x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _loss(multiplier, z_loss, kernel, x, targets, weights):
+    """Loss sums of a chunk, and the objective's gradient by `concatenate(z) W_U`."""
+    dtype = jnp.result_type(x, jnp.float32)
+    logits = multiplier * jnp.einsum("bnw,wv->bnv", x, kernel, preferred_element_type=dtype)
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return Loss(jnp.sum((log_z - chosen) * weights), jnp.sum(jnp.square(log_z) * weights))
+    chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    cross_entropy = jnp.sum((log_z - jnp.sum(jnp.where(chosen, logits, 0), -1)) * weights)
+    z = jnp.sum(jnp.square(log_z) * weights)
+
+    softmax = jnp.exp(logits - log_z[..., None])
+    d_logits = softmax * (1 + 2 * z_loss * log_z[..., None]) - chosen
+    d_logits = (multiplier * weights[..., None] * d_logits).astype(x.dtype)
+    return Loss(cross_entropy + z_loss * z, cross_entropy, z), d_logits

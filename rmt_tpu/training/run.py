@@ -1,6 +1,7 @@
 """A run before its first step: its functions, shardings and data. Nothing is allocated for it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.parameters import metadata
+from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
-from rmt_tpu.training.step import TrainState, initial_state, make_train_step
+from rmt_tpu.training.step import TrainState, batch_loss, initial_state, make_train_step
 
 
 class Run(NamedTuple):
@@ -25,6 +27,7 @@ class Run(NamedTuple):
       mesh: of the devices.
       init: `() -> TrainState`, to be jitted.
       step: `(TrainState, Batch) -> (TrainState, metrics)`, to be jitted.
+      loss: `(params, Batch) -> Loss` sums, to be jitted.
       state_shardings: of the TrainState.
       batch_sharding: of the batch.
     """
@@ -33,6 +36,7 @@ class Run(NamedTuple):
     mesh: jax.sharding.Mesh
     init: Callable[[], TrainState]
     step: Callable[[TrainState, data.Batch], tuple[TrainState, dict[str, jax.Array]]]
+    loss: Callable[[Any, data.Batch], Loss]
     state_shardings: TrainState
     batch_sharding: jax.sharding.NamedSharding
 
@@ -67,8 +71,23 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
         return initial_state(params, optimizer, jax.random.key(config.train.seed))
 
     shardings = _state_shardings(mesh, metadata(abstract, "axes"), jax.eval_shape(init))
-    step = make_train_step(config, graphdef, optimizer)
-    return Run(graphdef, mesh, init, step, shardings, sharding.batch_sharding(mesh))
+    return Run(
+        graphdef=graphdef,
+        mesh=mesh,
+        init=init,
+        step=_on_mesh(mesh, make_train_step(config, graphdef, optimizer)),
+        loss=_on_mesh(mesh, functools.partial(batch_loss, graphdef)),
+        state_shardings=shardings,
+        batch_sharding=sharding.batch_sharding(mesh),
+    )
+
+
+def _on_mesh(mesh: jax.sharding.Mesh, function: Callable) -> Callable:
+    def traced(*args):
+        with sharding.on_mesh(mesh):
+            return function(*args)
+
+    return traced
 
 
 def _state_shardings(mesh: jax.sharding.Mesh, axes: Any, state: TrainState) -> TrainState:

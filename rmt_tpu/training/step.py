@@ -43,11 +43,21 @@ def initial_state(
     return TrainState(params, optimizer.init(params), key, zero, zero, zero)
 
 
-def batch_loss(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> Loss:
+def batch_loss(
+    graphdef: nnx.GraphDef, params: Any, batch: Batch, z_loss: int | float = 0.0
+) -> Loss:
     """Loss sums over a batch."""
     decoder = nnx.merge(graphdef, params)
-    logits = decoder(batch.inputs, segment_ids=batch.segment_ids)
-    return next_token_loss(logits, batch.targets, batch.weights)
+    z = decoder.features(batch.inputs, segment_ids=batch.segment_ids)
+    with jax.named_scope("loss"):
+        return next_token_loss(
+            z,
+            decoder.unembedding.kernel[...],
+            batch.targets,
+            batch.weights,
+            multiplier=decoder.unembedding.multiplier,
+            z_loss=z_loss,
+        )
 
 
 def make_train_step(
@@ -64,9 +74,9 @@ def make_train_step(
         total = jnp.sum(batch.weights)
 
         def part_loss(params: Any, part: Batch) -> tuple[jax.Array, Loss]:
-            loss = batch_loss(graphdef, params, part)
-            objective = (loss.cross_entropy + config.train.z_loss * loss.z) / total
-            return objective, Loss(loss.cross_entropy / total, loss.z / total)
+            loss = batch_loss(graphdef, params, part, config.train.z_loss)
+            loss = jax.tree.map(lambda summed: summed / total, loss)
+            return loss.objective, loss
 
         part_gradients = jax.grad(part_loss, has_aux=True)
         if config.train.accumulate == 1:
@@ -74,22 +84,24 @@ def make_train_step(
         # Every n-th row, not runs of rows: a device then splits the rows that it has.
         split = lambda x: x.reshape(-1, config.train.accumulate, *x.shape[1:]).swapaxes(0, 1)
         add = lambda carry, part: jax.tree.map(jnp.add, carry, part_gradients(params, part))
-        zeros = jax.tree.map(jnp.zeros_like, (params, Loss(total, total)))
+        zeros = jax.tree.map(jnp.zeros_like, (params, Loss(total, total, total)))
         return jax.lax.scan(
             lambda carry, part: (add(carry, part), None), zeros, jax.tree.map(split, batch)
         )[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, loss = gradients(state.params, batch)
-        grad_norm = optax.tree.norm(grads)
-        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-
-        finite = jnp.isfinite(loss.cross_entropy) & jnp.isfinite(grad_norm)
-        keep = lambda new, old: jnp.where(finite, new, old)
+        with jax.named_scope("optimizer"):
+            grad_norm = optax.tree.norm(grads)
+            updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+            finite = jnp.isfinite(loss.cross_entropy) & jnp.isfinite(grad_norm)
+            keep = lambda new, old: jnp.where(finite, new, old)
+            params = jax.tree.map(keep, params, state.params)
+            optimizer_state = jax.tree.map(keep, optimizer_state, state.optimizer)
         new = TrainState(
-            params=jax.tree.map(keep, params, state.params),
-            optimizer=jax.tree.map(keep, optimizer_state, state.optimizer),
+            params=params,
+            optimizer=optimizer_state,
             key=state.key,
             step=state.step + 1,
             skipped=state.skipped + ~finite,

@@ -23,7 +23,7 @@ from rmt_tpu.generation import Sampling, generate
 from rmt_tpu.training.metrics import MetricsWriter, plot_loss
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import Run, load_datasets, prepare, resolve_dtypes
-from rmt_tpu.training.step import TrainState, batch_loss
+from rmt_tpu.training.step import TrainState
 
 
 class Outcome(NamedTuple):
@@ -86,7 +86,7 @@ class _Loop:
         tokenizer.save(folder)
         self.saved_step = self.step
         self.pending: dict[str, jax.Array] | None = None
-        self.evaluate_batch = jax.jit(lambda p, b: batch_loss(run.graphdef, p, b).cross_entropy)
+        self.evaluate_batch = jax.jit(lambda p, b: run.loss(p, b).cross_entropy)
 
     def run(self, profile_steps: int) -> Outcome:
         steps = self.config.train.steps
@@ -181,8 +181,16 @@ class _Loop:
             raise RunError(
                 f"the loss or its gradient was not finite in {in_a_row} steps in a row, to step "
                 f"{self.step}; the last checkpoint is of step {self.saved_step}. Try a lower "
-                "--set=train.optimizer.learning_rate, in another --workdir"
+                f"--set=train.optimizer.learning_rate, in another --workdir{self._range_hint()}"
             )
+
+    def _range_hint(self) -> str:
+        if self.config.model.store.dtype != "int16":
+            return ""
+        return (
+            "; or the residual has left the range of int16 fixed point, +-64, in which case "
+            "--set=model.store.dtype=float32 goes on"
+        )
 
     def _throughput(self, seconds: float) -> dict[str, float]:
         tokens = self.config.train.batch_size * self.config.data.seq_len

@@ -544,9 +544,9 @@ def test_a_different_model_is_told_every_difference_and_no_older_step_is_used(sa
 
 def test_another_format_version_is_told_and_not_taken_for_damage(root, saver, reports, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT_VERSION", 2)
+        patch.setattr(checkpoint, "FORMAT_VERSION", 3)
         saver.save(4, small_tree(4), {})
-    with pytest.raises(UsageError, match="format 2 is not 1"):
+    with pytest.raises(UsageError, match="format 3 is not 2"):
         saver.restore(small_tree(0))
     assert reports == []
 

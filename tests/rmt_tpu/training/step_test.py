@@ -11,6 +11,8 @@ from flax import nnx
 
 import sharding
 from rmt_tpu.config import AdamW, DataConfig, MuP, RunConfig, TrainConfig
+from rmt_tpu.layers.data_vectors import concatenate
+from rmt_tpu.training import loss as loss_module
 from rmt_tpu.training.loss import next_token_loss
 from rmt_tpu.training.optimizer import learning_rate, make_optimizer
 from rmt_tpu.training.run import prepare
@@ -33,15 +35,52 @@ def prepared(config, devices=1):
     return run, state, jax.jit(run.step)
 
 
-def test_loss_is_the_cross_entropy_of_weighted_tokens():
-    logits = np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 5)))
-    targets = np.array([[0, 4, 2], [1, 1, 3]])
-    weights = np.array([[1, 1, 0], [1, 0.5, 1]], np.float32)
-    loss = next_token_loss(*map(jnp.asarray, (logits, targets, weights)))
-    log_z = np.log(np.exp(logits).sum(-1))
-    chosen = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    assert loss.cross_entropy == pytest.approx(((log_z - chosen) * weights).sum(), rel=1e-5)
-    assert loss.z == pytest.approx((log_z**2 * weights).sum(), rel=1e-5)
+def loss_arguments(batch=2, seq=6, vectors=3, size=5, vocab=11):
+    rng = np.random.default_rng(0)
+    z = rng.normal(size=(batch, seq, vectors, size))
+    kernel = rng.normal(size=(vectors * size, vocab))
+    targets = rng.integers(0, vocab, (batch, seq))
+    weights = rng.integers(0, 3, (batch, seq)) / 2.0
+    return z, kernel, targets, weights
+
+
+def plain_loss(z, kernel, targets, weights, multiplier, z_loss):
+    logits = multiplier * concatenate(z) @ kernel
+    log_z = jax.nn.logsumexp(logits, -1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    cross_entropy = jnp.sum((log_z - chosen) * weights)
+    return cross_entropy + z_loss * jnp.sum(log_z**2 * weights), cross_entropy
+
+
+@pytest.mark.parametrize("held_logits", [2**27, 50, 1])  # one chunk, several, one a token
+def test_loss_and_its_gradient_are_those_of_all_logits_at_once(held_logits, monkeypatch):
+    monkeypatch.setattr(loss_module, "_LOGITS", held_logits)
+    with jax.enable_x64(True):
+        z, kernel, targets, weights = map(jnp.asarray, loss_arguments())
+        chunked = lambda z, kernel: next_token_loss(
+            z, kernel, targets, weights, multiplier=1.5, z_loss=0.1
+        )
+        plain = lambda z, kernel: plain_loss(z, kernel, targets, weights, 1.5, 0.1)
+        got, expected = chunked(z, kernel), plain(z, kernel)
+        assert got.objective == pytest.approx(float(expected[0]), rel=1e-13)
+        assert got.cross_entropy == pytest.approx(float(expected[1]), rel=1e-13)
+        assert got.objective == pytest.approx(float(got.cross_entropy + 0.1 * got.z), rel=1e-13)
+        # Three times the objective: its cotangent is not always one.
+        grads = jax.grad(lambda *args: 3 * chunked(*args).objective, argnums=(0, 1))(z, kernel)
+        wanted = jax.grad(lambda *args: 3 * plain(*args)[0], argnums=(0, 1))(z, kernel)
+        for got, expected in zip(grads, wanted, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13 * np.abs(expected).max())
+
+
+def test_loss_never_holds_all_logits(monkeypatch):
+    monkeypatch.setattr(loss_module, "_LOGITS", 50)
+    z, kernel, targets, weights = (
+        jnp.asarray(a, jnp.float32 if a.dtype == np.float64 else None) for a in loss_arguments()
+    )
+    loss = lambda z, kernel: next_token_loss(z, kernel, targets, weights).objective
+    program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(z, kernel))
+    assert "f32[2,2,11]" in program  # two of six tokens of both rows at a time
+    assert "f32[2,6,11]" not in program and "f32[12,11]" not in program
 
 
 def test_learning_rate_warms_up_from_the_first_step_and_falls_to_a_tenth():

@@ -1,0 +1,163 @@
+"""Causal attention within segments, with ALiBi, in the layouts that the residual's ops leave.
+
+Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (a TPU kernel that reads and writes the
+key-vector kernels' layout in place; no public one does, or takes ALiBi without a bias in memory) and
+"cudnn" (`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is "xla", but the kernel on TPU.
+"""
+
+import functools
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.causal_attention import mosaic_tpu, reference
+from pallas_kernels.causal_attention.mosaic_tpu import Rows
+from pallas_kernels.platform import UnsupportedImplementation, choose
+
+__all__ = ["attention_backward", "attention_forward", "causal_attention"]
+
+Implementation = Literal["xla", "mosaic_tpu", "cudnn"]
+Scale = Float[Array, ""] | int | float
+
+
+def causal_attention(
+    qkv: Float[Array, "B N P D"],
+    *,
+    scale: Scale,
+    slopes: Float[Array, " H"] | None = None,
+    segment_ids: Int[Array, "B N"] | None = None,
+    rows: Rows = "size_major",
+    implementation: Implementation | None = None,
+) -> Float[Array, "B N H D"]:
+    """`softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment, every head.
+
+    Args:
+      qkv: `P = 3 H` data vectors a token: queries of all heads, then keys, then values.
+      scale: of the logits; no gradient.
+      slopes: of ALiBi, one a head; no gradient.
+      segment_ids: of each token; None is one segment a row.
+      rows: the order of rows in the kernel's layout, [B, D, P, N] ("size_major", what the
+        key-vector kernels write) or [B, P, D, N] ("head_major", what a projection writes).
+      implementation: None picks what is best on the platform that the program is lowered for.
+
+    Returns:
+      One data vector a head, in qkv's dtype; logits and softmax are at least float32.
+
+    Raises:
+      UnsupportedImplementation: a named implementation cannot serve this call.
+    """
+    if implementation == "cudnn":
+        return _by_cudnn(qkv, scale, slopes, segment_ids)
+    call = _Call(rows, implementation)
+    return _attention(call, qkv, jnp.asarray(scale), slopes, segment_ids)
+
+
+def attention_forward(
+    qkv: Float[Array, "B N P D"],
+    *,
+    scale: Scale,
+    slopes: Float[Array, " H"] | None = None,
+    segment_ids: Int[Array, "B N"] | None = None,
+    rows: Rows = "size_major",
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+    """`causal_attention`, and the log sum of each softmax; with no gradient of its own."""
+    return _forward(_Call(rows, implementation), qkv, jnp.asarray(scale), slopes, segment_ids)
+
+
+def attention_backward(
+    qkv: Float[Array, "B N P D"],
+    out: Float[Array, "B N H D"],
+    log_sums: Float[Array, "B N H"],
+    d_out: Float[Array, "B N H D"],
+    *,
+    scale: Scale,
+    slopes: Float[Array, " H"] | None = None,
+    segment_ids: Int[Array, "B N"] | None = None,
+    rows: Rows = "size_major",
+    implementation: Implementation | None = None,
+) -> Float[Array, "B N P D"]:
+    """The cotangent of qkv, from what `attention_forward` returned."""
+    args = (qkv, out, log_sums, d_out, jnp.asarray(scale), slopes, segment_ids)
+    return _backward(_Call(rows, implementation), *args)
+
+
+class _Call(NamedTuple):
+    rows: Rows
+    implementation: str | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call, qkv, scale, slopes, segment_ids):
+    return _forward(call, qkv, scale, slopes, segment_ids)[0]
+
+
+def _attention_forward(call, qkv, scale, slopes, segment_ids):
+    out, log_sums = _forward(call, qkv, scale, slopes, segment_ids)
+    return out, (qkv, out, log_sums, scale, slopes, segment_ids)
+
+
+def _attention_backward(call, saved, d_out):
+    qkv, out, log_sums, scale, slopes, segment_ids = saved
+    d_qkv = _backward(call, qkv, out, log_sums, d_out, scale, slopes, segment_ids)
+    zeros = [None if x is None else jnp.zeros_like(x) for x in (scale, slopes)]
+    no_gradient = None if segment_ids is None else np.zeros(segment_ids.shape, jax.dtypes.float0)
+    return d_qkv, *zeros, no_gradient
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _forward(call, *args):
+    def run(module, qkv, scale, slopes, segment_ids, **options):
+        shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids)
+        return module.attention_forward(qkv, **shared, **options)
+
+    return _run(call, run, *args)
+
+
+def _backward(call, *args):
+    def run(module, qkv, out, log_sums, d_out, scale, slopes, segment_ids, **options):
+        shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids)
+        return module.attention_backward(qkv, out, log_sums, d_out, **shared, **options)
+
+    return _run(call, run, *args)
+
+
+def _run(call: _Call, run, *args):
+    """`run(module, *args)` with the module of the implementation that is asked for."""
+    portable = functools.partial(run, reference)
+    kernel = functools.partial(run, mosaic_tpu, rows=call.rows)
+    if call.implementation == "xla" or 0 in args[0].shape:
+        return portable(*args)
+    refused = mosaic_tpu.unsupported(args[0], call.rows)
+    if call.implementation is None:
+        return choose({"tpu": kernel}, portable, *args, refused={"tpu": refused})
+    if call.implementation == "mosaic_tpu" and refused is None:
+        return kernel(*args)
+    raise UnsupportedImplementation(
+        f"implementation={call.implementation!r} cannot serve this call: "
+        f"{refused or 'legal are ' + ', '.join(get_args(Implementation))}; use 'xla' or None"
+    )
+
+
+def _by_cudnn(qkv, scale, slopes, segment_ids):
+    """The library's kernel, with its own gradient."""
+    q, k, v = jnp.split(qkv, 3, axis=2)
+    bias, mask = None, None
+    if slopes is not None:
+        order = jnp.arange(qkv.shape[1])
+        bias = -slopes[:, None, None] * (order[:, None] - order[None, :])
+        bias = bias[None].astype(qkv.dtype)
+    if segment_ids is not None:
+        mask = reference.visible(qkv.shape[1], segment_ids)[:, None]
+    options = dict(bias=bias, mask=mask, scale=1.0, is_causal=True, implementation="cudnn")
+    try:
+        return jax.nn.dot_product_attention((q * scale).astype(q.dtype), k, v, **options)
+    except RuntimeError as error:
+        raise UnsupportedImplementation(
+            f"implementation='cudnn' needs a GPU with cuDNN: {error}"
+        ) from None

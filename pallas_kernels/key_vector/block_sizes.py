@@ -1,0 +1,148 @@
+"""How the TPU kernels cut their work into blocks, and whether it then fits VMEM."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+LANES = 128
+# Of the smallest VMEM among the targets, v5p's 64 MiB, some is left to XLA.
+VMEM_LIMIT = 60 * 2**20
+# What `vmem_bytes` may come to: it does not know every temporary of the compiler.
+_BUDGET = 58 * 2**20
+# Rows times tokens of the largest intermediate: all of it is unrolled into one loop body.
+_LARGEST_INTERMEDIATE = 2**20
+_STORED_ROWS = 2048
+# The same, of the body of a loop: independent products hide each other's latency.
+_UNROLLED = 2**19
+# Cost of a token relative to the best tile: products of fewer tokens wait longer for their results.
+_TILES = {512: 1.0, 256: 1.15, 128: 1.5}
+
+Op = Literal["forward", "backward", "rebuild"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a kernel is specialised to: numbers, not arrays. R or P is 0 where there is none."""
+
+    K: int
+    V: int
+    R: int
+    P: int
+    residual_dtype: str
+    data_dtype: str
+
+    @property
+    def R_padded(self) -> int:
+        return round_up(self.R, sublanes(self.data_dtype))
+
+    @property
+    def P_padded(self) -> int:
+        return round_up(self.P, sublanes(self.data_dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """`tokens`: of a tile, a multiple of 128. `slab`: values of v in VMEM at a time.
+
+    `store_group` and `read_group`: values of v in one block-diagonal product; both divide `slab`,
+    which divides V. `store_unroll` and `read_unroll`: products in the body of a loop.
+    `keep`: backward of a single slab, an intermediate of the residual's size, else computed twice.
+    """
+
+    tokens: int
+    slab: int
+    store_group: int
+    read_group: int
+    store_unroll: int = 1
+    read_unroll: int = 4
+    keep: bool = False
+
+
+# Tuned on a device: consulted first, by (op, device kind, Sizes); a device kind of None is any.
+TUNED: dict[tuple[Op, str | None, Sizes], BlockSizes] = {}
+
+
+def choose_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
+    """The tuned sizes if there are any, else the heuristic's; None if nothing fits VMEM."""
+    device = jax.devices()[0]
+    for kind in (device.device_kind, None) if device.platform == "tpu" else (None,):
+        tuned = TUNED.get((op, kind, sizes))
+        if tuned is not None and tuned.tokens <= N:
+            return tuned
+
+    def cost(tokens):
+        return -(-N // tokens) * tokens * _TILES[tokens]
+
+    for slabs in divisors(sizes.V):
+        slab = sizes.V // slabs
+        for tokens in sorted((t for t in _TILES if t <= N), key=cost):
+            blocks = _grouped(op, sizes, tokens, slab)
+            for keep in (True, False) if slabs == 1 and op != "forward" else (False,):
+                if blocks is None:
+                    continue
+                blocks = dataclasses.replace(blocks, keep=keep)
+                if vmem_bytes(op, sizes, blocks) <= _BUDGET:
+                    return blocks
+    return None
+
+
+def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
+    """What a grid step needs, about: what moves twice for the pipeline, the rest once."""
+    s, tokens, slab, group = sizes, blocks.tokens, blocks.slab, blocks.read_group
+    slabs = s.V // slab
+    item = jnp.dtype(s.data_dtype).itemsize
+    residual = slab * round_up(s.K, sublanes(s.residual_dtype)) * tokens
+    residual *= jnp.dtype(s.residual_dtype).itemsize
+    data = slab * s.R_padded * tokens * item
+    retrieved = s.P_padded * tokens * item
+    store = blocks.store_group
+    keys = store * s.K * round_up(store * s.R_padded, LANES) * item
+    if op == "forward":
+        read_keys = slab * s.P_padded * round_up(group * s.K, LANES) * item
+        sums = s.V * s.P_padded * LANES * 4
+        raw = s.V * s.P_padded * tokens * 4 if slabs > 1 else 0
+        padded = data if s.R_padded != s.R else 0
+        moved = 2 * residual + data + retrieved * s.V
+        return 2 * moved + raw + padded + keys + sums + read_keys * (2 if slabs > 1 else 1)
+    read_keys = slab * s.K * round_up(group * s.P_padded, LANES) * item
+    d_read_keys = slab * s.P_padded * round_up(group * s.K, LANES) * 4
+    moved = (4 if op == "rebuild" else 3) * residual + 2 * data + slab * retrieved + d_read_keys
+    kept = slab * s.K * tokens * 4 if blocks.keep else 0
+    scratch = slab * retrieved + kept + (data if s.R_padded != s.R else 0)
+    return 2 * moved + scratch + keys + read_keys * (2 if slabs > 1 else 1)
+
+
+def _grouped(op: Op, s: Sizes, tokens: int, slab: int) -> BlockSizes | None:
+    if s.K % 8:  # rows of several v would not be whole tiles
+        store = read = 1
+    else:
+        # Not by `tokens` or `op`: what is taken back has to be the very product that was stored.
+        store = largest_divisor(s.V, min(_STORED_ROWS // s.K, LANES // max(s.R_padded, 16)))
+        read = LANES // s.K
+        if op != "forward":
+            read = min(read, LANES // s.P_padded, LANES // s.R_padded)
+        read = largest_divisor(s.V, read)
+    largest = tokens * s.K * max(store, read)
+    if slab % store or slab % read or largest > _LARGEST_INTERMEDIATE:
+        return None
+    unrolled = lambda group: min(16, max(1, _UNROLLED // (group * s.K * tokens)))
+    return BlockSizes(tokens, slab, store, read, unrolled(store), unrolled(read))
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def largest_divisor(n: int, at_most: int) -> int:
+    return max(d for d in divisors(n) if d <= max(at_most, 1))
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def sublanes(dtype) -> int:
+    """Rows of a tile of this dtype."""
+    return 32 // jnp.dtype(dtype).itemsize

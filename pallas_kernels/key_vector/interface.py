@@ -1,0 +1,56 @@
+"""What every implementation of the key-vector ops gives and takes.
+
+An implementation is a module with four functions over arrays with exactly two token axes, a batch
+B and a sequence N; the public ops reshape to that, choose, and differentiate:
+
+    store(residual, store_keys, data) -> residual'
+    norm_retrieve(residual, gain, read_keys, *, norm, epsilon, dtype) -> (retrieved, Statistics)
+    store_norm_retrieve(residual, store_keys, data, gain, read_keys, *, norm, epsilon)
+        -> (residual', retrieved, Statistics)
+    backward(residual', statistics, store_keys, data, gain, read_keys, d_residual', d_retrieved,
+             *, norm, rebuild) -> Gradients
+
+    residual [B, N, K, V]   store_keys [R, K]   data [B, N, R, V]
+    gain [K, V]   read_keys [P, K]   retrieved [B, N, P, V]
+"""
+
+from typing import Literal, NamedTuple
+
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.platform import UnsupportedImplementation
+
+__all__ = ["FRACTION_BITS", "Gradients", "Norm", "Statistics", "UnsupportedImplementation"]
+
+Norm = Literal["layernorm", "rmsnorm"]
+
+# An int16 residual holds X * 2^FRACTION_BITS rounded: steps of 1/512, up to 64. Writes are then
+# sums of integers, which can be taken back without error.
+FRACTION_BITS = 9
+
+
+class Statistics(NamedTuple):
+    """Of each token's stored residual, in its own units: all that the backward pass needs saved.
+
+    `mean` is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`, or NaN for a token whose
+    int16 residual has left its range.
+    """
+
+    mean: Float[Array, "B N"]
+    rstd: Float[Array, "B N"]
+
+
+class Gradients(NamedTuple):
+    """Cotangents of the inputs of `store_norm_retrieve`.
+
+    `residual` has the dtype of the cotangent given, `data` the data's, those of parameters are at
+    least float32. `rebuilt` is the residual before the store, if asked for: exact for int16, up to
+    rounding for floats.
+    """
+
+    residual: Float[Array, "B N K V"]
+    data: Float[Array, "B N R V"]
+    store_keys: Float[Array, "R K"]
+    gain: Float[Array, "K V"]
+    read_keys: Float[Array, "P K"]
+    rebuilt: Shaped[Array, "B N K V"] | None

@@ -1,0 +1,487 @@
+"""The key-vector ops as TPU kernels: the residual crosses HBM once in and once out.
+
+Inside, tokens lie in the lanes and rows are v-major: residual [B, V, K, N], data [B, V, R, N],
+retrieved [B, V, P, N]. That is the layout which XLA itself gives a carried [B, N, K, V] array, so
+the transposes at the edge cost nothing; nothing is padded, no sum crosses lanes, and every product
+contracts over rows.
+
+- Store and read are products of short keys. Several v are taken together with the keys repeated
+  down a block diagonal, which fills the matrix unit and costs no more rows streamed through it.
+- The statistics are summed while storing, around a per-token shift, so that a mean that is large
+  beside the spread does not cancel them.
+- Gain and norm fold into the keys and the result: with `G[v] = r * gain[:, v]` rounded to the
+  data's dtype, `z = rstd (G (X' - s) - (mean - s) sum_k G)` for any shift s.
+
+What of a tile of tokens does not fit VMEM is taken in slabs of v: no more traffic forward (but the
+keys `G` once a tile), while the backward pass then has to read the residual twice.
+
+For T tokens of size E bytes an entry: store_norm_retrieve takes `2 T (R + P) K V` FLOPs and
+`E T V (2 K + R + P)` bytes; backward `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes, and
+`2 T R K V` and `E T K V` more to rebuild.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, DTypeLike, Float, Shaped
+
+from pallas_kernels.key_vector import mosaic_tpu_kernels
+from pallas_kernels.key_vector.block_sizes import (
+    LANES,
+    VMEM_LIMIT,
+    BlockSizes,
+    Sizes,
+    choose_block_sizes,
+)
+from pallas_kernels.key_vector.interface import (
+    Gradients,
+    Norm,
+    Statistics,
+    UnsupportedImplementation,
+)
+from pallas_kernels.key_vector.mosaic_tpu_kernels import Call, Tail
+
+__all__ = [
+    "BlockSizes",
+    "backward",
+    "norm_retrieve",
+    "store",
+    "store_norm_retrieve",
+    "unsupported",
+]
+
+
+def unsupported(op: str, *args: Any) -> str | None:
+    """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    residual, *others = args
+    arrays = jax.tree.leaves(others)
+    N, K = residual.shape[1:3]
+    if residual.dtype not in (jnp.bfloat16, jnp.float32, jnp.int16):
+        return f"a residual of {residual.dtype} (bfloat16, float32 or int16)"
+    if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in arrays):
+        return "arrays that are neither bfloat16 nor float32"
+    if N < LANES:
+        return f"a sequence of {N} tokens (at least {LANES})"
+    if K > 4096:
+        return f"keys of {K} entries (at most 4096)"
+    sizes = _sizes_of(op, args)
+    # A backward pass in slabs reads forward too.
+    needed = ("forward", "rebuild") if op == "backward" else ("forward",)
+    if any(choose_block_sizes(each, sizes, N) is None for each in needed):
+        return f"K={K}, V={sizes.V}, R={sizes.R}, P={sizes.P}: a tile of tokens does not fit VMEM"
+    return None
+
+
+def store(
+    residual: Shaped[Array, "B N K V"],
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "B N R V"],
+    *,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> Shaped[Array, "B N K V"]:
+    """`X + sum_r w_r (x) y_r`, in the residual's dtype.
+
+    `2 T R K V` FLOPs and `E T V (2 K + R)` bytes for T tokens of E bytes an entry.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    sizes = _sizes_of("store", (residual, store_keys, data))
+    call = Call(
+        sizes,
+        _blocks(block_sizes, "forward", sizes, residual, interpret),
+        "rmsnorm",
+        0.0,
+        interpret,
+    )
+    return _forward(call, residual, store_keys, data)["residual"]
+
+
+def norm_retrieve(
+    residual: Shaped[Array, "B N K V"],
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    dtype: DTypeLike,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N P V"], Statistics]:
+    """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X.
+
+    `2 T P K V` FLOPs and `E T V (K + P)` bytes for T tokens of E bytes an entry.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    sizes = dataclasses.replace(
+        _sizes_of("norm_retrieve", (residual, gain, read_keys)),
+        data_dtype=jnp.dtype(compute).name,
+    )
+    call = Call(
+        sizes, _blocks(block_sizes, "forward", sizes, residual, interpret), norm, epsilon, interpret
+    )
+    out = _forward(call, residual, gain=gain, read_keys=read_keys)
+    return out["retrieved"].astype(dtype), out["statistics"]
+
+
+def store_norm_retrieve(
+    residual: Shaped[Array, "B N K V"],
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "B N R V"],
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
+    """`store`, then `norm_retrieve` of what it stored, in the data's dtype.
+
+    `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)` bytes for T tokens of E bytes an entry.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    sizes = _sizes_of("store_norm_retrieve", (residual, store_keys, data, gain, read_keys))
+    call = Call(
+        sizes, _blocks(block_sizes, "forward", sizes, residual, interpret), norm, epsilon, interpret
+    )
+    out = _forward(call, residual, store_keys, data, gain, read_keys)
+    return out["residual"], out["retrieved"], out["statistics"]
+
+
+def backward(
+    residual: Shaped[Array, "B N K V"],
+    statistics: Statistics,
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "B N R V"],
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    d_residual: Float[Array, "B N K V"],
+    d_retrieved: Float[Array, "B N P V"],
+    *,
+    norm: Norm,
+    rebuild: bool = False,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> Gradients:
+    """Cotangents of `store_norm_retrieve`, from the residual that it stored.
+
+    With n = norm(X) and a = G^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`, then
+    `dy = w dX` and `dw = sum y dX`; and `dG[v] = sum dz n` gives both the gain's and the keys'.
+
+    `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes for T tokens of E bytes an entry;
+    `2 T R K V` and `E T K V` more to rebuild.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    args = (residual, statistics, store_keys, data, gain, read_keys, d_residual, d_retrieved)
+    sizes = _sizes_of("backward", args)
+    call = Call(
+        sizes,
+        _blocks(block_sizes, "rebuild" if rebuild else "backward", sizes, residual, interpret),
+        norm,
+        0.0,
+        interpret,
+    )
+    means = None
+    if call.slabs > 1:
+        means = _means(call, residual, statistics, gain, read_keys, d_retrieved)
+    return _backward(call, rebuild, means, *args)
+
+
+def _sizes_of(op: str, args) -> Sizes:
+    residual, K, V = args[0], *args[0].shape[2:]
+    data_dtype = jnp.bfloat16 if residual.dtype == jnp.bfloat16 else jnp.float32
+    R = P = 0
+    if op == "norm_retrieve":
+        P = args[2].shape[0]
+    else:
+        store_keys, data = args[2:4] if op == "backward" else args[1:3]
+        R, data_dtype = store_keys.shape[0], data.dtype
+        if op != "store":
+            P = args[5 if op == "backward" else 4].shape[0]
+    return Sizes(K, V, R, P, residual.dtype.name, jnp.dtype(data_dtype).name)
+
+
+def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret) -> BlockSizes:
+    blocks = given or choose_block_sizes(op, sizes, residual.shape[1])
+    if blocks is None:
+        raise UnsupportedImplementation(f"no block sizes fit VMEM for {sizes}; use 'xla'")
+    if interpret:  # which unrolled takes long to compile and no less to run
+        return dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
+    return blocks
+
+
+def _forward(call: Call, residual, store_keys=None, data=None, gain=None, read_keys=None):
+    """The forward kernel with what there is of its two halves."""
+    s, blocks = call.sizes, call.blocks
+    B, N = residual.shape[:2]
+    stores, reads = store_keys is not None, read_keys is not None
+    tokens, slab = blocks.tokens, blocks.slab
+    by_slab = functools.partial(_spec, tokens, slab, lambda b, n, v: (b, v, 0, n))
+    whole = functools.partial(_spec, tokens, s.V, lambda b, n, v: (b, 0, 0, n))
+    token = pl.BlockSpec((1, 2, tokens), lambda b, n, v: (b, 0, n))
+
+    inputs = {"residual": (_tokens_last(residual), by_slab(s.K))}
+    outputs, scratch = {}, {}
+    if stores:
+        keys = _store_keys(call, store_keys)
+        inputs["store_keys"] = (keys, _constant(keys.shape))
+        inputs["data"] = (_tokens_last(data), by_slab(s.R))
+        outputs["residual"] = (inputs["residual"][0], by_slab(s.K))
+        if s.R_padded != s.R:
+            scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
+    if reads:
+        folded = _folded(call, gain, read_keys)
+        keys = _block_diagonal(folded, blocks.read_group)
+        inputs["read_keys"] = (keys, _by_slab(call, keys, lambda b, n, v: v))
+        if call.centred:
+            sums = jnp.sum(folded.astype(jnp.float32), axis=2).reshape(-1, keys.shape[1], 1)
+            sums = jnp.broadcast_to(sums, (*sums.shape[:2], LANES))
+            inputs["read_key_sums"] = (sums, _constant(sums.shape))
+        shape = jax.ShapeDtypeStruct((B, s.V, s.P, N), s.data_dtype)
+        outputs["retrieved"] = (shape, whole(s.P))
+        outputs["statistics"] = (jax.ShapeDtypeStruct((B, 2, N), jnp.float32), token)
+        if call.slabs > 1:
+            rows = (s.V // blocks.read_group, keys.shape[1], tokens)
+            scratch["products"] = pltpu.VMEM(rows, jnp.float32)
+            scratch["sums"] = pltpu.VMEM((3, tokens), jnp.float32)
+            scratch["shift"] = pltpu.VMEM((1, tokens), jnp.float32)
+
+    halves = ("key_vector_store", "key_vector_read", "key_vector_forward")
+    out = _call(
+        call,
+        functools.partial(mosaic_tpu_kernels.forward, call=call),
+        halves[stores + 2 * reads - 1],
+        inputs,
+        outputs,
+        scratch,
+        grid=(B, -(-N // tokens), call.slabs),
+        semantics=("parallel", "parallel", "arbitrary"),
+        flops=2 * B * N * s.K * s.V * (s.R + s.P),
+        aliased=("residual",) if stores else (),
+    )
+    return {
+        name: Statistics(x[:, 0], x[:, 1]) if name == "statistics" else _tokens_first(x)
+        for name, x in out.items()
+    }
+
+
+def _backward(call: Call, rebuild, means, *args):
+    residual, statistics, store_keys, data, gain, read_keys, d_residual, d_retrieved = args
+    s, blocks = call.sizes, call.blocks
+    B, N = residual.shape[:2]
+    tokens, slab, group = blocks.tokens, blocks.slab, blocks.read_group
+    groups = slab // group
+    tiles = -(-N // tokens)
+    # For two cores, where it divides: each sums the parameters' gradients on its own.
+    cores, batches, tiles_each = (
+        (2, B // 2, tiles)
+        if B % 2 == 0
+        else (2, B, tiles // 2)
+        if tiles % 2 == 0
+        else (1, B, tiles)
+    )
+    split_batch = B % 2 == 0
+
+    def tile(c, i, j):
+        return (c * batches + i, j) if split_batch else (i, c * tiles_each + j)
+
+    def by_slab(rows):
+        def index(c, v, i, j):
+            b, n = tile(c, i, j)
+            return b, v, 0, n
+
+        return _spec(tokens, slab, index, rows)
+
+    def token_index(c, v, i, j):
+        b, n = tile(c, i, j)
+        return b, 0, n
+
+    token = pl.BlockSpec((1, 2, tokens), token_index)
+    folded = _folded(call, gain, read_keys)
+    keys = jnp.swapaxes(_block_diagonal(folded, group), 1, 2)
+    keys_rows = _block_diagonal(_padded_store_keys(call, store_keys)[None], group, repeat=True)[0]
+    inputs = {
+        "residual": (_tokens_last(residual), by_slab(s.K)),
+        "statistics": (jnp.stack(statistics, axis=1), token),
+        "data": (_tokens_last(data), by_slab(s.R)),
+        "d_residual": (_tokens_last(d_residual), by_slab(s.K)),
+        "d_retrieved": (_tokens_last(d_retrieved), by_slab(s.P)),
+        "store_keys_rows": (keys_rows, _constant(keys_rows.shape)),
+        "read_keys": (keys, _by_slab(call, keys, lambda c, v, i, j: v)),
+    }
+    if means is not None:
+        inputs["means"] = (means, token)
+    d_keys_shape = (cores, s.V // group, group * s.P_padded, group * s.K)
+    outputs = {
+        "d_residual": (inputs["d_residual"][0], by_slab(s.K)),
+        "d_data": (inputs["data"][0], by_slab(s.R)),
+        "d_store_keys": (
+            jax.ShapeDtypeStruct((cores, *keys_rows.shape), jnp.float32),
+            pl.BlockSpec((1, *keys_rows.shape), lambda c, v, i, j: (c, 0, 0)),
+        ),
+        "d_read_keys": (
+            jax.ShapeDtypeStruct(d_keys_shape, jnp.float32),
+            pl.BlockSpec((1, groups, *d_keys_shape[2:]), lambda c, v, i, j: (c, v, 0, 0)),
+        ),
+    }
+    if rebuild:
+        stored_keys = _store_keys(call, store_keys)
+        inputs["store_keys"] = (stored_keys, _constant(stored_keys.shape))
+        outputs["rebuilt"] = (inputs["residual"][0], by_slab(s.K))
+    scratch = {"d_scaled": pltpu.VMEM((1, slab, s.P_padded, tokens), s.data_dtype)}
+    if s.R_padded != s.R:
+        scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
+    if blocks.keep:
+        scratch["a"] = pltpu.VMEM((groups, group * s.K, tokens), jnp.float32)
+    tail = None
+    if N % tokens:
+        last_core = None if split_batch or cores == 1 else cores - 1
+        tail = Tail(N % tokens, last_core, tiles_each - 1)
+
+    out = _call(
+        call,
+        functools.partial(mosaic_tpu_kernels.backward, call=call, tail=tail),
+        "key_vector_backward",
+        inputs,
+        outputs,
+        scratch,
+        grid=(cores, call.slabs, batches, tiles_each),
+        semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
+        flops=B * N * s.K * s.V * (4 * (s.R + s.P) + (2 * s.R if rebuild else 0)),
+        aliased=("d_residual",) + (("residual",) if rebuild else ()),
+    )
+    d_store_keys = _diagonal(out["d_store_keys"][:, None], group)
+    d_store_keys = jnp.sum(d_store_keys, axis=(0, 1, 2))[: s.R]
+    d_folded = jnp.sum(_diagonal(out["d_read_keys"], group), axis=0)
+    d_folded = d_folded.reshape(s.V, s.P_padded, s.K)[:, : s.P] * call.unit
+    contract = functools.partial(jnp.einsum, precision="highest")
+    return Gradients(
+        residual=_tokens_first(out["d_residual"]),
+        data=_tokens_first(out["d_data"]),
+        store_keys=d_store_keys,
+        gain=contract("vpk,pk->kv", d_folded, read_keys.astype(jnp.float32)),
+        read_keys=contract("vpk,kv->pk", d_folded, gain.astype(jnp.float32)),
+        rebuilt=_tokens_first(out["rebuilt"]) if rebuild else None,
+    )
+
+
+def _means(call: Call, residual, statistics, gain, read_keys, d_retrieved):
+    """`rstd mean(a)` and `mean(a n) = mean(dz z)`, from a read of its own. [B, 2, N]"""
+    sizes = dataclasses.replace(call.sizes, R=0)
+    blocks = _blocks(None, "forward", sizes, residual, call.interpret)
+    read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
+    folded = _folded(read, gain, read_keys).astype(jnp.float32)
+    retrieved = _forward(read, residual, gain=gain, read_keys=read_keys)["retrieved"]
+    dz = d_retrieved.astype(jnp.float32)
+    count = sizes.K * sizes.V
+    mean_a = jnp.einsum("bnpv,vp->bn", dz, jnp.sum(folded, axis=2)[:, : sizes.P]) / count
+    mean_an = jnp.sum(dz * retrieved.astype(jnp.float32), axis=(2, 3)) / count
+    return jnp.stack([statistics.rstd * mean_a, mean_an], axis=1)
+
+
+# Keys as the kernels take them ---------------------------------------------------------------
+
+
+def _store_keys(call: Call, store_keys):
+    """`w^T` for each v of a group: [group * K, group * R]; times the steps of a fixed-point X."""
+    keys = jnp.swapaxes(_padded_store_keys(call, store_keys), 0, 1) / call.unit
+    return _block_diagonal(keys[None], call.blocks.store_group, repeat=True)[0]
+
+
+def _padded_store_keys(call: Call, store_keys):
+    keys = store_keys.astype(call.sizes.data_dtype)
+    return jnp.pad(keys, ((0, call.sizes.R_padded - call.sizes.R), (0, 0)))
+
+
+def _folded(call: Call, gain, read_keys):
+    """`G[v] = r * gain[:, v]`, rounded once: [V, P, K]"""
+    s = call.sizes
+    folded = read_keys.astype(jnp.float32) * gain.T.astype(jnp.float32)[:, None]
+    folded = jnp.pad(folded, ((0, 0), (0, s.P_padded - s.P), (0, 0)))
+    return folded.astype(s.data_dtype)
+
+
+def _block_diagonal(blocks, group: int, repeat: bool = False):
+    """[n, rows, columns] to [n / group, group * rows, group * columns]; or each one repeated."""
+    n, rows, columns = blocks.shape
+    blocks = blocks[:, None] if repeat else blocks.reshape(n // group, group, rows, columns)
+    eye = jnp.eye(group, dtype=blocks.dtype)[:, None, :, None]
+    out = blocks[:, :, :, None] * eye
+    return out.reshape(out.shape[0], group * rows, group * columns)
+
+
+def _diagonal(x, group: int):
+    """The blocks on the diagonal: [.., n, group * rows, group * columns] to [.., n, group, ..]."""
+    *lead, rows, columns = x.shape
+    x = x.reshape(*lead, group, rows // group, group, columns // group)
+    return jnp.stack([x[..., g, :, g, :] for g in range(group)], axis=-3)
+
+
+# The call ------------------------------------------------------------------------------------
+
+
+def _call(call, kernel, name, inputs, outputs, scratch, *, grid, semantics, flops, aliased):
+    """`inputs` and `outputs`: by name, an array (or its shape) and its block."""
+    arrays = {k: array for k, (array, _) in inputs.items()}
+    shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, (x, _) in outputs.items()}
+    moved = sum(
+        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        for x in (*arrays.values(), *shapes.values())
+    )
+    position = lambda names, name: sorted(names).index(name)
+    into = {name: "rebuilt" if name not in outputs else name for name in aliased}
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        in_specs=[{k: spec for k, (_, spec) in inputs.items()}],
+        out_specs={k: spec for k, (_, spec) in outputs.items()},
+        out_shape=shapes,
+        scratch_shapes=[scratch],
+        input_output_aliases={position(inputs, a): position(outputs, b) for a, b in into.items()},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
+        interpret=call.interpret,
+    )(arrays)
+
+
+def _spec(tokens: int, count: int, index, rows: int) -> pl.BlockSpec:
+    return pl.BlockSpec((1, count, rows, tokens), index)
+
+
+def _constant(shape) -> pl.BlockSpec:
+    once = pl.Buffered(1)
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape), pipeline_mode=once)
+
+
+def _by_slab(call: Call, keys, slab) -> pl.BlockSpec:
+    """The read keys of a slab of v; all of them, once, where that is one."""
+    if call.slabs == 1:
+        return _constant(keys.shape)
+    groups = call.blocks.slab // call.blocks.read_group
+    return pl.BlockSpec((groups, *keys.shape[1:]), lambda *ids: (slab(*ids), 0, 0))
+
+
+def _tokens_last(x):
+    """[B, N, rows, V] to [B, V, rows, N]."""
+    return jnp.transpose(x, (0, 3, 2, 1))
+
+
+_tokens_first = _tokens_last

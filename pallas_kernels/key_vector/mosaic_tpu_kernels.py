@@ -1,0 +1,415 @@
+"""The bodies of the TPU kernels: one tile of tokens each, in VMEM. See `mosaic_tpu`.
+
+Every array is [rows.., tokens]: tokens in the lanes. Rows of several v are stacked, v-major.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.key_vector.block_sizes import LANES, BlockSizes, Sizes, largest_divisor
+from pallas_kernels.key_vector.interface import FRACTION_BITS, Norm
+
+_LARGEST = 2.0**15 - 1
+# Added to a float32 it leaves no bits for a fraction: the sum's low bits are the rounded integer.
+_ROUND = 1.5 * 2.0**23
+_ROUND_BITS = 0x4B400000
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is fixed while tracing."""
+
+    sizes: Sizes
+    blocks: BlockSizes
+    norm: Norm
+    epsilon: int | float
+    interpret: bool
+
+    @property
+    def integer(self) -> bool:
+        return self.sizes.residual_dtype == "int16"
+
+    @property
+    def unit(self) -> float:
+        """What 1 in the residual's array means."""
+        return 2.0**-FRACTION_BITS if self.integer else 1.0
+
+    @property
+    def centred(self) -> bool:
+        return self.norm == "layernorm"
+
+    @property
+    def shifted(self) -> bool:
+        """Whether products take the residual less a shift: it may not fit bfloat16 otherwise.
+
+        A bfloat16 residual is an exact operand as it is, and its mean is taken off the result.
+        """
+        return self.centred and self.sizes.residual_dtype != "bfloat16"
+
+    @property
+    def slabs(self) -> int:
+        return self.sizes.V // self.blocks.slab
+
+
+def forward(inputs, outputs, scratch, *, call: Call):
+    """Store if there are `store_keys`, then norm and read if there are `read_keys`."""
+    s, blocks = call.sizes, call.blocks
+    stores, reads = "store_keys" in inputs, "read_keys" in inputs
+    residual = inputs["residual"]
+    stored = outputs["residual"] if stores else residual
+    slab = pl.program_id(2)
+    keys = data = None
+    wide = jnp.int32 if call.integer and stores else jnp.float32
+    if stores:
+        keys, data = inputs["store_keys"], _aligned(inputs["data"], scratch.get("data"))
+
+    def store_group(i, sums, shift):
+        v = i * blocks.store_group
+        x = _values(residual, v, blocks.store_group, wide)
+        if stores:
+            x = (x + _written(call, keys, data, v)).astype(jnp.float32)
+            # An int16 one's statistics are those before the clip, which hides an overflow.
+            kept = jnp.clip(x, -_LARGEST, _LARGEST) if call.integer else x.astype(stored.dtype)
+            _put(stored, v, blocks.store_group, kept)
+            x = x if call.integer else kept.astype(jnp.float32)
+        return _add_to_sums(call, sums, x, shift) if reads else sums
+
+    groups = blocks.slab // blocks.store_group
+    if not reads:
+        _loop(groups, lambda i, _: store_group(i, (), None), (), blocks.store_unroll)
+        return
+
+    if call.slabs > 1:
+
+        @pl.when(slab == 0)
+        def _():
+            scratch["sums"][...] = jnp.zeros_like(scratch["sums"])
+            scratch["shift"][...] = _shift(call, residual, keys, data)
+
+        shift = scratch["shift"][...]
+    else:
+        shift = _shift(call, residual, keys, data)
+    zero = jnp.zeros((8 if s.K % 8 == 0 else 1, blocks.tokens), jnp.float32)
+    sums = (zero,) * (3 if call.integer else 2)
+    sums = _loop(groups, lambda i, sums: store_group(i, sums, shift), sums, blocks.store_unroll)
+    sums = [jnp.sum(x, axis=0, keepdims=True) for x in sums[:2]] + [
+        jnp.max(x, axis=0, keepdims=True) for x in sums[2:]
+    ]
+    if call.slabs > 1:
+        previous = scratch["sums"]
+        sums = [previous[0:1] + sums[0], previous[1:2] + sums[1]] + [
+            jnp.maximum(previous[2:3], x) for x in sums[2:]
+        ]
+        for i, x in enumerate(sums):
+            previous[i : i + 1] = x
+
+    mean, above_operand, rstd = _statistics(call, sums, shift)
+    read_keys, group = inputs["read_keys"], blocks.read_group
+    groups = blocks.slab // group
+
+    def product(i):
+        return _dot(read_keys[i], _operand(call, stored, i * group, shift))
+
+    def finish(i, product):
+        if call.centred:
+            product = product - above_operand * _widen(inputs["read_key_sums"][i], blocks.tokens)
+        _put(outputs["retrieved"], i * group, group, product * (rstd * call.unit))
+
+    def write_statistics():
+        outputs["statistics"][0, 0:1] = mean
+        outputs["statistics"][0, 1:2] = rstd
+
+    if call.slabs == 1:
+        write_statistics()
+        _loop(groups, lambda i, _: finish(i, product(i)), None, blocks.read_unroll)
+        return
+
+    def keep(i, _):
+        scratch["products"][slab * groups + i] = product(i)
+
+    _loop(groups, keep, None, blocks.read_unroll)
+
+    @pl.when(slab == call.slabs - 1)
+    def _():
+        write_statistics()
+        all_groups = s.V // group
+        _loop(all_groups, lambda i, _: finish(i, scratch["products"][i]), None, blocks.read_unroll)
+
+
+class Tail(NamedTuple):
+    """Of the last tile along N: how many tokens exist, and where it is; core None is every core."""
+
+    tokens: int
+    core: int | None
+    tile: int
+
+
+def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
+    """All cotangents, from the residual as stored.
+
+    With a = G^T dz, rstd folded into dz, and n = norm(X):
+    `dX = dX' + a - mean(a) - rstd n mean(a n)`. The two means need all of a token first: they are
+    given as `means`, or a first pass over VMEM takes them, and keeps a if there is room.
+
+    `tail` is None where every tile is full.
+    """
+    s, blocks = call.sizes, call.blocks
+    group, groups = blocks.read_group, blocks.slab // blocks.read_group
+    core, slab, i, j = (pl.program_id(axis) for axis in range(4))
+    first_tile = (i == 0) & (j == 0)
+    if tail is not None:
+        _zero_tail(inputs, tail, core, j)
+
+    @pl.when(first_tile)
+    def _():
+        outputs["d_read_keys"][...] = jnp.zeros_like(outputs["d_read_keys"])
+
+    @pl.when(first_tile & (slab == 0))
+    def _():
+        outputs["d_store_keys"][...] = jnp.zeros_like(outputs["d_store_keys"])
+
+    residual, d_scaled = inputs["residual"], scratch["d_scaled"]
+    data = _aligned(inputs["data"], scratch.get("data"))
+    # In the units of the residual's array.
+    mean = inputs["statistics"][0, 0:1] / call.unit
+    rstd = inputs["statistics"][0, 1:2]
+    shift = mean if call.shifted else None
+
+    if s.P_padded != s.P:
+        d_scaled[...] = jnp.zeros_like(d_scaled)
+
+    def scale(i, _):
+        v = i * group
+        for g in range(group):
+            scaled = inputs["d_retrieved"][0, v + g].astype(jnp.float32) * rstd
+            d_scaled[0, v + g, : s.P] = scaled.astype(d_scaled.dtype)
+
+    _loop(groups, scale, None, blocks.read_unroll)
+
+    def d_normalised(i):
+        return _dot(inputs["read_keys"][i], _rows(d_scaled, i * group, group))
+
+    def read_keys_and_sums(i, sums):
+        v = i * group
+        dz = _rows(d_scaled, v, group)
+        d_keys = _dot_rows(dz, _operand(call, residual, v, shift))
+        if call.centred and not call.shifted:
+            # sum_tokens dz (x - mean)
+            d_keys = d_keys - jnp.sum(dz.astype(jnp.float32) * mean, axis=1, keepdims=True)
+        outputs["d_read_keys"][0, i] += d_keys
+        if call.slabs > 1:
+            return sums
+        a = d_normalised(i)
+        if blocks.keep:
+            scratch["a"][i] = a
+        x = _values(residual, v, group)
+        x = x - shift if call.shifted else x
+        return sums[0] + _fold(a), sums[1] + _fold(a * x)
+
+    if call.slabs > 1:
+        _loop(groups, read_keys_and_sums, (), blocks.read_unroll)
+        mean_a, mean_an = inputs["means"][0, 0:1], inputs["means"][0, 1:2]
+    else:
+        zero = jnp.zeros((8 if s.K % 8 == 0 else 1, blocks.tokens), jnp.float32)
+        sums = _loop(groups, read_keys_and_sums, (zero, zero), blocks.read_unroll)
+        mean_a, mean_ax = (jnp.sum(x, axis=0, keepdims=True) / (s.K * s.V) for x in sums)
+        if call.centred and not call.shifted:
+            mean_ax = mean_ax - mean * mean_a
+        mean_an = mean_ax * call.unit
+
+    slope = -(rstd * rstd * call.unit) * mean_an
+    offset = -mean_a if call.centred else jnp.zeros_like(mean_a)
+    if not call.shifted:
+        offset = offset - slope * mean
+
+    def store_gradients(i, _):
+        v = i * group
+        x = _values(residual, v, group)
+        x = x - shift if call.shifted else x
+        a = scratch["a"][i] if blocks.keep else d_normalised(i)
+        d_stored = _values(inputs["d_residual"], v, group) + (a + (x * slope + offset))
+        _put(outputs["d_residual"], v, group, d_stored)
+        d_stored = d_stored.astype(s.data_dtype)
+        _put(outputs["d_data"], v, group, _dot(inputs["store_keys_rows"][...], d_stored))
+        outputs["d_store_keys"][0] += _dot_rows(_rows(data, v, group), d_stored)
+
+    _loop(groups, store_gradients, None, blocks.read_unroll)
+
+    if "rebuilt" in outputs:
+
+        def take_back(i, _):
+            v = i * blocks.store_group
+            wide = jnp.int32 if call.integer else jnp.float32
+            x = _values(residual, v, blocks.store_group, wide)
+            x = x - _written(call, inputs["store_keys"], data, v)
+            _put(outputs["rebuilt"], v, blocks.store_group, x)
+
+        _loop(blocks.slab // blocks.store_group, take_back, None, blocks.store_unroll)
+
+
+# What a token's residual was given, and its statistics --------------------------------------
+
+
+def _written(call, keys, data, v):
+    """`sum_r w_r (x) y_r` in the residual's units; rounded, as int32, for an int16 residual."""
+    y = _rows(data, v, call.blocks.store_group)
+    if not call.integer:
+        return _dot(keys[...], y)
+    # 128 tokens at a time whatever the tile is: taken back, it has to be the same product.
+    parts = [_dot(keys[...], y[:, t : t + LANES]) for t in range(0, y.shape[1], LANES)]
+    return _low_bits(jnp.concatenate(parts, axis=1)) - _ROUND_BITS
+
+
+def _shift(call, residual, keys, data):
+    """Near the mean, of each token: the mean of v = 0 as stored. [1, tokens]"""
+    x = _values(residual, 0, 1)
+    if not call.centred:
+        return jnp.zeros((1, x.shape[1]), jnp.float32)
+    if keys is not None:
+        K, R = call.sizes.K, call.sizes.R_padded
+        first = keys[:K, :R] if keys.shape != (K, R) else keys[...]
+        x = x + _dot(first, data[0, 0])
+    return jnp.mean(x, axis=0, keepdims=True)
+
+
+def _add_to_sums(call, sums, x, shift):
+    shifted = x - shift if call.centred else x
+    new = sums[0] + _fold(shifted), sums[1] + _fold(shifted * shifted)
+    if not call.integer:
+        return new
+    return *new, jnp.maximum(sums[2], _fold(jnp.abs(x), jnp.max))
+
+
+def _statistics(call, sums, shift):
+    """Mean and rstd in the residual's own numbers, and the mean less what an operand lacks."""
+    count = call.sizes.K * call.sizes.V
+    total, squares = sums[0] / count, sums[1] / count
+    above = total if call.centred else jnp.zeros_like(total)
+    variance = jnp.maximum(squares - above * above, 0) * call.unit**2
+    rstd = jax.lax.rsqrt(variance + call.epsilon)
+    if call.integer:
+        # A NaN fails the comparison too.
+        rstd = jnp.where(sums[2] <= _LARGEST, rstd, jnp.nan)
+    mean = shift + above
+    return mean * call.unit, above if call.shifted else mean, rstd
+
+
+def _operand(call, ref, v, shift):
+    """Rows of `read_group` values of v for a product: [group * K, tokens] in the data's dtype."""
+    group, dtype = call.blocks.read_group, call.sizes.data_dtype
+    if ref.dtype == dtype == jnp.bfloat16:
+        return _rows(ref, v, group)
+    x = _values(ref, v, group)
+    return (x - shift if call.shifted else x).astype(dtype)
+
+
+# Rows of several v ---------------------------------------------------------------------------
+
+
+def _rows(ref, v, count):
+    """[count * rows, tokens] of a block [1, V, rows, tokens]."""
+    if count == 1:
+        return ref[0, v]
+    block = ref[0, pl.ds(v, count)]
+    shape = (count * block.shape[1], block.shape[2])
+    if block.shape[1] % (32 // block.dtype.itemsize):
+        # Narrow tiles are only half full: whole ones are made in 32 bits.
+        wide = jnp.float32 if block.dtype == jnp.bfloat16 else jnp.int32
+        return block.astype(wide).reshape(shape).astype(block.dtype)
+    return block.reshape(shape)
+
+
+def _values(ref, v, count, dtype=jnp.float32):
+    """`_rows` in 32 bits."""
+    block = ref[0, v] if count == 1 else ref[0, pl.ds(v, count)]
+    if block.dtype == jnp.int16:
+        block = block.astype(jnp.int32)
+    return block.astype(dtype).reshape(-1, block.shape[-1])
+
+
+def _put(ref, v, count, value):
+    """Rows to a block [1, V, rows, tokens], each v's to its first; whole numbers to int16."""
+    rows = ref.shape[2]
+    value = value.reshape(count, -1, value.shape[1])
+    if ref.dtype == jnp.int16 and value.dtype == jnp.float32:
+        value = _low_bits(value)
+    value = value.astype(ref.dtype)
+    if value.shape[1] == rows:
+        ref[0, pl.ds(v, count)] = value
+    else:
+        for g in range(count):
+            ref[0, v + g] = value[g, :rows]
+
+
+def _low_bits(x):
+    """`_ROUND_BITS` more than x rounded, of which the low 16 bits are 0, for |x| < 2^22.
+
+    Beyond that, and for NaN, what is left after `_ROUND_BITS` are taken off is still no
+    int16. A conversion takes longer, and XLA would drop an addition of `_ROUND` that is undone.
+    """
+    return jax.lax.bitcast_convert_type(x + _ROUND, jnp.int32)
+
+
+def _aligned(ref, padded):
+    """A block whose rows are whole tiles, the ones past the data zero."""
+    if padded is None:
+        return ref
+    padded[...] = jnp.zeros_like(padded)
+    for v in range(ref.shape[1]):
+        padded[0, v, : ref.shape[2]] = ref[0, v]
+    return padded
+
+
+def _zero_tail(inputs, tail, core, j):
+    """What lies past the last token is anything, and sums over tokens are taken."""
+    last = j == tail.tile
+    if tail.core is not None:
+        last &= core == tail.core
+
+    @pl.when(last)
+    def _():
+        for name in ("residual", "statistics", "data", "d_residual", "d_retrieved", "means"):
+            if name in inputs:
+                ref = inputs[name]
+                shape = (*ref.shape[:-1], ref.shape[-1] - tail.tokens)
+                ref[..., tail.tokens :] = jnp.zeros(shape, ref.dtype)
+
+
+def _fold(x, reduce=jnp.sum):
+    """Rows to 8: without crossing sublanes."""
+    if x.shape[0] % 8:
+        return reduce(x, axis=0, keepdims=True)
+    return reduce(x.reshape(-1, 8, x.shape[1]), axis=0)
+
+
+def _widen(column, tokens):
+    """[rows, 128] of equal columns to [rows, tokens]."""
+    return jnp.concatenate([column] * (tokens // LANES), axis=1)
+
+
+def _loop(count, body, carry, unroll):
+    return jax.lax.fori_loop(0, count, body, carry, unroll=largest_divisor(count, unroll))
+
+
+def _dot(a, b):
+    return _contract(a, b, 0)
+
+
+def _dot_rows(a, b):
+    """Sum over tokens of the outer products of a's rows and b's."""
+    return _contract(a, b, 1)
+
+
+def _contract(a, b, axis):
+    narrow = a.dtype == b.dtype == jnp.bfloat16
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (axis,)), ((), ())),
+        precision=None if narrow else jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,79 @@
+"""Implementations by the platform lowered for, not by the machine that traces."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import UnsupportedImplementation
+from pallas_kernels.platform import choose
+
+KERNELS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
+
+
+def arguments(tokens=128, keys=16, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    draw = lambda dtype, *size: jnp.asarray(rng.normal(size=size), dtype)
+    return (
+        draw(dtype, 2, tokens, keys, 32),
+        draw(jnp.float32, 4, keys),
+        draw(dtype, 2, tokens, 4, 32),
+        draw(jnp.float32, keys, 32),
+        draw(jnp.float32, 12, keys),
+    )
+
+
+def lowered(platform, args, **options):
+    def loss(*args):
+        X, Z = pallas_kernels.store_norm_retrieve(*args, **options)
+        return jnp.sum(X.astype(jnp.float32)) + jnp.sum(Z.astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).trace(*args)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
+@pytest.mark.parametrize(
+    "implementation, kernels_on", [("pallas", {"tpu", "cuda"}), (None, {"tpu"}), ("xla", set())]
+)
+def test_kernels_are_those_of_the_platform_lowered_for(implementation, kernels_on, platform):
+    program = lowered(platform, arguments(), implementation=implementation)
+    for other, call in KERNELS.items():
+        expected = 2 if platform == other and platform in kernels_on else 0  # forward, backward
+        assert program.count(call) == expected, (other, program.count(call))
+
+
+def test_an_unsupported_shape_falls_back_with_one_warning_on_its_platform_only():
+    args = arguments(tokens=8)
+    with pytest.warns(UserWarning, match="no tpu kernel .* plain XLA instead: .*8 tokens") as seen:
+        program = lowered("tpu", args)
+    assert len({str(warning.message) for warning in seen}) == 1
+    assert "tpu_custom_call" not in program
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered("cpu", args)
+
+
+def test_a_named_implementation_that_cannot_serve_is_refused():
+    with pytest.raises(UnsupportedImplementation, match="'mosaic_tpu' cannot .* 8 tokens.*'xla'"):
+        lowered("tpu", arguments(tokens=8), implementation="mosaic_tpu")
+    with pytest.raises(UnsupportedImplementation, match="'mosaic_tpu' cannot .*float64"):
+        with jax.enable_x64(True):
+            lowered("tpu", arguments(dtype=jnp.float64), implementation="mosaic_tpu")
+    with pytest.raises(Exception, match="'cuda' is unknown; legal: xla, mosaic_tpu|[Tt]ype-check"):
+        lowered("cpu", arguments(), implementation="cuda")
+
+
+def test_choice_runs_batched_and_on_a_mesh():
+    double = lambda x: 2 * x
+    refuse = {"tpu": "too small"}
+    chosen = lambda x: choose({"tpu": double, "cuda": double}, lambda x: 3 * x, x, refused=refuse)
+    x = jnp.arange(8.0)
+    np.testing.assert_array_equal(jax.vmap(chosen)(x), 3 * x)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+    spread = jax.shard_map(chosen, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(spread)(x), 3 * x)

@@ -1,0 +1,141 @@
+"""The residual rebuilt, not kept: exact walks, equal gradients, memory, and what it refuses."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import pallas_kernels
+from rmt_tpu import config as cfg
+from rmt_tpu.errors import UsageError
+from tests import models
+
+
+def gradients(config, tokens=None, params=None):
+    graphdef, drawn = models.split(config)
+    params = drawn if params is None else params
+    tokens = models.tokens() if tokens is None else tokens
+    weigh = jax.random.normal(jax.random.key(1), (*tokens.shape, models.VOCAB))
+    loss = lambda p: jnp.mean(weigh * nnx.merge(graphdef, p)(tokens))
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+def relative_errors(got, wanted):
+    """Of each array, as root mean squares."""
+    rms = lambda x: float(jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    return [rms(a - b) / rms(b) for a, b in pairs]
+
+
+@pytest.mark.parametrize("positions", [cfg.Learned(32), cfg.Alibi(), cfg.Rope()])
+def test_gradients_in_float64_are_those_of_the_ordinary_policy(positions):
+    with jax.enable_x64(True):
+        config = models.model(positions=positions, compute_dtype="float64")
+        params = jax.tree.map(lambda p: p.astype(jnp.float64), models.split(config)[1])
+        ordinary = gradients(config, params=params)
+        rebuilt = gradients(replace(config, remat="reversible"), params=params)
+        assert rebuilt[0] == pytest.approx(float(ordinary[0]), rel=1e-14)
+        assert max(relative_errors(rebuilt[1], ordinary[1])) < 1e-13
+
+
+def test_fixed_point_gradients_agree_with_those_of_a_float_residual():
+    """In bfloat16 both are rounded, the float residual more: the fixed one is nearer to float32."""
+    config = models.model(compute_dtype="bfloat16", num_layers=4)
+    exact = gradients(replace(config, compute_dtype="float32"))[1]
+    ordinary = relative_errors(gradients(config)[1], exact)
+    fixed = relative_errors(gradients(replace(config, remat="reversible"))[1], exact)
+    assert np.mean(fixed) < 1.1 * np.mean(ordinary)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_a_walk_over_48_sublayers_and_back_ends_where_it_began(scale):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    start = pallas_kernels.to_fixed_point(draw(2, 5, 8, 12).astype(jnp.float32))
+    keys = scale * 3**-0.5 * jnp.asarray(rng.normal(size=(48, 3, 8)), jnp.float32)
+    data, gain = draw(48, 2, 5, 3, 12), jnp.ones((8, 12))
+    read = jnp.asarray(rng.normal(size=(4, 8)), jnp.float32)
+
+    def down(residual, written):
+        keys, data = written
+        residual, z = pallas_kernels.store_norm_retrieve(residual, keys, data, gain, read)
+        return residual, z
+
+    def up(residual, written):
+        keys, data = written
+        options = dict(norm="layernorm")
+        z, statistics = pallas_kernels.norm_retrieve_with_statistics(
+            residual, gain, read, epsilon=1e-6, dtype=jnp.bfloat16, **options
+        )
+        zeros = jnp.zeros(residual.shape, jnp.bfloat16)
+        undone = pallas_kernels.undo(
+            residual, statistics, keys, data, gain, read, zeros, jnp.zeros_like(z), **options
+        )
+        return undone.rebuilt, z
+
+    last, seen = jax.jit(lambda x: jax.lax.scan(down, x, (keys, data)))(start)
+    first, seen_again = jax.jit(lambda x: jax.lax.scan(up, x, (keys, data), reverse=True))(last)
+    np.testing.assert_array_equal(first, start)
+    np.testing.assert_allclose(
+        seen_again.astype(jnp.float32), seen.astype(jnp.float32), rtol=2**-7, atol=2**-7
+    )
+    assert np.abs(np.asarray(last, np.int32) - start).max() > 100 * scale
+
+
+def test_a_residual_beyond_its_range_makes_the_loss_nan():
+    config = models.model(compute_dtype="bfloat16", remat="reversible")
+    _, params = models.split(config)
+    assert np.isfinite(gradients(config, params=params)[0])
+    params = jax.tree.map(lambda p: p, params)
+    sites = params["layers"]["feed_forward_site"]
+    sites["store_keys"] = sites["store_keys"].at[1].mul(1000.0)
+    assert np.isnan(gradients(config, params=params)[0])
+    # A float residual has no such range.
+    assert np.isfinite(gradients(replace(config, remat="full"), params=params)[0])
+
+
+def test_what_is_saved_does_not_grow_with_key_dim():
+    def saved(remat, key_dim):
+        config = models.model(
+            compute_dtype="bfloat16", num_layers=8, remat=remat, store=cfg.MatrixStore(key_dim)
+        )
+        graphdef, params = models.split(config)
+        loss = lambda p: jnp.sum(nnx.merge(graphdef, p).features(models.tokens(4, 16)))
+        _, pullback = jax.vjp(loss, params)
+        return sum(x.nbytes for x in jax.tree.leaves(pullback) if x.dtype != jnp.float32)
+
+    # One residual of int16 more, of 8 layers' worth of bfloat16.
+    one = 4 * 16 * 16 * 6 * 2
+    assert saved("reversible", 32) - saved("reversible", 16) <= one
+    assert saved("full", 32) - saved("full", 16) >= 8 * one
+
+
+def test_evaluation_and_decoding_compute_what_training_does():
+    config = models.model(compute_dtype="bfloat16", remat="reversible")
+    decoder, tokens = models.decoder(config), models.tokens()
+    logits = jax.jit(decoder)(tokens)
+    decoded, _ = jax.jit(decoder.decode)(tokens, decoder.empty_cache(2, 11))
+    np.testing.assert_allclose(decoded, logits, atol=0.05)
+    assert decoder.store.dtype == jnp.int16
+    positions = jnp.arange(11)[None]
+    np.testing.assert_allclose(decoder(tokens, positions=positions), logits, atol=0.05)
+
+
+def test_policies_and_dtypes_that_do_not_fit_are_refused():
+    with pytest.raises(UsageError, match="needs a matrix store; legal .* none, dots, full"):
+        models.model("vector", remat="reversible")
+    with pytest.raises(UsageError, match="'bfloat16' .* drift .*; legal: auto, int16"):
+        models.model(remat="reversible", store=cfg.MatrixStore(5, "bfloat16"))
+    with pytest.raises(UsageError, match="'int16' .* only with remat='reversible'"):
+        models.model(store=cfg.MatrixStore(5, "int16"))
+    integers = jnp.zeros((2, 4, 5), jnp.int16)
+    with pytest.raises(pallas_kernels.UnsupportedImplementation, match="reversible"):
+        ones = jnp.ones((3, 4))
+        jax.grad(
+            lambda keys: pallas_kernels.store_norm_retrieve(
+                integers, keys, jnp.ones((2, 3, 5)), jnp.ones((4, 5)), ones
+            )[1].sum()
+        )(ones)
