@@ -1,8 +1,9 @@
 """Causal attention within segments, with ALiBi, in the layouts that the residual's ops leave.
 
 Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (a TPU kernel that reads and writes the
-key-vector kernels' layout in place; no public one does, or takes ALiBi without a bias in memory) and
-"cudnn" (`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is "xla", but the kernel on TPU.
+key-vector kernels' layout in place; no public one does, or takes ALiBi without a bias in memory)
+and "cudnn" (`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is "xla", but the kernel on
+a TPU.
 """
 
 import functools

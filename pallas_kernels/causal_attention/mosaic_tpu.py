@@ -16,7 +16,6 @@ For T tokens in sequences of N, H heads of size D and E bytes an entry: the forw
 `2 T N H D` FLOPs (causal) and `4 E T H D` bytes, the backward `5 T N H D` and `8 E T H D`.
 """
 
-import functools
 import math
 from typing import Literal, NamedTuple
 

@@ -161,8 +161,7 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
     group, groups = blocks.read_group, blocks.slab // blocks.read_group
     core, slab, i, j = (pl.program_id(axis) for axis in range(4))
     first_tile = (i == 0) & (j == 0)
-    if tail is not None:
-        _zero_tail(inputs, tail, core, j)
+    exists = None if tail is None else _zero_tail(inputs, tail, core, j)
 
     @pl.when(first_tile)
     def _():
@@ -196,7 +195,7 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
     def read_keys_and_sums(i, sums):
         v = i * group
         dz = _rows(d_scaled, v, group)
-        d_keys = _dot_rows(dz, _operand(call, residual, v, shift))
+        d_keys = _dot_rows(dz, _operand(call, residual, v, shift, exists))
         if call.centred and not call.shifted:
             # sum_tokens dz (x - mean)
             d_keys = d_keys - jnp.sum(dz.astype(jnp.float32) * mean, axis=1, keepdims=True)
@@ -233,6 +232,8 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
         a = scratch["a"][i] if blocks.keep else d_normalised(i)
         d_stored = _values(inputs["d_residual"], v, group) + (a + (x * slope + offset))
         _put(outputs["d_residual"], v, group, d_stored)
+        if exists is not None:
+            d_stored = jnp.where(exists, d_stored, 0)
         d_stored = d_stored.astype(s.data_dtype)
         _put(outputs["d_data"], v, group, _dot(inputs["store_keys_rows"][...], d_stored))
         outputs["d_store_keys"][0] += _dot_rows(_rows(data, v, group), d_stored)
@@ -298,13 +299,14 @@ def _statistics(call, sums, shift):
     return mean * call.unit, above if call.shifted else mean, rstd
 
 
-def _operand(call, ref, v, shift):
+def _operand(call, ref, v, shift, exists=None):
     """Rows of `read_group` values of v for a product: [group * K, tokens] in the data's dtype."""
     group, dtype = call.blocks.read_group, call.sizes.data_dtype
-    if ref.dtype == dtype == jnp.bfloat16:
+    if exists is None and ref.dtype == dtype == jnp.bfloat16:
         return _rows(ref, v, group)
     x = _values(ref, v, group)
-    return (x - shift if call.shifted else x).astype(dtype)
+    x = x - shift if call.shifted else x
+    return (x if exists is None else jnp.where(exists, x, 0)).astype(dtype)
 
 
 # Rows of several v ---------------------------------------------------------------------------
@@ -365,18 +367,25 @@ def _aligned(ref, padded):
 
 
 def _zero_tail(inputs, tail, core, j):
-    """What lies past the last token is anything, and sums over tokens are taken."""
+    """What lies past the last token is anything, and sums over tokens are taken: which exist.
+
+    Not of inputs that are outputs too: those would be written.
+    """
     last = j == tail.tile
     if tail.core is not None:
         last &= core == tail.core
 
     @pl.when(last)
     def _():
-        for name in ("residual", "statistics", "data", "d_residual", "d_retrieved", "means"):
+        for name in ("statistics", "data", "d_retrieved", "means"):
             if name in inputs:
                 ref = inputs[name]
                 shape = (*ref.shape[:-1], ref.shape[-1] - tail.tokens)
                 ref[..., tail.tokens :] = jnp.zeros(shape, ref.dtype)
+
+    tokens = inputs["statistics"].shape[-1]
+    token = jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1)
+    return token < jnp.where(last, tail.tokens, tokens)
 
 
 def _fold(x, reduce=jnp.sum):

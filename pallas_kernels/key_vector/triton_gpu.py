@@ -1,4 +1,4 @@
-"""GPU kernels of the key-vector ops, in Pallas through Triton, for compute capability 8.0 and later.
+"""GPU kernels of the key-vector ops, in Pallas through Triton, for compute capability 8.0 and up.
 
 A program serves one token after another. It keeps a token's residual in registers between store and
 read, so that the residual crosses memory once in and once out; one too big for that is handled in
@@ -48,8 +48,8 @@ __all__ = [
 
 _SCALE = 2.0**FRACTION_BITS
 _LARGEST = 2**15 - 1
-# Of a token's data and retrieved vectors, in shared memory.
-_MOST_BYTES = 160 * 1024
+# Of a token's data and retrieved vectors: what still compiles with 99 KiB of shared memory.
+_MOST_BYTES = 128 * 1024
 _DATA = (jnp.bfloat16, jnp.float32)
 _RESIDUAL = (jnp.bfloat16, jnp.float32, jnp.int16)
 
@@ -99,9 +99,10 @@ def unsupported(op: str, *args) -> str | None:
         if not 0 < count <= 256:
             return f"{count} key vectors are not 1 to 256"
     for array in (args[i] for i in data):
-        size = sum(map(_padded, counts)) * _padded(V) * array.dtype.itemsize
+        width = 2 if array.dtype == jnp.bfloat16 else 6  # A float32 is three bfloat16.
+        size = sum(map(_padded, counts)) * _padded(V) * width
         if size > _MOST_BYTES:
-            return f"a token's vectors, padded, take {size} bytes, more than {_MOST_BYTES}"
+            return f"a token's vectors, padded, take {size} bytes on chip, more than {_MOST_BYTES}"
     return None
 
 
@@ -572,10 +573,11 @@ def _forward_kernel(site, blocks, epsilon, ref):
             return moments, jnp.maximum(largest, chunk_largest)
 
         zero = jnp.float32(0)
-        (mean, squares), largest = _each_chunk(chunks, chunk, ((zero, zero), jnp.int32(0)))
+        carry = (zero, zero, zero), jnp.int32(0)
+        moments, largest = _each_chunk(chunks, chunk, carry)
         if not site.P:
             return
-        rstd = jax.lax.rsqrt(squares / (site.K * site.V) + epsilon)
+        mean, rstd = _mean_and_rstd(site, moments, epsilon)
         rstd = jnp.where(largest <= _LARGEST, rstd, jnp.nan)
         ref.mean[t], ref.rstd[t] = mean, rstd
         source = ref.stored if site.R else ref.residual
@@ -602,31 +604,29 @@ def _always(value):
 
 
 def _add_moments(site, moments, values, c, rows):
-    """Mean and sum of squares about it, of the chunks before `c` and of these values too.
+    """A shift, and the sums of differences from it and of their squares, over chunks up to `c`.
 
-    The two-pass mean and squares of each chunk, joined as Chan et al. do: E[x^2] - E[x]^2 would
-    cancel where the mean is large.
+    The shift is the first chunk's mean: E[x^2] - E[x]^2 would cancel where the mean is large, and
+    about the mean of a part of the token it does not.
     """
-    mean, squares = moments
-    if site.norm == "rmsnorm":
-        return mean, squares + jnp.sum(jnp.square(values))
-    width = jnp.float32(site.V)
-    count = width * jnp.minimum(rows[1], site.K - rows[0])
-    before = width * rows[0]
-    chunk_mean = jnp.sum(values) / count
-    apart = values - chunk_mean
-    _, _, inside = _index((site.K, site.V), rows, (0, values.shape[1]))
-    if inside is not None:
-        apart = jnp.where(inside, apart, 0)
-    # What rounding left in the first mean.
-    rest = jnp.sum(apart) / count
-    chunk_mean = chunk_mean + rest
-    chunk_squares = jnp.maximum(jnp.sum(jnp.square(apart)) - count * jnp.square(rest), 0)
-    delta, share = chunk_mean - mean, count / (before + count)
-    return (
-        mean + delta * share,
-        squares + chunk_squares + jnp.square(delta) * before * share,
-    )
+    shift, total, squares = moments
+    if site.norm == "layernorm":
+        first = jnp.sum(values) / (min(rows[1], site.K) * site.V)
+        shift = jnp.where(c == 0, first, shift)
+        values = values - shift
+        _, _, inside = _index((site.K, site.V), rows, (0, values.shape[1]))
+        if inside is not None:
+            values = jnp.where(inside, values, 0)
+        total += jnp.sum(values)
+    return shift, total, squares + jnp.sum(jnp.square(values))
+
+
+def _mean_and_rstd(site, moments, epsilon):
+    shift, total, squares = moments
+    size = site.K * site.V
+    rest = total / size
+    variance = jnp.maximum(squares / size - jnp.square(rest), 0)
+    return shift + rest, jax.lax.rsqrt(variance + epsilon)
 
 
 # Backward --------------------------------------------------------------------------------------

@@ -126,10 +126,9 @@ def test_kernels_compile_for_tpu(target, rows):
     for heads, size in COMPILED if target == "v5e:2x2" else COMPILED[:1]:
         qkv = jax.ShapeDtypeStruct((2, 512, 3 * heads, size), jnp.bfloat16, sharding=device)
         ids = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=device)
-        loss = lambda qkv, ids: jnp.sum(
-            causal_attention(
-                qkv, scale=0.1, slopes=jnp.full(heads, 0.1), segment_ids=ids, rows=rows
-            ).astype(jnp.float32)
+        options = dict(scale=0.1, slopes=jnp.full(heads, 0.1), rows=rows)
+        loss = lambda qkv, ids, options=options: jnp.sum(
+            causal_attention(qkv, segment_ids=ids, **options).astype(jnp.float32)
         )
         compiled = jax.jit(jax.grad(loss)).lower(qkv, ids).compile()
         assert compiled.as_text().count("tpu_custom_call") == 2

@@ -1,4 +1,4 @@
-"""The GPU kernels of the key-vector ops: their numbers in interpret mode, their code for each GPU."""
+"""The GPU kernels of the key-vector ops: interpreted numbers, and the code for each GPU."""
 
 import functools
 
@@ -27,7 +27,7 @@ WHOLE = (2, 3, 12, 48, 3, 7)
 # Three chunks of 16 keys, the last ragged; groups of key vectors beyond 64.
 CHUNKED = (1, 3, 40, 32, 20, 70)
 CHUNKS = Blocks(keys=16, warps=4, stages=1, programs=2)
-SHAPES = [(WHOLE, None), (CHUNKED, CHUNKS), ((1, 5, 16, 32, 4, 12), Blocks(16, 4, 2, 2))]
+SHAPES = [(WHOLE, None), (CHUNKED, CHUNKS)]
 
 
 def arguments(shape, dtypes, seed=0):
@@ -73,30 +73,39 @@ def backward(*args, norm, blocks=None, rebuild=True):
     return triton_gpu.backward(*args, norm=norm, rebuild=rebuild, blocks=blocks, interpret=True)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("shape, blocks", SHAPES)
+@functools.partial(jax.jit, static_argnames="norm")
+def expected_of(stored, args, cotangents, norm):
+    """X', z of `stored` (whose rounding is no error of the read), and the cotangents of `args`."""
+    options = dict(norm=norm, epsilon=1e-6)
+    op = functools.partial(reference.store_norm_retrieve, **options)
+    (X, _), vjp = jax.vjp(op, *args)
+    Z = reference.norm_retrieve(stored, *args[3:], **options, dtype=stored.dtype)
+    return X, Z, vjp(cotangents)
+
+
+CASES = [
+    *((shape, blocks, "layernorm", dtypes) for shape, blocks in SHAPES for dtypes in DTYPES),
+    *((shape, blocks, "rmsnorm", DTYPES[0]) for shape, blocks in SHAPES),
+]
+
+
+@pytest.mark.parametrize("shape, blocks, norm, dtypes", CASES)
 def test_op_and_gradients_equal_reference(shape, blocks, norm, dtypes):
     args, cotangents = arguments(shape, dtypes)
     stored, retrieved, statistics = forward(*args, norm=norm, blocks=blocks)
     got = backward(stored, statistics, *args[1:], *cotangents, norm=norm, blocks=blocks)
     with jax.enable_x64(True):
-        exact = [jnp.asarray(wide(x)) for x in args]
-        op = functools.partial(reference.store_norm_retrieve, norm=norm, epsilon=1e-6)
-        X, Z = op(*exact)
-        # The rounding of X' is no part of the kernel's error: z is of X' as stored.
-        Z = reference.norm_retrieve(
-            jnp.asarray(wide(stored)), *exact[3:], norm=norm, epsilon=1e-6, dtype=Z.dtype
-        )
-        _, vjp = jax.vjp(op, *exact)
-        expected = vjp(tuple(jnp.asarray(wide(d)) for d in cotangents))
+        exact = jax.tree.map(wide, (stored, args, cotangents))
+        X, Z, expected = expected_of(*exact, norm=norm)
     tolerance = TOLERANCE[dtypes[1]]
     assert stored.dtype == args[0].dtype and retrieved.dtype == args[2].dtype
     assert error(stored, X) <= (2e-7 if dtypes[0] == "float32" else 4e-3)
     assert error(retrieved, Z) <= tolerance
     values = wide(stored)
     mean = values.mean((2, 3)) if norm == "layernorm" else np.zeros(values.shape[:2])
-    np.testing.assert_allclose(statistics.mean, mean, atol=2e-7)
+    # A few units of float32 of the values added up.
+    spread = np.abs(values).max((2, 3))
+    assert np.all(np.abs(statistics.mean - mean) <= 2e-7 * spread)
     variance = np.mean((values - mean[..., None, None]) ** 2, (2, 3))
     np.testing.assert_allclose(statistics.rstd, (variance + 1e-6) ** -0.5, rtol=2e-6)
     for name, g, e in zip(
@@ -113,7 +122,7 @@ def test_op_and_gradients_equal_reference(shape, blocks, norm, dtypes):
         assert error(got.rebuilt, args[0]) <= (1e-6 if dtypes[0] == "float32" else 2e-2)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("dtypes", DTYPES[1:])
 def test_halves_are_the_whole(dtypes):
     (X, w, y, gain, r), _ = arguments(CHUNKED, dtypes)
     run = dict(blocks=CHUNKS, interpret=True)
@@ -264,11 +273,17 @@ def test_lowers_for_cuda_without_one(dtypes):
     assert "key_vector_store" in cuda.lowered(triton_gpu.store, *args[:3])
 
 
-@pytest.mark.parametrize("target", cuda.TARGETS)
-@pytest.mark.parametrize("K, V, R", PRESETS)
+@pytest.mark.parametrize(
+    "K, V, R, target",
+    [
+        pytest.param(*sizes, target, marks=[pytest.mark.slow] * (sizes != PRESETS[-1]))
+        for sizes in PRESETS
+        for target in cuda.TARGETS
+    ],
+)
 def test_compiles_for_each_gpu_without_spilling(K, V, R, target, tmp_path):
     for dtypes in DTYPES[1:]:
-        for P in (R, 3 * R):
+        for P in (R, 3 * R):  # What feed-forward and attention read.
             for call, args in calls(K, V, R, P, dtypes):
                 program = cuda.ptx(call, *args, target=target, folder=tmp_path)
                 kernels = cuda.usage(program, tmp_path)
@@ -283,6 +298,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", cuda.TARGETS)
 @pytest.mark.parametrize("sizes, dtypes", LARGE)
 def test_compiles_in_chunks_for_each_gpu(sizes, dtypes, target, tmp_path):
@@ -294,6 +310,7 @@ def test_compiles_in_chunks_for_each_gpu(sizes, dtypes, target, tmp_path):
         assert kernels and all(use.spilled <= 32 for use in kernels.values()), kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", cuda.TARGETS)
 def test_store_and_rebuild_multiply_with_the_same_instruction(target, tmp_path):
     """Tensor cores of one kind may add up differently from those of another."""

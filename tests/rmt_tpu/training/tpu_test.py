@@ -1,39 +1,99 @@
 """The train step compiled by the real TPU compiler, on a machine without a TPU."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import topologies
 
 import sharding
+from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
 from rmt_tpu.presets import run
 from rmt_tpu.training.run import prepare
 
 
-@pytest.mark.parametrize("preset", ["rmt-tiny", "gpt2-tiny"])
-def test_train_step_compiles_for_a_slice_of_v5e(preset):
+def config_of(preset: str, *, mesh="data=1", batch_size=None, vocab_size=512, **model) -> RunConfig:
     config = run(preset)
-    model = dataclasses.replace(config.model, compute_dtype="bfloat16", vocab_size=512)
-    train = dataclasses.replace(config.train, mesh="data=2,fsdp=2")
-    config = dataclasses.replace(config, model=model, train=train)
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    prepared = prepare(config, sharding.make_mesh(train.mesh, topology.devices))
+    model = {"compute_dtype": "bfloat16", "vocab_size": vocab_size} | model
+    key_dim = model.pop("key_dim", None)
+    if key_dim is not None:
+        model["store"] = dataclasses.replace(config.model.store, key_dim=key_dim)
+    train = dataclasses.replace(
+        config.train, mesh=mesh, batch_size=batch_size or config.train.batch_size
+    )
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, **model), train=train
+    )
 
+
+def compiled(config: RunConfig, devices: int = 1, topology: str = "v5e:2x2"):
+    """The parameters' shapes, and the step compiled for so many devices of a topology."""
+    target = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    prepared = prepare(config, sharding.make_mesh(config.train.mesh, target.devices[:devices]))
     placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(placed, jax.eval_shape(prepared.init), prepared.state_shardings)
-    shape = (train.batch_size, config.data.seq_len)
+    shape = (config.train.batch_size, config.data.seq_len)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=prepared.batch_sharding)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=prepared.batch_sharding)
     step = jax.jit(prepared.step, donate_argnums=0)
-    compiled = step.lower(state, Batch(ids, ids, ids, weights)).compile()
+    return state.params, step.lower(state, Batch(ids, ids, ids, weights)).compile()
 
-    memory = compiled.memory_analysis()
-    parameters = sum(p.size * 4 for p in jax.tree.leaves(state.params))
+
+def moves(program: str, elements: int) -> list[str]:
+    """Instructions that only move an array of so many elements."""
+    found = []
+    for line in program.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?\S+ = \w+\[([\d,]+)\]\S* (copy|transpose)\(", line)
+        if match and np.prod([int(n) for n in match.group(1).split(",")]) == elements:
+            found.append(line.strip()[:160])
+    return found
+
+
+@pytest.mark.parametrize(
+    "preset, remat", [("rmt-tiny", "full"), ("rmt-tiny", "reversible"), ("gpt2-tiny", "full")]
+)
+def test_train_step_compiles_for_a_slice_of_v5e(preset, remat):
+    params, step = compiled(config_of(preset, mesh="data=2,fsdp=2", remat=remat), devices=4)
+    memory = step.memory_analysis()
+    size = sum(p.size * 4 for p in jax.tree.leaves(params))
     # Parameters and two moments, half of nearly all of them on each device; all are donated.
-    assert memory.argument_size_in_bytes < 0.6 * 3 * parameters
-    assert memory.alias_size_in_bytes > 0.4 * 3 * parameters
-    text = compiled.as_text()
-    assert "all-gather" in text and ("all-reduce" in text or "reduce-scatter" in text)
+    assert memory.argument_size_in_bytes < 0.6 * 3 * size
+    assert memory.alias_size_in_bytes > 0.4 * 3 * size
+    program = step.as_text()
+    assert "all-gather" in program and ("all-reduce" in program or "reduce-scatter" in program)
+    assert "attention_backward" in program
+    assert ("key_vector_backward" in program) == preset.startswith("rmt")
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_nothing_moves_between_the_residuals_kernels_and_attention(topology):
+    """No copy or transpose of a residual, or of what attention reads, once a layer."""
+    config = config_of("rmt-tiny", remat="reversible", key_dim=32, batch_size=8)
+    _, step = compiled(config, topology=topology)
+    tokens = config.train.batch_size * config.data.seq_len
+    heads, size = config.model.attention.num_heads, config.model.attention.head_dim
+    program = step.as_text()
+    # Of all computations, the entry apart, in which what happens once may happen.
+    loops = program[: program.index("ENTRY")]
+    assert moves(loops, tokens * config.model.residual_size) == []
+    assert moves(loops, tokens * 3 * heads * size) == []
+
+
+@pytest.mark.slow
+def test_activation_memory_of_the_305m_step_hardly_grows_with_key_dim():
+    """From D_k 64 to 256, which keeping every residual would multiply."""
+    temporary = {
+        key_dim: compiled(
+            config_of(
+                "rmt-305m", remat="reversible", batch_size=16, vocab_size=50257, key_dim=key_dim
+            )
+        )[1]
+        .memory_analysis()
+        .temp_size_in_bytes
+        for key_dim in (64, 256)
+    }
+    assert temporary[256] < 1.15 * temporary[64]
