@@ -173,12 +173,14 @@ class _Call(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _store_norm_retrieve(call, residual, store_keys, data, gain, read_keys):
-    return _forward(call, residual, store_keys, data, gain, read_keys)[:2]
+    return _forward(call, True, residual, store_keys, data, gain, read_keys)[:2]
 
 
 def _store_norm_retrieve_forward(call, residual, store_keys, data, gain, read_keys):
     _refuse_integers(residual)
-    stored, retrieved, statistics = _forward(call, residual, store_keys, data, gain, read_keys)
+    # Not in place: where this is differentiated, the residual before is often needed as well.
+    args = (store_keys, data, gain, read_keys)
+    stored, retrieved, statistics = _forward(call, False, residual, *args)
     return (stored, retrieved), (stored, statistics, store_keys, data, gain, read_keys)
 
 
@@ -197,23 +199,23 @@ def _store_norm_retrieve_backward(call, saved, cotangents):
 _store_norm_retrieve.defvjp(_store_norm_retrieve_forward, _store_norm_retrieve_backward)
 
 
-def _forward(call, residual, store_keys, data, gain, read_keys):
-    run = lambda module, *args: module.store_norm_retrieve(
-        *args, norm=call.norm, epsilon=call.epsilon
-    )
-    args = (residual, store_keys, data, gain, read_keys)
-    return _run(call, "store_norm_retrieve", run, args, read_keys.shape[0])
+def _forward(call, in_place, *args):
+    def run(module, *args):
+        options = {"in_place": in_place} if module is mosaic_tpu else {}
+        return module.store_norm_retrieve(*args, norm=call.norm, epsilon=call.epsilon, **options)
+
+    return _run(call, "store_norm_retrieve", run, args)
 
 
 def _backward(call, rebuild, *args):
     run = lambda module, *args: module.backward(*args, norm=call.norm, rebuild=rebuild)
-    return _run(call, "backward", run, args, args[5].shape[0])
+    return _run(call, "backward", run, args)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _store(call, residual, store_keys, data):
     run = lambda module, *args: module.store(*args)
-    return _run(call, "store", run, (residual, store_keys, data), 0)
+    return _run(call, "store", run, (residual, store_keys, data))
 
 
 def _store_forward(call, residual, store_keys, data):
@@ -237,7 +239,7 @@ def _norm_retrieve(call, residual, gain, read_keys):
     run = lambda module, *args: module.norm_retrieve(
         *args, norm=call.norm, epsilon=call.epsilon, dtype=call.dtype
     )
-    return _run(call, "norm_retrieve", run, (residual, gain, read_keys), read_keys.shape[0])
+    return _run(call, "norm_retrieve", run, (residual, gain, read_keys))
 
 
 def _norm_retrieve_forward(call, residual, gain, read_keys):
@@ -266,7 +268,7 @@ _NAMED = {"xla": (), "mosaic_tpu": ("tpu",), "triton": ("cuda",), "pallas": ("tp
 _BY_DEFAULT = ("tpu",)
 
 
-def _run(call: _Call, op: str, run, args, reads: int):
+def _run(call: _Call, op: str, run, args):
     """`run(module, *args)` with the module of the implementation that is asked for."""
     if call.implementation not in (None, *_NAMED):
         raise UnsupportedImplementation(

@@ -143,12 +143,15 @@ def store_norm_retrieve(
     *,
     norm: Norm,
     epsilon: int | float,
+    in_place: bool = True,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
     """`store`, then `norm_retrieve` of what it stored, in the data's dtype.
 
     `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)` bytes for T tokens of E bytes an entry.
+
+    `in_place` writes X' over X, which a caller that still needs X pays for with a copy.
 
     Raises:
       UnsupportedImplementation: see `unsupported`.
@@ -157,7 +160,7 @@ def store_norm_retrieve(
     call = Call(
         sizes, _blocks(block_sizes, "forward", sizes, residual, interpret), norm, epsilon, interpret
     )
-    out = _forward(call, residual, store_keys, data, gain, read_keys)
+    out = _forward(call, residual, store_keys, data, gain, read_keys, in_place=in_place)
     return out["residual"], out["retrieved"], out["statistics"]
 
 
@@ -225,7 +228,16 @@ def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret
     return blocks
 
 
-def _forward(call: Call, residual, store_keys=None, data=None, gain=None, read_keys=None):
+def _forward(
+    call: Call,
+    residual,
+    store_keys=None,
+    data=None,
+    gain=None,
+    read_keys=None,
+    *,
+    in_place: bool = True,
+):
     """The forward kernel with what there is of its two halves."""
     s, blocks = call.sizes, call.blocks
     B, N = residual.shape[:2]
@@ -272,7 +284,7 @@ def _forward(call: Call, residual, store_keys=None, data=None, gain=None, read_k
         grid=(B, -(-N // tokens), call.slabs),
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * B * N * s.K * s.V * (s.R + s.P),
-        aliased=("residual",) if stores else (),
+        aliased=("residual",) if stores and in_place else (),
     )
     return {
         name: Statistics(x[:, 0], x[:, 1]) if name == "statistics" else _tokens_first(x)

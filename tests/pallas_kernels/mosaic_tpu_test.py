@@ -1,0 +1,397 @@
+"""The TPU kernels: interpreted on a CPU against the reference in float64, and compiled for TPU."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from pallas_kernels.key_vector import block_sizes, mosaic_tpu, reference
+from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
+from pallas_kernels.key_vector.interface import FRACTION_BITS, Statistics
+
+EPSILON = 1e-6
+# Largest error relative to the largest value, by dtype of the data: every operand of a bfloat16
+# product is rounded to 2^-9, float32 sums of up to 10^5 terms are off by some units of 2^-24.
+TOLERANCE = {"bfloat16": 1e-2, "float32": 3e-6}
+# An int16 residual is itself known to half a step of 2^-9, at values of about 4; its float32
+# gradients come from what is stored, and the cotangent of the residual is bfloat16.
+INT16_TOLERANCE = 5e-3
+
+
+class Case(NamedTuple):
+    B: int
+    N: int
+    K: int
+    V: int
+    R: int
+    P: int
+    residual: str
+    data: str
+    norm: str
+    blocks: BlockSizes | None = None
+
+    @property
+    def cotangent(self):
+        return "bfloat16" if self.residual == "int16" else self.residual
+
+    @property
+    def tolerance(self):
+        return max(
+            TOLERANCE[self.data],
+            TOLERANCE[self.cotangent],
+            INT16_TOLERANCE if self.residual == "int16" else 0,
+        )
+
+
+SLABS = BlockSizes(128, slab=4, store_group=2, read_group=2)
+CASES = [
+    Case(2, 256, 16, 8, 4, 12, "bfloat16", "bfloat16", "layernorm"),
+    Case(1, 300, 16, 8, 16, 48, "float32", "float32", "layernorm"),  # a ragged last tile
+    Case(1, 600, 24, 6, 3, 9, "bfloat16", "bfloat16", "layernorm"),  # half-full bfloat16 tiles
+    Case(1, 256, 16, 8, 4, 1, "float32", "bfloat16", "rmsnorm"),  # tiles split over cores
+    Case(3, 200, 12, 6, 5, 7, "int16", "bfloat16", "layernorm"),  # rows of v never whole tiles
+    Case(1, 128, 8, 8, 8, 8, "bfloat16", "bfloat16", "rmsnorm"),
+    Case(1, 200, 16, 8, 4, 12, "bfloat16", "float32", "layernorm", SLABS),
+    Case(2, 128, 16, 8, 4, 12, "int16", "float32", "layernorm", SLABS),
+    Case(1, 128, 16, 8, 4, 12, "int16", "bfloat16", "rmsnorm", SLABS),
+]
+
+
+def arguments(case: Case, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda dtype, *size: jnp.asarray(rng.normal(size=size), dtype)
+    X = draw("float32", case.B, case.N, case.K, case.V)
+    if case.residual == "int16":
+        X = jnp.round(X * 2**FRACTION_BITS)
+    return (
+        X.astype(case.residual),
+        draw("float32", case.R, case.K) / 4,
+        draw(case.data, case.B, case.N, case.R, case.V),
+        draw("float32", case.K, case.V),
+        draw("float32", case.P, case.K),
+    )
+
+
+def float64(x):
+    x = np.asarray(x)
+    return x / 2**FRACTION_BITS if x.dtype == np.int16 else x.astype(np.float64)
+
+
+def largest_error(got, expected):
+    expected = np.asarray(expected)
+    assert got.shape == expected.shape
+    return np.abs(float64(got) - expected).max() / np.abs(expected).max()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(case: Case, args):
+    return mosaic_tpu.store_norm_retrieve(
+        *args, norm=case.norm, epsilon=EPSILON, block_sizes=case.blocks, interpret=True
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def backward(case: Case, stored, statistics, args, cotangents):
+    """Of all, and the residual before."""
+    return mosaic_tpu.backward(
+        *(stored, statistics, *args[1:], *cotangents),
+        norm=case.norm,
+        rebuild=True,
+        block_sizes=case.blocks,
+        interpret=True,
+    )
+
+
+def in_float64(case: Case, args, cotangents):
+    """The reference's residual and retrieved vectors, and gradients in the order of `args`."""
+
+    @jax.jit
+    def run(args, cotangents):
+        op = functools.partial(reference.store_norm_retrieve, norm=case.norm, epsilon=EPSILON)
+        out, vjp = jax.vjp(op, *args)
+        return out, vjp(cotangents)
+
+    with jax.enable_x64(True):
+        out = run(*jax.tree.map(lambda x: jnp.asarray(float64(x)), (args, tuple(cotangents))))
+        return jax.tree.map(np.asarray, out)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_every_gradient_equal_the_reference(case):
+    args = arguments(case)
+    rng = np.random.default_rng(1)
+    d_stored = jnp.asarray(rng.normal(size=args[0].shape), case.cotangent)
+    d_retrieved = jnp.asarray(rng.normal(size=(case.B, case.N, case.P, case.V)), case.data)
+    cotangents = d_stored, d_retrieved
+    values, gradients = in_float64(case, args, cotangents)
+    expected = *values, *gradients
+
+    stored, retrieved, statistics = forward(case, args)
+    g = backward(case, stored, statistics, args, cotangents)
+    assert stored.dtype == case.residual and retrieved.dtype == case.data
+    assert g.residual.dtype == case.cotangent and g.data.dtype == case.data
+    got = stored, retrieved, g.residual, g.store_keys, g.data, g.gain, g.read_keys
+    errors = [largest_error(a, b) for a, b in zip(got, expected, strict=True)]
+    assert np.max(errors) <= case.tolerance, errors  # a NaN is larger than all
+    if case.residual == "int16":
+        np.testing.assert_array_equal(g.rebuilt, args[0])
+    else:
+        assert largest_error(g.rebuilt, float64(args[0])) <= TOLERANCE[case.residual]
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[6]])
+def test_halves_are_the_whole(case):
+    args = arguments(case)
+    stored, retrieved, statistics = forward(case, args)
+    half = mosaic_tpu.store(*args[:3], block_sizes=case.blocks, interpret=True)
+    np.testing.assert_array_equal(half, stored)
+    got, read_statistics = mosaic_tpu.norm_retrieve(
+        *(half, *args[3:]),
+        norm=case.norm,
+        epsilon=EPSILON,
+        dtype=case.data,
+        block_sizes=case.blocks,
+        interpret=True,
+    )
+    np.testing.assert_allclose(got, retrieved, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(read_statistics.rstd, statistics.rstd, rtol=1e-6)
+
+
+@pytest.mark.parametrize("data", ["float32", "bfloat16"])
+@pytest.mark.parametrize("blocks", [None, SLABS])
+def test_small_spread_on_a_large_mean(data, blocks):
+    """mean(x^2) - mean(x)^2 would lose every digit here, and so would a bfloat16 operand."""
+    case = Case(1, 128, 16, 8, 2, 4, "float32", data, "layernorm", blocks)
+    X, w, y, gain, r = arguments(case)
+    args = 1000 + 0.01 * X, jnp.zeros_like(w), y, gain, r
+    _, Z, statistics = forward(case, args)
+    (_, expected), _ = in_float64(case, args, (args[0], y.repeat(2, axis=2)))
+    # The op is given the very X that the reference is: float32 is only what it computes in.
+    assert largest_error(Z, expected) <= (1e-2 if data == "bfloat16" else 1e-4)
+    spread = float64(args[0]).std(axis=(2, 3))
+    np.testing.assert_allclose(statistics.rstd, 1 / np.sqrt(spread**2 + EPSILON), rtol=1e-4)
+
+
+def test_gradient_with_a_mean_that_is_large_beside_the_spread():
+    case = Case(1, 128, 16, 8, 4, 4, "bfloat16", "bfloat16", "layernorm")
+    X, w, y, gain, r = arguments(case)
+    args = (X + 64).astype(jnp.bfloat16), 0 * w, y, gain, r
+    cotangents = jnp.zeros_like(X), arguments(case, seed=1)[2]
+    _, expected = in_float64(case, args, cotangents)
+    stored, _, statistics = forward(case, args)
+    g = backward(case, stored, statistics, args, cotangents)
+    for got, i in ((g.residual, 0), (g.gain, 3), (g.read_keys, 4)):
+        assert largest_error(got, expected[i]) <= TOLERANCE["bfloat16"]
+
+
+def test_int16_comes_back_exactly_through_48_sublayers():
+    # The tiles differ from those that rebuilding takes, the products must not.
+    blocks = BlockSizes(256, slab=8, store_group=8, read_group=4)
+    case = Case(1, 256, 16, 8, 4, 4, "int16", "bfloat16", "layernorm", blocks)
+    other = case._replace(blocks=BlockSizes(128, slab=8, store_group=8, read_group=2, keep=True))
+    X, w, _, gain, r = arguments(case)
+    keys = jax.random.split(jax.random.key(0), 48)
+    data = lambda key: jax.random.normal(key, (1, 256, 4, 8), jnp.bfloat16)
+
+    def down(X, key):
+        X, _, statistics = forward(case, (X, w, data(key), gain, r))
+        return X, statistics
+
+    def up(X, step):
+        key, statistics = step
+        zero = jnp.zeros(X.shape, jnp.bfloat16)
+        args = X, w, data(key), gain, r
+        return backward(other, X, statistics, args, (zero, zero[:, :, :4])).rebuilt, None
+
+    last, statistics = jax.lax.scan(down, X, keys)
+    assert jnp.abs(last.astype(jnp.int32) - X).max() > 2**FRACTION_BITS
+    assert jnp.isfinite(statistics.rstd).all()
+    first, _ = jax.lax.scan(up, last, (keys, statistics), reverse=True)
+    np.testing.assert_array_equal(first, X)
+
+
+@pytest.mark.parametrize("written", [1e3, -1e3, 1e9, jnp.inf, jnp.nan])
+def test_a_token_out_of_int16_range_reads_nan(written):
+    case = Case(1, 128, 16, 8, 4, 4, "int16", "bfloat16", "rmsnorm")
+    X, w, y, gain, r = arguments(case)
+    w = w.at[0, 0].set(1.0)
+    y = y.at[0, 5, 0, 3].set(written)
+    stored, Z, statistics = forward(case, (X, w, y, gain, r))
+    assert jnp.isnan(statistics.rstd[0, 5]) and jnp.isnan(Z[0, 5]).all()
+    others = np.arange(128) != 5
+    assert jnp.isfinite(Z[0, others]).all() and jnp.isfinite(statistics.rstd[0, others]).all()
+    if abs(written) == 1e3:
+        assert stored[0, 5, 0, 3] == np.sign(written) * (2**15 - 1)
+
+
+def test_gradients_are_the_same_bits_every_time():
+    case = CASES[2]
+    args = arguments(case)
+    stored, retrieved, statistics = forward(case, args)
+    run = lambda: backward(case, stored, statistics, args, (stored, retrieved))
+    for a, b in zip(run(), run(), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+# Compiled for TPU ----------------------------------------------------------------------------
+
+
+def place_on(topology: str):
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    sharding = SingleDeviceSharding(device)
+    return lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def shapes(array, case: Case):
+    c = case
+    return (
+        array(c.residual, c.B, c.N, c.K, c.V),
+        array("float32", c.R, c.K),
+        array(c.data, c.B, c.N, c.R, c.V),
+        array("float32", c.K, c.V),
+        array("float32", c.P, c.K),
+    )
+
+
+@pytest.mark.parametrize(
+    "topology, case",
+    [
+        ("v5e:2x2", Case(2, 512, 64, 64, 16, 48, "bfloat16", "bfloat16", "layernorm")),
+        ("v5p:2x2x1", Case(2, 512, 256, 64, 16, 16, "bfloat16", "bfloat16", "layernorm")),
+        ("v5p:2x2x1", Case(1, 512, 4096, 64, 16, 48, "bfloat16", "bfloat16", "rmsnorm")),
+        ("v6e:2x2", Case(1, 1000, 48, 16, 14, 42, "int16", "bfloat16", "layernorm")),
+        ("v6e:2x2", Case(2, 256, 12, 10, 5, 7, "float32", "float32", "layernorm")),
+    ],
+)
+def test_compiles_within_vmem(topology, case):
+    array = place_on(topology)
+    args = shapes(array, case)
+    token = array("float32", case.B, case.N)
+    cotangents = (
+        array(case.cotangent, *args[0].shape),
+        array(case.data, case.B, case.N, case.P, case.V),
+    )
+
+    @jax.jit
+    def both(args, statistics, cotangents):
+        out = mosaic_tpu.store_norm_retrieve(*args, norm=case.norm, epsilon=EPSILON)
+        g = mosaic_tpu.backward(
+            *(args[0], statistics, *args[1:], *cotangents), norm=case.norm, rebuild=True
+        )
+        return out, g
+
+    compiled = both.lower(args, Statistics(token, token), cotangents).compile()
+    for name in ("key_vector_forward", "key_vector_backward"):
+        assert re.search(rf"custom-call.*{name}", compiled.as_text()), name
+
+
+def test_a_scan_over_layers_copies_no_residual():
+    # Too large for VMEM, where XLA would else move it to and fro.
+    case = Case(16, 512, 64, 64, 16, 16, "bfloat16", "bfloat16", "layernorm")
+    B, N, K, V, R, P = case[:6]
+    layers = 4
+    blocks = BlockSizes(512, 64, 8, 2, store_unroll=1, read_unroll=1, keep=True)
+
+    @jax.custom_vjp
+    def op(*args):
+        return op_forward(*args)[0]
+
+    def op_forward(*args):
+        out = mosaic_tpu.store_norm_retrieve(
+            *args, norm=case.norm, epsilon=EPSILON, block_sizes=blocks
+        )
+        return out[:2], (out[0], out[2], *args[1:])
+
+    def op_backward(saved, cotangents):
+        g = mosaic_tpu.backward(*saved, *cotangents, norm=case.norm, block_sizes=blocks)
+        return g.residual, g.store_keys, g.data, g.gain, g.read_keys
+
+    op.defvjp(op_forward, op_backward)
+
+    def layer(carry, p):
+        X, y = carry
+        X, z = op(X, p["w"], y, p["gain"], p["r"])
+        h = jax.nn.gelu(z.swapaxes(-1, -2).reshape(B, N, V * P) @ p["up"])
+        y = (h @ p["down"]).reshape(B, N, V, R).swapaxes(-1, -2)
+        return (X, y), None
+
+    def loss(p, X, y):
+        X, y = jax.lax.scan(layer, (X, y), p)[0]
+        return jnp.sum(jnp.square(X.astype(jnp.float32))) + jnp.sum(y.astype(jnp.float32))
+
+    array = place_on("v5p:2x2x1")
+    X, _, y, _, _ = shapes(array, case)
+    parameters = {
+        "w": array("float32", layers, R, K),
+        "gain": array("float32", layers, K, V),
+        "r": array("float32", layers, P, K),
+        "up": array("bfloat16", layers, V * P, 512),
+        "down": array("bfloat16", layers, 512, V * R),
+    }
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(parameters, X, y).compile().as_text()
+    in_loops = big_copies(text, X.size, within=loop_bodies(text))
+    assert in_loops == []
+    # The converter finds what there is: at the edges the carry has to take its layout.
+    assert big_copies(text, X.size, within=None)
+
+
+def loop_bodies(text):
+    bodies = set(re.findall(r"\bbody=%?([\w.\-]+)", text))
+    assert len(bodies) >= 2, "a loop forward and one backward"
+    return bodies
+
+
+def big_copies(text, size, within):
+    """Copies and transposes of `size` elements or more, in fusions or not."""
+    found, computation = [], None
+    for line in text.splitlines():
+        if start := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            computation = start[1]
+        out = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = \(?\w+\[([\d,]*)\]\S* ([\w\-]+)\(", line)
+        if out is None or (within is not None and computation not in within):
+            continue
+        elements = np.prod([int(n) for n in out[2].split(",") if n])
+        name = out[1] if out[3] == "fusion" else out[3]
+        # A loop saves and takes up residuals: slices of a stack, which are no copies of a layout.
+        if elements >= size and re.search(r"copy|transpose", name) and "slice" not in name:
+            found.append(line.strip()[:120])
+    return found
+
+
+# What is refused, and block sizes ------------------------------------------------------------
+
+
+def test_unsupported_names_the_reason():
+    case = Case(1, 128, 16, 8, 4, 4, "bfloat16", "bfloat16", "layernorm")
+    args = arguments(case)
+    reason = functools.partial(mosaic_tpu.unsupported, "store_norm_retrieve")
+    assert reason(*args) is None
+    assert "float16" in reason(args[0].astype(jnp.float16), *args[1:])
+    assert "float16" in reason(*args[:2], args[2].astype(jnp.float16), *args[3:])
+    assert "100 tokens" in reason(args[0][:, :100], args[1], args[2][:, :100], *args[3:])
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    large = case._replace(N=512, K=4096, V=4096, P=512, R=512)
+    assert "VMEM" in reason(*shapes(array, large))
+    assert "5000 entries" in reason(*shapes(array, case._replace(K=5000)))
+
+
+@pytest.mark.parametrize("K, V", [(64, 64), (256, 64), (64, 128), (32, 32), (64, 256), (8, 64)])
+def test_the_residual_is_read_once_where_a_tile_fits(K, V):
+    sizes = Sizes(K, V, 16, 48, "bfloat16", "bfloat16")
+    for op in ("forward", "backward"):
+        assert choose_block_sizes(op, sizes, 512).slab == V
+
+
+def test_tuned_block_sizes_come_first(monkeypatch):
+    sizes = Sizes(64, 64, 16, 48, "bfloat16", "bfloat16")
+    tuned = BlockSizes(256, 64, 4, 1)
+    monkeypatch.setitem(block_sizes.TUNED, ("forward", None, sizes), tuned)
+    assert choose_block_sizes("forward", sizes, 512) == tuned
+    assert choose_block_sizes("forward", sizes, 128) != tuned
+    assert choose_block_sizes("backward", sizes, 512) != tuned
