@@ -1,0 +1,341 @@
+"""A compiled program as XLA prints it: instructions, how often each runs, and the bytes it moves.
+
+Reads the text of `jax.stages.Compiled.as_text()` for a TPU.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"\b(calls|body|condition|to_apply)=%([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
+_SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"')
+_KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
+_KERNEL_BODY = re.compile(r'"body":"([^"]*)"')
+_TILE = re.compile(r"T\(([\d,*]+)\)")
+_SPACE = re.compile(r"S\((\d+)\)")
+
+# What only names or passes on arrays.
+_FREE = {
+    "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element",
+    "opt-barrier", "parameter", "partition-id", "tuple", "while",
+}  # fmt: skip
+_MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice",
+          "concatenate", "pad"}  # fmt: skip
+_SLICES = {"slice", "dynamic-slice", "gather"}
+VMEM = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array with its layout: `order` has the minor-most dimension first."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    tile: tuple[int, ...]
+    space: int
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        """As it lies in memory, with the padding of its tiles."""
+        sizes = [self.shape[i] for i in self.order]
+        for i, rows in enumerate(reversed(self.tile)):
+            if i < len(sizes):
+                sizes[i] = -(-sizes[i] // rows) * rows
+        return math.prod(sizes) * _bits(self.dtype) // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Bytes read and written, by where the arrays lie."""
+
+    hbm: int = 0
+    vmem: int = 0
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.hbm + other.hbm, self.vmem + other.vmem)
+
+    @property
+    def total(self) -> int:
+        return self.hbm + self.vmem
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction. `cycles` is XLA's estimate, None where it makes none."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: str = dataclasses.field(repr=False)
+    is_root: bool
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        found = _OP_NAME.search(self.attributes)
+        return found.group(1) if found else ""
+
+    @functools.cached_property
+    def cycles(self) -> int | None:
+        found = _CYCLES.search(self.attributes)
+        return int(found.group(1)) if found else None
+
+    @functools.cached_property
+    def called(self) -> dict[str, str]:
+        return dict(_CALLED.findall(self.attributes))
+
+    @property
+    def branches(self) -> list[str]:
+        found = _BRANCHES.search(self.attributes)
+        return _NAME.findall(found.group(1)) if found else []
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is a Pallas kernel."""
+        return self.opcode == "custom-call" and bool(_KERNEL.search(self.attributes))
+
+    @property
+    def is_prefetch(self) -> bool:
+        """Whether it starts a copy between HBM and VMEM beside other work."""
+        spaces = {a.space for a in self.arrays if a.shape}
+        return self.opcode in ("copy-start", "slice-start") and len(spaces) > 1
+
+    @property
+    def kernel_body(self) -> str:
+        """The kernel's program, encoded: the same for kernels that are alike."""
+        found = _KERNEL_BODY.search(self.attributes)
+        return found.group(1) if found else self.name
+
+    @property
+    def vmem_bytes(self) -> int:
+        """VMEM that a kernel uses for itself: its blocks and scratch."""
+        found = _SCOPED.search(self.attributes)
+        return int(found.group(1)) if found else 0
+
+    @property
+    def result(self) -> str:
+        """Dtype and shape of the first result, like `bf16[16,512]`."""
+        if not self.arrays:
+            return "()"
+        first = self.arrays[0]
+        return f"{first.dtype}[{','.join(map(str, first.shape))}]"
+
+
+class Module:
+    """A compiled program.
+
+    Attributes:
+      computations: instructions of each computation, by its name.
+      entry: name of the computation that runs.
+    """
+
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.entry = ""
+        current: dict[str, Instruction] = {}
+        for line in text.splitlines():
+            if (header := _COMPUTATION.match(line)) is not None:
+                current = self.computations[header.group(2)] = {}
+                if header.group(1):
+                    self.entry = header.group(2)
+            elif (found := _INSTRUCTION.match(line)) is not None:
+                instruction = _instruction(found.group(2), found.group(3), bool(found.group(1)))
+                current[instruction.name] = instruction
+        if not self.entry:
+            raise ValueError("no ENTRY computation in this text")
+
+    def run(self) -> Iterator["Executed"]:
+        """Every instruction that runs on its own, not those fused into one."""
+        yield from self._run(self.entry, 1, 0)
+
+    def _run(self, computation: str, times: int, depth: int) -> Iterator["Executed"]:
+        for instruction in self.computations[computation].values():
+            called = instruction.called
+            if instruction.opcode == "while":
+                trips = self.trips(instruction)
+                yield Executed(computation, instruction, times, depth, trips is None)
+                yield from self._run(called["body"], times * (trips or 1), depth + 1)
+                continue
+            yield Executed(computation, instruction, times, depth)
+            if instruction.opcode == "call":
+                yield from self._run(called["to_apply"], times, depth)
+            for branch in instruction.branches:
+                yield from self._run(branch, times, depth)
+
+    def trips(self, loop: Instruction) -> int | None:
+        """Iterations of a `while` that counts from 0 to a constant; None for any other."""
+        known = _TRIPS.search(loop.attributes)
+        if known is not None:
+            return int(known.group(1))
+        condition = self.computations[loop.called["condition"]]
+        constants = [i for i in condition.values() if i.opcode == "constant"]
+        if len(constants) != 1:
+            return None
+        bound = re.search(r"constant\((\d+)\)", constants[0].attributes)
+        return int(bound.group(1)) if bound else None
+
+    def traffic(self, computation: str, instruction: Instruction) -> Bytes:
+        """Bytes of operands and results; of an array that is only sliced or updated, of the slice.
+
+        An asynchronous copy counts where it starts.
+        """
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith("-done") or _is_bitcast(instruction):
+            return Bytes()
+        scope = self.computations[computation]
+        if opcode.endswith("-start"):
+            return _started(instruction)
+        if opcode == "fusion":
+            return self._fusion(scope, instruction)
+        if opcode in _SLICES:
+            return _bytes(instruction.arrays) + _bytes(instruction.arrays)
+        if opcode == "dynamic-update-slice":
+            update = scope[instruction.operands[1]].arrays
+            return _bytes(update) + _bytes(update)
+        read = (scope[name].arrays for name in instruction.operands if name in scope)
+        return sum(map(_bytes, read), _bytes(instruction.arrays))
+
+    def moves_only(self, instruction: Instruction) -> bool:
+        """Whether it computes nothing: a copy, a transpose, a slice, or a fusion of such."""
+        if instruction.opcode != "fusion":
+            return instruction.opcode in _MOVES
+        inside = self.computations[instruction.called["calls"]].values()
+        opcodes = {i.opcode for i in inside} - _FREE
+        return bool(opcodes) and opcodes <= _MOVES
+
+    def _fusion(self, scope: dict[str, Instruction], instruction: Instruction) -> Bytes:
+        inside = self.computations[instruction.called["calls"]]
+        root = next(i for i in inside.values() if i.is_root)
+        roots = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        total = Bytes()
+        for source, array in zip(roots, instruction.arrays, strict=False):
+            total += self._written(inside, source, array)
+        for name, operand in zip(self._parameters(inside), instruction.operands, strict=True):
+            if operand in scope:
+                total += self._read(inside, name, scope[operand].arrays)
+        return total
+
+    def _written(self, inside: dict[str, Instruction], source: Instruction, array: Array) -> Bytes:
+        """Of a result: if a larger array is updated in place, of the update."""
+        if source.opcode == "bitcast":
+            return self._written(inside, inside[source.operands[0]], array)
+        if source.opcode == "fusion" and len(source.arrays) == 1:
+            nested = self.computations[source.called["calls"]]
+            return self._written(nested, next(i for i in nested.values() if i.is_root), array)
+        if source.opcode == "dynamic-update-slice":
+            update = inside[source.operands[1]].arrays[0]
+            return _bytes((dataclasses.replace(update, space=array.space),))
+        return _bytes((array,))
+
+    def _read(self, inside: dict[str, Instruction], name: str, arrays: tuple[Array, ...]) -> Bytes:
+        """Of an operand that is called `name` inside: if it is only sliced, of the slices."""
+        whole, parts = _bytes(arrays), Bytes()
+        for user in (i for i in inside.values() if name in i.operands):
+            if user.opcode in _SLICES and user.operands[0] == name:
+                parts += _bytes((dataclasses.replace(user.arrays[0], space=arrays[0].space),))
+            elif user.opcode == "bitcast" and not user.is_root:
+                parts += self._read(inside, user.name, arrays)
+            elif user.opcode == "fusion":
+                nested = self.computations[user.called["calls"]]
+                for inner, outer in zip(self._parameters(nested), user.operands, strict=True):
+                    parts += self._read(nested, inner, arrays) if outer == name else Bytes()
+            elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
+                return whole
+        return parts if parts.total < whole.total else whole
+
+    @staticmethod
+    def _parameters(computation: dict[str, Instruction]) -> list[str]:
+        """Names of the parameters, in their order."""
+        numbers = {
+            int(re.search(r"parameter\((\d+)\)", i.attributes).group(1)): i.name
+            for i in computation.values()
+            if i.opcode == "parameter"
+        }
+        return [numbers[n] for n in sorted(numbers)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Executed:
+    """An instruction of a computation, how often it runs, and in how many loops it is nested."""
+
+    computation: str
+    instruction: Instruction
+    times: int
+    depth: int
+    unknown_trips: bool = False
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+    end = _balanced(rest, 0) if rest.startswith("(") else rest.index(" ")
+    kind, rest = rest[:end], rest[end:].lstrip()
+    opening = rest.index("(")
+    closing = _balanced(rest, opening)
+    opcode, inside = rest[:opening], rest[opening:closing]
+    operands = tuple(_NAME.findall(inside))
+    # Of a constant or a parameter the parentheses hold its value or number.
+    kept = rest[opening + len(inside) :] if operands else f"{opcode}{inside}{rest[closing:]}"
+    arrays = tuple(_array(*found) for found in _ARRAY.findall(kind))
+    return Instruction(name, opcode, arrays, operands, kept, is_root)
+
+
+def _balanced(text: str, start: int) -> int:
+    """The end of the parenthesis that opens at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i + 1
+    raise ValueError(f"unbalanced parentheses: {text[:80]}")
+
+
+def _array(dtype: str, shape: str, layout: str) -> Array:
+    sizes = tuple(int(n) for n in shape.split(",") if n)
+    order, _, tiling = layout.partition(":")
+    minor_first = tuple(int(n) for n in order.split(",") if n) or tuple(range(len(sizes)))[::-1]
+    tile = _TILE.search(tiling)
+    rows = tuple(int(n) for n in tile.group(1).split(",") if n != "*") if tile else ()
+    space = _SPACE.search(tiling)
+    return Array(dtype, sizes, minor_first, rows, int(space.group(1)) if space else 0)
+
+
+def _bits(dtype: str) -> int:
+    if dtype in ("pred", "token"):
+        return 8
+    digits = re.search(r"\d+", dtype)
+    return int(digits.group()) if digits else 8
+
+
+def _bytes(arrays: tuple[Array, ...]) -> Bytes:
+    return Bytes(
+        hbm=sum(a.bytes for a in arrays if a.space == 0),
+        vmem=sum(a.bytes for a in arrays if a.space == VMEM),
+    )
+
+
+def _started(instruction: Instruction) -> Bytes:
+    """`copy-start` and `slice-start` give (what is read, what is written, a semaphore)."""
+    arrays = [a for a in instruction.arrays if a.shape]
+    if not arrays:
+        return Bytes()
+    source, target = arrays[0], arrays[-1]
+    if instruction.opcode == "copy-start":
+        # The destination is printed first.
+        source, target = target, source
+    moved = dataclasses.replace(target, space=source.space)
+    return _bytes((moved,)) + _bytes((target,))
+
+
+def _is_bitcast(instruction: Instruction) -> bool:
+    named = 'custom_call_target="ConcatBitcast"' in instruction.attributes
+    return instruction.opcode == "custom-call" and named

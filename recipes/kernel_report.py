@@ -1,0 +1,174 @@
+"""What the kernels, and whole train steps, cost: estimated for TPUs that need not be there.
+
+    python -m recipes.kernel_report --op=key_vector --targets=v5e --output=reports
+    python -m recipes.kernel_report --step --presets=rmt-305m,gpt2-405m --batch_size=16
+
+Ops: every call beside its portable form; measured instead on a machine with a GPU or a TPU, unless
+--targets is given. Steps (--step): cycles by part, the first preset over the second, the largest
+instructions, a picture. Leaves Markdown and JSON in --output. Estimates need the TPU compiler
+(`pip install 'jax[tpu]'`) and no TPU.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from recipes import common
+from rmt_tpu import overrides
+from rmt_tpu.errors import RunError, UsageError, unknown
+
+_OP = flags.DEFINE_string("op", "all", "an op, or all")
+_CASES = flags.DEFINE_multi_string("case", None, "only this case of the ops, like 'H=16 D=64'")
+_TARGETS = flags.DEFINE_list("targets", None, "of v5e, v5p, v6e; all, if there is no device")
+_OUTPUT = flags.DEFINE_string("output", "reports", "folder for tables and pictures")
+_STEP = flags.DEFINE_bool("step", False, "whole train steps, and not ops")
+_PRESETS = flags.DEFINE_list("presets", ["rmt-305m", "gpt2-405m"], "models, with --step")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "sequences in a step, with --step")
+_SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "tokens in a sequence, with --step")
+_SET = flags.DEFINE_multi_string(
+    "set",
+    [],
+    "path=value in the config, with --step; rmt-305m:path=value only for that preset",
+)
+
+
+def main() -> int:
+    from pallas_kernels.tuning import CompilerError
+
+    folder = Path(_OUTPUT.value)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _report_steps(folder) if _STEP.value else _report_ops(folder)
+    except CompilerError as error:
+        raise RunError(str(error)) from None
+
+
+def _report_ops(folder: Path) -> int:
+    import jax
+
+    from pallas_kernels.tuning import TARGETS, report
+    from pallas_kernels.tuning.ops import OPS, cases
+
+    if _OP.value not in ("all", *OPS):
+        raise UsageError(unknown("--op", _OP.value, ["all", *OPS]))
+    ops = list(OPS) if _OP.value == "all" else [_OP.value]
+    for case in _CASES.value or ():
+        legal = [name for op in ops for name in cases(op)]
+        if case not in legal:
+            raise UsageError(unknown("--case", case, legal))
+    targets = _targets()
+    device = jax.devices()[0]
+    clocks = {target.name: target.clock for target in TARGETS.values()}
+    if _TARGETS.value is None and device.platform in ("gpu", "tpu"):
+        rows = report.time_ops(ops, device, _tell, _CASES.value)
+        how = f"Measured on {device.device_kind}: medians of 30 calls in turn"
+        kernels = ""
+    else:
+        rows = [row for t in targets for row in report.estimate(ops, t, _tell, only=_CASES.value)]
+        how = (
+            "Estimated, not measured: kernels take the longer of their static schedule and their "
+            "bytes over the HBM bandwidth, other instructions their bytes over the bandwidth"
+        )
+        kernels = f"\n## Kernels\n\n{report.kernel_table(rows, clocks)}"
+    failures = report.failure_lines(rows)
+    text = (
+        f"# Ops beside their portable form\n\n{how}. {_versions()}. 16 x 512 tokens, bfloat16.\n"
+        '"training" is both passes. Bytes are as if all arrays lay in HBM; "least" counts every '
+        "operand and result once.\n\n"
+        f"{report.op_table(rows)}{kernels}" + (f"\n## Failed\n\n{failures}" if failures else "")
+    )
+    _write(folder / "kernel_report", text, {"how": how, "rows": [row.json() for row in rows]})
+    return 0
+
+
+def _report_steps(folder: Path) -> int:
+    from rmt_tpu.analysis import step_cost
+
+    names = _PRESETS.value
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"--presets={','.join(names)} must be different names, at least one")
+    steps = [step_cost.Step(n, _BATCH_SIZE.value, _SEQ_LEN.value, _changes(n)) for n in names]
+    costs = [c for t in _targets() for c in step_cost.step_costs(steps, t, _tell)]
+    how = (
+        "Estimated, not measured: XLA's cycles of every instruction; kernels take the longer of "
+        "their static schedule and their HBM bytes over the bandwidth"
+    )
+    changed = f" --set={' --set='.join(_SET.value)}" if _SET.value else ""
+    note = f"{_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens, bfloat16{changed}. {_versions()}"
+    largest = "".join(
+        f"\n## Largest instructions: {cost.preset}, {cost.target}\n\n"
+        f"{step_cost.largest_table(cost)}"
+        for cost in costs
+    )
+    text = f"# A train step on one chip\n\n{how}. {note}.\n\n{step_cost.step_table(costs)}{largest}"
+    picture = folder / "step_cost.png"
+    with _writing(folder):
+        step_cost.draw_steps(costs, picture, f"Estimated, not measured. {note}")
+    _write(folder / "step_cost", text, {"how": how, "steps": [cost.json() for cost in costs]})
+    print(f"picture: {picture}")
+    return 0
+
+
+def _changes(preset: str) -> dict[str, Any]:
+    """Of --set, those for a preset."""
+    changes = {}
+    for text in _SET.value:
+        only, colon, assignment = text.partition(":")
+        if not colon or "=" in only:
+            only, assignment = preset, text
+        elif only not in _PRESETS.value:
+            raise UsageError(unknown(f"--set={text}: preset", only, _PRESETS.value))
+        path, value = overrides.parse_assignment(assignment)
+        if only == preset:
+            changes[path] = value
+    return changes
+
+
+def _targets() -> list[Any]:
+    from pallas_kernels.tuning import TARGETS
+
+    names = list(TARGETS) if _TARGETS.value is None else _TARGETS.value
+    for name in names:
+        if name not in TARGETS:
+            raise UsageError(unknown("--targets", name, TARGETS))
+    if not names:
+        raise UsageError(f"--targets= names no target; legal: {', '.join(TARGETS)}")
+    return [TARGETS[name] for name in dict.fromkeys(names)]
+
+
+def _versions() -> str:
+    from pallas_kernels.tuning import versions
+
+    return ", ".join(f"{name} {version}" for name, version in versions().items())
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--output={folder} cannot be written: {error.strerror}") from None
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def _write(path: Path, text: str, values: dict[str, Any]) -> None:
+    from pallas_kernels.tuning import versions
+
+    content = json.dumps(values | {"versions": versions()}, indent=1)
+    print(text)
+    with _writing(path.parent):
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        path.with_suffix(".json").write_text(content + "\n", encoding="utf-8")
+    print(f"table: {path.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    common.start(main)

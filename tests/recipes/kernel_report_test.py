@@ -1,0 +1,96 @@
+"""recipes.kernel_report: estimates for TPUs on a machine without one."""
+
+import json
+
+import pytest
+
+from tests import cli
+
+CASE = "K=64 V=64 R=16 P=16"
+
+
+def test_ops(tmp_path):
+    flags = ("--op=key_vector", f"--case={CASE}", "--targets=v5e", f"--output={tmp_path}")
+    done = cli.succeed("kernel_report", *flags)
+    assert "v5e: 4/4" in done.stdout
+    table = (tmp_path / "kernel_report.md").read_text()
+    assert table in done.stdout
+    assert "Estimated, not measured" in table and "jax 0." in table and "libtpu 0." in table
+    content = json.loads((tmp_path / "kernel_report.json").read_text())
+    assert content["versions"]["jax"] in table
+    rows = {row["direction"]: row for row in content["rows"]}
+    assert set(rows) == {"forward", "training"}
+    for row in rows.values():
+        assert row["failures"] == {}
+        # Nothing moves less than the least, and no kernel uses more than the whole bandwidth.
+        for cost in (row["cost"], row["portable_cost"]):
+            assert cost["bytes"] >= row["work"]["bytes"]
+        assert row["portable_bandwidth_use"] < row["bandwidth_use"] < 1
+        assert row["speedup"] == row["portable_seconds"] / row["seconds"]
+        assert f"| {row['speedup']:.2f} |" in table
+    names = [kernel["name"] for kernel in rows["training"]["cost"]["kernels"]]
+    assert len(names) == 2 and all(name in table for name in names)
+    assert rows["training"]["seconds"] > 2 * rows["forward"]["seconds"]
+
+
+def test_steps(tmp_path):
+    done = cli.succeed(
+        "kernel_report",
+        "--step",
+        "--presets=gpt2-tiny",
+        "--targets=v5e",
+        "--batch_size=4",
+        "--seq_len=128",
+        "--set=model.vocab_size=512",
+        "--set=gpt2-tiny:model.num_layers=3",
+        f"--output={tmp_path}",
+    )
+    table = (tmp_path / "step_cost.md").read_text()
+    assert table in done.stdout and "4 x 128 tokens" in table and "libtpu" in table
+    assert "| million cycles | gpt2-tiny, v5e |" in table and "| 3 | feed_forward |" in table
+    assert (tmp_path / "step_cost.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    content = json.loads((tmp_path / "step_cost.json").read_text())
+    (step,) = content["steps"]
+    assert step["preset"] == "gpt2-tiny" and step["target"] == "v5e" and step["tokens"] == 512
+    assert "not measured" in content["how"]
+    assert f"| **whole step** | {step['cycles'] / 1e6:.1f} |" in table
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--targets=v7"], "--targets 'v7' is unknown; legal: v5e, v5p, v6e"),
+        (["--targets="], "--targets= names no target; legal: v5e, v5p, v6e"),
+        (["--op=key_vectors"],
+         "--op 'key_vectors' is unknown; did you mean 'key_vector'? legal: all, "),
+        (["--op=attention", "--case=H=1"], "--case 'H=1' is unknown; "),
+        (["--step", "--presets=rmt-306m"], "did you mean 'rmt-305m'"),
+        (["--step", "--presets=rmt-tiny,rmt-tiny"], "must be different names"),
+        (["--step", "--presets=rmt-tiny", "--set=model.nothing=1"], "'nothing' is unknown"),
+        (["--step", "--presets=rmt-tiny", "--set=rmt-46m:model.num_layers=1"],
+         "preset 'rmt-46m' is unknown"),
+        (["--batch_size=many"], "--batch_size=many must be a whole number"),
+    ],
+)  # fmt: skip
+def test_usage_errors(flags, message, tmp_path):
+    assert message in cli.fail("kernel_report", *flags, f"--output={tmp_path}")
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    line = cli.fail("kernel_report", f"--output={tmp_path}/file/reports")
+    assert "cannot be written" in line
+
+
+def test_no_compiler(tmp_path):
+    hide = (
+        "import importlib.util as u; find = u.find_spec; "
+        "u.find_spec = lambda name, *more: None if name == 'libtpu' else find(name, *more)"
+    )
+    flags = ("--targets=v5e", f"--output={tmp_path}")
+    process = cli.start("kernel_report", *flags, first=hide)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == (
+        "error: libtpu is not installed; pip install 'jax[tpu]' brings the TPU compiler"
+    )

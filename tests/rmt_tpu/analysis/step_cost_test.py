@@ -1,0 +1,138 @@
+"""The cost of a train step, part by part, from the program that XLA makes of it."""
+
+import json
+
+import pytest
+
+from pallas_kernels.tuning import TARGETS, CompilerError, Failure
+from pallas_kernels.tuning.hlo import Bytes
+from rmt_tpu.analysis import resources, step_cost
+from rmt_tpu.analysis.step_cost import PARTS, Row, Step, StepCost, part_of, step_costs
+from rmt_tpu.errors import RunError, UsageError
+
+TARGET = TARGETS["v5e"]
+SMALL = {
+    "model.vocab_size": 512,
+    "model.attention.positions": "alibi",
+}
+LAYERS = {"rmt-tiny": 4, "gpt2-tiny": 6}
+
+
+def small(preset, **changes):
+    layers = {"model.num_layers": LAYERS.get(preset, 4)}
+    return Step(preset, batch_size=4, seq_len=256, changes=SMALL | layers | changes)
+
+
+@pytest.fixture(scope="module")
+def costs():
+    """Both by one process of the compiler."""
+    return dict(zip(LAYERS, step_costs([small(preset) for preset in LAYERS], TARGET), strict=True))
+
+
+def test_every_part_is_found(costs):
+    found = {name: {part for part in PARTS if cost.parts[part]} for name, cost in costs.items()}
+    assert found["rmt-tiny"] == set(PARTS) - {"projections"}
+    assert found["gpt2-tiny"] >= set(PARTS) - {"other"}
+    for cost in costs.values():
+        assert sum(cost.parts.values()) == pytest.approx(cost.cycles)
+        assert cost.parts["other"] < 0.2 * cost.cycles
+        assert cost.unknown_loops == 0 and cost.tokens == 1024
+
+
+@pytest.mark.parametrize("preset", LAYERS)
+def test_layers_count_as_often_as_they_run(costs, preset):
+    for part in ("attention", "feed_forward"):
+        calls = {row.calls for row in costs[preset].rows if row.part == part and row.in_loop}
+        assert calls == {LAYERS[preset]}
+    assert {row.calls for row in costs[preset].rows if row.part == "optimizer"} == {1}
+
+
+@pytest.mark.parametrize("preset", LAYERS)
+def test_no_part_is_faster_than_the_matrix_units(costs, preset):
+    cost, config = costs[preset], small(preset).config().model
+    flops = resources.forward_flops(config, 256)["feed_forward"] * cost.tokens
+    # A pass forward, and twice it for the gradients.
+    assert cost.parts["feed_forward"] > 3 * flops / TARGET.peak_flops * TARGET.clock
+
+
+@pytest.mark.parametrize("preset", LAYERS)
+def test_state_is_read_and_written(costs, preset):
+    cost = costs[preset]
+    state = 3 * 4 * sum(resources.parameters(small(preset).config().model).values())
+    assert state < cost.argument_bytes < 1.2 * state
+    assert cost.hbm_bytes > 2 * state
+
+
+def test_tables_and_picture(costs, tmp_path):
+    rmt, gpt2 = costs["rmt-tiny"], costs["gpt2-tiny"]
+    table = step_cost.step_table([rmt, gpt2])
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in table.splitlines()}
+    first, second, ratio = map(float, rows["**whole step**"])
+    assert first == round(rmt.cycles / 1e6, 1) and second == round(gpt2.cycles / 1e6, 1)
+    assert ratio == round(rmt.cycles / gpt2.cycles, 2)
+    assert list(rows)[2 : 2 + len(PARTS)] == list(PARTS)
+    largest = step_cost.largest_table(rmt, 3).splitlines()[2:]
+    assert len(largest) == 3 and max(rmt.rows, key=lambda row: row.cycles).name in largest[0]
+    picture = tmp_path / "steps.png"
+    step_cost.draw_steps([rmt, gpt2], picture, "estimated")
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    values = json.loads(json.dumps(rmt.json()))
+    assert values["parts"] == rmt.parts and values["cycles"] == rmt.cycles and "rows" not in values
+
+
+def row(**changes):
+    values = dict(name="f", part="other", what="", result="", calls=2, cycles=10.0)
+    values |= dict(bytes=Bytes(3, 4), moves=False, in_loop=False, kernel=False)
+    return Row(**values | changes)
+
+
+def test_figures_of_rows():
+    rows = (
+        row(part="loss", cycles=30.0, kernel=True),
+        row(moves=True, in_loop=True),
+        row(moves=True),
+        row(in_loop=True, bytes=Bytes(hbm=91)),
+    )
+    cost = StepCost("rmt-tiny", "v5e", rows, 1, 2, 4.0, 50.0, 8, 3, 1.0)
+    assert cost.cycles == 60 and cost.seconds == 15
+    assert cost.parts["loss"] == 30 and cost.parts["other"] == 30
+    assert cost.kernel_parts["loss"] == 30 and cost.kernel_parts["other"] == 0
+    assert cost.moves == (2, 10.0, 7)
+    assert cost.hbm_bytes == 100 and cost.hbm_cycles == 8
+    assert "3 loops of unknown trip count" in step_cost.step_table([cost])
+
+
+@pytest.mark.parametrize(
+    ("op_name", "part"),
+    [
+        ("jit(traced)/jvp()/while/body/closed_call/attention/bnhd,bmhd->bhnm/dot_general",
+         "attention"),
+        ("jit(traced)/transpose(jvp(loss))/while/body/mul", "loss"),
+        ("jit(f)/transpose(jvp())/while/checkpoint/rematted_computation/feed_forward/tanh",
+         "feed_forward"),
+        ("jit(f)/residual/projection/dot_general", "projections"),
+        ("jit(f)/while/body/key_vector_backward/pallas_call", "residual"),
+        ("jit(f)/attention/residual/add", "residual"),
+        ("jit(f)/attention_mask/and", "other"),
+        ("", "other"),
+    ],
+)  # fmt: skip
+def test_part_of_an_instruction(op_name, part):
+    assert part_of(op_name) == part
+
+
+def test_what_does_not_compile_is_told(monkeypatch):
+    def fails(target, jobs, progress):
+        yield Failure("RESOURCE_EXHAUSTED: 99 GB of HBM")
+
+    monkeypatch.setattr(step_cost, "compile_jobs", fails)
+    with pytest.raises(RunError, match="rmt-tiny does not compile for v5e: RESOURCE_EXHAUSTED: 99"):
+        step_costs([small("rmt-tiny")], TARGET)
+
+
+def test_usage_errors_come_before_compiling(monkeypatch):
+    monkeypatch.setattr(step_cost, "compile_jobs", CompilerError)
+    with pytest.raises(UsageError, match="rmt-305"):
+        step_costs([small("rmt-305")], TARGET)
+    with pytest.raises(UsageError, match="'layers' is unknown"):
+        step_costs([small("rmt-tiny", **{"model.layers": 3})], TARGET)
