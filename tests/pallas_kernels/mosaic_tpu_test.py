@@ -395,3 +395,39 @@ def test_tuned_block_sizes_come_first(monkeypatch):
     assert choose_block_sizes("forward", sizes, 512) == tuned
     assert choose_block_sizes("forward", sizes, 128) != tuned
     assert choose_block_sizes("backward", sizes, 512) != tuned
+
+
+def both_passes(case, residual, data, d_residual, d_retrieved, shared):
+    """Rows of the batch, and this call's part of the gradients of what all rows share."""
+    store_keys, gain, read_keys = shared
+    args = (residual, store_keys, data, gain, read_keys)
+    stored, retrieved, statistics = forward(case, args)
+    gradients = backward(case, stored, statistics, args, (d_residual, d_retrieved))
+    parts = (gradients.store_keys, gradients.gain, gradients.read_keys)
+    return (stored, retrieved, gradients.residual, gradients.data), [p[None] for p in parts]
+
+
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+def test_kernels_run_batched_and_on_a_mesh(how):
+    case = Case(4, 128, 16, 8, 4, 12, "bfloat16", "bfloat16", "layernorm")
+    residual, store_keys, data, gain, read_keys = arguments(case)
+    rows = (residual, data, arguments(case, 1)[0], jnp.tile(data, (1, 1, 3, 1)))
+    shared = (store_keys, gain, read_keys)
+    run = functools.partial(both_passes, case)
+    expected, expected_sums = run(*rows, shared)
+    if how == "vmap":
+        split = [x.reshape(2, 2, *x.shape[1:]) for x in rows]
+        got, parts = jax.vmap(run, in_axes=(0, 0, 0, 0, None))(*split, shared)
+        got = [x.reshape(4, *x.shape[2:]) for x in got]
+        sums = [jnp.sum(p, axis=0) for p in parts]
+    else:
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        split, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+        in_specs = (split, split, split, split, whole)
+        spread = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False)
+        got, parts = jax.jit(spread)(*rows, shared)
+        sums = [jnp.sum(p, axis=0, keepdims=True) for p in parts]
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(sums, expected_sums, strict=True):
+        assert largest_error(a, b) < 1e-5  # the same terms in another order

@@ -1,0 +1,106 @@
+"""Compilation for NVIDIA GPUs on a machine without one.
+
+`lowered` needs jax alone. `ptx` needs the CUDA plugin of the same version beside it (pip:
+`jax-cuda13-plugin` and `jax-cuda13-pjrt`, without their dependencies) and `ptxas` on the PATH.
+"""
+
+import pathlib
+import re
+import shutil
+import subprocess
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+# Compute capability and, from the vendor's tables: SMs, shared memory a block may ask for, bytes of
+# second-level cache, bytes per second.
+_TARGETS = {
+    "sm_80": ("NVIDIA A100", 8, 0, 108, 166912, 41943040, 2039000000000),
+    "sm_89": ("NVIDIA L40", 8, 9, 142, 101376, 100663296, 864000000000),
+    "sm_90": ("NVIDIA H100", 9, 0, 132, 232448, 52428800, 3352320000000),
+    "sm_100": ("NVIDIA B200", 10, 0, 148, 232448, 132644864, 7672320000000),
+}
+TARGETS = tuple(_TARGETS)
+
+
+def lowered(function, *args, target: str = "sm_90") -> str:
+    """The program that XLA is given for CUDA, its kernels named in `backend_config`."""
+    kind = _TARGETS[target][0]
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((1,), ("all",), axis_types=auto, abstract_device=device)
+    # Newer jax asks for which GPU a kernel is lowered; older jax lowers for any.
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(function).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def ptx(function, *args, target: str, folder: pathlib.Path) -> str:
+    """The PTX of all of the compiled program, by way of `folder`; what is too large raises.
+
+    `args` are `jax.ShapeDtypeStruct`s.
+    """
+    name, major, minor, cores, shared, cache, bandwidth = _TARGETS[target]
+    accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    config = f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: {shared}
+  shared_memory_per_core: {shared + 1024}  core_count: {cores}  fpus_per_core: 64
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}  l2_cache_size: {cache}  clock_rate_ghz: 1.5
+  device_memory_size: 80000000000  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {major} minor: {minor} {accelerated} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+device_description_str: "{name}"
+"""
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=target, topology="1x1x1", target_config=config
+    )
+    mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("all",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in args]
+    before = set(folder.glob("*.ptx"))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        options = {
+            "xla_dump_to": str(folder),
+            "xla_dump_emitter_re": ".*",  # Without it newer XLA keeps its PTX to itself.
+            "xla_backend_optimization_level": 3,
+        }
+        jax.jit(function).lower(*args).compile(compiler_options=options)
+    return "\n".join(path.read_text() for path in sorted(set(folder.glob("*.ptx")) - before))
+
+
+class Usage(NamedTuple):
+    """What a kernel takes of a streaming multiprocessor; `spilled` in bytes a thread."""
+
+    registers: int
+    spilled: int
+
+
+def usage(ptx: str, folder: pathlib.Path) -> dict[str, Usage]:
+    """By kernel, what `ptxas` assigns."""
+    path = folder / "kernels.ptx"
+    found = {}
+    for module in re.split(r"(?m)^(?=\.version)", ptx)[1:]:
+        path.write_text(module)
+        target = re.search(r"\.target (\w+)", module)[1]
+        ptxas = shutil.which("ptxas")
+        if ptxas is None:
+            raise FileNotFoundError("no ptxas on the PATH: it comes with CUDA")
+        log = subprocess.run(
+            [ptxas, "-v", f"-arch={target}", "-o", "/dev/null", path],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stderr
+        pattern = r"entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+        for name, spilled, registers in re.findall(pattern, log, re.DOTALL):
+            found[name] = Usage(int(registers), int(spilled))
+    return found
