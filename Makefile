@@ -31,6 +31,10 @@ $(VENV)/installed: setup.py | $(VENV)/bin/python
 
 $(VENV)/installed-test: setup.py | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	rm -rf $(VENV)/cuda
+	version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("jax"))') && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/cuda \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc
 	touch $@ $(VENV)/installed
 
 clean:

@@ -1,7 +1,7 @@
 """Compilation for NVIDIA GPUs on a machine without one.
 
-`lowered` needs jax alone. `ptx` needs the CUDA plugin of the same version beside it (pip:
-`jax-cuda13-plugin` and `jax-cuda13-pjrt`, without their dependencies) and `ptxas` on the PATH.
+`lowered` needs jax alone. `ptx` needs the CUDA plugin of the same version and `ptxas`; see
+`tests/conftest.py` and the Makefile for where they are.
 """
 
 import pathlib
@@ -70,7 +70,7 @@ device_description_str: "{name}"
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         options = {
             "xla_dump_to": str(folder),
-            "xla_dump_emitter_re": ".*",  # Without it newer XLA keeps its PTX to itself.
+            "xla_dump_emitter_re": "ptx",  # Newer XLA dumps nothing else, and no PTX unasked.
             "xla_backend_optimization_level": 3,
         }
         jax.jit(function).lower(*args).compile(compiler_options=options)
@@ -93,7 +93,7 @@ def usage(ptx: str, folder: pathlib.Path) -> dict[str, Usage]:
         target = re.search(r"\.target (\w+)", module)[1]
         ptxas = shutil.which("ptxas")
         if ptxas is None:
-            raise FileNotFoundError("no ptxas on the PATH: it comes with CUDA")
+            raise FileNotFoundError("no ptxas: `make test` installs it")
         log = subprocess.run(
             [ptxas, "-v", f"-arch={target}", "-o", "/dev/null", path],
             check=True,

@@ -127,8 +127,8 @@ def default_blocks(
     keys = max(16, min(_padded(K), pl.next_power_of_2(largest // wide + 1) // 2))
     warps = 4 if narrow and not backward_ else 8
     # The next token's vectors are fetched ahead where shared memory can hold two tokens'.
-    vectors = (_padded(R) + _padded(P)) * columns * jnp.dtype(dtype).itemsize
-    stages = 2 if vectors <= 2**15 else 1
+    vectors = (_padded(R) + _padded(P)) * columns * (2 if narrow else 6)
+    stages = 2 if vectors <= 80 * 1024 else 1
     return Blocks(keys, warps, stages, min(264 if backward_ else 1056, tokens))
 
 
