@@ -6,6 +6,7 @@ Every sublayer writes it as outer products with R storage keys and reads it with
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
@@ -78,6 +79,7 @@ class Store(nnx.Module):
             return pallas_kernels.to_fixed_point(residual)
         return residual.astype(self.dtype)
 
+    @jax.named_scope("residual")
     def add_and_read(
         self,
         residual: Shaped[Array, "batch seq D_k D_v"],
@@ -94,6 +96,7 @@ class Store(nnx.Module):
 
         return sharding.over_batch(local, (residual, y), _parameters(site))
 
+    @jax.named_scope("residual")
     def read(
         self,
         residual: Shaped[Array, "batch seq D_k D_v"],
@@ -110,6 +113,7 @@ class Store(nnx.Module):
 
         return sharding.over_batch(local, residual, _parameters(site))
 
+    @jax.named_scope("residual")
     def undo(
         self,
         residual: Shaped[Array, "batch seq D_k D_v"],

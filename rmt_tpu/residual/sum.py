@@ -1,7 +1,5 @@
 """The plain residual stream: everything that was written, added up."""
 
-import jax
-
 
 class Sum:
     """`X += write(y); z = read(norm(X))` (equations 2, 3, 15 and 16), in one step of the store."""
@@ -15,5 +13,4 @@ class Sum:
 
     def advance(self, state, y, site):
         """Put what the last sublayer produced; give what the next one reads."""
-        with jax.named_scope("residual"):
-            return self.store.add_and_read(state, y, site)
+        return self.store.add_and_read(state, y, site)

@@ -79,6 +79,7 @@ class Store(nnx.Module):
         """The residual in the dtype it is carried in."""
         return residual.astype(self.dtype)
 
+    @jax.named_scope("residual")
     def add_and_read(
         self,
         residual: Float[Array, "batch seq D"],

@@ -10,6 +10,12 @@ import pytest
 import pallas_kernels
 from pallas_kernels import UnsupportedImplementation
 from pallas_kernels.platform import choose
+from tests import cuda
+
+# jax 0.12 deprecates its Triton backend.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 
 KERNELS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
 
@@ -31,8 +37,10 @@ def lowered(platform, args, **options):
         X, Z = pallas_kernels.store_norm_retrieve(*args, **options)
         return jnp.sum(X.astype(jnp.float32)) + jnp.sum(Z.astype(jnp.float32))
 
-    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).trace(*args)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
+    if platform == "cuda":
+        return cuda.lowered(gradients, *args)
+    return jax.jit(gradients).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
