@@ -154,7 +154,8 @@ def _by_cudnn(qkv, scale, slopes, segment_ids):
         bias = -slopes[:, None, None] * (order[:, None] - order[None, :])
         bias = bias[None].astype(qkv.dtype)
     if segment_ids is not None:
-        mask = reference.visible(qkv.shape[1], segment_ids)[:, None]
+        order = jnp.arange(qkv.shape[1])
+        mask = reference.visible(order, qkv.shape[1], segment_ids)[:, None]
     options = dict(bias=bias, mask=mask, scale=1.0, is_causal=True, implementation="cudnn")
     try:
         return jax.nn.dot_product_attention((q * scale).astype(q.dtype), k, v, **options)

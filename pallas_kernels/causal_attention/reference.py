@@ -1,16 +1,25 @@
-"""Plain JAX reference of causal attention: what every other implementation is tested against."""
+"""Plain JAX causal attention: the portable form, and what the kernels are tested against.
+
+Long sequences go in blocks of queries, so that the logits of all queries never exist at once.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+# Logits of a block of queries of one head: at most so many queries, where they divide a sequence.
+_QUERIES = 1024
 
-def visible(length: int, segment_ids: Int[Array, "B N"] | None) -> Bool[Array, "B_or_1 N N"]:
+
+def visible(
+    queries: Int[Array, " Q"], length: int, segment_ids: Int[Array, "B N"] | None
+) -> Bool[Array, "B_or_1 Q N"]:
     """Whether query i sees key j: `j <= i` in the same segment."""
-    order = jnp.arange(length)
-    mask = (order[:, None] >= order[None, :])[None]
+    mask = (queries[:, None] >= jnp.arange(length)[None, :])[None]
     if segment_ids is not None:
-        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        mask = mask & (segment_ids[:, queries, None] == segment_ids[:, None, :])
     return mask
 
 
@@ -25,18 +34,18 @@ def attention_forward(
 
     At least float32 inside; the output in qkv's dtype, the log sums at least float32.
     """
-    dtype = jnp.result_type(qkv, jnp.float32)
     q, k, v = jnp.split(qkv, 3, axis=2)
-    logits = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
-    order = jnp.arange(qkv.shape[1])
-    if slopes is not None:
-        distance = order[:, None] - order[None, :]
-        logits = logits - slopes.astype(dtype)[:, None, None] * distance
-    mask = visible(qkv.shape[1], segment_ids)[:, None]
-    logits = jnp.where(mask, logits, jnp.finfo(dtype).min).astype(dtype)
-    log_sums = jax.nn.logsumexp(logits, axis=-1)
-    weights = jnp.exp(logits - log_sums[..., None]).astype(qkv.dtype)
-    return jnp.einsum("bhnm,bmhd->bnhd", weights, v), log_sums.swapaxes(1, 2)
+    logits_of = functools.partial(_logits, k, scale, slopes, segment_ids)
+
+    def block(_, queries):
+        positions, q = queries
+        logits = logits_of(q, positions)
+        log_sums = jax.nn.logsumexp(logits, axis=-1)
+        weights = jnp.exp(logits - log_sums[..., None]).astype(qkv.dtype)
+        return None, (jnp.einsum("bhnm,bmhd->bnhd", weights, v), log_sums.swapaxes(1, 2))
+
+    _, (out, log_sums) = _over_blocks(block, None, (q,))
+    return out, log_sums
 
 
 def attention_backward(
@@ -52,17 +61,44 @@ def attention_backward(
     """The cotangent of qkv. With weights p: `ds = p (d_out v - sum(out d_out))`."""
     dtype = jnp.result_type(qkv, jnp.float32)
     q, k, v = jnp.split(qkv, 3, axis=2)
+    logits_of = functools.partial(_logits, k, scale, slopes, segment_ids)
+    einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
+
+    def block(carry, queries):
+        positions, q, out, log_sums, d_out = queries
+        weights = jnp.exp(logits_of(q, positions) - log_sums.swapaxes(1, 2)[..., None])
+        d_weights = einsum("bnhd,bmhd->bhnm", d_out, v)
+        delta = jnp.sum(out.astype(dtype) * d_out, axis=-1).swapaxes(1, 2)
+        d_logits = (scale * weights * (d_weights - delta[..., None])).astype(qkv.dtype)
+        d_k = carry[0] + einsum("bhnm,bnhd->bmhd", d_logits, q)
+        d_v = carry[1] + einsum("bhnm,bnhd->bmhd", weights.astype(qkv.dtype), d_out)
+        return (d_k, d_v), (einsum("bhnm,bmhd->bnhd", d_logits, k),)
+
+    zeros = (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
+    (d_k, d_v), (d_q,) = _over_blocks(block, zeros, (q, out, log_sums, d_out))
+    return jnp.concatenate([d_q, d_k, d_v], axis=2).astype(qkv.dtype)
+
+
+def _logits(k, scale, slopes, segment_ids, q, positions):
+    """Of a block of queries at these positions, [B, H, queries, keys]; -inf is not used."""
+    dtype = jnp.result_type(q, jnp.float32)
     logits = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
-    order = jnp.arange(qkv.shape[1])
     if slopes is not None:
-        distance = order[:, None] - order[None, :]
+        distance = positions[:, None] - jnp.arange(k.shape[1])[None, :]
         logits = logits - slopes.astype(dtype)[:, None, None] * distance
-    mask = visible(qkv.shape[1], segment_ids)[:, None]
-    weights = jnp.where(mask, jnp.exp(logits - log_sums.swapaxes(1, 2)[..., None]), 0)
-    d_weights = jnp.einsum("bnhd,bmhd->bhnm", d_out, v, preferred_element_type=dtype)
-    delta = jnp.sum(out.astype(dtype) * d_out, axis=-1).swapaxes(1, 2)
-    d_logits = (scale * weights * (d_weights - delta[..., None])).astype(qkv.dtype)
-    d_q = jnp.einsum("bhnm,bmhd->bnhd", d_logits, k)
-    d_k = jnp.einsum("bhnm,bnhd->bmhd", d_logits, q)
-    d_v = jnp.einsum("bhnm,bnhd->bmhd", weights.astype(qkv.dtype), d_out)
-    return jnp.concatenate([d_q, d_k, d_v], axis=2)
+    mask = visible(positions, k.shape[1], segment_ids)[:, None]
+    return jnp.where(mask, logits, jnp.finfo(dtype).min).astype(dtype)
+
+
+def _over_blocks(block, carry, arrays):
+    """`lax.scan` of `block(carry, (positions, *arrays))` over blocks of the sequence axis."""
+    length = arrays[0].shape[1]
+    size = next((n for n in range(min(_QUERIES, length), 0, -1) if length % n == 0), length)
+    positions = jnp.arange(length)
+    if size == length:
+        return block(carry, (positions, *arrays))
+    split = lambda x: x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
+    blocks = (positions.reshape(-1, size), *map(split, arrays))
+    carry, results = jax.lax.scan(block, carry, blocks)
+    join = lambda x: x.swapaxes(0, 1).reshape(x.shape[1], length, *x.shape[3:])
+    return carry, tuple(map(join, results))

@@ -75,6 +75,22 @@ def test_plain_gradient_is_that_of_differentiating_forward():
         assert largest_error(got, expected) < 1e-14
 
 
+@pytest.mark.parametrize("queries", [1, 4, 5])  # 5 does not divide 12: blocks of 4
+def test_blocks_of_queries_give_the_same_and_never_all_logits(queries, monkeypatch):
+    with jax.enable_x64(True):
+        qkv, d_out, options = arguments(2, 12, 3, 4, "float64", alibi=True, segments=True)
+
+        def gradient():  # a function of its own each time: traces are cached by it
+            return lambda qkv: jax.vjp(lambda z: causal_attention(z, **options), qkv)[1](d_out)[0]
+
+        whole_out, whole = causal_attention(qkv, **options), gradient()(qkv)
+        assert "f64[2,3,12,12]" in str(jax.make_jaxpr(gradient())(qkv))
+        monkeypatch.setattr(reference, "_QUERIES", queries)
+        assert largest_error(causal_attention(qkv, **options), whole_out) < 1e-14
+        assert largest_error(gradient()(qkv), whole) < 1e-14
+        assert "f64[2,3,12,12]" not in str(jax.make_jaxpr(gradient())(qkv))
+
+
 @pytest.mark.parametrize("rows", ["size_major", "head_major"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
