@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.key_vector import reference, triton_gpu
-from pallas_kernels.key_vector.interface import Statistics, UnsupportedImplementation
+from pallas_kernels.key_vector.interface import (
+    FRACTION_BITS,
+    Statistics,
+    UnsupportedImplementation,
+)
 from pallas_kernels.key_vector.triton_gpu import Blocks
 from tests import cuda
 
@@ -20,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 # Largest error allowed relative to the largest value, by the data's dtype. float32: some thousand
 # sums' rounding, 2^-24 each. bfloat16: outputs are rounded to 2^-9, from operands rounded to 2^-9.
 TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2}
-STEPS = 2.0**triton_gpu.FRACTION_BITS
+STEPS = 2.0**FRACTION_BITS
 DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("int16", "bfloat16")]
 # B, N, K, V, R, P: sides that are and are not powers of two, below and above a tile's least 16.
 WHOLE = (2, 3, 12, 48, 3, 7)

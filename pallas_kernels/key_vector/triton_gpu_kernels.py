@@ -1,0 +1,411 @@
+"""The bodies of the GPU kernels of the key-vector ops; see `triton_gpu` for what they compute."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.key_vector.interface import FRACTION_BITS
+
+_SCALE = 2.0**FRACTION_BITS
+_LARGEST = 2**15 - 1
+
+# Tiles -----------------------------------------------------------------------------------------
+
+
+class Site(NamedTuple):
+    """The sizes of a call; R or P is 0 where it stores or reads nothing."""
+
+    T: int
+    K: int
+    V: int
+    R: int
+    P: int
+    dtype: jnp.dtype
+    norm: str
+
+    @classmethod
+    def of(cls, residual, store_keys, read_keys, dtype, norm):
+        B, N, K, V = residual.shape
+        count = lambda keys: 0 if keys is None else keys.shape[0]
+        return cls(B * N, K, V, count(store_keys), count(read_keys), jnp.dtype(dtype), norm)
+
+    def groups(self, count) -> list[tuple[int, int]]:
+        """(first, size) of groups of key vectors, few enough for one product."""
+        most = (16384 // self.dtype.itemsize) // padded(self.V)
+        size = min(64, most, padded(count))
+        return [(first, size) for first in range(0, count, size)]
+
+
+def padded(size):
+    """A side of a block that Triton can multiply."""
+    return max(16, pl.next_power_of_2(size))
+
+
+def _index(shape, rows, columns):
+    """Indices of a block, (first, size) each way, in a matrix of `shape`; a mask if it sticks out.
+
+    A block that starts at a multiple of its size stays within a shape that its size divides.
+    """
+    (row, height), (column, width) = rows, columns
+    i = row + jnp.arange(height)[:, None]
+    j = column + jnp.arange(width)[None, :]
+    masks = [
+        index < most
+        for index, size, most in ((i, height, shape[0]), (j, width, shape[1]))
+        if most % size
+    ]
+    return i, j, functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def _load(ref, lead, rows, columns, *, transposed=False):
+    """Block of the matrix `ref[*lead]`, or of its transpose; zero outside of it."""
+    shape = ref.shape[-2:]
+    if transposed:
+        j, i, mask = _index(shape[::-1], rows, columns)
+    else:
+        i, j, mask = _index(shape, rows, columns)
+    other = None if mask is None else jnp.zeros((), ref.dtype)
+    return plgpu.load(ref.at[(*lead, i, j)], mask=mask, other=other)
+
+
+def _save(ref, lead, rows, columns, block):
+    i, j, mask = _index(ref.shape[-2:], rows, columns)
+    plgpu.store(ref.at[(*lead, i, j)], block.astype(ref.dtype), mask=mask)
+
+
+def _dot(a, b, *, transpose_a=False, transpose_b=False):
+    """`a b` with float32 sums, on tensor cores.
+
+    A float32 is the sum of three bfloat16. The products of parts left out are as small as float32's
+    own rounding; small ones are added first.
+    """
+    dimensions = (((0 if transpose_a else 1,), (1 if transpose_b else 0,)), ((), ()))
+    multiply = lambda a, b: jax.lax.dot_general(
+        a, b, dimensions, preferred_element_type=jnp.float32
+    )
+    if a.dtype == jnp.bfloat16:
+        return multiply(a, b)
+    a, b = _thirds(a), _thirds(b)
+    order = (1, 1), (0, 2), (2, 0), (0, 1), (1, 0), (0, 0)
+    return sum(multiply(a[i], b[j]) for i, j in order)
+
+
+def _thirds(x):
+    """Three bfloat16, of falling size, that sum to the float32 exactly."""
+    parts = []
+    for _ in range(3):
+        # Cut off by its bits: a compiler may take a cast there and back for nothing.
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        part = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts
+
+
+def _each_token(site, body):
+    """`carry = body(token, carry)` over this program's tokens."""
+    program, programs = pl.program_id(0), pl.num_programs(0)
+
+    def run(carry):
+        count = (site.T - program + programs - 1) // programs
+        return jax.lax.fori_loop(0, count, lambda i, c: body(program + i * programs, c), carry)
+
+    return run
+
+
+def _each_chunk(chunks, body, carry):
+    """`carry = body(chunk, carry)`; without a loop where there is one chunk."""
+    return body(0, carry) if chunks == 1 else jax.lax.fori_loop(0, chunks, body, carry)
+
+
+def _values(block):
+    """In float32, of what the residual's dtype holds."""
+    values = block.astype(jnp.float32)
+    return values / _SCALE if block.dtype == jnp.int16 else values
+
+
+def _written(store_keys, data):
+    """`sum_r w_r (x) y_r` of one chunk of keys.
+
+    Forward and rebuild sum the same products in the same order, so that an int16 residual is
+    rebuilt without error.
+    """
+    return sum(_dot(w, y) for w, y in zip(store_keys, data, strict=True))
+
+
+def _steps(written):
+    """Rounded to steps of an int16 residual, as int32; NaN becomes out of range."""
+    # Adding 1.5 * 2^23 leaves no bits for a fraction, so it rounds, ties to even.
+    limit, shifter = 2.0**21, 1.5 * 2.0**23
+    steps = _SCALE * written
+    outside = jnp.where(steps < 0, -limit, limit)
+    steps = jnp.where(jnp.abs(steps) <= limit, steps, outside)
+    return ((steps + shifter) - shifter).astype(jnp.int32)
+
+
+# Forward ---------------------------------------------------------------------------------------
+
+
+def forward_kernel(site, blocks, epsilon, ref):
+    columns = (0, padded(site.V))
+    chunks = pl.cdiv(site.K, blocks.keys)
+    rows = lambda c: (c * blocks.keys, blocks.keys)
+    stores, reads = site.groups(site.R), site.groups(site.P)
+    load_store_keys = lambda c: [
+        _load(ref.store_keys, (), rows(c), group, transposed=True) for group in stores
+    ]
+    load_read_keys = lambda c: [_load(ref.read_keys, (), group, rows(c)) for group in reads]
+    load_gain = lambda c: _load(ref.gain, (), rows(c), columns).astype(jnp.float32)
+    if chunks == 1:
+        # Once, for all of the program's tokens.
+        load_store_keys = _always(load_store_keys(0))
+        if site.P:
+            load_read_keys, load_gain = _always(load_read_keys(0)), _always(load_gain(0))
+
+    def stored_chunk(t, c):
+        """Values of the chunk as stored, and the largest magnitude there was to store."""
+        x = _load(ref.residual, (t,), rows(c), columns)
+        if not site.R:
+            return _values(x), 0
+        data = [_load(ref.data, (t,), group, columns) for group in stores]
+        written = _written(load_store_keys(c), data)
+        largest = 0
+        if x.dtype == jnp.int16:
+            total = x.astype(jnp.int32) + _steps(written)
+            largest = jnp.max(jnp.abs(total))
+            x = jnp.clip(total, -_LARGEST, _LARGEST).astype(jnp.int16)
+        else:
+            x = (x.astype(jnp.float32) + written).astype(x.dtype)
+        _save(ref.stored, (t,), rows(c), columns, x)
+        return _values(x), largest
+
+    def token(t, _):
+        kept = None
+
+        def chunk(c, carry):
+            nonlocal kept
+            moments, largest = carry
+            values, chunk_largest = stored_chunk(t, c)
+            if chunks == 1:
+                kept = values
+            if site.P:
+                moments = _add_moments(site, moments, values, c, rows(c))
+            return moments, jnp.maximum(largest, chunk_largest)
+
+        zero = jnp.float32(0)
+        carry = (zero, zero, zero), jnp.int32(0)
+        moments, largest = _each_chunk(chunks, chunk, carry)
+        if not site.P:
+            return
+        mean, rstd = _mean_and_rstd(site, moments, epsilon)
+        rstd = jnp.where(largest <= _LARGEST, rstd, jnp.nan)
+        ref.mean[t], ref.rstd[t] = mean, rstd
+        source = ref.stored if site.R else ref.residual
+        if chunks > 1 and site.R:
+            ref.barrier()  # Other threads of the program read what this one stored.
+
+        def scaled(c):
+            values = kept if chunks == 1 else _values(_load(source, (t,), rows(c), columns))
+            return ((values - mean) * rstd * load_gain(c)).astype(site.dtype)
+
+        if chunks == 1:
+            whole = scaled(0)
+            scaled = _always(whole)
+        for g, group in enumerate(reads):
+            add = lambda c, z, g=g: z + _dot(load_read_keys(c)[g], scaled(c))
+            z = _each_chunk(chunks, add, jnp.zeros((group[1], columns[1]), jnp.float32))
+            _save(ref.retrieved, (t,), group, columns, z)
+
+    _each_token(site, token)(None)
+
+
+def _always(value):
+    return lambda _: value
+
+
+def _add_moments(site, moments, values, c, rows):
+    """A shift, and the sums of differences from it and of their squares, over chunks up to `c`.
+
+    The shift is the first chunk's mean: E[x^2] - E[x]^2 would cancel where the mean is large, and
+    about the mean of a part of the token it does not.
+    """
+    shift, total, squares = moments
+    if site.norm == "layernorm":
+        first = jnp.sum(values) / (min(rows[1], site.K) * site.V)
+        shift = jnp.where(c == 0, first, shift)
+        values = values - shift
+        _, _, inside = _index((site.K, site.V), rows, (0, values.shape[1]))
+        if inside is not None:
+            values = jnp.where(inside, values, 0)
+        total += jnp.sum(values)
+    return shift, total, squares + jnp.sum(jnp.square(values))
+
+
+def _mean_and_rstd(site, moments, epsilon):
+    shift, total, squares = moments
+    size = site.K * site.V
+    rest = total / size
+    variance = jnp.maximum(squares / size - jnp.square(rest), 0)
+    return shift + rest, jax.lax.rsqrt(variance + epsilon)
+
+
+# Backward --------------------------------------------------------------------------------------
+
+
+def _normalised(site, ref, t, rows, columns, mean, rstd):
+    """`norm(X')` of a block, 0 outside of the residual, and the block as stored."""
+    x = _load(ref.stored, (t,), rows, columns)
+    n = (_values(x) - mean) * rstd
+    _, _, inside = _index((site.K, site.V), rows, columns)
+    return (n if inside is None else jnp.where(inside, n, 0)), x
+
+
+def _d_stored(site, d_stored, a, n, rstd, totals):
+    """`dX' + rstd (a - mean(a) - n mean(a n))`, from the sums of a and a n over the token."""
+    total_a, total_an = totals
+    size = site.K * site.V
+    through_norm = a - n * (total_an / size)
+    if site.norm == "layernorm":
+        through_norm = through_norm - total_a / size
+    return d_stored.astype(jnp.float32) + rstd * through_norm
+
+
+def _taken_back(stored, written):
+    if stored.dtype == jnp.int16:
+        return (stored.astype(jnp.int32) - _steps(written)).astype(jnp.int16)
+    return (stored.astype(jnp.float32) - written).astype(stored.dtype)
+
+
+def backward_kernel(site, blocks, ref):
+    """All of the backward pass, with a whole token in registers."""
+    rows, columns = (0, blocks.keys), (0, padded(site.V))
+    stores, reads = (0, padded(site.R)), (0, padded(site.P))
+    store_keys = _load(ref.store_keys, (), stores, rows)
+    read_keys = _load(ref.read_keys, (), reads, rows)
+    # From the cache for every token, as there are no registers to keep it in.
+    load_gain = lambda: _load(ref.gain, (), rows, columns).astype(jnp.float32)
+
+    def token(t, sums):
+        d_store_keys, d_gain, d_read_keys = sums
+        mean, rstd = ref.mean[t], ref.rstd[t]
+        n, x = _normalised(site, ref, t, rows, columns, mean, rstd)
+        y = _load(ref.data, (t,), stores, columns)
+        dz = _load(ref.d_retrieved, (t,), reads, columns)
+        if hasattr(ref, "rebuilt"):
+            written = _written([store_keys.T], [y])
+            _save(ref.rebuilt, (t,), rows, columns, _taken_back(x, written))
+        d_scaled = _dot(read_keys, dz, transpose_a=True)
+        d_gain += d_scaled * n
+        d_read_keys += _dot((n * load_gain()).astype(site.dtype), dz, transpose_b=True)
+        a = d_scaled * load_gain()
+        d_stored = _load(ref.d_stored, (t,), rows, columns)
+        dx = _d_stored(site, d_stored, a, n, rstd, (jnp.sum(a), jnp.sum(a * n)))
+        _save(ref.d_residual, (t,), rows, columns, dx)
+        dx = dx.astype(site.dtype)
+        _save(ref.d_data, (t,), stores, columns, _dot(store_keys, dx))
+        d_store_keys += _dot(y, dx, transpose_b=True)
+        return d_store_keys, d_gain, d_read_keys
+
+    shapes = (stores[1], rows[1]), (rows[1], columns[1]), (rows[1], reads[1])
+    sums = _each_token(site, token)(tuple(jnp.zeros(s, jnp.float32) for s in shapes))
+    program = pl.program_id(0)
+    _save(ref.d_store_keys, (program,), stores, rows, sums[0])
+    _save(ref.d_gain, (program,), rows, columns, sums[1])
+    _save(ref.d_read_keys, (program,), rows, reads, sums[2])
+
+
+def _d_scaled(ref, t, reads, rows, columns):
+    """`r^T dz` of a chunk of keys."""
+    return sum(
+        _dot(
+            _load(ref.read_keys, (), rows, group, transposed=True),
+            _load(ref.d_retrieved, (t,), group, columns),
+        )
+        for group in reads
+    )
+
+
+def backward_tokens_kernel(site, blocks, ref):
+    """What the backward pass gives for each token, in chunks of keys."""
+    columns = (0, padded(site.V))
+    chunks = pl.cdiv(site.K, blocks.keys)
+    rows = lambda c: (c * blocks.keys, blocks.keys)
+    stores, reads = site.groups(site.R), site.groups(site.P)
+
+    def token(t, _):
+        mean, rstd = ref.mean[t], ref.rstd[t]
+
+        def terms(c):
+            n, x = _normalised(site, ref, t, rows(c), columns, mean, rstd)
+            gain = _load(ref.gain, (), rows(c), columns).astype(jnp.float32)
+            return _d_scaled(ref, t, reads, rows(c), columns) * gain, n, x
+
+        def add(c, totals):
+            a, n, _ = terms(c)
+            return totals[0] + jnp.sum(a), totals[1] + jnp.sum(a * n)
+
+        totals = _each_chunk(chunks, add, (jnp.float32(0), jnp.float32(0)))
+
+        def write(c, _):
+            a, n, x = terms(c)
+            d_stored = _load(ref.d_stored, (t,), rows(c), columns)
+            dx = _d_stored(site, d_stored, a, n, rstd, totals)
+            _save(ref.d_residual, (t,), rows(c), columns, dx)
+            if hasattr(ref, "rebuilt"):
+                keys = [_load(ref.store_keys, (), rows(c), g, transposed=True) for g in stores]
+                data = [_load(ref.data, (t,), group, columns) for group in stores]
+                _save(ref.rebuilt, (t,), rows(c), columns, _taken_back(x, _written(keys, data)))
+
+        _each_chunk(chunks, write, None)
+        ref.barrier()  # Other threads of the program read what this one stored.
+        for group in stores:
+
+            def add(c, dy, group=group):
+                dx = _load(ref.d_residual, (t,), rows(c), columns).astype(site.dtype)
+                return dy + _dot(_load(ref.store_keys, (), group, rows(c)), dx)
+
+            dy = jnp.zeros((group[1], columns[1]), jnp.float32)
+            _save(ref.d_data, (t,), group, columns, _each_chunk(chunks, add, dy))
+
+    _each_token(site, token)(None)
+
+
+def backward_sums_kernel(site, blocks, ref):
+    """Sums over a program's tokens for one chunk of the parameters, from dX."""
+    rows, columns = (pl.program_id(1) * blocks.keys, blocks.keys), (0, padded(site.V))
+    stores, reads = site.groups(site.R), site.groups(site.P)
+    gain = _load(ref.gain, (), rows, columns).astype(jnp.float32)
+
+    def token(t, sums):
+        d_store_keys, d_gain, d_read_keys = sums
+        n, _ = _normalised(site, ref, t, rows, columns, ref.mean[t], ref.rstd[t])
+        scaled = (n * gain).astype(site.dtype)
+        dx = _load(ref.d_residual, (t,), rows, columns).astype(site.dtype)
+        d_store_keys = [
+            d + _dot(_load(ref.data, (t,), group, columns), dx, transpose_b=True)
+            for d, group in zip(d_store_keys, stores, strict=True)
+        ]
+        d_read_keys = [
+            d + _dot(scaled, _load(ref.d_retrieved, (t,), group, columns), transpose_b=True)
+            for d, group in zip(d_read_keys, reads, strict=True)
+        ]
+        return d_store_keys, d_gain + _d_scaled(ref, t, reads, rows, columns) * n, d_read_keys
+
+    zeros = lambda height, width: jnp.zeros((height, width), jnp.float32)
+    sums = _each_token(site, token)(
+        (
+            [zeros(size, rows[1]) for _, size in stores],
+            zeros(rows[1], columns[1]),
+            [zeros(rows[1], size) for _, size in reads],
+        )
+    )
+    program = pl.program_id(0)
+    for group, d in zip(stores, sums[0], strict=True):
+        _save(ref.d_store_keys, (program,), group, rows, d)
+    _save(ref.d_gain, (program,), rows, columns, sums[1])
+    for group, d in zip(reads, sums[2], strict=True):
+        _save(ref.d_read_keys, (program,), rows, group, d)
