@@ -264,7 +264,7 @@ _norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)
 
 _KERNELS = {"tpu": mosaic_tpu, "cuda": triton_gpu}
 _NAMED = {"xla": (), "mosaic_tpu": ("tpu",), "triton": ("cuda",), "pallas": ("tpu", "cuda")}
-# "XLA stays the default until the kernel is shown faster on that platform": see docs/benchmarks.md.
+# A kernel becomes the default where it is shown to be faster: see docs/benchmarks.md.
 _BY_DEFAULT = ("tpu",)
 
 
@@ -278,9 +278,6 @@ def _run(call: _Call, op: str, run, args):
     platforms = _BY_DEFAULT if call.implementation is None else _NAMED[call.implementation]
     portable = functools.partial(run, xla)
     if not platforms or 0 in args[0].shape:
-        return portable(*args)
-    platforms = [p for p in platforms if _KERNELS[p]]
-    if not platforms:
         return portable(*args)
     refused = {p: _KERNELS[p].unsupported(op, *args) for p in platforms}
     if call.implementation in ("mosaic_tpu", "triton"):

@@ -68,7 +68,10 @@ class Store(nnx.Module):
         if positions is None:
             return jnp.zeros(shape, tokens.dtype), tokens
         empty = jnp.zeros((*positions.shape[:2], *shape[2:]), tokens.dtype)
-        written = pallas_kernels.store(empty, self.position_keys[...], positions)
+        # Once a step and for one row: not worth a kernel, which a mesh could not divide.
+        written = pallas_kernels.store(
+            empty, self.position_keys[...], positions, implementation="xla"
+        )
         return jnp.broadcast_to(written, shape), tokens
 
     def hold(

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import topologies
 
 import sharding
-from rmt_tpu.config import RunConfig
+from rmt_tpu.config import Alibi, Learned, RunConfig
 from rmt_tpu.data import Batch
 from rmt_tpu.presets import run
 from rmt_tpu.training.run import prepare
@@ -20,6 +20,8 @@ def config_of(preset: str, *, mesh="data=1", batch_size=None, vocab_size=512, **
     config = run(preset)
     model = {"compute_dtype": "bfloat16", "vocab_size": vocab_size} | model
     key_dim = model.pop("key_dim", None)
+    if (positions := model.pop("positions", None)) is not None:
+        model["attention"] = dataclasses.replace(config.model.attention, positions=positions)
     if key_dim is not None:
         model["store"] = dataclasses.replace(config.model.store, key_dim=key_dim)
     train = dataclasses.replace(
@@ -54,10 +56,16 @@ def moves(program: str, elements: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "preset, remat", [("rmt-tiny", "full"), ("rmt-tiny", "reversible"), ("gpt2-tiny", "full")]
+    "preset, remat, positions",
+    [
+        ("rmt-tiny", "full", Alibi()),
+        ("rmt-tiny", "reversible", Learned(128)),
+        ("gpt2-tiny", "full", Learned(128)),
+    ],
 )
-def test_train_step_compiles_for_a_slice_of_v5e(preset, remat):
-    params, step = compiled(config_of(preset, mesh="data=2,fsdp=2", remat=remat), devices=4)
+def test_train_step_compiles_for_a_slice_of_v5e(preset, remat, positions):
+    config = config_of(preset, mesh="data=2,fsdp=2", remat=remat, positions=positions)
+    params, step = compiled(config, devices=4)
     memory = step.memory_analysis()
     size = sum(p.size * 4 for p in jax.tree.leaves(params))
     # Parameters and two moments, half of nearly all of them on each device; all are donated.
