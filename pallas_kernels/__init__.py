@@ -1,6 +1,13 @@
 """Fused ops for residual streams, with their references. Imports jax only and knows no model."""
 
 from pallas_kernels.causal_attention import attention_backward, attention_forward, causal_attention
+from pallas_kernels.depth_attention import (
+    depth_attention,
+    depth_attention_merge,
+    depth_attention_partial,
+    depth_attention_partial_backward,
+    depth_attention_step,
+)
 from pallas_kernels.key_vector import (
     FRACTION_BITS,
     Statistics,
@@ -20,6 +27,11 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "causal_attention",
+    "depth_attention",
+    "depth_attention_merge",
+    "depth_attention_partial",
+    "depth_attention_partial_backward",
+    "depth_attention_step",
     "norm_retrieve",
     "norm_retrieve_with_statistics",
     "store",

@@ -4,9 +4,12 @@ What is chosen depends on the platform being *lowered for*, never on the machine
 compiled for a TPU on a machine without one has the TPU's kernels.
 """
 
+import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 import jax
 from jax.extend.core import Primitive
@@ -43,6 +46,57 @@ def choose(
     if not branches:
         return portable(*args)
     return jax.lax.platform_dependent(*args, **branches, default=portable)
+
+
+Implementation = Literal["xla", "mosaic_tpu", "triton", "pallas"]
+_PLATFORMS: dict[str, tuple[Platform, ...]] = {
+    "xla": (),
+    "mosaic_tpu": ("tpu",),
+    "triton": ("cuda",),
+    "pallas": ("tpu", "cuda"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementations:
+    """The modules of an op's implementations.
+
+    Attributes:
+      portable: for any platform.
+      kernels: by platform; each has `unsupported(op, *args) -> why, in a line, or None`.
+      by_default: platforms whose kernels are shown to be faster, and so taken unasked.
+    """
+
+    portable: ModuleType
+    kernels: Mapping[Platform, ModuleType]
+    by_default: tuple[Platform, ...]
+
+    def run(self, implementation: str | None, op: str, run: Callable[..., Any], args: tuple) -> Any:
+        """`run(module, *args)` with the module of the implementation that is asked for.
+
+        Raises:
+          UnsupportedImplementation: it is unknown, or cannot serve this call.
+        """
+        if implementation not in (None, *_PLATFORMS):
+            raise UnsupportedImplementation(
+                f"implementation={implementation!r} is unknown; legal: "
+                f"{', '.join(get_args(Implementation))}, or None to choose"
+            )
+        platforms = self.by_default if implementation is None else _PLATFORMS[implementation]
+        portable = functools.partial(run, self.portable)
+        if not platforms or any(0 in leaf.shape for leaf in jax.tree.leaves(args)):
+            return portable(*args)
+        refused = {p: self.kernels[p].unsupported(op, *args) for p in platforms}
+        if implementation in ("mosaic_tpu", "triton"):
+            (platform,) = platforms
+            if refused[platform] is not None:
+                raise UnsupportedImplementation(
+                    f"implementation={implementation!r} cannot serve this call: "
+                    f"{refused[platform]}; use 'xla' or None"
+                )
+            return run(self.kernels[platform], *args)
+        kernels = {p: functools.partial(run, self.kernels[p]) for p in platforms}
+        return choose(kernels, portable, *args, refused=refused)
 
 
 # An identity whose only effect is a warning when it is lowered for a platform that lost its kernel.

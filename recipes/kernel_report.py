@@ -75,6 +75,12 @@ def _report_ops(folder: Path) -> int:
             "bytes over the HBM bandwidth, other instructions their bytes over the bandwidth"
         )
         kernels = f"\n## Kernels\n\n{report.kernel_table(rows, clocks)}"
+        if traffic := report.traffic_table(rows):
+            kernels += (
+                "\n## Depth attention: elements moved per sublayer, forward\n\nIn units of d, a "
+                "token's elements. Table 1 books a source as a key and a value, and the sublayer's "
+                f"own addition, which the ops leave to it.\n\n{traffic}"
+            )
     failures = report.failure_lines(rows)
     text = (
         f"# Ops beside their portable form\n\n{how}. {_versions()}. 16 x 512 tokens, bfloat16.\n"

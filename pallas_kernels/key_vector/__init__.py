@@ -10,7 +10,7 @@ Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels), "trito
 """
 
 import functools
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from pallas_kernels.key_vector.interface import (
     UnsupportedImplementation,
 )
 from pallas_kernels.key_vector.xla import to_fixed_point
-from pallas_kernels.platform import choose
+from pallas_kernels.platform import Implementation, Implementations
 
 __all__ = [
     "FRACTION_BITS",
@@ -42,8 +42,6 @@ __all__ = [
     "to_fixed_point",
     "undo",
 ]
-
-Implementation = Literal["xla", "mosaic_tpu", "triton", "pallas"]
 
 
 def store_norm_retrieve(
@@ -262,34 +260,12 @@ _norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)
 
 # Which implementation ------------------------------------------------------------------------
 
-_KERNELS = {"tpu": mosaic_tpu, "cuda": triton_gpu}
-_NAMED = {"xla": (), "mosaic_tpu": ("tpu",), "triton": ("cuda",), "pallas": ("tpu", "cuda")}
 # A kernel becomes the default where it is shown to be faster: see docs/benchmarks.md.
-_BY_DEFAULT = ("tpu",)
+_IMPLEMENTATIONS = Implementations(xla, {"tpu": mosaic_tpu, "cuda": triton_gpu}, ("tpu",))
 
 
 def _run(call: _Call, op: str, run, args):
-    """`run(module, *args)` with the module of the implementation that is asked for."""
-    if call.implementation not in (None, *_NAMED):
-        raise UnsupportedImplementation(
-            f"implementation={call.implementation!r} is unknown; legal: "
-            f"{', '.join(get_args(Implementation))}, or None to choose"
-        )
-    platforms = _BY_DEFAULT if call.implementation is None else _NAMED[call.implementation]
-    portable = functools.partial(run, xla)
-    if not platforms or 0 in args[0].shape:
-        return portable(*args)
-    refused = {p: _KERNELS[p].unsupported(op, *args) for p in platforms}
-    if call.implementation in ("mosaic_tpu", "triton"):
-        (platform,) = platforms
-        if refused[platform] is not None:
-            raise UnsupportedImplementation(
-                f"implementation={call.implementation!r} cannot serve this call: "
-                f"{refused[platform]}; use 'xla' or None"
-            )
-        return run(_KERNELS[platform], *args)
-    kernels = {p: functools.partial(run, _KERNELS[p]) for p in platforms}
-    return choose(kernels, portable, *args, refused=refused)
+    return _IMPLEMENTATIONS.run(call.implementation, op, run, args)
 
 
 def _refuse_integers(residual):

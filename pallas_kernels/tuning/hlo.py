@@ -17,6 +17,7 @@ _CALLED = re.compile(r"\b(calls|body|condition|to_apply)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+_ACCESSED = re.compile(r'"bytes_accessed":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
@@ -204,7 +205,8 @@ class Module:
             update = scope[instruction.operands[1]].arrays
             return _bytes(update) + _bytes(update)
         read = (scope[name].arrays for name in instruction.operands if name in scope)
-        return sum(map(_bytes, read), _bytes(instruction.arrays))
+        total = sum(map(_bytes, read), _bytes(instruction.arrays))
+        return _declared(instruction, total) if opcode == "custom-call" else total
 
     def moves_only(self, instruction: Instruction) -> bool:
         """Whether it computes nothing: a copy, a transpose, a slice, or a fusion of such."""
@@ -314,6 +316,15 @@ def _bits(dtype: str) -> int:
         return 8
     digits = re.search(r"\d+", dtype)
     return int(digits.group()) if digits else 8
+
+
+def _declared(kernel: Instruction, total: Bytes) -> Bytes:
+    """Of a kernel that declares less than its operands hold, as it reads parts of them: that."""
+    declared = _ACCESSED.search(kernel.attributes)
+    if declared is None or int(declared.group(1)) >= total.total:
+        return total
+    share = int(declared.group(1)) / total.total
+    return Bytes(round(total.hbm * share), round(total.vmem * share))
 
 
 def _bytes(arrays: tuple[Array, ...]) -> Bytes:

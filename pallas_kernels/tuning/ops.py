@@ -168,11 +168,86 @@ def _causal_attention(heads: int, size: int) -> Case:
     )
 
 
+def _depth() -> list[Case]:
+    """One site over all blocks, or all sublayers; then the two phases, and what Full needs."""
+    one_site = [_depth_partial(1, N, D) for N, D in ((9, 2048), (9, 7168), (33, 1024))]
+    two_phase = [_depth_partial(8, 9, D) for D in (1024, 2048)]
+    return [*one_site, *two_phase, *map(_depth_merge, (1024, 2048)), *TABLE_1]
+
+
+def _depth_partial(S: int, N: int, D: int, *, prior: bool = False) -> Case:
+    def function(implementation, queries, sources, *prior):
+        return pallas_kernels.depth_attention_partial(
+            queries, sources, prior=prior or None, implementation=implementation
+        )
+
+    row, sums = _TOKENS * D * _ITEM, 4 * S * _TOKENS
+    of_prior = S * row + sums if prior else 0
+    parameters = 4 * S * D
+    flops = 4 * S * N * _TOKENS * D
+    arguments = [_array(S, D, dtype=jnp.float32), _array(N, _BATCH, _SEQ, D)]
+    if prior:
+        arguments += [_array(S, _BATCH, _SEQ, D), _array(S, _BATCH, _SEQ, dtype=jnp.float32)]
+    return Case(
+        f"S={S} N={N} D={D}{' prior' if prior else ''}",
+        function,
+        tuple(arguments),
+        Work((N + S) * row + sums + parameters + of_prior, flops),
+        # Reads the sources and the result's cotangent, gives the sources'; with a prior, its share
+        # needs it and the result.
+        Work((2 * N + S) * row + 2 * sums + 2 * parameters + 2 * of_prior, 2 * flops),
+    )
+
+
+def _depth_merge(D: int) -> Case:
+    def function(implementation, current, mixed, log_sums, query, norm_gain):
+        mixed, current, z = pallas_kernels.depth_attention_merge(
+            mixed[None], log_sums, 0, current, query, norm_gain, implementation=implementation
+        )
+        return current, z
+
+    row, sums, parameters = _TOKENS * D * _ITEM, 4 * _TOKENS, 2 * 4 * D
+    token, parameter = _array(_BATCH, _SEQ, D), _array(D, dtype=jnp.float32)
+    return Case(
+        f"merge D={D}",
+        function,
+        (token, token, _array(_BATCH, _SEQ, dtype=jnp.float32), parameter, parameter),
+        # `current` is passed on as it is.
+        Work(3 * row + sums + parameters, 15 * _TOKENS * D),
+        Work(6 * row + 2 * sums + 2 * parameters, 40 * _TOKENS * D),
+        carried=True,
+    )
+
+
+def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
+    """Of the schedules of table 1: what a sublayer moves, in units of d, a token's elements.
+
+    Args:
+      moved: bytes of the forward pass, of the cases in `TABLE_1` and of `merge D=1024`, by name.
+    """
+    row, sites = _TOKENS * 1024 * _ITEM, 16
+    block, earlier, within = (moved[case.name] / row for case in TABLE_1)
+    return {
+        "Block, two-phase": block / sites + moved["merge D=1024"] / row,
+        "Full, two-phase": earlier / sites + within,
+    }
+
+
 def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+# The paper's table 1: 128 sublayers in 8 blocks of 16. In Block, phase 1 over the 8 blocks' sums;
+# in Full, over the 56 sublayers that precede the average block, and then each sublayer over the 8
+# before the average one in its block, with phase 1 as the prior.
+TABLE_1 = (
+    _depth_partial(16, 8, 1024),
+    _depth_partial(16, 56, 1024),
+    _depth_partial(1, 8, 1024, prior=True),
+)
+
 OPS = {
     "key_vector": Op(_key_vector, {"tpu": "mosaic_tpu", "gpu": "triton"}),
     "attention": Op(_attention, {"tpu": "mosaic_tpu", "gpu": "cudnn"}),
+    "depth_attention": Op(_depth, {"tpu": "mosaic_tpu", "gpu": "triton"}),
 }

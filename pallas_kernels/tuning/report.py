@@ -9,7 +9,15 @@ import jax
 from pallas_kernels.tuning.compiler import Failure, Job, compile_jobs
 from pallas_kernels.tuning.cost import KernelCost, ProgramCost, program_cost
 from pallas_kernels.tuning.measure import measure
-from pallas_kernels.tuning.ops import DIRECTIONS, OPS, PORTABLE, Direction, Work, cases
+from pallas_kernels.tuning.ops import (
+    DIRECTIONS,
+    OPS,
+    PORTABLE,
+    Direction,
+    Work,
+    cases,
+    elements_per_sublayer,
+)
 from pallas_kernels.tuning.topology import Target
 
 Progress = Callable[[str], None]
@@ -201,6 +209,35 @@ def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def traffic_table(rows: Sequence[OpRow]) -> str:
+    """Markdown: what depth attention moves per sublayer in the schedules of the paper's table 1.
+
+    A line a chip with all the cases it takes; "" if there is none.
+    """
+    paper = {"Block, two-phase": 5.5, "Full, two-phase": 24}
+    lines = []
+    for device in dict.fromkeys(row.device for row in rows):
+        forward = [
+            row
+            for row in rows
+            if (row.device, row.op, row.direction) == (device, "depth_attention", "forward")
+        ]
+        columns = []
+        for of in (lambda r: r.work, lambda r: r.cost, lambda r: r.portable_cost):
+            try:
+                columns.append(elements_per_sublayer({r.case: of(r).bytes for r in forward}))
+            except (AttributeError, KeyError):  # it failed, or was not asked for
+                break
+        else:
+            for schedule, booked in paper.items():
+                cells = [device, schedule, *(f"{column[schedule]:.2f}" for column in columns)]
+                lines.append(f"| {' | '.join(cells)} | {booked:g} |")
+    if not lines:
+        return ""
+    head = "| chip | schedule | least d | d, kernels | d, xla | d, the paper's table 1 |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *lines]) + "\n"
 
 
 def failure_lines(rows: Sequence[OpRow]) -> str:

@@ -12,9 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tuning
 from pallas_kernels.tuning import TARGETS, Failure, Job, compile_jobs, lower, program_cost, report
+from pallas_kernels.tuning.cost import ProgramCost
 from pallas_kernels.tuning.hlo import Bytes, Module
 from pallas_kernels.tuning.measure import measure
-from pallas_kernels.tuning.ops import OPS, Case, Op, Work, cases
+from pallas_kernels.tuning.ops import OPS, Case, Op, Work, cases, elements_per_sublayer
 from pallas_kernels.tuning.schedule import parse_schedule
 
 ROWS, INNER, COLUMNS, BLOCK, CHUNK, LAYERS = 4096, 512, 512, 1024, 256, 5
@@ -323,6 +324,31 @@ def test_text_without_a_program():
 # Ops ------------------------------------------------------------------------------------------
 
 
+def test_traffic_of_the_papers_schedules():
+    least = {case.name: case.forward.bytes for case in cases("depth_attention").values()}
+    per_sublayer = elements_per_sublayer(least)
+    # Reads N / S and writes 1; then reads 2 and writes 1: the paper's 5.5 less an addition.
+    assert per_sublayer["Block, two-phase"] == pytest.approx(8 / 16 + 1 + 3, rel=0.01)
+    # (S + N - 2) / 2 + 2 where each sublayer's output is one array and not two, and the prior.
+    assert per_sublayer["Full, two-phase"] == pytest.approx(56 / 16 + 1 + 8 + 2, rel=0.01)
+
+
+def test_traffic_table_has_only_what_was_compiled():
+    work = {name: case.forward for name, case in cases("depth_attention").items()}
+    cost = lambda factor, w: program_cost_of(int(factor * w.bytes))
+    rows = [
+        report.OpRow("depth_attention", name, "forward", "v5e", 1e12, "mosaic_tpu", w, 1.0, 1.0,
+                     cost=cost(1, w), portable_cost=cost(3, w))
+        for name, w in work.items()
+    ]  # fmt: skip
+    assert "| v5e | Block, two-phase | 4.50 | 4.50 | 13.51 | 5.5 |" in report.traffic_table(rows)
+    assert report.traffic_table(rows[:-1]) == ""
+
+
+def program_cost_of(moved):
+    return ProgramCost(bytes=moved, seconds=1.0, estimated_seconds=1.0, kernels=())
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_least_work_of_the_ops(op):
     for case in cases(op).values():
@@ -331,6 +357,8 @@ def test_least_work_of_the_ops(op):
             math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree)
         )
         once = size(arguments) + size(jax.eval_shape(forward, *arguments))
+        if "merge" in case.name:  # what is passed on is neither read again nor written
+            once -= size(arguments[0])
         # Every operand and result once; beside them only sums of each token.
         assert case.forward.bytes == pytest.approx(once, rel=0.02)
         training, arguments, _ = case.program("training", "xla")

@@ -1,0 +1,409 @@
+"""Depth attention: a sublayer reads a softmax over what earlier sublayers, or blocks, produced.
+
+Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1. Keys are the sources,
+normalised; values are the sources themselves; the query is learned and the same for every token:
+
+    logit_i = <gain * query, v_i> / sqrt(mean(v_i^2) + epsilon)
+    h = sum_i softmax(logit)_i v_i
+
+`depth_attention` is one site. In the *two-phase* schedule, `depth_attention_partial` takes all S
+sites of a block over the sealed sources at once, reading them once, and `depth_attention_merge`
+adds the running partial sum at each site. `depth_attention_step` is a whole site in one pass.
+
+Implementations: as of `key_vector`.
+"""
+
+import functools
+from typing import NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.depth_attention import mosaic_tpu, triton_gpu, xla
+from pallas_kernels.depth_attention.interface import Norm, UnsupportedImplementation
+from pallas_kernels.platform import Implementation, Implementations
+
+__all__ = [
+    "PartialGradients",
+    "UnsupportedImplementation",
+    "depth_attention",
+    "depth_attention_merge",
+    "depth_attention_partial",
+    "depth_attention_partial_backward",
+    "depth_attention_step",
+]
+
+Prior = tuple[Float[Array, "S *tokens D"], Float[Array, "S *tokens"]]
+
+
+class PartialGradients(NamedTuple):
+    """Cotangents of the inputs of `depth_attention_partial`; `prior` is None if there was none.
+
+    `queries` are those of `gain * query`: multiply by the gain for the query, by the query for the
+    gain.
+    """
+
+    queries: Float[Array, "S D"]
+    sources: Float[Array, "N *tokens D"]
+    prior: Prior | None
+
+
+def depth_attention(
+    query: Float[Array, " D"],
+    sources: Float[Array, "N *tokens D"],
+    *,
+    gain: Float[Array, " D"] | None = None,
+    count: int | Int[Array, ""] | None = None,
+    prior: tuple[Float[Array, "*tokens D"], Float[Array, "*tokens"]] | None = None,
+    epsilon: int | float = 1e-6,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*tokens D"]:
+    """The mix h that one site reads: `depth_attention_partial` of one query."""
+    if prior is not None:
+        prior = (prior[0][None], prior[1][None])
+    mixed, _ = depth_attention_partial(
+        query[None],
+        sources,
+        gains=None if gain is None else gain[None],
+        count=count,
+        prior=prior,
+        epsilon=epsilon,
+        implementation=implementation,
+    )
+    return mixed[0]
+
+
+def depth_attention_partial(
+    queries: Float[Array, "S D"],
+    sources: Float[Array, "N *tokens D"],
+    *,
+    gains: Float[Array, "S D"] | None = None,
+    count: int | Int[Array, ""] | None = None,
+    prior: Prior | None = None,
+    epsilon: int | float = 1e-6,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "S *tokens D"], Float[Array, "S *tokens"]]:
+    """All S sites over the same sources, in one pass over them.
+
+    Args:
+      queries: w, one of each site.
+      sources: v, any token axes; any float dtype.
+      gains: of the norm of the keys; folded into the queries.
+      count: how many sources there are; the rows from there on are empty and are not looked at.
+      prior: the results of another call over other sources, to be counted in.
+      epsilon: added to the mean square of a source.
+      implementation: None picks what is best on the platform that the program is lowered for.
+
+    Returns:
+      The mix of each site in the sources' dtype, and the logarithm of its softmax's sum, at least
+      float32. Scores and sums are at least float32. One source alone is returned bit for bit.
+
+    Raises:
+      UnsupportedImplementation: a named implementation cannot serve this call.
+      ValueError: shapes do not fit, or count is more than the sources.
+    """
+    _check(queries, sources, count)
+    call = _Call(epsilon, implementation)
+    flat = _flat(sources)
+    if prior is not None:
+        prior = (_flat(prior[0]), prior[1].reshape(prior[1].shape[0], -1))
+    args = (_folded(queries, gains, sources), flat, _count(count, sources), prior)
+    mixed, log_sums = _partial(call, *args)
+    tokens = sources.shape[1:-1]
+    return mixed.reshape(-1, *sources.shape[1:]), log_sums.reshape(-1, *tokens)
+
+
+def depth_attention_partial_backward(
+    queries: Float[Array, "S D"],
+    sources: Float[Array, "N *tokens D"],
+    mixed: Float[Array, "S *tokens D"],
+    log_sums: Float[Array, "S *tokens"],
+    d_mixed: Float[Array, "S *tokens D"],
+    d_log_sums: Float[Array, "S *tokens"] | None,
+    *,
+    gains: Float[Array, "S D"] | None = None,
+    count: int | Int[Array, ""] | None = None,
+    prior: Prior | None = None,
+    accumulate: Float[Array, "N *tokens D"] | None = None,
+    epsilon: int | float = 1e-6,
+    implementation: Implementation | None = None,
+) -> PartialGradients:
+    """The gradients of `depth_attention_partial`, those of the sources added to `accumulate`.
+
+    What a block's S sites give to the sources is so added once, where differentiating with JAX
+    would add once a site.
+    """
+    _check(queries, sources, count)
+    tokens, S = sources.shape[1:-1], queries.shape[0]
+    rows = lambda x: None if x is None else x.reshape(S, -1)
+    prior = None if prior is None else (_flat(prior[0]), rows(prior[1]))
+    d_queries, d_sources, d_prior = _partial_backward(
+        _Call(epsilon, implementation),
+        _folded(queries, gains, sources),
+        _flat(sources),
+        _count(count, sources),
+        prior,
+        _flat(mixed),
+        rows(log_sums),
+        _flat(d_mixed),
+        rows(d_log_sums),
+        None if accumulate is None else _flat(accumulate),
+    )
+    if d_prior is not None:
+        d_prior = (d_prior[0].reshape(d_mixed.shape), d_prior[1].reshape(S, *tokens))
+    return PartialGradients(d_queries, d_sources.reshape(sources.shape), d_prior)
+
+
+def depth_attention_merge(
+    mixed: Float[Array, "S *tokens D"],
+    log_sums: Float[Array, "*tokens"],
+    site: int | Int[Array, ""],
+    current: Float[Array, "*tokens D"],
+    query: Float[Array, " D"],
+    norm_gain: Float[Array, " D"],
+    *,
+    gain: Float[Array, " D"] | None = None,
+    active: bool | Bool[Array, ""] = True,
+    norm: Norm = "layernorm",
+    epsilon: int | float = 1e-6,
+    norm_epsilon: int | float = 1e-6,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "S *tokens D"], Float[Array, "*tokens D"], Float[Array, "*tokens D"]]:
+    """The second phase: the running partial sum beside the sealed sources, normed for the reader.
+
+    Args:
+      mixed: of all sites, from `depth_attention_partial`.
+      log_sums: of this one.
+      site: which of them this is.
+      current: the running partial sum, one more source.
+      query, gain: w and the gain of the keys' norm.
+      norm_gain: of the norm of what is read.
+      active: whether there is a partial sum; before a block's first sublayer there is none.
+      norm: "layernorm" or "rmsnorm", of what is read.
+      epsilon, norm_epsilon: of the keys' norm and of the norm of what is read.
+      implementation: None picks what is best on the platform that the program is lowered for.
+
+    Returns:
+      `mixed` and `current`, to be used from here on, and `z = norm_gain * norm(h)` in the dtype of
+      `current`. The gradients of later uses so reach this one, which adds its own to that of
+      `current` in the same pass, and puts it in its row of that of `mixed`: a site is merged once.
+    """
+    _check_norm(norm)
+    call = _Call(epsilon, implementation, norm, norm_epsilon)
+    dtype = jnp.result_type(jnp.float32, current)
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+    rows, passed, z = _merge(
+        call,
+        _folded(query, gain, current),
+        _flat(mixed),
+        log_sums.reshape(-1),
+        jnp.asarray(site, jnp.int32),
+        flat(current),
+        jnp.asarray(active),
+        norm_gain.astype(dtype),
+    )
+    return rows.reshape(mixed.shape), passed.reshape(current.shape), z.reshape(current.shape)
+
+
+def depth_attention_step(
+    bank: Float[Array, "N *tokens D"],
+    count: int | Int[Array, ""],
+    current: Float[Array, "*tokens D"],
+    y: Float[Array, "*tokens D"],
+    query: Float[Array, " D"],
+    norm_gain: Float[Array, " D"],
+    *,
+    gain: Float[Array, " D"] | None = None,
+    seal: bool = False,
+    norm: Norm = "layernorm",
+    epsilon: int | float = 1e-6,
+    norm_epsilon: int | float = 1e-6,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "N *tokens D"], Float[Array, "*tokens D"], Float[Array, "*tokens D"]]:
+    """One site in one pass: `current += y`, mix over `bank[:count]` and it, norm.
+
+    With `seal`, the sum also becomes row `count` of the bank: the block ends here. `count` must
+    then be below N. Returns the bank, the sum and z.
+    """
+    _check(query[None], bank, count, spare=seal)
+    _check_norm(norm)
+    call = _Call(epsilon, implementation, norm, norm_epsilon)
+    dtype = jnp.result_type(jnp.float32, current)
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+    new_bank, new, z = _step(
+        call,
+        seal,
+        _folded(query, gain, bank),
+        _flat(bank),
+        _count(count, bank),
+        flat(current),
+        flat(y),
+        norm_gain.astype(dtype),
+    )
+    new_bank = new_bank.reshape(bank.shape) if seal else bank
+    return new_bank, new.reshape(current.shape), z.reshape(current.shape)
+
+
+class _Call(NamedTuple):
+    """What a call is beside its arrays."""
+
+    epsilon: int | float
+    implementation: str | None
+    norm: Norm = "layernorm"
+    norm_epsilon: int | float = 0.0
+
+    @property
+    def norms(self):
+        return {"norm": self.norm, "epsilon": self.epsilon, "norm_epsilon": self.norm_epsilon}
+
+
+# The ops over one token axis, with their gradients -------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _partial(call, queries, sources, count, prior):
+    run = lambda module, *args: module.partial(*args, epsilon=call.epsilon)
+    return _run(call, "partial", run, (queries, sources, count, prior))
+
+
+def _partial_forward(call, queries, sources, count, prior):
+    mixed, log_sums = _partial(call, queries, sources, count, prior)
+    kept = None if prior is None else mixed
+    return (mixed, log_sums), (queries, sources, count, prior, kept, log_sums)
+
+
+def _partial_vjp(call, saved, cotangents):
+    d_queries, d_sources, d_prior = _partial_backward(call, *saved, *cotangents, None)
+    return d_queries, d_sources, None, d_prior
+
+
+def _partial_backward(
+    call, queries, sources, count, prior, mixed, log_sums, d_mixed, d_log_sums, accumulate
+):
+    delta = None if d_log_sums is None else -d_log_sums
+    d_prior = None
+    if prior is not None:
+        # The prior is one more source, of given logit.
+        weight = xla.prior_weights(prior[1], log_sums)
+        g = jnp.sum(_wide(d_mixed) * _wide(prior[0]), axis=-1)
+        delta = weight * g + (0 if delta is None else delta)
+    run = lambda module, *args: module.partial_backward(*args, epsilon=call.epsilon)
+    # A constant that is saved may come back as one of NumPy's.
+    args = (queries, sources, jnp.asarray(count), log_sums, delta, d_mixed, accumulate)
+    d_queries, d_sources = _run(call, "partial_backward", run, args)
+    if prior is not None:
+        # The sum over all sources of weight * g is <d_mixed, mixed>.
+        total = jnp.sum(_wide(d_mixed) * _wide(mixed), axis=-1)
+        d_log = weight * (g - total + (0 if d_log_sums is None else d_log_sums))
+        d_prior_mixed = (weight[..., None] * _wide(d_mixed)).astype(prior[0].dtype)
+        d_prior = (d_prior_mixed, d_log)
+    return d_queries, d_sources, d_prior
+
+
+_partial.defvjp(_partial_forward, _partial_vjp)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _merge(call, query, mixed, log_sums, site, current, active, norm_gain):
+    run = lambda module, *args: module.merge(*args, **call.norms)
+    args = (query, mixed, log_sums, site, current, active, norm_gain)
+    return mixed, current, _run(call, "merge", run, args)
+
+
+def _merge_forward(call, *args):
+    return _merge(call, *args), args
+
+
+def _merge_backward(call, saved, cotangents):
+    d_mixed, d_current, d_z = cotangents
+    run = lambda module, *args: module.merge_backward(*args, **call.norms)
+    saved = [jnp.asarray(x) for x in saved]  # a constant may come back as one of NumPy's
+    g = _run(call, "merge_backward", run, (*saved, d_z, d_mixed, d_current))
+    return g.query, g.mixed, g.log_sums, None, g.current, None, g.norm_gain
+
+
+_merge.defvjp(_merge_forward, _merge_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _step(call, seal, query, bank, count, current, y, norm_gain):
+    run = lambda module, *args: module.step(*args, seal=seal, **call.norms)
+    return _run(call, "step", run, (query, bank, count, current, y, norm_gain))
+
+
+def _step_forward(call, seal, query, bank, count, current, y, norm_gain):
+    out = _step(call, seal, query, bank, count, current, y, norm_gain)
+    # Not the bank that is given back: its row `count` may be taken again by then.
+    return out, (query, bank, count, out[1], jnp.zeros((0,), y.dtype), norm_gain)
+
+
+def _step_backward(call, seal, saved, cotangents):
+    query, bank, count, current, like_y, norm_gain = saved
+    d_bank, d_current, d_z = cotangents
+    if seal:
+        d_row = jax.lax.dynamic_index_in_dim(d_bank, count, keepdims=False)
+        d_current = d_current + d_row.astype(d_current.dtype)
+        d_bank = jax.lax.dynamic_update_index_in_dim(d_bank, jnp.zeros_like(d_row), count, 0)
+    (mixed, log_sums), of_partial = _partial_forward(call, query[None], bank, count, None)
+    args = (query, mixed, log_sums[0], jnp.int32(0), current, jnp.bool(True), norm_gain)
+    d_query, d_mixed, d_log_sums, _, d_current, _, d_gain = _merge_backward(
+        call, args, (mixed, d_current, d_z)
+    )
+    accumulate = d_bank if seal else None
+    d_queries, d_bank, _ = _partial_backward(
+        call, *of_partial, d_mixed, d_log_sums[None], accumulate
+    )
+    d_y = d_current.astype(like_y.dtype)
+    return d_query + d_queries[0], d_bank, None, d_current, d_y, d_gain
+
+
+_step.defvjp(_step_forward, _step_backward)
+
+_IMPLEMENTATIONS = Implementations(xla, {"tpu": mosaic_tpu, "cuda": triton_gpu}, ("tpu",))
+
+
+def _run(call: _Call, op: str, run, args):
+    return _IMPLEMENTATIONS.run(call.implementation, op, run, args)
+
+
+# Arguments -----------------------------------------------------------------------------------
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.result_type(jnp.float32, x))
+
+
+def _folded(queries, gains, sources):
+    """`gain * query`, at least float32: no normalised key is ever made."""
+    dtype = jnp.result_type(jnp.float32, sources)
+    return queries.astype(dtype) if gains is None else queries.astype(dtype) * gains.astype(dtype)
+
+
+def _count(count, sources):
+    return jnp.asarray(sources.shape[0] if count is None else count, jnp.int32)
+
+
+def _flat(x: Array) -> Array:
+    """Exactly one token axis."""
+    return x.reshape(x.shape[0], int(np.prod(x.shape[1:-1])), x.shape[-1])
+
+
+def _check(queries, sources, count, *, spare: bool = False) -> None:
+    N, D = sources.shape[0], sources.shape[-1]
+    if sources.ndim < 2 or queries.shape[-1] != D:
+        raise ValueError(
+            f"shapes do not fit: queries [S, D] are {queries.shape}, "
+            f"sources [N, ..., D] are {sources.shape}"
+        )
+    if isinstance(count, int) and not 0 <= count <= N - spare:
+        raise ValueError(
+            f"count={count} must be from 0 to the number of sources, {N}"
+            + (", less one for the row that is sealed" if spare else "")
+        )
+
+
+def _check_norm(norm) -> None:
+    if norm not in get_args(Norm):
+        raise ValueError(f"norm={norm!r} is unknown; legal: {', '.join(get_args(Norm))}")

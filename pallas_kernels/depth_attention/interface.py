@@ -1,0 +1,81 @@
+"""What every implementation of depth attention gives and takes.
+
+An implementation is a module with these functions over arrays with exactly one token axis T; the
+public ops reshape to that, fold gains into queries, choose, and differentiate. Symbols: N sources
+(rows of a bank) of size D, S sites (queries). Of a source v, with the float32 values of what is
+stored:
+
+    rstd(v) = 1 / sqrt(mean(v^2) + epsilon)             logit = rstd(v) * <query, v>
+    log_sum = log sum exp(logit)                        weight = exp(logit - log_sum)
+
+Rows from `count` on are empty: they have no weight, whatever they hold, NaN included, and their
+gradient is 0.
+
+    partial(queries [S, D] float32, sources [N, T, D], count int32 [], prior, *, epsilon)
+        -> (mixed [S, T, D] in the sources' dtype, log_sums [S, T] float32)
+
+        mixed = sum_i weight_i v_i over the active rows. `prior` is None or a pair (mixed, log_sums)
+        over other sources; these then count as well, as one more source of given logit:
+        log_sum' = log(exp(log_sum) + exp(prior log_sum)). With no source at all, mixed is 0 and
+        log_sum -inf. One source alone is returned bit for bit.
+
+    partial_backward(queries, sources, count, log_sums, delta, d_mixed, accumulate, *, epsilon)
+        -> (d_queries [S, D] float32, d_sources [N, T, D])
+
+        From `log_sums [S, T]` as returned (prior included):
+
+            g_i = <d_mixed, v_i>        d_logit_i = weight_i * (g_i - sum_j weight_j g_j - delta)
+
+        with the sum over the active rows, from the very same g (so that one source alone gives a
+        d_logit of exactly 0). `delta [S, T]` float32 is what else there is to subtract, or None for
+        0: a prior's share of the sum, less the cotangent of log_sums. d_sources is in the dtype of
+        the sources, and is added to `accumulate [N, T, D]` if that is not None (empty rows then
+        keep what they have); the sum over T in d_queries has a fixed order.
+
+    merge(query [D] float32, mixed [S, T, D], log_sums [T], site int32 [], current [T, D],
+          active bool [], norm_gain [D] float32, *, norm, epsilon, norm_epsilon) -> z [T, D]
+
+        The second phase of one site: the running partial sum `current` is one more source beside
+        row `site` of `mixed`, which stands for all the sealed ones. p = sigmoid(logit(current) -
+        log_sum), or 0 where `active` is False; h = mixed + p * (current - mixed); z = norm_gain *
+        norm(h), in the dtype of `current`. The row is read where it is: a slice would be copied.
+
+    merge_backward(query, mixed, log_sums, site, current, active, norm_gain, d_z, d_mixed,
+                   d_current, *, norm, epsilon, norm_epsilon) -> MergeGradients
+
+        Row `site` of d_mixed [S, T, D] is replaced by what this site gives, the others are as they
+        were, in place. What this use of `current` gives is added to `d_current`.
+
+    step(query [D] float32, bank [N, T, D], count, current [T, D], y [T, D], norm_gain, *, seal,
+         norm, epsilon, norm_epsilon) -> (bank', current', z)
+
+        One site in one pass, forward only: current' = current + y, rounded to the dtype it is held
+        in before it is scored; h mixes bank[:count] and current'; z = norm_gain * norm(h). If
+        `seal` (static), bank' is the bank with current' as row `count`, in place where the caller
+        gives it away; else bank' is None.
+
+    unsupported(op, *arrays) -> why these cannot be served, in a line, or None
+"""
+
+from typing import Literal, NamedTuple
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.platform import UnsupportedImplementation
+
+__all__ = ["MergeGradients", "Norm", "UnsupportedImplementation"]
+
+Norm = Literal["layernorm", "rmsnorm"]
+
+
+class MergeGradients(NamedTuple):
+    """Cotangents of the inputs of `merge`; those of parameters are float32 sums over tokens.
+
+    `mixed` is of all sites.
+    """
+
+    query: Float[Array, " D"]
+    mixed: Float[Array, "S T D"]
+    log_sums: Float[Array, " T"]
+    current: Float[Array, "T D"]
+    norm_gain: Float[Array, " D"]

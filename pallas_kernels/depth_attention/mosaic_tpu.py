@@ -1,0 +1,645 @@
+"""Depth attention as TPU kernels: every source crosses HBM once.
+
+Arrays stay as the model has them, [.., T, D] with D in the lanes; nothing is transposed. A tile of
+tokens of all active rows lies in VMEM at a time: their scores, the softmax over them and what is
+mixed from them all come from there.
+
+- Scores and mixing are products on the matrix unit, whose time does not depend on S as long as its
+  rows are not full. Queries and weights are split into bfloat16 pieces, so that with bfloat16
+  sources scores are as exact as in float32, and weights to 16 bits.
+- The backward pass takes <d_mixed, v_i> along with the scores, and all of a source's gradient but
+  the part along itself as one more product.
+- Rows from `count` on are not read, and not written either where a gradient is accumulated.
+
+For T tokens, N active sources, E bytes an entry: `partial` takes `4 S N T D` FLOPs and
+`E (N + S) T D` bytes; `partial_backward` `8 S N T D` FLOPs and `E (2 N + S) T D` bytes, `E N T D`
+more to accumulate; `merge` `E 3 T D` bytes and `merge_backward` `E 6 T D`.
+
+D is padded to a multiple of 128 and T to one of 16, which costs a copy where it is not one.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.depth_attention import mosaic_tpu_kernels as kernels
+from pallas_kernels.depth_attention import mosaic_tpu_merge_kernels as merge_kernels
+from pallas_kernels.depth_attention.interface import (
+    MergeGradients,
+    Norm,
+    UnsupportedImplementation,
+)
+from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
+    GROUP,
+    LANES,
+    BlockSizes,
+    Call,
+    pieces,
+    round_up,
+)
+
+__all__ = [
+    "BlockSizes",
+    "merge",
+    "merge_backward",
+    "partial",
+    "partial_backward",
+    "step",
+    "unsupported",
+]
+
+# Of the smallest VMEM among the targets, v5p's 64 MiB, some is left to XLA.
+VMEM_LIMIT = 60 * 2**20
+# What `vmem_bytes` may come to: it does not know every temporary of the compiler.
+_BUDGET = 54 * 2**20
+
+# Tuned on a device: consulted first, by (op, device kind, N, S, D, dtype); a device kind of None is
+# any.
+TUNED: dict[tuple[str, str | None, int, int, int, str], BlockSizes] = {}
+
+
+def partial(
+    queries: Float[Array, "S D"],
+    sources: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    prior: tuple[Float[Array, "S T D"], Float[Array, "S T"]] | None,
+    *,
+    epsilon: int | float,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
+    """See `interface`. `4 S N T D` FLOPs and `E (N + S) T D` bytes.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    args = (queries, sources, count, prior)
+    call = _call_of("partial", args, epsilon, block_sizes, interpret)
+    N, S, T = call.N, call.S, call.tokens
+    tile = _by_tile(call)
+    inputs = {
+        "count": (count.reshape(1), pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "queries": _constant(_queries(call, queries)),
+        "sources": (_aligned(sources), pl.BlockSpec(memory_space=pl.ANY)),
+    }
+    if prior is not None:
+        inputs["prior"] = (_aligned(prior[0]), tile(S))
+        inputs["prior_log_sums"] = _tiled(call, prior[1])
+    outputs = {
+        "mixed": (
+            jax.ShapeDtypeStruct((S, round_up(T, GROUP), call.width), sources.dtype),
+            tile(S),
+        ),
+        "log_sums": _tiled(call, None),
+    }
+    scratch = _score_scratch(call)
+    if prior is not None:
+        scratch["prior_weights"] = pltpu.VMEM((call.groups, S, GROUP, LANES), jnp.float32)
+    out = _run(
+        call,
+        functools.partial(kernels.partial, call=call),
+        "depth_attention_partial",
+        inputs,
+        outputs,
+        scratch,
+        flops=4 * S * N * T * call.size,
+        interpret=interpret,
+    )
+    tokens, size = sources.shape[1:]
+    return out["mixed"][:, :tokens, :size], _untiled(out["log_sums"])[:, :tokens]
+
+
+def partial_backward(
+    queries: Float[Array, "S D"],
+    sources: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    log_sums: Float[Array, "S T"],
+    delta: Float[Array, "S T"] | None,
+    d_mixed: Float[Array, "S T D"],
+    accumulate: Float[Array, "N T D"] | None,
+    *,
+    epsilon: int | float,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
+    """See `interface`. `8 S N T D` FLOPs and `E (2 N + S) T D` bytes; accumulating, `E N T D` more.
+
+    `accumulate` is overwritten, which a caller that still needs it pays for with a copy.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    args = (queries, sources, count, log_sums, delta, d_mixed, accumulate)
+    call = _call_of("partial_backward", args, epsilon, block_sizes, interpret)
+    N, S, T = call.N, call.S, call.tokens
+    tile = _by_tile(call)
+    again, shrink_rows = _right_rows(call, queries)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    inputs = {
+        "count": (count.reshape(1), pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "queries": _constant(_queries(call, queries)),
+        "queries_again": _constant(again),
+        "shrink_rows": _constant(shrink_rows),
+        "sources": (_aligned(sources), anywhere),
+        "log_sums": _tiled(call, log_sums),
+        "d_mixed": (_aligned(d_mixed.astype(sources.dtype)), tile(S)),
+    }
+    if delta is not None:
+        inputs["delta"] = _tiled(call, delta)
+    if accumulate is not None:
+        inputs["accumulate"] = (_aligned(accumulate), anywhere)
+    rows = (call.query_rows, call.width)
+    outputs = {
+        "d_queries": (
+            jax.ShapeDtypeStruct((call.cores, *rows), jnp.float32),
+            pl.BlockSpec((1, *rows), lambda c, j, *_: (c, 0, 0)),
+        ),
+        "d_sources": (inputs["sources"][0], anywhere),
+    }
+    lanes = [n * GROUP for _, n in call.chunks]
+    scratch = {
+        "sources": _bank(call),
+        "d_sources": _bank(call),
+        "logits": [pltpu.VMEM((call.groups, S, n), jnp.float32) for n in lanes],
+        "rstd": [pltpu.VMEM((call.groups, 1, n), jnp.float32) for n in lanes],
+        "g": [pltpu.VMEM((call.groups, S * GROUP, n), jnp.float32) for n in lanes],
+        "left": [pltpu.VMEM((call.groups, n, call.left_rows), sources.dtype) for n in lanes],
+        "d_products": [pltpu.VMEM((call.groups, call.query_rows, n), sources.dtype) for n in lanes],
+        "read": pltpu.SemaphoreType.DMA((2,)),
+        "written": pltpu.SemaphoreType.DMA((2,)),
+    }
+    if accumulate is not None:
+        scratch["read_added"] = pltpu.SemaphoreType.DMA((2,))
+    out = _run(
+        call,
+        functools.partial(kernels.partial_backward, call=call),
+        "depth_attention_partial_backward",
+        inputs,
+        outputs,
+        scratch,
+        flops=8 * S * N * T * call.size,
+        interpret=interpret,
+        aliased={"accumulate": "d_sources"} if accumulate is not None else {},
+    )
+    d_queries = jnp.sum(out["d_queries"], axis=0)
+    if call.narrow:
+        d_queries = d_queries[2 * S : 3 * S] + d_queries[S : 2 * S] + d_queries[:S]
+    tokens, size = sources.shape[1:]
+    return d_queries[:S, :size], out["d_sources"][:, :tokens, :size]
+
+
+def merge(
+    query: Float[Array, " D"],
+    mixed: Float[Array, "S T D"],
+    log_sums: Float[Array, " T"],
+    site: Int[Array, ""],
+    current: Float[Array, "T D"],
+    active: Bool[Array, ""],
+    norm_gain: Float[Array, " D"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> Float[Array, "T D"]:
+    """See `interface`. `E 3 T D` bytes, and about 15 FLOPs an element.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    args = (query, mixed, log_sums, site, current, active, norm_gain)
+    options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
+    call = _merge_call("merge", args, block_sizes, interpret, **options)
+    token, inputs = _by_token(call), _merge_inputs(call, *args)
+    out = _run(
+        call,
+        functools.partial(merge_kernels.merge, call=call),
+        "depth_attention_merge",
+        inputs,
+        {"z": (inputs["current"][0], token)},
+        _rows_scratch(call, "h"),
+        flops=15 * current.size,
+        interpret=interpret,
+        prefetch=site,
+    )
+    return out["z"][: call.tokens, : call.size]
+
+
+def merge_backward(
+    query: Float[Array, " D"],
+    mixed: Float[Array, "S T D"],
+    log_sums: Float[Array, " T"],
+    site: Int[Array, ""],
+    current: Float[Array, "T D"],
+    active: Bool[Array, ""],
+    norm_gain: Float[Array, " D"],
+    d_z: Float[Array, "T D"],
+    d_mixed: Float[Array, "S T D"],
+    d_current: Float[Array, "T D"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> MergeGradients:
+    """See `interface`. `E 6 T D` bytes, and about 40 FLOPs an element.
+
+    `d_mixed` and `d_current` are overwritten; a caller that still needs them pays for a copy.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    args = (query, mixed, log_sums, site, current, active, norm_gain)
+    options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
+    call = _merge_call("merge_backward", args, block_sizes, interpret, **options)
+    token, of_site = _by_token(call), _by_site(call)
+    inputs = _merge_inputs(call, *args) | {
+        "d_z": (_whole(call, d_z), token),
+        "d_mixed_in": (_whole(call, d_mixed), pl.BlockSpec(memory_space=pl.ANY)),
+        "d_current_in": (_whole(call, d_current.astype(current.dtype)), token),
+    }
+    of_parameter = (
+        jax.ShapeDtypeStruct((call.cores, 8, call.width), jnp.float32),
+        pl.BlockSpec((1, 8, call.width), lambda c, j, *_: (c, 0, 0)),
+    )
+    outputs = {
+        "d_query": of_parameter,
+        "d_norm_gain": of_parameter,
+        "d_mixed": (inputs["d_mixed_in"][0], of_site),
+        "d_current": (inputs["current"][0], token),
+        "d_log_sums": _tiled(call, None),
+    }
+    out = _run(
+        call,
+        functools.partial(merge_kernels.merge_backward, call=call),
+        "depth_attention_merge_backward",
+        inputs,
+        outputs,
+        _rows_scratch(call, "h", "difference", "a"),
+        flops=40 * current.size,
+        interpret=interpret,
+        aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
+        prefetch=site,
+    )
+    T, D = current.shape
+    return MergeGradients(
+        query=jnp.sum(out["d_query"], axis=(0, 1))[:D],
+        mixed=out["d_mixed"][:, :T, :D],
+        log_sums=_untiled(out["d_log_sums"])[0, :T],
+        current=out["d_current"][:T, :D],
+        norm_gain=jnp.sum(out["d_norm_gain"], axis=(0, 1))[:D],
+    )
+
+
+def step(
+    query: Float[Array, " D"],
+    bank: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    current: Float[Array, "T D"],
+    y: Float[Array, "T D"],
+    norm_gain: Float[Array, " D"],
+    *,
+    seal: bool,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], Float[Array, "T D"]]:
+    """See `interface`. `4 (N + 1) T D` FLOPs and `E (N + 4) T D` bytes, `E T D` more to seal.
+
+    Fewer than 16 tokens, as in decoding, are padded to 16 in VMEM only.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    args = (query, bank, count, current, y, norm_gain)
+    call = _call_of("step", (query[None], bank), epsilon, block_sizes, interpret)
+    call = dataclasses.replace(call, held=True, norm=norm, norm_epsilon=norm_epsilon)
+    if (why := unsupported("step", *args)) is not None:
+        raise UnsupportedImplementation(f"{why}; use 'xla'")
+    T, D = current.shape
+    # Of these no tile is full, and a copy of the bank would be larger than the bank.
+    few = T < GROUP and D % LANES == 0
+    token, anywhere = _by_token(call), pl.BlockSpec(memory_space=pl.ANY)
+    inputs = {
+        "count": (count.reshape(1), pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "queries": _constant(_queries(call, query[None])),
+        "bank": (bank if few else _aligned(bank), anywhere),
+        "current": (_whole(call, _aligned(current[None])[0]), token),
+        "y": (_aligned(y[None])[0], token),
+        "norm_gain": _constant(_parameter(call, norm_gain)),
+    }
+    outputs = {"current": (inputs["current"][0], token), "z": (inputs["current"][0], token)}
+    scratch = _score_scratch(call) | _rows_scratch(call, "mixed")
+    if few:
+        scratch["few"] = pltpu.VMEM((call.sources, T, call.width), call.dtype)
+    if seal:
+        outputs["bank"] = (inputs["bank"][0], anywhere)
+        scratch["written"] = pltpu.SemaphoreType.DMA((2,))
+    out = _run(
+        call,
+        functools.partial(kernels.step, call=call),
+        "depth_attention_step",
+        inputs,
+        outputs,
+        scratch,
+        flops=4 * call.sources * T * D,
+        interpret=interpret,
+        aliased={"current": "current"} | ({"bank": "bank"} if seal else {}),
+    )
+    sealed = out["bank"][:, :T, :D] if seal else None  # less the padding
+    return sealed, out["current"][:T, :D], out["z"][:T, :D]
+
+
+def unsupported(op: str, *args: Any) -> str | None:
+    """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    floats = [a for a in jax.tree.leaves(args) if jnp.issubdtype(a.dtype, jnp.floating)]
+    if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in floats):
+        return "arrays that are neither bfloat16 nor float32"
+    if op in ("merge", "merge_backward"):
+        T, D = args[4].shape
+        if choose_block_sizes(op, 0, 1, T, D, "float32") is None:
+            return f"D={D}: {GROUP} tokens do not fit VMEM"
+        return None
+    queries, sources = args[:2]
+    S, (N, T, D) = (1 if op == "step" else queries.shape[0]), sources.shape
+    if op == "step" and args[3].dtype != sources.dtype:
+        return f"a sum of {args[3].dtype} beside a bank of {sources.dtype}"
+    if choose_block_sizes(op, N, S, T, D, sources.dtype.name) is None:
+        return f"N={N}, S={S}, D={D}: {GROUP} tokens of all sources do not fit VMEM"
+    return None
+
+
+# How the work is cut ---------------------------------------------------------------------------
+
+
+def _call_of(op, args, epsilon, blocks, interpret) -> Call:
+    queries, sources = args[:2]
+    S, (N, T, D) = queries.shape[0], sources.shape
+    blocks = blocks or choose_block_sizes(op, N, S, T, D, sources.dtype.name)
+    if blocks is None:
+        raise UnsupportedImplementation(f"{unsupported(op, *args)}; use 'xla'")
+    tokens = round_up(T, GROUP)
+    blocks = _fitted(blocks, T, interpret)
+    width = round_up(D, LANES)
+    return Call(N, S, tokens, D, width, sources.dtype.name, epsilon, blocks, interpret)
+
+
+def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
+    """No larger than T; unrolled, it would take long to interpret and be no faster."""
+    unroll = 1 if interpret else blocks.unroll
+    return dataclasses.replace(blocks, tokens=min(blocks.tokens, round_up(T, GROUP)), unroll=unroll)
+
+
+def _merge_call(op, args, blocks, interpret, *, norm, epsilon, norm_epsilon) -> Call:
+    current = args[4]
+    T, D = current.shape
+    blocks = blocks or choose_block_sizes(op, 0, 1, T, D, "float32")
+    if blocks is None:
+        raise UnsupportedImplementation(f"{unsupported(op, *args)}; use 'xla'")
+    blocks = _fitted(blocks, T, interpret)
+    width = round_up(D, LANES)
+    dtype = current.dtype.name
+    call = Call(0, 1, T, D, width, dtype, epsilon, blocks, interpret)
+    return dataclasses.replace(call, norm=norm, norm_epsilon=norm_epsilon)
+
+
+def _merge_inputs(call: Call, query, mixed, log_sums, site, current, active, norm_gain):
+    return {
+        "active": (active.reshape(1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "query": _constant(_parameter(call, query)),
+        "norm_gain": _constant(_parameter(call, norm_gain)),
+        "log_sums": _tiled(call, log_sums[None]),
+        "mixed": (_whole(call, mixed), _by_site(call)),
+        "current": (_whole(call, current), _by_token(call)),
+    }
+
+
+def _rows_scratch(call: Call, *names: str):
+    shape = (call.blocks.tokens, call.width)
+    return {name: pltpu.VMEM(shape, jnp.float32) for name in names}
+
+
+def _score_scratch(call: Call):
+    """What is between a bank and the weights of its sources."""
+    products = [call.mixed_by_product(n) for _, n in call.chunks]
+    rows = call.S * GROUP * call.weight_pieces
+    scratch = {
+        "sources": pltpu.VMEM((2, call.sources, call.blocks.tokens, call.width), call.dtype),
+        "read": pltpu.SemaphoreType.DMA((2,)),
+        "logits": [
+            pltpu.VMEM((call.groups, call.S, n * GROUP), jnp.float32) for _, n in call.chunks
+        ],
+        "weights": [
+            pltpu.VMEM((call.groups, rows, max(p, 1) * GROUP), call.dtype) for p in products
+        ],
+        "columns": [
+            pltpu.VMEM((call.groups, max(n - p, 1), call.S, GROUP, LANES), jnp.float32)
+            for (_, n), p in zip(call.chunks, products, strict=True)
+        ],
+    }
+    if len(call.chunks) > 1:
+        sums = (call.groups, call.S, GROUP, call.width)
+        scratch["sums"] = pltpu.VMEM(sums, jnp.float32)
+    return scratch
+
+
+def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
+    """The tuned sizes if there are any, else the heuristic's; None if nothing fits VMEM."""
+    device = jax.devices()[0]
+    for kind in (device.device_kind, None) if device.platform == "tpu" else (None,):
+        tuned = TUNED.get((op, kind, N, S, D, dtype))
+        if tuned is not None:
+            return tuned
+    tokens = round_up(T, GROUP)
+    if op in ("merge", "merge_backward"):
+        sizes, unroll = (256, 128, 64, 32, 16), 2
+    else:
+        sizes = (128, 96, 64, 48, 32, 16)
+        # Groups hide each other's waiting, of which there is more where several chunks add up.
+        unroll = 8 if N > kernels.CHUNK and S <= 2 else 4
+    fitting = [
+        BlockSizes(t, unroll=unroll, weight_pieces=2 if S <= 2 else 1)
+        for t in sizes
+        if vmem_bytes(op, N, S, D, dtype, min(t, tokens)) <= _BUDGET
+    ]
+    # A larger tile waits less; an even number of them serves two cores.
+    even = [b for b in fitting if tokens % (2 * b.tokens) == 0]
+    return next(iter(even + fitting), None)
+
+
+def vmem_bytes(op: str, N: int, S: int, D: int, dtype: str, tokens: int) -> int:
+    """What a grid step needs, about: what moves twice for the pipeline, the rest once."""
+    item = jnp.dtype(dtype).itemsize
+    width = round_up(D, LANES)
+    row, lanes = tokens * width, round_up(N, 8) * GROUP
+    groups = tokens // GROUP
+    rows = round_up(3 * S, GROUP)
+    if op in ("merge", "merge_backward"):
+        arrays, kept = (3, 1) if op == "merge" else (6, 3)
+        return (2 * arrays * item + kept * 4) * row + 64 * width * 4
+    if op in ("partial", "step"):
+        N, S = (N + 1, 2) if op == "step" else (N, S)
+        several = N > kernels.CHUNK
+        scratch = groups * lanes * (4 * round_up(S, 8) + 32 * S * item)
+        scratch += groups * S * GROUP * LANES * 4 + (S * row * 4 if several else 0)
+        return 2 * (N + 2 * S) * row * item + scratch + rows * width * item
+    left = round_up(2 * S * GROUP + rows + GROUP, LANES)
+    scratch = groups * lanes * (4 * round_up(S + 8, 8) + 4 * S * GROUP + item * (left + rows))
+    return 2 * (2 * N + S) * row * item + scratch + rows * width * (2 * item + 8)
+
+
+# Operands ---------------------------------------------------------------------------------------
+
+
+def _queries(call: Call, queries):
+    """The queries as rows of a product: three pieces, one below the other, if they are bfloat16."""
+    rows = pieces(queries) if call.narrow else [queries]
+    return _rows_padded(call, rows, call.query_rows)
+
+
+def _right_rows(call: Call, queries):
+    """What is below d_mixed on the right of `left`'s product: for the sources, and for `shrink`."""
+    if call.narrow:
+        q1, q2, _ = pieces(queries)
+        rows, shrinks = [q1, q2, q1], 3
+    else:
+        rows, shrinks = [queries], 1
+    weights = call.S * GROUP * call.weight_pieces
+    again = _rows_padded(call, rows, call.left_rows - weights)
+    first = weights + len(rows) * call.S
+    row = jnp.arange(call.left_rows)[:, None]
+    is_shrink = (row >= first) & (row < first + shrinks)
+    return again, jnp.broadcast_to(is_shrink, (call.left_rows, LANES)).astype(again.dtype)
+
+
+def _rows_padded(call: Call, rows, total: int):
+    rows = jnp.concatenate(rows, axis=0)
+    missing = ((0, total - rows.shape[0]), (0, call.width - call.size))
+    return jnp.pad(rows.astype(call.dtype), missing)
+
+
+def _aligned(x):
+    """[.., T, D] with T a multiple of 16 and D of 128."""
+    T, D = x.shape[-2:]
+    missing = ((0, 0), (0, round_up(T, GROUP) - T), (0, round_up(D, LANES) - D))
+    return jnp.pad(x, missing) if any(map(any, missing)) else x
+
+
+def _bank(call: Call):
+    """Two tiles of all rows."""
+    return pltpu.VMEM((2, call.N, call.blocks.tokens, call.width), call.dtype)
+
+
+def _by_tile(call: Call):
+    def spec(rows):
+        index = lambda c, j, *_: (0, c * call.tiles_each + j, 0)
+        return pl.BlockSpec((rows, call.blocks.tokens, call.width), index)
+
+    return spec
+
+
+def _whole(call: Call, x):
+    """[.., T, D] with D a multiple of 128; T too in whole tiles where aliasing takes no others."""
+    T, D = x.shape[-2:]
+    tokens = max(T, call.tiles * call.blocks.tokens) if call.interpret else T
+    missing = ((0, 0),) * (x.ndim - 2) + ((0, tokens - T), (0, call.width - D))
+    return jnp.pad(x, missing) if any(map(any, missing)) else x
+
+
+def _moved(array, spec: pl.BlockSpec, prefetch) -> int:
+    """Bytes of an array that cross HBM: of a stack, those of the one row that is chosen."""
+    size = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+    if spec.block_shape is not None and spec.block_shape[0] is None:
+        return size // array.shape[0]
+    # What a chosen row is put into is not read.
+    return 0 if prefetch is not None and spec.memory_space is pl.ANY else size
+
+
+def _by_site(call: Call):
+    """A tile of the row that the prefetched site names."""
+    index = lambda c, j, site: (site[0], c * call.tiles_each + j, 0)
+    return pl.BlockSpec((None, call.blocks.tokens, call.width), index)
+
+
+def _by_token(call: Call):
+    index = lambda c, j, *_: (c * call.tiles_each + j, 0)
+    return pl.BlockSpec((call.blocks.tokens, call.width), index)
+
+
+def _parameter(call: Call, x):
+    """[D] as rows of a group: loads are cheaper than spreading a row."""
+    row = jnp.pad(x.astype(jnp.float32), (0, call.width - call.size))
+    return jnp.broadcast_to(row, (GROUP, call.width))
+
+
+def _tiled(call: Call, x):
+    """[S, T] float32 by tile, [tiles, S, tokens], and its block; None is for a result's shape."""
+    tokens = call.blocks.tokens
+    shape = (call.tiles, call.S, tokens)
+    spec = pl.BlockSpec((1, *shape[1:]), lambda c, j, *_: (c * call.tiles_each + j, 0, 0))
+    if x is None:
+        return jax.ShapeDtypeStruct(shape, jnp.float32), spec
+    x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, call.tiles * tokens - x.shape[1])))
+    return jnp.swapaxes(x.reshape(call.S, call.tiles, tokens), 0, 1), spec
+
+
+def _untiled(x):
+    return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1)
+
+
+def _constant(x):
+    spec = pl.BlockSpec(x.shape, lambda c, j, *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
+    return x, spec
+
+
+# The call ---------------------------------------------------------------------------------------
+
+
+def _run(
+    call, kernel, name, inputs, outputs, scratch, *, flops, interpret, aliased=None, prefetch=None
+):
+    """`inputs` and `outputs`: by name, an array (or its shape) and its block.
+
+    `prefetch`: a number that blocks are chosen by.
+    """
+    arrays = {k: array for k, (array, _) in inputs.items()}
+    shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, (x, _) in outputs.items()}
+    moved = sum(_moved(x, spec, prefetch) for x, spec in (*inputs.values(), *outputs.values()))
+    scalars = () if prefetch is None else (prefetch.reshape(1),)
+    position = lambda names, name: sorted(names).index(name)
+    return pl.pallas_call(
+        lambda *refs: kernel(*refs[len(scalars) :]),
+        name=name,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(call.cores, call.tiles_each),
+            in_specs=[{k: spec for k, (_, spec) in inputs.items()}],
+            out_specs={k: spec for k, (_, spec) in outputs.items()},
+            scratch_shapes=[scratch],
+        ),
+        out_shape=shapes,
+        input_output_aliases={
+            len(scalars) + position(inputs, a): position(outputs, b)
+            for a, b in (aliased or {}).items()
+        },
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=flops,
+            bytes_accessed=moved,
+            transcendentals=call.S * max(call.sources, 1) * call.tokens,
+        ),
+        interpret=interpret,
+    )(*scalars, arrays)

@@ -1,0 +1,721 @@
+"""The bodies of the TPU kernels: a tile of tokens each, in VMEM. See `mosaic_tpu`.
+
+Rows of the bank come and go by DMAs of the kernel's own, so that empty rows cost nothing; a tile's
+DMAs run while the tile before it is computed. Products take GROUP tokens of a chunk of sources at a
+time: a value [sources * GROUP, D] whose rows are (source, token), and products whose lanes are the
+same. Of a product with rows (site, token), only what is of the same token on both sides is meant:
+it lies on the diagonal of each GROUP x GROUP square. Weights in that form, 0 off the diagonals, mix
+sources as one product.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.depth_attention.interface import Norm
+
+LANES = 128
+# Tokens of a product: the rows of a bfloat16 tile.
+GROUP = 16
+# Sources of a product. As many as fill two of the smaller matrix units, one of the larger.
+CHUNK = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """`tokens`: of a tile, a multiple of 16. `lanes`: of a source in one step of a product.
+
+    `unroll`: groups of tokens in the body of a loop. `weight_pieces`: bfloat16 pieces of a weight
+    that multiplies bfloat16: 2 for 16 bits of it. Their time shows where there are many sites; 1
+    rounds weights to bfloat16, as attention kernels do.
+    """
+
+    tokens: int
+    lanes: int = 512
+    unroll: int = 2
+    weight_pieces: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is fixed while tracing. `size` is D, `width` the lanes it is padded to.
+
+    `held`: beside the N rows of the bank there is one more source, which is at hand already.
+    """
+
+    N: int
+    S: int
+    tokens: int
+    size: int
+    width: int
+    dtype: str
+    epsilon: int | float
+    blocks: BlockSizes
+    interpret: bool
+    held: bool = False
+    norm: Norm = "layernorm"
+    norm_epsilon: int | float = 0.0
+
+    @property
+    def sources(self) -> int:
+        return self.N + self.held
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.tokens // self.blocks.tokens)
+
+    @property
+    def cores(self) -> int:
+        """For two cores, where it divides; each sums the queries' gradients on its own."""
+        return 2 if self.tiles % 2 == 0 else 1
+
+    @property
+    def tiles_each(self) -> int:
+        return self.tiles // self.cores
+
+    @property
+    def groups(self) -> int:
+        return self.blocks.tokens // GROUP
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """First source and number of sources of each."""
+        return [(i, min(CHUNK, self.sources - i)) for i in range(0, self.sources, CHUNK)]
+
+    def mixed_by_product(self, sources: int) -> int:
+        """Of a chunk's sources, how many a product mixes: one or two more would take as long as 8.
+
+        The vector unit takes those.
+        """
+        return sources - sources % 8 if sources % 8 in (1, 2) else sources
+
+    @property
+    def narrow(self) -> bool:
+        return self.dtype == "bfloat16"
+
+    @property
+    def weight_pieces(self) -> int:
+        return self.blocks.weight_pieces if self.narrow else 1
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the operand that holds the queries."""
+        return round_up(self.S * (3 if self.narrow else 1), GROUP)
+
+    @property
+    def left_rows(self) -> int:
+        """Rows of what the sources' gradients are a product of; see `_weigh_backward`."""
+        weights = self.S * GROUP * self.weight_pieces
+        return weights + round_up((3 * self.S + 3) if self.narrow else self.S + 1, GROUP)
+
+    @property
+    def lane_blocks(self) -> list[slice]:
+        step = self.blocks.lanes
+        return [slice(d, min(d + step, self.width)) for d in range(0, self.width, step)]
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def pieces(x, count: int = 3):
+    """bfloat16 arrays whose sum is x, to 8 bits each: by truncation, which no compiler undoes."""
+    out = []
+    for _ in range(count):
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+        piece = jax.lax.bitcast_convert_type(bits & -(2**16), jnp.float32)
+        out.append(piece.astype(jnp.bfloat16))
+        x = x - piece
+    return out
+
+
+# Forward --------------------------------------------------------------------------------------
+
+
+def partial(inputs, outputs, scratch, *, call: Call):
+    """`mixed` and `log_sums` of a tile."""
+    count = inputs["count"][0]
+    tile = Tile(call)
+    bank = scratch["sources"]
+    read = functools.partial(_copy_rows, call, inputs["sources"], bank, scratch["read"], count)
+
+    @pl.when(tile.first)
+    def _():
+        _clear(call, bank, count)
+        read(tile.at(0), 0, "start")
+
+    @pl.when(~tile.last)
+    def _():
+        read(tile.at(1), 1 - tile.slot, "start")
+
+    read(tile.at(0), tile.slot, "wait")
+    bank = bank.at[tile.slot]
+    outputs["log_sums"][...] = jnp.zeros_like(outputs["log_sums"])
+    _score(call, count, bank, inputs, outputs, scratch)
+    prior, mixed = inputs.get("prior"), outputs["mixed"]
+
+    def write(group, lanes, s, h):
+        if prior is not None:
+            values = prior[s, group_rows(group), lanes].astype(jnp.float32)
+            h = h + _wide(scratch["prior_weights"][group, s], h.shape[1]) * values
+        mixed[s, group_rows(group), lanes] = h.astype(mixed.dtype)
+
+    def copy(group):
+        for s in range(call.S):
+            mixed[s, group_rows(group)] = bank[0, group_rows(group)]
+
+    mix = functools.partial(_mix, call, count, bank, scratch, write)
+    if prior is None:
+        # A weight of 1 need not come out as exactly 1.
+        pl.when(count == 1)(lambda: each_group(call, copy))
+        pl.when(count != 1)(mix)
+    else:
+        mix()
+
+
+def _score(call, count, bank, inputs, outputs, scratch):
+    """From the sources of a tile to their weights."""
+    queries = inputs["queries"]
+    for c, (first, sources) in enumerate(call.chunks):
+
+        def score(group, c=c, first=first, sources=sources):
+            lhs = lambda lanes: queries[:, lanes]
+            products, rstd = _products(call, bank, first, sources, group, lhs)
+            scratch["logits"][c][group] = _sum_pieces(call, products) * rstd
+
+        _when_any(call, c, count, functools.partial(each_group, call, score))
+    each_group(call, lambda group: _weigh(call, count, group, inputs, outputs, scratch))
+
+
+def _weigh(call, count, group, inputs, outputs, scratch):
+    """Softmax over the sources of a group of tokens, into `weights` and `columns`."""
+    for s in range(call.S):
+        logits = [
+            jnp.where(
+                _diagonal(sources) & _active(call, first, sources, count),
+                scratch["logits"][c][group, s : s + 1],
+                -jnp.inf,
+            )
+            for c, (first, sources) in enumerate(call.chunks)
+        ]
+        largest = [jnp.max(x, axis=1, keepdims=True) for x in logits]
+        if "prior" in inputs:
+            prior = column_of(inputs["prior_log_sums"][0, s : s + 1], group)
+            largest.append(prior)
+        m = functools.reduce(jnp.maximum, largest)
+        shift = jnp.where(m == -jnp.inf, 0, m)
+        logits = [jnp.exp(x - shift) for x in logits]
+        total = sum(jnp.sum(x, axis=1, keepdims=True) for x in logits)
+        if "prior" in inputs:
+            prior = jnp.exp(prior - shift)
+            total = total + prior
+        scale = 1 / jnp.where(total == 0, 1, total)
+        if "prior" in inputs:
+            shape = (GROUP, LANES)
+            scratch["prior_weights"][group, s] = jnp.broadcast_to(prior * scale, shape)
+        log_sum = m + jnp.log(jnp.where(total == 0, 1, total))
+        if "log_sums" in outputs:
+            outputs["log_sums"][0, s : s + 1] += row_of(log_sum, group, call.blocks.tokens)
+        for c, (_, sources) in enumerate(call.chunks):
+            weights, products = logits[c] * scale, call.mixed_by_product(sources)
+            rows = _operand_pieces(call, weights[:, : products * GROUP]) if products else []
+            for k, piece in enumerate(rows):
+                start = (s * len(rows) + k) * GROUP
+                scratch["weights"][c][group, start : start + GROUP] = piece
+            for i in range(products, sources):
+                weight = weights[:, i * GROUP : (i + 1) * GROUP]
+                weight = jnp.sum(weight, axis=1, keepdims=True)
+                shape = (GROUP, LANES)
+                scratch["columns"][c][group, i - products, s] = jnp.broadcast_to(weight, shape)
+
+
+def _mix(call, count, bank, scratch, write):
+    """`write(group, lanes, s, h)` of what each site mixes; `sums` is for several chunks."""
+    sums = scratch.get("sums")
+
+    def products(group, c, lanes):
+        """[S, GROUP, lanes]"""
+        first, sources = call.chunks[c]
+        by_product = call.mixed_by_product(sources)
+        mixed = 0
+        if by_product:
+            values = _values(bank, first, by_product, group, lanes)
+            product = _dot(call, scratch["weights"][c][group], values)
+            product = product.reshape(call.S, -1, GROUP, product.shape[1])
+            mixed = sum(product[:, k] for k in range(call.weight_pieces))
+        for i in range(by_product, sources):
+            values = bank[first + i, group_rows(group), lanes].astype(jnp.float32)
+            columns = scratch["columns"][c][group, i - by_product]
+            mixed = mixed + _wide(columns, values.shape[1]) * values
+        return mixed
+
+    def write_all(group, lanes, mixed):
+        for s in range(call.S):
+            write(group, lanes, s, mixed[s])
+
+    if sums is None:
+
+        def mix(group):
+            for lanes in call.lane_blocks:
+                write_all(group, lanes, products(group, 0, lanes))
+
+        each_group(call, mix)
+        return
+    for c in range(len(call.chunks)):
+
+        def add(group, c=c):
+            for lanes in call.lane_blocks:
+                product = products(group, c, lanes)
+                place = sums.at[group, :, :, lanes]
+                place[...] = product if c == 0 else place[...] + product
+
+        _when_any(call, c, count, functools.partial(each_group, call, add))
+
+    def finish(group):
+        for lanes in call.lane_blocks:
+            write_all(group, lanes, sums[group, :, :, lanes])
+
+    each_group(call, finish)
+
+
+def step(inputs, outputs, scratch, *, call: Call):
+    """`current'` and z of a tile; current' to row `count` of the bank where that is a result."""
+    count = inputs["count"][0]
+    tile = Tile(call)
+    buffer, few = scratch["sources"], scratch.get("few")
+    bank = buffer.at[tile.slot]
+
+    def add(group):
+        for lanes in call.lane_blocks:
+            current, y = (inputs[k][group_rows(group), lanes] for k in ("current", "y"))
+            current = (current.astype(jnp.float32) + y.astype(jnp.float32)).astype(bank.dtype)
+            bank[call.N, group_rows(group), lanes] = current
+            outputs["current"][group_rows(group), lanes] = current
+
+    if few is None:
+        read = functools.partial(_copy_rows, call, inputs["bank"], buffer, scratch["read"], count)
+
+        @pl.when(tile.first)
+        def _():
+            _clear(call, buffer, count)
+            read(tile.at(0), 0, "start")
+
+        @pl.when(~tile.last)
+        def _():
+            read(tile.at(1), 1 - tile.slot, "start")
+
+        each_group(call, add)
+        held = buffer.at[:, pl.ds(call.N, 1)]
+    else:
+        _copy_few(inputs["bank"], few, scratch["read"], count, "start")
+        buffer[...] = jnp.zeros_like(buffer)
+        each_group(call, add)
+        few[call.N] = bank[call.N, : few.shape[1]]
+
+    def seal(action):
+        if "bank" not in outputs:
+            return
+        row, semaphores = outputs["bank"].at[pl.ds(count, 1)], scratch["written"]
+        if few is None:
+            place = (tile.at(0), tile.slot, action)
+            _copy_rows(call, row, held, semaphores, 1, *place, out=True)
+        else:
+            _copy_few(few.at[pl.ds(call.N, 1)], row, semaphores, 1, action)
+
+    seal("start")
+    if few is None:
+        read(tile.at(0), tile.slot, "wait")
+    else:
+        _copy_few(inputs["bank"], few, scratch["read"], count, "wait")
+
+        def spread(i, _):
+            bank[i, : few.shape[1]] = few[i]
+            return _
+
+        jax.lax.fori_loop(0, count, spread, 0)
+    _score(call, count, bank, inputs, outputs, scratch)
+    mixed, z = scratch["mixed"], outputs["z"]
+
+    def write(group, lanes, s, h):
+        mixed[group_rows(group), lanes] = h
+
+    _mix(call, count, bank, scratch, write)
+
+    def norm(group):
+        rows = group_rows(group)
+        rstd = centre(call, mixed.at[rows])
+        for lanes in call.lane_blocks:
+            h = mixed[rows, lanes] * rstd * inputs["norm_gain"][:, lanes]
+            z[rows, lanes] = h.astype(z.dtype)
+
+    each_group(call, norm)
+    seal("wait")
+
+
+def _copy_few(source, target, semaphores, rows, action):
+    """As `_copy_rows`, of so few tokens that they are all one row's."""
+
+    def row(i, _):
+        copy = pltpu.make_async_copy(source.at[i], target.at[i], semaphores.at[0])
+        getattr(copy, action)()
+        return _
+
+    jax.lax.fori_loop(0, rows, row, 0)
+
+
+# Backward -------------------------------------------------------------------------------------
+
+
+def partial_backward(inputs, outputs, scratch, *, call: Call):
+    """`d_sources` of a tile; adds to `d_queries`, in rows of pieces as the queries come in."""
+    count = inputs["count"][0]
+    tile = Tile(call)
+    adds = "accumulate" in inputs
+    bank, d_bank = scratch["sources"], scratch["d_sources"]
+    copy = functools.partial(_copy_rows, call)
+    read = functools.partial(copy, inputs["sources"], bank, scratch["read"], count)
+    written = count if adds else call.N
+    write = functools.partial(
+        copy, outputs["d_sources"], d_bank, scratch["written"], written, out=True
+    )
+
+    def read_added(*args):
+        if adds:
+            copy(inputs["accumulate"], d_bank, scratch["read_added"], count, *args)
+
+    @pl.when(tile.first)
+    def _():
+        _clear(call, bank, count)
+        _clear(call, d_bank, count)
+        outputs["d_queries"][...] = jnp.zeros_like(outputs["d_queries"])
+        read(tile.at(0), 0, "start")
+        read_added(tile.at(0), 0, "start")
+
+    @pl.when(~tile.last)
+    def _():
+        read(tile.at(1), 1 - tile.slot, "start")
+
+    read(tile.at(0), tile.slot, "wait")
+    values, d_values = bank.at[tile.slot], d_bank.at[tile.slot]
+    d_mixed = inputs["d_mixed"]
+    for c, (first, sources) in enumerate(call.chunks):
+
+        def score(group, c=c, first=first, sources=sources):
+            def lhs(lanes):
+                g = d_mixed[:, group_rows(group), lanes].reshape(call.S * GROUP, -1)
+                return jnp.concatenate([inputs["queries"][:, lanes], g], axis=0)
+
+            products, rstd = _products(call, values, first, sources, group, lhs)
+            scratch["logits"][c][group] = _sum_pieces(call, products) * rstd
+            scratch["rstd"][c][group] = rstd
+            scratch["g"][c][group] = products[call.query_rows :]
+
+        _when_any(call, c, count, functools.partial(each_group, call, score))
+    weigh = functools.partial(_weigh_backward, call, count, tile, inputs, scratch)
+    each_group(call, weigh)
+
+    @pl.when(~tile.first)
+    def _():
+        write(tile.at(-1), 1 - tile.slot, "wait")
+
+    @pl.when(~tile.last)
+    def _():
+        read_added(tile.at(1), 1 - tile.slot, "start")
+
+    read_added(tile.at(0), tile.slot, "wait")
+    for c, (first, sources) in enumerate(call.chunks):
+
+        def differentiate(group, c=c, first=first, sources=sources):
+            left = scratch["left"][c][group]
+            shrink = _dot(call, left, inputs["shrink_rows"][...])
+            for lanes in call.lane_blocks:
+                v = _values(values, first, sources, group, lanes)
+                d_products = scratch["d_products"][c][group]
+                outputs["d_queries"][0, :, lanes] += _dot(call, d_products, v)
+                g = d_mixed[:, group_rows(group), lanes].reshape(call.S * GROUP, -1)
+                right = [g] * call.weight_pieces
+                right = jnp.concatenate([*right, inputs["queries_again"][:, lanes]], axis=0)
+                width = lanes.stop - lanes.start
+                d = _dot(call, left, right) + _wide(shrink, width) * v.astype(jnp.float32)
+                d = d.reshape(sources, GROUP, width)
+                place = d_values.at[first : first + sources, group_rows(group), lanes]
+                if adds:
+                    d = d + place[...].astype(jnp.float32)
+                place[...] = d.astype(d_values.dtype)
+
+        _when_any(call, c, count, functools.partial(each_group, call, differentiate))
+    write(tile.at(0), tile.slot, "start")
+
+    @pl.when(tile.last)
+    def _():
+        write(tile.at(0), tile.slot, "wait")
+
+
+def _weigh_backward(call, count, tile, inputs, scratch, group):
+    """What the gradients of a group of tokens are products of.
+
+    With W the weights, a = d_logit * rstd and c = -rstd^2 / D * sum_s d_logit * logit, the sources'
+    gradients are `W d_mixed + a queries + c v`. `left` is [W, a, c] transposed, in pieces where
+    operands are bfloat16: W in `weight_pieces`, a and q so that their products lack 2^-16 only.
+    """
+    weights, d_logits = {}, {}
+    # Past the last token, d_mixed is anything.
+    exist = (tile.at(0) * call.groups + group) * GROUP < call.tokens
+
+    def meant(first, sources):
+        return _diagonal(sources) & _active(call, first, sources, jnp.where(exist, count, 0))
+
+    for s in range(call.S):
+        log_sum = column_of(inputs["log_sums"][0, s : s + 1], group)
+        total = column_of(inputs["delta"][0, s : s + 1], group) if "delta" in inputs else 0
+        square = slice(s * GROUP, (s + 1) * GROUP)
+        for c, (first, sources) in enumerate(call.chunks):
+            where = meant(first, sources)
+            logits = scratch["logits"][c][group, s : s + 1]
+            weights[c, s] = jnp.where(where, jnp.exp(logits - log_sum), 0)
+            g = jnp.where(where, scratch["g"][c][group, square], 0)
+            total = total + jnp.sum(weights[c, s] * g, axis=1, keepdims=True)
+        for c, (first, sources) in enumerate(call.chunks):
+            g = scratch["g"][c][group, square]
+            d = jnp.where(meant(first, sources), weights[c, s] * (g - total), 0)
+            d_logits[c, s] = jnp.sum(d, axis=0, keepdims=True)
+    for c, (first, sources) in enumerate(call.chunks):
+        # Of empty rows, these may be left from anything.
+        active = _active(call, first, sources, count)
+        rstd = jnp.where(active, scratch["rstd"][c][group], 0)
+        shrink = jnp.zeros_like(rstd)
+        a = []
+        for s in range(call.S):
+            logits = jnp.where(active, scratch["logits"][c][group, s : s + 1], 0)
+            shrink = shrink - d_logits[c, s] * logits
+            a.append(d_logits[c, s] * rstd)
+        shrink = shrink * (rstd * rstd / call.size)
+        rows = [_operand_pieces(call, weights[c, s]) for s in range(call.S)]
+        left = [row[k] for k in range(len(rows[0])) for row in rows]
+        a = jnp.concatenate(a, axis=0)
+        if call.narrow:
+            a1, a2, a3 = (piece.astype(jnp.float32) for piece in pieces(a))
+            c1, c2, c3 = (piece.astype(jnp.float32) for piece in pieces(shrink))
+            last = [a1, a1, a2, c1, c2, c3]
+            d_products = _padded([a1, a2, a3], call.query_rows)
+        else:
+            last = [a, shrink]
+            d_products = _padded([a], call.query_rows)
+        narrow = jnp.bfloat16 if call.narrow else jnp.float32
+        padded = _padded(last, call.left_rows - len(left) * GROUP)
+        left = [x.astype(jnp.float32) for x in left]
+        transposed = jnp.concatenate([*left, padded], axis=0).T
+        scratch["left"][c][group] = transposed.astype(narrow)
+        scratch["d_products"][c][group] = d_products.astype(narrow)
+
+
+# Parts of several -----------------------------------------------------------------------------
+
+
+class Tile:
+    """Which tile of tokens a grid step has, and which of the two buffers."""
+
+    def __init__(self, call: Call):
+        self._start = pl.program_id(0) * call.tiles_each
+        self._step = pl.program_id(1)
+        self.slot = self._step & 1
+        self.first = self._step == 0
+        self.last = self._step == call.tiles_each - 1
+
+    def at(self, steps: int):
+        return self._start + self._step + steps
+
+
+def _copy_rows(call, array, buffer, semaphores, rows, tile, slot, action, out=False):
+    """Start, or wait for, the DMAs of a tile's tokens of the first `rows` rows of the bank."""
+    tokens, tail = call.blocks.tokens, call.tokens % call.blocks.tokens
+
+    def copy(tokens_here):
+        def row(i, _):
+            start = pl.multiple_of(tile * tokens, GROUP)
+            outer = array.at[i, pl.ds(start, tokens_here)]
+            inner = buffer.at[slot, i, pl.ds(0, tokens_here)]
+            source, target = (inner, outer) if out else (outer, inner)
+            getattr(pltpu.make_async_copy(source, target, semaphores.at[slot]), action)()
+            return _
+
+        jax.lax.fori_loop(0, rows, row, 0)
+
+    if not tail:
+        copy(tokens)
+        return
+    pl.when(tile == call.tiles - 1)(lambda: copy(tail))
+    pl.when(tile != call.tiles - 1)(lambda: copy(tokens))
+
+
+def _clear(call, buffer, count):
+    """Zeros where no DMA will write: 0 times what lies there must be 0."""
+    first = 0 if call.tokens % call.blocks.tokens else count
+
+    def row(i, _):
+        for slot in range(2):
+            buffer[slot, first + i] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+        return _
+
+    jax.lax.fori_loop(0, call.N - first, row, 0)
+
+
+def _when_any(call, c, count, body):
+    """If a chunk has a source; the first always, for what it writes is read."""
+    if c == 0 or (call.held and c == len(call.chunks) - 1):
+        body()
+    else:
+        pl.when(count > call.chunks[c][0])(body)
+
+
+def each_group(call, body):
+    unroll = min(call.blocks.unroll, call.groups)
+    while call.groups % unroll:
+        unroll -= 1
+
+    def step(i, _):
+        for k in range(unroll):
+            body(i * unroll + k)
+        return _
+
+    jax.lax.fori_loop(0, call.groups // unroll, step, 0)
+
+
+def _products(call, bank, first, sources, group, lhs):
+    """`lhs` times a group's sources, [.., sources * GROUP], and the rstd of these, [1, ..]."""
+    products, squares = None, jnp.zeros((sources * GROUP, LANES), jnp.float32)
+    for lanes in call.lane_blocks:
+        v = _values(bank, first, sources, group, lanes)
+        product = _dot_transposed(call, lhs(lanes), v)
+        products = product if products is None else products + product
+        for d in range(0, v.shape[1], LANES):
+            x = v[:, d : d + LANES].astype(jnp.float32)
+            squares = squares + x * x
+    mean = jnp.sum(squares.T, axis=0, keepdims=True) / call.size
+    return products, jax.lax.rsqrt(mean + call.epsilon)
+
+
+def _sum_pieces(call, products):
+    """The first rows of a product: those of each piece of the queries, together."""
+    S = call.S
+    if not call.narrow:
+        return products[:S]
+    return (products[2 * S : 3 * S] + products[S : 2 * S]) + products[:S]
+
+
+def _values(bank, first, sources, group, lanes):
+    """[sources * GROUP, lanes]"""
+    values = bank[first : first + sources, group_rows(group), lanes]
+    return values.reshape(sources * GROUP, -1)
+
+
+def group_rows(group):
+    return pl.ds(pl.multiple_of(group * GROUP, GROUP), GROUP)
+
+
+def _operand_pieces(call, x):
+    """A weight as it multiplies."""
+    return pieces(x, 2) if call.weight_pieces == 2 else [x.astype(call.dtype)]
+
+
+def _padded(rows, total):
+    """Rows one below the other, and zeros."""
+    rows = jnp.concatenate(rows, axis=0)
+    missing = total - rows.shape[0]
+    if not missing:
+        return rows
+    return jnp.concatenate([rows, jnp.zeros((missing, rows.shape[1]), rows.dtype)], axis=0)
+
+
+def _diagonal(sources):
+    shape = (GROUP, sources * GROUP)
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return (lane & (GROUP - 1)) == row
+
+
+def _active(call, first, sources, count):
+    """Of a chunk's lanes: whether the source has a weight."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, sources * GROUP), 1)
+    active = lane < (count - first) * GROUP
+    return active | (lane >= (call.N - first) * GROUP) if call.held else active
+
+
+def _own_lane(group, tokens):
+    """Of [GROUP, tokens]: where a row's token is the lane's."""
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, (GROUP, tokens), axis) for axis in (0, 1))
+    return lane == row + group * GROUP
+
+
+def column_of(row, group):
+    """[1, tokens] of a tile to [GROUP, 1] of a group."""
+    own = _own_lane(group, row.shape[1])
+    return jnp.sum(jnp.where(own, row, 0), axis=1, keepdims=True)
+
+
+def row_of(column, group, tokens):
+    """[GROUP, 1] of a group to [1, tokens] of the tile, 0 elsewhere."""
+    return jnp.sum(jnp.where(_own_lane(group, tokens), column, 0), axis=0, keepdims=True)
+
+
+def _wide(column, width):
+    """[.., 128] of equal columns to [.., width]."""
+    return jnp.concatenate([column] * (width // LANES), axis=-1)
+
+
+def centre(call, h):
+    """Takes its mean off h [GROUP, D] in place, for layernorm; the rstd of what is left."""
+    zero = jnp.zeros((GROUP, LANES), jnp.float32)
+    squares = zero
+    if call.norm == "layernorm":
+        mean = sum((fold_lanes(h[:, lanes]) for lanes in call.lane_blocks), zero)
+        mean = total(mean) / call.size
+        for lanes in call.lane_blocks:
+            x = h[:, lanes] - mean
+            if lanes.stop > call.size:
+                lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) + lanes.start
+                x = jnp.where(lane < call.size, x, 0)
+            h[:, lanes] = x
+            squares = squares + fold_lanes(x * x)
+    else:
+        for lanes in call.lane_blocks:
+            squares = squares + fold_lanes(h[:, lanes] * h[:, lanes])
+    return jax.lax.rsqrt(total(squares) / call.size + call.norm_epsilon)
+
+
+def fold_lanes(x):
+    """[rows, lanes] to [rows, 128]."""
+    return sum(x[:, d : d + LANES] for d in range(0, x.shape[1], LANES))
+
+
+def fold_rows(x):
+    """[rows, lanes] to [8, lanes]."""
+    return sum(x[r : r + 8] for r in range(0, x.shape[0], 8))
+
+
+def total(x):
+    return jnp.sum(x, axis=1, keepdims=True)
+
+
+def _dot(call, a, b):
+    return _contract(call, a, b, 0)
+
+
+def _dot_transposed(call, a, b):
+    return _contract(call, a, b, 1)
+
+
+def _contract(call, a, b, axis):
+    narrow = a.dtype == b.dtype == jnp.bfloat16
+    if call.interpret:  # not every CPU product takes bfloat16
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (axis,)), ((), ())),
+        precision=None if narrow else jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )

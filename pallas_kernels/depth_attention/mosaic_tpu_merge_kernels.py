@@ -1,0 +1,125 @@
+"""The bodies of the TPU kernels of `merge`: a group of tokens at a time, on the vector unit.
+
+What several passes over D need is kept in VMEM in float32: stores are cheaper than taking apart and
+computing again.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
+    GROUP,
+    LANES,
+    Call,
+    Tile,
+    centre,
+    column_of,
+    each_group,
+    fold_lanes,
+    fold_rows,
+    group_rows,
+    row_of,
+    total,
+)
+
+
+def merge(inputs, outputs, scratch, *, call: Call):
+    """z of a tile."""
+
+    def rows_of(group):
+        rows = group_rows(group)
+        h = scratch["h"].at[rows]
+        _mix(call, inputs, group, h)
+        rstd = centre(call, h)
+        for lanes in call.lane_blocks:
+            z = h[:, lanes] * rstd * inputs["norm_gain"][:, lanes]
+            outputs["z"][rows, lanes] = z.astype(outputs["z"].dtype)
+
+    each_group(call, rows_of)
+
+
+def merge_backward(inputs, outputs, scratch, *, call: Call):
+    """Cotangents of a tile; adds to those of the parameters, 8 rows to be summed of each.
+
+    With n the normed h, a = norm_gain * d_z and d_h = rstd (a - mean(a) - n mean(a n)), without
+    mean(a) for rmsnorm: d_mixed = (1 - p) d_h, d_logit = p (1 - p) <d_h, current - mixed>, and
+    current gets p d_h + d_logit (rstd query - rstd^2 / D logit current).
+    """
+    tile = Tile(call)
+
+    @pl.when(tile.first)
+    def _():
+        for name in ("d_query", "d_norm_gain"):
+            outputs[name][...] = jnp.zeros_like(outputs[name])
+
+    outputs["d_log_sums"][...] = jnp.zeros_like(outputs["d_log_sums"])
+    zero = jnp.zeros((GROUP, LANES), jnp.float32)
+
+    def existing(x, group):
+        """Past the last token, everything is anything."""
+        if call.tokens % call.blocks.tokens == 0:
+            return x
+        token = jax.lax.broadcasted_iota(jnp.int32, (GROUP, 1), 0)
+        token = token + (tile.at(0) * call.groups + group) * GROUP
+        return jnp.where(token < call.tokens, x, 0)
+
+    def rows_of(group):
+        rows = group_rows(group)
+        # In turn h, n and d_h; current - mixed; a.
+        h, difference, a = (scratch[k].at[rows] for k in ("h", "difference", "a"))
+        wide = lambda name, lanes: inputs[name][rows, lanes].astype(jnp.float32)
+        p, logit, rstd = _mix(call, inputs, group, h, difference)
+        h_rstd = centre(call, h)
+        sum_a = sum_an = zero
+        for lanes in call.lane_blocks:
+            n, d_z = h[:, lanes] * h_rstd, wide("d_z", lanes)
+            d_n = d_z * inputs["norm_gain"][:, lanes]
+            h[:, lanes], a[:, lanes] = n, d_n
+            sum_a = sum_a + fold_lanes(d_n)
+            sum_an = sum_an + fold_lanes(d_n * n)
+            outputs["d_norm_gain"][0, :, lanes] += fold_rows(existing(d_z * n, group))
+        mean_a = total(sum_a) / call.size if call.norm == "layernorm" else None
+        slope = total(sum_an) / call.size
+        products = zero
+        for lanes in call.lane_blocks:
+            d_h = a[:, lanes] - h[:, lanes] * slope
+            d_h = (d_h if mean_a is None else d_h - mean_a) * h_rstd
+            outputs["d_mixed"][rows, lanes] = (d_h - p * d_h).astype(outputs["d_mixed"].dtype)
+            products = products + fold_lanes(d_h * difference[:, lanes])
+            h[:, lanes] = d_h
+        d_logit = p * (1 - p) * total(products)
+        outputs["d_log_sums"][0] += row_of(-d_logit, group, call.blocks.tokens)
+        d_product = d_logit * rstd
+        shrink = d_product * rstd * logit / call.size
+        for lanes in call.lane_blocks:
+            current = wide("current", lanes)
+            product = d_product * current
+            d = p * h[:, lanes] + d_product * inputs["query"][:, lanes] - shrink * current
+            if "d_current_in" in inputs:
+                d = d + wide("d_current_in", lanes)
+            outputs["d_current"][rows, lanes] = d.astype(outputs["d_current"].dtype)
+            outputs["d_query"][0, :, lanes] += fold_rows(existing(product, group))
+
+    each_group(call, rows_of)
+
+
+def _mix(call, inputs, group, h, difference=None):
+    """h of a group, and `current - mixed`; gives p, the logit and rstd of current, [GROUP, 1]."""
+    rows = group_rows(group)
+    squares = products = jnp.zeros((GROUP, LANES), jnp.float32)
+    for lanes in call.lane_blocks:
+        current = inputs["current"][rows, lanes].astype(jnp.float32)
+        squares = squares + fold_lanes(current * current)
+        products = products + fold_lanes(current * inputs["query"][:, lanes])
+    rstd = jax.lax.rsqrt(total(squares) / call.size + call.epsilon)
+    logit = total(products) * rstd
+    p = jax.nn.sigmoid(logit - column_of(inputs["log_sums"][0], group))
+    p = jnp.where(inputs["active"][0] != 0, p, 0)
+    for lanes in call.lane_blocks:
+        current, mixed = (inputs[k][rows, lanes].astype(jnp.float32) for k in ("current", "mixed"))
+        d = current - mixed
+        h[:, lanes] = mixed + p * d
+        if difference is not None:
+            difference[:, lanes] = d
+    return p, logit, rstd

@@ -1,0 +1,103 @@
+"""Plain JAX reference of depth attention: what every other implementation is tested against.
+
+Everything is float32 (float64 for float64 inputs), whatever the inputs are; gradients are those
+that JAX derives. Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.depth_attention.interface import Norm
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.result_type(jnp.float32, x))
+
+
+def _logits(queries, sources, epsilon):
+    """[S, N, T]."""
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(sources), axis=-1) + epsilon)
+    return jnp.einsum("sd,ntd->snt", queries, sources, precision="highest") * rstd
+
+
+def partial(
+    queries: Float[Array, "S D"],
+    sources: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    prior: tuple[Float[Array, "S T D"], Float[Array, "S T"]] | None,
+    *,
+    epsilon: float,
+) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
+    """All S sites over the active sources, and over what `prior` stands for."""
+    dtype = sources.dtype
+    active = jnp.arange(sources.shape[0]) < count
+    values = jnp.where(active[:, None, None], _wide(sources), 0)
+    logits = _logits(_wide(queries), values, epsilon)
+    logits = jnp.where(active[:, None], logits, -jnp.inf)
+    values = jnp.broadcast_to(values, (queries.shape[0], *values.shape))
+    if prior is not None:
+        mixed, log_sums = prior
+        logits = jnp.concatenate([logits, _wide(log_sums)[:, None]], axis=1)
+        values = jnp.concatenate([values, _wide(mixed)[:, None]], axis=1)
+    log_sums = jax.nn.logsumexp(logits, axis=1)
+    weights = jnp.where(logits == -jnp.inf, 0, jnp.exp(logits - log_sums[:, None]))
+    mixed = jnp.einsum("snt,sntd->std", weights, values, precision="highest")
+    return mixed.astype(dtype), log_sums
+
+
+def merge(
+    query: Float[Array, " D"],
+    mixed: Float[Array, "S T D"],
+    log_sums: Float[Array, " T"],
+    site: Int[Array, ""],
+    current: Float[Array, "T D"],
+    active: Bool[Array, ""],
+    norm_gain: Float[Array, " D"],
+    *,
+    norm: Norm,
+    epsilon: float,
+    norm_epsilon: float,
+) -> Float[Array, "T D"]:
+    """The running partial sum beside what the sealed sources gave, normed."""
+    dtype = current.dtype
+    mixed, current = _wide(mixed[site]), _wide(current)
+    logits = _logits(_wide(query)[None], current[None], epsilon)[0, 0]
+    p = jnp.where(active, jax.nn.sigmoid(logits - log_sums), 0)[:, None]
+    h = mixed + p * (current - mixed)
+    return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon).astype(dtype)
+
+
+def step(
+    query: Float[Array, " D"],
+    bank: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    current: Float[Array, "T D"],
+    y: Float[Array, "T D"],
+    norm_gain: Float[Array, " D"],
+    *,
+    seal: bool,
+    norm: Norm,
+    epsilon: float,
+    norm_epsilon: float,
+) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], Float[Array, "T D"]]:
+    """One site: add, mix, norm, and the sum as a new row of the bank."""
+    dtype = current.dtype
+    current = (_wide(current) + _wide(y)).astype(dtype)
+    mixed, log_sums = partial(query[None], _wide(bank), count, None, epsilon=epsilon)
+    options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
+    site, always = jnp.int32(0), jnp.bool(True)
+    z = merge(query, mixed, log_sums[0], site, current, always, norm_gain, **options)
+    if seal:
+        bank = jax.lax.dynamic_update_index_in_dim(bank, current.astype(bank.dtype), count, 0)
+    return (bank if seal else None), current, z
+
+
+def normalize(
+    h: Float[Array, "T D"], gain: Float[Array, " D"], *, norm: Norm, epsilon: float
+) -> Float[Array, "T D"]:
+    """`gain * h / sqrt(mean(h^2) + epsilon)`, of `h - mean(h)` for layernorm."""
+    if norm == "layernorm":
+        h = h - jnp.mean(h, axis=-1, keepdims=True)
+    h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=-1, keepdims=True) + epsilon)
+    return h * gain

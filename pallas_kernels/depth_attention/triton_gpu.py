@@ -1,0 +1,541 @@
+"""GPU kernels of depth attention, in Pallas through Triton, for compute capability 8.0 and up.
+
+Everything here is bound by memory, so a source crosses it once: a program keeps all D entries of a
+token's source in registers, and its softmax goes on as sources come. For T tokens, in elements of
+the sources' dtype, N being the active sources:
+
+    partial         (4 S + 2) N T D FLOPs    (N + S) T D read and written
+    backward        (9 S + 4) N T D FLOPs    (2 N + S) T D, and N T D to accumulate
+    merge           20 T D FLOPs             3 T D
+    merge_backward  40 T D FLOPs             6 T D
+    step            6 N T D FLOPs            (N + 4) T D
+
+Where S sites' accumulators do not fit in registers, `partial` has a program for each few of them,
+side by side so that they share the sources by way of the cache, and the backward pass is two
+kernels: one for what needs whole sources (their scores), and one in parts of D, which reads them
+again: (3 N + 2 S) T D. Where they do fit, it is one kernel, which reads a token's sources twice,
+the second time from the cache. Gradients of parameters are summed over a group of tokens in
+registers, and over the groups in a fixed order: no atomics, so the same bits every time.
+
+Products, statistics and sums are float32, without tensor cores. With sources of up to 8192 entries
+no registers are spilled; beyond that some are.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
+
+from pallas_kernels.depth_attention.interface import (
+    MergeGradients,
+    Norm,
+    UnsupportedImplementation,
+)
+from pallas_kernels.depth_attention.triton_gpu_kernels import (
+    Call,
+    backward_kernel,
+    gradients_kernel,
+    merge_backward_kernel,
+    merge_kernel,
+    padded,
+    partial_kernel,
+    scores_kernel,
+    step_kernel,
+)
+
+__all__ = [
+    "MOST_SITES",
+    "TUNED",
+    "Blocks",
+    "default_blocks",
+    "fits",
+    "merge",
+    "merge_backward",
+    "partial",
+    "partial_backward",
+    "step",
+    "unsupported",
+]
+
+_DTYPES = (jnp.bfloat16, jnp.float32)
+# Sites of one backward kernel; those of more are added by a further call.
+MOST_SITES = 16
+_MOST_SIZE = 16384
+# A step of at most so many is called decode: fewer than fill a GPU.
+_FEW_TOKENS = 256
+
+
+class Blocks(NamedTuple):
+    """How a kernel is cut up.
+
+    rows: sources in a tile, a power of two.
+    sites: of a program, whose accumulators are in registers; one program then reads a source once
+      for all of them.
+    tokens: of a program, one after another.
+    columns: entries of a source in a tile, a power of two; fewer than D only in the backward pass.
+    warps: of 32 threads, in a program.
+    ahead: tiles on their way while one is worked on, 1 at least.
+    """
+
+    rows: int
+    sites: int
+    tokens: int
+    columns: int
+    warps: int
+    ahead: int = 1
+
+
+# Measured choices, looked up before the rule in `default_blocks`: by kernel name, N, S, D and the
+# name of the sources' dtype.
+TUNED: dict[tuple[str, int, int, int, str], Blocks] = {}
+
+
+def unsupported(op: str, *args) -> str | None:
+    """Why these kernels cannot serve the op named, called with `args`; None if they can."""
+    held = {
+        "partial": (1,),
+        "partial_backward": (1, 5, 6),
+        "merge": (1, 4),
+        "merge_backward": (1, 4, 7, 8, 9),
+        "step": (1, 3, 4),
+    }[op]
+    for array in (args[i] for i in held if args[i] is not None):
+        if array.dtype not in _DTYPES:
+            return f"an array is {array.dtype}, not bfloat16 or float32"
+        if 0 in array.shape:
+            return f"an array of shape {array.shape} is empty"
+        if array.shape[-1] > _MOST_SIZE:
+            return f"sources of {array.shape[-1]} entries are longer than {_MOST_SIZE}"
+    return None
+
+
+def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeLike) -> Blocks:
+    """Blocks that compile without spilled registers, from `TUNED` or by rule.
+
+    16 entries of a source a thread, 8 where it holds vectors of several sites. Tokens are grouped
+    where parameter gradients are summed: about 1024 programs fill today's largest GPUs (some 150
+    multiprocessors) and leave little to be summed.
+    """
+    tuned = TUNED.get((kernel, N, S, D, jnp.dtype(dtype).name))
+    if tuned is not None:
+        return tuned
+    width = padded(D)
+    warps = lambda entries, most=16: min(most, max(1, width // (32 * entries)))
+    group = lambda parts: min(32, max(1, T * parts // 1024))
+    rows = 1 if width > 4096 else 2
+    # Alike forward and backward: logits are then summed in the same order, to the same bits.
+    of_mix = warps(16 if S == 1 else 8)
+    if kernel in ("depth_attention_partial", "depth_attention_scores"):
+        groups = pl.cdiv(S, max(1, min(4, 16384 // width)))
+        return Blocks(rows, pl.cdiv(S, groups), 1, width, of_mix)
+    if kernel == "depth_attention_backward":
+        return Blocks(rows, S, group(1), width, of_mix)
+    if kernel == "depth_attention_gradients":
+        # A part's row is as wide as the program, so that no sum over rows leaves a thread.
+        part = min(width, 512 if S <= 8 else 256)
+        entries = 4 if S <= 8 else 2
+        return Blocks(1, S, group(pl.cdiv(D, part)), part, max(1, part // (32 * entries)), 3)
+    if kernel == "depth_attention_step":
+        return Blocks(rows, 1, 1, width, warps(16))
+    if kernel == "depth_attention_decode":
+        # A token has a multiprocessor to itself: as many loads at once as that takes.
+        return Blocks(2 * rows, 1, 1, width, warps(8))
+    if kernel == "depth_attention_merge_backward":
+        return Blocks(1, 1, group(1), width, warps(8, most=8))
+    return Blocks(1, 1, 1, width, warps(8))
+
+
+# The ops ---------------------------------------------------------------------------------------
+
+
+def partial(
+    queries: Float[Array, "S D"],
+    sources: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    prior: tuple[Float[Array, "S T D"], Float[Array, "S T"]] | None,
+    *,
+    epsilon: int | float,
+    block_sizes: Blocks | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
+    """All S sites over the active sources and the prior: `sum_i softmax(logit)_i v_i`.
+
+    `(4 S + 2) N T D` FLOPs; `(N + S) T D` elements, and `S T D` of a prior.
+
+    Raises:
+      UnsupportedImplementation: for what `unsupported` names.
+    """
+    _refuse("partial", queries, sources, count, prior)
+    call = _call_of(queries, sources, epsilon)
+    name = "depth_attention_partial"
+    blocks = block_sizes or _blocks_of(call, name, sources)
+    inputs = {
+        "queries": queries.astype(jnp.float32),
+        "sources": sources,
+        "count": _scalar(count),
+    }
+    if prior is not None:
+        inputs |= {"prior_mixed": prior[0], "prior_log_sums": prior[1].astype(jnp.float32)}
+    outputs = {
+        "mixed": jax.ShapeDtypeStruct((call.S, call.T, call.D), sources.dtype),
+        "log_sums": jax.ShapeDtypeStruct((call.S, call.T), jnp.float32),
+    }
+    width = sources.dtype.itemsize
+    out = _run(
+        name,
+        functools.partial(partial_kernel, call, blocks),
+        inputs,
+        outputs,
+        programs=pl.cdiv(call.S, blocks.sites) * call.T,
+        warps=blocks.warps,
+        flops=(4 * call.S + 2) * sources.size,
+        moved=sources.nbytes + (1 if prior is None else 2) * outputs["mixed"].size * width,
+        exponentials=call.S * call.N * call.T,
+        interpret=interpret,
+    )
+    return out["mixed"], out["log_sums"]
+
+
+def partial_backward(
+    queries: Float[Array, "S D"],
+    sources: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    log_sums: Float[Array, "S T"],
+    delta: Float[Array, "S T"] | None,
+    d_mixed: Float[Array, "S T D"],
+    accumulate: Float[Array, "N T D"] | None,
+    *,
+    epsilon: int | float,
+    block_sizes: Blocks | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
+    """Cotangents of the queries and of the sources, the latter added to `accumulate` in place.
+
+        d_queries = sum_i,t d_logit_i rstd_i v_i
+        d_v_i = sum_s weight_i d_mixed + d_logit_i (rstd_i q - logit_i rstd_i^2 v_i / D)
+
+    `(9 S + 4) N T D` FLOPs; `(2 N + S) T D` elements, `N T D` more to accumulate, and again
+    `(N + S) T D` where the sites' vectors do not fit in registers.
+
+    Raises:
+      UnsupportedImplementation: for what `unsupported` names.
+    """
+    _refuse("partial_backward", queries, sources, count, log_sums, delta, d_mixed, accumulate)
+    if queries.shape[0] > MOST_SITES:
+        parts = []
+        for first in range(0, queries.shape[0], MOST_SITES):
+            part = slice(first, first + MOST_SITES)
+            d_queries, accumulate = partial_backward(
+                queries[part],
+                sources,
+                count,
+                log_sums[part],
+                None if delta is None else delta[part],
+                d_mixed[part],
+                accumulate,
+                epsilon=epsilon,
+                block_sizes=block_sizes,
+                interpret=interpret,
+            )
+            parts.append(d_queries)
+        return jnp.concatenate(parts), accumulate
+    call = _call_of(queries, sources, epsilon)
+    N, S, T, D = call.N, call.S, call.T, call.D
+    inputs = {
+        "queries": queries.astype(jnp.float32),
+        "sources": sources,
+        "count": _scalar(count),
+        "log_sums": log_sums.astype(jnp.float32),
+        "d_mixed": d_mixed,
+    }
+    float32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    scores = {"rstd": float32(T, N), "logits": float32(S, T, N), "products": float32(S, T, N)}
+    run = functools.partial(_run, interpret=interpret)
+    whole = block_sizes.columns >= D if block_sizes else fits(S, D)
+    of_delta = {} if delta is None else {"delta": delta.astype(jnp.float32)}
+    if whole:
+        name, kernel, flops = "depth_attention_backward", backward_kernel, 9 * S + 4
+        inputs |= of_delta
+    else:
+        name, kernel, flops = "depth_attention_scores", scores_kernel, 4 * S + 2
+        blocks = _blocks_of(call, name, sources)
+        out = run(
+            name,
+            functools.partial(kernel, call, blocks),
+            inputs | of_delta,
+            scores | {"totals": float32(S, T)},
+            programs=pl.cdiv(S, blocks.sites) * T,
+            warps=blocks.warps,
+            flops=flops * sources.size,
+            moved=sources.nbytes + d_mixed.nbytes,
+            exponentials=S * N * T,
+        )
+        inputs |= out
+        scores = {}
+        name, kernel, flops = "depth_attention_gradients", gradients_kernel, 5 * S + 2
+    blocks = block_sizes or _blocks_of(call, name, sources)
+    groups = pl.cdiv(T, blocks.tokens)
+    if accumulate is not None:
+        inputs["accumulate"] = accumulate.astype(sources.dtype)
+    outputs = {
+        "d_queries": float32(groups, S, D),
+        "d_sources": jax.ShapeDtypeStruct(sources.shape, sources.dtype),
+    }
+    out = run(
+        name,
+        functools.partial(kernel, call, blocks),
+        inputs,
+        outputs | scores,
+        programs=groups * pl.cdiv(D, blocks.columns),
+        warps=blocks.warps,
+        flops=flops * sources.size,
+        moved=(2 if accumulate is None else 3) * sources.nbytes + d_mixed.nbytes,
+        exponentials=S * N * T,
+        in_place={} if accumulate is None else {"accumulate": "d_sources"},
+    )
+    return jnp.sum(out["d_queries"], axis=0), out["d_sources"]
+
+
+def merge(
+    query: Float[Array, " D"],
+    mixed: Float[Array, "S T D"],
+    log_sums: Float[Array, " T"],
+    site: Int[Array, ""],
+    current: Float[Array, "T D"],
+    active: Bool[Array, ""],
+    norm_gain: Float[Array, " D"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+    block_sizes: Blocks | None = None,
+    interpret: bool = False,
+) -> Float[Array, "T D"]:
+    """`norm_gain * norm(mixed + p (current - mixed))`, `p = sigmoid(logit(current) - log_sum)`.
+
+    `mixed` is its row `site`. About `20 T D` FLOPs and `3 T D` elements.
+
+    Raises:
+      UnsupportedImplementation: for what `unsupported` names.
+    """
+    _refuse("merge", query, mixed, log_sums, site, current, active, norm_gain)
+    call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
+    name = "depth_attention_merge"
+    blocks = block_sizes or _blocks_of(call, name, current)
+    out = _run(
+        name,
+        functools.partial(merge_kernel, call, blocks),
+        _merge_inputs(query, mixed, log_sums, site, current, active, norm_gain),
+        {"z": jax.ShapeDtypeStruct(current.shape, current.dtype)},
+        programs=pl.cdiv(call.T, blocks.tokens),
+        warps=blocks.warps,
+        flops=20 * current.size,
+        moved=3 * current.nbytes,
+        exponentials=call.T,
+        interpret=interpret,
+    )
+    return out["z"]
+
+
+def merge_backward(
+    query: Float[Array, " D"],
+    mixed: Float[Array, "S T D"],
+    log_sums: Float[Array, " T"],
+    site: Int[Array, ""],
+    current: Float[Array, "T D"],
+    active: Bool[Array, ""],
+    norm_gain: Float[Array, " D"],
+    d_z: Float[Array, "T D"],
+    d_mixed: Float[Array, "S T D"],
+    d_current: Float[Array, "T D"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+    block_sizes: Blocks | None = None,
+    interpret: bool = False,
+) -> MergeGradients:
+    """Cotangents of `merge`: row `site` of `d_mixed` set, `d_current` added to, both in place.
+
+    With h' the cotangent of `h = mixed + p (current - mixed)`, `d_mixed = (1 - p) h'` and
+    `d_current = p h' + d_logit d logit / d current`, `d_logit = p (1 - p) <h', current - mixed>`.
+    About `40 T D` FLOPs and `6 T D` elements.
+
+    Raises:
+      UnsupportedImplementation: for what `unsupported` names.
+    """
+    given = (query, mixed, log_sums, site, current, active, norm_gain)
+    _refuse("merge_backward", *given, d_z, d_mixed, d_current)
+    call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
+    name = "depth_attention_merge_backward"
+    blocks = block_sizes or _blocks_of(call, name, current)
+    groups = pl.cdiv(call.T, blocks.tokens)
+    inputs = _merge_inputs(*given) | {"d_z": d_z, "d_mixed": d_mixed, "d_current": d_current}
+    outputs = {
+        "d_query": jax.ShapeDtypeStruct((groups, call.D), jnp.float32),
+        "d_norm_gain": jax.ShapeDtypeStruct((groups, call.D), jnp.float32),
+        "new_d_mixed": jax.ShapeDtypeStruct(d_mixed.shape, d_mixed.dtype),
+        "d_log_sums": jax.ShapeDtypeStruct(log_sums.shape, jnp.float32),
+        "new_d_current": jax.ShapeDtypeStruct(d_current.shape, d_current.dtype),
+    }
+    out = _run(
+        name,
+        functools.partial(merge_backward_kernel, call, blocks),
+        inputs,
+        outputs,
+        programs=groups,
+        warps=blocks.warps,
+        flops=40 * current.size,
+        moved=6 * current.nbytes,
+        exponentials=call.T,
+        in_place={"d_mixed": "new_d_mixed", "d_current": "new_d_current"},
+        interpret=interpret,
+    )
+    return MergeGradients(
+        query=jnp.sum(out["d_query"], axis=0),
+        mixed=out["new_d_mixed"],
+        log_sums=out["d_log_sums"],
+        current=out["new_d_current"],
+        norm_gain=jnp.sum(out["d_norm_gain"], axis=0),
+    )
+
+
+def step(
+    query: Float[Array, " D"],
+    bank: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    current: Float[Array, "T D"],
+    y: Float[Array, "T D"],
+    norm_gain: Float[Array, " D"],
+    *,
+    seal: bool,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+    block_sizes: Blocks | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], Float[Array, "T D"]]:
+    """A site in one pass: `current' = current + y`, mix over `bank[:count]` and it, norm.
+
+    With `seal`, current' is row `count` of the bank given back, which is the one given, in place.
+    About `6 N T D` FLOPs; `(N + 4) T D` elements, `T D` more to seal.
+
+    Raises:
+      UnsupportedImplementation: for what `unsupported` names.
+    """
+    _refuse("step", query, bank, count, current, y, norm_gain)
+    call = _call_of(query[None], bank, epsilon)._replace(
+        norm=norm, norm_epsilon=float(norm_epsilon)
+    )
+    name = "depth_attention_decode" if call.T <= _FEW_TOKENS else "depth_attention_step"
+    blocks = block_sizes or _blocks_of(call, name, bank)
+    inputs = {
+        "query": query.astype(jnp.float32),
+        "bank": bank,
+        "count": _scalar(count),
+        "current": current,
+        "y": y,
+        "norm_gain": norm_gain.astype(jnp.float32),
+    }
+    outputs = {
+        "new_current": jax.ShapeDtypeStruct(current.shape, current.dtype),
+        "z": jax.ShapeDtypeStruct(current.shape, current.dtype),
+    }
+    if seal:
+        outputs["new_bank"] = jax.ShapeDtypeStruct(bank.shape, bank.dtype)
+    out = _run(
+        name,
+        functools.partial(step_kernel, call, blocks, seal),
+        inputs,
+        outputs,
+        programs=call.T,
+        warps=blocks.warps,
+        flops=6 * bank.size,
+        moved=bank.nbytes + (5 if seal else 4) * current.nbytes,
+        exponentials=call.N * call.T,
+        in_place={"bank": "new_bank"} if seal else {},
+        interpret=interpret,
+    )
+    return out.get("new_bank"), out["new_current"], out["z"]
+
+
+def fits(S: int, D: int) -> bool:
+    """Whether the backward pass can hold its vectors of S sites: at most 16 entries a thread."""
+    return S * max(8, padded(D) // 512) <= 16
+
+
+def _call_of(queries, sources, epsilon) -> Call:
+    N, T, D = sources.shape
+    return Call(N, queries.shape[0], T, D, float(epsilon))
+
+
+def _blocks_of(call: Call, kernel: str, sources: Array) -> Blocks:
+    return default_blocks(kernel, N=call.N, S=call.S, T=call.T, D=call.D, dtype=sources.dtype)
+
+
+def _scalar(value: Array) -> Array:
+    return value.astype(jnp.int32).reshape(1)
+
+
+def _merge_inputs(query, mixed, log_sums, site, current, active, norm_gain):
+    return {
+        "query": query.astype(jnp.float32),
+        "mixed": mixed,
+        "log_sums": log_sums.astype(jnp.float32),
+        "site": _scalar(site),
+        "current": current,
+        "active": _scalar(active),
+        "norm_gain": norm_gain.astype(jnp.float32),
+    }
+
+
+def _refuse(op, *args):
+    why = unsupported(op, *args)
+    if why is not None:
+        raise UnsupportedImplementation(why)
+
+
+def _run(
+    name,
+    kernel,
+    inputs,
+    outputs,
+    *,
+    programs,
+    warps,
+    flops,
+    moved,
+    exponentials,
+    interpret,
+    in_place=None,
+):
+    """`kernel(refs)` in so many programs, with refs by name; the outputs, by name."""
+    names = (*inputs, *outputs)
+    # Programs are interpreted by one thread, which has nobody to wait for.
+    barrier = (lambda: None) if interpret else plgpu.debug_barrier
+
+    def body(*refs):
+        kernel(SimpleNamespace(barrier=barrier, **dict(zip(names, refs, strict=True))))
+
+    index = lambda arrays, name: tuple(arrays).index(name)
+    aliases = {index(inputs, i): index(outputs, o) for i, o in (in_place or {}).items()}
+    out = pl.pallas_call(
+        body,
+        out_shape=list(outputs.values()),
+        grid=(programs,),
+        in_specs=[pl.no_block_spec] * len(inputs),
+        out_specs=[pl.no_block_spec] * len(outputs),
+        input_output_aliases=aliases,
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        cost_estimate=pl.CostEstimate(
+            flops=flops, bytes_accessed=moved, transcendentals=exponentials
+        ),
+        interpret=interpret,
+        name=name,
+    )(*inputs.values())
+    return dict(zip(outputs, out, strict=True))

@@ -1,0 +1,401 @@
+"""The bodies of the GPU kernels of depth attention; see `triton_gpu` for what they compute."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+
+class Call(NamedTuple):
+    """The sizes and constants of a call."""
+
+    N: int
+    S: int
+    T: int
+    D: int
+    epsilon: float
+    norm: str = "rmsnorm"
+    norm_epsilon: float = 0.0
+
+
+class Columns(NamedTuple):
+    """Entries of a vector, or of part of it: `width` of them, a power of two, from `first` on."""
+
+    first: jax.Array | int
+    width: int
+    size: int
+
+    @property
+    def index(self):
+        return self.first + jnp.arange(self.width)
+
+    @property
+    def inside(self):
+        """None where no part sticks out: parts start at multiples of their width."""
+        return self.index < self.size if self.size % self.width else None
+
+    def only(self, values):
+        """`values`, 0 where they stick out."""
+        return values if self.inside is None else jnp.where(self.inside, values, 0)
+
+
+def padded(size: int) -> int:
+    """Triton's blocks have powers of two as sides; below 32, threads would be idle anyway."""
+    return max(32, pl.next_power_of_2(size))
+
+
+def _load(ref, lead, columns):
+    """The vector `ref[*lead, columns]` in float32, 0 outside."""
+    mask = columns.inside
+    other = None if mask is None else jnp.zeros((), ref.dtype)
+    return plgpu.load(ref.at[(*lead, columns.index)], mask=mask, other=other).astype(jnp.float32)
+
+
+def _save(ref, lead, columns, values):
+    index = (*lead, columns.index)
+    plgpu.store(ref.at[index], values.astype(ref.dtype), mask=columns.inside)
+
+
+def _at(ref, rows, most, t, columns):
+    """Of token t, the sources `rows` below `most`: a reference to them, and the mask."""
+    mask = (rows < most)[:, None]
+    if columns.inside is not None:
+        mask = mask & columns.inside[None, :]
+    return ref.at[rows[:, None], t, columns.index[None, :]], mask
+
+
+def _load_rows(ref, rows, most, t, columns):
+    """Sources of token t as they are held, [rows, columns]; 0, without a look, from `most` on."""
+    source, mask = _at(ref, rows, most, t, columns)
+    mask = jnp.broadcast_to(mask, (rows.shape[0], columns.width))
+    return plgpu.load(source, mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _count(call, ref):
+    return jnp.minimum(ref.count[0], call.N)
+
+
+def _each_tile(blocks, rows, load, body, carry):
+    """`carry = body(rows, tile, carry)` over tiles of the first `rows` sources.
+
+    Those ahead are asked for before this one is worked on: the sums over a source are barriers,
+    which would otherwise each cost a trip to memory.
+    """
+    size, ahead = blocks.rows, blocks.ahead
+    tile_rows = lambda i: i * size + jnp.arange(size)
+
+    def step(i, carry):
+        (tile, *coming), carry = carry
+        coming.append(load(tile_rows(i + ahead)))
+        return coming, body(tile_rows(i), tile.astype(jnp.float32), carry)
+
+    tiles = jax.lax.div(jnp.asarray(rows + size - 1, jnp.int32), jnp.int32(size))
+    first = [load(tile_rows(i)) for i in range(ahead)]
+    return jax.lax.fori_loop(0, tiles, step, (first, carry))[1]
+
+
+def _rstd(call, values):
+    """Of each row; what sticks out is 0."""
+    return jax.lax.rsqrt(jnp.sum(jnp.square(values), axis=-1) / call.D + call.epsilon)
+
+
+# Softmax over sources, as they come ------------------------------------------------------------
+
+
+class Mix(NamedTuple):
+    """A softmax so far: its largest logit, `sum exp(logit - largest)` and that sum over values."""
+
+    largest: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+    def add(self, logits, values):
+        """With more sources: logits [rows], values [rows, ...]; a logit of -inf is none."""
+        largest = jnp.maximum(self.largest, jnp.max(logits))
+        shift = jnp.where(largest == -jnp.inf, 0.0, largest)
+        weights, kept = jnp.exp(logits - shift), jnp.exp(self.largest - shift)
+        total = kept * self.total + jnp.sum(weights)
+        each = weights if values.ndim == 1 else weights[:, None]
+        values = kept * self.values + jnp.sum(each * values, axis=0)
+        return Mix(largest, total, values)
+
+    @property
+    def mean(self):
+        return self.values / jnp.where(self.total == 0, 1.0, self.total)
+
+    @property
+    def log_sum(self):
+        return self.largest + jnp.log(self.total)
+
+
+def _nothing(shape):
+    return Mix(jnp.float32(-jnp.inf), jnp.float32(0), jnp.zeros(shape, jnp.float32))
+
+
+def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
+    """`mixes`, one of each query, with the sources of token t."""
+    load = functools.partial(_load_rows, sources, most=count, t=t, columns=columns)
+
+    def tile(rows, values, mixes):
+        rstd = _rstd(call, values)
+        added = []
+        for query, mix in zip(queries(), mixes, strict=True):
+            logits = jnp.sum(values * query[None, :], axis=1) * rstd
+            added.append(mix.add(jnp.where(rows < count, logits, -jnp.inf), values))
+        return added
+
+    return _each_tile(blocks, count, load, tile, mixes)
+
+
+def partial_kernel(call, blocks, ref):
+    groups = pl.cdiv(call.S, blocks.sites)
+    # Site groups of a token side by side, so that all but the first find it in the cache.
+    t = jax.lax.div(pl.program_id(0), jnp.int32(groups))
+    first = (pl.program_id(0) - t * groups) * blocks.sites
+    # Where sites do not divide, the last one is done again, and the same is written again.
+    sites = [jnp.minimum(first + s, call.S - 1) for s in range(blocks.sites)]
+    columns = Columns(0, blocks.columns, call.D)
+    mixes = []
+    for s in sites:
+        if hasattr(ref, "prior_mixed"):
+            largest = ref.prior_log_sums[s, t]
+            empty = largest == -jnp.inf
+            values = jnp.where(empty, 0.0, _load(ref.prior_mixed, (s, t), columns))
+            mixes.append(Mix(largest, jnp.where(empty, jnp.float32(0), jnp.float32(1)), values))
+        else:
+            mixes.append(_nothing((columns.width,)))
+    queries = _queries(ref, sites, columns)
+    mixes = _mixed(call, blocks, _count(call, ref), ref.sources, t, columns, queries, mixes)
+    for s, mix in zip(sites, mixes, strict=True):
+        _save(ref.mixed, (s, t), columns, mix.mean)
+        ref.log_sums[s, t] = mix.log_sum
+
+
+def _queries(ref, sites, columns):
+    """What gives the queries: held where there is one, else from the cache for every tile."""
+    load = lambda: (_load(ref.queries, (s,), columns) for s in sites)
+    if len(sites) > 1:
+        return load
+    held = tuple(load())
+    return lambda: held
+
+
+def step_kernel(call, blocks, seal, ref):
+    t, columns = pl.program_id(0), Columns(0, blocks.columns, call.D)
+    current = _load(ref.current, (t,), columns) + _load(ref.y, (t,), columns)
+    # Scored as it is held, so that a later call that reads it scores the same.
+    current = current.astype(ref.new_current.dtype)
+    _save(ref.new_current, (t,), columns, current)
+    current = current.astype(jnp.float32)
+    query = _load(ref.query, (), columns)
+    logit = jnp.sum(query * current) * _rstd(call, current)
+    mixes = [Mix(logit, jnp.float32(1), current)]
+    count = _count(call, ref)
+    # Where it is sealed, the bank is written in place.
+    bank = ref.new_bank if seal else ref.bank
+    (mix,) = _mixed(call, blocks, count, bank, t, columns, lambda: (query,), mixes)
+    if seal:
+        _save(bank, (jnp.minimum(count, call.N - 1), t), columns, current)
+    normed, _ = _normed(call, columns, mix.mean)
+    _save(ref.z, (t,), columns, _load(ref.norm_gain, (), columns) * normed)
+
+
+# Backward of the mix ---------------------------------------------------------------------------
+
+
+def _each_token(call, blocks, group, body, carry):
+    """`carry = body(token, carry)` over the tokens of a group."""
+    first = group * blocks.tokens
+    count = jnp.minimum(blocks.tokens, call.T - first)
+    return jax.lax.fori_loop(0, count, lambda k, carry: body(first + k, carry), carry)
+
+
+def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
+    """Writes rstd, logits and `<d_mixed, v>`; gives each site's `sum_i weight_i <d_mixed, v_i>`."""
+    load = functools.partial(_load_rows, ref.sources, most=count, t=t, columns=columns)
+
+    def tile(rows, values, mixes):
+        active, added = rows < count, []
+        rstd = _rstd(call, values)
+        plgpu.store(ref.rstd.at[t, rows], rstd, mask=active)
+        for s, query, d, mix in zip(sites, queries(), d_mixed(), mixes, strict=True):
+            logits = jnp.sum(values * query[None, :], axis=1) * rstd
+            products = jnp.sum(values * d[None, :], axis=1)
+            plgpu.store(ref.logits.at[s, t, rows], logits, mask=active)
+            plgpu.store(ref.products.at[s, t, rows], products, mask=active)
+            added.append(mix.add(jnp.where(active, logits, -jnp.inf), products))
+        return added
+
+    mixes = [_nothing(())] * len(sites)
+    mixes = _each_tile(blocks, count, load, tile, mixes)
+    totals = [mix.mean for mix in mixes]
+    if not hasattr(ref, "delta"):
+        # Then there are no others, and weights of these sources sum to 1: exactly so.
+        return totals
+    for k, (s, mix) in enumerate(zip(sites, mixes, strict=True)):
+        share = jnp.where(mix.total == 0, 0.0, jnp.exp(mix.log_sum - ref.log_sums[s, t]))
+        totals[k] = share * totals[k] + ref.delta[s, t]
+    return totals
+
+
+def _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d_queries):
+    """Writes d_sources of token t; gives d_queries with what it adds.
+
+    `dv = sum_s weight_s d_mixed_s + d_logit_s (rstd q_s - logit_s rstd^2 v / D)`
+    """
+    # Empty rows: left as they are, or 0.
+    accumulates = hasattr(ref, "accumulate")
+    most = count if accumulates else call.N
+    load = functools.partial(_load_rows, ref.sources, most=count, t=t, columns=columns)
+
+    def tile(rows, values, d_queries):
+        active = rows < count
+        read = lambda ref, *lead: plgpu.load(ref.at[(*lead, rows)], mask=active, other=0.0)
+        rstd = read(ref.rstd, t)
+        target, mask = _at(ref.d_sources, rows, most, t, columns)
+        mask = jnp.broadcast_to(mask, values.shape)
+        dv, shrink = jnp.zeros_like(values), jnp.zeros_like(rstd)
+        if accumulates:
+            before = plgpu.load(target, mask=mask, other=jnp.zeros((), ref.d_sources.dtype))
+            dv = before.astype(jnp.float32)
+        added = []
+        for s, (query, d, total, d_query) in enumerate(
+            zip(queries, d_mixed, totals, d_queries, strict=True)
+        ):
+            logits = read(ref.logits, s, t)
+            weights = jnp.where(active, jnp.exp(logits - ref.log_sums[s, t]), 0.0)
+            d_logits = weights * (read(ref.products, s, t) - total)
+            scaled = (d_logits * rstd)[:, None]
+            dv += weights[:, None] * d[None, :] + scaled * query[None, :]
+            shrink += d_logits * logits
+            added.append(d_query + jnp.sum(scaled * values, axis=0))
+        dv -= (shrink * jnp.square(rstd) / call.D)[:, None] * values
+        plgpu.store(target, dv.astype(ref.d_sources.dtype), mask=mask)
+        return added
+
+    return _each_tile(blocks, most, load, tile, d_queries)
+
+
+def backward_kernel(call, blocks, ref):
+    """All of the backward pass, with a whole source in registers, for a group of tokens."""
+    group, columns = pl.program_id(0), Columns(0, blocks.columns, call.D)
+    count, sites = _count(call, ref), range(call.S)
+    queries = [_load(ref.queries, (s,), columns) for s in sites]
+
+    def token(t, d_queries):
+        d_mixed = [_load(ref.d_mixed, (s, t), columns) for s in sites]
+        always = lambda vectors: lambda: vectors
+        totals = _scores(
+            call, blocks, ref, count, t, sites, columns, always(queries), always(d_mixed)
+        )
+        ref.barrier()  # Other threads of the program read what this one stored.
+        return _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d_queries)
+
+    zeros = [jnp.zeros(columns.width, jnp.float32)] * call.S
+    for s, d_query in enumerate(_each_token(call, blocks, group, token, zeros)):
+        _save(ref.d_queries, (group, s), columns, d_query)
+
+
+def scores_kernel(call, blocks, ref):
+    """What of the backward pass needs whole sources, for one token and a group of sites."""
+    groups = pl.cdiv(call.S, blocks.sites)
+    t = jax.lax.div(pl.program_id(0), jnp.int32(groups))
+    first = (pl.program_id(0) - t * groups) * blocks.sites
+    sites = [jnp.minimum(first + s, call.S - 1) for s in range(blocks.sites)]
+    columns = Columns(0, blocks.columns, call.D)
+    d_mixed = lambda: (_load(ref.d_mixed, (s, t), columns) for s in sites)
+    queries = lambda: (_load(ref.queries, (s,), columns) for s in sites)
+    count = _count(call, ref)
+    totals = _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed)
+    for s, total in zip(sites, totals, strict=True):
+        ref.totals[s, t] = total
+
+
+def gradients_kernel(call, blocks, ref):
+    """The rest, of part of the sources' entries, for a group of tokens."""
+    parts = pl.cdiv(call.D, blocks.columns)
+    group = jax.lax.div(pl.program_id(0), jnp.int32(parts))
+    first = (pl.program_id(0) - group * parts) * blocks.columns
+    columns, count, sites = Columns(first, blocks.columns, call.D), _count(call, ref), range(call.S)
+    queries = [_load(ref.queries, (s,), columns) for s in sites]
+
+    def token(t, d_queries):
+        d_mixed = [_load(ref.d_mixed, (s, t), columns) for s in sites]
+        totals = [ref.totals[s, t] for s in sites]
+        return _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d_queries)
+
+    zeros = [jnp.zeros(columns.width, jnp.float32)] * call.S
+    for s, d_query in enumerate(_each_token(call, blocks, group, token, zeros)):
+        _save(ref.d_queries, (group, s), columns, d_query)
+
+
+# The second phase ------------------------------------------------------------------------------
+
+
+def _normed(call, columns, h):
+    """`norm(h)` without its gain, and 1 / its deviation."""
+    if call.norm == "layernorm":
+        h = columns.only(h - jnp.sum(h) / call.D)
+    rstd = jax.lax.rsqrt(jnp.sum(jnp.square(h)) / call.D + call.norm_epsilon)
+    return h * rstd, rstd
+
+
+def _load_merged(ref, t, columns):
+    return _load(ref.mixed, (ref.site[0], t), columns), _load(ref.current, (t,), columns)
+
+
+def _merged(call, ref, t, columns, query):
+    """What the merge of token t is made of."""
+    mixed, current = _load_merged(ref, t, columns)
+    rstd = _rstd(call, current)
+    logit = jnp.sum(query * current) * rstd
+    p = jnp.where(ref.active[0] != 0, 1 / (1 + jnp.exp(ref.log_sums[t] - logit)), 0.0)
+    return mixed, current, rstd, logit, p
+
+
+def merge_kernel(call, blocks, ref):
+    columns = Columns(0, blocks.columns, call.D)
+    query, gain = _load(ref.query, (), columns), _load(ref.norm_gain, (), columns)
+
+    def token(t, _):
+        mixed, current, _, _, p = _merged(call, ref, t, columns, query)
+        normed, _ = _normed(call, columns, mixed + p * (current - mixed))
+        _save(ref.z, (t,), columns, gain * normed)
+
+    _each_token(call, blocks, pl.program_id(0), token, None)
+
+
+def merge_backward_kernel(call, blocks, ref):
+    group, columns = pl.program_id(0), Columns(0, blocks.columns, call.D)
+
+    def token(t, sums):
+        d_query, d_gain = sums
+        # Parameters come from the cache for every token, and so does, again, what is needed after
+        # d_mixed is written: there are no registers to keep them in.
+        load_query = lambda: _load(ref.query, (), columns)
+        mixed, current, rstd, logit, p = _merged(call, ref, t, columns, load_query())
+        normed, norm_rstd = _normed(call, columns, mixed + p * (current - mixed))
+        d_z = _load(ref.d_z, (t,), columns)
+        d_gain += d_z * normed
+        d_z *= _load(ref.norm_gain, (), columns)
+        dh = d_z - normed * (jnp.sum(d_z * normed) / call.D)
+        if call.norm == "layernorm":
+            dh = columns.only(dh - jnp.sum(d_z) / call.D)
+        dh *= norm_rstd
+        _save(ref.new_d_mixed, (ref.site[0], t), columns, (1 - p) * dh)
+        mixed, current = _load_merged(ref, t, columns)
+        d_logit = p * (1 - p) * jnp.sum(dh * (current - mixed))
+        ref.d_log_sums[t] = -d_logit
+        scaled = d_logit * rstd
+        d_current = p * dh - (scaled * rstd * logit / call.D) * current + scaled * load_query()
+        d_current += _load(ref.new_d_current, (t,), columns)
+        _save(ref.new_d_current, (t,), columns, d_current)
+        return d_query + scaled * current, d_gain
+
+    zero = jnp.zeros(columns.width, jnp.float32)
+    d_query, d_gain = _each_token(call, blocks, group, token, (zero, zero))
+    _save(ref.d_query, (group,), columns, d_query)
+    _save(ref.d_norm_gain, (group,), columns, d_gain)

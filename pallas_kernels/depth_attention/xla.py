@@ -1,0 +1,180 @@
+"""Portable depth attention: plain JAX that XLA fuses, on any platform.
+
+Products with sources are multiplications and sums, not matrix products: XLA then reads the sources
+as they are stored, without a float32 copy of the bank, and the scores are float32 everywhere.
+Sources are read twice forward (scores, then mixing) and three times backward.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.depth_attention.interface import MergeGradients, Norm
+from pallas_kernels.depth_attention.reference import normalize
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.result_type(jnp.float32, x))
+
+
+def _scores(queries, sources, count, epsilon):
+    """Logits [S, N, T] and rstd [N, T]; empty rows have -inf and 0."""
+    active = (jnp.arange(sources.shape[0]) < count)[:, None]
+    values = _wide(sources)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(values), axis=-1) + epsilon)
+    products = jnp.sum(_wide(queries)[:, None, None] * values, axis=-1)
+    return jnp.where(active, products * rstd, -jnp.inf), jnp.where(active, rstd, 0)
+
+
+def _weights(logits, log_sums):
+    """`exp(logit - log_sum)`, [S, N, T]; 0 for empty rows."""
+    return jnp.where(logits == -jnp.inf, 0, jnp.exp(logits - log_sums[:, None]))
+
+
+def _active_values(sources, count):
+    active = jnp.arange(sources.shape[0]) < count
+    return _wide(jnp.where(active[:, None, None], sources, 0))
+
+
+def partial(
+    queries: Float[Array, "S D"],
+    sources: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    prior: tuple[Float[Array, "S T D"], Float[Array, "S T"]] | None,
+    *,
+    epsilon: int | float,
+) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
+    """See `interface`. `2 S N T D` multiplications and additions each for scores and mixing."""
+    logits, _ = _scores(queries, sources, count, epsilon)
+    log_sums = jax.nn.logsumexp(logits, axis=1)
+    if prior is not None:
+        log_sums = jnp.logaddexp(log_sums, prior[1])
+    weights = _weights(logits, log_sums)
+    values = _active_values(sources, count)
+    mixed = jnp.sum(weights[..., None] * values, axis=1)
+    if prior is not None:
+        mixed = mixed + prior_weights(prior[1], log_sums)[..., None] * _wide(prior[0])
+    return mixed.astype(sources.dtype), log_sums
+
+
+def prior_weights(prior_log_sums: Array, log_sums: Array) -> Array:
+    """What the sources that a prior stands for weigh together, [S, T]."""
+    return jnp.where(prior_log_sums == -jnp.inf, 0, jnp.exp(prior_log_sums - log_sums))
+
+
+def partial_backward(
+    queries: Float[Array, "S D"],
+    sources: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    log_sums: Float[Array, "S T"],
+    delta: Float[Array, "S T"] | None,
+    d_mixed: Float[Array, "S T D"],
+    accumulate: Float[Array, "N T D"] | None,
+    *,
+    epsilon: int | float,
+) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
+    """See `interface`."""
+    logits, rstd = _scores(queries, sources, count, epsilon)
+    weights = _weights(logits, log_sums)
+    values, d_mixed = _active_values(sources, count), _wide(d_mixed)
+    g = jnp.sum(d_mixed[:, None] * values, axis=-1)
+    subtracted = jnp.sum(weights * g, axis=1)
+    if delta is not None:
+        subtracted = subtracted + delta
+    d_logits = weights * (g - subtracted[:, None])
+    d_products = d_logits * rstd
+    d_queries = jnp.einsum("snt,ntd->sd", d_products, values, precision="highest")
+    # -rstd^2 / D * sum_s d_logit * logit; an empty row's logit is -inf.
+    finite = jnp.where(logits == -jnp.inf, 0, logits)
+    shrink = jnp.square(rstd) * jnp.sum(d_logits * finite, axis=0) / sources.shape[-1]
+    d_sources = jnp.sum(
+        weights[..., None] * d_mixed[:, None]
+        + d_products[..., None] * _wide(queries)[:, None, None],
+        axis=0,
+    )
+    d_sources = d_sources - shrink[..., None] * values
+    if accumulate is not None:
+        d_sources = d_sources + _wide(accumulate)
+    return d_queries, d_sources.astype(sources.dtype)
+
+
+def _merged(query, mixed, log_sums, current, active, epsilon):
+    mixed, current = _wide(mixed), _wide(current)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(current), axis=-1) + epsilon)
+    logits = jnp.sum(current * _wide(query), axis=-1) * rstd
+    p = jnp.where(active, jax.nn.sigmoid(logits - log_sums), 0)[:, None]
+    return mixed + p * (current - mixed)
+
+
+def merge(
+    query: Float[Array, " D"],
+    mixed: Float[Array, "S T D"],
+    log_sums: Float[Array, " T"],
+    site: Int[Array, ""],
+    current: Float[Array, "T D"],
+    active: Bool[Array, ""],
+    norm_gain: Float[Array, " D"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+) -> Float[Array, "T D"]:
+    """See `interface`. `mixed` and `current` in, z out: 3 T D elements."""
+    h = _merged(query, mixed[site], log_sums, current, active, epsilon)
+    return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon).astype(current.dtype)
+
+
+def merge_backward(
+    query: Float[Array, " D"],
+    mixed: Float[Array, "S T D"],
+    log_sums: Float[Array, " T"],
+    site: Int[Array, ""],
+    current: Float[Array, "T D"],
+    active: Bool[Array, ""],
+    norm_gain: Float[Array, " D"],
+    d_z: Float[Array, "T D"],
+    d_mixed: Float[Array, "S T D"],
+    d_current: Float[Array, "T D"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+) -> MergeGradients:
+    """See `interface`."""
+
+    def forward(query, mixed, log_sums, current, norm_gain):
+        h = _merged(query, mixed, log_sums, current, active, epsilon)
+        return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon)
+
+    inputs = (query, _wide(mixed[site]), log_sums, _wide(current), norm_gain)
+    g = MergeGradients(*jax.vjp(forward, *inputs)[1](_wide(d_z)))
+    row = g.mixed.astype(mixed.dtype)
+    return g._replace(
+        mixed=jax.lax.dynamic_update_index_in_dim(d_mixed, row, site, 0),
+        current=(g.current + _wide(d_current)).astype(current.dtype),
+    )
+
+
+def step(
+    query: Float[Array, " D"],
+    bank: Float[Array, "N T D"],
+    count: Int[Array, ""],
+    current: Float[Array, "T D"],
+    y: Float[Array, "T D"],
+    norm_gain: Float[Array, " D"],
+    *,
+    seal: bool,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], Float[Array, "T D"]]:
+    """See `interface`."""
+    current = (_wide(current) + _wide(y)).astype(current.dtype)
+    mixed, log_sums = partial(query[None], bank, count, None, epsilon=epsilon)
+    always = jnp.bool(True)
+    options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
+    z = merge(query, mixed, log_sums[0], jnp.int32(0), current, always, norm_gain, **options)
+    if not seal:
+        return None, current, z
+    row = current.astype(bank.dtype)
+    return jax.lax.dynamic_update_index_in_dim(bank, row, count, 0), current, z

@@ -1,0 +1,428 @@
+"""The GPU kernels of depth attention: interpreted numbers, and the code for each GPU."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.depth_attention import reference, triton_gpu
+from pallas_kernels.depth_attention.interface import UnsupportedImplementation
+from pallas_kernels.depth_attention.triton_gpu import Blocks
+from tests import cuda
+
+# Newer jax says that Pallas through Triton will be taken out of jax.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+# Largest error allowed relative to the largest value. float32: sums of some hundred terms, each
+# rounded by 2^-24, that partly cancel. bfloat16: the result is rounded, which is off by 2^-9 at
+# most; it comes of a float32 sum over the very bfloat16 that the exact result is made of.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2.0**-8}
+EPSILON = 1e-6
+# N, T, S, D, active rows: sides that are and are not powers of two, and no multiples of tiles.
+SHAPES = [
+    (3, 7, 1, 200, 3),
+    (5, 40, 3, 256, 3),
+    (33, 2, 8, 128, 20),
+    (4, 130, 1, 64, 2),
+    (3, 1, 2, 300, 2),
+    (2, 3, 3, 40, 2),
+]
+# In parts of 128 entries, in which D is ragged; groups of 3 tokens.
+PARTS = Blocks(rows=4, sites=1, tokens=3, columns=128, warps=4)
+
+
+def draw(rng, shape, dtype="float32", scale=1.0):
+    return jnp.asarray(scale * rng.normal(size=shape), dtype)
+
+
+def arguments(shape, dtype, seed=0):
+    """Queries, sources, count, prior, and cotangents of mixed and of log_sums."""
+    N, T, S, D, count = shape
+    rng = np.random.default_rng(seed)
+    queries = draw(rng, (S, D), scale=D**-0.5)
+    sources = draw(rng, (N, T, D), dtype).at[count:].set(jnp.nan)
+    prior = draw(rng, (S, T, D), dtype), draw(rng, (S, T))
+    cotangents = draw(rng, (S, T, D), dtype), draw(rng, (S, T))
+    return queries, sources, jnp.int32(count), prior, cotangents
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
+
+
+def exact(tree):
+    """As float64, in which the reference then computes."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: jnp.asarray(wide(x)) if is_float(x) else x, tree)
+
+
+def error(got, expected):
+    got, expected = wide(got), wide(expected)
+    assert got.shape == expected.shape
+    return np.abs(got - expected).max() / np.abs(expected).max()
+
+
+@functools.partial(jax.jit, static_argnames="blocks")
+def partial(*args, blocks=None):
+    return triton_gpu.partial(*args, epsilon=EPSILON, block_sizes=blocks, interpret=True)
+
+
+@functools.partial(jax.jit, static_argnames="blocks")
+def partial_backward(*args, blocks=None):
+    return triton_gpu.partial_backward(*args, epsilon=EPSILON, block_sizes=blocks, interpret=True)
+
+
+@jax.jit
+def _expected_of(queries, sources, count, prior, cotangents):
+    op = lambda q, v, p: reference.partial(q, v, count, p, epsilon=EPSILON)
+    out, vjp = jax.vjp(op, queries, sources, prior)
+    return out, vjp(cotangents)
+
+
+def expected_of(queries, sources, count, prior, cotangents):
+    """In float64: mixed and log_sums, and the cotangents of queries, sources and prior."""
+    with jax.enable_x64(True):
+        return _expected_of(*exact((queries, sources, count, prior, cotangents)))
+
+
+def delta_of(prior, log_sums, cotangents):
+    """What the rule subtracts beside `sum_j weight_j g_j`; see `interface`."""
+    d_mixed, d_log_sums = cotangents
+    delta = -d_log_sums
+    if prior is not None:
+        weight = jnp.exp(prior[1] - log_sums)
+        delta += weight * jnp.sum(prior[0].astype("float32") * d_mixed.astype("float32"), axis=-1)
+    return delta
+
+
+CASES = [
+    (SHAPES[0], "float32", True, None),
+    (SHAPES[0], "bfloat16", False, PARTS),
+    (SHAPES[1], "bfloat16", True, None),
+    (SHAPES[1], "float32", False, PARTS),
+    (SHAPES[2], "float32", False, None),
+    (SHAPES[3], "bfloat16", False, None),
+    (SHAPES[4], "float32", True, PARTS),
+    (SHAPES[5], "float32", False, None),
+]
+
+
+@pytest.mark.parametrize("shape, dtype, with_prior, blocks", CASES)
+def test_partial_and_gradients_equal_reference(shape, dtype, with_prior, blocks, monkeypatch):
+    most_sites = 2 if shape == SHAPES[5] else 16
+    monkeypatch.setattr(triton_gpu, "MOST_SITES", most_sites)
+    queries, sources, count, prior, cotangents = arguments(shape, dtype)
+    prior = prior if with_prior else None
+    mixed, log_sums = partial(queries, sources, count, prior)
+    args = (queries, sources, count, prior, cotangents)
+    (expected, expected_log_sums), (d_queries, d_sources, _) = expected_of(*args)
+    assert mixed.dtype == sources.dtype and log_sums.dtype == jnp.float32
+    assert error(mixed, expected) <= TOLERANCE[dtype]
+    assert error(log_sums, expected_log_sums) <= TOLERANCE["float32"]
+    delta = delta_of(prior, log_sums, cotangents)
+    args = (queries, sources, count, log_sums, delta, cotangents[0], None)
+    got = partial_backward(*args, blocks=blocks)
+    assert got[1].dtype == sources.dtype and got[0].dtype == jnp.float32
+    assert error(got[0], d_queries) <= TOLERANCE["float32"]
+    # Sites beyond the most are added by a further call, with a rounding of its own.
+    calls = 1 + (shape[2] > most_sites)
+    assert error(got[1], d_sources) <= calls * TOLERANCE[dtype]
+    np.testing.assert_array_equal(got[1][shape[4] :], 0)
+
+
+@pytest.mark.parametrize("dtype, blocks", [("float32", PARTS), ("bfloat16", None)])
+def test_gradients_are_added_to_what_there_is(dtype, blocks):
+    shape = N, T, S, D, count = 5, 7, 2, 200, 3
+    queries, sources, rows, _, cotangents = arguments(shape, dtype)
+    _, log_sums = partial(queries, sources, rows, None)
+    before = draw(np.random.default_rng(1), (N, T, D), dtype)
+    args = (queries, sources, rows, log_sums, None, cotangents[0])
+    d_queries, d_sources = partial_backward(*args, before, blocks=blocks)
+    zero = (cotangents[0], jnp.zeros_like(cotangents[1]))
+    _, (expected_queries, expected, _) = expected_of(queries, sources, rows, None, zero)
+    assert error(d_queries, expected_queries) <= TOLERANCE["float32"]
+    assert error(d_sources, wide(before) + wide(expected)) <= TOLERANCE[dtype]
+    np.testing.assert_array_equal(d_sources[count:], before[count:])
+
+
+@pytest.mark.parametrize("S, dtype", [(1, "bfloat16"), (2, "float32")])
+def test_one_source_is_given_back_bit_for_bit(S, dtype):
+    queries, sources, count, prior, cotangents = arguments((4, 5, S, 200, 1), dtype)
+    mixed, log_sums = partial(queries, sources, count, None)
+    for s in range(S):
+        np.testing.assert_array_equal(mixed[s], sources[0])
+    # So is a prior to no source, and to an empty prior there is no weight, whatever it holds.
+    again, same = partial(queries, sources, jnp.int32(0), (mixed, log_sums))
+    np.testing.assert_array_equal(again, mixed)
+    np.testing.assert_array_equal(same, log_sums)
+    empty = jnp.full_like(mixed, jnp.nan), jnp.full_like(log_sums, -jnp.inf)
+    np.testing.assert_array_equal(partial(queries, sources, count, empty)[0], mixed)
+    d_queries, d_sources = partial_backward(
+        queries, sources, count, log_sums, None, cotangents[0], None
+    )
+    # Its weight does not depend on the query.
+    np.testing.assert_array_equal(d_queries, 0)
+    total = wide(cotangents[0]).sum(0)
+    assert error(d_sources[0], total) <= TOLERANCE[dtype]
+
+
+def test_no_source_is_nothing():
+    queries, sources, _, _, (d_mixed, _) = arguments((2, 3, 2, 64, 0), "float32")
+    count = jnp.int32(0)
+    mixed, log_sums = partial(queries, sources, count, None)
+    np.testing.assert_array_equal(mixed, 0)
+    np.testing.assert_array_equal(log_sums, -np.inf)
+    args = (queries, sources, count, log_sums, None, d_mixed)
+    grads = partial_backward(*args, None)
+    jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0), grads)
+    kept, parts = jnp.ones_like(sources), PARTS._replace(columns=32)
+    np.testing.assert_array_equal(partial_backward(*args, kept, blocks=parts)[1], kept)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e-3])
+def test_logits_far_apart_and_sources_of_any_size(size):
+    queries, sources, count, _, cotangents = arguments((6, 4, 2, 100, 6), "float32")
+    queries, sources = 300 * queries, size * sources
+    out, log_sums = partial(queries, sources, count, None)
+    (expected, expected_log_sums), _ = expected_of(queries, sources, count, None, cotangents)
+    # Weights are off by the error of logits, which are up to 1000.
+    assert 300 < np.abs(wide(expected_log_sums)).max() < 1000
+    assert error(log_sums, expected_log_sums) <= TOLERANCE["float32"]
+    assert error(out, expected) <= 1e3 * 2.0**-22
+
+
+@pytest.mark.parametrize("blocks", [None, PARTS])
+def test_gradients_are_the_same_bits_every_time_and_the_same_for_any_group(blocks):
+    queries, sources, count, _, (d_mixed, d_log) = arguments((5, 13, 2, 200, 4), "float32")
+    _, log_sums = partial(queries, sources, count, None)
+    args = (queries, sources, count, log_sums, -d_log, d_mixed, None)
+    first, again = (partial_backward(*args, blocks=blocks) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    blocks = PARTS if blocks else Blocks(rows=2, sites=2, tokens=1, columns=256, warps=4)
+    other = partial_backward(*args, blocks=blocks._replace(tokens=5))
+    # Those of the queries are added up in another order.
+    np.testing.assert_allclose(first[0], other[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(first[1], other[1])
+
+
+def jitted(f, **options):
+    return jax.jit(functools.partial(f, **options))
+
+
+# The second phase ------------------------------------------------------------------------------
+
+
+SITES, SITE = 3, 1
+
+
+def merge_arguments(T, D, dtype):
+    """Query, mixed, log_sums, site, current and norm_gain; cotangents of z, mixed and current."""
+    rng = np.random.default_rng(0)
+    query = draw(rng, (D,), scale=2 * D**-0.5)
+    mixed, current = draw(rng, (SITES, T, D), dtype), draw(rng, (T, D), dtype)
+    gain = 1 + draw(rng, (D,), scale=0.1)
+    cotangents = (draw(rng, size, dtype) for size in ((T, D), (SITES, T, D), (T, D)))
+    return (query, mixed, draw(rng, (T,)), jnp.int32(SITE), current, gain), tuple(cotangents)
+
+
+@pytest.mark.parametrize(
+    "T, D, norm, dtype, active, blocks",
+    [
+        (1, 64, "layernorm", "float32", True, None),
+        (7, 200, "layernorm", "bfloat16", True, PARTS._replace(columns=256)),
+        (7, 200, "rmsnorm", "float32", True, None),
+        (40, 300, "rmsnorm", "bfloat16", True, PARTS._replace(columns=512)),
+        (7, 200, "layernorm", "float32", False, None),
+    ],
+)
+def test_merge_and_gradients_equal_reference(T, D, norm, dtype, active, blocks):
+    options = {"norm": norm, "epsilon": EPSILON, "norm_epsilon": 1e-5}
+    (*args, gain), (d_z, d_mixed, d_current) = merge_arguments(T, D, dtype)
+    active = jnp.bool(active)
+    run = dict(**options, interpret=True, block_sizes=blocks)
+    z = jitted(triton_gpu.merge, **run)(*args, active, gain)
+    backward = jitted(triton_gpu.merge_backward, **run)
+    got = backward(*args, active, gain, d_z, d_mixed, d_current)
+    query, mixed, log_sums, site, current = args
+
+    def op(query, mixed, log_sums, current, gain):
+        return reference.merge(query, mixed, log_sums, site, current, active, gain, **options)
+
+    with jax.enable_x64(True):
+        both = jax.jit(lambda d_z, *a: (op(*a), jax.vjp(op, *a)[1](d_z)))
+        expected_z, expected = both(*exact((d_z, query, mixed, log_sums, current, gain)))
+    assert z.dtype == current.dtype and error(z, expected_z) <= TOLERANCE[dtype]
+    expected_mixed = wide(d_mixed).copy()
+    expected_mixed[SITE] = expected[1][SITE]
+    np.testing.assert_array_equal(wide(got.mixed)[[0, 2]], expected_mixed[[0, 2]])
+    assert error(got.mixed[SITE], expected_mixed[SITE]) <= TOLERANCE[dtype]
+    assert error(got.current, wide(d_current) + wide(expected[3])) <= TOLERANCE[dtype]
+    assert error(got.norm_gain, expected[4]) <= TOLERANCE["float32"]
+    for g, e in ((got.query, expected[0]), (got.log_sums, expected[2])):
+        if active:
+            assert error(g, e) <= TOLERANCE["float32"]
+        else:
+            np.testing.assert_array_equal(g, 0)
+    assert got.mixed.dtype == got.current.dtype == z.dtype
+    assert got.query.dtype == got.norm_gain.dtype == got.log_sums.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("log_sum", [-np.inf, -1e4, 1e4])
+def test_merge_with_nothing_or_almost_nothing_on_one_side(log_sum):
+    options = {"norm": "rmsnorm", "epsilon": EPSILON, "norm_epsilon": 1e-5, "interpret": True}
+    arguments, (d_z, d_mixed, d_current) = merge_arguments(3, 64, "float32")
+    query, mixed, log_sums, site, current, gain = arguments
+    log_sums = jnp.full_like(log_sums, log_sum)
+    args = (query, mixed, log_sums, site, current, jnp.bool(True), gain)
+    alone = current if log_sum < 0 else mixed[SITE]
+    expected = reference.normalize(alone, gain, norm="rmsnorm", epsilon=1e-5)
+    assert error(triton_gpu.merge(*args, **options), expected) <= TOLERANCE["float32"]
+    grads = triton_gpu.merge_backward(*args, d_z, d_mixed, d_current, **options)
+    np.testing.assert_array_equal(grads.log_sums, 0)
+    if log_sum < 0:
+        np.testing.assert_array_equal(grads.mixed[SITE], 0)
+    else:
+        np.testing.assert_array_equal(grads.current, d_current)
+
+
+@pytest.mark.parametrize(
+    "shape, norm, dtype, seal",
+    [
+        ((3, 7, 200, 2), "layernorm", "float32", True),
+        ((3, 7, 200, 3), "rmsnorm", "bfloat16", False),
+        ((5, 1, 64, 0), "rmsnorm", "bfloat16", True),
+        ((9, 260, 40, 8), "rmsnorm", "float32", True),
+        ((9, 260, 40, 8), "layernorm", "bfloat16", True),
+    ],
+)
+def test_step_equals_reference(shape, norm, dtype, seal):
+    N, T, D, count = shape
+    rng = np.random.default_rng(0)
+    bank = draw(rng, (N, T, D), dtype).at[count:].set(jnp.nan)
+    current, y = draw(rng, (T, D), dtype), draw(rng, (T, D), dtype)
+    query, gain = draw(rng, (D,), scale=D**-0.5), 1 + draw(rng, (D,), scale=0.1)
+    options = {"norm": norm, "epsilon": EPSILON, "norm_epsilon": 1e-5, "seal": seal}
+    args = (query, bank, jnp.int32(count), current, y, gain)
+    new_bank, new, z = jitted(triton_gpu.step, **options, interpret=True)(*args)
+    step = jitted(reference.step, **options)
+    expected_bank, expected, _ = step(*args)
+    np.testing.assert_array_equal(new, expected)
+    if seal:
+        np.testing.assert_array_equal(wide(new_bank), wide(expected_bank))
+    else:
+        assert new_bank is None
+    # In float64, from the sum as it is held: its rounding is no error.
+    with jax.enable_x64(True):
+        inputs = exact((query, bank, jnp.int32(count), new, jnp.zeros_like(y), gain))
+        _, _, expected_z = step(*inputs)
+    assert z.dtype == current.dtype and error(z, expected_z) <= TOLERANCE[dtype]
+
+
+# What is asked for -----------------------------------------------------------------------------
+
+
+def test_what_is_unsupported_is_said():
+    queries, sources, count, prior, (d_mixed, d_log) = arguments(SHAPES[0], "float32")
+    why = functools.partial(triton_gpu.unsupported, "partial", queries)
+    assert why(sources, count, prior) is None
+    assert "float16" in why(sources.astype("float16"), count, None)
+    assert "empty" in why(sources[:, :0], count, None)
+    assert "16385" in why(jax.ShapeDtypeStruct((1, 1, 16385), jnp.float32), count, None)
+    backward = (queries, sources, count, d_log, None, d_mixed)
+    assert triton_gpu.unsupported("partial_backward", *backward, None) is None
+    half = sources.astype("float16")
+    assert "float16" in triton_gpu.unsupported("partial_backward", *backward, half)
+    x, gain = sources[0], queries[0]
+    merge = (gain, d_mixed, d_log[0], jnp.int32(0), x, jnp.bool(True), gain)
+    assert triton_gpu.unsupported("merge", *merge) is None
+    assert triton_gpu.unsupported("merge_backward", *merge, x, d_mixed, x) is None
+    assert "float16" in triton_gpu.unsupported("merge_backward", *merge, half[0], d_mixed, x)
+    step = (gain, sources, count, x)
+    assert triton_gpu.unsupported("step", *step, x, gain) is None
+    assert "float16" in triton_gpu.unsupported("step", *step, half[0], gain)
+    with pytest.raises(UnsupportedImplementation, match="float16"):
+        triton_gpu.partial(queries, half, count, None, epsilon=EPSILON)
+
+
+def test_tuned_blocks_come_first(monkeypatch):
+    tuned = Blocks(8, 1, 2, 1024, 2)
+    key = ("depth_attention_partial", 9, 1, 1000, "bfloat16")
+    monkeypatch.setitem(triton_gpu.TUNED, key, tuned)
+    rule = functools.partial(triton_gpu.default_blocks, key[0], N=9, S=1, T=64, dtype="bfloat16")
+    assert rule(D=1000) == tuned
+    assert rule(D=1024) == Blocks(2, 1, 1, 1024, 2)
+
+
+# Compilation -----------------------------------------------------------------------------------
+
+SIZES = [(9, 1, 2048), (9, 1, 7168), (33, 1, 1024), (9, 8, 2048)]
+QUICK = [(9, 1, 2048, "sm_80"), (9, 8, 2048, "sm_90")]
+
+
+def calls(N, S, D, dtype, T=8192):
+    """Every op at these sizes, with the shapes of its arguments, and its kernels' names."""
+    shape = lambda *size, dtype=dtype: jax.ShapeDtypeStruct(size, dtype)
+    float32 = functools.partial(shape, dtype="float32")
+    queries, sources, d_mixed, log_sums = (
+        float32(S, D),
+        shape(N, T, D),
+        shape(S, T, D),
+        float32(S, T),
+    )
+    count = shape(dtype="int32")
+    fixed = functools.partial(functools.partial, epsilon=EPSILON)
+    backward = fixed(triton_gpu.partial_backward)
+    split = not triton_gpu.fits(S, D)
+    names = ["scores", "gradients"] if split else ["backward"]
+    args = (queries, sources, count, log_sums)
+    yield lambda *a: fixed(triton_gpu.partial)(*a, None), (queries, sources, count), ["partial"]
+    prior = (d_mixed, log_sums)
+    with_prior = lambda q, v, c, *prior: fixed(triton_gpu.partial)(q, v, c, prior)
+    yield with_prior, (queries, sources, count, *prior), ["partial"]
+    yield lambda *a: backward(*a[:4], None, a[4], None), (*args, d_mixed), names
+    yield backward, (*args, log_sums, d_mixed, sources), names
+    if S > 1:
+        return
+    options = {"norm": "layernorm", "epsilon": EPSILON, "norm_epsilon": EPSILON}
+    x, gain = shape(T, D), float32(D)
+    mixed = shape(8, T, D)
+    merge = (gain, mixed, float32(T), shape(dtype="int32"), x, shape(dtype="bool"), gain)
+    yield functools.partial(triton_gpu.merge, **options), merge, ["merge"]
+    merge_backward = functools.partial(triton_gpu.merge_backward, **options)
+    yield merge_backward, (*merge, x, mixed, x), ["merge_backward"]
+    step = functools.partial(triton_gpu.step, seal=True, **options)
+    for tokens, name in ((T, "step"), (8, "decode")):
+        x = shape(tokens, D)
+        yield step, (gain, shape(N, tokens, D), count, x, x, gain), [name]
+
+
+@pytest.mark.parametrize("dtype, S", [("bfloat16", 1), ("float32", 8)])
+def test_lowers_for_cuda_without_one(dtype, S):
+    for call, args, names in calls(9, S, 2048, dtype):
+        program = cuda.lowered(call, *args)
+        assert "triton" in program
+        for name in names:
+            assert f"depth_attention_{name}" in program
+
+
+@pytest.mark.parametrize(
+    "N, S, D, target",
+    [
+        pytest.param(*sizes, target, marks=() if (*sizes, target) in QUICK else pytest.mark.slow)
+        for sizes in SIZES
+        for target in cuda.TARGETS
+    ],
+)
+def test_compiles_for_each_gpu_without_spilling(N, S, D, target, tmp_path):
+    for call, args, names in calls(N, S, D, "bfloat16"):
+        program = cuda.ptx(call, *args, target=target, folder=tmp_path)
+        kernels = cuda.usage(program, tmp_path)
+        kernels = {k: v for k, v in kernels.items() if k.startswith("depth_attention")}
+        assert sorted(kernels) == sorted(f"depth_attention_{name}" for name in names)
+        assert not any(use.spilled for use in kernels.values()), kernels
+        assert re.search(r"ld\.global\S*\.v4\.", program), "sources come 16 bytes at a time"
