@@ -8,10 +8,39 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from rmt_tpu.errors import UsageError
+from rmt_tpu.mixers import (
+    Banked,
+    BlockAttention,
+    Dense,
+    DepthLstm,
+    FullAttention,
+    Hierarchical,
+    Highway,
+    HyperConnections,
+    Mhc,
+    MhcLite,
+    Mixer,
+    Sum,
+)
+
+__all__ = [  # of what is only passed on
+    "Banked",
+    "BlockAttention",
+    "Dense",
+    "DepthLstm",
+    "FullAttention",
+    "Hierarchical",
+    "Highway",
+    "HyperConnections",
+    "Mhc",
+    "MhcLite",
+    "Mixer",
+    "Sum",
+]
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
 StateDType = Literal["auto", "float32", "bfloat16", "float64", "int16"]
-RematPolicy = Literal["none", "dots", "full", "reversible"]
+RematPolicy = Literal["none", "dots", "full", "reversible", "blocks"]
 Role = Literal["gain", "embedding", "unembedding", "keys", "hidden"]
 
 
@@ -98,18 +127,6 @@ class MatrixStore:
 
 Store = VectorStore | MatrixStore
 
-# Mixers: how what earlier sublayers wrote becomes what the next one reads --------------------
-
-
-@dataclass(frozen=True)
-class Sum:
-    """All writes are added up: the plain residual stream."""
-
-    kind: ClassVar[str] = "sum"
-
-
-Mixer = Sum
-
 # Parametrisations ----------------------------------------------------------------------------
 
 
@@ -193,7 +210,9 @@ class ModelConfig:
       remat: what the backward pass recomputes within a layer: "none" of it, everything but
         matrix products with weights ("dots"), or the "full" layer. "reversible" (an RMT only) keeps
         what sublayers wrote and rebuilds the residual from it, so that its memory does not grow
-        with `key_dim`.
+        with `key_dim`. Attention over depth and DenseFormer always recompute the full layer; they
+        keep the bank and the running sum before each layer ("full"), or with "blocks" the bank
+        alone, for a second forward pass.
     """
 
     num_layers: int
@@ -212,6 +231,7 @@ class ModelConfig:
     def __post_init__(self):
         _positive(self, "num_layers", "vocab_size", "norm_epsilon", "init_std")
         dtype = self.store.dtype
+        self._check_mixer()
         if self.remat == "reversible" and isinstance(self.store, VectorStore):
             raise UsageError(
                 "ModelConfig.remat='reversible' needs a matrix store; legal for a vector store: "
@@ -226,6 +246,33 @@ class ModelConfig:
             raise UsageError(
                 f"MatrixStore.dtype='int16' has gradients only with remat='reversible', and remat "
                 f"is {self.remat!r}; legal: auto, float32, bfloat16, float64"
+            )
+
+    def _check_mixer(self):
+        mixer, kind = self.mixer, self.mixer.kind
+        banked = isinstance(mixer, Banked)
+        if isinstance(mixer, FullAttention | BlockAttention):
+            mixer.sublayers_a_block(self.num_layers)
+            if self.residual_size % mixer.num_heads:
+                raise UsageError(
+                    f"{type(mixer).__name__}.num_heads={mixer.num_heads} does not divide the "
+                    f"residual's {self.residual_size} numbers"
+                )
+        if isinstance(self.store, MatrixStore) and not (banked or isinstance(mixer, Sum)):
+            raise UsageError(
+                f"ModelConfig.mixer={kind} is defined for a vector store only; legal for a matrix "
+                "store: sum, full_attention, block_attention, dense"
+            )
+        if isinstance(mixer, Hierarchical) and mixer.every > self.num_layers:
+            raise UsageError(
+                f"Hierarchical.every={mixer.every} is more than num_layers={self.num_layers}"
+            )
+        legal: tuple[str, ...] = ("full", "blocks") if banked else ("none", "dots", "full")
+        legal += ("reversible",) if isinstance(mixer, Sum) else ()
+        if self.remat not in legal:
+            raise UsageError(
+                f"ModelConfig.remat={self.remat!r} is not for mixer={kind}; legal: "
+                f"{', '.join(legal)}"
             )
 
     @property

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from rmt_tpu import banked, residual, reversible
 from rmt_tpu import config as cfg
-from rmt_tpu import residual, reversible
 from rmt_tpu.layers import attention as attn
 from rmt_tpu.layers.embedding import Embedding, Unembedding
 from rmt_tpu.layers.feed_forward import FeedForward
-from rmt_tpu.layers.parameters import stack, storage_scale
+from rmt_tpu.layers.parameters import stack
 
 
 class KVCache(NamedTuple):
@@ -31,13 +31,16 @@ class Layer(nnx.Module):
     """The parameters of one attention and one feed-forward sublayer and the sites before them."""
 
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, layer_index: Int[Array, ""]):
-        Site = residual.store_module(config.store).Site
-        self.attention_site = Site(config, rngs, before="attention", layer_index=layer_index)
-        self.feed_forward_site = Site(config, rngs, before="feed_forward", layer_index=layer_index)
+        at = {"layer_index": layer_index}
+        self.attention_site = residual.make_site(config, rngs, before="attention", **at)
+        self.feed_forward_site = residual.make_site(config, rngs, before="feed_forward", **at)
         # In an RMT the storage keys are what writes, and they carry the scale.
         vector = isinstance(config.store, cfg.VectorStore)
-        output_scale = storage_scale(config.num_layers) if vector else 1.0
-        self.feed_forward = FeedForward(config, rngs, output_scale=output_scale)
+        scale = residual.vector.output_scale(config) if vector else 1.0
+        options = {}
+        if isinstance(config.mixer, cfg.DepthLstm):  # whose cell gives it what attention read too
+            options = {"input_width": 2 * config.width, "norm_hidden": True}
+        self.feed_forward = FeedForward(config, rngs, output_scale=scale, **options)
 
 
 class Decoder(nnx.Module):
@@ -55,11 +58,14 @@ class Decoder(nnx.Module):
         self.dtype = compute_dtype(config.compute_dtype)
         store = residual.store_module(config.store)
         self.embedding = Embedding(config, rngs)
-        self.store = store.Store(config, rngs, dtype=residual_dtype(config))
+        self.store = store.Store(
+            config, rngs, dtype=residual_dtype(config), compute_dtype=self.dtype
+        )
         self.layers = stack(lambda rngs, index: Layer(config, rngs, index), rngs, config.num_layers)
-        self.final_site = store.Site(
+        self.final_site = residual.make_site(
             config, rngs, before="unembedding", layer_index=jnp.int32(config.num_layers)
         )
+        self.mixer = residual.make_mixer(config, rngs)
         self.unembedding = Unembedding(config, rngs)
 
     def __call__(
@@ -117,7 +123,9 @@ class Decoder(nnx.Module):
             layers = (self.layers, self.final_site)
             z = reversible.run_layers(self.config, self.store, *layers, state, y, context)
             return z, None
-        mixer = residual.make_mixer(self.config.mixer, self.store)
+        if isinstance(self.config.mixer, cfg.Banked):
+            return banked.run_layers(self, state, y, context, cache)
+        mixer, store = self.mixer, self.store
         graphdef, layers = nnx.split(self.layers)
 
         def run_layer(carry, scanned):
@@ -125,20 +133,20 @@ class Decoder(nnx.Module):
             layer, index, cache = scanned
             layer = nnx.merge(graphdef, layer)
             attention = attn.Attention(self.config, context, index)
-            state, z = mixer.advance(state, y, layer.attention_site)
+            state, z = mixer.advance(store, state, y, layer.attention_site, 2 * index)
             with jax.named_scope("attention"):
                 y, cache = (attention(z), None) if cache is None else attention.with_cache(z, cache)
-            state, z = mixer.advance(state, y, layer.feed_forward_site)
+            state, z = mixer.advance(store, state, y, layer.feed_forward_site, 2 * index + 1)
             with jax.named_scope("feed_forward"):
                 y = layer.feed_forward(z)
             return (state, y), cache
 
         (state, y), cache = jax.lax.scan(
             rematerialize(run_layer, self.config.remat),
-            mixer.start(state, y),
+            mixer.start(store, state, y),
             (layers, jnp.arange(self.config.num_layers), cache),
         )
-        _, z = mixer.advance(state, y, self.final_site)
+        _, z = mixer.advance(store, state, y, self.final_site, 2 * self.config.num_layers)
         return z, cache
 
 

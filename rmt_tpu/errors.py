@@ -20,9 +20,15 @@ class RunError(RmtError):
     """The run itself failed: a non-finite loss, a damaged checkpoint. Exit code 1."""
 
 
+_LONGEST_LIST = 300  # characters: a line that can still be read
+
+
 def unknown(what: str, name: str, legal: Iterable[str]) -> str:
-    """One line for a name that does not exist, with the nearest and all legal names."""
+    """One line for a name that does not exist: the nearest legal names, and all if they fit."""
     legal = list(legal)
     close = difflib.get_close_matches(name, legal, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ";"
-    return f"{what} {name!r} is unknown{hint} legal: {', '.join(legal) or 'none'}"
+    listed = ", ".join(legal) or "none"
+    if len(listed) > _LONGEST_LIST:
+        listed = f"{listed[:_LONGEST_LIST].rpartition(',')[0]}, ... ({len(legal)} in all)"
+    return f"{what} {name!r} is unknown{hint} legal: {listed}"

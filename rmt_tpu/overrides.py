@@ -86,7 +86,11 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
     """`value` (JSON) as `annotation`, or UsageError."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        return _parse_choice(typing.get_args(annotation), value, path)
+        classes = typing.get_args(annotation)
+        if types.NoneType not in classes:
+            return _parse_choice(classes, value, path)
+        (annotation,) = (cls for cls in classes if cls is not types.NoneType)
+        return None if value in (None, "none") else _parse(annotation, value, path)
     if origin is Literal:
         if value not in typing.get_args(annotation):
             raise UsageError(unknown(path, str(value), map(str, typing.get_args(annotation))))

@@ -2,6 +2,11 @@
 
 Sizes are those of Tables 8, 9 and 10 of Mak and Flanigan (2025). The last two rows of Table 9 are
 printed with D_k 896 and 1024; only D_k 48 and 64 give their parameter counts and residual sizes.
+
+Depth, width, heads, batch and rates of `prenorm-*` and `attnres-*` are those of Table 2 of Kimi
+Team (2026), whose models are mixtures of experts with a linear attention. These are dense
+stand-ins: a feed-forward layer as wide as a token's nine experts, plain attention with heads of 64
+and RoPE, and GPT-2's vocabulary. So their parameters and losses are not the paper's.
 """
 
 from dataclasses import replace
@@ -10,12 +15,22 @@ from rmt_tpu.config import (
     AdamW,
     Alibi,
     Attention,
+    BlockAttention,
     DataConfig,
+    Dense,
+    DepthLstm,
     FeedForward,
+    FullAttention,
+    Hierarchical,
+    Highway,
+    HyperConnections,
     Learned,
     MatrixStore,
+    Mhc,
+    MhcLite,
     ModelConfig,
     Positions,
+    Rope,
     RunConfig,
     Store,
     TrainConfig,
@@ -61,12 +76,67 @@ _MODELS |= {
     for key_dim in (6, 12, 24, 48, 64)
 }
 
+# Table 10, and hyper-connections, at the shape of gpt2-160m. No code of Table 10's rows was
+# published: these are readings of the papers it cites, sized to its parameter counts.
+_MIXERS = {
+    "highway": Highway(),
+    "depth-lstm": DepthLstm(),
+    "hierarchical": Hierarchical(),
+    "hc": HyperConnections(),
+    "mhc": Mhc(),
+    "mhc-lite": MhcLite(),
+}
+_MODELS |= {
+    f"{name}-{size}": replace(_MODELS["gpt2-160m"], mixer=_MIXERS[name])
+    for name, size in {
+        "highway": "191m",
+        "depth-lstm": "233m",
+        "hierarchical": "165m",
+        "hc": "160m",
+        "mhc": "160m",
+        "mhc-lite": "160m",
+    }.items()
+}
+
+# Attention over depth beside the plain residual at the size where kernels are compared.
+_MODELS["gpt2-405m-attnres"] = replace(_MODELS["gpt2-405m"], mixer=BlockAttention(num_blocks=8))
+
+# Kimi Team (2026), Table 2: activated parameters, layers and heads, width, one expert's width, and
+# how it was trained: rate, sequences of 8192 tokens a batch, tokens. N is 8 or the nearest to it.
+_DEPTH_ROWS = {
+    "194m": (12, 896, 400, 2.99e-3, 192, 38.7e9, 3),
+    "241m": (13, 960, 432, 2.80e-3, 256, 45.4e9, 4),
+    "296m": (14, 1024, 464, 2.50e-3, 320, 62.1e9, 4),
+    "436m": (16, 1168, 528, 2.20e-3, 384, 87.9e9, 4),
+    "528m": (17, 1264, 560, 2.02e-3, 432, 119.0e9, 4),
+}
+for _size, (_layers, _width, _expert, *_, _block) in _DEPTH_ROWS.items():
+    _row = replace(
+        _model(_layers, VectorStore(_width), _layers, 64, 9 * _expert, Rope()), norm="rmsnorm"
+    )
+    _MODELS |= {
+        f"prenorm-{_size}": _row,
+        f"attnres-{_size}": replace(_row, mixer=BlockAttention(sublayers_per_block=_block)),
+        f"attnres-full-{_size}": replace(_row, mixer=FullAttention()),
+    }
+
 # ALiBi, as in the RMT authors' code: learned positions take longer than these have, and RoPE turns
 # pairs of numbers that key vectors, unlike matrices, cannot choose.
 _TINY = {
     "gpt2-tiny": _model(4, VectorStore(128), 4, 32, 512, Alibi()),
     "rmt-tiny": _model(4, MatrixStore(16), 4, 32, 512, Alibi()),
 }
+_TINY |= {
+    f"{name}-tiny": replace(_TINY["gpt2-tiny"], mixer=mixer) for name, mixer in _MIXERS.items()
+}
+
+_DEPTH_MIXERS = {
+    "attnres": BlockAttention(num_blocks=4),
+    "attnres-full": FullAttention(),
+    "denseformer": Dense(),
+}
+_TINY |= {f"{n}-tiny": replace(_TINY["gpt2-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
+_TINY |= {f"rmt-{n}-tiny": replace(_TINY["rmt-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
 
 # Batch size and training tokens of Tables 8 and 9, at 512 tokens a sequence.
 _BUDGETS = {
@@ -74,6 +144,7 @@ _BUDGETS = {
     "gpt2-160m": (64, 1.7e9),
     "gpt2-260m": (64, 3.5e9),
     "gpt2-405m": (256, 6.04e9),
+    "gpt2-405m-attnres": (256, 6.04e9),
     "rmt-46m": (64, 142e6),
     "rmt-134m": (64, 1.1e9),
     "rmt-206m": (64, 2.3e9),
@@ -103,9 +174,21 @@ def run(name: str) -> RunConfig:
     model = preset(name)
     if name in _TINY:
         return _tiny_run(model)
+    if isinstance(model.attention.positions, Rope):
+        return _depth_run(model, name.rpartition("-")[2])
     batch_size, tokens = _BUDGETS.get(name, (64, 1.7e9))
     train = TrainConfig(steps=round(tokens / (batch_size * 512)), batch_size=batch_size)
     return RunConfig(model=model, train=train, data=DataConfig(seq_len=512))
+
+
+def _depth_run(model: ModelConfig, size: str) -> RunConfig:
+    *_, rate, batch_size, tokens, _ = _DEPTH_ROWS[size]
+    train = TrainConfig(
+        steps=round(tokens / (batch_size * 8192)),
+        batch_size=batch_size,
+        optimizer=AdamW(learning_rate=rate),
+    )
+    return RunConfig(model=model, train=train, data=DataConfig(seq_len=8192))
 
 
 def _tiny_run(model: ModelConfig) -> RunConfig:

@@ -79,7 +79,7 @@ class _Layers:
         layers, final_site, residual, y, written, context, like = saved
         site = nnx.merge(self.site_graph, final_site)
         d_residual = jnp.zeros(residual.shape, self.dtype)
-        _, statistics = self.store.read(residual, site, self.dtype)
+        _, statistics = self.store.read_with_statistics(residual, site, self.dtype)
         residual, d_residual, d_y, d_final_site = self.store.undo(
             residual, y, site, statistics, d_residual, d_z
         )
@@ -90,13 +90,17 @@ class _Layers:
             layer, attention = self._layer(layer, index, context)
             gradient = {}
 
-            z, statistics = self.store.read(residual, layer.feed_forward_site, self.dtype)
+            z, statistics = self.store.read_with_statistics(
+                residual, layer.feed_forward_site, self.dtype
+            )
             with jax.named_scope("feed_forward"):
                 gradient["feed_forward"], d_z = _vjp(layer.feed_forward, z, d_y)
             residual, d_residual, d_y, gradient["feed_forward_site"] = self.store.undo(
                 residual, heads, layer.feed_forward_site, statistics, d_residual, d_z
             )
-            z, statistics = self.store.read(residual, layer.attention_site, self.dtype)
+            z, statistics = self.store.read_with_statistics(
+                residual, layer.attention_site, self.dtype
+            )
             with jax.named_scope("attention"):
                 d_z = attention.backward(z, heads, log_sums, d_y)
             residual, d_residual, d_y, gradient["attention_site"] = self.store.undo(

@@ -22,15 +22,18 @@ def on_mesh(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def over_batch(function: Callable[..., Any], batched: Any, shared: Any = ()) -> Any:
+def over_batch(
+    function: Callable[..., Any], batched: Any, shared: Any = (), *, axis: int = 0
+) -> Any:
     """`function(batched, shared)`, each device on its own part of the batch.
 
     Args:
-      function: maps a batch's rows to rows; every array it returns has the batch's axis first, or
-        a first axis of size 1 if it is this device's part of a sum over the batch (see `add_up`).
-      batched: tree of arrays with the batch's axis first.
+      function: maps a batch's rows to rows; every array it returns has the batch's axis at `axis`,
+        or one of size 1 there if it is this device's part of a sum over the batch (see `add_up`).
+      batched: tree of arrays with the batch's axis at `axis`.
       shared: tree of arrays that every device gets whole; gradients with respect to them are
         summed over the devices.
+      axis: where the batch's axis is.
 
     Raises:
       ValueError: the batch does not divide over the devices.
@@ -42,13 +45,13 @@ def over_batch(function: Callable[..., Any], batched: Any, shared: Any = ()) -> 
     axes = tuple(a for a in RULES["batch"] if a in auto and mesh.shape[a] > 1)
     if not axes:
         return function(batched, shared)
-    rows, whole = PartitionSpec(axes), PartitionSpec()
+    rows, whole = PartitionSpec(*(None,) * axis, axes), PartitionSpec()
     # check_vma off: kernels do not declare over which axes their outputs vary.
     return jax.shard_map(
         function, in_specs=(rows, whole), out_specs=rows, axis_names=set(auto), check_vma=False
     )(batched, shared)
 
 
-def add_up(parts: Any) -> Any:
-    """What `over_batch` returned as parts of sums (a first axis of one part a device), added."""
-    return jax.tree.map(lambda part: jnp.sum(part, axis=0), parts)
+def add_up(parts: Any, *, axis: int = 0) -> Any:
+    """What `over_batch` returned as parts of sums (one part a device, along `axis`), added."""
+    return jax.tree.map(lambda part: jnp.sum(part, axis=axis), parts)

@@ -35,7 +35,7 @@ def model(kind: str = "matrix", **changes) -> cfg.ModelConfig:
 def split(config: cfg.ModelConfig) -> tuple[nnx.GraphDef, dict]:
     """A decoder's graph and parameters; the same ones for the same config."""
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    return nnx.split(abstract, nnx.Param)[0], _parameters(replace(config, remat="none"))
+    return nnx.split(abstract, nnx.Param)[0], _parameters(replace(config, remat="full"))
 
 
 @cache

@@ -7,22 +7,42 @@ from jaxtyping import Array, Float
 
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import concatenate, separate
-from rmt_tpu.layers.parameters import parameter
+from rmt_tpu.layers.norm import normalize
+from rmt_tpu.layers.parameters import gain, parameter
 
 
 class FeedForward(nnx.Module):
-    """`W_2 gelu(W_1 z)` over the concatenated data vectors (equations 10, 23 to 25)."""
+    """`W_2 gelu(W_1 z)` over the concatenated data vectors (equations 10, 23 to 25).
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, output_scale: float):
+    Args:
+      config: of the model; width, hidden size, activation.
+      rngs: draws the weights.
+      output_scale: of W_2 at the start.
+      input_width: of z, if it is not what the layer writes.
+      norm_hidden: whether `W_1 z` is normed, with the model's norm and a gain.
+    """
+
+    def __init__(
+        self,
+        config: cfg.ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        output_scale: float,
+        input_width: int | None = None,
+        norm_hidden: bool = False,
+    ):
         width, hidden_dim = config.width, config.feed_forward.hidden_dim
+        input_width = width if input_width is None else input_width
         self.activation = config.feed_forward.activation
+        self.norm, self.epsilon = config.norm, config.norm_epsilon
         self.w_1 = parameter(
             rngs,
-            (width, hidden_dim),
-            std=config.init_std * width**-0.5,
+            (input_width, hidden_dim),
+            std=config.init_std * input_width**-0.5,
             role="hidden",
             axes=("embed", "ff"),
         )
+        self.hidden_gain = gain((hidden_dim,), axes=("ff",)) if norm_hidden else None
         self.w_2 = parameter(
             rngs,
             (hidden_dim, width),
@@ -32,8 +52,11 @@ class FeedForward(nnx.Module):
         )
 
     def __call__(
-        self, z: Float[Array, "*tokens vectors size"]
+        self, z: Float[Array, "*tokens vectors read_size"]
     ) -> Float[Array, "*tokens vectors size"]:
         hidden = jnp.dot(concatenate(z), self.w_1.astype(z.dtype))
+        if self.hidden_gain is not None:
+            norm = {"norm": self.norm, "epsilon": self.epsilon}
+            hidden = normalize(hidden, self.hidden_gain[...], **norm, dtype=z.dtype)
         hidden = jax.nn.gelu(hidden, approximate=self.activation == "gelu_tanh")
         return separate(jnp.dot(hidden, self.w_2.astype(z.dtype)), z.shape[-2])

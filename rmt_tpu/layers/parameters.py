@@ -1,7 +1,7 @@
 """How parameters are made, named and stacked."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from flax import nnx
 from rmt_tpu.config import Role
 
 Module = TypeVar("Module", bound=nnx.Module)
+Before = Literal["attention", "feed_forward", "unembedding"]  # what a site comes before
 
 
 def parameter(

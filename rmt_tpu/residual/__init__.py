@@ -1,24 +1,45 @@
 """The residual: where a sublayer's output is put, and what the next sublayer is given.
 
     state, y = store.start(tokens, positions)
-    state, y = mixer.start(state, y)
-    state, z = mixer.advance(state, y, site)
+    state, y = mixer.start(store, state, y)
+    state, z = mixer.advance(store, state, y, site, index)
 
 There are `2L + 1` sites: one before each of the `2L` sublayers and one before the unembedding. A
 site owns the parameters of what happens there: how what has just been produced is written, the
-norm, and how the next sublayer reads. The embedding is the first thing written. A sublayer is a
-plain function `y = core(z)` of data vectors `[..., vectors, size]` and knows nothing of all this.
+norm, how the next sublayer reads, and in `site.mix` what the mixer learns there. The embedding is
+the first thing written. A sublayer is a plain function `y = core(z)` of data vectors
+`[..., vectors, size]` and knows nothing of all this.
 
 Two choices compose:
 - the *store*, what one token's residual is: `vector` (Transformer) or `matrix` (RMT);
-- the *mixer*, how what was written becomes what is read: `sum`.
+- the *mixer*, how what was written becomes what is read: `sum`, attention over depth, ...
+
+Mixers that keep what was written as rows of a bank (`config.Banked`) run by a schedule of their
+own, `rmt_tpu.banked`, whose backward pass needs little beside the bank.
 """
 
+from flax import nnx
+from jaxtyping import Array, Int
+
 from rmt_tpu import config as cfg
-from rmt_tpu.residual import matrix, vector
+from rmt_tpu.layers.parameters import Before
+from rmt_tpu.residual import (
+    depth_ablations,
+    depth_attention,
+    depth_lstm,
+    highway,
+    hyper_connections,
+    matrix,
+    vector,
+)
+from rmt_tpu.residual.dense import Dense
+from rmt_tpu.residual.depth_lstm import DepthLstm
+from rmt_tpu.residual.hierarchical import Hierarchical
+from rmt_tpu.residual.highway import Highway
+from rmt_tpu.residual.hyper_connections import HyperConnections
 from rmt_tpu.residual.sum import Sum
 
-__all__ = ["make_mixer", "matrix", "store_module", "vector"]
+__all__ = ["make_mixer", "make_site", "matrix", "store_module", "vector"]
 
 
 def store_module(store: cfg.Store):
@@ -30,8 +51,42 @@ def store_module(store: cfg.Store):
             return matrix
 
 
-def make_mixer(mixer: cfg.Mixer, store):
-    """The configured mixer over a store's module."""
-    match mixer:
+def make_mixer(config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """The configured mixer, with what it learns beside its sites' parameters."""
+    match config.mixer:
         case cfg.Sum():
-            return Sum(store)
+            return Sum()
+        case cfg.FullAttention() | cfg.BlockAttention():
+            if config.mixer.fused:
+                return depth_attention.DepthAttention(config)
+            return depth_ablations.DepthAblation(config, rngs)
+        case cfg.Dense():
+            return Dense(config)
+        case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
+            return HyperConnections(config)
+        case cfg.Highway():
+            return Highway(config)
+        case cfg.DepthLstm():
+            return DepthLstm(config)
+        case cfg.Hierarchical():
+            return Hierarchical(config, rngs)
+
+
+def make_site(
+    config: cfg.ModelConfig, rngs: nnx.Rngs, *, before: Before, layer_index: Int[Array, ""]
+) -> nnx.Module:
+    """A site of the configured store, with what the configured mixer learns there."""
+    site = store_module(config.store).Site(config, rngs, before=before, layer_index=layer_index)
+    index = 2 * layer_index + (before == "feed_forward")
+    last = before == "unembedding"
+    match config.mixer:
+        case cfg.FullAttention() | cfg.BlockAttention():
+            module = depth_attention if config.mixer.fused else depth_ablations
+            site.mix = module.Mix(config, rngs, before=before, index=index)
+        case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
+            site.mix = None if last else hyper_connections.make_mix(config, rngs, index=index)
+        case cfg.Highway():
+            site.mix = None if last else highway.Mix(config, rngs)
+        case cfg.DepthLstm():
+            site.mix = depth_lstm.Mix(config, rngs) if before == "feed_forward" else None
+    return site

@@ -4,8 +4,6 @@ Every sublayer writes it as outer products with R storage keys and reads it with
 (Mak and Flanigan 2025, equations 12 to 27). Key vectors take the place of W_Q, W_K, W_V and W_O.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.layers.parameters import gain, keys, storage_scale
+from rmt_tpu.layers.parameters import Before, gain, keys, storage_scale
 
 
 class Site(nnx.Module):
@@ -31,7 +29,7 @@ class Site(nnx.Module):
         config: cfg.ModelConfig,
         rngs: nnx.Rngs,
         *,
-        before: Literal["attention", "feed_forward", "unembedding"],
+        before: Before,
         layer_index: Int[Array, ""],
     ):
         rank, key_dim = config.attention.num_heads, config.store.key_dim
@@ -43,6 +41,11 @@ class Site(nnx.Module):
         reads = 3 * rank if before == "attention" else rank
         self.read_keys = keys(rngs, reads, key_dim, std=key_dim**-0.5)
 
+    @property
+    def writer(self) -> nnx.Param:
+        """How what was produced before this site is written."""
+        return self.store_keys
+
 
 class Store(nnx.Module):
     """`X += w^T y; z = r norm(X)`: one call of `pallas_kernels.store_norm_retrieve`.
@@ -51,9 +54,12 @@ class Store(nnx.Module):
       position_keys: w_PE, [R, D_k], if positions are learned.
     """
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike):
+    def __init__(
+        self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike, compute_dtype: DTypeLike
+    ):
         rank = config.attention.num_heads
-        self.dtype, self.key_dim = dtype, config.store.key_dim
+        self.dtype, self.compute_dtype = dtype, compute_dtype
+        self.key_dim = config.store.key_dim
         self.norm, self.epsilon = config.norm, config.norm_epsilon
         learned = isinstance(config.attention.positions, cfg.Learned)
         self.position_keys = keys(rngs, rank, self.key_dim, std=rank**-0.5) if learned else None
@@ -100,7 +106,36 @@ class Store(nnx.Module):
         return sharding.over_batch(local, (residual, y), _parameters(site))
 
     @jax.named_scope("residual")
+    def write(
+        self,
+        residual: Float[Array, "batch seq D_k D_v"],
+        y: Float[Array, "batch seq R D_v"],
+        store_keys: Float[Array, "R D_k"] | nnx.Param,
+    ) -> Float[Array, "batch seq D_k D_v"]:
+        """`X + w^T y`."""
+
+        def local(batched, store_keys):
+            residual, y = batched
+            return pallas_kernels.store(residual, store_keys, y)
+
+        return sharding.over_batch(local, (residual, y), store_keys[...])
+
+    @jax.named_scope("residual")
     def read(
+        self, residual: Float[Array, "batch seq D_k D_v"], site: Site, dtype: DTypeLike
+    ) -> Float[Array, "batch seq reads D_v"]:
+        """`r norm(X)`."""
+
+        def local(residual, site):
+            _, gain, read_keys = site
+            return pallas_kernels.norm_retrieve(
+                residual, gain, read_keys, norm=self.norm, epsilon=self.epsilon, dtype=dtype
+            )
+
+        return sharding.over_batch(local, residual, _parameters(site))
+
+    @jax.named_scope("residual")
+    def read_with_statistics(
         self,
         residual: Shaped[Array, "batch seq D_k D_v"],
         site: Site,

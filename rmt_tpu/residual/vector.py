@@ -4,8 +4,6 @@ Attention reads it with matrices W_Q, W_K, W_V and writes it with W_O (equations
 feed-forward, embedding and unembedding layers read and write the vector itself.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import gain, parameter, storage_scale
+from rmt_tpu.layers.parameters import Before, gain, parameter, storage_scale
 
 
 class Site(nnx.Module):
@@ -23,7 +21,7 @@ class Site(nnx.Module):
 
     Attributes:
       write: W_O [H * D_h, D] after attention; None where the vector itself is written.
-      gain: of the norm, [D].
+      gain: of the norm, [D]; None where what is read is not normed.
       read: W_Q, W_K and W_V as [D, 3 * H * D_h] before attention; None where the vector itself is
         read.
     """
@@ -33,16 +31,23 @@ class Site(nnx.Module):
         config: cfg.ModelConfig,
         rngs: nnx.Rngs,
         *,
-        before: Literal["attention", "feed_forward", "unembedding"],
+        before: Before,
         layer_index: Int[Array, ""],
     ):
         self.write = self._write(config, rngs) if before == "feed_forward" else None
-        self.gain = gain((config.store.dim,), axes=("embed",))
+        # A depth-wise LSTM norms its gates and not what a sublayer reads.
+        plain = isinstance(config.mixer, cfg.DepthLstm) and before != "unembedding"
+        self.gain = None if plain else gain((config.store.dim,), axes=("embed",))
         self.read = self._read(config, rngs) if before == "attention" else None
+
+    @property
+    def writer(self) -> nnx.Param | None:
+        """How what was produced before this site is written."""
+        return self.write
 
     def _write(self, config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
         dim, heads_width = config.store.dim, _heads_width(config)
-        std = storage_scale(config.num_layers) * config.init_std * heads_width**-0.5
+        std = output_scale(config) * config.init_std * heads_width**-0.5
         axes = ("heads", "embed")
         return parameter(rngs, (heads_width, dim), std=std, role="hidden", axes=axes)
 
@@ -53,6 +58,11 @@ class Site(nnx.Module):
         return parameter(rngs, (dim, 3 * heads_width), std=std, role="hidden", axes=axes)
 
 
+def output_scale(config: cfg.ModelConfig) -> float:
+    """Of the weights that write to the residual: small where many writes are added up."""
+    return 1.0 if isinstance(config.mixer, cfg.DepthLstm) else storage_scale(config.num_layers)
+
+
 def _heads_width(config: cfg.ModelConfig) -> int:
     return config.attention.num_heads * config.attention.head_dim
 
@@ -60,8 +70,11 @@ def _heads_width(config: cfg.ModelConfig) -> int:
 class Store(nnx.Module):
     """`h += W_O y; z = W_QKV norm(h)`, or the vector itself."""
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike):
-        self.dtype, self.head_dim = dtype, config.attention.head_dim
+    def __init__(
+        self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike, compute_dtype: DTypeLike
+    ):
+        self.dtype, self.compute_dtype = dtype, compute_dtype
+        self.head_dim = config.attention.head_dim
         self.norm, self.epsilon = config.norm, config.norm_epsilon
 
     def start(
@@ -79,7 +92,6 @@ class Store(nnx.Module):
         """The residual in the dtype it is carried in."""
         return residual.astype(self.dtype)
 
-    @jax.named_scope("residual")
     def add_and_read(
         self,
         residual: Float[Array, "batch seq D"],
@@ -87,14 +99,53 @@ class Store(nnx.Module):
         site: Site,
     ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch seq reads read_size"]]:
         """Write y, then norm and read, at one site."""
-        written = y.reshape(*y.shape[:-2], -1)
-        if site.write is not None:
-            with jax.named_scope("projection"):
-                written = jnp.dot(written, site.write.astype(y.dtype))
-        residual = residual + written.astype(residual.dtype)
-        x = normalize(residual, site.gain[...], norm=self.norm, epsilon=self.epsilon, dtype=y.dtype)
+        residual = self.write(residual, y, site.write)
+        return residual, self.read(residual, site, y.dtype)
+
+    @jax.named_scope("residual")
+    def write(
+        self,
+        residual: Float[Array, "batch seq D"],
+        y: Float[Array, "batch seq vectors size"],
+        write: Float[Array, "heads_width D"] | nnx.Param | None,
+    ) -> Float[Array, "batch seq D"]:
+        """`h + W_O y`, or `h + y` where the vector itself is written."""
+        return residual + self.written(y, write).astype(residual.dtype)
+
+    def written(
+        self,
+        y: Float[Array, "batch seq vectors size"],
+        write: Float[Array, "heads_width D"] | nnx.Param | None,
+    ) -> Float[Array, "batch seq D"]:
+        """What a write adds."""
+        y = y.reshape(*y.shape[:-2], -1)
+        if write is None:
+            return y
+        with jax.named_scope("projection"):
+            return jnp.dot(y, write[...].astype(y.dtype))
+
+    @jax.named_scope("residual")
+    def read(
+        self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike
+    ) -> Float[Array, "batch seq reads read_size"]:
+        """`W_QKV norm(h)`, or `norm(h)` where the vector itself is read."""
+        return self.project(self.norm_of(residual, site, dtype), site)
+
+    def norm_of(
+        self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike
+    ) -> Float[Array, "batch seq D"]:
+        """`norm(h)` with the site's gain, or h where it has none."""
+        if site.gain is None:
+            return residual.astype(dtype)
+        gain = site.gain[...]
+        return normalize(residual, gain, norm=self.norm, epsilon=self.epsilon, dtype=dtype)
+
+    def project(
+        self, x: Float[Array, "batch seq D"], site: Site
+    ) -> Float[Array, "batch seq reads read_size"]:
+        """What the sublayer gets of the normed x."""
         if site.read is None:
-            return residual, x[..., None, :]
+            return x[..., None, :]
         with jax.named_scope("projection"):
             x = jnp.dot(x, site.read.astype(x.dtype))
-        return residual, x.reshape(*x.shape[:-1], -1, self.head_dim)
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)

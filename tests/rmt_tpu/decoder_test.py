@@ -11,7 +11,6 @@ from flax import nnx
 
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import attention as attn
-from rmt_tpu.residual import make_mixer
 from tests import models
 
 STORES = ["vector", "matrix"]
@@ -138,16 +137,16 @@ def test_scanned_equals_unrolled(store):
     def unrolled(params):
         decoder = nnx.merge(graphdef, params)
         layers_graphdef, _ = nnx.split(decoder.layers)
-        mixer = make_mixer(config.mixer, decoder.store)
+        mixer, store = decoder.mixer, decoder.store
         embedded = decoder.embedding(tokens, context.query_positions, decoder.dtype)
-        state, y = mixer.start(*decoder.store.start(*embedded))
+        state, y = mixer.start(store, *store.start(*embedded))
         for index in range(config.num_layers):
             layer = nnx.merge(layers_graphdef, layer_slice(params, index))
-            state, z = mixer.advance(state, y, layer.attention_site)
+            state, z = mixer.advance(store, state, y, layer.attention_site, 2 * index)
             y = attn.Attention(config, context, jnp.int32(index))(z)
-            state, z = mixer.advance(state, y, layer.feed_forward_site)
+            state, z = mixer.advance(store, state, y, layer.feed_forward_site, 2 * index + 1)
             y = layer.feed_forward(z)
-        _, z = mixer.advance(state, y, decoder.final_site)
+        _, z = mixer.advance(store, state, y, decoder.final_site, 2 * config.num_layers)
         return decoder.unembedding(z)
 
     scanned = lambda params: nnx.merge(graphdef, params)(tokens)

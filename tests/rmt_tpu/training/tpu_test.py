@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import topologies
 
 import sharding
-from rmt_tpu.config import Alibi, Learned, RunConfig
+from rmt_tpu.config import Alibi, BlockAttention, Learned, RunConfig
 from rmt_tpu.data import Batch
 from rmt_tpu.presets import run
 from rmt_tpu.training.run import prepare
@@ -61,6 +61,9 @@ def moves(program: str, elements: int) -> list[str]:
         ("rmt-tiny", "full", Alibi()),
         ("rmt-tiny", "reversible", Learned(128)),
         ("gpt2-tiny", "full", Learned(128)),
+        ("attnres-tiny", "full", Alibi()),
+        ("attnres-full-tiny", "blocks", Alibi()),
+        ("rmt-attnres-tiny", "full", Alibi()),
     ],
 )
 def test_train_step_compiles_for_a_slice_of_v5e(preset, remat, positions):
@@ -74,7 +77,8 @@ def test_train_step_compiles_for_a_slice_of_v5e(preset, remat, positions):
     program = step.as_text()
     assert "all-gather" in program and ("all-reduce" in program or "reduce-scatter" in program)
     assert "attention_backward" in program
-    assert ("key_vector_backward" in program) == preset.startswith("rmt")
+    assert ("key_vector_" in program) == preset.startswith("rmt")
+    assert ("depth_attention_partial_backward" in program) == ("attnres" in preset)
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
@@ -89,6 +93,36 @@ def test_nothing_moves_between_the_residuals_kernels_and_attention(topology):
     loops = program[: program.index("ENTRY")]
     assert moves(loops, tokens * config.model.residual_size) == []
     assert moves(loops, tokens * 3 * heads * size) == []
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_the_bank_is_never_copied(topology):
+    """Nor its gradient, and there is no float32 copy of either, in passes of three layers."""
+    mixer = BlockAttention(layers_per_block=3)
+    config = config_of("attnres-tiny", batch_size=8, num_layers=15, mixer=mixer)
+    _, step = compiled(config, topology=topology)
+    program, rows = step.as_text(), 1 + 15 // 3
+    tokens = config.train.batch_size * config.data.seq_len
+    shape = rf"\[{rows},(?:{tokens}|8,128),128\]"
+    assert re.search(rf"bf16{shape}", program)
+    assert moves(program, rows * tokens * config.model.residual_size) == []
+    assert re.search(rf"= \(?f32{shape}", program) is None
+    for kernel in ("partial", "partial_backward", "merge", "merge_backward"):
+        assert f"depth_attention_{kernel}/pallas_call" in program
+    # What phase one gives to a pass's six sites is read where it is.
+    assert moves(program, 6 * tokens * config.model.residual_size) == []
+
+
+@pytest.mark.slow
+def test_block_attention_residuals_take_less_memory_than_the_plain_residual():
+    """48 layers: the bank and one sum a layer, where the plain one keeps two vectors a layer."""
+    temporary = {
+        preset: compiled(config_of(preset, batch_size=16, vocab_size=50257, num_layers=48))[1]
+        .memory_analysis()
+        .temp_size_in_bytes
+        for preset in ("gpt2-405m", "gpt2-405m-attnres")
+    }
+    assert temporary["gpt2-405m-attnres"] < temporary["gpt2-405m"]
 
 
 @pytest.mark.slow

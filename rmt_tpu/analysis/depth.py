@@ -1,0 +1,494 @@
+"""What happens over depth in a trained model: Figures 5 and 8 of the Attention Residuals paper.
+
+Over tokens of held-out text, for each of the `2L + 1` writes (the embedding, then what every
+sublayer writes to the residual):
+
+- output: the root mean square, over tokens and features, of what was written;
+- residual: the same of the residual that it was added to, the write included. With attention over
+  depth that is the running sum of a block, which starts anew after each (with Full AttnRes, at
+  each write);
+- gradient: the root mean square of `dLoss / d(write)`, with the loss summed over a batch's tokens
+  (nats), so that its size does not depend on the batch's.
+
+And for each site of a mixer with weights over depth, the mean over tokens and heads of the weight
+of each source: `alpha` of Attention Residuals, `a_ij` of DenseFormer.
+
+The layers run one by one, in float32 or more and without kernels for the mixing over depth. A zero
+is added to every write, and its gradient is that of the write.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rmt_tpu import config as cfg
+from rmt_tpu.data import Batch
+from rmt_tpu.decoder import Decoder
+from rmt_tpu.layers import attention as attn
+from rmt_tpu.training.compare import line_style
+from rmt_tpu.training.loss import Loss, next_token_loss
+
+
+@dataclass(frozen=True)
+class DepthWeights:
+    """Mean weights of sources.
+
+    Attributes:
+      sites: who reads: sublayers ("A1", "F1", "A2", ...) and the unembedding ("U"), or layers.
+      sources: what is read: the embedding ("E"), and sublayers, blocks or layers.
+      mean: by site and source; None where the site does not see the source.
+      signed: whether weights may be negative.
+    """
+
+    sites: list[str]
+    sources: list[str]
+    mean: list[list[float | None]]
+    signed: bool
+
+
+@dataclass(frozen=True)
+class DepthProfile:
+    """What was measured of one model; lists are by write.
+
+    Attributes:
+      tokens: how many the means are over.
+      loss: nats per token.
+      writes: "E", "A1", "F1", "A2", ...
+      output, gradient: root mean squares.
+      residual: of the residual after each write; None where the mixer is no plain sum.
+      weights: None where the mixer has none.
+    """
+
+    tokens: int
+    loss: float
+    writes: list[str]
+    output: list[float]
+    residual: list[float] | None
+    gradient: list[float]
+    weights: DepthWeights | None
+
+
+class Trace(NamedTuple):
+    """What one pass over the layers wrote, site by site.
+
+    Attributes:
+      z: what the unembedding reads.
+      written: `2L + 1` arrays in the order of the writes.
+      residuals: the residual after each; none where the mixer does not add to one.
+      weights: of attention over depth, by site: of the sources that it sees, oldest first.
+    """
+
+    z: Float[Array, "batch seq vectors size"]
+    written: tuple[Float[Array, "batch seq *shape"], ...]
+    residuals: tuple[Float[Array, "batch seq *shape"], ...]
+    weights: tuple[Float[Array, "sources batch seq heads"], ...]
+
+
+# Measuring -----------------------------------------------------------------------------------
+
+
+def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
+    """Runs the batches, forward and backward; one token of them must have a target at least."""
+    graphdef, params = nnx.split(in_full_precision(decoder), nnx.Param)
+    run = jax.jit(partial(_sums, graphdef))
+    total = None
+    for batch in batches:
+        sums = run(params, batch)
+        total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+    config, tokens = decoder.config, float(total["tokens"])
+    features = tokens * config.residual_size
+    rms = lambda name: [float(x / features) ** 0.5 for x in total[name]]
+    return DepthProfile(
+        tokens=round(tokens),
+        loss=float(total["loss"]) / tokens,
+        writes=_names(config.num_layers)[0],
+        output=rms("output"),
+        residual=rms("residual") or None,
+        gradient=rms("gradient"),
+        weights=_depth_weights(decoder, [np.asarray(w) / tokens for w in total["weights"]]),
+    )
+
+
+def in_full_precision(decoder: Decoder) -> Decoder:
+    """The decoder with its parameters and a config in which nothing is narrower than float32."""
+    dtype = jnp.promote_types(decoder.dtype, jnp.float32).name
+    store = replace(decoder.config.store, dtype=dtype)
+    config = replace(decoder.config, compute_dtype=dtype, remat="full", store=store)
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graphdef, _ = nnx.split(abstract, nnx.Param)
+    return nnx.merge(graphdef, nnx.state(decoder, nnx.Param))
+
+
+def tapped_loss(
+    decoder: Decoder, batch: Batch, taps: Sequence[Float[Array, "batch seq *shape"]]
+) -> tuple[Float[Array, ""], tuple[Loss, Trace]]:
+    """The cross-entropy summed over a batch, with `taps[k]` added to write k."""
+    trace = unrolled(decoder, batch.inputs, taps=taps, segment_ids=batch.segment_ids)
+    unembedding = decoder.unembedding
+    loss = next_token_loss(
+        trace.z,
+        unembedding.kernel[...],
+        batch.targets,
+        batch.weights,
+        multiplier=unembedding.multiplier,
+    )
+    return loss.objective, (loss, trace)
+
+
+def no_taps(decoder: Decoder, batch: int, seq: int) -> list[Float[Array, "batch seq *shape"]]:
+    """Zeros for `tapped_loss`."""
+    match decoder.config.store:
+        case cfg.VectorStore(dim=dim):
+            shape = (dim,)
+        case cfg.MatrixStore(key_dim=key_dim):
+            shape = (key_dim, decoder.config.attention.head_dim)
+    return [jnp.zeros((batch, seq, *shape), decoder.dtype)] * (2 * decoder.config.num_layers + 1)
+
+
+def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
+    """Sums over the tokens of a batch that have a target."""
+    decoder = nnx.merge(graphdef, params)
+    counts = batch.weights > 0
+    taps = no_taps(decoder, *batch.inputs.shape)
+    differentiate = jax.grad(partial(tapped_loss, decoder, batch), has_aux=True)
+    gradients, (loss, trace) = differentiate(taps)
+
+    def squares(arrays):
+        masked = lambda x: jnp.where(jnp.expand_dims(counts, range(2, x.ndim)), x, 0)
+        return [jnp.sum(jnp.square(masked(x))) for x in arrays]
+
+    return {
+        "tokens": jnp.sum(counts),
+        "loss": loss.cross_entropy,
+        "output": squares(trace.written),
+        "residual": squares(trace.residuals),
+        "gradient": squares(gradients),
+        "weights": [jnp.sum(w.mean(-1) * counts, axis=(1, 2)) for w in trace.weights],
+    }
+
+
+# The layers, one by one ----------------------------------------------------------------------
+
+
+def unrolled(
+    decoder: Decoder,
+    tokens: Int[Array, "batch seq"],
+    *,
+    taps: Sequence[Float[Array, "batch seq *shape"]] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+) -> Trace:
+    """What `decoder.features` does, layer by layer and with a record of it.
+
+    Args:
+      decoder: not with an int16 residual; see `in_full_precision`.
+      tokens: below the vocabulary's size.
+      taps: what is added to each write, of the residual's shape and dtype.
+      segment_ids: which document a token is of; None is one a row.
+    """
+    config = decoder.config
+    context = attn.causal(tokens.shape[1], None, segment_ids)
+    embedded = decoder.embedding(tokens, context.query_positions, decoder.dtype)
+    store = _TappedStore(decoder.store, taps)
+    state, y = store.start(*embedded)
+    graphdef, stacked = nnx.split(decoder.layers)
+    layers = [
+        nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], stacked))
+        for i in range(config.num_layers)
+    ]
+    sublayers = _sublayers(decoder, layers, context)
+    weights: list[Array] = []
+    match config.mixer:
+        case cfg.FullAttention() | cfg.BlockAttention():
+            z = _attend(decoder, sublayers, store, state, y, weights.append)
+        case cfg.Dense():
+            z = _add_layers(decoder, sublayers, store, state, y)
+        case _:
+            z = _advance(decoder, sublayers, store, state, y)
+    return Trace(z, tuple(store.outputs), tuple(store.residuals), tuple(weights))
+
+
+class _TappedStore:
+    """A store that records every write and adds a tap to it."""
+
+    def __init__(self, store, taps):
+        self._store, self._taps = store, taps
+        self.outputs: list[Array] = []
+        self.residuals: list[Array] = []
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def write(self, residual, y, writer):
+        written = self._store.write(jnp.zeros_like(residual), y, writer)
+        self.residuals.append(residual + self._tapped(written))
+        return self.residuals[-1]
+
+    def written(self, y, writer):
+        return self._tapped(self._store.written(y, writer))
+
+    def add_and_read(self, residual, y, site):
+        residual = self.write(residual, y, site.writer)
+        return residual, self._store.read(residual, site, y.dtype)
+
+    def _tapped(self, written):
+        if self._taps is not None:
+            written = written + self._taps[len(self.outputs)]
+        self.outputs.append(written)
+        return written
+
+
+class _Sublayer(NamedTuple):
+    """`core` between the site that reads for it and the writer of what it gives."""
+
+    site: Any
+    core: Callable[[Array], Array]
+    writer: Any
+
+
+def _sublayers(decoder, layers, context) -> list[_Sublayer]:
+    after = [*(layer.attention_site for layer in layers[1:]), decoder.final_site]
+    found = []
+    for index, (layer, next_site) in enumerate(zip(layers, after, strict=True)):
+        attention = attn.Attention(decoder.config, context, jnp.int32(index))
+        writer = layer.feed_forward_site.writer
+        found.append(_Sublayer(layer.attention_site, attention, writer))
+        found.append(_Sublayer(layer.feed_forward_site, layer.feed_forward, next_site.writer))
+    return found
+
+
+def _advance(decoder, sublayers, store, state, y):
+    """The decoder's loop over sites."""
+    mixer = decoder.mixer
+    state, y = mixer.start(store, state, y)
+    for index, (site, core, _) in enumerate(sublayers):
+        state, z = mixer.advance(store, state, y, site, index)
+        y = core(z)
+    return mixer.advance(store, state, y, decoder.final_site, len(sublayers))[1]
+
+
+def _add_layers(decoder, sublayers, store, state, y):
+    """DenseFormer: a layer reads a weighted sum of what layers gave, and gives its residual."""
+    matrix = decoder.mixer.matrix()
+    given = [store.write(store.hold(state), y, sublayers[0].site.writer)]
+    read = lambda row: sum(a * x for a, x in zip(row, given, strict=False))
+    for layer, row in zip(range(0, len(sublayers), 2), matrix, strict=False):
+        residual = read(row)
+        for site, core, writer in sublayers[layer : layer + 2]:
+            y = core(store.read(residual, site, store.compute_dtype))
+            residual = store.write(residual, y, writer)
+        given.append(residual)
+    return store.read(read(matrix[-1]), decoder.final_site, store.compute_dtype)
+
+
+def _attend(decoder, sublayers, store, state, y, record):
+    """Attention over depth: equations 2 to 6 of Attention Residuals, and its ablations."""
+    config = decoder.config
+    size, sources = config.mixer.sublayers_a_block(config.num_layers), _sources(config)
+    complete = [store.write(store.hold(state), y, sublayers[0].site.writer)]
+    running = jnp.zeros_like(complete[0])
+
+    def read(k, site):
+        values = jnp.stack([[*complete, running][source] for source in sources[k]])
+        logits = decoder.mixer.logits if config.mixer.query == "scalars" else None
+        if logits is not None:
+            start = sum(map(len, sources[:k]))
+            logits = logits[...][start : start + len(values)]
+        weights = _weights(config.mixer, site.mix, values, logits)
+        record(weights)
+        parts = values.reshape(*weights.shape, -1)
+        h = jnp.sum(weights[..., None] * parts, axis=0).reshape(running.shape)
+        return store.read(h, site, store.compute_dtype)
+
+    for k, (site, core, writer) in enumerate(sublayers):
+        running = store.write(running, core(read(k, site)), writer)
+        if (k + 1) % size == 0 or k + 1 == len(sublayers):
+            complete.append(running)
+            running = jnp.zeros_like(running)
+    return read(len(sublayers), decoder.final_site)
+
+
+def _sources(config: cfg.ModelConfig) -> list[list[int]]:
+    """What each site sees, oldest first: the embedding is 0, and block n is n, complete or not."""
+    size, sublayers = config.mixer.sublayers_a_block(config.num_layers), 2 * config.num_layers
+    window = getattr(config.mixer, "window", None)
+    found = []
+    for site in range(sublayers + 1):
+        newest = -(-site // size)
+        oldest = 1 if window is None else max(1, newest + 1 - window)
+        found.append([0, *range(oldest, newest + 1)])
+    return found
+
+
+def _weights(
+    mixer: cfg.FullAttention | cfg.BlockAttention,
+    mix: nnx.Module,
+    values: Float[Array, "sources batch seq *shape"],
+    logits: Float[Array, " sources"] | None,
+) -> Float[Array, "sources batch seq heads"]:
+    """Of one site; `logits` are learned ones, or None."""
+    flat = values.reshape(*values.shape[:3], -1)
+    mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
+    normed = flat * jax.lax.rsqrt(mean_square + mixer.epsilon)
+    if logits is None:
+        query = mix.folded().reshape(-1)
+        if mixer.query == "input":
+            projected = jnp.dot(normed[-1], mix.project[...])
+            gained = 1 if mix.key_gain is None else mix.key_gain[...].reshape(-1)
+            query = query + gained * projected
+        products = query * (normed if mixer.key_norm else flat)
+        logits = products.reshape(*flat.shape[:3], mixer.num_heads, -1).sum(-1)
+    else:
+        logits = jnp.broadcast_to(logits[:, None, None, None], (*flat.shape[:3], 1))
+    return jax.nn.sigmoid(logits) if mixer.weights == "sigmoid" else jax.nn.softmax(logits, axis=0)
+
+
+# Weights over depth --------------------------------------------------------------------------
+
+
+def _names(num_layers: int) -> tuple[list[str], list[str]]:
+    """Of the writes, and of the sites."""
+    sublayers = [f"{kind}{1 + layer}" for layer in range(num_layers) for kind in "AF"]
+    return ["E", *sublayers], [*sublayers, "U"]
+
+
+def _depth_weights(decoder: Decoder, means: list[np.ndarray]) -> DepthWeights | None:
+    config = decoder.config
+    match config.mixer:
+        case cfg.Dense():
+            return _dense_weights(decoder.mixer)
+        case cfg.FullAttention() | cfg.BlockAttention():
+            return _attention_weights(config, means)
+    return None
+
+
+def _dense_weights(mixer) -> DepthWeights:
+    """The learned numbers themselves: row i is what layer i + 1 reads, the last the unembedding."""
+    matrix, learned = np.asarray(mixer.matrix()), np.asarray(mixer.learned)
+    there = learned | np.eye(len(matrix), dtype=bool)
+    layers = [str(1 + layer) for layer in range(len(matrix) - 1)]
+    mean = [
+        [float(w) if shown else None for w, shown in zip(*row, strict=True)]
+        for row in zip(matrix, there, strict=True)
+    ]
+    return DepthWeights([*layers, "U"], ["E", *layers], mean, signed=True)
+
+
+def _attention_weights(config: cfg.ModelConfig, means: list[np.ndarray]) -> DepthWeights:
+    """A block that is not complete has the column of the one it becomes."""
+    writes, sites = _names(config.num_layers)
+    seen = _sources(config)
+    mean: list[list[float | None]] = [[None] * (1 + seen[-1][-1]) for _ in sites]
+    for row, indices, weights in zip(mean, seen, means, strict=True):
+        for source, weight in zip(indices, weights, strict=True):
+            row[source] = float(weight)
+    blocks = config.mixer.sublayers_a_block(config.num_layers) > 1
+    sources = ["E", *(f"B{n}" for n in range(1, len(mean[0])))] if blocks else writes
+    return DepthWeights(sites, sources, mean, signed=False)
+
+
+# Showing -------------------------------------------------------------------------------------
+
+
+def table(profiles: dict[str, DepthProfile]) -> str:
+    """The ends of the curves as a Markdown table, a row a run.
+
+    Weights are means over sites with more than one source, of the newest source (in a block: its
+    running sum) and of the embedding.
+    """
+    lines = [
+        "| run | loss | output: first, last sublayer | gradient: first, last sublayer | "
+        "weight of newest | of embedding |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, p in profiles.items():
+        newest, embedding = _summary(p.weights) if p.weights else ("", "")
+        lines.append(
+            f"| {name} | {p.loss:.4f} | {p.output[1]:.3g}, {p.output[-1]:.3g} | "
+            f"{p.gradient[1]:.3g}, {p.gradient[-1]:.3g} | {newest} | {embedding} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _summary(weights: DepthWeights) -> tuple[str, str]:
+    rows = [row for row in weights.mean if sum(w is not None for w in row) > 1]
+    newest = [[w for w in row if w is not None][-1] for row in rows]
+    embedding = [row[0] for row in rows if row[0] is not None]
+    mean = lambda values: f"{sum(values) / len(values):.3f}" if values else ""
+    return mean(newest), mean(embedding)
+
+
+def write_report(profiles: dict[str, DepthProfile], path: str | Path) -> str:
+    """Draws the profiles into `path`, writes their numbers beside it as .json; returns the table.
+
+    Args:
+      profiles: by the runs' names.
+      path: of the picture.
+    """
+    path = Path(path)
+    rows = [{"run": name} | asdict(profile) for name, profile in profiles.items()]
+    path.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    _draw(profiles, path)
+    return table(profiles)
+
+
+def _draw(profiles: dict[str, DepthProfile], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    maps = {name: p.weights for name, p in profiles.items() if p.weights is not None}
+    columns = min(3, max(1, len(maps)))
+    map_rows = -(-len(maps) // columns)
+    heights = [4.5] * map_rows + [4.0]
+    figure = Figure(figsize=(15, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, start in zip(parts, range(0, len(maps), columns), strict=False):
+        shown = list(maps.items())[start : start + columns]
+        panels = part.subplots(1, columns, squeeze=False)[0]
+        for axes, (name, weights) in zip(panels, shown, strict=False):
+            _draw_weights(axes, name, weights)
+        for axes in panels[len(shown) :]:
+            axes.remove()
+    _draw_curves(parts[-1], profiles)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_weights(axes, name: str, weights: DepthWeights) -> None:
+    values = np.array(weights.mean, float)  # None becomes NaN, which is left white
+    if weights.signed:
+        most = np.nanmax(np.abs(values))
+        image = axes.imshow(values, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
+    else:
+        image = axes.imshow(values, cmap="viridis", vmin=0, aspect="auto")
+    for axis, names in ((axes.xaxis, weights.sources), (axes.yaxis, weights.sites)):
+        every = -(-len(names) // 26)
+        axis.set_ticks(range(0, len(names), every), names[::every], fontsize=7)
+    axes.set(title=name, xlabel="source", ylabel="read by")
+    what = "learned weight" if weights.signed else "mean weight"
+    axes.figure.colorbar(image, ax=axes, label=what)
+
+
+def _draw_curves(figure, profiles: dict[str, DepthProfile]) -> None:
+    titles = {
+        "output": "what each sublayer writes (RMS)",
+        "residual": "residual after each write (RMS)",
+        "gradient": "loss gradient by each write (RMS)",
+    }
+    panels = figure.subplots(1, len(titles))
+    for axes, (quantity, title) in zip(panels, titles.items(), strict=True):
+        for index, (name, profile) in enumerate(profiles.items()):
+            values = getattr(profile, quantity)
+            if values is not None:
+                axes.plot(values, label=name, markersize=3, **line_style(index))
+        axes.set(title=title, xlabel="sublayer (0: the embedding)", yscale="log")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3, which="both")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8)

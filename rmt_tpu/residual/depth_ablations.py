@@ -1,0 +1,174 @@
+"""The ablations of Attention Residuals' Table 4, in plain JAX: every site looks at the whole bank.
+
+The paper names them and gives their losses; what they compute is our reading:
+- "input" query: the site's vector plus a projection of the newest source, RMS-normalised;
+- "scalars": no query and no keys, but a learned logit for every pair of site and source;
+- "sigmoid": `weight_i = sigmoid(logit_i)`, which do not add up to 1;
+- no key norm: `logit_i = <query, v_i>`;
+- heads: equal parts of v (which share its norm) with a softmax each;
+- a window: the embedding and the last rows only.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rmt_tpu import config as cfg
+from rmt_tpu.layers.parameters import Before, parameter
+from rmt_tpu.residual import depth_attention
+
+
+class Mix(depth_attention.Mix):
+    """What a site learns, with the projection of an "input" query: [D, D], zero at the start."""
+
+    def __init__(
+        self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, before: Before, index: Int[Array, ""]
+    ):
+        super().__init__(config, rngs, before=before, index=index)
+        if config.mixer.query == "scalars":
+            self.query = self.key_gain = None
+        shape, axes = 2 * (config.residual_size,), ("embed", "heads")
+        project = config.mixer.query == "input"
+        self.project = (
+            parameter(rngs, shape, std=0.0, role="hidden", axes=axes) if project else None
+        )
+
+
+class DepthAblation(depth_attention.DepthAttention):
+    """The mixer of `FullAttention` and `BlockAttention` with any of the options.
+
+    Attributes:
+      logits: of "scalars": those of the sources of site 0, then of site 1, and so on.
+    """
+
+    completes_inside = True
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+        super().__init__(config)
+        sites = range(2 * config.num_layers + 1)
+        # Static, and a tuple: the sources of each site.
+        self.sources = tuple(self._num_sources(k) for k in sites)
+        scalars = config.mixer.query == "scalars"
+        shape = (sum(self.sources),)
+        self.logits = (
+            parameter(rngs, shape, std=0.0, role="gain", axes=("source",)) if scalars else None
+        )
+
+    def _num_sources(self, site: int) -> int:
+        """The embedding, the complete blocks, and a running sum if there is one."""
+        if site == 2 * self.num_layers:
+            return self.num_rows
+        return site // self.block + 1 + (site % self.block > 0)
+
+    # One group, whose rows are the whole bank.
+
+    @property
+    def group_layers(self) -> int:
+        """All layers: an ablation has no phase one."""
+        return self.num_layers
+
+    def first_row(self, layer: Int[Array, ""] | int) -> int:
+        """The bank's first."""
+        return 0
+
+    def group_rows(self, layers: int) -> int:
+        """All of the bank's."""
+        return self.num_rows
+
+    def shared(self, layers: nnx.Module) -> Float[Array, "layers 2 scored"]:
+        """Of each layer, what its two sites score with: queries, or logits."""
+        if self.logits is None:
+            return super().shared(layers)
+        return self._table()[:-1].reshape(self.num_layers, 2, -1)
+
+    def _table(self) -> Float[Array, "sites sources"]:
+        """The learned logits; behind a site's last source, that one's again."""
+        starts = [sum(self.sources[:k]) for k in range(len(self.sources))]
+        places = [
+            [start + min(i, count - 1) for i in range(self.num_rows + 1)]
+            for start, count in zip(starts, self.sources, strict=True)
+        ]
+        return self.logits[...][jnp.asarray(places)]
+
+    def prior(self, shared, bank, count):
+        """Nothing: there is no phase one."""
+        return None
+
+    def prior_backward(self, shared, bank, count, prior, d_prior, d_bank):
+        """Nothing to add."""
+        return jnp.zeros_like(shared), d_bank
+
+    def final(self, store, bank, final_site):
+        """What the unembedding reads: the last aggregation, over all rows."""
+        scalars = self.logits is not None
+        shared = self._table()[-1] if scalars else final_site.mix.folded().reshape(-1)
+        nothing = jnp.zeros_like(bank[0])
+        h = self._mix(final_site, shared, bank, self.num_rows, nothing, jnp.bool(False))
+        return store.read(h, final_site, store.compute_dtype)
+
+    def _read(self, store, at, site, shared, prior, rows, current):
+        number, _ = site
+        running = jnp.asarray(number % self.block > 0)
+        h = self._mix(at, shared, rows, number // self.block + 1, current, running)
+        return prior, current, store.read(h, at, store.compute_dtype)
+
+    @jax.named_scope("residual")
+    def _mix(self, at, shared, rows, count, current, running):
+        """The mix of one site, over `rows[:count]` and the current sum if it is `running`."""
+        written = jnp.arange(self.num_rows) < count
+        rows = jnp.where(jnp.expand_dims(written, range(1, rows.ndim)), rows, 0)
+        weights = self._weights(at, shared, rows, count, current, running)
+        heads = weights.shape[-1]
+
+        def add_up(sources, weights):
+            split = _flat(sources).reshape(*sources.shape[:3], heads, -1)
+            return jnp.sum(weights[..., None] * split, axis=0)
+
+        mixed = add_up(rows, weights[:-1]) + add_up(current[None], weights[-1:])
+        return mixed.reshape(current.shape).astype(current.dtype)
+
+    def _weights(self, at, shared, rows, count, current, running):
+        """[sources, batch, seq, heads]; the current sum comes last."""
+        indices = jnp.arange(self.num_rows)
+        shown = indices < count
+        window = getattr(self.mixer, "window", None)
+        if window is not None:
+            shown &= (indices == 0) | (indices >= count - window)
+        shown = jnp.append(shown, running)[:, None, None, None]
+        if self.logits is not None:
+            logits = jnp.append(shared[: self.num_rows], shared[-1])[:, None, None, None]
+            logits = jnp.broadcast_to(logits, (len(logits), *current.shape[:2], 1))
+        else:
+            query = self._query(at, shared, rows, count, current, running)
+            scores = [self._scores(query, at, sources) for sources in (rows, current[None])]
+            logits = jnp.concatenate(scores)
+        if self.mixer.weights == "sigmoid":
+            return jnp.where(shown, jax.nn.sigmoid(logits), 0)
+        return jax.nn.softmax(jnp.where(shown, logits, -jnp.inf), axis=0)
+
+    def _query(self, at, query, rows, count, current, running):
+        """`gain * query` of the site, or of each token."""
+        if self.mixer.query != "input":
+            return query
+        newest = jax.lax.dynamic_index_in_dim(rows, count - 1, keepdims=False)
+        newest = _flat(jnp.where(running, current, newest)[None])[0]
+        projected = jnp.dot(self._normed(newest), at.mix.project[...].astype(newest.dtype))
+        if at.mix.key_gain is not None:
+            projected = projected * at.mix.key_gain[...].reshape(-1)
+        return query + projected
+
+    def _scores(self, query, at, sources):
+        keys = _flat(sources)
+        keys = self._normed(keys) if self.mixer.key_norm else keys
+        products = query * keys
+        return products.reshape(*keys.shape[:3], self.mixer.num_heads, -1).sum(-1)
+
+    def _normed(self, x):
+        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return x * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
+
+
+def _flat(rows: Float[Array, "rows batch seq *shape"]) -> Float[Array, "rows batch seq D"]:
+    """At least float32."""
+    return rows.reshape(*rows.shape[:3], -1).astype(jnp.result_type(rows, jnp.float32))

@@ -1,0 +1,130 @@
+"""Hierarchical aggregation: a node above every few layers, whose output the next layers read.
+
+Dou, Tu, Wang, Shi and Zhang (2018). H_k is the residual after k plain layers of which every e-th is
+followed by a node; A_i is node i, and replaces the residual:
+
+    A_1 = AGG_1(H_1, .., H_e)
+    A_i = AGG_i(H_{(i-1)e+1}, .., H_{ie}, A_{i-1})
+    AGG(x_1, .., x_k) = LN(s([x_1; ..; x_k] W_a) W_b + x_1 + .. + x_k)
+
+with s the sigmoid and no biases. The paper has e = 2 and a hidden size of D_FF. Layers after the
+last node are plain ones.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rmt_tpu import config as cfg
+from rmt_tpu.layers.norm import normalize
+from rmt_tpu.layers.parameters import gain, parameter, stack
+
+
+class State(NamedTuple):
+    """The residual, and what the next node gets beside it: the last node, then the H's so far."""
+
+    residual: Float[Array, "batch seq D"]
+    inputs: Float[Array, "every batch seq D"]
+
+
+class Node(nnx.Module):
+    """AGG of `inputs` residuals.
+
+    Attributes:
+      w_a: [inputs * D, hidden_dim].
+      w_b: [hidden_dim, D].
+      gain: of the norm, [D].
+    """
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, inputs: int):
+        dim, hidden_dim = config.store.dim, config.mixer.hidden_dim
+        self.norm, self.epsilon = config.norm, config.norm_epsilon
+        self.w_a = parameter(
+            rngs,
+            (inputs * dim, hidden_dim),
+            std=config.init_std * (inputs * dim) ** -0.5,
+            role="hidden",
+            axes=("embed", "ff"),
+        )
+        self.w_b = parameter(
+            rngs,
+            (hidden_dim, dim),
+            std=config.init_std * hidden_dim**-0.5,
+            role="hidden",
+            axes=("ff", "embed"),
+        )
+        self.gain = gain((dim,), axes=("embed",))
+
+    def __call__(self, inputs: list[Float[Array, "batch seq D"]]) -> Float[Array, "batch seq D"]:
+        """In the inputs' dtype; their sum is at least float32."""
+        x = jnp.concatenate(inputs, axis=-1)
+        hidden = jax.nn.sigmoid(jnp.dot(x, self.w_a.astype(x.dtype)))
+        accumulator = jnp.result_type(x, jnp.float32)
+        total = jnp.dot(hidden, self.w_b.astype(x.dtype), preferred_element_type=accumulator) + sum(
+            x.astype(accumulator) for x in inputs
+        )
+        norm = {"norm": self.norm, "epsilon": self.epsilon}
+        return normalize(total, self.gain[...], **norm, dtype=x.dtype)
+
+
+class Hierarchical(nnx.Module):
+    """The mixer of `config.Hierarchical`.
+
+    Attributes:
+      first: the first node, which has no node before it.
+      others: those after it, stacked, or one for all of them; None if there are none.
+    """
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+        every, shared = config.mixer.every, config.mixer.shared
+        self.every, self.shared = every, shared
+        self.first = Node(config, rngs, inputs=every)
+        count = config.num_layers // every - 1
+        make = lambda rngs, index: Node(config, rngs, inputs=every + 1)
+        self.others = stack(make, rngs, min(count, 1) if shared else count) if count else None
+
+    def start(self, store, state: Float[Array, "batch seq D"], y: Array) -> tuple[State, Array]:
+        """State before the first write, and that write."""
+        residual = store.hold(state)
+        return State(residual, jnp.zeros((self.every, *residual.shape), residual.dtype)), y
+
+    @jax.named_scope("residual")
+    def advance(
+        self,
+        store,
+        state: State,
+        y: Float[Array, "batch seq vectors size"],
+        site: nnx.Module,
+        index: int | Int[Array, ""],
+    ) -> tuple[State, Float[Array, "batch seq reads read_size"]]:
+        """Write y; after every few layers, pass the residual on through a node."""
+        h, inputs = store.write(state.residual, y, site.write), state.inputs
+        if site.write is None:  # a layer, or the embedding, is complete
+            done = index // 2
+            h = self._aggregate(h, inputs, done, y.dtype)
+            inputs = jax.lax.dynamic_update_index_in_dim(inputs, h, done % self.every, 0)
+        return State(h, inputs), store.read(h, site, y.dtype)
+
+    def _aggregate(self, h, inputs, done, dtype):
+        """The node after `done` layers, or h where there is none."""
+
+        def gathered():
+            return [x.astype(dtype) for x in (*inputs[1:], h)]
+
+        def first():
+            return self.first(gathered()).astype(h.dtype)
+
+        def other():
+            graphdef, nodes = nnx.split(self.others)
+            at = 0 if self.shared else done // self.every - 2
+            node = nnx.merge(graphdef, jax.tree.map(lambda w: w[at], nodes))
+            return node([*gathered(), inputs[0].astype(dtype)]).astype(h.dtype)
+
+        nodes = (lambda: h, first, *([other] if self.others is not None else []))
+        number = done // self.every * (done % self.every == 0)
+        if isinstance(number, int):
+            return nodes[min(number, len(nodes) - 1)]()
+        return jax.lax.switch(jnp.minimum(number, len(nodes) - 1), nodes)

@@ -1,0 +1,82 @@
+"""Highway Transformer: a self-gating unit (SDU) beside every sublayer.
+
+Chai, Jin and Hou (2020), in the pre-norm form of their code. With the sublayer's own output
+`y_l = f_l(norm_l(h_{l-1}))`, gate `T = act(x W_1)` and value `v = x W_2`, where x is
+`norm_l(h_{l-1})` or the raw `h_{l-1}`:
+
+    add      h_l = h_{l-1} + y_l + T * v
+    carry    h_l = (1 - T) * h_{l-1} + y_l + T * v
+    gated    h_l = h_{l-1} + (1 - T) * y_l + T * v
+
+No biases. With `W_2 = 0` the first is the plain residual stream.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rmt_tpu import config as cfg
+from rmt_tpu.layers.parameters import parameter
+
+
+class State(NamedTuple):
+    """The residual, and the part of the next write that reaches it (None is all of it)."""
+
+    residual: Float[Array, "batch seq D"]
+    passed: Float[Array, "batch seq D"] | None
+
+
+class Mix(nnx.Module):
+    """`gate_and_value`: W_1 and W_2 side by side, [D, 2 D]: one matrix product."""
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+        dim = config.store.dim
+        std = config.init_std * dim**-0.5
+        axes = ("embed", "gate")
+        self.gate_and_value = parameter(rngs, (dim, 2 * dim), std=std, role="hidden", axes=axes)
+
+
+class Highway(nnx.Module):
+    """The mixer of `config.Highway`; there is no unit at the last site."""
+
+    def __init__(self, config: cfg.ModelConfig):
+        self.mixer = config.mixer
+        self.activation = {"sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh}[self.mixer.activation]
+
+    def start(self, store, state: Float[Array, "batch seq D"], y: Array) -> tuple[State, Array]:
+        """State before the first write, and that write."""
+        residual = store.hold(state)
+        return State(residual, jnp.ones_like(residual) if self.mixer.form == "gated" else None), y
+
+    @jax.named_scope("residual")
+    def advance(
+        self,
+        store,
+        state: State,
+        y: Float[Array, "batch seq vectors size"],
+        site: nnx.Module,
+        index: int | Int[Array, ""],
+    ) -> tuple[State, Float[Array, "batch seq reads read_size"]]:
+        """Write y; add all of the next sublayer's equation that does not wait for its output."""
+        h, passed = state
+        written = store.written(y, site.write).astype(h.dtype)
+        h = h + written if passed is None else h + passed * written
+        normed = store.norm_of(h, site, y.dtype)
+        z = store.project(normed, site)
+        if site.mix is None:
+            return State(h, passed), z
+        x = normed if self.mixer.input == "normed" else h.astype(y.dtype)
+        product = jnp.dot(x, site.mix.gate_and_value.astype(x.dtype))
+        gate, value = jnp.split(product, 2, axis=-1)
+        gate = self.activation(gate)
+        added, closed = (gate * value).astype(h.dtype), (1 - gate).astype(h.dtype)
+        match self.mixer.form:
+            case "add":
+                return State(h + added, None), z
+            case "carry":
+                return State(closed * h + added, None), z
+            case "gated":
+                return State(h + added, closed), z

@@ -1,0 +1,317 @@
+"""Hyper-connections, mHC and mHC-lite: m residual streams with learned reads, writes and mixing.
+
+With the streams X in R^{m x D} of a token, and one site for every sublayer f:
+
+    u = sum_i alpha_i X_i      y = f(norm(u))      X'_i = sum_j A_ij X_j + beta_i y
+
+The streams start as m copies of the embedding and end as their sum, before the final norm. alpha
+(read), beta (write) and A (mix) are float32. What makes them, at each site:
+
+- hyper-connections (Zhu et al. 2025): parameters, of "static" ones nothing else. "Dynamic" ones add
+  what each stream gives to its own entries: with `Xn = norm(X)` a stream at a time,
+
+      alpha_j = alpha0_j + s_a tanh(Xn_j w_m)       beta_j = beta0_j + s_b tanh(Xn_j w_b)
+      A_ij = A0_ij + s_a tanh(Xn_j W_r)_i
+
+- mHC (Xie et al. 2025): of `x = rmsnorm(vec X)` over all m D numbers, with W in R^{mD x m (m + 2)},
+
+      alpha = s(a_pre x W_pre + b_pre)              beta = 2 s(a_post x W_post + b_post)
+      A = Sinkhorn(a_res x W_res + b_res)
+
+- mHC-lite (Yang and Gao 2026): as mHC, but A is an average of all m! permutation matrices, with
+  weights `softmax(a_res x W_res + b_res)`: doubly stochastic without iterating.
+
+At the start the W are zero, and streams and sites are told apart by a home stream, site mod m, of
+which a site reads most. HC and mHC then are the plain pre-norm model; so is mHC-lite if told to.
+The HC paper's larger outputs of sublayers, by sqrt(m), are not taken over.
+"""
+
+from itertools import permutations
+from math import factorial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rmt_tpu import config as cfg
+from rmt_tpu.layers.parameters import gain, parameter
+
+# Not one array: a TPU would copy all of it to put the streams together, and to take them apart.
+Streams = tuple[Float[Array, "batch seq D"], ...]
+
+
+class Coefficients(NamedTuple):
+    """Of each token; tokens are the minor axes, for a TPU would pad a minor m to 128."""
+
+    read: Float[Array, "m batch seq"]
+    write: Float[Array, "m batch seq"]
+    mix: Float[Array, "to from batch seq"]
+
+
+class State(NamedTuple):
+    """The streams before the last sublayer's output, and how that will be written."""
+
+    streams: Streams
+    write: Float[Array, "m batch seq"]
+    mix: Float[Array, "to from batch seq"]
+
+
+class HyperConnections(nnx.Module):
+    """The mixer of `config.HyperConnections`, `Mhc` and `MhcLite`."""
+
+    def __init__(self, config: cfg.ModelConfig):
+        self.streams = config.mixer.streams
+
+    def start(self, store, state: Float[Array, "batch seq D"], y: Array) -> tuple[State, Array]:
+        """Equal streams; the tokens' embedding will be written to all of them, without mixing."""
+        held = store.hold(state)
+        m, dtype = self.streams, jnp.result_type(held, jnp.float32)
+        write = jnp.ones((m, *held.shape[:-1]), dtype)
+        mix = jnp.broadcast_to(jnp.eye(m, dtype=dtype)[:, :, None, None], (m, *write.shape))
+        return State((held,) * m, write, mix), y
+
+    @jax.named_scope("residual")
+    def advance(
+        self,
+        store,
+        state: State,
+        y: Float[Array, "batch seq vectors size"],
+        site: nnx.Module,
+        index: int | Int[Array, ""],
+    ) -> tuple[State, Float[Array, "batch seq reads read_size"]]:
+        """Mix the streams and write y to them; read them with the coefficients that they give."""
+        streams = _written(state, store.written(y, site.write))
+        if site.mix is None:
+            total = sum(x.astype(state.write.dtype) for x in streams)
+            return state, store.read(total, site, y.dtype)
+        read, write, mix = site.mix(streams)
+        # Once: the norm's passes are not to add it up again, each from all streams.
+        u = jax.lax.optimization_barrier(_weighted_sum(read, streams).astype(y.dtype))
+        return State(streams, write, mix), store.read(u, site, y.dtype)
+
+
+def _written(state: State, y: Float[Array, "batch seq D"]) -> Streams:
+    """`X'_i = sum_j A_ij X_j + beta_i y`, in the dtype of the streams."""
+    streams, write, mix = state
+    y = y.astype(write.dtype)
+    rows = (_weighted_sum(mix[i], streams) + write[i, ..., None] * y for i in range(len(mix)))
+    return tuple(row.astype(x.dtype) for row, x in zip(rows, streams, strict=True))
+
+
+def _weighted_sum(
+    weights: Float[Array, "m batch seq"], streams: Streams
+) -> Float[Array, "batch seq D"]:
+    """`sum_i w_i X_i`, in the weights' dtype. Element-wise, so that neighbours can join it."""
+    return sum(w[..., None] * x.astype(w.dtype) for w, x in zip(weights, streams, strict=True))
+
+
+# What a site learns --------------------------------------------------------------------------
+
+
+def make_mix(config: cfg.ModelConfig, rngs: nnx.Rngs, *, index: Int[Array, ""]) -> nnx.Module:
+    """The coefficients of the site before sublayer `index`, from 0."""
+    match config.mixer:
+        case cfg.HyperConnections(dynamic=False):
+            return StaticMix(config.mixer.streams, index)
+        case cfg.HyperConnections():
+            return DynamicMix(config, rngs, index)
+        case cfg.Mhc():
+            return ManifoldMix(config, rngs, index)
+        case cfg.MhcLite():
+            return PermutationMix(config, rngs, index)
+
+
+def _learned(value: Float[Array, "..."], *axes: str) -> nnx.Param:
+    """A bias or scalar: it starts where it is told to and does not decay."""
+    return nnx.Param(value.astype(jnp.float32), role="gain", axes=axes)
+
+
+class StaticMix(nnx.Module):
+    """Static hyper-connections.
+
+    Attributes:
+      read, write: alpha0 and beta0, [m]; the first starts as the home stream's unit vector.
+      mix: A0, [m, m], to by from.
+    """
+
+    def __init__(self, streams: int, index: Int[Array, ""]):
+        self.read = _learned(_home(streams, index), "stream")
+        self.write = _learned(jnp.ones(streams), "stream")
+        self.mix = _learned(jnp.eye(streams), "stream", "stream")
+
+    def __call__(self, streams: Streams) -> Coefficients:
+        dtype = jnp.result_type(streams[0], jnp.float32)
+        spread = lambda p: jnp.broadcast_to(
+            p[...].astype(dtype)[..., None, None], (*p.shape, *streams[0].shape[:-1])
+        )
+        return Coefficients(spread(self.read), spread(self.write), spread(self.mix))
+
+
+class DynamicMix(nnx.Module):
+    """Dynamic hyper-connections. The norm is the model's, with a gain that the streams share.
+
+    Attributes:
+      static: alpha0, beta0 and A0.
+      gain: of the norm, [D].
+      w: w_m, w_b and W_r side by side, [D, 2 + m].
+      scales: s_a and s_b, [2].
+    """
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, index: Int[Array, ""]):
+        m, dim = config.mixer.streams, config.store.dim
+        self.norm, self.epsilon, self.tanh = config.norm, config.norm_epsilon, config.mixer.tanh
+        self.static = StaticMix(m, index)
+        self.gain = gain((dim,), axes=("embed",))
+        axes = ("embed", "coefficient")
+        self.w = parameter(rngs, (dim, 2 + m), std=0.0, role="hidden", axes=axes)
+        self.scales = _learned(jnp.full(2, 0.01), "coefficient")
+
+    def __call__(self, streams: Streams) -> Coefficients:
+        static = self.static(streams)
+        given = [jnp.moveaxis(self._projected(x, static.read.dtype), -1, 0) for x in streams]
+        given = jnp.stack(given, axis=1)  # [2 + m, from, batch, seq]
+        given = jnp.tanh(given) if self.tanh else given
+        s_a, s_b = self.scales[...]
+        return Coefficients(
+            static.read + s_a * given[0],
+            static.write + s_b * given[1],
+            static.mix + s_a * given[2:],
+        )
+
+    def _projected(self, x, dtype):
+        """`norm(x) w`. The norm comes after the product, so that all is of one pass over x."""
+        w = self.gain[...][:, None] * self.w[...]
+        product = jnp.dot(x, w.astype(x.dtype), preferred_element_type=dtype)
+        x = x.astype(dtype)
+        square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        if self.norm == "layernorm":
+            mean = jnp.mean(x, axis=-1, keepdims=True)
+            product = product - mean * jnp.sum(w, axis=0)
+            square = jnp.maximum(square - jnp.square(mean), 0)
+        return product * jax.lax.rsqrt(square + self.epsilon)
+
+
+class _ProjectedMix(nnx.Module):
+    """What mHC and mHC-lite share: all coefficients are of one projection of all streams.
+
+    Attributes:
+      gain: of the RMS norm over all streams together, [m, D].
+      w: W_pre, W_post and W_res side by side, [m, D, 2 m + mixes].
+      scales: a_pre, a_post and a_res, [3].
+      read_bias, write_bias: b_pre and b_post, [m].
+      mix_bias: b_res, [mixes].
+    """
+
+    def __init__(
+        self,
+        config: cfg.ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        read_bias: Float[Array, " m"],
+        write_bias: Float[Array, " m"],
+        mix_bias: Float[Array, " mixes"],
+    ):
+        m, dim = config.mixer.streams, config.store.dim
+        self.epsilon = config.norm_epsilon
+        self.gain = gain((m, dim), axes=("stream", "embed"))
+        shape, axes = (m, dim, 2 * m + mix_bias.size), ("stream", "embed", "coefficient")
+        self.w = parameter(rngs, shape, std=0.0, role="hidden", axes=axes)
+        self.scales = _learned(jnp.full(3, 0.01), "coefficient")
+        self.read_bias = _learned(read_bias, "stream")
+        self.write_bias = _learned(write_bias, "stream")
+        self.mix_bias = _learned(mix_bias, "coefficient")
+
+    def __call__(self, streams: Streams) -> Coefficients:
+        m = len(streams)
+        given = self._projected(streams)
+        a_pre, a_post, a_res = self.scales[...]
+        bias = lambda b: b[...][:, None, None]
+        return Coefficients(
+            jax.nn.sigmoid(a_pre * given[:m] + bias(self.read_bias)),
+            2 * jax.nn.sigmoid(a_post * given[m : 2 * m] + bias(self.write_bias)),
+            self._mixed(a_res * given[2 * m :] + bias(self.mix_bias)),
+        )
+
+    def _projected(self, streams):
+        """`x W`, [coefficients, batch, seq]; the norm comes after the product."""
+        dtype = jnp.result_type(streams[0], jnp.float32)
+        w = (self.gain[...][..., None] * self.w[...]).astype(streams[0].dtype)
+        dots = (
+            jnp.dot(x, w, preferred_element_type=dtype) for x, w in zip(streams, w, strict=True)
+        )
+        product = sum(dots)
+        squares = sum(jnp.square(x.astype(dtype)) for x in streams) / len(streams)
+        square = jnp.mean(squares, axis=-1, keepdims=True)
+        return jnp.moveaxis(product * jax.lax.rsqrt(square + self.epsilon), -1, 0)
+
+
+class ManifoldMix(_ProjectedMix):
+    """mHC.
+
+    The preprint does not say how the biases start. Here, as in PaddleFleet, reads are 0.95 of the
+    home stream and 0.05 of the others, writes are 1, and A is near the identity.
+    """
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, index: Int[Array, ""]):
+        m = config.mixer.streams
+        self.rounds = config.mixer.rounds
+        mix_bias = (6 * jnp.eye(m) - 3).reshape(-1)
+        biases = {"read_bias": 6 * _home(m, index) - 3, "write_bias": jnp.zeros(m)}
+        super().__init__(config, rngs, **biases, mix_bias=mix_bias)
+
+    def _mixed(self, logits):
+        m = self.gain.shape[0]
+        return sinkhorn(logits.reshape(m, m, *logits.shape[1:]), self.rounds)
+
+
+class PermutationMix(_ProjectedMix):
+    """mHC-lite. Permutations are in lexicographic order: the first is the identity."""
+
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, index: Int[Array, ""]):
+        m, home = config.mixer.streams, _home(config.mixer.streams, index)
+        match config.mixer.init:
+            case "paper":
+                biases = {"read_bias": 2 * home - 1, "write_bias": 2 * home - 1}
+            case "prenorm":
+                biases = {"read_bias": 6 * home - 3, "write_bias": jnp.zeros(m)}
+        mix_bias = jnp.full(factorial(m), -8.0).at[0].set(0.0)
+        super().__init__(config, rngs, **biases, mix_bias=mix_bias)
+
+    def _mixed(self, logits):
+        return mixed_permutations(jax.nn.softmax(logits, axis=0), self.gain.shape[0])
+
+
+def sinkhorn(
+    logits: Float[Array, "to from batch seq"], rounds: int
+) -> Float[Array, "to from batch seq"]:
+    """Near doubly stochastic matrices: `exp`, then rounds of dividing by the sums of columns, rows.
+
+    Rows come last, so that what a stream becomes is an average: `sum_j A_ij` is 1 to rounding. The
+    sums over i are 1 only nearly.
+    """
+
+    def one_round(a, _):
+        a = a / jnp.sum(a, axis=0, keepdims=True)
+        return a / jnp.sum(a, axis=1, keepdims=True), None
+
+    # The first division takes back what is taken off here; no row may vanish, 0 / 0 is NaN.
+    below_largest = logits - jax.lax.stop_gradient(jnp.max(logits, axis=0, keepdims=True))
+    a = jnp.exp(jnp.maximum(below_largest, -60))
+    return jax.lax.scan(one_round, a, length=rounds)[0]
+
+
+def mixed_permutations(
+    weights: Float[Array, "mixes batch seq"], streams: int
+) -> Float[Array, "to from batch seq"]:
+    """`sum_k w_k P_k` over the m! permutation matrices of m streams, in lexicographic order."""
+    matrices = np.eye(streams)[list(permutations(range(streams)))]
+    # float32 weights are not to be rounded on a TPU: sums of rows would no longer be 1.
+    return jnp.einsum("kij,kbn->ijbn", matrices.astype(weights.dtype), weights, precision="highest")
+
+
+def _home(streams: int, index: Int[Array, ""]) -> Float[Array, " m"]:
+    """The unit vector of stream `index mod m`."""
+    return jax.nn.one_hot(index % streams, streams)

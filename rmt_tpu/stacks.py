@@ -1,0 +1,60 @@
+"""Slices of stacked arrays, for loops that change one slice at a time and copy nothing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Index = Int[Array, ""] | int
+
+
+def at(stacks: Any, index: Index) -> Any:
+    """Slice `index` of every stack in a tree."""
+    return jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), stacks)
+
+
+def put(stacks: Any, values: Any, index: Index) -> Any:
+    """Stacks with a tree of values in slice `index`."""
+
+    def put_one(stack, x):
+        return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
+
+    return jax.tree.map(put_one, stacks, values)
+
+
+def run_of(stack: Float[Array, "count *shape"], start: Index, size: int) -> Array:
+    """`size` slices from `start` on."""
+    return jax.lax.dynamic_slice_in_dim(stack, start, size, 0)
+
+
+def put_run(stack: Float[Array, "count *shape"], values: Array, start: Index) -> Array:
+    """`run_of` the other way."""
+    return jax.lax.dynamic_update_slice_in_dim(stack, values.astype(stack.dtype), start, 0)
+
+
+def empty_like(stacks: Any) -> Any:
+    """Stacks of the same shapes that hold anything: to be written before they are read."""
+    return jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), stacks)
+
+
+@jax.custom_vjp
+def take(stack: Float[Array, "count *shape"], index: Index) -> tuple[Array, Array]:
+    """The stack, to be used from here on, and its slice `index`, which is not to be used again.
+
+    The gradient of the slice then takes its place in that of the stack. Indexing with JAX would
+    make a stack of zeros for each slice, and add them all up.
+    """
+    return stack, jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def _take_forward(stack, index):
+    return take(stack, index), index
+
+
+def _take_backward(index, cotangents):
+    d_stack, d_slice = cotangents
+    return jax.lax.dynamic_update_index_in_dim(d_stack, d_slice, jnp.asarray(index), 0), None
+
+
+take.defvjp(_take_forward, _take_backward)

@@ -1,0 +1,156 @@
+"""Parameters and FLOPs of every mixer: exact totals, the formulas, and the compiler."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rmt_tpu
+from rmt_tpu import config as cfg
+from rmt_tpu.analysis import resources
+from tests import models
+
+# At the shape of gpt2-160m; recomputed by hand from the equations.
+TOTALS = [
+    (cfg.Sum(), 162_541_824),
+    (cfg.Highway(), 190_853_376),
+    (cfg.DepthLstm(), 233_366_784),
+    (cfg.Hierarchical(hidden_dim=3072), 216_810_240),
+    (cfg.Hierarchical(), 164_807_424),
+    (cfg.Dense(), 162_541_914),
+    (cfg.HyperConnections(dynamic=False), 162_542_400),
+    (cfg.HyperConnections(), 162_671_472),
+    (cfg.Mhc(), 164_385_672),
+    (cfg.MhcLite(), 164_975_688),
+    (cfg.FullAttention(), 162_580_224),
+    (cfg.BlockAttention(), 162_580_224),
+]
+OPTIONS = [
+    cfg.FullAttention(key_gain=False),
+    cfg.FullAttention(query="input", window=2),
+    cfg.FullAttention(query="scalars"),
+    cfg.FullAttention(key_norm=False),
+    cfg.BlockAttention(sublayers_per_block=4, query="scalars"),
+    cfg.BlockAttention(num_blocks=3, query="input"),
+    cfg.Dense(dilation=2),
+    cfg.Dense(dilation=4, period=5),
+    cfg.HyperConnections(streams=2),
+    cfg.Mhc(streams=3),
+    cfg.MhcLite(streams=3, init="prenorm"),
+    cfg.Highway(form="gated", input="raw"),
+    cfg.Hierarchical(every=1),
+    cfg.Hierarchical(every=4),
+    cfg.Hierarchical(shared=True, hidden_dim=5),
+]
+label = lambda mixer: f"{mixer.kind}-" + "-".join(str(v) for v in vars(mixer).values())
+
+
+def count(config: cfg.ModelConfig) -> int:
+    """Parameters of the decoder itself, none of them allocated."""
+    abstract = nnx.eval_shape(lambda: rmt_tpu.Decoder(config, rngs=nnx.Rngs(0)))
+    return sum(int(np.prod(p.shape)) for p in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
+
+
+@pytest.mark.parametrize("mixer, total", TOTALS, ids=lambda x: x if isinstance(x, int) else x.kind)
+def test_totals_at_160m(mixer, total):
+    config = replace(rmt_tpu.preset("gpt2-160m"), mixer=mixer)
+    assert count(config) == total
+    assert sum(resources.parameters(config).values()) == total
+
+
+@pytest.mark.parametrize("mixer", OPTIONS, ids=label)
+def test_formulas_follow_the_options(mixer):
+    config = models.model("vector", num_layers=7, mixer=mixer)
+    assert sum(resources.parameters(config).values()) == count(config)
+
+
+@pytest.mark.parametrize("mixer", [cfg.FullAttention(), cfg.Dense()], ids=label)
+def test_formulas_over_a_matrix_store(mixer):
+    config = models.model("matrix", num_layers=4, mixer=mixer)
+    assert sum(resources.parameters(config).values()) == count(config)
+
+
+@pytest.mark.parametrize("layers, mixer, weights", [
+    (12, cfg.Dense(), 90),
+    (12, cfg.Dense(dilation=2), 48),
+    (12, cfg.Dense(dilation=4), 27),
+    (12, cfg.Dense(dilation=2, period=2), 27),
+    (12, cfg.Dense(period=4), 27),
+    (12, cfg.Dense(dilation=4, period=5), 5),
+])  # fmt: skip
+def test_dense_weights_are_the_papers(layers, mixer, weights):
+    config = models.model("vector", num_layers=layers, mixer=mixer)
+    assert resources.parameters(config)["mixer"] == weights
+
+
+def first_of(stacked: nnx.Module) -> nnx.Module:
+    """The first of stacked modules."""
+    graphdef, state = nnx.split(stacked)
+    return nnx.merge(graphdef, jax.tree.map(lambda p: p[0], state))
+
+
+def site_flops(config: cfg.ModelConfig) -> float:
+    """Of the site before a feed-forward layer, for one token, by the compiler."""
+    decoder = models.decoder(config)
+    layer, store, mixer = first_of(decoder.layers), decoder.store, decoder.mixer
+    site = layer.feed_forward_site
+    h, z = jnp.ones((2, 16, config.store.dim)), jnp.ones((2, 16, 1, config.store.dim))
+    y = jnp.ones((2, 16, config.attention.num_heads, config.attention.head_dim))
+    state, _ = mixer.start(store, h, z)
+    if isinstance(config.mixer, cfg.DepthLstm):
+        state, _ = mixer.advance(store, state, z, layer.attention_site, 0)
+    advance = jax.jit(lambda state, y: mixer.advance(store, state, y, site, jnp.int32(1)))
+    return advance.lower(state, y).compile().cost_analysis()["flops"] / 32
+
+
+@pytest.mark.parametrize(
+    "mixer, tolerance",
+    [
+        (cfg.Highway(), 0.05),
+        (cfg.Highway(form="gated"), 0.05),
+        (cfg.DepthLstm(), 0.05),
+        # The norm of each stream, which is not counted: 8 FLOPs a number beside 24. (Of static ones
+        # the compiler writes the streams twice, rather than read them.)
+        (cfg.HyperConnections(), 0.4),
+        (cfg.Mhc(), 0.1),
+        (cfg.MhcLite(), 0.1),
+    ],
+    ids=lambda x: label(x) if isinstance(x, cfg.Mixer) else "",
+)
+def test_flops_are_near_the_compilers(mixer, tolerance):
+    """What a mixer adds to a site of the plain model, beside activations and other small things."""
+    # One narrow head, so that the mixer is most of it.
+    sizes = dict(num_layers=1, num_heads=1, head_dim=8, store=cfg.VectorStore(256))
+    config = models.model("vector", mixer=mixer, **sizes)
+    added = site_flops(config) - site_flops(replace(config, mixer=cfg.Sum()))
+    sites = 1 if isinstance(mixer, cfg.DepthLstm) else 2
+    expected = resources.forward_flops(config, 8)["mixer"] / sites
+    assert added == pytest.approx(expected, rel=tolerance)
+
+
+def test_flops_of_nodes_are_near_the_compilers():
+    config = models.model(
+        "vector", num_layers=4, mixer=cfg.Hierarchical(), store=cfg.VectorStore(256)
+    )
+    mixer, counted = models.decoder(config).mixer, 0
+    for node, inputs in ((mixer.first, 2), (first_of(mixer.others), 3)):
+        run = jax.jit(lambda x, node=node: node(x)).lower([jnp.ones((2, 16, 256))] * inputs)
+        counted += run.compile().cost_analysis()["flops"] / 32
+    assert counted == pytest.approx(resources.forward_flops(config, 8)["mixer"], rel=0.05)
+
+
+def test_flops_of_depth_attention():
+    """A logit and a term of the sum for each source: 4 D."""
+    D, L = 20, 6
+    flops = lambda mixer: resources.forward_flops(
+        models.model("vector", num_layers=L, mixer=mixer), 8
+    )["mixer"]
+    assert flops(cfg.FullAttention()) == 4 * D * sum(range(1, 2 * L + 2))
+    assert flops(cfg.FullAttention(window=1)) == 4 * D * (1 + 2 * 2 * L)
+    # Sites of 4 sublayers see 1 source more each time, and the first of a block no running sum.
+    blocks = [1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]
+    assert flops(cfg.BlockAttention(sublayers_per_block=4)) == 4 * D * sum(blocks)
+    assert flops(cfg.Dense()) == 2 * D * 27

@@ -1,0 +1,169 @@
+"""Attention over depth and DenseFormer: against their equations, on both stores, in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rmt_tpu import config as cfg
+from tests import models
+from tests.rmt_tpu import plain
+
+LAYERS = 4
+FULL = {
+    "full": cfg.FullAttention(),
+    "full, passes of one layer": cfg.FullAttention(phase_layers=1),
+    "full, one pass": cfg.FullAttention(phase_layers=LAYERS),
+    "full, passes that do not divide": cfg.FullAttention(phase_layers=3, key_gain=False),
+}
+BLOCKS = {
+    "2 sublayers": cfg.BlockAttention(sublayers_per_block=2),
+    "1 layer": cfg.BlockAttention(layers_per_block=1),
+    "3 sublayers": cfg.BlockAttention(sublayers_per_block=3),
+    "6 sublayers, 2 left over": cfg.BlockAttention(sublayers_per_block=6),
+    "5 sublayers": cfg.BlockAttention(num_blocks=2),
+    "1 block": cfg.BlockAttention(num_blocks=1),
+    "no gain": cfg.BlockAttention(num_blocks=4, key_gain=False),
+}
+DENSE = {
+    "dense": cfg.Dense(),
+    "dense, dilated": cfg.Dense(dilation=2),
+    "dense, every other layer": cfg.Dense(dilation=2, period=2),
+}
+ABLATIONS = {
+    "input query": cfg.FullAttention(query="input"),
+    "scalars": cfg.FullAttention(query="scalars"),
+    "sigmoid": cfg.FullAttention(weights="sigmoid"),
+    "no key norm": cfg.FullAttention(key_norm=False),
+    "heads": cfg.FullAttention(num_heads=2),
+    "window": cfg.FullAttention(window=3),
+    "blocks, input query": cfg.BlockAttention(sublayers_per_block=3, query="input"),
+    "blocks, scalars": cfg.BlockAttention(sublayers_per_block=4, query="scalars"),
+    "blocks, heads, no key norm": cfg.BlockAttention(
+        sublayers_per_block=4, num_heads=2, key_norm=False
+    ),
+}
+
+
+def of_blocks(mixer: cfg.Mixer) -> int:
+    return mixer.sublayers_a_block(LAYERS)
+
+
+def plain_weights(k, sources, site, params, mixer, epsilon=1e-6):
+    """Weights [sources, batch, seq, heads] of flat sources [sources, batch, seq, D] at site k."""
+    v = jnp.stack(sources)
+    rms = lambda x: jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon)
+    H, D = mixer.num_heads, v.shape[-1]
+    if mixer.query == "scalars":
+        before = sum(len(plain_sources_of(i, of_blocks(mixer))) for i in range(k))
+        logits = params["mixer"]["logits"][before : before + len(v)][:, None, None, None]
+        logits = logits * jnp.ones((*v.shape[:-1], 1))
+    else:
+        query = site["mix"]["query"].reshape(-1)
+        if mixer.query == "input":
+            query = query + (v[-1] / rms(v[-1])) @ site["mix"]["project"]
+        keys = v / rms(v) if mixer.key_norm else v
+        if "key_gain" in site["mix"]:
+            keys = keys * site["mix"]["key_gain"].reshape(-1)
+        logits = (query * keys).reshape(*v.shape[:-1], H, D // H).sum(-1)
+    if mixer.weights == "sigmoid":
+        return 1 / (1 + jnp.exp(-logits))
+    shown = np.ones(len(v), bool)
+    if getattr(mixer, "window", None) is not None:
+        shown[1 : -mixer.window] = False
+    logits = jnp.where(shown[:, None, None, None], logits, -jnp.inf)
+    weights = jnp.exp(logits - logits.max(axis=0))
+    return weights / weights.sum(axis=0)
+
+
+def plain_sources_of(k, S, last=2 * LAYERS):
+    """Which sublayers' outputs (from 1; 0 is the embedding) each source of site k adds up."""
+    blocks = [range(n * S + 1, min((n + 1) * S, k) + 1) for n in range(-(-k // S))]
+    return [range(0, 1), *blocks]
+
+
+def attention_over_depth(mixer, params):
+    """`mix(k, site, written)` for `plain.model`: equations 2 to 6 with all that was written."""
+
+    def mix(k, site, written):
+        shape = written[0].shape
+        parts = plain_sources_of(k, of_blocks(mixer))
+        sources = [sum(written[i] for i in part).reshape(*shape[:2], -1) for part in parts]
+        w = plain_weights(k, sources, site, params, mixer)
+        heads = w.shape[-1]
+        v = jnp.stack(sources)
+        split = v.reshape(*v.shape[:-1], heads, -1)
+        return jnp.sum(w[..., None] * split, axis=0).reshape(shape)
+
+    return mix
+
+
+def dense(mixer, params):
+    """DenseFormer's Y of the layer that a site is in, and what that layer has added to it."""
+    weights = iter(params["mixer"]["weights"])
+    a = np.eye(LAYERS + 1).tolist()
+    for i in range(1, LAYERS + 1):
+        for j in range(i + 1):
+            if i % mixer.period == 0 and (i - j) % mixer.dilation == 0:
+                a[i][j] = next(weights)
+
+    def mix(k, site, written):
+        outputs = [written[0]]
+        for layer in range(LAYERS + 1):
+            given = sum(a[layer][j] * outputs[j] for j in range(layer + 1))
+            inside = written[2 * layer + 1 : 2 * layer + 3]
+            if layer == k // 2:
+                return given + sum(inside)
+            outputs.append(given + sum(inside))
+
+    return mix
+
+
+def case(store, mixer, **changes):
+    num_layers = changes.pop("num_layers", LAYERS)
+    config = models.model(
+        store, num_layers=num_layers, mixer=mixer, compute_dtype="float64", **changes
+    )
+    graphdef, params = models.split(config)
+    key = jax.random.key(1)
+    # Away from the symmetric start, where queries are zero and gains one.
+    noise = lambda p: p.astype(jnp.float64) + 0.1 * jax.random.normal(key, p.shape, jnp.float64)
+    return config, graphdef, jax.tree.map(noise, params)
+
+
+ALL = FULL | BLOCKS | DENSE | ABLATIONS
+
+
+MATRIX = ["full", "3 sublayers", "6 sublayers, 2 left over", "dense", "input query"]
+CASES = [("vector", name) for name in ALL] + [("matrix", name) for name in MATRIX]
+
+
+@pytest.mark.parametrize(("store", "name"), CASES)
+def test_equals_the_equations_and_so_do_its_gradients(store, name):
+    """Logits, and the gradients by both backward schedules, in float64."""
+    mixer = ALL[name]
+    system = dense if isinstance(mixer, cfg.Dense) else attention_over_depth
+    with jax.enable_x64(True):
+        config, graphdef, params = case(store, mixer)
+        again = models.split(dataclasses.replace(config, remat="blocks"))[0]
+        tokens = models.tokens()
+        weigh = jax.random.normal(jax.random.key(2), (*tokens.shape, models.VOCAB), jnp.float64)
+        ours = lambda p, graphdef: nnx.merge(graphdef, p)(tokens)
+        plainly = lambda p, _: plain.model(p, tokens, config, system(mixer, p))
+
+        def with_gradients(logits, graphdef=None):
+            def objective(p):
+                out = logits(p, graphdef)
+                return jnp.sum(weigh * out), out
+
+            (_, out), gradients = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
+            return out, gradients
+
+        expected = with_gradients(plainly)
+        for graph in (graphdef, again):
+            got = with_gradients(ours, graph)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * max(1, np.abs(b).max()))
