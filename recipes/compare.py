@@ -1,31 +1,36 @@
-"""Train models on the same tokens with the same seed, and compare them.
+"""Train models on the same tokens with the same seeds, and compare them.
 
     python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --workdir=runs/compare
+    python -m recipes.compare --presets='*-tiny' --seeds=0,1,2 --workdir=runs/systems
 
-Each trains in <workdir>/<preset> and resumes there. Leaves comparison.png (loss against tokens and
-against FLOPs), comparison.md and comparison.json.
+Each trains in <workdir>/<preset>, or with several seeds in <workdir>/<preset>/seed-<n>, and resumes
+there. Leaves comparison.png (loss against tokens and against FLOPs), comparison.md and
+comparison.json (every run). The batch, steps and data are those of the first preset.
 """
 
 import dataclasses
+import fnmatch
 from pathlib import Path
 
 from absl import flags
 
 from recipes import common
-from rmt_tpu.errors import UsageError
+from rmt_tpu.config import RunConfig
+from rmt_tpu.errors import UsageError, unknown
+from rmt_tpu.presets import presets
 
-_PRESETS = flags.DEFINE_list("presets", ["gpt2-tiny", "rmt-tiny"], "names of models")
+_PRESETS = flags.DEFINE_list(
+    "presets", ["gpt2-tiny", "rmt-tiny"], "names of models; quoted patterns like '*-tiny' too"
+)
+_SEEDS = flags.DEFINE_list("seeds", None, "train each once a seed, like 0,1,2; default --seed")
+_BY_LOSS = flags.DEFINE_bool("by_loss", False, "the table's best first, not in the given order")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/compare", "folder of the run folders")
 common.define_run_flags()
 
 
 def main() -> int:
-    from rmt_tpu.training.compare import write_comparison
-    from rmt_tpu.training.trainer import train
-
-    names = _PRESETS.value
-    if not names or len(set(names)) < len(names):
-        raise UsageError(f"--presets={','.join(names)} must be different names, at least one")
+    names = _names(_PRESETS.value)
+    seeds = _seeds()
     # The first preset's batch, steps and data are everybody's.
     shared = common.base_config(names[0], None)
     configs = {
@@ -35,13 +40,75 @@ def main() -> int:
         for name in names
     }
     folder = Path(_WORKDIR.value)
-    for name, config in configs.items():
-        if train(config, folder / name, label=name).interrupted:
-            print(f"stopped; to go on:\n  {common.resume_command()}")
-            return common.INTERRUPTED
-    print(write_comparison({name: folder / name for name in names}, folder))
+    runs = {name: _seeded(config, folder / name, seeds) for name, config in configs.items()}
+    return _train_and_compare(runs, folder)
+
+
+def _train_and_compare(runs: dict[str, dict[Path, RunConfig]], folder: Path) -> int:
+    from rmt_tpu.training.compare import write_comparison
+    from rmt_tpu.training.trainer import train
+
+    for name, of_name in runs.items():
+        for workdir, config in of_name.items():
+            label = name if len(of_name) == 1 else f"{name} {workdir.name}"
+            if train(config, workdir, label=label).interrupted:
+                print(f"stopped; to go on:\n  {common.resume_command()}")
+                return common.INTERRUPTED
+    workdirs = {name: list(of_name) for name, of_name in runs.items()}
+    print(write_comparison(workdirs, folder, by_loss=_BY_LOSS.value))
     print(f"picture: {folder / 'comparison.png'}")
     return 0
+
+
+def _names(given: list[str]) -> list[str]:
+    """The presets, with patterns as the names that match and have not been named."""
+    plain = [name for name in given if not _is_pattern(name)]
+    if not given or len(set(plain)) < len(plain):
+        raise UsageError(f"--presets={','.join(given)} must be different names, at least one")
+    names: list[str] = []
+    for name in given:
+        if _is_pattern(name):
+            matches = fnmatch.filter(presets(), name)
+            if not matches:
+                raise UsageError(unknown("--presets", name, presets()))
+            names += [match for match in matches if match not in (*names, *plain)]
+        else:
+            names.append(name)
+    return names
+
+
+def _is_pattern(name: str) -> bool:
+    return any(c in name for c in "*?[")
+
+
+def _seeds() -> list[int] | None:
+    """Those of --seeds; None if it is not given."""
+    given = _SEEDS.value
+    if given is None:
+        return None
+    text = f"--seeds={','.join(given)}"
+    if flags.FLAGS.seed is not None:
+        raise UsageError(f"{text} and --seed={flags.FLAGS.seed} both set the seed; give one")
+    try:
+        seeds = [int(seed) for seed in given]
+    except ValueError:
+        raise UsageError(f"{text} must be whole numbers, like 0,1,2") from None
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise UsageError(f"{text} must be different numbers, at least one")
+    return seeds
+
+
+def _seeded(config: RunConfig, folder: Path, seeds: list[int] | None) -> dict[Path, RunConfig]:
+    """The run of each seed, by its folder."""
+    if seeds is None:
+        return {folder: config}
+    with_seed = {
+        seed: dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
+        for seed in seeds
+    }
+    if len(seeds) == 1:
+        return {folder: with_seed[seeds[0]]}
+    return {folder / f"seed-{seed}": run for seed, run in with_seed.items()}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""recipes.compare: two models on the same tokens."""
+"""recipes.compare: models on the same tokens."""
 
 import json
 import subprocess
+from dataclasses import replace
 
 import pytest
 
+from rmt_tpu.config import MatrixStore
+from rmt_tpu.presets import presets, run
+from rmt_tpu.training.compare import Result, line_style, markdown, notes, over_seeds
 from rmt_tpu.training.metrics import read_metrics, series
 from tests import cli
 
@@ -41,10 +45,12 @@ def test_files(done):
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     table = (folder / "comparison.md").read_text()
     assert table in process.stdout
-    head, _, *rows = table.splitlines()
+    head, _, *rows = table.split("\n\n")[0].splitlines()
     columns = "preset parameters residual tokens FLOPs seconds train_loss held_out"
     assert [c.strip().replace(" ", "_") for c in head.split("|")[1:-1]] == columns.split()
     assert [row.split("|")[1].strip() for row in rows] == PRESETS
+    for preset in PRESETS:  # and what differs beside the system
+        assert f"\n- {preset}: " in table
 
 
 def test_numbers(done):
@@ -76,3 +82,96 @@ def test_interrupted(done, tmp_path):
     assert again.returncode == 0, again.stderr
     assert "gpt2-tiny is complete" in again.stderr
     assert results(tmp_path) == results(done[0])
+
+
+def test_seeds(tmp_path):
+    flags = ("--presets=rmt-tin?,gpt2-tiny", "--seeds=3,5", *cli.TINY, "--steps=3", "--by_loss")
+    out = cli.succeed("compare", *flags, f"--workdir={tmp_path}").stdout
+    rows = json.loads((tmp_path / "comparison.json").read_text())
+    assert sorted((r["name"], r["seed"]) for r in rows) == [
+        (name, seed) for name in PRESETS for seed in (3, 5)
+    ]
+    held_out = {}
+    for row in rows:
+        metrics = read_metrics(tmp_path / row["name"] / f"seed-{row['seed']}")
+        assert row["held_out_loss"] == series(metrics, "eval/loss")[1][-1]
+        held_out.setdefault(row["name"], []).append(row["held_out_loss"])
+    assert all(len(set(losses)) == 2 for losses in held_out.values())
+    by_loss = sorted(PRESETS, key=lambda name: sum(held_out[name]))
+    assert list(held_out) == by_loss
+    table = (tmp_path / "comparison.md").read_text()
+    assert table in out and "over seeds 3, 5;" in table
+    lines = table.splitlines()[2:4]
+    assert [line.split("|")[1].strip() for line in lines] == by_loss
+    for name, line in zip(by_loss, lines, strict=True):
+        least, most = sorted(held_out[name])
+        expected = f"{(least + most) / 2:.4f} ({least:.4f}..{most:.4f})"
+        assert line.split("|")[-2].strip() == expected
+
+
+def test_spread():
+    numbers = {"parameters": 1200, "residual_size": 8, "tokens": 64, "flops": 10**6}
+    losses = {0: (2.0, 2.5), 1: (2.25, 3.0), 4: (2.125, 2.0)}
+    runs = [
+        Result("a", seed, **numbers, seconds=seed + 0.5, train_loss=t, held_out_loss=h)
+        for seed, (t, h) in losses.items()
+    ]
+    row, _, note = markdown({"a": runs}).splitlines()[2:]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[0] == "a" and cells[5] == "2.2"
+    assert cells[6:] == ["2.1250 (2.0000..2.2500)", "2.5000 (2.0000..3.0000)"]
+    assert "over seeds 0, 1, 4;" in note
+    single = markdown({"a": runs[:1]})
+    assert single.splitlines()[-1].endswith("| 0.5 | 2.0000 | 2.5000 |")
+
+
+def test_curves_over_seeds(tmp_path):
+    """Of steps that all runs have."""
+    curves = {"a": {10: 3.0, 20: 2.0, 30: 1.0}, "b": {10: 2.0, 15: 9.0, 20: 1.5}}
+    for name, points in curves.items():
+        (tmp_path / name).mkdir()
+        rows = [json.dumps({"step": s, "eval/loss": loss}) + "\n" for s, loss in points.items()]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(rows))
+    got = over_seeds([tmp_path / name for name in curves], "eval/loss")
+    assert got == ([10, 20], [2.5, 1.75], [2.0, 1.5], [3.0, 2.0])
+
+
+def test_line_styles_differ():
+    styles = [tuple(line_style(index).values()) for index in range(40)]
+    assert len(set(styles)) == 40
+
+
+def test_notes_of_every_system():
+    """One line for those alike; every mixer but the plain sum says what is special about it."""
+    configs = {name: run(name) for name in presets() if name.endswith("-tiny")}
+    lines = [line for line in notes(configs).splitlines() if line.startswith("- ")]
+    named = [name for line in lines for name in line[2:].partition(":")[0].split(", ")]
+    assert sorted(named) == sorted(configs)
+    assert len({line.partition(":")[2] for line in lines}) == len(lines)
+    plain = next(line.partition(":")[2] for line in lines if "gpt2-tiny" in line)
+    for name, config in configs.items():
+        if config.model.mixer.kind != "sum":
+            line = next(li for li in lines if name in li[2:].partition(":")[0].split(", "))
+            assert line.partition(":")[2] != plain
+    twice = {"a": configs["gpt2-tiny"], "b": configs["gpt2-tiny"]}
+    assert notes(twice).splitlines()[-1].startswith("- a, b: ")
+    store = replace(configs["gpt2-tiny"].model, store=MatrixStore(8))
+    assert "keys have a scale of their own" in notes(
+        {"c": replace(configs["gpt2-tiny"], model=store)}
+    )
+
+
+ERRORS = {
+    "seeds twice": (["--seeds=1,1"], ["--seeds=1,1", "different"]),
+    "no seeds": (["--seeds="], ["--seeds=", "at least one"]),
+    "not numbers": (["--seeds=1,x"], ["--seeds=1,x", "whole numbers"]),
+    "both": (["--seeds=1,2", "--seed=3"], ["--seeds=1,2", "--seed=3", "give one"]),
+    "pattern": (["--presets=*-tinny"], ["--presets '*-tinny'", "unknown", "gpt2-tiny"]),
+}
+
+
+@pytest.mark.parametrize("flags, pieces", ERRORS.values(), ids=list(ERRORS))
+def test_usage(flags, pieces, tmp_path):
+    error = cli.fail("compare", *flags, f"--workdir={tmp_path / 'new'}")
+    assert all(piece in error for piece in pieces), error
+    assert not (tmp_path / "new").exists()
