@@ -392,10 +392,10 @@ def _flat(x: Array) -> Array:
 
 def _check(queries, sources, count, *, spare: bool = False) -> None:
     N, D = sources.shape[0], sources.shape[-1]
-    if sources.ndim < 2 or queries.shape[-1] != D:
+    if sources.ndim < 2 or N == 0 or queries.shape[-1] != D:
         raise ValueError(
             f"shapes do not fit: queries [S, D] are {queries.shape}, "
-            f"sources [N, ..., D] are {sources.shape}"
+            f"sources [N, ..., D] are {sources.shape}, and there must be one at least"
         )
     if isinstance(count, int) and not 0 <= count <= N - spare:
         raise ValueError(

@@ -51,7 +51,8 @@ def partial(
         log_sums = jnp.logaddexp(log_sums, prior[1])
     weights = _weights(logits, log_sums)
     values = _active_values(sources, count)
-    mixed = jnp.sum(weights[..., None] * values, axis=1)
+    # Sums term by term: as reductions over a stack they are ten times slower on a CPU.
+    mixed = sum(weights[:, n][..., None] * values[n] for n in range(values.shape[0]))
     if prior is not None:
         mixed = mixed + prior_weights(prior[1], log_sums)[..., None] * _wide(prior[0])
     return mixed.astype(sources.dtype), log_sums
@@ -87,10 +88,10 @@ def partial_backward(
     # -rstd^2 / D * sum_s d_logit * logit; an empty row's logit is -inf.
     finite = jnp.where(logits == -jnp.inf, 0, logits)
     shrink = jnp.square(rstd) * jnp.sum(d_logits * finite, axis=0) / sources.shape[-1]
-    d_sources = jnp.sum(
-        weights[..., None] * d_mixed[:, None]
-        + d_products[..., None] * _wide(queries)[:, None, None],
-        axis=0,
+    queries = _wide(queries)
+    d_sources = sum(
+        weights[i][..., None] * d_mixed[i] + d_products[i][..., None] * queries[i]
+        for i in range(queries.shape[0])
     )
     d_sources = d_sources - shrink[..., None] * values
     if accumulate is not None:

@@ -108,6 +108,9 @@ def _mix(
 ) -> Float[Array, "layers batch seq *shape"]:
     """Weighted sums of the active rows, in their dtype; the sums are at least float32."""
     dtype = jnp.result_type(rows, jnp.float32)
-    like_rows = lambda x, first: jnp.expand_dims(x, range(first, first + rows.ndim - 1))
-    values = jnp.where(like_rows(active, 1), rows, 0).astype(dtype)
-    return jnp.sum(like_rows(weights.astype(dtype), 2) * values, axis=1).astype(rows.dtype)
+    weights = jnp.expand_dims(weights.astype(dtype), range(2, 1 + rows.ndim))
+    # Term by term: as a reduction over a stack it is ten times slower on a CPU.
+    terms = (
+        weights[:, j] * jnp.where(active[j], rows[j], 0).astype(dtype) for j in range(len(rows))
+    )
+    return sum(terms).astype(rows.dtype)
