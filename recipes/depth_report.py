@@ -16,6 +16,7 @@ Prints a short table.
 
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 
 from absl import flags
@@ -42,9 +43,10 @@ def main() -> int:
     picture = Path(_OUTPUT.value or workdirs[0] / "plots" / "depth.png")
     if picture.suffix != ".png":
         raise UsageError(f"--output={picture} must end in .png")
-    names = [w.resolve().name for w in workdirs]
-    if len(set(names)) < len(names):
-        names = list(map(str, workdirs))
+    resolved = [w.resolve() for w in workdirs]
+    names = [w.name for w in resolved]
+    if len(set(names)) < len(names):  # like seed-0 of several presets
+        names = [str(w.relative_to(os.path.commonpath(resolved))) for w in resolved]
     profiles = {name: _profile(w) for name, w in zip(names, workdirs, strict=True)}
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
