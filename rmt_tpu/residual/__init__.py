@@ -82,7 +82,7 @@ def make_site(
     match config.mixer:
         case cfg.FullAttention() | cfg.BlockAttention():
             module = depth_attention if config.mixer.fused else depth_ablations
-            site.mix = module.Mix(config, rngs, before=before, index=index)
+            site.mix = module.Mix(config, rngs)
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
             site.mix = None if last else hyper_connections.make_mix(config, rngs, index=index)
         case cfg.Highway():

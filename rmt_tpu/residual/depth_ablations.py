@@ -15,17 +15,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rmt_tpu import config as cfg
-from rmt_tpu.layers.parameters import Before, parameter
+from rmt_tpu.layers.parameters import parameter
 from rmt_tpu.residual import depth_attention
 
 
 class Mix(depth_attention.Mix):
     """What a site learns, with the projection of an "input" query: [D, D], zero at the start."""
 
-    def __init__(
-        self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, before: Before, index: Int[Array, ""]
-    ):
-        super().__init__(config, rngs, before=before, index=index)
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
         if config.mixer.query == "scalars":
             self.query = self.key_gain = None
         shape, axes = 2 * (config.residual_size,), ("embed", "heads")

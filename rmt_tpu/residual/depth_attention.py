@@ -21,7 +21,7 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu import stacks
-from rmt_tpu.layers.parameters import Before, gain, parameter
+from rmt_tpu.layers.parameters import gain, parameter
 
 
 class Prior(NamedTuple):
@@ -38,9 +38,7 @@ class Mix(nnx.Module):
       key_gain: None where the keys' norm has none, or there is no norm.
     """
 
-    def __init__(
-        self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, before: Before, index: Int[Array, ""]
-    ):
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
         vector = isinstance(config.store, cfg.VectorStore)
         shape = (config.store.dim,) if vector else (config.store.key_dim, config.attention.head_dim)
         axes = ("embed",) if vector else ("key", "head")
