@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +16,11 @@ import jax
 from absl import app, flags
 from absl import logging as absl_logging
 
-from rmt_tpu import data, overrides
+from rmt_tpu import data, distributed, overrides
 from rmt_tpu.config import RunConfig
 from rmt_tpu.errors import RmtError, UsageError, unknown
 from rmt_tpu.presets import run as preset_run
+from rmt_tpu.roll_call import Member
 from sharding import MeshError
 
 # Flag, config path, type, help.
@@ -56,6 +58,52 @@ def define_run_flags() -> None:
         define = flags.DEFINE_integer if kind is int else flags.DEFINE_string
         define(name, None, f"{text} ({path})")
     flags.DEFINE_multi_string("set", [], "path=value in the config, like model.store.key_dim=128")
+
+
+def define_distributed_flags() -> None:
+    """Flags by which several processes train as one."""
+    flags.DEFINE_bool(
+        "distributed",
+        False,
+        "one of several processes; which one is found out on TPU slices and in SLURM, Open MPI and "
+        "Kubernetes jobs, and said by --coordinator, --num_processes and --process_id elsewhere",
+    )
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, the same for all")
+    flags.DEFINE_integer("num_processes", None, "how many there are, the same for all")
+    flags.DEFINE_integer("process_id", None, "which one this is, from 0")
+    flags.DEFINE_float(
+        "distributed_timeout",
+        distributed.DEFAULT_TIMEOUT,
+        "seconds to wait for other processes, at the start and at each checkpoint",
+    )
+
+
+def join_processes() -> None:
+    """Joins the other processes, if the flags say that there are any; before devices are touched.
+
+    Raises:
+      UsageError: the flags do not say which process this is.
+      RunError: the processes are not all there, or do not fit together.
+    """
+    timeout = flags.FLAGS.distributed_timeout
+    given = {name: flags.FLAGS[name].value for name in ("coordinator", *Member._fields[1:])}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    devices = None
+    if not missing:
+        member = Member(*given.values())
+    elif len(missing) < len(given):
+        raise UsageError(f"{' and '.join(missing)} must be given with the other flags of a process")
+    elif flags.FLAGS.distributed:
+        member, devices = distributed.find_member(timeout)
+    else:
+        return
+    distributed.initialize(member, timeout=timeout, local_device_ids=devices)
+    print(
+        f"process {member.process_id} of {member.num_processes} has joined"
+        + ("" if distributed.is_first() else "; process 0 tells how the run goes"),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def run_config(base: RunConfig) -> RunConfig:
@@ -134,7 +182,9 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
     try:
         if argv[1:]:
             raise UsageError(f"argument {argv[1]!r} is not a flag; flags are --name=value")
-        return main()
+        code = main()
+        distributed.finish()
+        return code
     except RmtError as error:
         return _fail(str(error), error.exit_code)
     except MeshError as error:
@@ -144,6 +194,13 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
     except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except Exception as error:
+        if distributed.num_processes() == 1:
+            raise
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            distributed.lost(str(error).split("\n")[0])
+        traceback.print_exc()
+        distributed.fail(f"{type(error).__name__}: {error}", RmtError.exit_code)
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -160,5 +217,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 
 def _fail(message: str, code: int) -> int:
+    if distributed.num_processes() > 1:
+        distributed.fail(message, code)
     print(f"error: {message}", file=sys.stderr)
     return code

@@ -3,7 +3,8 @@
     python -m recipes.train --preset=rmt-tiny --data=stdlib --workdir=runs/rmt-tiny
 
 The same command again resumes. The run folder gets config.json, metrics.jsonl, checkpoints/,
-plots/loss.png, samples.txt and, if tensorboardX is installed, tensorboard/.
+plots/loss.png, samples.txt and, if tensorboardX is installed, tensorboard/. On several hosts, the
+same command on each: recipes/README.md.
 """
 
 from pathlib import Path
@@ -20,9 +21,11 @@ _PROFILE_STEPS = flags.DEFINE_integer(
     "profile_steps", 0, "trace so many steps into profile/", lower_bound=0
 )
 common.define_run_flags()
+common.define_distributed_flags()
 
 
 def main() -> int:
+    from rmt_tpu import distributed
     from rmt_tpu.training.trainer import train
 
     if _CONFIG.value and _PRESET.value:
@@ -33,9 +36,13 @@ def main() -> int:
     config = common.run_config(common.base_config(preset, _CONFIG.value))
     folder = _WORKDIR.value or f"runs/{preset}"
     label = Path(folder).name
+    common.join_processes()
     outcome = train(config, folder, profile_steps=_PROFILE_STEPS.value, label=label)
+    if not distributed.is_first():
+        return common.INTERRUPTED if outcome.interrupted else 0
     if outcome.interrupted:
-        print(f"stopped at step {outcome.step}, saved in {folder}. To go on:")
+        everywhere = ", on every host" if distributed.num_processes() > 1 else ""
+        print(f"stopped at step {outcome.step}, saved in {folder}. To go on{everywhere}:")
         print(f"  {common.resume_command()}")
         return common.INTERRUPTED
     print(f"done: {outcome.step} steps in {folder}")

@@ -68,7 +68,7 @@ def run_layers(
 ) -> tuple[Float[Array, "batch seq vectors size"], attn.Cache | None]:
     """All layers of a decoder, and the read for the unembedding."""
     store, layers, final_site = decoder.store, decoder.layers, decoder.final_site
-    run = _Layers(decoder, nnx.graphdef(layers))
+    run = Groups(decoder, nnx.graphdef(layers))
     first = store.write(store.hold(state), y, _first(layers.attention_site.writer))
     stacked = Stacked(
         nnx.to_pure_dict(nnx.state(layers, nnx.Param)),
@@ -99,7 +99,7 @@ def _after(writers, final_writer):
     return jnp.concatenate([writers[...][1:], final_writer[...][None]])
 
 
-class _Layers:
+class Groups:
     """Both passes. Loops carry whole stacks and change a slice: nothing is copied to stack it."""
 
     def __init__(self, decoder, graphdef):
@@ -114,11 +114,11 @@ class _Layers:
         sums = jax.lax.empty((self.num_layers, *first.shape), first.dtype) if keep else None
 
         def run(carry, start, layers):
-            return self._group_forward(stacked, context, carry, start, layers)
+            return self.group_forward(stacked, context, carry, start, layers)
 
-        return self._over_groups(run, (stacks.put(bank, first, 0), cache, sums))
+        return self.over_groups(run, (stacks.put(bank, first, 0), cache, sums))
 
-    def _over_groups(self, run, carry, *, reverse=False):
+    def over_groups(self, run, carry, *, reverse=False):
         """`carry = run(carry, first layer, layers)` for each group; the last may be smaller."""
         full, left = divmod(self.num_layers, self.group)
 
@@ -135,7 +135,7 @@ class _Layers:
             carry = run(carry, full * self.group, left)
         return carry
 
-    def _group_forward(self, stacked, context, carry, start, layers):
+    def group_forward(self, stacked, context, carry, start, layers):
         bank, cache, sums = carry
         first_row, inside = self.mixer.first_row(start), self.mixer.completes_inside
         prior = self.mixer.prior(stacks.run_of(stacked.shared, start, layers), bank, first_row)
@@ -183,13 +183,13 @@ class _Layers:
         stacked, context, bank, sums = saved
 
         def run(carry, start, layers):
-            return self._group_backward(stacked, context, bank, sums, carry, start, layers)
+            return self.group_backward(stacked, context, bank, sums, carry, start, layers)
 
         carry = (d_bank, stacks.empty_like(stacked))
-        d_bank, gradients = self._over_groups(run, carry, reverse=True)
+        d_bank, gradients = self.over_groups(run, carry, reverse=True)
         return gradients, d_bank[0], None
 
-    def _group_backward(self, stacked, context, bank, sums, carry, start, layers):
+    def group_backward(self, stacked, context, bank, sums, carry, start, layers):
         d_bank, gradients = carry
         first_row, inside = self.mixer.first_row(start), self.mixer.completes_inside
         count, keeps_sum = self.mixer.group_rows(layers), self.mixer.keeps_sum

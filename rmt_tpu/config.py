@@ -355,6 +355,9 @@ class TrainConfig:
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
       seed: of the parameters and of the order of the data.
       mesh: axes of devices, like "data=2,fsdp=4"; -1 fills.
+      microbatches: parts of a device's rows that a pipeline (`stage`) works on at a time; 0 is as
+        many as stages.
+      virtual_stages: chunks of layers on each stage of a pipeline.
       checkpoint_every, eval_every: in steps; 0 is only at the end.
       keep_checkpoints: how many of the last ones stay.
       eval_batches: batches of held-out text at an evaluation, or fewer if there are fewer.
@@ -369,6 +372,8 @@ class TrainConfig:
     z_loss: float = 1e-4
     seed: int = 0
     mesh: str = "data=-1"
+    microbatches: int = 0
+    virtual_stages: int = 1
     log_every: int = 1
     checkpoint_every: int = 1000
     keep_checkpoints: int = 3
@@ -380,8 +385,8 @@ class TrainConfig:
 
     def __post_init__(self):
         _positive(
-            self, "steps", "batch_size", "accumulate", "log_every", "keep_checkpoints",
-            "eval_batches", "max_bad_steps",
+            self, "steps", "batch_size", "accumulate", "virtual_stages", "log_every",
+            "keep_checkpoints", "eval_batches", "max_bad_steps",
         )  # fmt: skip
         if self.batch_size % self.accumulate:
             raise UsageError(

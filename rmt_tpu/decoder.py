@@ -7,12 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rmt_tpu import banked, residual, reversible
+import sharding
+from rmt_tpu import banked, pipelined, residual, reversible
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import attention as attn
 from rmt_tpu.layers.embedding import Embedding, Unembedding
 from rmt_tpu.layers.feed_forward import FeedForward
 from rmt_tpu.layers.parameters import stack
+from rmt_tpu.remat import rematerialize
 
 
 class KVCache(NamedTuple):
@@ -90,10 +92,15 @@ class Decoder(nnx.Module):
         *,
         segment_ids: Int[Array, "batch seq"] | None = None,
         positions: Int[Array, "batch_or_1 seq"] | None = None,
-    ) -> Float[Array, "batch seq vectors size"]:
-        """What the unembedding reads, for a loss that never holds all logits."""
+        schedule: sharding.Schedule | None = None,
+    ) -> Float[Array, "part own_seq vectors size"]:
+        """What the unembedding reads, for a loss that never holds all logits.
+
+        In per-device code (see `sharding.per_device`): of this device's own tokens, and with a
+        `schedule` of stages of its part of their rows.
+        """
         context = attn.causal(tokens.shape[1], positions, segment_ids)
-        return self._run(tokens, context, None)[0]
+        return self._run(tokens, context, None, schedule)[0]
 
     def decode(
         self, tokens: Int[Array, "batch new"], cache: KVCache
@@ -110,15 +117,25 @@ class Decoder(nnx.Module):
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache for `capacity` tokens of each of `batch` sequences."""
         heads, head_dim = self.config.attention.num_heads, self.config.attention.head_dim
+        heads //= sharding.axis_size(sharding.RULES["tokens"])
         shape = (self.config.num_layers, batch, capacity, heads, head_dim)
         # Two arrays, so that both can be donated.
         keys, values = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
         return KVCache(attn.Cache(keys, values), jnp.int32(0))
 
-    def _run(self, tokens, context: attn.Context, cache: attn.Cache | None):
+    def _run(
+        self,
+        tokens,
+        context: attn.Context,
+        cache: attn.Cache | None,
+        schedule: sharding.Schedule | None = None,
+    ):
         with jax.named_scope("embedding"):
-            embedded = self.embedding(tokens, context.query_positions, self.dtype)
+            own = lambda x: sharding.own_part(x, sharding.RULES["tokens"], axis=1)
+            embedded = self.embedding(own(tokens), own(context.query_positions), self.dtype)
             state, y = self.store.start(*embedded)
+        if schedule is not None:
+            return pipelined.run_layers(self, state, y, context, schedule), None
         if self.config.remat == "reversible" and cache is None and context.mask is None:
             layers = (self.layers, self.final_site)
             z = reversible.run_layers(self.config, self.store, *layers, state, y, context)
@@ -148,19 +165,6 @@ class Decoder(nnx.Module):
         )
         _, z = mixer.advance(store, state, y, self.final_site, 2 * self.config.num_layers)
         return z, cache
-
-
-def rematerialize(layer, policy: cfg.RematPolicy):
-    """`layer` with what its backward pass recomputes set by name; see `ModelConfig.remat`."""
-    match policy:
-        case "none" | "reversible":
-            return layer
-        case "dots":
-            saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        case "full":
-            saved = jax.checkpoint_policies.nothing_saveable
-    # Within a scan nothing can be merged across the boundary: barriers would only cost.
-    return jax.checkpoint(layer, policy=saved, prevent_cse=False)
 
 
 def compute_dtype(name: cfg.DType) -> jnp.dtype:

@@ -23,7 +23,7 @@ def run_layers(
     store: Store,
     layers: nnx.Module,
     final_site: nnx.Module,
-    residual: Float[Array, "batch seq D_k D_v"],
+    residual: Float[Array, "group seq own_D_k D_v"],
     y: Float[Array, "batch seq R D_v"],
     context: attn.Context,
 ) -> Float[Array, "batch seq R D_v"]:
@@ -79,9 +79,9 @@ class _Layers:
         layers, final_site, residual, y, written, context, like = saved
         site = nnx.merge(self.site_graph, final_site)
         d_residual = jnp.zeros(residual.shape, self.dtype)
-        _, statistics = self.store.read_with_statistics(residual, site, self.dtype)
+        z, statistics = self.store.read_with_statistics(residual, site, self.dtype)
         residual, d_residual, d_y, d_final_site = self.store.undo(
-            residual, y, site, statistics, d_residual, d_z
+            residual, y, site, z, statistics, d_residual, d_z
         )
 
         def undo_layer(carry, scanned):
@@ -96,7 +96,7 @@ class _Layers:
             with jax.named_scope("feed_forward"):
                 gradient["feed_forward"], d_z = _vjp(layer.feed_forward, z, d_y)
             residual, d_residual, d_y, gradient["feed_forward_site"] = self.store.undo(
-                residual, heads, layer.feed_forward_site, statistics, d_residual, d_z
+                residual, heads, layer.feed_forward_site, z, statistics, d_residual, d_z
             )
             z, statistics = self.store.read_with_statistics(
                 residual, layer.attention_site, self.dtype
@@ -104,7 +104,7 @@ class _Layers:
             with jax.named_scope("attention"):
                 d_z = attention.backward(z, heads, log_sums, d_y)
             residual, d_residual, d_y, gradient["attention_site"] = self.store.undo(
-                residual, y, layer.attention_site, statistics, d_residual, d_z
+                residual, y, layer.attention_site, z, statistics, d_residual, d_z
             )
             return (residual, d_residual, d_y), gradient
 

@@ -2,12 +2,15 @@
 
 import json
 import os
+import time
+import uuid
 from pathlib import Path
 from typing import Any
 
-from rmt_tpu import overrides
+from rmt_tpu import distributed, overrides
 from rmt_tpu.config import RunConfig
 from rmt_tpu.errors import UsageError
+from rmt_tpu.roll_call import listed
 
 # What may differ when a run is resumed: it changes no number of the curve.
 _FREE = (
@@ -20,16 +23,27 @@ _FREE = (
     "train.sample_tokens",
 )
 
+# A network file system may show a new file late.
+_SHARED_SECONDS = 10.0
+
 
 def open_workdir(workdir: str | Path, config: RunConfig) -> None:
     """Make the folder this run's: write its config, or check that it is the same run's.
 
+    Of several processes the first one does, and all check that they see the same folder.
+
     Raises:
       UsageError: the folder cannot be written, or holds a run with another config, or one whose
-        config is damaged.
+        config is damaged; or it is another folder for another process.
     """
     path = Path(workdir, "config.json")
-    new = overrides.to_json(config)
+    if distributed.is_first():
+        _write_config(workdir, path, overrides.to_json(config))
+    if distributed.num_processes() > 1:
+        _check_shared(workdir, path.parent)
+
+
+def _write_config(workdir: str | Path, path: Path, new: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -37,6 +51,24 @@ def open_workdir(workdir: str | Path, config: RunConfig) -> None:
         write_atomically(path, json.dumps(new, indent=2) + "\n")
     except OSError as error:
         raise UsageError(f"--workdir={workdir} cannot be written: {error.strerror}") from None
+
+
+def _check_shared(workdir: str | Path, folder: Path) -> None:
+    mark = folder / f".seen-{distributed.from_first(uuid.uuid4().hex, 'the run folder')}"
+    if distributed.is_first():
+        mark.touch()
+    distributed.exchange("", "the run folder, written")
+    until = time.monotonic() + _SHARED_SECONDS
+    while not (seen := mark.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    answers = distributed.exchange("seen" if seen else "", "the run folder, looked into")
+    if distributed.is_first():
+        mark.unlink()
+    if blind := [process for process, answer in enumerate(answers) if not answer]:
+        raise UsageError(
+            f"--workdir={workdir} is another folder on {listed(blind)} than on process 0; give one "
+            "on a file system that all hosts share"
+        )
 
 
 def read_config(workdir: str | Path) -> RunConfig:

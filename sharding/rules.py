@@ -4,34 +4,49 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sharding.mesh import MeshError
 
-# Axes that are not here are whole on every device.
+# Axes that are not here are whole on every device. `batch`, `tokens` and `key` are those of
+# activations too; a device's residual has its slice of D_k for the batch of all devices of `key`.
 RULES = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "key"),
+    "tokens": ("sequence", "tensor"),
+    "layer": ("stage",),
+    "key": ("key",),
     "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "ff": ("tensor",),
 }
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sequences of a batch over every data axis."""
+    """Sequences of a batch over the axes of `batch`, each of them whole."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
-def check_batch_size(mesh: Mesh, batch_size: int, *, parts: int = 1) -> None:
-    """Raises MeshError unless each of `parts` of a batch divides over every data axis."""
-    devices = math.prod(mesh.shape[axis] for axis in RULES["batch"])
-    divisor = devices * parts
-    if batch_size % divisor:
-        below = batch_size // divisor * divisor
-        legal = f"{below} or {below + divisor}" if below else f"{divisor}"
-        split = f" in each of {parts} accumulated parts" if parts > 1 else ""
-        raise MeshError(
-            f"--batch_size={batch_size} is not divisible over the {devices} devices of mesh axes "
-            f"{' x '.join(RULES['batch'])}{split}; nearest legal: {legal}"
-        )
+def check_divides(mesh: Mesh, name: str, size: int, axis: str, *, parts: int = 1) -> None:
+    """Raises MeshError unless each of `parts` of a size divides over a logical axis's devices.
+
+    Args:
+      mesh: from `make_mesh`.
+      name: of the flag or field that gives the size.
+      size: to be divided.
+      axis: logical.
+      parts: in which the size is taken, one after the other.
+    """
+    axes = [a for a in RULES[axis] if mesh.shape[a] > 1]
+    divisor = math.prod(mesh.shape[a] for a in axes) * parts
+    if size % divisor == 0:
+        return
+    below = size // divisor * divisor
+    legal = f"{below} or {below + divisor}" if below else f"{divisor}"
+    over = [f"mesh axes {' x '.join(f'{a}={mesh.shape[a]}' for a in axes)}"] if axes else []
+    over += [f"{parts} accumulated parts"] if parts > 1 else []
+    raise MeshError(
+        f"{name}={size} is not divisible over {' and '.join(over)}; nearest legal: {legal}"
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -39,8 +54,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def parameter_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
-    """Where each parameter lies.
+def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
+    """Over which axes of the mesh each parameter is divided.
 
     Args:
       mesh: from `make_mesh`.
@@ -48,21 +63,29 @@ def parameter_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
       shapes: the same tree, of things with a `shape`.
 
     Returns:
-      The same tree, of shardings.
+      The same tree, of PartitionSpecs.
 
     Raises:
       MeshError: an axis does not divide over the mesh.
     """
 
-    def place(names: tuple[str, ...], array: Any) -> NamedSharding:
+    def place(names: tuple[str, ...], array: Any) -> PartitionSpec:
         spec = [RULES.get(name) for name in names]
         for name, mesh_axes, size in zip(names, spec, array.shape, strict=True):
             shards = math.prod(mesh.shape[axis] for axis in mesh_axes or ())
             if size % shards:
+                legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+                over = " x ".join(mesh_axes)
                 raise MeshError(
-                    f"--mesh: axis {name!r} of size {size} is not divisible by "
-                    f"{' x '.join(mesh_axes)} = {shards}"
+                    f"--mesh: {over}={shards} does not divide the parameters' axis {name!r} of "
+                    f"size {size}; legal: {legal}"
                 )
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        return PartitionSpec(*spec)
 
     return jax.tree.map(place, axes, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def unused_axes(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> tuple[str, ...]:
+    """Axes of more than one device over which an array of this spec is not divided."""
+    used = {a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))}
+    return tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in used)

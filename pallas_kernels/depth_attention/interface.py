@@ -55,6 +55,9 @@ gradient is 0.
         gives it away; else bank' is None.
 
     unsupported(op, *arrays) -> why these cannot be served, in a line, or None
+
+`partial` and `partial_backward` of plain JAX take a `key_axis` too, over which D is divided: arrays
+with a D are then own slices, `delta` is the device's own part of a sum, and d_logit that of all.
 """
 
 from typing import Literal, NamedTuple

@@ -3,10 +3,14 @@
 Products with sources are multiplications and sums, not matrix products: XLA then reads the sources
 as they are stored, without a float32 copy of the bank, and the scores are float32 everywhere.
 Sources are read twice forward (scores, then mixing) and three times backward.
+
+With a `key_axis` the sources' entries D are divided over the devices along that mesh axis: scores
+and mean squares are sums over devices, one all-reduce of float32 each way.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.depth_attention.interface import MergeGradients, Norm
@@ -17,13 +21,32 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.result_type(jnp.float32, x))
 
 
-def _scores(queries, sources, count, epsilon):
-    """Logits [S, N, T] and rstd [N, T]; empty rows have -inf and 0."""
-    active = (jnp.arange(sources.shape[0]) < count)[:, None]
+def _products(queries, sources):
+    """`<query, v>` [S, N, T] and `<v, v>` [N, T], of the own entries."""
     values = _wide(sources)
-    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(values), axis=-1) + epsilon)
     products = jnp.sum(_wide(queries)[:, None, None] * values, axis=-1)
+    return products, jnp.sum(jnp.square(values), axis=-1)
+
+
+def _over_devices(key_axis, *parts):
+    """The sums over devices of parts that end in T, in one all-reduce."""
+    if key_axis is None:
+        return parts
+    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
+    sums = jax.lax.psum(jnp.concatenate(rows), key_axis)
+    ends = np.cumsum([row.shape[0] for row in rows])[:-1]
+    return [s.reshape(p.shape) for s, p in zip(jnp.split(sums, ends), parts, strict=True)]
+
+
+def _scores(products, squares, D, count, epsilon):
+    """Logits [S, N, T] and rstd [N, T]; empty rows have -inf and 0."""
+    active = (jnp.arange(squares.shape[0]) < count)[:, None]
+    rstd = jax.lax.rsqrt(squares / D + epsilon)
     return jnp.where(active, products * rstd, -jnp.inf), jnp.where(active, rstd, 0)
+
+
+def _whole(D: int, key_axis: str | None) -> int:
+    return D if key_axis is None else D * jax.lax.axis_size(key_axis)
 
 
 def _weights(logits, log_sums):
@@ -43,9 +66,12 @@ def partial(
     prior: tuple[Float[Array, "S T D"], Float[Array, "S T"]] | None,
     *,
     epsilon: int | float,
+    key_axis: str | None = None,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """See `interface`. `2 S N T D` multiplications and additions each for scores and mixing."""
-    logits, _ = _scores(queries, sources, count, epsilon)
+    products, squares = _over_devices(key_axis, *_products(queries, sources))
+    D = _whole(sources.shape[-1], key_axis)
+    logits, _ = _scores(products, squares, D, count, epsilon)
     log_sums = jax.nn.logsumexp(logits, axis=1)
     if prior is not None:
         log_sums = jnp.logaddexp(log_sums, prior[1])
@@ -73,21 +99,24 @@ def partial_backward(
     accumulate: Float[Array, "N T D"] | None,
     *,
     epsilon: int | float,
+    key_axis: str | None = None,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """See `interface`."""
-    logits, rstd = _scores(queries, sources, count, epsilon)
-    weights = _weights(logits, log_sums)
+    """See `interface`. With a `key_axis`, `delta` is the device's own part of a sum."""
     values, d_mixed = _active_values(sources, count), _wide(d_mixed)
-    g = jnp.sum(d_mixed[:, None] * values, axis=-1)
+    parts = (*_products(queries, sources), jnp.sum(d_mixed[:, None] * values, axis=-1))
+    parts += () if delta is None else (delta,)
+    products, squares, g, *delta = _over_devices(key_axis, *parts)
+    D = _whole(sources.shape[-1], key_axis)
+    logits, rstd = _scores(products, squares, D, count, epsilon)
+    weights = _weights(logits, log_sums)
     subtracted = jnp.sum(weights * g, axis=1)
-    if delta is not None:
-        subtracted = subtracted + delta
+    subtracted = sum(delta, start=subtracted)
     d_logits = weights * (g - subtracted[:, None])
     d_products = d_logits * rstd
     d_queries = jnp.einsum("snt,ntd->sd", d_products, values, precision="highest")
     # -rstd^2 / D * sum_s d_logit * logit; an empty row's logit is -inf.
     finite = jnp.where(logits == -jnp.inf, 0, logits)
-    shrink = jnp.square(rstd) * jnp.sum(d_logits * finite, axis=0) / sources.shape[-1]
+    shrink = jnp.square(rstd) * jnp.sum(d_logits * finite, axis=0) / D
     queries = _wide(queries)
     d_sources = sum(
         weights[i][..., None] * d_mixed[i] + d_products[i][..., None] * queries[i]

@@ -7,6 +7,14 @@ that whole span, so that an implementation can touch the big state once in and o
 Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels), "triton" (GPU kernels) and
 "pallas" (the kernels of whatever platform the program is lowered for, plain JAX on others). None is
 "xla", but the TPU kernels on a TPU; GPU kernels have to be asked for until they are measured.
+
+With a `key_axis` an op is what one device does in `jax.shard_map(.., check_vma=False)`, K being
+divided over that mesh axis of n devices. The residual is then that of the B = n b rows of all the
+axis' devices and of the own slice of K: [B, N, K / n, V]; keys and gain are own slices; data and
+retrieved vectors, and their cotangents, are of the own b rows: [b, N, .., V]. Gradients of keys and
+gain are complete for the own slice and these rows. A site costs an all-gather of the data, a
+reduce-scatter of what is retrieved and an all-gather of two float32 a token; its backward pass an
+all-gather of the cotangents, a reduce-scatter, and an all-gather as small. See `sharded`.
 """
 
 import functools
@@ -17,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
-from pallas_kernels.key_vector import mosaic_tpu, triton_gpu, xla
+from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
@@ -47,14 +55,15 @@ __all__ = [
 def store_norm_retrieve(
     residual: Shaped[Array, "*tokens K V"],
     store_keys: Float[Array, "R K"],
-    data: Float[Array, "*tokens R V"],
+    data: Float[Array, "*own_tokens R V"],
     gain: Float[Array, "K V"],
     read_keys: Float[Array, "P K"],
     *,
     norm: Norm = "layernorm",
     epsilon: int | float = 1e-6,
+    key_axis: str | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Shaped[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
+) -> tuple[Shaped[Array, "*tokens K V"], Float[Array, "*own_tokens P V"]]:
     """`X' = X + sum_r w_r (x) y_r`, and `z_p = r_p . (gain * norm(X'))`: one site of an RMT.
 
     Args:
@@ -67,6 +76,8 @@ def store_norm_retrieve(
       read_keys: r, the key vectors of the P data vectors retrieved.
       norm: "layernorm" subtracts the mean first, "rmsnorm" does not.
       epsilon: added to the variance (layernorm) or mean square (rmsnorm).
+      key_axis: the mesh axis over which K is divided, if any; there are exactly two token axes
+        then, and data and z are of the own rows (see the module's docstring).
       implementation: None picks what is best on the platform that the program is lowered for.
 
     Returns:
@@ -77,25 +88,28 @@ def store_norm_retrieve(
       UnsupportedImplementation: a named implementation cannot serve this call, or an int16
         residual is differentiated: JAX has no gradients of integers (`undo` gives them).
       ValueError: the shapes do not fit, or the norm is unknown.
+      NameError: `key_axis` is no axis of a `jax.shard_map` around.
     """
-    _check(residual, gain, read_keys, norm, store_keys, data)
-    call = _Call(norm, epsilon, implementation)
+    key_axis = _check(residual, gain, read_keys, norm, key_axis, store_keys, data)
+    call = _Call(norm, epsilon, implementation, key_axis=key_axis)
     args = (_flat(residual), store_keys, _flat(data), gain, read_keys)
     stored, retrieved = _store_norm_retrieve(call, *args)
-    lead = residual.shape[:-2]
+    lead = data.shape[:-2]
     return stored.reshape(residual.shape), retrieved.reshape(*lead, *retrieved.shape[2:])
 
 
 def store(
     residual: Shaped[Array, "*tokens K V"],
     store_keys: Float[Array, "R K"],
-    data: Float[Array, "*tokens R V"],
+    data: Float[Array, "*own_tokens R V"],
     *,
+    key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "*tokens K V"]:
     """The writing half of `store_norm_retrieve`: `X + sum_r w_r (x) y_r` (equations 18 to 23)."""
-    _check_store(residual, store_keys, data)
-    call = _Call("layernorm", 0.0, implementation)
+    key_axis = _check_axis(residual, key_axis)
+    _check_store(residual, store_keys, data, key_axis)
+    call = _Call("layernorm", 0.0, implementation, key_axis=key_axis)
     return _store(call, _flat(residual), store_keys, _flat(data)).reshape(residual.shape)
 
 
@@ -107,12 +121,15 @@ def norm_retrieve(
     norm: Norm = "layernorm",
     epsilon: int | float = 1e-6,
     dtype: DTypeLike | None = None,
+    key_axis: str | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "*tokens P V"]:
+) -> Float[Array, "*own_tokens P V"]:
     """The reading half: `r_p . (gain * norm(X))` (equations 22, 25, 27), in `dtype` or X's."""
-    _check(residual, gain, read_keys, norm)
-    call = _Call(norm, epsilon, implementation, jnp.dtype(dtype or residual.dtype))
+    key_axis = _check(residual, gain, read_keys, norm, key_axis)
+    call = _Call(norm, epsilon, implementation, jnp.dtype(dtype or residual.dtype), key_axis)
     retrieved = _norm_retrieve(call, _flat(residual), gain, read_keys)[0]
+    if key_axis is not None:
+        return retrieved
     return retrieved.reshape(*residual.shape[:-2], *retrieved.shape[2:])
 
 
@@ -124,11 +141,12 @@ def norm_retrieve_with_statistics(
     norm: Norm,
     epsilon: int | float,
     dtype: DTypeLike,
+    key_axis: str | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B N P V"], Statistics]:
-    """`norm_retrieve`, and the statistics that `undo` takes."""
-    _check(residual, gain, read_keys, norm)
-    call = _Call(norm, epsilon, implementation, jnp.dtype(dtype))
+) -> tuple[Float[Array, "b N P V"], Statistics]:
+    """`norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
+    key_axis = _check(residual, gain, read_keys, norm, key_axis)
+    call = _Call(norm, epsilon, implementation, jnp.dtype(dtype), key_axis)
     return _norm_retrieve(call, residual, gain, read_keys)
 
 
@@ -136,25 +154,38 @@ def undo(
     residual: Shaped[Array, "B N K V"],
     statistics: Statistics,
     store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
+    data: Float[Array, "b N R V"],
     gain: Float[Array, "K V"],
     read_keys: Float[Array, "P K"],
     d_residual: Float[Array, "B N K V"],
-    d_retrieved: Float[Array, "B N P V"],
+    d_retrieved: Float[Array, "b N P V"],
     *,
     norm: Norm,
+    key_axis: str | None = None,
+    retrieved: Float[Array, "b N P V"] | None = None,
     implementation: Implementation | None = None,
 ) -> Gradients:
     """The cotangents of `store_norm_retrieve` and, in the same pass, the residual before it.
 
     `residual` is the residual *after* the store; `Gradients.rebuilt` is `X = X' - w^T y`, exact for
-    an int16 residual, so that a backward pass needs no stored residuals.
+    an int16 residual, so that a backward pass needs no stored residuals. With a `key_axis`, what
+    was `retrieved` with these statistics is needed too, of the own rows; the data are gathered
+    again, and for layernorm P V numbers are summed over devices.
+
+    Raises:
+      ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
     """
-    _check(residual, gain, read_keys, norm, store_keys, data)
-    call = _Call(norm, 0.0, implementation)
-    return _backward(
-        call, True, residual, statistics, store_keys, data, gain, read_keys, d_residual, d_retrieved
-    )
+    key_axis = _check(residual, gain, read_keys, norm, key_axis, store_keys, data)
+    call = _Call(norm, 0.0, implementation, key_axis=key_axis)
+    read = None
+    if key_axis is not None:
+        if retrieved is None:
+            raise ValueError("with a key_axis, undo needs what was retrieved")
+        own = sharded.key_sums(gain, read_keys)
+        sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
+        read = sharded.Read(retrieved, sums)
+    saved = (residual, statistics, store_keys, sharded.gather(data, key_axis), gain, read_keys)
+    return _backward(call, True, *saved, read, d_residual, d_retrieved)
 
 
 class _Call(NamedTuple):
@@ -164,22 +195,28 @@ class _Call(NamedTuple):
     epsilon: int | float
     implementation: str | None
     dtype: jnp.dtype | None = None
+    key_axis: str | None = None
 
 
 # The ops over two token axes, with their gradients -------------------------------------------
 
+# `data` inside is that of all rows, the retrieved vectors are those of the own; without a key axis
+# these are the same, and `read` is None.
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _store_norm_retrieve(call, residual, store_keys, data, gain, read_keys):
+    data = sharded.gather(data, call.key_axis)
     return _forward(call, True, residual, store_keys, data, gain, read_keys)[:2]
 
 
 def _store_norm_retrieve_forward(call, residual, store_keys, data, gain, read_keys):
     _refuse_integers(residual)
     # Not in place: where this is differentiated, the residual before is often needed as well.
+    data = sharded.gather(data, call.key_axis)
     args = (store_keys, data, gain, read_keys)
-    stored, retrieved, statistics = _forward(call, False, residual, *args)
-    return (stored, retrieved), (stored, statistics, store_keys, data, gain, read_keys)
+    stored, retrieved, statistics, read = _forward(call, False, residual, *args)
+    return (stored, retrieved), (stored, statistics, *args, read)
 
 
 def _store_norm_retrieve_backward(call, saved, cotangents):
@@ -200,25 +237,53 @@ _store_norm_retrieve.defvjp(_store_norm_retrieve_forward, _store_norm_retrieve_b
 def _forward(call, in_place, *args):
     def run(module, *args):
         options = {"in_place": in_place} if module is mosaic_tpu else {}
-        return module.store_norm_retrieve(*args, norm=call.norm, epsilon=call.epsilon, **options)
+        options |= {"norm": call.norm, "epsilon": call.epsilon, "scale": call.key_axis is None}
+        return module.store_norm_retrieve(*args, **options)
 
-    return _run(call, "store_norm_retrieve", run, args)
+    stored, *read = _run(call, "store_norm_retrieve", run, args)
+    return stored, *_of_all_slices(call, *read, *args[3:])
+
+
+def _of_all_slices(call, retrieved, statistics, gain, read_keys):
+    """What is retrieved and the statistics of all of K, and what `_backward` takes as `read`."""
+    if call.key_axis is None:
+        return retrieved, statistics, None
+    args = (retrieved, statistics, gain, read_keys, call.key_axis)
+    read, statistics = sharded.all_slices(*args, norm=call.norm)
+    return read.retrieved, statistics, read
 
 
 def _backward(call, rebuild, *args):
+    *saved, read, d_residual, d_retrieved = args
+    d_retrieved, means = _to_all_slices(call, saved[0], read, d_retrieved)
     run = lambda module, *args: module.backward(*args, norm=call.norm, rebuild=rebuild)
-    return _run(call, "backward", run, args)
+    args = (*saved, d_residual, d_retrieved, means)
+    g = _run(call, "backward", run, args)
+    return g._replace(data=sharded.scatter_sum(g.data, call.key_axis))
+
+
+def _to_all_slices(call, residual, read, d_retrieved):
+    """The cotangents of all rows, and the means for them if they are not those of the slice."""
+    if read is None:
+        return d_retrieved, None
+    K = residual.shape[2] * sharded.size(call.key_axis)
+    means = sharded.means(d_retrieved, read, K, call.key_axis)
+    return sharded.gather(d_retrieved, call.key_axis), means
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _store(call, residual, store_keys, data):
-    run = lambda module, *args: module.store(*args)
-    return _run(call, "store", run, (residual, store_keys, data))
+    return _store_all(call, residual, store_keys, sharded.gather(data, call.key_axis))
+
+
+def _store_all(call, *args):
+    return _run(call, "store", lambda module, *args: module.store(*args), args)
 
 
 def _store_forward(call, residual, store_keys, data):
     _refuse_integers(residual)
-    return _store(call, residual, store_keys, data), (store_keys, data)
+    data = sharded.gather(data, call.key_axis)
+    return _store_all(call, residual, store_keys, data), (store_keys, data)
 
 
 def _store_backward(call, saved, d_stored):
@@ -226,7 +291,8 @@ def _store_backward(call, saved, d_stored):
     dtype = jnp.promote_types(jnp.float32, data.dtype)
     d_keys = jnp.einsum("bnrv,bnkv->rk", data, d_stored, preferred_element_type=dtype)
     d_data = jnp.einsum("rk,bnkv->bnrv", store_keys.astype(dtype), d_stored.astype(dtype))
-    return d_stored, d_keys.astype(store_keys.dtype), d_data.astype(data.dtype)
+    d_data = sharded.scatter_sum(d_data.astype(data.dtype), call.key_axis)
+    return d_stored, d_keys.astype(store_keys.dtype), d_data
 
 
 _store.defvjp(_store_forward, _store_backward)
@@ -234,21 +300,26 @@ _store.defvjp(_store_forward, _store_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm_retrieve(call, residual, gain, read_keys):
-    run = lambda module, *args: module.norm_retrieve(
-        *args, norm=call.norm, epsilon=call.epsilon, dtype=call.dtype
-    )
-    return _run(call, "norm_retrieve", run, (residual, gain, read_keys))
+    return _read(call, residual, gain, read_keys)[:2]
+
+
+def _read(call, *args):
+    options = {"norm": call.norm, "epsilon": call.epsilon, "scale": call.key_axis is None}
+    run = lambda module, *args: module.norm_retrieve(*args, dtype=call.dtype, **options)
+    return _of_all_slices(call, *_run(call, "norm_retrieve", run, args), *args[1:])
 
 
 def _norm_retrieve_forward(call, residual, gain, read_keys):
     _refuse_integers(residual)
-    out = _norm_retrieve(call, residual, gain, read_keys)
-    return out, (residual, out[1], gain, read_keys)
+    retrieved, statistics, read = _read(call, residual, gain, read_keys)
+    return (retrieved, statistics), (residual, statistics, gain, read_keys, read)
 
 
 def _norm_retrieve_backward(call, saved, cotangents):
-    residual, _, gain, read_keys = saved
-    d_residual, d_gain, d_keys = xla.norm_backward(*saved, cotangents[0], norm=call.norm)
+    *args, read = saved
+    residual, _, gain, read_keys = args
+    d_retrieved, means = _to_all_slices(call, residual, read, cotangents[0])
+    d_residual, d_gain, d_keys = xla.norm_backward(*args, d_retrieved, means, norm=call.norm)
     return (
         d_residual.astype(residual.dtype),
         d_gain.astype(gain.dtype),
@@ -284,21 +355,39 @@ def _flat(x: Array) -> Array:
     return x.reshape(int(np.prod(lead[:-1])), lead[-1], a, b)
 
 
-def _check(residual, gain, read_keys, norm, store_keys=None, data=None) -> None:
+def _check(residual, gain, read_keys, norm, key_axis, store_keys=None, data=None) -> str | None:
+    """The key axis, or None if it divides nothing."""
     if norm not in get_args(Norm):
         raise ValueError(f"norm={norm!r} is unknown; legal: {', '.join(get_args(Norm))}")
+    key_axis = _check_axis(residual, key_axis)
     if gain.shape != residual.shape[-2:] or read_keys.shape[-1] != gain.shape[0]:
         raise ValueError(
             "shapes do not fit: residual [..., K, V] is "
             f"{residual.shape}, gain [K, V] is {gain.shape}, read_keys [P, K] is {read_keys.shape}"
         )
     if store_keys is not None:
-        _check_store(residual, store_keys, data)
+        _check_store(residual, store_keys, data, key_axis)
+    return key_axis
 
 
-def _check_store(residual, store_keys, data) -> None:
+def _check_axis(residual, key_axis) -> str | None:
+    n = sharded.size(key_axis)
+    if n == 1:
+        return None
+    if residual.ndim != 4 or residual.shape[0] % n:
+        raise ValueError(
+            f"shapes do not fit: over key_axis={key_axis!r} of {n} devices, residual [B, N, K, V] "
+            f"has the rows of all of them, but is {residual.shape}"
+        )
+    return key_axis
+
+
+def _check_store(residual, store_keys, data, key_axis) -> None:
     R, K = store_keys.shape
-    if residual.shape[-2] != K or data.shape != (*residual.shape[:-2], R, residual.shape[-1]):
+    *tokens, _, V = residual.shape
+    if key_axis is not None:
+        tokens[0] //= sharded.size(key_axis)
+    if residual.shape[-2] != K or data.shape != (*tokens, R, V):
         raise ValueError(
             "shapes do not fit: residual [..., K, V] is "
             f"{residual.shape}, store_keys [R, K] is {store_keys.shape}, "

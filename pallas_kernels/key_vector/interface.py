@@ -4,14 +4,19 @@ An implementation is a module with four functions over arrays with exactly two t
 B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
     store(residual, store_keys, data) -> residual'
-    norm_retrieve(residual, gain, read_keys, *, norm, epsilon, dtype) -> (retrieved, Statistics)
-    store_norm_retrieve(residual, store_keys, data, gain, read_keys, *, norm, epsilon)
+    norm_retrieve(residual, gain, read_keys, *, norm, epsilon, dtype, scale=True)
+        -> (retrieved, Statistics)
+    store_norm_retrieve(residual, store_keys, data, gain, read_keys, *, norm, epsilon, scale=True)
         -> (residual', retrieved, Statistics)
     backward(residual', statistics, store_keys, data, gain, read_keys, d_residual', d_retrieved,
-             *, norm, rebuild) -> Gradients
+             means=None, *, norm, rebuild) -> Gradients
 
     residual [B, N, K, V]   store_keys [R, K]   data [B, N, R, V]
     gain [K, V]   read_keys [P, K]   retrieved [B, N, P, V]
+
+Where these are a slice of longer keys: without `scale`, what is retrieved lacks the factor rstd,
+and then sums of that are taken over slices; `backward` is given the statistics and the `Means` of
+the whole, where else it takes the means itself.
 """
 
 from typing import Literal, NamedTuple
@@ -20,7 +25,14 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.platform import UnsupportedImplementation
 
-__all__ = ["FRACTION_BITS", "Gradients", "Norm", "Statistics", "UnsupportedImplementation"]
+__all__ = [
+    "FRACTION_BITS",
+    "Gradients",
+    "Means",
+    "Norm",
+    "Statistics",
+    "UnsupportedImplementation",
+]
 
 Norm = Literal["layernorm", "rmsnorm"]
 
@@ -38,6 +50,16 @@ class Statistics(NamedTuple):
 
     mean: Float[Array, "B N"]
     rstd: Float[Array, "B N"]
+
+
+class Means(NamedTuple):
+    """Over the entries of a token's residual, with `a = gain * r^T dz` and `n = norm(X)`.
+
+    Of a, which is None for rmsnorm, and of a n: `dX = dX' + rstd (a - mean(a) - n mean(a n))`.
+    """
+
+    a: Float[Array, "B N"] | None
+    an: Float[Array, "B N"]
 
 
 class Gradients(NamedTuple):

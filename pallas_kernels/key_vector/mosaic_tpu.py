@@ -41,6 +41,7 @@ from pallas_kernels.key_vector.block_sizes import (
 )
 from pallas_kernels.key_vector.interface import (
     Gradients,
+    Means,
     Norm,
     Statistics,
     UnsupportedImplementation,
@@ -112,10 +113,11 @@ def norm_retrieve(
     norm: Norm,
     epsilon: int | float,
     dtype: DTypeLike,
+    scale: bool = True,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N P V"], Statistics]:
-    """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X.
+    """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X; over rstd without `scale`.
 
     `2 T P K V` FLOPs and `E T V (K + P)` bytes for T tokens of E bytes an entry.
 
@@ -127,9 +129,8 @@ def norm_retrieve(
         _sizes_of("norm_retrieve", (residual, gain, read_keys)),
         data_dtype=jnp.dtype(compute).name,
     )
-    call = Call(
-        sizes, _blocks(block_sizes, "forward", sizes, residual, interpret), norm, epsilon, interpret
-    )
+    blocks = _blocks(block_sizes, "forward", sizes, residual, interpret)
+    call = Call(sizes, blocks, norm, epsilon, interpret, scale)
     out = _forward(call, residual, gain=gain, read_keys=read_keys)
     return out["retrieved"].astype(dtype), out["statistics"]
 
@@ -143,6 +144,7 @@ def store_norm_retrieve(
     *,
     norm: Norm,
     epsilon: int | float,
+    scale: bool = True,
     in_place: bool = True,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
@@ -151,15 +153,15 @@ def store_norm_retrieve(
 
     `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)` bytes for T tokens of E bytes an entry.
 
-    `in_place` writes X' over X, which a caller that still needs X pays for with a copy.
+    `in_place` writes X' over X, which a caller that still needs X pays for with a copy. Without
+    `scale`, what is retrieved lacks the factor rstd.
 
     Raises:
       UnsupportedImplementation: see `unsupported`.
     """
     sizes = _sizes_of("store_norm_retrieve", (residual, store_keys, data, gain, read_keys))
-    call = Call(
-        sizes, _blocks(block_sizes, "forward", sizes, residual, interpret), norm, epsilon, interpret
-    )
+    blocks = _blocks(block_sizes, "forward", sizes, residual, interpret)
+    call = Call(sizes, blocks, norm, epsilon, interpret, scale)
     out = _forward(call, residual, store_keys, data, gain, read_keys, in_place=in_place)
     return out["residual"], out["retrieved"], out["statistics"]
 
@@ -173,6 +175,7 @@ def backward(
     read_keys: Float[Array, "P K"],
     d_residual: Float[Array, "B N K V"],
     d_retrieved: Float[Array, "B N P V"],
+    means: Means | None = None,
     *,
     norm: Norm,
     rebuild: bool = False,
@@ -185,7 +188,7 @@ def backward(
     `dy = w dX` and `dw = sum y dX`; and `dG[v] = sum dz n` gives both the gain's and the keys'.
 
     `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes for T tokens of E bytes an entry;
-    `2 T R K V` and `E T K V` more to rebuild.
+    `2 T R K V` and `E T K V` more to rebuild. With `means` given, a is computed once and not kept.
 
     Raises:
       UnsupportedImplementation: see `unsupported`.
@@ -199,8 +202,9 @@ def backward(
         0.0,
         interpret,
     )
-    means = None
-    if call.slabs > 1:
+    if means is not None:
+        call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
+    elif call.slabs > 1:
         means = _means(call, residual, statistics, gain, read_keys, d_retrieved)
     return _backward(call, rebuild, means, *args)
 
@@ -292,7 +296,7 @@ def _forward(
     }
 
 
-def _backward(call: Call, rebuild, means, *args):
+def _backward(call: Call, rebuild, means: Means | None, *args):
     residual, statistics, store_keys, data, gain, read_keys, d_residual, d_retrieved = args
     s, blocks = call.sizes, call.blocks
     B, N = residual.shape[:2]
@@ -337,7 +341,9 @@ def _backward(call: Call, rebuild, means, *args):
         "read_keys": (keys, _by_slab(call, keys, lambda c, v, i, j: v)),
     }
     if means is not None:
-        inputs["means"] = (means, token)
+        given = [means.a, means.an] if call.centred else [means.an]
+        one = pl.BlockSpec((1, len(given), tokens), token_index)
+        inputs["means"] = (jnp.stack(given, axis=1).astype(jnp.float32), one)
     d_keys_shape = (cores, s.V // group, group * s.P_padded, group * s.K)
     outputs = {
         "d_residual": (inputs["d_residual"][0], by_slab(s.K)),
@@ -393,7 +399,7 @@ def _backward(call: Call, rebuild, means, *args):
 
 
 def _means(call: Call, residual, statistics, gain, read_keys, d_retrieved):
-    """`rstd mean(a)` and `mean(a n) = mean(dz z)`, from a read of its own. [B, 2, N]"""
+    """`mean(a)`, and `mean(a n) = mean(dz z)`, from a read of its own."""
     sizes = dataclasses.replace(call.sizes, R=0)
     blocks = _blocks(None, "forward", sizes, residual, call.interpret)
     read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
@@ -401,9 +407,11 @@ def _means(call: Call, residual, statistics, gain, read_keys, d_retrieved):
     retrieved = _forward(read, residual, gain=gain, read_keys=read_keys)["retrieved"]
     dz = d_retrieved.astype(jnp.float32)
     count = sizes.K * sizes.V
-    mean_a = jnp.einsum("bnpv,vp->bn", dz, jnp.sum(folded, axis=2)[:, : sizes.P]) / count
     mean_an = jnp.sum(dz * retrieved.astype(jnp.float32), axis=(2, 3)) / count
-    return jnp.stack([statistics.rstd * mean_a, mean_an], axis=1)
+    if not call.centred:
+        return Means(None, mean_an)
+    mean_a = jnp.einsum("bnpv,vp->bn", dz, jnp.sum(folded, axis=2)[:, : sizes.P]) / count
+    return Means(mean_a, mean_an)
 
 
 # Keys as the kernels take them ---------------------------------------------------------------

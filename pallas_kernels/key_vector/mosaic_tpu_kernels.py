@@ -28,6 +28,7 @@ class Call:
     norm: Norm
     epsilon: int | float
     interpret: bool
+    scale: bool = True
 
     @property
     def integer(self) -> bool:
@@ -117,7 +118,8 @@ def forward(inputs, outputs, scratch, *, call: Call):
     def finish(i, product):
         if call.centred:
             product = product - above_operand * _widen(inputs["read_key_sums"][i], blocks.tokens)
-        _put(outputs["retrieved"], i * group, group, product * (rstd * call.unit))
+        factor = rstd * call.unit if call.scale else call.unit
+        _put(outputs["retrieved"], i * group, group, product * factor)
 
     def write_statistics():
         outputs["statistics"][0, 0:1] = mean
@@ -153,7 +155,8 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
 
     With a = G^T dz, rstd folded into dz, and n = norm(X):
     `dX = dX' + a - mean(a) - rstd n mean(a n)`. The two means need all of a token first: they are
-    given as `means`, or a first pass over VMEM takes them, and keeps a if there is room.
+    given as `means`, without rstd, or a first pass over VMEM takes them, and keeps a if there is
+    room.
 
     `tail` is None where every tile is full.
     """
@@ -200,7 +203,7 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
             # sum_tokens dz (x - mean)
             d_keys = d_keys - jnp.sum(dz.astype(jnp.float32) * mean, axis=1, keepdims=True)
         outputs["d_read_keys"][0, i] += d_keys
-        if call.slabs > 1:
+        if "means" in inputs:
             return sums
         a = d_normalised(i)
         if blocks.keep:
@@ -209,9 +212,11 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
         x = x - shift if call.shifted else x
         return sums[0] + _fold(a), sums[1] + _fold(a * x)
 
-    if call.slabs > 1:
+    if "means" in inputs:
         _loop(groups, read_keys_and_sums, (), blocks.read_unroll)
-        mean_a, mean_an = inputs["means"][0, 0:1], inputs["means"][0, 1:2]
+        means = inputs["means"]
+        mean_an = means[0, means.shape[1] - 1 :]
+        mean_a = means[0, 0:1] * rstd if call.centred else None
     else:
         zero = jnp.zeros((8 if s.K % 8 == 0 else 1, blocks.tokens), jnp.float32)
         sums = _loop(groups, read_keys_and_sums, (zero, zero), blocks.read_unroll)
@@ -221,7 +226,7 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
         mean_an = mean_ax * call.unit
 
     slope = -(rstd * rstd * call.unit) * mean_an
-    offset = -mean_a if call.centred else jnp.zeros_like(mean_a)
+    offset = -mean_a if call.centred else jnp.zeros_like(mean_an)
     if not call.shifted:
         offset = offset - slope * mean
 

@@ -29,6 +29,7 @@ from jaxtyping import Array, DTypeLike, Float, Shaped
 
 from pallas_kernels.key_vector.interface import (
     Gradients,
+    Means,
     Norm,
     Statistics,
     UnsupportedImplementation,
@@ -166,10 +167,11 @@ def norm_retrieve(
     norm: Norm,
     epsilon: int | float,
     dtype: DTypeLike,
+    scale: bool = True,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N P V"], Statistics]:
-    """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X.
+    """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X; over rstd without `scale`.
 
     Raises:
       UnsupportedImplementation: for what `unsupported` names, and any `dtype` but bfloat16 and
@@ -185,6 +187,7 @@ def norm_retrieve(
         norm=norm,
         epsilon=epsilon,
         dtype=jnp.dtype(dtype),
+        scale=scale,
         blocks=blocks,
         interpret=interpret,
     )
@@ -199,10 +202,13 @@ def store_norm_retrieve(
     *,
     norm: Norm,
     epsilon: int | float,
+    scale: bool = True,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
     """`store`, then `norm_retrieve` of what it stored, in the data's dtype.
+
+    Without `scale`, what is retrieved lacks the factor rstd.
 
     Raises:
       UnsupportedImplementation: for what `unsupported` names.
@@ -216,6 +222,7 @@ def store_norm_retrieve(
         read_keys,
         norm=norm,
         epsilon=epsilon,
+        scale=scale,
         blocks=blocks,
         interpret=interpret,
     )
@@ -230,6 +237,7 @@ def backward(
     read_keys: Float[Array, "P K"],
     d_residual: Float[Array, "B N K V"],
     d_retrieved: Float[Array, "B N P V"],
+    means: Means | None = None,
     *,
     norm: Norm,
     rebuild: bool = False,
@@ -239,7 +247,8 @@ def backward(
     """Cotangents of `store_norm_retrieve`, from the residual that it stored.
 
     With n = norm(X') and a = gain * r^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`, and
-    `dy = w dX`, `dw = y dX^T`, `dr = dz (gain n)^T`, `dgain = (r^T dz) n`.
+    `dy = w dX`, `dw = y dX^T`, `dr = dz (gain n)^T`, `dgain = (r^T dz) n`. The means are taken here
+    unless `means` gives them.
 
     Raises:
       UnsupportedImplementation: for what `unsupported` names.
@@ -287,6 +296,9 @@ def backward(
 
     run = functools.partial(_call, interpret=interpret)
     inputs_and_cotangent = inputs | {"d_stored": d_residual.reshape(T, K, V)}
+    if means is not None:
+        given = {"mean_an": means.an} | ({"mean_a": means.a} if norm == "layernorm" else {})
+        inputs_and_cotangent |= {k: mean.reshape(T) for k, mean in given.items()}
     flops = 2 * T * (site.R + site.P) * K * V
     if whole:
         kernel = functools.partial(backward_kernel, site, blocks)
@@ -323,6 +335,7 @@ def _forward(
     norm="layernorm",
     epsilon=0.0,
     dtype=None,
+    scale=True,
     blocks,
     interpret,
 ):
@@ -343,7 +356,7 @@ def _forward(
         (site.R > 0, site.P > 0), "key_vector_read"
     )
     blocks = blocks or _blocks_of(site, name)
-    kernel = functools.partial(forward_kernel, site, blocks, float(epsilon))
+    kernel = functools.partial(forward_kernel, site, blocks, float(epsilon), scale)
     flops = 2 * T * (site.R + site.P) * K * V
     out = _call(name, kernel, inputs, outputs, blocks, flops, interpret=interpret)
     tokens, results = residual.shape[:2], ()

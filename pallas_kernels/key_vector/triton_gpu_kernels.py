@@ -150,7 +150,7 @@ def _steps(written):
 # Forward ---------------------------------------------------------------------------------------
 
 
-def forward_kernel(site, blocks, epsilon, ref):
+def forward_kernel(site, blocks, epsilon, scale, ref):
     columns = (0, padded(site.V))
     chunks = pl.cdiv(site.K, blocks.keys)
     rows = lambda c: (c * blocks.keys, blocks.keys)
@@ -210,7 +210,8 @@ def forward_kernel(site, blocks, epsilon, ref):
 
         def scaled(c):
             values = kept if chunks == 1 else _values(_load(source, (t,), rows(c), columns))
-            return ((values - mean) * rstd * load_gain(c)).astype(site.dtype)
+            normalised = (values - mean) * rstd if scale else values - mean
+            return (normalised * load_gain(c)).astype(site.dtype)
 
         if chunks == 1:
             whole = scaled(0)
@@ -264,13 +265,17 @@ def _normalised(site, ref, t, rows, columns, mean, rstd):
     return (n if inside is None else jnp.where(inside, n, 0)), x
 
 
-def _d_stored(site, d_stored, a, n, rstd, totals):
-    """`dX' + rstd (a - mean(a) - n mean(a n))`, from the sums of a and a n over the token."""
-    total_a, total_an = totals
-    size = site.K * site.V
-    through_norm = a - n * (total_an / size)
+def _given_means(site, ref, t):
+    """Of a, where the norm needs it, and of a n, of a token whose means are given."""
+    return (ref.mean_a[t] if site.norm == "layernorm" else None), ref.mean_an[t]
+
+
+def _d_stored(site, d_stored, a, n, rstd, means):
+    """`dX' + rstd (a - mean(a) - n mean(a n))`."""
+    mean_a, mean_an = means
+    through_norm = a - n * mean_an
     if site.norm == "layernorm":
-        through_norm = through_norm - total_a / size
+        through_norm = through_norm - mean_a
     return d_stored.astype(jnp.float32) + rstd * through_norm
 
 
@@ -303,7 +308,11 @@ def backward_kernel(site, blocks, ref):
         d_read_keys += _dot((n * load_gain()).astype(site.dtype), dz, transpose_b=True)
         a = d_scaled * load_gain()
         d_stored = _load(ref.d_stored, (t,), rows, columns)
-        dx = _d_stored(site, d_stored, a, n, rstd, (jnp.sum(a), jnp.sum(a * n)))
+        if hasattr(ref, "mean_an"):
+            means = _given_means(site, ref, t)
+        else:
+            means = jnp.sum(a) / (site.K * site.V), jnp.sum(a * n) / (site.K * site.V)
+        dx = _d_stored(site, d_stored, a, n, rstd, means)
         _save(ref.d_residual, (t,), rows, columns, dx)
         dx = dx.astype(site.dtype)
         _save(ref.d_data, (t,), stores, columns, _dot(store_keys, dx))
@@ -348,12 +357,16 @@ def backward_tokens_kernel(site, blocks, ref):
             a, n, _ = terms(c)
             return totals[0] + jnp.sum(a), totals[1] + jnp.sum(a * n)
 
-        totals = _each_chunk(chunks, add, (jnp.float32(0), jnp.float32(0)))
+        if hasattr(ref, "mean_an"):
+            means = _given_means(site, ref, t)
+        else:
+            totals = _each_chunk(chunks, add, (jnp.float32(0), jnp.float32(0)))
+            means = [total / (site.K * site.V) for total in totals]
 
         def write(c, _):
             a, n, x = terms(c)
             d_stored = _load(ref.d_stored, (t,), rows(c), columns)
-            dx = _d_stored(site, d_stored, a, n, rstd, totals)
+            dx = _d_stored(site, d_stored, a, n, rstd, means)
             _save(ref.d_residual, (t,), rows(c), columns, dx)
             if hasattr(ref, "rebuilt"):
                 keys = [_load(ref.store_keys, (), rows(c), g, transposed=True) for g in stores]

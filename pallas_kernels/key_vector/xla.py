@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int16, Shaped
 
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Gradients, Norm, Statistics
+from pallas_kernels.key_vector.interface import FRACTION_BITS, Gradients, Means, Norm, Statistics
 
 _SCALE = 2.0**FRACTION_BITS
 _LARGEST = 2**15 - 1
@@ -46,11 +46,13 @@ def norm_retrieve(
     norm: Norm,
     epsilon: float,
     dtype: DTypeLike,
+    scale: bool = True,
 ) -> tuple[Float[Array, "B N P V"], Statistics]:
-    """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X."""
+    """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X; over rstd without `scale`."""
     values = _values(residual, _accumulator(residual, dtype))
     shift = jnp.mean(values[..., 0], axis=-1)
-    return _read(_Stored(residual, values, None), shift, gain, read_keys, norm, epsilon, dtype)
+    stored = _Stored(residual, values, None)
+    return _read(stored, shift, gain, read_keys, norm, epsilon, dtype, scale)
 
 
 def store_norm_retrieve(
@@ -62,14 +64,15 @@ def store_norm_retrieve(
     *,
     norm: Norm,
     epsilon: float,
+    scale: bool = True,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
     """`store`, then `norm_retrieve` of what it stored, in the data's dtype."""
     stored = _store(residual, store_keys, data)
     # From a slice of the inputs: taken from the stored residual it would need a pass of its own.
     first = _store(residual[..., :1], store_keys, data[..., :1]).values
     shift = jnp.mean(first, axis=(-2, -1))
-    retrieved, statistics = _read(stored, shift, gain, read_keys, norm, epsilon, data.dtype)
-    return stored.residual, retrieved, statistics
+    read = _read(stored, shift, gain, read_keys, norm, epsilon, data.dtype, scale)
+    return stored.residual, *read
 
 
 def backward(
@@ -81,17 +84,19 @@ def backward(
     read_keys: Float[Array, "P K"],
     d_residual: Float[Array, "B N K V"],
     d_retrieved: Float[Array, "B N P V"],
+    means: Means | None = None,
     *,
     norm: Norm,
     rebuild: bool = False,
 ) -> Gradients:
     """Cotangents of `store_norm_retrieve`, from the residual that it stored.
 
-    With n = norm(X) and a = G^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`.
+    With n = norm(X) and a = G^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`. The means are
+    taken here unless `means` gives them.
     """
     dtype = data.dtype
     through_norm, d_gain, d_read_keys = norm_backward(
-        residual, statistics, gain, read_keys, d_retrieved, norm=norm
+        residual, statistics, gain, read_keys, d_retrieved, means, norm=norm
     )
     d_stored = d_residual.astype(through_norm.dtype) + through_norm
     rounded = d_stored.astype(dtype)
@@ -111,10 +116,14 @@ def norm_backward(
     gain: Float[Array, "K V"],
     read_keys: Float[Array, "P K"],
     d_retrieved: Float[Array, "B N P V"],
+    means: Means | None = None,
     *,
     norm: Norm,
 ) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
-    """Cotangents of `norm_retrieve`: of the residual, the gain and the keys, at least float32."""
+    """Cotangents of `norm_retrieve`: of the residual, the gain and the keys, at least float32.
+
+    `means` as for `backward`.
+    """
     dtype = d_retrieved.dtype
     accumulator = _accumulator(residual, dtype)
     mean, rstd = (s[:, :, None, None].astype(accumulator) for s in statistics)
@@ -123,9 +132,16 @@ def norm_backward(
     # Rounded: two passes read it, and in float32 it would be the largest array of them all.
     d_scaled = _einsum("pk,bnpv->bnkv", read_keys.astype(dtype), d_retrieved).astype(dtype)
     a = d_scaled * gain
-    through_norm = a - n * jnp.mean(a * n, axis=(-2, -1), keepdims=True)
+    mean_a, mean_an = means or (None, None)
+
+    def mean_of(values, given):
+        if given is None:
+            return jnp.mean(values, axis=(-2, -1), keepdims=True)
+        return given[:, :, None, None].astype(accumulator)
+
+    through_norm = a - n * mean_of(a * n, mean_an)
     if norm == "layernorm":
-        through_norm = through_norm - jnp.mean(a, axis=(-2, -1), keepdims=True)
+        through_norm = through_norm - mean_of(a, mean_a)
     d_gain = jnp.sum(d_scaled * n, axis=(0, 1))
     d_read_keys = _einsum("bnpv,bnkv->pk", d_retrieved, (n * gain).astype(dtype))
     return rstd * through_norm, d_gain, d_read_keys
@@ -165,7 +181,7 @@ def _written(residual, store_keys, data):
     return jnp.where(jnp.isnan(steps), 2**24, steps).astype(jnp.int32)
 
 
-def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype):
+def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype, scale):
     values, count = stored.values, gain.size
     # Around a shift near the mean: E[x^2] - E[x]^2 would cancel where the mean is large.
     shift = shift if norm == "layernorm" else jnp.zeros_like(shift)
@@ -178,7 +194,9 @@ def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype):
     if stored.in_range is not None:
         rstd = jnp.where(stored.in_range, rstd, jnp.nan)
 
-    normalised = (values - mean[..., None, None]) * rstd[..., None, None]
+    normalised = values - mean[..., None, None]
+    if scale:
+        normalised = normalised * rstd[..., None, None]
     scaled = (normalised * gain.astype(values.dtype)).astype(dtype)
     retrieved = _einsum("pk,bnkv->bnpv", read_keys.astype(dtype), scaled)
     return retrieved.astype(dtype), Statistics(mean, rstd)

@@ -1,5 +1,6 @@
 """Figures for tuning kernels where there is no device: see `cost`, `compiler` and `schedule`."""
 
+from pallas_kernels.tuning.collectives import Collective, collectives
 from pallas_kernels.tuning.compiler import (
     CompilerError,
     Failure,
@@ -10,10 +11,15 @@ from pallas_kernels.tuning.compiler import (
     versions,
 )
 from pallas_kernels.tuning.cost import KernelCost, ProgramCost, kernel_cost, program_cost
-from pallas_kernels.tuning.topology import TARGETS, Target
+from pallas_kernels.tuning.memory import Assignment, Buffer
+from pallas_kernels.tuning.topology import DEVICES, TARGETS, Target, parse_topology
 
 __all__ = [
+    "DEVICES",
     "TARGETS",
+    "Assignment",
+    "Buffer",
+    "Collective",
     "CompilerError",
     "Failure",
     "Job",
@@ -21,9 +27,11 @@ __all__ = [
     "Program",
     "ProgramCost",
     "Target",
+    "collectives",
     "compile_jobs",
     "kernel_cost",
     "lower",
+    "parse_topology",
     "program_cost",
     "versions",
 ]

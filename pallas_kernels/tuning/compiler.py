@@ -1,8 +1,9 @@
-"""Compile programs for a TPU without one, and get back what the compiler made of them.
+"""Compile programs for a device without one, and get back what the compiler made of them.
 
 libtpu reads its options when it loads, so that every target gets a process of its own; it compiles
 the jobs one by one. What to compile is named, not passed: `"package.module:function"`, called as
-`function(device, **arguments)` with the target's first device, gives a `jax.stages.Lowered`.
+`function(device, **arguments)` with the target's first device, gives a `jax.stages.Lowered`, or a
+tuple of that and of JSON values (a dict) that are handed back with what becomes of it.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.tuning.hlo import Instruction, Module
+from pallas_kernels.tuning.memory import Assignment, read_assignment
 from pallas_kernels.tuning.schedule import Schedule, parse_schedule
 from pallas_kernels.tuning.topology import Target, compiler_environment
 
@@ -33,10 +36,14 @@ class CompilerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to compile: `function(device, **arguments)`, the function by its importable name."""
+    """What to compile: `function(device, **arguments)`, the function by its importable name.
+
+    With `whole_topology` it is given a list of all devices.
+    """
 
     function: str
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    whole_topology: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +57,8 @@ class Program:
       memory: bytes by kind, as in `jax.stages.Compiled.memory_analysis()`.
       seconds: that compiling took.
       warnings: given meanwhile, as by a call that has no kernel.
+      assignment: what lies in memory, if it was asked for.
+      info: what the job's function gave beside the program.
     """
 
     target: Target
@@ -58,39 +67,50 @@ class Program:
     memory: dict[str, int]
     seconds: float
     warnings: list[str]
+    assignment: Assignment | None = None
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A job that could not be lowered or compiled, and why in one line."""
+    """A job that could not be lowered or compiled, and why in one line.
+
+    `error` is the name of the exception. A program that needs more memory than there is comes with
+    its `assignment`, if that was asked for.
+    """
 
     message: str
+    error: str = ""
+    assignment: Assignment | None = None
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def compile_jobs(
-    target: Target, jobs: Sequence[Job], progress: Callable[[str], None] | None = None
+    target: Target,
+    jobs: Sequence[Job],
+    progress: Callable[[str], None] | None = None,
+    *,
+    buffers: bool = False,
 ) -> Generator[Program | Failure, None, None]:
     """What becomes of each job, in their order.
 
     Args:
-      target: the chip to compile for.
+      target: the device to compile for.
       jobs: what to compile.
       progress: is told of each job that ends.
+      buffers: whether to read how memory is assigned.
 
     Raises:
-      CompilerError: libtpu is missing, or its process ended early.
+      CompilerError: the compiler is missing, or its process ended early.
     """
-    if importlib.util.find_spec("libtpu") is None:
-        raise CompilerError(
-            "libtpu is not installed; pip install 'jax[tpu]' brings the TPU compiler"
-        )
+    _check_installed(target)
     with tempfile.TemporaryDirectory(prefix="tpu-compile-") as name:
         folder = Path(name)
         dump, errors = folder / "dump", folder / "stderr.txt"
-        environment = os.environ | compiler_environment(target, str(dump))
+        environment = os.environ | compiler_environment(target, str(dump), buffers=buffers)
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         request = {
-            "topology": target.topology,
+            "topology": target.options,
             "folder": name,
             "jobs": [dataclasses.asdict(job) for job in jobs],
         }
@@ -157,14 +177,40 @@ def versions() -> dict[str, str]:
 
 def _read(target: Target, folder: Path) -> Program | Failure:
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    assignment = read_assignment(folder)
     if "error" in result:
-        return Failure(result["error"])
+        return Failure(result["error"], result["error_type"], assignment, result["info"])
     module = Module((folder / "hlo.txt").read_text(encoding="utf-8"))
     kernels = [ran.instruction for ran in module.run() if ran.instruction.is_kernel]
     schedules = _schedules(target, folder, kernels)
     return Program(
-        target, module, schedules, result["memory"], result["seconds"], result["warnings"]
+        target=target,
+        module=module,
+        schedules=schedules,
+        memory=result["memory"],
+        seconds=result["seconds"],
+        warnings=result["warnings"],
+        assignment=assignment,
+        info=result["info"],
     )
+
+
+def _check_installed(target: Target) -> None:
+    if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        raise CompilerError(
+            "libtpu is not installed; pip install 'jax[tpu]' brings the TPU compiler"
+        )
+    if target.platform != "cuda":
+        return
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    if not any(importlib.util.find_spec(name) for name in plugins):
+        raise CompilerError(
+            "no CUDA plugin of jax is installed; pip install --no-deps "
+            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__} brings the "
+            "GPU compiler"
+        )
+    if shutil.which("ptxas") is None:
+        raise CompilerError("no ptxas on the PATH; pip install nvidia-cuda-nvcc brings it")
 
 
 def _schedules(target: Target, folder: Path, kernels: Sequence[Instruction]) -> dict[str, Schedule]:

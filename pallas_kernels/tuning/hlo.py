@@ -55,6 +55,11 @@ class Array:
                 sizes[i] = -(-sizes[i] // rows) * rows
         return math.prod(sizes) * _bits(self.dtype) // 8
 
+    @property
+    def size(self) -> int:
+        """Bytes without padding."""
+        return math.prod(self.shape) * _bits(self.dtype) // 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
@@ -260,11 +265,14 @@ class Module:
     def _parameters(computation: dict[str, Instruction]) -> list[str]:
         """Names of the parameters, in their order."""
         numbers = {
-            int(re.search(r"parameter\((\d+)\)", i.attributes).group(1)): i.name
-            for i in computation.values()
-            if i.opcode == "parameter"
+            Module.number(i): i.name for i in computation.values() if i.opcode == "parameter"
         }
         return [numbers[n] for n in sorted(numbers)]
+
+    @staticmethod
+    def number(parameter: Instruction) -> int:
+        """Of a parameter of a computation, from 0."""
+        return int(re.search(r"parameter\((\d+)\)", parameter.attributes).group(1))
 
 
 @dataclasses.dataclass(frozen=True)

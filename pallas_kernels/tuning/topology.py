@@ -1,11 +1,14 @@
-"""TPU generations to compile for without one, and what the cost model knows of them.
+"""Devices to compile for without one, and what the cost model knows of them.
 
 Clocks follow from XLA's own estimates and the makers' peak FLOP/s; bandwidths are the makers'.
 Matrix-unit timings are those of libtpu's critical-path dumps. None was measured on a device.
 """
 
 import dataclasses
+import math
 import os
+import re
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +32,17 @@ class MatrixUnit:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One chip of a TPU generation: bytes, bytes/s, Hz.
+    """One device of a generation, and the topology it is in: bytes, bytes/s, Hz.
 
     The two cores of a v5p chip share the work of a program: a grid axis that is "parallel" is split
     over them in a kernel's schedule, and XLA's estimates count cycles in which both work (so a
-    bfloat16 product of 8192^3 is rated at the chip's peak). `cores` is for the peak only.
+    bfloat16 product of 8192^3 is rated at the chip's peak). `cores` is for the peak only. The two
+    cores of a TPU7x chip are two devices, with half of the chip's bandwidths each.
+
+    `hbm` is what libtpu's out-of-memory error says is available to a program (on a GPU, the
+    maker's capacity). `interconnect` is what the maker states for all links of a chip together, in
+    one direction. `most` devices or chips make up the largest topology. `matrix` is None where
+    there is no model of time. `assumed` says of what a figure is that nobody states.
     """
 
     name: str
@@ -43,13 +52,35 @@ class Target:
     clock: float
     bandwidth: float
     vmem: int
-    matrix: MatrixUnit
+    matrix: MatrixUnit | None
+    hbm: int
+    interconnect: float
+    most: int
+    platform: str = "tpu"
+    assumed: str = ""
 
     @property
     def peak_flops(self) -> float:
-        """bfloat16 FLOP/s of the chip."""
+        """bfloat16 FLOP/s of the device; 0 where there is no model of time."""
         m = self.matrix
+        if m is None:
+            return 0.0
         return self.cores * m.units * m.size**2 * 2 * (16 / m.rows16) * self.clock
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the topology, in chips."""
+        return tuple(int(n) for n in self.topology.partition(":")[2].split("x"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `jax.experimental.topologies.get_topology_desc`."""
+        if self.platform == "cuda":
+            return _cuda_options(self)
+        options: dict[str, Any] = {"platform": "tpu", "topology_name": self.topology}
+        if math.prod(self.shape) < _HOST:
+            options["chips_per_host_bounds"] = [*self.shape, 1, 1][:3]
+        return options
 
 
 _MATRIX_128 = MatrixUnit(
@@ -59,21 +90,113 @@ _MATRIX_256 = MatrixUnit(
     size=256, units=2, rows16=8, rows8_float32=8, latency=192, result_interval=2
 )
 _MIB = 2**20
+_GIB = 2**30
+_HOST = 4  # chips, at most, where libtpu does not know by itself how many a host has
 
 TARGETS = {
     t.name: t
     for t in (
-        Target("v5e", "v5e:2x2", "v5litepod-4", 1, 1.5e9, 819e9, 128 * _MIB, _MATRIX_128),
-        Target("v5p", "v5p:2x2x1", "v5p-8", 2, 1.75e9, 2765e9, 64 * _MIB, _MATRIX_128),
-        Target("v6e", "v6e:2x2", "v6e-4", 1, 1.75e9, 1640e9, 128 * _MIB, _MATRIX_256),
+        Target(
+            "v5e", "v5e:2x2", "v5litepod-4", 1, 1.5e9, 819e9, 128 * _MIB, _MATRIX_128,
+            hbm=16128 * _MIB, interconnect=200e9, most=256,
+        ),
+        Target(
+            "v5p", "v5p:2x2x1", "v5p-8", 2, 1.75e9, 2765e9, 64 * _MIB, _MATRIX_128,
+            hbm=int(95.74 * _GIB), interconnect=600e9, most=6144,
+        ),
+        Target(
+            "v6e", "v6e:2x2", "v6e-4", 1, 1.75e9, 1640e9, 128 * _MIB, _MATRIX_256,
+            hbm=32000 * _MIB, interconnect=400e9, most=256,
+        ),
     )
-}
+}  # fmt: skip
+
+# What a whole program is compiled for, kernels' schedules aside. Nothing is known here of a TPU7x
+# core's matrix units: they are taken for those of a v6e at the clock that gives the maker's peak.
+DEVICES = TARGETS | {
+    t.name: t
+    for t in (
+        Target(
+            "tpu7x", "tpu7x:2x2x1", "tpu7x-8", 1, 2.2e9, 3690e9, 64 * _MIB, _MATRIX_256,
+            hbm=97024 * _MIB, interconnect=300e9, most=9216,
+            assumed="matrix units as those of v6e, at the clock that gives the maker's peak",
+        ),
+        Target(
+            "h100", "h100:1", "9.0", 132, 1.755e9, 3352e9, 0, None,
+            hbm=80 * 10**9, interconnect=450e9, most=8, platform="cuda",
+        ),
+        Target(
+            "h200", "h200:1", "9.0", 132, 1.755e9, 4800e9, 0, None,
+            hbm=141 * 10**9, interconnect=450e9, most=8, platform="cuda",
+        ),
+    )
+}  # fmt: skip
 
 
-def compiler_environment(target: Target, dump_folder: str | None = None) -> dict[str, str]:
-    """Variables with which a process that has not loaded libtpu compiles for a TPU without one.
+def parse_topology(text: str) -> Target:
+    """The device of a topology like "v5e:16x16", "v5p:4x4x8" or "h100:8", with that topology.
 
-    With a `dump_folder`, libtpu writes there the final schedule of every instruction.
+    Raises:
+      ValueError: there is no such generation, or its topologies have another form.
+    """
+    name, colon, shape = text.partition(":")
+    device = DEVICES.get(name)
+    if device is None or (device.platform == "tpu" and not colon):
+        raise ValueError(f"{text!r} is unknown; legal: {_LEGAL}")
+    if not colon:
+        return device
+    form = r"\d+" + r"x\d+" * (len(device.shape) - 1)
+    sizes = [int(n) for n in shape.split("x")] if re.fullmatch(form, shape) else [0]
+    # Hosts of a slice have 2x2 chips; a host can also be had with one or two.
+    hosts = len(sizes) == 1 or max(sizes) == 1 or all(n % 2 == 0 for n in sizes[:2])
+    if min(sizes) < 1 or not hosts or math.prod(sizes) > device.most:
+        raise ValueError(f"{text!r} is no topology of {name}; legal: {_LEGAL}")
+    return dataclasses.replace(device, topology=text)
+
+
+_LEGAL = (
+    "v5e:AxB and v6e:AxB (A and B even, like v5e:4x4, up to 16x16; or 1x1), v5p:AxBxC and "
+    "tpu7x:AxBxC (A and B even, like v5p:4x4x8; or 1x1x1), h100:N and h200:N (N up to 8)"
+)
+
+
+def _cuda_options(target: Target) -> dict[str, Any]:
+    """XLA's description of a GPU, by the maker's figures."""
+    major, minor = target.accelerator_type.split(".")
+    config = f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472  core_count: {target.cores}  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: {int(target.bandwidth)}  l2_cache_size: 52428800
+  clock_rate_ghz: {target.clock / 1e9}  device_memory_size: {target.hbm}
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  cuda_compute_capability {{
+    major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES
+  }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+device_description_str: "NVIDIA {target.name.upper()}"
+"""
+    return {
+        "platform": "cuda",
+        "topology_name": target.name,
+        "topology": f"1x1x{target.shape[0]}",
+        "target_config": config,
+    }
+
+
+def compiler_environment(
+    target: Target, dump_folder: str | None = None, *, buffers: bool = False
+) -> dict[str, str]:
+    """Variables with which a process that has not loaded a compiler compiles for a device.
+
+    Args:
+      target: the device.
+      dump_folder: libtpu writes there the final schedule of every instruction.
+      buffers: XLA writes there too how it assigned memory (see `memory`).
     """
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     if dump_folder is not None:
@@ -82,9 +205,11 @@ def compiler_environment(target: Target, dump_folder: str | None = None) -> dict
             f" --xla_jf_dump_to={dump_folder} --xla_jf_dump_llo_text=true"
             " --xla_jf_dump_llo_pass_label_regex=^final_(bundles|hlo.*)$"
         )
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+    dump = f"--xla_dump_to={dump_folder} --xla_dump_hlo_as_text"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": dump if dump_folder and buffers else ""}
+    if target.platform == "cuda":
+        return environment
+    return environment | {
         "LIBTPU_INIT_ARGS": flags.strip(),
         "TPU_SKIP_MDS_QUERY": "1",
         # Else a second process that compiles dies on a lock file.

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from pallas_kernels.tuning.memory import DUMPS
+
 _KERNEL = re.compile(r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"')
 _MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 # A message from the compiler can have a whole program behind its first lines.
@@ -29,27 +31,42 @@ def main() -> None:
     """Compiles what request.json asks for."""
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"])
+    devices = topologies.get_topology_desc(**request["topology"]).devices
     for i, job in enumerate(request["jobs"]):
         results = folder / str(i)
         results.mkdir()
+        result: dict[str, Any] = {"info": {}}
         try:
-            result = _compile(topology.devices[0], job, folder / "dump", results)
+            given = devices if job["whole_topology"] else devices[0]
+            result |= _compile(given, job, folder / "dump", results, result["info"])
         except Exception as error:  # told of the job, and the next one goes on
             message = " ".join(f"{type(error).__name__}: {error}".split())
-            result = {"error": message[:_MESSAGE]}
+            result |= {"error": message[:_MESSAGE], "error_type": type(error).__name__}
+        for path in (folder / "dump").glob("*.txt"):
+            if path.name.endswith(tuple(DUMPS.values())):
+                shutil.copyfile(path, results / path.name)
         shutil.rmtree(folder / "dump", ignore_errors=True)
         (results / "result.json").write_text(json.dumps(result), encoding="utf-8")
         print(f"ended {i}", flush=True)
 
 
-def _compile(device: jax.Device, job: dict[str, Any], dump: Path, results: Path) -> dict[str, Any]:
+def _compile(
+    device: jax.Device | list[jax.Device],
+    job: dict[str, Any],
+    dump: Path,
+    results: Path,
+    info: dict[str, Any],
+) -> dict[str, Any]:
     module, _, name = job["function"].partition(":")
     dump.mkdir(exist_ok=True)
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         build = getattr(importlib.import_module(module), name)
-        compiled = build(device, **job["arguments"]).compile()
+        lowered = build(device, **job["arguments"])
+        if isinstance(lowered, tuple):
+            lowered, told = lowered
+            info.update(told)
+        compiled = lowered.compile()
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     (results / "hlo.txt").write_text(text, encoding="utf-8")
@@ -64,8 +81,8 @@ def _compile(device: jax.Device, job: dict[str, Any], dump: Path, results: Path)
                     shutil.copyfile(path, results / f"{kernel}.{kind}.txt")
     memory = compiled.memory_analysis()
     sizes = {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in _MEMORY}
-    told = [" ".join(str(warning.message).split())[:_MESSAGE] for warning in caught]
-    return {"seconds": seconds, "memory": sizes, "warnings": told}
+    warned = [" ".join(str(warning.message).split())[:_MESSAGE] for warning in caught]
+    return {"seconds": seconds, "memory": sizes, "warnings": warned}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 The very step that `train` runs is compiled for one chip. Every instruction that XLA makes has its
 own estimate of cycles; a Pallas kernel has none and takes the longer of its schedule and of its HBM
 bytes over the bandwidth. Each counts as often as the loops around it run. Copies between HBM and
-VMEM that run beside other work are counted in the bytes, not in the cycles.
+VMEM that run beside other work are counted in the bytes, not in the cycles. Collectives take no
+cycles here: what they take of the network is for `preflight` to say.
 
 Estimates all: fit to compare programs and to find what to mend, not to say how fast a chip is.
 """
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 
 import sharding
 from pallas_kernels.tuning import Failure, Job, Program, Target, compile_jobs, kernel_cost
+from pallas_kernels.tuning.collectives import only_communicates
 from pallas_kernels.tuning.hlo import Bytes, Executed, Instruction
 from rmt_tpu import overrides
 from rmt_tpu.config import RunConfig
@@ -220,8 +222,16 @@ def lower_step(device: jax.Device, **step: Any) -> jax.stages.Lowered:
       device: of a topology.
       **step: the fields of a Step.
     """
-    config = Step(**step).config()
-    prepared = prepare(config, sharding.make_mesh(config.train.mesh, [device]))
+    return lower_config(Step(**step).config(), [device])
+
+
+def lower_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
+    """The train step of a run, lowered for all of the devices.
+
+    Raises:
+      MeshError: the run's mesh does not fit the devices, or a size does not divide over it.
+    """
+    prepared = prepare(config, sharding.make_mesh(config.train.mesh, devices))
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, jax.eval_shape(prepared.init), prepared.state_shardings)
     shape = (config.train.batch_size, config.data.seq_len)
@@ -282,6 +292,8 @@ def _cycles(program: Program, ran: Executed, traffic: Bytes) -> float:
     """Of one call."""
     target = program.target
     by_bytes = traffic.hbm / target.bandwidth * target.clock
+    if only_communicates(program.module, ran.instruction):
+        return 0.0
     if ran.instruction.is_kernel:
         return max(float(kernel_cost(program, ran).cycles or 0), by_bytes)
     if ran.instruction.opcode.endswith(_ASYNCHRONOUS):

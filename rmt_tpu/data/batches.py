@@ -82,6 +82,10 @@ class Batch(NamedTuple):
     weights: Float32[np.ndarray, "batch seq"]
 
 
+Rows = slice | Int64[np.ndarray, " rows"]  # of a batch
+_ALL = slice(None)
+
+
 class Windows:
     """A stream of tokens as windows of `seq_len` inputs, each with the token after it as target.
 
@@ -137,7 +141,12 @@ class Windows:
         """CRC-32 of the stream, by which a resumed run knows that it reads the same text."""
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
-    def batch_at(self, position: int) -> Batch:
+    @property
+    def num_batches(self) -> int:
+        """Batches in one epoch, with the last one that is not full."""
+        return -(-self.num_windows // self.batch_size)
+
+    def batch_at(self, position: int, rows: Rows = _ALL) -> Batch:
         """The batch that follows when `position` windows have been read since the run began.
 
         Epochs follow one another without a gap, so a batch may hold the end of one and the start
@@ -146,11 +155,12 @@ class Windows:
 
         Args:
           position: 0 or more.
+          rows: of the batch; only these are read. A process of several asks for its own.
 
         Returns:
-          `batch_size` windows.
+          `batch_size` windows, or those in `rows`.
         """
-        epoch, window = np.divmod(position + np.arange(self.batch_size), self.num_windows)
+        epoch, window = np.divmod(position + np.arange(self.batch_size)[rows], self.num_windows)
         if self.shuffle:
             window = permute(window, size=self.num_windows, seed=self.seed, epoch=epoch)
         return self._gather(window)
@@ -158,11 +168,14 @@ class Windows:
     def batches(self) -> Iterator[Batch]:
         """Every window once, in the order of the stream.
 
-        Yields:
+        Returns:
           Batches that are all of one shape: rows past the last window are 0, weights too.
         """
-        for start in range(0, self.num_windows, self.batch_size):
-            yield self._gather(start + np.arange(self.batch_size))
+        return map(self.in_order, range(self.num_batches))
+
+    def in_order(self, number: int, rows: Rows = _ALL) -> Batch:
+        """The batch of `batches` with this number, from 0, or only some of its rows."""
+        return self._gather(number * self.batch_size + np.arange(self.batch_size)[rows])
 
     def _gather(self, window: Int64[np.ndarray, " batch"]) -> Batch:
         positions = window[:, None] * self.seq_len + np.arange(self.seq_len + 1)

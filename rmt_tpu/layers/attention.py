@@ -68,6 +68,7 @@ class Attention:
       layer_index: from 0; divides the logits by itself plus 1 if so configured.
 
     Data vectors are `[batch, seq, 3 * heads, head_dim]`: queries, keys and values of every head.
+    Where tokens are divided over devices, each attends with a part of the heads over all of them.
     """
 
     def __init__(self, config: cfg.ModelConfig, context: Context, layer_index: Int[Array, ""]):
@@ -80,6 +81,12 @@ class Attention:
         # The order of rows in which the store's reads come and its writes go: see the kernels.
         matrix = isinstance(config.store, cfg.MatrixStore)
         self.rows = "size_major" if matrix else "head_major"
+        # A matrix store gives every device all heads of its own tokens; a projection gives it its
+        # heads of the tokens of all devices of `tensor`.
+        self.swapped = ("sequence", "tensor") if matrix else ("sequence",)
+        self.divided = self.swapped if matrix else ("tensor", "sequence")
+        if alibi:
+            self.slopes = sharding.own_part(self.slopes, self.divided, axis=0)
 
     def __call__(
         self, z: Float[Array, "batch seq vectors head_dim"]
@@ -87,34 +94,46 @@ class Attention:
         """One data vector a head, in z's dtype. Logits and softmax are at least float32."""
         qkv = self._turned(z)
         if self.context.mask is not None:
-            return self._masked(*jnp.split(qkv, 3, axis=-2))
-        return self._over_batch(pallas_kernels.causal_attention, qkv)
+            y = self._masked(*jnp.split(qkv, 3, axis=-2))
+        else:
+            y = self._attend(pallas_kernels.causal_attention, qkv)
+        return self._to_tokens(y)
 
     def forward(
         self, z: Float[Array, "batch seq vectors head_dim"]
-    ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq heads"]]:
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch all_seq own_heads"]]:
         """The same, and the logarithm of each softmax's sum: what `backward` needs, beside y."""
-        return self._over_batch(pallas_kernels.attention_forward, self._turned(z))
+        y, log_sums = self._attend(pallas_kernels.attention_forward, self._turned(z))
+        return self._to_tokens(y), log_sums
 
     def backward(
         self,
         z: Float[Array, "batch seq vectors head_dim"],
         y: Float[Array, "batch seq heads head_dim"],
-        log_sums: Float[Array, "batch seq heads"],
+        log_sums: Float[Array, "batch all_seq own_heads"],
         d_y: Float[Array, "batch seq heads head_dim"],
     ) -> Float[Array, "batch seq vectors head_dim"]:
         """The cotangent of z from that of y, without attending again."""
         qkv, turn_back = jax.vjp(self._turned, z)
-        d_qkv = self._over_batch(pallas_kernels.attention_backward, qkv, y, log_sums, d_y)
+        y, d_y = self._to_heads(y, groups=1), self._to_heads(d_y, groups=1)
+        d_qkv = self._attend(pallas_kernels.attention_backward, qkv, y, log_sums, d_y)
         return turn_back(d_qkv)[0]
 
-    def _over_batch(self, function, *batched):
-        def local(batched, shared):
-            arrays, segment_ids = batched
-            return function(*arrays, segment_ids=segment_ids, rows=self.rows, **shared)
-
+    def _attend(self, function, *arrays):
         shared = {"scale": self.scale, "slopes": self.slopes}
-        return sharding.over_batch(local, (batched, self.context.segment_ids), shared)
+        return function(*arrays, segment_ids=self.context.segment_ids, rows=self.rows, **shared)
+
+    def _to_heads(self, x, groups):
+        """From all heads of own tokens to own heads of all tokens; `groups` of heads are alike."""
+        if sharding.axis_size(self.swapped) == 1:
+            return x
+        x = x.reshape(*x.shape[:2], groups, -1, x.shape[-1])
+        x = sharding.swap(x, self.swapped, split=3, join=1)
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    def _to_tokens(self, y):
+        """`_to_heads` undone."""
+        return sharding.swap(y, self.swapped, split=1, join=2)
 
     def with_cache(
         self, z: Float[Array, "batch seq vectors head_dim"], cache: Cache
@@ -124,10 +143,11 @@ class Attention:
         at = (0, self.context.start, 0, 0)
         k = jax.lax.dynamic_update_slice(cache.keys, k.astype(cache.keys.dtype), at)
         v = jax.lax.dynamic_update_slice(cache.values, v.astype(cache.values.dtype), at)
-        return self._masked(q, k, v), Cache(k, v)
+        return self._to_tokens(self._masked(q, k, v)), Cache(k, v)
 
     def _turned(self, z):
-        """z with positions rotated into its queries and keys, if they are."""
+        """Own heads of z, with positions rotated into its queries and keys, if they are."""
+        z = self._to_heads(z, groups=3)
         match self.config.attention.positions:
             case cfg.Rope(base=base):
                 q, k, v = jnp.split(z, 3, axis=-2)

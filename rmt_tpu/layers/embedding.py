@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
+import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import concatenate, separate
 from rmt_tpu.layers.parameters import parameter
@@ -34,12 +35,13 @@ class Embedding(nnx.Module):
         Float[Array, "batch seq vectors size"], Float[Array, "batch_or_1 seq vectors size"] | None
     ]:
         """Data vectors of the tokens, and those of the positions if these are learned."""
+        # Own columns for the tokens of all devices of `fsdp`, and back: less than the whole table.
+        rows = self._look_up(self.tokens[...], sharding.gather(tokens, "fsdp", axis=0), dtype)
+        tokens = separate(sharding.swap(rows, "fsdp", split=0, join=2), self.vectors)
         if self.positions is None:
-            return self._look_up(self.tokens, tokens, dtype), None
-        return (
-            self._look_up(self.tokens, tokens, dtype),
-            self._look_up(self.positions, positions, dtype),
-        )
+            return tokens, None
+        table = sharding.gather(self.positions[...], "fsdp", axis=1)
+        return tokens, separate(self._look_up(table, positions, dtype), self.vectors)
 
     def _positions(self, config, rngs):
         return parameter(
@@ -47,13 +49,13 @@ class Embedding(nnx.Module):
             (config.attention.positions.max_length, config.width),
             std=config.init_std,
             role="embedding",
-            axes=("sequence", "embed"),
+            axes=("position", "embed"),
         )
 
     def _look_up(self, table, indices, dtype):
         # A token or position that the table does not have gives NaN, not its neighbour.
-        rows = self.multiplier * jnp.take(table[...], indices, axis=0, mode="fill")
-        return separate(rows.astype(dtype), self.vectors)
+        rows = self.multiplier * jnp.take(table, indices, axis=0, mode="fill")
+        return rows.astype(dtype)
 
 
 class Unembedding(nnx.Module):
@@ -75,7 +77,7 @@ class Unembedding(nnx.Module):
         """Logits, at least float32."""
         logits = jnp.dot(
             concatenate(z),
-            self.kernel.astype(z.dtype),
+            sharding.gather(self.kernel.astype(z.dtype), "fsdp", axis=0),
             preferred_element_type=jnp.result_type(z, jnp.float32),
         )
         return self.multiplier * logits

@@ -44,10 +44,17 @@ def keys(rngs: nnx.Rngs, count: int, key_dim: int, *, std: float | jax.Array) ->
     return parameter(rngs, (count, key_dim), std=std, role="keys", axes=("head", "key"))
 
 
-def stack(make: Callable[[nnx.Rngs, jax.Array], Module], rngs: nnx.Rngs, count: int) -> Module:
+def stack(
+    make: Callable[[nnx.Rngs, jax.Array], Module],
+    rngs: nnx.Rngs,
+    count: int,
+    *,
+    axis: str = "layer",
+) -> Module:
     """One module whose parameters are those of `make(rngs, 0), make(rngs, 1), ...`, stacked.
 
-    The index that `make` gets is traced: layers may differ in values, not in shapes.
+    The index that `make` gets is traced: layers may differ in values, not in shapes. `axis` is the
+    logical name of the axis over them.
     """
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0), jnp.int32(0)))
     graphdef, _ = nnx.split(abstract)
@@ -60,7 +67,7 @@ def stack(make: Callable[[nnx.Rngs, jax.Array], Module], rngs: nnx.Rngs, count: 
     states = draw(jax.random.split(rngs.params(), count), jnp.arange(count))
     stacked = nnx.merge(graphdef, states)
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
-        variable.set_metadata(axes=("layer", *variable.get_metadata("axes")))
+        variable.set_metadata(axes=(axis, *variable.get_metadata("axes")))
     return stacked
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.parameters import parameter
 from rmt_tpu.residual import depth_attention
@@ -26,7 +27,7 @@ class Mix(depth_attention.Mix):
         super().__init__(config, rngs)
         if config.mixer.query == "scalars":
             self.query = self.key_gain = None
-        shape, axes = 2 * (config.residual_size,), ("embed", "heads")
+        shape, axes = 2 * (config.residual_size,), ("embed", "width")
         project = config.mixer.query == "input"
         self.project = (
             parameter(rngs, shape, std=0.0, role="hidden", axes=axes) if project else None
@@ -151,7 +152,8 @@ class DepthAblation(depth_attention.DepthAttention):
             return query
         newest = jax.lax.dynamic_index_in_dim(rows, count - 1, keepdims=False)
         newest = _flat(jnp.where(running, current, newest)[None])[0]
-        projected = jnp.dot(self._normed(newest), at.mix.project[...].astype(newest.dtype))
+        project = sharding.gather(at.mix.project.astype(newest.dtype), "fsdp", axis=0)
+        projected = jnp.dot(self._normed(newest), project)
         if at.mix.key_gain is not None:
             projected = projected * at.mix.key_gain[...].reshape(-1)
         return query + projected
@@ -160,10 +162,12 @@ class DepthAblation(depth_attention.DepthAttention):
         keys = _flat(sources)
         keys = self._normed(keys) if self.mixer.key_norm else keys
         products = query * keys
-        return products.reshape(*keys.shape[:3], self.mixer.num_heads, -1).sum(-1)
+        own = products.reshape(*keys.shape[:3], self.mixer.num_heads, -1).sum(-1)
+        return sharding.total(own, "key")
 
     def _normed(self, x):
-        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+        mean_square = sharding.total(square, "key") / (x.shape[-1] * sharding.axis_size("key"))
         return x * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
 
 

@@ -41,7 +41,7 @@ class Mix(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
         vector = isinstance(config.store, cfg.VectorStore)
         shape = (config.store.dim,) if vector else (config.store.key_dim, config.attention.head_dim)
-        axes = ("embed",) if vector else ("key", "head")
+        axes = ("width",) if vector else ("key", "head")
         self.query = parameter(rngs, shape, std=0.0, role="gain", axes=axes)
         with_gain = config.mixer.key_norm and config.mixer.key_gain
         self.key_gain = gain(shape, axes=axes) if with_gain else None
@@ -58,7 +58,6 @@ class DepthAttention(nnx.Module):
     def __init__(self, config: cfg.ModelConfig):
         self.mixer, self.num_layers = config.mixer, config.num_layers
         self.vector = isinstance(config.store, cfg.VectorStore)
-        self.size = config.residual_size
         self.norm, self.norm_epsilon = config.norm, config.norm_epsilon
         self.block = config.mixer.sublayers_a_block(config.num_layers)
         self.num_rows = 1 - (-2 * config.num_layers // self.block)
@@ -113,7 +112,7 @@ class DepthAttention(nnx.Module):
         count: Int[Array, ""] | int,
     ) -> Prior:
         """Phase one: all sites of a group over the rows before it."""
-        return Prior(*self._partial(shared.reshape(-1, self.size), bank, count))
+        return Prior(*self._partial(_queries(shared), bank, count))
 
     def prior_backward(
         self,
@@ -125,40 +124,33 @@ class DepthAttention(nnx.Module):
         d_bank: Float[Array, "rows batch seq *shape"],
     ) -> tuple[Float[Array, "layers 2 scored"], Float[Array, "rows batch seq *shape"]]:
         """Cotangents of what `prior` was given, that of the bank added to `d_bank`."""
-
-        def local(batched, shared):
-            sources, mixed, log_sums, d_mixed, d_log_sums, there = batched
-            queries, count = shared
-            g = pallas_kernels.depth_attention_partial_backward(
-                queries,
-                sources,
-                mixed,
-                log_sums,
-                d_mixed,
-                d_log_sums,
-                count=count,
-                accumulate=there,
-                epsilon=self.mixer.epsilon,
-            )
-            return g.sources, g.queries[:, None]
-
-        batched = (_flat(bank), *prior, *d_prior, _flat(d_bank))
-        parameters = (shared.reshape(-1, self.size), jnp.asarray(count))
         with jax.named_scope("residual"):
-            d_flat, parts = sharding.over_batch(local, batched, parameters, axis=1)
-        d_shared = sharding.add_up(parts, axis=1)
-        return d_shared.reshape(shared.shape), d_flat.reshape(d_bank.shape)
+            g = pallas_kernels.depth_attention_partial_backward(
+                _queries(shared),
+                _flat(bank),
+                *prior,
+                *d_prior,
+                count=count,
+                accumulate=_flat(d_bank),
+                epsilon=self.mixer.epsilon,
+                **self._divided(),
+            )
+        return g.queries.reshape(shared.shape), g.sources.reshape(d_bank.shape)
 
     @jax.named_scope("residual")
     def _partial(self, queries, rows, count, prior=None):
-        def local(batched, shared):
-            (sources, prior), (queries, count) = batched, shared
-            return pallas_kernels.depth_attention_partial(
-                queries, sources, count=count, prior=prior, epsilon=self.mixer.epsilon
-            )
+        return pallas_kernels.depth_attention_partial(
+            queries,
+            _flat(rows),
+            count=count,
+            prior=prior,
+            epsilon=self.mixer.epsilon,
+            **self._divided(),
+        )
 
-        shared = (queries, jnp.asarray(count))
-        return sharding.over_batch(local, (_flat(rows), prior), shared, axis=1)
+    def _divided(self):
+        """The axis of the mesh that divides a source, if there is one."""
+        return {"key_axis": "key"} if sharding.axis_size("key") > 1 else {}
 
     # A layer ------------------------------------------------------------------------------------
 
@@ -219,30 +211,22 @@ class DepthAttention(nnx.Module):
     @jax.named_scope("residual")
     def _merge(self, prior, place, current, query, norm_gain, active):
         log_sums, own = stacks.take(prior.log_sums, place)
-
-        def local(batched, shared):
-            (mixed, log_sums, current), (place, query, norm_gain, active) = batched, shared
-            mixed, current, z = pallas_kernels.depth_attention_merge(
-                mixed,
-                log_sums[0],
-                place,
-                current[0],
-                query,
-                norm_gain,
-                active=active,
-                norm=self.norm,
-                epsilon=self.mixer.epsilon,
-                norm_epsilon=self.norm_epsilon,
-            )
-            return mixed, current[None], z[None]
-
-        batched = (prior.mixed, own[None], current[None])
-        shared = (jnp.asarray(place), query, norm_gain, jnp.asarray(active))
-        mixed, current, z = sharding.over_batch(local, batched, shared, axis=1)
+        mixed, current, z = pallas_kernels.depth_attention_merge(
+            prior.mixed,
+            own,
+            place,
+            current,
+            query,
+            norm_gain,
+            active=active,
+            norm=self.norm,
+            epsilon=self.mixer.epsilon,
+            norm_epsilon=self.norm_epsilon,
+        )
         # The kernel has one axis of tokens. Without the barrier XLA finds that out and merges the
         # tokens' axes in the products with z too, for which it has to transpose the other factors.
-        z = jax.lax.optimization_barrier(z[0])
-        return Prior(mixed, log_sums), current[0], z
+        z = jax.lax.optimization_barrier(z)
+        return Prior(mixed, log_sums), current, z
 
     def _seal(self, rows, current, done):
         """After `done` sublayers: a block that is complete becomes a row, and its sum is empty."""
@@ -263,3 +247,7 @@ class DepthAttention(nnx.Module):
 
 def _flat(rows: Float[Array, "rows batch seq *shape"]) -> Float[Array, "rows batch seq D"]:
     return rows.reshape(*rows.shape[:3], -1)
+
+
+def _queries(shared: Float[Array, "layers 2 scored"]) -> Float[Array, "sites scored"]:
+    return shared.reshape(-1, shared.shape[-1])

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter
@@ -55,7 +56,7 @@ class Mix(nnx.Module):
         std = config.init_std * (2 * dim) ** -0.5
         shape, axes = (2 * dim, _GATES * dim), ("embed", "gate")
         self.gates = parameter(rngs, shape, std=std, role="hidden", axes=axes)
-        self.gate_gains = gain((_GATES, dim), axes=("gate", "embed"))
+        self.gate_gains = gain((_GATES, dim), axes=("gate", "width"))
 
 
 class DepthLstm(nnx.Module):
@@ -75,10 +76,10 @@ class DepthLstm(nnx.Module):
         self,
         store,
         state: State | Cell,
-        y: Float[Array, "batch seq vectors size"],
+        y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: int | Int[Array, ""],
-    ) -> tuple[State | Cell, Float[Array, "batch seq reads read_size"]]:
+    ) -> tuple[State | Cell, Float[Array, "batch z_seq reads read_size"]]:
         """Finish a cell and read its output, or open the gates of the next one."""
         written = store.written(y, site.write)
         if site.mix is None:
@@ -88,7 +89,8 @@ class DepthLstm(nnx.Module):
                 cell = jnp.where(index == 0, jnp.zeros_like(cell), cell)
             return Cell(output, cell), store.read(output, site, y.dtype)
         z = jnp.concatenate([written, state.output.astype(y.dtype)], axis=-1)
-        gates = jnp.split(jnp.dot(z, site.mix.gates.astype(z.dtype)), _GATES, axis=-1)
+        w = sharding.gather(site.mix.gates.astype(z.dtype), "fsdp", axis=0)
+        gates = jnp.split(jnp.dot(z, w), _GATES, axis=-1)
         offsets = (0.0, self.mixer.forget_offset, 0.0)
         admit, forget, show = (
             self._opened(gate, gain, offset).astype(state.cell.dtype)

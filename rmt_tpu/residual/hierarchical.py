@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter, stack
@@ -47,23 +48,25 @@ class Node(nnx.Module):
             (inputs * dim, hidden_dim),
             std=config.init_std * (inputs * dim) ** -0.5,
             role="hidden",
-            axes=("embed", "ff"),
+            axes=("embed", "hidden"),
         )
         self.w_b = parameter(
             rngs,
             (hidden_dim, dim),
             std=config.init_std * hidden_dim**-0.5,
             role="hidden",
-            axes=("ff", "embed"),
+            axes=("hidden", "embed"),
         )
-        self.gain = gain((dim,), axes=("embed",))
+        self.gain = gain((dim,), axes=("width",))
 
     def __call__(self, inputs: list[Float[Array, "batch seq D"]]) -> Float[Array, "batch seq D"]:
         """In the inputs' dtype; their sum is at least float32."""
         x = jnp.concatenate(inputs, axis=-1)
-        hidden = jax.nn.sigmoid(jnp.dot(x, self.w_a.astype(x.dtype)))
+        w_a = sharding.gather(self.w_a.astype(x.dtype), "fsdp", axis=0)
+        w_b = sharding.gather(self.w_b.astype(x.dtype), "fsdp", axis=1)
+        hidden = jax.nn.sigmoid(jnp.dot(x, w_a))
         accumulator = jnp.result_type(x, jnp.float32)
-        total = jnp.dot(hidden, self.w_b.astype(x.dtype), preferred_element_type=accumulator) + sum(
+        total = jnp.dot(hidden, w_b, preferred_element_type=accumulator) + sum(
             x.astype(accumulator) for x in inputs
         )
         norm = {"norm": self.norm, "epsilon": self.epsilon}
@@ -84,7 +87,8 @@ class Hierarchical(nnx.Module):
         self.first = Node(config, rngs, inputs=every)
         count = config.num_layers // every - 1
         make = lambda rngs, index: Node(config, rngs, inputs=every + 1)
-        self.others = stack(make, rngs, min(count, 1) if shared else count) if count else None
+        count = min(count, 1) if shared else count
+        self.others = stack(make, rngs, count, axis="node") if count else None
 
     def start(self, store, state: Float[Array, "batch seq D"], y: Array) -> tuple[State, Array]:
         """State before the first write, and that write."""
@@ -96,10 +100,10 @@ class Hierarchical(nnx.Module):
         self,
         store,
         state: State,
-        y: Float[Array, "batch seq vectors size"],
+        y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: int | Int[Array, ""],
-    ) -> tuple[State, Float[Array, "batch seq reads read_size"]]:
+    ) -> tuple[State, Float[Array, "batch z_seq reads read_size"]]:
         """Write y; after every few layers, pass the residual on through a node."""
         h, inputs = store.write(state.residual, y, site.write), state.inputs
         if site.write is None:  # a layer, or the embedding, is complete

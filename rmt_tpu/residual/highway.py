@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.parameters import parameter
 
@@ -56,10 +57,10 @@ class Highway(nnx.Module):
         self,
         store,
         state: State,
-        y: Float[Array, "batch seq vectors size"],
+        y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: int | Int[Array, ""],
-    ) -> tuple[State, Float[Array, "batch seq reads read_size"]]:
+    ) -> tuple[State, Float[Array, "batch z_seq reads read_size"]]:
         """Write y; add all of the next sublayer's equation that does not wait for its output."""
         h, passed = state
         written = store.written(y, site.write).astype(h.dtype)
@@ -69,7 +70,8 @@ class Highway(nnx.Module):
         if site.mix is None:
             return State(h, passed), z
         x = normed if self.mixer.input == "normed" else h.astype(y.dtype)
-        product = jnp.dot(x, site.mix.gate_and_value.astype(x.dtype))
+        w = sharding.gather(site.mix.gate_and_value.astype(x.dtype), "fsdp", axis=0)
+        product = jnp.dot(x, w)
         gate, value = jnp.split(product, 2, axis=-1)
         gate = self.activation(gate)
         added, closed = (gate * value).astype(h.dtype), (1 - gate).astype(h.dtype)

@@ -78,10 +78,10 @@ class HyperConnections(nnx.Module):
         self,
         store,
         state: State,
-        y: Float[Array, "batch seq vectors size"],
+        y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: int | Int[Array, ""],
-    ) -> tuple[State, Float[Array, "batch seq reads read_size"]]:
+    ) -> tuple[State, Float[Array, "batch z_seq reads read_size"]]:
         """Mix the streams and write y to them; read them with the coefficients that they give."""
         streams = _written(state, store.written(y, site.write))
         if site.mix is None:
@@ -164,8 +164,8 @@ class DynamicMix(nnx.Module):
         m, dim = config.mixer.streams, config.store.dim
         self.norm, self.epsilon, self.tanh = config.norm, config.norm_epsilon, config.mixer.tanh
         self.static = StaticMix(m, index)
-        self.gain = gain((dim,), axes=("embed",))
-        axes = ("embed", "coefficient")
+        self.gain = gain((dim,), axes=("width",))
+        axes = ("width", "coefficient")
         self.w = parameter(rngs, (dim, 2 + m), std=0.0, role="hidden", axes=axes)
         self.scales = _learned(jnp.full(2, 0.01), "coefficient")
 
@@ -216,8 +216,8 @@ class _ProjectedMix(nnx.Module):
     ):
         m, dim = config.mixer.streams, config.store.dim
         self.epsilon = config.norm_epsilon
-        self.gain = gain((m, dim), axes=("stream", "embed"))
-        shape, axes = (m, dim, 2 * m + mix_bias.size), ("stream", "embed", "coefficient")
+        self.gain = gain((m, dim), axes=("stream", "width"))
+        shape, axes = (m, dim, 2 * m + mix_bias.size), ("stream", "width", "coefficient")
         self.w = parameter(rngs, shape, std=0.0, role="hidden", axes=axes)
         self.scales = _learned(jnp.full(3, 0.01), "coefficient")
         self.read_bias = _learned(read_bias, "stream")

@@ -68,21 +68,26 @@ class Store(nnx.Module):
         self,
         tokens: Float[Array, "batch seq R D_v"],
         positions: Float[Array, "batch_or_1 seq R D_v"] | None,
-    ) -> tuple[Float[Array, "batch seq D_k D_v"], Float[Array, "batch seq R D_v"]]:
+    ) -> tuple[Float[Array, "group seq own_D_k D_v"], Float[Array, "batch seq R D_v"]]:
         """`X = w_PE (x) P` (equation 19), and the tokens as what is to be written (equation 18)."""
-        shape = (*tokens.shape[:2], self.key_dim, tokens.shape[-1])
+        # Own part of D_k, for the batch of all devices that have the other parts.
+        devices = sharding.axis_size("key")
+        batch, seq, _, size = tokens.shape
+        shape = (devices * batch, seq, self.key_dim // devices, size)
         if positions is None:
             return jnp.zeros(shape, tokens.dtype), tokens
+        if positions.shape[0] > 1:
+            positions = sharding.gather(positions, "key", axis=0)
         empty = jnp.zeros((*positions.shape[:2], *shape[2:]), tokens.dtype)
-        # Once a step and for one row: not worth a kernel, which a mesh could not divide.
+        # Once a step and for one row: not worth a kernel.
         written = pallas_kernels.store(
             empty, self.position_keys[...], positions, implementation="xla"
         )
         return jnp.broadcast_to(written, shape), tokens
 
     def hold(
-        self, residual: Float[Array, "batch seq D_k D_v"]
-    ) -> Shaped[Array, "batch seq D_k D_v"]:
+        self, residual: Float[Array, "group seq own_D_k D_v"]
+    ) -> Shaped[Array, "group seq own_D_k D_v"]:
         """The residual in the dtype it is carried in."""
         if self.dtype == jnp.int16:
             return pallas_kernels.to_fixed_point(residual)
@@ -91,78 +96,62 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def add_and_read(
         self,
-        residual: Shaped[Array, "batch seq D_k D_v"],
+        residual: Shaped[Array, "group seq own_D_k D_v"],
         y: Float[Array, "batch seq R D_v"],
         site: Site,
-    ) -> tuple[Shaped[Array, "batch seq D_k D_v"], Float[Array, "batch seq reads D_v"]]:
+    ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Float[Array, "batch seq reads D_v"]]:
         """Write y with the site's storage keys, norm, read with its retrieval keys."""
-
-        def local(batched, site):
-            (residual, y), (store_keys, gain, read_keys) = batched, site
-            return pallas_kernels.store_norm_retrieve(
-                residual, store_keys, y, gain, read_keys, norm=self.norm, epsilon=self.epsilon
-            )
-
-        return sharding.over_batch(local, (residual, y), _parameters(site))
+        store_keys, gain, read_keys = _parameters(site)
+        return pallas_kernels.store_norm_retrieve(
+            residual, store_keys, y, gain, read_keys, **self._options()
+        )
 
     @jax.named_scope("residual")
     def write(
         self,
-        residual: Float[Array, "batch seq D_k D_v"],
+        residual: Float[Array, "group seq own_D_k D_v"],
         y: Float[Array, "batch seq R D_v"],
-        store_keys: Float[Array, "R D_k"] | nnx.Param,
-    ) -> Float[Array, "batch seq D_k D_v"]:
+        store_keys: Float[Array, "R own_D_k"] | nnx.Param,
+    ) -> Float[Array, "group seq own_D_k D_v"]:
         """`X + w^T y`."""
-
-        def local(batched, store_keys):
-            residual, y = batched
-            return pallas_kernels.store(residual, store_keys, y)
-
-        return sharding.over_batch(local, (residual, y), store_keys[...])
+        return pallas_kernels.store(residual, store_keys[...], y, key_axis=_key_axis())
 
     @jax.named_scope("residual")
     def read(
-        self, residual: Float[Array, "batch seq D_k D_v"], site: Site, dtype: DTypeLike
+        self, residual: Float[Array, "group seq own_D_k D_v"], site: Site, dtype: DTypeLike
     ) -> Float[Array, "batch seq reads D_v"]:
         """`r norm(X)`."""
-
-        def local(residual, site):
-            _, gain, read_keys = site
-            return pallas_kernels.norm_retrieve(
-                residual, gain, read_keys, norm=self.norm, epsilon=self.epsilon, dtype=dtype
-            )
-
-        return sharding.over_batch(local, residual, _parameters(site))
+        _, gain, read_keys = _parameters(site)
+        return pallas_kernels.norm_retrieve(
+            residual, gain, read_keys, dtype=dtype, **self._options()
+        )
 
     @jax.named_scope("residual")
     def read_with_statistics(
         self,
-        residual: Shaped[Array, "batch seq D_k D_v"],
+        residual: Shaped[Array, "group seq own_D_k D_v"],
         site: Site,
         dtype: DTypeLike,
     ) -> tuple[Float[Array, "batch seq reads D_v"], pallas_kernels.Statistics]:
         """What `add_and_read` has read from the residual that it left, and its statistics."""
-
-        def local(residual, site):
-            _, gain, read_keys = site
-            return pallas_kernels.norm_retrieve_with_statistics(
-                residual, gain, read_keys, norm=self.norm, epsilon=self.epsilon, dtype=dtype
-            )
-
-        return sharding.over_batch(local, residual, _parameters(site))
+        _, gain, read_keys = _parameters(site)
+        return pallas_kernels.norm_retrieve_with_statistics(
+            residual, gain, read_keys, dtype=dtype, **self._options()
+        )
 
     @jax.named_scope("residual")
     def undo(
         self,
-        residual: Shaped[Array, "batch seq D_k D_v"],
+        residual: Shaped[Array, "group seq own_D_k D_v"],
         y: Float[Array, "batch seq R D_v"],
         site: Site,
+        z: Float[Array, "batch seq reads D_v"],
         statistics: pallas_kernels.Statistics,
-        d_residual: Float[Array, "batch seq D_k D_v"],
+        d_residual: Float[Array, "group seq own_D_k D_v"],
         d_z: Float[Array, "batch seq reads D_v"],
     ) -> tuple[
-        Shaped[Array, "batch seq D_k D_v"],
-        Float[Array, "batch seq D_k D_v"],
+        Shaped[Array, "group seq own_D_k D_v"],
+        Float[Array, "group seq own_D_k D_v"],
         Float[Array, "batch seq R D_v"],
         dict[str, Array],
     ]:
@@ -171,28 +160,30 @@ class Store(nnx.Module):
         Returns:
           The residual that it was given, and the cotangents of residual, y and site.
         """
+        store_keys, gain, read_keys = _parameters(site)
+        g = pallas_kernels.undo(
+            residual,
+            statistics,
+            store_keys,
+            y,
+            gain,
+            read_keys,
+            d_residual,
+            d_z,
+            norm=self.norm,
+            key_axis=_key_axis(),
+            retrieved=z,
+        )
+        d_site = {"store_keys": g.store_keys, "gain": g.gain, "read_keys": g.read_keys}
+        return g.rebuilt, g.residual, g.data, d_site
 
-        def local(batched, site):
-            residual, y, statistics, d_residual, d_z = batched
-            store_keys, gain, read_keys = site
-            g = pallas_kernels.undo(
-                residual,
-                statistics,
-                store_keys,
-                y,
-                gain,
-                read_keys,
-                d_residual,
-                d_z,
-                norm=self.norm,
-            )
-            parameters = (g.store_keys[None], g.gain[None], g.read_keys[None])
-            return g.rebuilt, g.residual, g.data, parameters
+    def _options(self):
+        return {"norm": self.norm, "epsilon": self.epsilon, "key_axis": _key_axis()}
 
-        batched = (residual, y, statistics, d_residual, d_z)
-        residual, d_residual, d_y, parts = sharding.over_batch(local, batched, _parameters(site))
-        names = ("store_keys", "gain", "read_keys")
-        return residual, d_residual, d_y, dict(zip(names, sharding.add_up(parts), strict=True))
+
+def _key_axis() -> str | None:
+    """The axis of the mesh that divides D_k, if there is one."""
+    return "key" if sharding.axis_size("key") > 1 else None
 
 
 def _parameters(site: Site):

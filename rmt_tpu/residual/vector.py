@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
+import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Before, gain, parameter, storage_scale
@@ -22,7 +23,7 @@ class Site(nnx.Module):
     Attributes:
       write: W_O [H * D_h, D] after attention; None where the vector itself is written.
       gain: of the norm, [D]; None where what is read is not normed.
-      read: W_Q, W_K and W_V as [D, 3 * H * D_h] before attention; None where the vector itself is
+      read: W_Q, W_K and W_V, [3, D, H * D_h], before attention; None where the vector itself is
         read.
     """
 
@@ -37,7 +38,7 @@ class Site(nnx.Module):
         self.write = self._write(config, rngs) if before == "feed_forward" else None
         # A depth-wise LSTM norms its gates and not what a sublayer reads.
         plain = isinstance(config.mixer, cfg.DepthLstm) and before != "unembedding"
-        self.gain = None if plain else gain((config.store.dim,), axes=("embed",))
+        self.gain = None if plain else gain((config.store.dim,), axes=("width",))
         self.read = self._read(config, rngs) if before == "attention" else None
 
     @property
@@ -54,8 +55,8 @@ class Site(nnx.Module):
     def _read(self, config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
         dim, heads_width = config.store.dim, _heads_width(config)
         std = config.init_std * dim**-0.5
-        axes = ("embed", "heads")
-        return parameter(rngs, (dim, 3 * heads_width), std=std, role="hidden", axes=axes)
+        axes = ("projection", "embed", "heads")
+        return parameter(rngs, (3, dim, heads_width), std=std, role="hidden", axes=axes)
 
 
 def output_scale(config: cfg.ModelConfig) -> float:
@@ -68,7 +69,11 @@ def _heads_width(config: cfg.ModelConfig) -> int:
 
 
 class Store(nnx.Module):
-    """`h += W_O y; z = W_QKV norm(h)`, or the vector itself."""
+    """`h += W_O y; z = W_QKV norm(h)`, or the vector itself.
+
+    Where `tensor` divides heads, what attention reads and writes is of own heads, for the tokens of
+    all its devices; the residual is of own tokens.
+    """
 
     def __init__(
         self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike, compute_dtype: DTypeLike
@@ -95,9 +100,9 @@ class Store(nnx.Module):
     def add_and_read(
         self,
         residual: Float[Array, "batch seq D"],
-        y: Float[Array, "batch seq vectors size"],
+        y: Float[Array, "batch y_seq vectors size"],
         site: Site,
-    ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch seq reads read_size"]]:
+    ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch z_seq reads read_size"]]:
         """Write y, then norm and read, at one site."""
         residual = self.write(residual, y, site.write)
         return residual, self.read(residual, site, y.dtype)
@@ -106,7 +111,7 @@ class Store(nnx.Module):
     def write(
         self,
         residual: Float[Array, "batch seq D"],
-        y: Float[Array, "batch seq vectors size"],
+        y: Float[Array, "batch y_seq vectors size"],
         write: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq D"]:
         """`h + W_O y`, or `h + y` where the vector itself is written."""
@@ -114,7 +119,7 @@ class Store(nnx.Module):
 
     def written(
         self,
-        y: Float[Array, "batch seq vectors size"],
+        y: Float[Array, "batch y_seq vectors size"],
         write: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq D"]:
         """What a write adds."""
@@ -122,12 +127,14 @@ class Store(nnx.Module):
         if write is None:
             return y
         with jax.named_scope("projection"):
-            return jnp.dot(y, write[...].astype(y.dtype))
+            write = sharding.gather(write[...].astype(y.dtype), "fsdp", axis=1)
+            # Of own heads, for the tokens of all devices of `tensor`.
+            return sharding.scatter_sum(jnp.dot(y, write), "tensor", axis=1)
 
     @jax.named_scope("residual")
     def read(
         self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike
-    ) -> Float[Array, "batch seq reads read_size"]:
+    ) -> Float[Array, "batch z_seq reads read_size"]:
         """`W_QKV norm(h)`, or `norm(h)` where the vector itself is read."""
         return self.project(self.norm_of(residual, site, dtype), site)
 
@@ -142,10 +149,11 @@ class Store(nnx.Module):
 
     def project(
         self, x: Float[Array, "batch seq D"], site: Site
-    ) -> Float[Array, "batch seq reads read_size"]:
+    ) -> Float[Array, "batch z_seq reads read_size"]:
         """What the sublayer gets of the normed x."""
         if site.read is None:
             return x[..., None, :]
         with jax.named_scope("projection"):
-            x = jnp.dot(x, site.read.astype(x.dtype))
+            read = sharding.gather(site.read.astype(x.dtype), "fsdp", axis=1)
+            x = jnp.dot(sharding.gather(x, "tensor", axis=1), jnp.concatenate(list(read), axis=-1))
         return x.reshape(*x.shape[:-1], -1, self.head_dim)

@@ -32,7 +32,7 @@ class Loss(NamedTuple):
 
 def next_token_loss(
     z: Float[Array, "batch seq vectors size"],
-    kernel: Float[Array, "width vocab"],
+    kernel: Float[Array, "own_width vocab"],
     targets: Int[Array, "batch seq"],
     weights: Float[Array, "batch seq"],
     *,
@@ -43,21 +43,15 @@ def next_token_loss(
 
     Args:
       z: what the unembedding reads.
-      kernel: W_U; `logits = multiplier * concatenate(z) W_U`, at least float32.
+      kernel: W_U, or this device's rows of it where `fsdp` divides them;
+        `logits = multiplier * concatenate(z) W_U`, at least float32.
       targets: the token that follows each token.
       weights: of each token in the sums; they and the targets get no gradient.
       multiplier: of the logits.
       z_loss: weight of z in the objective.
     """
-
-    def local(batched, kernel):
-        x, targets, weights = batched
-        static = (multiplier, z_loss, _chunks(x.shape[0], x.shape[1], kernel.shape[1]))
-        sums = _chunked_loss(static, x, kernel, targets, weights)
-        return jax.tree.map(lambda s: s[None], sums)
-
-    batched = (concatenate(z), targets, weights)
-    loss = sharding.add_up(sharding.over_batch(local, batched, kernel))
+    static = (multiplier, z_loss, _chunks(z.shape[0], z.shape[1], kernel.shape[1]))
+    loss = _chunked_loss(static, concatenate(z), kernel, targets, weights)
     return Loss(loss.objective, *map(jax.lax.stop_gradient, loss[1:]))
 
 
@@ -70,7 +64,7 @@ def _chunks(batch: int, seq: int, vocab: int) -> int:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_loss(static, x, kernel, targets, weights) -> Loss:
     multiplier, z_loss, chunks = static
-    narrow = kernel.astype(x.dtype)
+    narrow = sharding.gather(kernel.astype(x.dtype), "fsdp", axis=0)
 
     def chunk_loss(total, chunk):
         loss, _ = _loss(multiplier, z_loss, narrow, *chunk)
@@ -84,7 +78,7 @@ def _chunked_loss(static, x, kernel, targets, weights) -> Loss:
 def _chunked_loss_forward(static, x, kernel, targets, weights):
     """The loss, and its gradient already: the cotangent of a scalar only scales it."""
     multiplier, z_loss, chunks = static
-    narrow = kernel.astype(x.dtype)
+    narrow = sharding.gather(kernel.astype(x.dtype), "fsdp", axis=0)
     dtype = jnp.result_type(x, jnp.float32)
 
     def chunk_gradient(carry, chunk):
@@ -97,9 +91,10 @@ def _chunked_loss_forward(static, x, kernel, targets, weights):
 
     zero = jnp.zeros((), dtype)
     split = tuple(_split(a, chunks) for a in (x, targets, weights))
-    carry = (Loss(zero, zero, zero), jnp.zeros(kernel.shape, dtype))
+    carry = (Loss(zero, zero, zero), jnp.zeros(narrow.shape, dtype))
     (loss, d_kernel), d_x = jax.lax.scan(chunk_gradient, carry, split)
     d_x = d_x.swapaxes(0, 1).reshape(x.shape)
+    d_kernel = sharding.scatter_sum(d_kernel, "fsdp", axis=0)
     return loss, (d_x, d_kernel.astype(kernel.dtype))
 
 

@@ -15,14 +15,16 @@ class TrainingProgress:
       total: steps of the run.
       label: what is being trained.
       line_seconds: elsewhere than on a terminal, at most one line in so many seconds.
+      show: False says nothing, as do all processes of a run but one.
     """
 
-    def __init__(self, total: int, label: str, *, line_seconds: float = 5.0):
+    def __init__(self, total: int, label: str, *, line_seconds: float = 5.0, show: bool = True):
         self._total, self._label = total, label
         self._line_seconds, self._last_line = line_seconds, -float("inf")
         self._started: tuple[float, int] | None = None
+        self._show = show
         self._bar = None
-        if sys.stderr.isatty():
+        if show and sys.stderr.isatty():
             self._bar = Progress(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(),
@@ -46,6 +48,8 @@ class TrainingProgress:
 
     def say(self, text: str) -> None:
         """One line, above the bar."""
+        if not self._show:
+            return
         if self._bar:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:

@@ -1,22 +1,29 @@
 """A run before its first step: its functions, shardings and data. Nothing is allocated for it."""
 
 import dataclasses
-import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
-from rmt_tpu import data
-from rmt_tpu.config import RunConfig
+from rmt_tpu import data, pipelined
+from rmt_tpu.config import MatrixStore, RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
-from rmt_tpu.training.step import TrainState, batch_loss, initial_state, make_train_step
+from rmt_tpu.training.step import (
+    TrainState,
+    batch_loss,
+    initial_state,
+    make_gradients,
+    make_train_step,
+)
 
 
 class Run(NamedTuple):
@@ -26,6 +33,7 @@ class Run(NamedTuple):
       graphdef: of the decoder.
       mesh: of the devices.
       init: `() -> TrainState`, to be jitted.
+      gradients: `(params, Batch) -> (gradients, mean Loss)`, to be jitted.
       step: `(TrainState, Batch) -> (TrainState, metrics)`, to be jitted.
       loss: `(params, Batch) -> Loss` sums, to be jitted.
       state_shardings: of the TrainState.
@@ -35,6 +43,7 @@ class Run(NamedTuple):
     graphdef: nnx.GraphDef
     mesh: jax.sharding.Mesh
     init: Callable[[], TrainState]
+    gradients: Callable[[Any, data.Batch], tuple[Any, Loss]]
     step: Callable[[TrainState, data.Batch], tuple[TrainState, dict[str, jax.Array]]]
     loss: Callable[[Any, data.Batch], Loss]
     state_shardings: TrainState
@@ -55,10 +64,12 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
     Raises:
       MeshError: a size does not divide over the mesh.
     """
-    sharding.check_batch_size(mesh, config.train.batch_size, parts=config.train.accumulate)
+    _check_sizes(config, mesh)
+    schedule = _schedule(config, mesh)
     make = lambda: Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     abstract = nnx.eval_shape(make)
     graphdef, _ = nnx.split(abstract, nnx.Param)
+    names, virtual = metadata(abstract, "axes"), schedule.virtual if schedule else 1
     optimizer = make_optimizer(
         config.train.optimizer,
         steps=config.train.steps,
@@ -68,31 +79,77 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
 
     def init() -> TrainState:
         params = nnx.to_pure_dict(nnx.state(make(), nnx.Param))
+        params = _in_chunks(params, names, virtual)
         return initial_state(params, optimizer, jax.random.key(config.train.seed))
 
-    shardings = _state_shardings(mesh, metadata(abstract, "axes"), jax.eval_shape(init))
+    state = jax.eval_shape(init)
+    chunked = lambda axes: ("virtual", *axes) if virtual > 1 and axes[0] == "layer" else axes
+    placed = jax.tree.map(chunked, names, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    specs = sharding.parameter_specs(mesh, placed, state.params)
+    batch_sharding = sharding.batch_sharding(mesh)
+    whole, given = PartitionSpec(), (specs, batch_sharding.spec)
+    gradients = sharding.per_device(
+        make_gradients(config, graphdef, specs, schedule), mesh, given, (specs, whole)
+    )
+    loss = sharding.per_device(
+        lambda *given: sharding.add_up(batch_loss(graphdef, *given, schedule=schedule)),
+        mesh,
+        given,
+        whole,
+    )
     return Run(
         graphdef=graphdef,
         mesh=mesh,
         init=init,
-        step=_on_mesh(mesh, make_train_step(config, graphdef, optimizer)),
-        loss=_on_mesh(mesh, functools.partial(batch_loss, graphdef)),
-        state_shardings=shardings,
-        batch_sharding=sharding.batch_sharding(mesh),
+        gradients=gradients,
+        step=make_train_step(config, gradients, optimizer),
+        loss=loss,
+        state_shardings=_state_shardings(mesh, specs, state),
+        batch_sharding=batch_sharding,
     )
 
 
-def _on_mesh(mesh: jax.sharding.Mesh, function: Callable) -> Callable:
-    def traced(*args):
-        with sharding.on_mesh(mesh):
-            return function(*args)
+def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule | None:
+    """That of the stages, if there are any."""
+    stages, virtual = mesh.shape["stage"], config.train.virtual_stages
+    if stages == 1:
+        return None
+    schedule = sharding.Schedule(stages, virtual, config.train.microbatches or stages)
+    devices = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
+    rows = config.train.batch_size // devices // config.train.accumulate
+    pipelined.check(config.model, schedule, rows)
+    return schedule
 
-    return traced
+
+def _in_chunks(params: Any, names: Any, virtual: int) -> Any:
+    """Layers stacked as [virtual, layers / virtual]: a stage has some of every virtual stage's."""
+    if virtual == 1:
+        return params
+
+    def split(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+        return x.reshape(virtual, -1, *x.shape[1:]) if names[0] == "layer" else x
+
+    return jax.tree.map(split, params, names)
 
 
-def _state_shardings(mesh: jax.sharding.Mesh, axes: Any, state: TrainState) -> TrainState:
+def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
+    train, model = config.train, config.model
+    parts = train.accumulate
+    sharding.check_divides(mesh, "--batch_size", train.batch_size, "batch", parts=parts)
+    sharding.check_divides(mesh, "--seq_len", config.data.seq_len, "tokens")
+    # Each of the devices that share tokens attends with some of the heads.
+    heads = model.attention.num_heads
+    sharding.check_divides(mesh, "model.attention.num_heads", heads, "tokens")
+    if mesh.shape["key"] > 1 and not isinstance(model.store, MatrixStore):
+        raise sharding.MeshError(
+            f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
+            "legal: key=1, or a model with a matrix store, as rmt-*"
+        )
+
+
+def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> TrainState:
     """Parameters, and what the optimizer keeps of each, by the rules; the rest on every device."""
-    params = sharding.parameter_shardings(mesh, axes, state.params)
+    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     replicated = sharding.replicated(mesh)
     structure = jax.tree.structure(state.params)
     like_params = lambda tree: jax.tree.structure(tree) == structure

@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
+import sharding
 from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
 from rmt_tpu.training.loss import Loss, next_token_loss
@@ -44,50 +45,81 @@ def initial_state(
 
 
 def batch_loss(
-    graphdef: nnx.GraphDef, params: Any, batch: Batch, z_loss: int | float = 0.0
+    graphdef: nnx.GraphDef,
+    params: Any,
+    batch: Batch,
+    *,
+    z_loss: int | float = 0.0,
+    schedule: sharding.Schedule | None = None,
 ) -> Loss:
-    """Loss sums over a batch."""
+    """Loss sums over a batch, or over this device's own tokens of it.
+
+    With a `schedule` of stages, each stage has the loss of a part of their rows.
+    """
     decoder = nnx.merge(graphdef, params)
-    z = decoder.features(batch.inputs, segment_ids=batch.segment_ids)
+    z = decoder.features(batch.inputs, segment_ids=batch.segment_ids, schedule=schedule)
+    rows = lambda x: sharding.own_part(x, "stage", axis=0)
+    own = lambda x: sharding.own_part(rows(x), sharding.RULES["tokens"], axis=1)
     with jax.named_scope("loss"):
         return next_token_loss(
             z,
             decoder.unembedding.kernel[...],
-            batch.targets,
-            batch.weights,
+            own(batch.targets),
+            own(batch.weights),
             multiplier=decoder.unembedding.multiplier,
             z_loss=z_loss,
         )
 
 
-def make_train_step(
-    config: RunConfig, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """The step: `(state, batch) -> (state, metrics)`; metrics are scalars under their names.
+def make_gradients(
+    config: RunConfig,
+    graphdef: nnx.GraphDef,
+    specs: Any,
+    schedule: sharding.Schedule | None = None,
+) -> Callable[[Any, Batch], tuple[Any, Loss]]:
+    """What each device does for a step: `(params, batch) -> (gradients, mean losses)`.
 
     With `accumulate` parts, each part's gradient is weighted by its tokens, so that the step is
-    that of the whole batch.
+    that of the whole batch. Devices add their gradients up once, after the last part.
+
+    Args:
+      config: of the run.
+      graphdef: of the decoder.
+      specs: over which axes of the mesh each parameter is divided.
+      schedule: of the stages, if there are any.
     """
-    schedule = learning_rate(config.train.optimizer, config.train.steps)
+    options = {"z_loss": config.train.z_loss, "schedule": schedule}
 
     def gradients(params: Any, batch: Batch) -> tuple[Any, Loss]:
-        total = jnp.sum(batch.weights)
+        total = sharding.total(jnp.sum(batch.weights), sharding.RULES["batch"])
 
         def part_loss(params: Any, part: Batch) -> tuple[jax.Array, Loss]:
-            loss = batch_loss(graphdef, params, part, config.train.z_loss)
+            loss = batch_loss(graphdef, params, part, **options)
             loss = jax.tree.map(lambda summed: summed / total, loss)
             return loss.objective, loss
 
         part_gradients = jax.grad(part_loss, has_aux=True)
         if config.train.accumulate == 1:
-            return part_gradients(params, batch)
-        # Every n-th row, not runs of rows: a device then splits the rows that it has.
-        split = lambda x: x.reshape(-1, config.train.accumulate, *x.shape[1:]).swapaxes(0, 1)
-        add = lambda carry, part: jax.tree.map(jnp.add, carry, part_gradients(params, part))
-        zeros = jax.tree.map(jnp.zeros_like, (params, Loss(total, total, total)))
-        return jax.lax.scan(
-            lambda carry, part: (add(carry, part), None), zeros, jax.tree.map(split, batch)
-        )[0]
+            grads, loss = part_gradients(params, batch)
+        else:
+            split = lambda x: x.reshape(config.train.accumulate, -1, *x.shape[1:])
+            add = lambda carry, part: jax.tree.map(jnp.add, carry, part_gradients(params, part))
+            zeros = jax.tree.map(jnp.zeros_like, (params, Loss(total, total, total)))
+            (grads, loss), _ = jax.lax.scan(
+                lambda carry, part: (add(carry, part), None), zeros, jax.tree.map(split, batch)
+            )
+        return sharding.add_up(grads, specs), sharding.add_up(loss)
+
+    return gradients
+
+
+def make_train_step(
+    config: RunConfig,
+    gradients: Callable[[Any, Batch], tuple[Any, Loss]],
+    optimizer: optax.GradientTransformation,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """The step: `(state, batch) -> (state, metrics)`; metrics are scalars under their names."""
+    schedule = learning_rate(config.train.optimizer, config.train.steps)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, loss = gradients(state.params, batch)

@@ -1,7 +1,7 @@
 """The training loop, and what it leaves in the run folder."""
 
 import contextlib
-import itertools
+import json
 import signal
 import threading
 import time
@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
-from flax import nnx
 
 import sharding
-from rmt_tpu import data, workdir
+from rmt_tpu import data, distributed, overrides, workdir
 from rmt_tpu.analysis import resources
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import Learned, RunConfig
 from rmt_tpu.errors import RunError, UsageError
-from rmt_tpu.generation import Sampling, generate
+from rmt_tpu.training.evaluation import HeldOutLoss, sample_text
+from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.metrics import MetricsWriter, plot_loss
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import Run, load_datasets, prepare, resolve_dtypes
@@ -38,7 +37,12 @@ def train(
 ) -> Outcome:
     """Train `config` in `folder`, from its last good checkpoint if there is one.
 
-    The first SIGINT or SIGTERM ends the run after the step it is in, with a checkpoint.
+    The first SIGINT or SIGTERM ends the run after the step it is in, with a checkpoint; of several
+    processes, whichever gets it, after the next step that all are in.
+
+    In a run of several processes (`distributed.initialize`) all of them call it with the same
+    arguments. The first one writes the run folder, which all see; each writes its own part of a
+    checkpoint.
 
     Args:
       config: of the run; must be that of the run in the folder, if there is one.
@@ -48,18 +52,35 @@ def train(
 
     Raises:
       UsageError, MeshError: the config, its files or the folder cannot be.
-      RunError: the loss stays non-finite, or no checkpoint can be read.
+      RunError: the loss stays non-finite, no checkpoint can be read, or a process is missing.
     """
     config = resolve_dtypes(config)
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)
+    _check_agreement(config, datasets.train.checksum())
     workdir.open_workdir(folder, config)
-    with TrainingProgress(config.train.steps, label) as progress:
+    with TrainingProgress(config.train.steps, label, show=distributed.is_first()) as progress:
         if note := _untrained_positions(config):
             progress.say(note)
         loop = _Loop(config, run, Path(folder), tokenizer, datasets, progress)
         return loop.run(profile_steps)
+
+
+def _check_agreement(config: RunConfig, data_checksum: int) -> None:
+    """Processes that do not do the same would wait for each other in different places."""
+    own = {"config": overrides.to_json(config), "data": data_checksum}
+    first = distributed.from_first(own, "the run's config")
+    if different := overrides.differences(first["config"], json.loads(json.dumps(own["config"]))):
+        raise UsageError(
+            f"process {distributed.process_id()} has another config than process 0, "
+            f"{'; '.join(different[:8])}; start all processes with the same flags"
+        )
+    if first["data"] != own["data"]:
+        raise UsageError(
+            f"--data={config.data.source} gives other tokens on process "
+            f"{distributed.process_id()} than on process 0; give all the same files"
+        )
 
 
 def _untrained_positions(config: RunConfig) -> str | None:
@@ -83,30 +104,37 @@ class _Loop:
         )
         self.data_checksum = datasets.train.checksum()
         self.state, self.step, self.windows_read = self._restore_or_init()
-        tokenizer.save(folder)
+        if distributed.is_first():
+            tokenizer.save(folder)
         self.saved_step = self.step
         self.pending: dict[str, jax.Array] | None = None
-        self.evaluate_batch = jax.jit(lambda p, b: run.loss(p, b).cross_entropy)
+        self.held_out_loss = HeldOutLoss(run, datasets.held_out, config.train.eval_batches)
 
     def run(self, profile_steps: int) -> Outcome:
         steps = self.config.train.steps
-        with contextlib.closing(MetricsWriter(self.folder, first_step=self.step + 1)) as metrics:
-            self.metrics = metrics
+        with contextlib.ExitStack() as stack:
+            self.metrics = None
+            if distributed.is_first():
+                writer = MetricsWriter(self.folder, first_step=self.step + 1)
+                self.metrics = stack.enter_context(contextlib.closing(writer))
             if self.step < steps:
                 with _signals(self.progress) as stop:
                     self._loop(profile_steps, stop)
                 if self.step < steps:
                     self._draw()
                     return Outcome(self.step, interrupted=True)
-            if (self.folder / "samples.txt").exists():
+            samples = self.folder / "samples.txt"
+            if distributed.from_first(samples.exists(), "the last step"):
                 self.progress.say(f"{self.folder} is complete at step {steps}")
             else:
-                self._finish()
+                self._finish(samples)
         return Outcome(self.step, interrupted=False)
 
     def _loop(self, profile_steps: int, stop: threading.Event) -> None:
         steps, first = self.config.train.steps, self.step + 1
         train_step = self._compile()
+        profile_steps = profile_steps if distributed.is_first() else 0
+        stops = distributed.AnyOf(self.model.mesh)
         self.clock = time.monotonic()
         for step in range(first, steps + 1):
             # A step or two to warm up, and then those to look at.
@@ -116,17 +144,18 @@ class _Loop:
             if profile_steps and step == min(first + 1 + profile_steps, steps):
                 jax.block_until_ready(self.state)
                 jax.profiler.stop_trace()
+            stopping = stops(stop.is_set())
             # Before the checkpoint: a run that resumes from it does not evaluate its step again.
             if step < steps and self._due(self.config.train.eval_every):
                 self._evaluate()
-            if stop.is_set() or self._due(self.config.train.checkpoint_every):
+            if stopping or self._due(self.config.train.checkpoint_every):
                 self._save()
-            if stop.is_set():
+            if stopping:
                 return
 
     def _restore_or_init(self) -> tuple[TrainState, int, int]:
         abstract = jax.eval_shape(self.model.init)
-        if not self.checkpoints.steps():
+        if not distributed.from_first(self.checkpoints.steps(), "the run's checkpoints"):
             init = jax.jit(self.model.init, out_shardings=self.model.state_shardings)
             return init(), 0, 0
         like = jax.tree.map(
@@ -152,10 +181,9 @@ class _Loop:
         return step
 
     def _batch(self) -> data.Batch:
-        return self._put(self.datasets.train.batch_at(self.windows_read))
-
-    def _put(self, batch: data.Batch) -> data.Batch:
-        return jax.device_put(batch, self.model.batch_sharding)
+        read = lambda rows: self.datasets.train.batch_at(self.windows_read, rows)
+        shape = self.config.train.batch_size, self.config.data.seq_len
+        return put_batch(read, shape, self.model.batch_sharding)
 
     def _step(self, train_step, step: int) -> None:
         """Dispatch this step, then report the one before it: the device never waits."""
@@ -176,13 +204,17 @@ class _Loop:
         row |= self._throughput(seconds) | _memory()
         self.progress.update(self.step, row)
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
-            self.metrics.write(self.step, row)
+            self._write(row)
         if in_a_row >= self.config.train.max_bad_steps:
             raise RunError(
                 f"the loss or its gradient was not finite in {in_a_row} steps in a row, to step "
                 f"{self.step}; the last checkpoint is of step {self.saved_step}. Try a lower "
                 f"--set=train.optimizer.learning_rate, in another --workdir{self._range_hint()}"
             )
+
+    def _write(self, row: dict[str, float]) -> None:
+        if self.metrics:
+            self.metrics.write(self.step, row)
 
     def _range_hint(self) -> str:
         if self.config.model.store.dtype != "int16":
@@ -219,33 +251,23 @@ class _Loop:
     def _evaluate(self) -> None:
         """Write the loss on held-out text, and draw the curve so far."""
         self._report()
-        total, weight = 0.0, 0.0
-        for batch in itertools.islice(
-            self.datasets.held_out.batches(), self.config.train.eval_batches
-        ):
-            total += float(self.evaluate_batch(self.state.params, self._put(batch)))
-            weight += float(np.sum(batch.weights))
-        self.metrics.write(self.step, {"eval/loss": total / weight})
-        self.progress.say(f"step {self.step}: loss on held-out text {total / weight:.4f}")
+        loss = self.held_out_loss(self.state.params)
+        self._write({"eval/loss": loss})
+        self.progress.say(f"step {self.step}: loss on held-out text {loss:.4f}")
         self._draw()
         self.clock = time.monotonic()
 
     def _draw(self) -> None:
-        self.progress.say(f"loss curve: {plot_loss(self.folder)}")
+        if distributed.is_first():
+            self.progress.say(f"loss curve: {plot_loss(self.folder)}")
 
-    def _finish(self) -> None:
-        """Last evaluation, a sample of text; `samples.txt` is there when a run is complete."""
+    def _finish(self, samples: Path) -> None:
+        """Last evaluation, a sample of text; `samples` is there when a run is complete."""
         self._evaluate()
-        decoder = nnx.merge(self.model.graphdef, self.state.params)
-        sampling = Sampling(
-            temperature=0.8, max_tokens=self.config.train.sample_tokens, seed=self.config.train.seed
-        )
-        prompt = self.config.train.sample_prompt
-        text = prompt + "".join(generate(decoder, self.tokenizer, prompt, sampling))
-        workdir.write_atomically(self.folder / "samples.txt", text + "\n")
-        self.progress.say(
-            f"sample after {self.step} steps ({self.folder / 'samples.txt'}):\n{text}"
-        )
+        text = sample_text(self.model, self.state.params, self.tokenizer, self.config)
+        if text is not None:
+            workdir.write_atomically(samples, text + "\n")
+            self.progress.say(f"sample after {self.step} steps ({samples}):\n{text}")
 
 
 def _memory() -> dict[str, float]:

@@ -105,7 +105,7 @@ def test_scan_counts_every_layer_and_slices_of_stacked_weights():
     jobs = [job("lower_scan", layers=n) for n in (LAYERS, 2 * LAYERS)]
     jobs.insert(1, job("lower_nothing"))
     short, failed, long = compile_jobs(target, jobs, told.append)
-    assert failed == Failure("ValueError: no such program")
+    assert failed == Failure("ValueError: no such program", "ValueError")
     assert [line.split(":")[0] for line in told] == ["v5e"] * 3 and "failed" in told[1]
     # Every layer runs one product, which reads its own weights and not those of all layers.
     for program, layers in ((short, LAYERS), (long, 2 * LAYERS)):

@@ -121,7 +121,7 @@ def test_usage(recipe, flags, pieces, run, files, tmp_path):
 def test_batch_does_not_divide_over_devices(tmp_path):
     flags = ("--batch_size=6", "--mesh=data=8", f"--workdir={tmp_path}")
     error = cli.fail("train", *cli.TINY, *flags, devices=8)
-    assert "--batch_size=6" in error and "8 devices" in error and "nearest legal: 8" in error
+    assert "--batch_size=6" in error and "mesh axes data=8" in error and "nearest legal: 8" in error
 
 
 def test_workdir_of_another_config(run):

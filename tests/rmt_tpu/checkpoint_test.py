@@ -18,7 +18,7 @@ import optax
 import pytest
 from flax import nnx
 
-from rmt_tpu import checkpoint
+from rmt_tpu import checkpoint, checkpoint_arrays
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.errors import RunError, UsageError
 
@@ -195,6 +195,22 @@ def test_meta_comes_back_and_may_hold_what_json_holds(saver):
     saver.save(4, small_tree(4), meta)
     expected = {**meta, "counts": {"10": 1, "9": 2}, "pair": [1, None]}
     assert saver.restore(small_tree(0))[2] == expected
+
+
+def test_stacks_of_layers_for_each_stage_are_read_as_one_stack(root):
+    layers = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    saver = Checkpointer(str(root))
+    saver.save(1, {"w": layers}, {})
+    for like in (np.zeros((6, 4), np.float32), jax.ShapeDtypeStruct((6, 4), np.float32)):
+        found = saver.restore({"w": like}, partial=True)[1]["w"]
+        np.testing.assert_array_equal(found, np.arange(24).reshape(6, 4))
+        with pytest.raises(
+            UsageError, match=r"w: checkpoint float32\[2,3,4\], model float32\[6,4\]"
+        ):
+            saver.restore({"w": like})
+    for shape in ((4, 6), (24,), (3, 2, 4), (8, 3)):
+        with pytest.raises(UsageError, match="does not fit the model"):
+            saver.restore({"w": np.zeros(shape, np.float32)}, partial=True)
 
 
 def test_a_part_can_be_restored_but_not_what_is_not_there(saver):
@@ -602,7 +618,7 @@ def test_a_writable_root_is_left_as_it_was(root):
 
 def test_old_steps_that_cannot_be_deleted_are_reported_and_the_save_counts(saver, reports):
     def refuse(*args):
-        raise checkpoint._Fault("disk says no")
+        raise checkpoint_arrays.Fault("disk says no")
 
     saver._delete_attempts = refuse
     saver.save(4, small_tree(4), {})
@@ -621,8 +637,8 @@ def sharded(mesh, *axes):
 
 
 def test_arrays_saved_on_one_mesh_are_restored_to_another(root, monkeypatch):
-    # Chunks of at most 50 bytes: a shard of 5 rows is split into 3 + 3 and so shares a chunk.
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 50)
+    # Chunks of at most 50 bytes: a shard of 5 rows by 4 is split into two of 5 by 2.
+    monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 50)
     wide, square = mesh(8), mesh(2, 2)
     host = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
     tree = {
@@ -633,7 +649,7 @@ def test_arrays_saved_on_one_mesh_are_restored_to_another(root, monkeypatch):
     }
     saver = Checkpointer(str(root))
     saver.save(1, tree, {})
-    assert len(list(root.glob("1/attempt-*/arrays/rows/c/*/0"))) == 14
+    assert len(list(root.glob("1/attempt-*/arrays/rows/c/*/*"))) == 16
 
     targets = {
         "rows": sharded(square, "y"),
@@ -663,11 +679,15 @@ def test_uncommitted_arrays_stay_uncommitted_and_committed_ones_stay_where_they_
 
 def test_chunks_are_the_shards_and_no_larger_than_the_limit(monkeypatch):
     rows = jax.device_put(jnp.zeros((16, 6)), sharded(mesh(8), "x"))
-    assert checkpoint._chunk_shape(rows) == (2, 6)
-    assert checkpoint._chunk_shape(np.zeros((0, 3), np.float32)) == (1, 3)
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1000)
-    assert checkpoint._chunk_shape(np.zeros((100, 5), np.float32)) == (50, 5)
-    assert checkpoint._chunk_shape(np.zeros((101, 5), np.float32)) == (26, 5)
+    assert checkpoint_arrays.chunk_shape(rows) == (2, 6)
+    assert checkpoint_arrays.chunk_shape(np.zeros((0, 3), np.float32)) == (1, 3)
+    monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 1000)
+    assert checkpoint_arrays.chunk_shape(np.zeros((100, 5), np.float32)) == (50, 5)
+    assert checkpoint_arrays.chunk_shape(np.zeros((101, 5), np.float32)) == (101, 1)
+    # Shards of 2 x 9 in chunks of 1 x 3: none has numbers of two shards.
+    monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 30)
+    rows = jax.device_put(jnp.zeros((16, 9)), sharded(mesh(8), "x"))
+    assert checkpoint_arrays.chunk_shape(rows) == (1, 3)
 
 
 def test_no_more_bytes_are_under_way_than_allowed(monkeypatch):
@@ -685,11 +705,11 @@ def test_no_more_bytes_are_under_way_than_allowed(monkeypatch):
             under_way -= self.size
             return self.size
 
-    monkeypatch.setattr(checkpoint, "BYTES_IN_FLIGHT", 100)
-    array = checkpoint._Array("a", (), "int8", (), None)
+    monkeypatch.setattr(checkpoint_arrays, "BYTES_IN_FLIGHT", 100)
+    array = checkpoint_arrays.StoredArray("a", (), "int8", (), None)
     sizes = [60, 30, 20, 500, 10, 10]
     jobs = ((array, size, lambda size=size: Job(size)) for size in sizes)
-    assert [result for _, result in checkpoint._in_flight(jobs)] == sizes
+    assert [result for _, result in checkpoint_arrays.in_flight(jobs)] == sizes
     assert most == 500 and under_way == 0
 
 

@@ -91,7 +91,7 @@ def plain_transformer(params, tokens, config):
     x = x + params["embedding"]["positions"][: tokens.shape[1]]  # 1
     for l in range(config.num_layers):
         site = layer_slice(params, l)
-        W_QKV = jnp.split(site["attention_site"]["read"], 3, axis=-1)
+        W_QKV = list(site["attention_site"]["read"])
         split_heads = lambda x: x.reshape(*x.shape[:2], config.attention.num_heads, -1)
         qkv = [split_heads(norm(x, site["attention_site"]) @ W) for W in W_QKV]  # 9
         heads = plain_attention(*qkv, l, config).reshape(*x.shape[:2], -1)  # 8

@@ -40,7 +40,7 @@ class Vector:
 
     def qkv(self, x, site):
         split = lambda x: x.reshape(*x.shape[:2], self.heads, -1)
-        return [split(x @ w) for w in jnp.split(site["read"], 3, axis=-1)]
+        return [split(x @ w) for w in site["read"]]
 
     def write_heads(self, heads, site):
         return heads.reshape(*heads.shape[:2], -1) @ site["write"]

@@ -1,8 +1,11 @@
 """Meshes by text, what cannot be one, and where arrays lie."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
 import sharding
@@ -12,16 +15,17 @@ from sharding import MeshError
 @pytest.mark.parametrize(
     "spec, shape",
     [
-        ("data=8", (8, 1)),
-        ("data=2,fsdp=4", (2, 4)),
-        ("fsdp=4,data=-1", (2, 4)),
-        ("fsdp=-1", (1, 8)),
-        ("data=-1", (8, 1)),
+        ("data=8", (1, 8, 1, 1, 1, 1)),
+        ("data=2,fsdp=4", (1, 2, 4, 1, 1, 1)),
+        ("fsdp=4,data=-1", (1, 2, 4, 1, 1, 1)),
+        ("tensor=2,key=-1", (1, 1, 1, 4, 1, 2)),
+        ("stage=2,sequence=4", (2, 1, 1, 1, 4, 1)),
+        ("data=-1", (1, 8, 1, 1, 1, 1)),
     ],
 )
 def test_meshes(spec, shape):
     mesh = sharding.make_mesh(spec)
-    assert mesh.axis_names == ("data", "fsdp")
+    assert mesh.axis_names == ("stage", "data", "fsdp", "key", "sequence", "tensor")
     assert mesh.devices.shape == shape
 
 
@@ -32,7 +36,7 @@ def test_meshes(spec, shape):
         ("", "asks for 1 devices, and there are 8"),
         ("data=3,fsdp=-1", "asks for 3 devices or a multiple, and there are 8"),
         ("data=-1,fsdp=-1", "-1 on data and fsdp; only one"),
-        ("dtaa=8", "axis 'dtaa' is unknown; legal axes: data, fsdp"),
+        ("dtaa=8", "axis 'dtaa' is unknown; legal axes: stage, data, fsdp, key"),
         ("data=2,data=4", "axis 'data' is given twice"),
         ("data", "'data' must be axis=size"),
         ("data=two", "'data=two' must be axis=size"),
@@ -49,21 +53,43 @@ def test_batches_lie_over_every_data_axis():
     mesh = sharding.make_mesh("data=2,fsdp=4")
     placed = jax.device_put(np.zeros((16, 3)), sharding.batch_sharding(mesh))
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 3)}
-    sharding.check_batch_size(mesh, 16, parts=2)
-    with pytest.raises(MeshError, match="--batch_size=12 .* 8 devices .* nearest legal: 8 or 16"):
-        sharding.check_batch_size(mesh, 12)
+    check = partial(sharding.check_divides, mesh, "--batch_size")
+    check(16, "batch", parts=2)
+    with pytest.raises(MeshError, match="--batch_size=12 .* axes data=2 x fsdp=4; .*: 8 or 16"):
+        check(12, "batch")
     with pytest.raises(MeshError, match="--batch_size=3 .* nearest legal: 8"):
-        sharding.check_batch_size(mesh, 3)
-    with pytest.raises(MeshError, match="--batch_size=24 .* 2 accumulated parts.*: 16 or 32"):
-        sharding.check_batch_size(mesh, 24, parts=2)
+        check(3, "batch")
+    with pytest.raises(MeshError, match="=24 .* fsdp=4 and 2 accumulated parts; .*: 16 or 32"):
+        check(24, "batch", parts=2)
+    check(7, "tokens")
 
 
 def test_parameters_lie_by_the_names_of_their_axes():
     mesh = sharding.make_mesh("data=2,fsdp=4")
     shapes = {"a": np.zeros((3, 8)), "b": np.zeros(5)}
     axes = {"a": ("head", "embed"), "b": ("key",)}
-    placed = sharding.parameter_shardings(mesh, axes, shapes)
-    assert placed["a"].spec == PartitionSpec(None, ("fsdp",))
-    assert placed["b"].is_fully_replicated
-    with pytest.raises(MeshError, match="axis 'embed' of size 6 is not divisible by fsdp = 4"):
-        sharding.parameter_shardings(mesh, {"a": ("embed",)}, {"a": np.zeros(6)})
+    specs = sharding.parameter_specs(mesh, axes, shapes)
+    assert specs == {"a": PartitionSpec(None, "fsdp"), "b": PartitionSpec("key")}
+    with pytest.raises(MeshError, match="fsdp=4 .* 'embed' of size 6; legal: 1, 2, 3, 6"):
+        sharding.parameter_specs(mesh, {"a": ("embed",)}, {"a": np.zeros(6)})
+
+
+def test_slices_of_a_pod_are_spanned_by_the_outer_axes():
+    """Two slices of 2 x 2: data runs between them, tensor within."""
+    target = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x2", num_slices=2
+    ).devices
+    grid = sharding.make_mesh("data=2,tensor=4", target).devices.reshape(2, 4)
+    assert [{device.slice_index for device in row} for row in grid] == [{0}, {1}]
+    grid = sharding.make_mesh("fsdp=4,tensor=2", target).devices.reshape(2, 4)
+    assert [{device.slice_index for device in row} for row in grid] == [{0}, {1}]
+    with pytest.raises(MeshError, match="'tensor=8' cannot span 2 slices: one of data, stage"):
+        sharding.make_mesh("tensor=8", target)
+
+
+def test_neighbours_in_a_mesh_are_neighbours_on_the_chip():
+    target = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    grid = sharding.make_mesh("data=4,tensor=4", target).devices.reshape(4, 4)
+    for row in grid:
+        coords = np.array([device.coords[:2] for device in row])
+        assert max(np.ptp(coords, axis=0)) <= 3 and min(np.ptp(coords, axis=0)) <= 1

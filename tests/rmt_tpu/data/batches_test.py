@@ -268,3 +268,15 @@ def test_no_window_fits_a_stream_of_one_token(length):
 def test_sizes_below_one_are_refused(sizes):
     ((name, value),) = sizes.items()
     assert f"--{name}={value}" in refusal(windows, range(9), **sizes)
+
+
+def test_rows_of_a_batch_are_those_of_the_whole():
+    data = windows(range(41), 4, 6)
+    for pick in (slice(2, 5), slice(None), np.array([0, 3, 5])):
+        picked = [rows(data.batch_at(9))[row] for row in np.arange(6)[pick]]
+        assert rows(data.batch_at(9, pick)) == picked
+    data = windows(range(41), 4, 6, shuffle=False)
+    whole = list(data.batches())
+    assert len(whole) == data.num_batches == 2
+    for number, batch in enumerate(whole):
+        assert rows(data.in_order(number, slice(1, 4))) == rows(batch)[1:4]

@@ -1,0 +1,136 @@
+"""The key-vector ops with the keys' entries K divided over the n devices along a mesh axis.
+
+A device holds its own K / n rows of the residual matrices of all n devices' tokens, and its own
+slice of every key and of the gain. Writing is local once it has all tokens' data; what is read is a
+sum over slices d,
+
+    z = rstd sum_k G_k (X_k - mean) = rstd (sum_d A_d + sum_d (mean_d - mean) B_d)
+
+with `G = r * gain`, `A_d` a slice's own part about its own mean, which a kernel gives without
+`scale`, and `B_d = sum_k G_k` over the slice. So a site costs an all-gather of the data and a
+reduce-scatter of A, which are the two halves of an all-reduce, and beside the latter an all-gather
+of two numbers a token and B. A slice's own mean is taken off before A is rounded, and variances are
+those within slices and that of their means: a large mean cancels no digits.
+
+The backward pass of a kernel needs the means of a and of a n, with `a = G^T dz` and `n = norm(X)`,
+over all of K. They are `<dz, sum_d B_d> / (K V)` and `<dz, z> / (K V)`: known for a device's own
+tokens without the residual, and gathered.
+
+A key axis of None is no division: nothing is done. All else runs in `jax.shard_map`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.key_vector.interface import Means, Norm, Statistics
+
+__all__ = ["Read", "all_slices", "gather", "key_sums", "means", "scatter_sum", "size"]
+
+
+class Read(NamedTuple):
+    """Of a read, what the backward pass needs beside the residual and the statistics.
+
+    `retrieved` is that of the own rows; `sums` is `sum_k r_pk gain_kv` over all of K, or None for
+    rmsnorm, which has no use for it.
+    """
+
+    retrieved: Float[Array, "b N P V"]
+    sums: Float[Array, "P V"] | None
+
+
+def size(key_axis: str | None) -> int:
+    """How many devices K is divided over."""
+    return 1 if key_axis is None else jax.lax.axis_size(key_axis)
+
+
+def gather(x: Shaped[Array, "b *rest"], key_axis: str | None) -> Shaped[Array, "B *rest"]:
+    """The rows of all devices, from each one's own."""
+    if key_axis is None:
+        return x
+    every = lambda x: jax.lax.all_gather(x, key_axis, axis=0, tiled=True)
+    if x.ndim != 4:
+        return every(x)
+    # A TPU's compiler would gather [b, N, P, V] in a layout of its own, and then copy all rows to
+    # that of the kernels, which is the one of [b, V, P, N]; this way it copies only the own rows.
+    tokens_last = lambda x: jnp.transpose(x, (0, 3, 2, 1))
+    on_tpu = lambda x: tokens_last(every(tokens_last(x)))
+    return jax.lax.platform_dependent(x, tpu=on_tpu, default=every)
+
+
+def scatter_sum(x: Float[Array, "B *rest"], key_axis: str | None) -> Float[Array, "b *rest"]:
+    """The own rows of the sum over devices: the transpose of `gather`."""
+    if key_axis is None:
+        return x
+    return jax.lax.psum_scatter(x, key_axis, scatter_dimension=0, tiled=True)
+
+
+def all_slices(
+    retrieved: Float[Array, "B N P V"],
+    statistics: Statistics,
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    key_axis: str,
+    *,
+    norm: Norm,
+) -> tuple[Read, Statistics]:
+    """What the own rows read of the whole residual, from what all rows read of the own slice.
+
+    Args:
+      retrieved: A, of the own slice about its own mean, without the factor rstd; all rows.
+      statistics: of the own slice, with the epsilon of the whole.
+      gain, read_keys: own slices.
+      key_axis: the mesh axis.
+      norm: of the read.
+
+    Returns:
+      What is retrieved, of the own rows in the dtype of `retrieved`; and the statistics of the
+      whole residual, of all rows. A NaN in one slice's statistics is one in those of the whole.
+    """
+    mean, rstd = statistics
+    shape, tokens = mean.shape, mean.size
+    centred = norm == "layernorm"
+    sent = [1 / jnp.square(rstd)]
+    if centred:
+        sent += [mean, key_sums(gain, read_keys).astype(mean.dtype)]
+    slices = jax.lax.all_gather(jnp.concatenate([x.ravel() for x in sent]), key_axis)
+    # Of `variance + epsilon`, or of the mean square: epsilon is in each, and so in their mean.
+    square = jnp.mean(slices[:, :tokens], axis=0).reshape(shape)
+    if centred:
+        means = slices[:, tokens : 2 * tokens].reshape(-1, *shape)
+        mean = jnp.mean(means, axis=0)
+        above = means - mean
+        square = square + jnp.mean(jnp.square(above), axis=0)
+    rstd = jax.lax.rsqrt(square)
+
+    total = scatter_sum(retrieved, key_axis)
+    first = jax.lax.axis_index(key_axis) * total.shape[0]
+    own = lambda x: jax.lax.dynamic_slice_in_dim(x, first, total.shape[0], axis=-2)[..., None, None]
+    read, sums = total.astype(rstd.dtype), None
+    if centred:
+        each = slices[:, 2 * tokens :].reshape(-1, *total.shape[2:])
+        sums = jnp.sum(each, axis=0)
+        # Term by term: these fuse, where a product with few terms would be written.
+        for above_d, sums_d in zip(own(above), each, strict=True):
+            read = read + above_d * sums_d
+    read = (own(rstd) * read).astype(retrieved.dtype)
+    return Read(read, sums), Statistics(mean, rstd)
+
+
+def key_sums(gain: Float[Array, "K V"], read_keys: Float[Array, "P K"]) -> Float[Array, "P V"]:
+    """`sum_k r_pk gain_kv` over the own slice, at least float32."""
+    dtype = jnp.result_type(jnp.float32, gain, read_keys)
+    return jnp.einsum("pk,kv->pv", read_keys.astype(dtype), gain.astype(dtype), precision="highest")
+
+
+def means(d_retrieved: Float[Array, "b N P V"], read: Read, K: int, key_axis: str) -> Means:
+    """Those of all rows over the whole residual of `K * V` entries a token, from the own rows."""
+    dtype = jnp.result_type(jnp.float32, d_retrieved)
+    dz, count = d_retrieved.astype(dtype), K * d_retrieved.shape[3]
+    own = [jnp.sum(dz * read.retrieved.astype(dtype), axis=(2, 3)) / count]
+    if read.sums is not None:
+        own.append(jnp.sum(dz * read.sums.astype(dtype), axis=(2, 3)) / count)
+    every = gather(jnp.stack(own, axis=1), key_axis)
+    return Means(every[:, 1] if read.sums is not None else None, every[:, 0])

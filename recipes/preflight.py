@@ -1,0 +1,90 @@
+"""Whether a run fits a pod, and what a step would cost there: without the pod.
+
+    python -m recipes.preflight --preset=rmt-305m --topology=v5e:16x16 --mesh=data=-1 \
+        --batch_size=1024
+
+Takes the flags of recipes.train and compiles its train step for all devices of a topology, which
+need not be there. Says whether it fits, what fills the memory, what the devices send to each other
+and, as an estimate, how long a step takes; when it does not fit, what to change. Exit code 1 if it
+does not fit, 2 for a command that is wrong. The step is that of recipes.train with the same flags,
+so that the vocabulary is that of --tokenizer (byte, if none is given), or --set=model.vocab_size.
+
+Topologies: v5e:AxB, v5p:AxBxC, v6e:AxB, tpu7x:AxBxC need the TPU compiler (`pip install
+'jax[tpu]'`); h100:N and h200:N need jax's CUDA plugin, and give memory and collectives, no time.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from absl import flags
+
+from recipes import common
+from rmt_tpu.errors import RunError, UsageError
+
+_PRESET = flags.DEFINE_string("preset", None, "a model of rmt_tpu.presets(); default rmt-tiny")
+_CONFIG = flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "of devices, like v5e:16x16, v5p:4x4x8, h100:8")
+_JSON = flags.DEFINE_string("json", None, "a file for all figures as JSON; - is stdout, alone")
+_OUTPUT = flags.DEFINE_string("output", None, "folder for preflight.json and preflight.png")
+_BUFFERS = flags.DEFINE_integer("buffers", 12, "how many buffers to list", lower_bound=1)
+common.define_run_flags()
+
+
+def main() -> int:
+    from pallas_kernels.tuning import CompilerError, parse_topology, versions
+    from rmt_tpu.analysis.preflight import preflight
+    from rmt_tpu.analysis.preflight_advice import advice
+    from rmt_tpu.analysis.preflight_report import draw_memory, report_text
+
+    if _CONFIG.value and _PRESET.value:
+        raise UsageError(f"--preset={_PRESET.value} and --config={_CONFIG.value}: give one of them")
+    try:
+        target = parse_topology(_TOPOLOGY.value or "")
+    except ValueError as error:
+        raise UsageError(f"--topology={error}") from None
+    name = _CONFIG.value or _PRESET.value or "rmt-tiny"
+    config = common.run_config(common.base_config(name, _CONFIG.value))
+    folder = _OUTPUT.value and Path(_OUTPUT.value)
+    if folder:
+        with _writing("output", _OUTPUT.value):
+            folder.mkdir(parents=True, exist_ok=True)
+    print(f"compiling {name} for {target.topology}; minutes, for a large one", file=sys.stderr)
+    try:
+        report = preflight(config, target)
+    except CompilerError as error:
+        raise RunError(str(error)) from None
+    values = report.json() | {
+        "advice": [vars(step) for step in advice(report)] if not report.fits else [],
+        "versions": versions(),
+    }
+    content = json.dumps(values, indent=1) + "\n"
+    if _JSON.value == "-":
+        print(content, end="")
+    else:
+        used = versions() if target.platform == "tpu" else {"jax": versions()["jax"]}
+        told = ", ".join(f"{package} {version}" for package, version in used.items())
+        print(report_text(report, name, _BUFFERS.value))
+        print(f"{told}; compiled for {target.topology}, measured on no device")
+    if _JSON.value and _JSON.value != "-":
+        with _writing("json", _JSON.value):
+            Path(_JSON.value).write_text(content, encoding="utf-8")
+    if folder:
+        with _writing("output", _OUTPUT.value):
+            (folder / "preflight.json").write_text(content, encoding="utf-8")
+            draw_memory(report, folder / "preflight.png", name)
+    return 0 if report.fits else 1
+
+
+@contextlib.contextmanager
+def _writing(flag: str, value: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--{flag}={value} cannot be written: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    common.start(main)

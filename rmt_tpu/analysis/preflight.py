@@ -1,0 +1,358 @@
+"""Whether a run's train step fits the devices of a topology, and what it would cost there.
+
+The very step that `train` runs is compiled for all devices of a topology that need not exist. What
+is in memory comes from XLA's own assignment of buffers, which there is of a program that does not
+fit, too. Time is estimated: see `step_cost`; collectives take the bytes that a device sends over
+the bandwidth that the maker states for all of its links.
+"""
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+import sharding
+from pallas_kernels.tuning import (
+    Assignment,
+    Collective,
+    Failure,
+    Job,
+    Program,
+    Target,
+    collectives,
+    compile_jobs,
+)
+from rmt_tpu import overrides
+from rmt_tpu.analysis import resources
+from rmt_tpu.analysis.step_cost import PARTS, StepCost, lower_config, step_cost
+from rmt_tpu.config import RunConfig
+from rmt_tpu.errors import RunError, UsageError
+
+# What is in memory: arguments, what only a step needs, and the program itself.
+KINDS = ("parameters", "optimizer", "batch", "activations", "temporaries", "program")
+# Parts of a step's time, and the parts of `step_cost` that they are made of.
+GROUPS = {
+    "cores": ("attention", "feed_forward", "projections"),
+    "residual": ("residual",),
+    "embedding": ("embedding",),
+    "loss": ("loss",),
+    "optimizer": ("optimizer",),
+    "other": ("other",),
+}
+_AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_NO_MEMORY = "Ran out of memory on HBM"
+# Of an op_name: what JAX wraps around scopes, and what says nothing of the model.
+_WRAPPED = re.compile(r"^(?:transpose\()?(?:jvp|vmap)\(([\w/]*)\)\)?$")
+_PLUMBING = re.compile(
+    r"^(jit\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation"
+    r"|shard_map|custom_vjp_call|pallas_call|remat\d*)?$"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A buffer when most memory is needed.
+
+    Attributes:
+      kind: one of KINDS.
+      name: what it is in the model.
+      shape: dtype and shape on a device.
+      bytes: with padding.
+    """
+
+    kind: str
+    name: str
+    shape: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind along the same axes, in one step.
+
+    Attributes:
+      kind: as XLA names it.
+      axes: of the mesh, joined by " x ".
+      instructions: in the program.
+      calls: of them in a step.
+      bytes: that a device sends.
+      overlapped: of `bytes`, what is sent beside other work.
+    """
+
+    kind: str
+    axes: str
+    instructions: int
+    calls: int
+    bytes: int
+    overlapped: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """The estimated time of one step, in seconds.
+
+    Attributes:
+      parts: by GROUPS, without collectives.
+      collectives: of all of them, nothing hidden behind other work.
+      overlapped: of it, what may be hidden.
+      mfu: model FLOPs over those of the devices at their peak, at `total`.
+      unknown_loops: whose trip count could not be read, counted as running once.
+    """
+
+    parts: dict[str, float]
+    collectives: float
+    overlapped: float
+    mfu: float
+    unknown_loops: int
+
+    @property
+    def compute(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def total(self) -> float:
+        """As if no collective were hidden."""
+        return self.compute + self.collectives
+
+    @property
+    def least(self) -> float:
+        """As if every collective that can be were hidden."""
+        return max(self.compute, self.overlapped) + self.collectives - self.overlapped
+
+
+@dataclasses.dataclass(frozen=True)
+class Preflight:
+    """What compiling a train step for a topology tells.
+
+    Attributes:
+      config: of the run.
+      target: the device, and its topology.
+      mesh: sizes of the axes.
+      fits: whether the compiler accepts it.
+      limit: bytes of a device's memory that a program can have.
+      memory: bytes by KINDS, those of a device.
+      gaps: of the temporaries, what lies unused between them.
+      buffers: the largest first.
+      traffic: the most bytes first.
+      time: None for what does not fit, or where there is no model of time.
+      compile_seconds: None for what does not fit.
+    """
+
+    config: RunConfig
+    target: Target
+    mesh: dict[str, int]
+    fits: bool
+    limit: int
+    memory: dict[str, int]
+    gaps: int
+    buffers: tuple[Held, ...]
+    traffic: tuple[Traffic, ...]
+    time: Time | None
+    compile_seconds: float | None
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def used(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.memory.values())
+
+    def json(self) -> dict[str, Any]:
+        """All of it, in bytes and seconds; times are estimates."""
+        time = self.time and dataclasses.asdict(self.time) | {
+            "total": self.time.total,
+            "least": self.time.least,
+        }
+        return {
+            "topology": self.target.topology,
+            "mesh": self.mesh,
+            "devices": self.devices,
+            "fits": self.fits,
+            "hbm_bytes": self.limit,
+            "used_bytes": self.used,
+            "memory_bytes": self.memory,
+            "gap_bytes": self.gaps,
+            "buffers": [dataclasses.asdict(buffer) for buffer in self.buffers],
+            "collectives": [dataclasses.asdict(traffic) for traffic in self.traffic],
+            "estimated_seconds": time,
+            "interconnect_bytes_per_second": self.target.interconnect,
+            "compile_seconds": self.compile_seconds,
+            "config": overrides.to_json(self.config),
+        }
+
+
+def preflight(
+    config: RunConfig, target: Target, progress: Callable[[str], None] | None = None
+) -> Preflight:
+    """Compiles the train step of a run for all devices of a topology.
+
+    Args:
+      config: of the run; "auto" dtypes are taken as on an accelerator.
+      target: from `parse_topology`.
+      progress: is told when it is compiled.
+
+    Raises:
+      UsageError: the run's mesh or a size does not go with the topology.
+      CompilerError: there is no compiler.
+      RunError: the step does not compile, and not for its memory.
+    """
+    if config.model.compute_dtype == "auto":
+        config = overrides.apply(config, {"model.compute_dtype": "bfloat16"})
+    job = Job(f"{__name__}:lower_run", {"config": overrides.to_json(config)}, whole_topology=True)
+    with contextlib.closing(compile_jobs(target, [job], progress, buffers=True)) as compiled:
+        (outcome,) = compiled
+    if isinstance(outcome, Program):
+        return _of_program(config, outcome)
+    return _of_failure(config, target, outcome)
+
+
+def lower_run(
+    devices: Sequence[jax.Device], config: dict[str, Any]
+) -> tuple[jax.stages.Lowered, dict[str, Any]]:
+    """The train step lowered for all devices of a topology, and the sizes of its mesh.
+
+    Args:
+      devices: that need not exist.
+      config: a RunConfig as JSON.
+    """
+    run = overrides.from_json(RunConfig, config)
+    mesh = sharding.make_mesh(run.train.mesh, devices)
+    return lower_config(run, devices), {"mesh": dict(mesh.shape)}
+
+
+def _of_program(config: RunConfig, program: Program) -> Preflight:
+    target, mesh = program.target, program.info["mesh"]
+    if program.assignment is None:
+        raise RunError(f"the compiler for {target.topology} did not say how it assigned memory")
+    memory, gaps, buffers = _memory(program.assignment)
+    memory["program"] = program.memory["generated_code"]
+    sent = collectives(program.module, mesh)
+    # A compiler for TPUs refuses what does not fit; one for GPUs does not.
+    fits = target.platform == "tpu" or sum(memory.values()) <= target.hbm
+    timed = fits and target.matrix is not None
+    cost = step_cost(target.topology, config, program) if timed else None
+    return Preflight(
+        config=config,
+        target=target,
+        mesh=mesh,
+        fits=fits,
+        limit=target.hbm,
+        memory=memory,
+        gaps=gaps,
+        buffers=buffers,
+        traffic=_traffic(sent),
+        time=cost and _time(config, target, math.prod(mesh.values()), cost, sent),
+        compile_seconds=program.seconds,
+    )
+
+
+def _of_failure(config: RunConfig, target: Target, failure: Failure) -> Preflight:
+    message = failure.message.removeprefix(f"{failure.error}: ")
+    if failure.error in ("MeshError", "UsageError"):
+        raise UsageError(message)
+    if failure.assignment is None or _NO_MEMORY not in message:
+        raise RunError(f"the step does not compile for {target.topology}: {message}")
+    memory, gaps, buffers = _memory(failure.assignment)
+    available = _AVAILABLE.search(message)
+    limit = float(available[1]) * _UNITS[available[2]] if available else target.hbm
+    return Preflight(
+        config=config,
+        target=target,
+        mesh=failure.info["mesh"],
+        fits=False,
+        limit=int(limit),
+        memory=memory,
+        gaps=gaps,
+        buffers=buffers,
+        traffic=(),
+        time=None,
+        compile_seconds=None,
+    )
+
+
+def _memory(assignment: Assignment) -> tuple[dict[str, int], int, tuple[Held, ...]]:
+    held = [
+        Held(_argument(b.name), readable(b.name), b.shape, b.bytes) for b in assignment.arguments
+    ]
+    for b in assignment.live:
+        copied = "a copy of " if _is_path(b.name) else ""
+        kind = "activations" if b.kept else "temporaries"
+        held.append(Held(kind, copied + readable(b.name), b.shape, b.bytes))
+    memory = {kind: sum(h.bytes for h in held if h.kind == kind) for kind in KINDS}
+    memory["temporaries"] += assignment.gaps + assignment.other
+    return memory, assignment.gaps, tuple(sorted(held, key=lambda h: -h.bytes))
+
+
+def _argument(path: str) -> str:
+    """The kind of an argument of the step, by its path."""
+    if ".optimizer" in path:
+        return "optimizer"
+    return "parameters" if ".params" in path else "batch"
+
+
+def readable(op_name: str) -> str:
+    """An op_name without what JAX and XLA put around the model's scopes, or an argument's path."""
+    if _is_path(op_name):
+        path = re.sub(r"\['([^']*)'\]", r".\1", op_name)
+        return re.sub(r"^(args\[\d\]|state|batch)\.", "", path)
+    scopes = []
+    for part in op_name.split("/"):
+        wrapped = _WRAPPED.match(part)
+        part = wrapped.group(1) if wrapped else part
+        if not _PLUMBING.match(part):
+            scopes.append(part)
+    where = "forward"
+    if "transpose(jvp" in op_name:
+        where = "recomputed" if "rematted_computation" in op_name else "backward"
+    elif "jvp(" not in op_name:
+        where = ""
+    return " ".join(filter(None, ["/".join(scopes) or op_name, where and f"({where})"]))
+
+
+def _is_path(name: str) -> bool:
+    """Whether it is the path of an argument, and not an op_name."""
+    return re.match(r"\w+(\[|\.\w)", name) is not None and "/" not in name
+
+
+def _traffic(sent: Sequence[Collective]) -> tuple[Traffic, ...]:
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for collective in sent:
+        key = collective.kind, " x ".join(collective.axes)
+        groups.setdefault(key, []).append(collective)
+    found = [
+        Traffic(
+            kind,
+            axes,
+            instructions=len(group),
+            calls=sum(c.calls for c in group),
+            bytes=sum(c.bytes for c in group),
+            overlapped=sum(c.bytes for c in group if c.overlaps),
+        )
+        for (kind, axes), group in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda traffic: -traffic.bytes))
+
+
+def _time(
+    config: RunConfig, target: Target, devices: int, cost: StepCost, sent: Sequence[Collective]
+) -> Time:
+    seconds = {part: cycles / target.clock for part, cycles in cost.parts.items()}
+    assert set(PARTS) == {part for parts in GROUPS.values() for part in parts}
+    time = Time(
+        parts={group: sum(seconds[p] for p in parts) for group, parts in GROUPS.items()},
+        collectives=sum(c.bytes for c in sent) / target.interconnect,
+        overlapped=sum(c.bytes for c in sent if c.overlaps) / target.interconnect,
+        mfu=0.0,
+        unknown_loops=cost.unknown_loops,
+    )
+    forward = resources.flops_per_token(config.model, config.data.seq_len)
+    flops = resources.train_flops(forward, cost.tokens)
+    mfu = flops / (time.total * devices * target.peak_flops) if time.total else 0.0
+    return dataclasses.replace(time, mfu=mfu)

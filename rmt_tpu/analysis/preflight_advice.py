@@ -1,0 +1,154 @@
+"""What to change so that a train step fits that does not, each thing as the flags to give."""
+
+import contextlib
+import dataclasses
+import math
+
+from rmt_tpu import overrides
+from rmt_tpu.analysis.preflight import Preflight
+from rmt_tpu.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """A change that makes a step need less memory.
+
+    Attributes:
+      flags: to give, instead of those given before.
+      why: what it does.
+      bytes: that a device would then need, estimated in proportion; None where that cannot be said.
+    """
+
+    flags: str
+    why: str
+    bytes: int | None
+
+
+# Of a device's memory: sizes in proportion are not sizes that the compiler gives.
+_ROOM = 0.95
+
+
+def advice(report: Preflight) -> list[Advice]:
+    """What makes a step fit that does not, the first thing to try first; legal for the model.
+
+    What would neither make it fit nor save a twentieth is left out.
+    """
+    state = report.memory["parameters"] + report.memory["optimizer"]
+    steps = [*_remat(report), *_parts(report), *_smaller_batch(report)]
+    shards = _more_shards(report)
+    # Nothing that is done about activations makes room for a state that leaves none.
+    ordered = [*shards, *steps] if state > report.limit // 2 else [*steps, *shards]
+    helps = lambda size: size is None or size <= max(report.limit, _ROOM * report.used)
+    return [step for step in [*ordered, *_more_chips(report)] if helps(step.bytes)]
+
+
+def _enough(report: Preflight, sized: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """The first that fits with some room to spare, or else the last."""
+    fitting = (s for s in sized if s[1] <= _ROOM * report.limit)
+    return next(fitting, sized[-1] if sized else None)
+
+
+_REMAT = {
+    "full": "keeps one residual a layer and computes the rest again",
+    "reversible": "keeps what sublayers wrote and rebuilds the residual from it",
+    "blocks": "keeps the bank alone, for a second forward pass",
+}
+
+
+def _remat(report: Preflight) -> list[Advice]:
+    order = ["none", "dots", "full", "reversible", "blocks"]
+    now = report.config.model.remat
+    found = []
+    for policy in order[order.index(now) + 1 :]:
+        with contextlib.suppress(UsageError):
+            overrides.apply(report.config, {"model.remat": policy})
+            if policy in _REMAT:
+                found.append(Advice(f"--set=model.remat={policy}", _REMAT[policy], None))
+    return found
+
+
+def _rows(report: Preflight) -> int:
+    """Sequences of a batch that one device has."""
+    return report.config.train.batch_size // _batch_shards(report.mesh)
+
+
+def _batch_shards(mesh: dict[str, int]) -> int:
+    return math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp", "key"))
+
+
+def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
+    """Bytes with that part of the tokens at a time; gradients stay as large as parameters."""
+    gradients = min(report.memory["parameters"], report.memory["temporaries"])
+    work = report.memory["activations"] + report.memory["temporaries"] - gradients
+    return int(report.used - work + work * part + extra)
+
+
+def _parts(report: Preflight) -> list[Advice]:
+    """More accumulation: the fewest parts that fit by proportion, or all that there can be."""
+    now, rows = report.config.train.accumulate, _rows(report)
+    more = [n for n in range(now + 1, rows + 1) if rows % n == 0]
+    # Accumulating keeps another gradient than the one that is added to it.
+    extra = report.memory["parameters"] if now == 1 else 0
+    chosen = _enough(report, [(n, _with_rows(report, now / n, extra)) for n in more])
+    if chosen is None:
+        return []
+    n, size = chosen
+    return [Advice(f"--set=train.accumulate={n}", f"the same batch in {n} parts", size)]
+
+
+def _smaller_batch(report: Preflight) -> list[Advice]:
+    train, shards = report.config.train, _batch_shards(report.mesh)
+    smallest, rows = shards * train.accumulate, _rows(report) // train.accumulate
+    fewer = [n for n in range(rows - 1, 0, -1) if rows % n == 0]
+    chosen = _enough(report, [(n * smallest, _with_rows(report, n / rows)) for n in fewer])
+    if chosen is None:
+        return []
+    size, needed = chosen
+    return [Advice(f"--batch_size={size}", "fewer sequences a step; another training run", needed)]
+
+
+def _mesh_flag(mesh: dict[str, int]) -> str:
+    return "--mesh=" + (",".join(f"{a}={n}" for a, n in mesh.items() if n > 1) or "data=1")
+
+
+def _more_shards(report: Preflight) -> list[Advice]:
+    """More fsdp in place of data; more sequence, where a device has one row of the batch."""
+    mesh, model = report.mesh, report.config.model
+    state = report.memory["parameters"] + report.memory["optimizer"]
+    found = []
+    factors = [f for f in range(2, mesh["data"] + 1) if mesh["data"] % f == 0]
+    legal = [f for f in factors if model.width % (mesh["fsdp"] * f) == 0]
+    chosen = _enough(report, [(f, report.used - state + state // f) for f in legal])
+    if chosen is not None:
+        f, size = chosen
+        changed = mesh | {"data": mesh["data"] // f, "fsdp": mesh["fsdp"] * f}
+        why = f"parameters and optimizer over {f} times as many devices"
+        found.append(Advice(_mesh_flag(changed), why, size))
+    parts, heads = report.config.train.accumulate, model.attention.num_heads
+    tokens = 2 * mesh.get("sequence", 1)
+    divides = report.config.data.seq_len % tokens == 0 and heads % tokens == 0
+    if "sequence" in mesh and _rows(report) == parts and mesh["data"] % 2 == 0 and divides:
+        changed = mesh | {"data": mesh["data"] // 2, "sequence": tokens}
+        why = "half of each sequence at a time"
+        flags = f"{_mesh_flag(changed)} --set=train.accumulate={2 * parts}"
+        found.append(Advice(flags, why, _with_rows(report, 0.5)))
+    return found
+
+
+def _more_chips(report: Preflight) -> list[Advice]:
+    """Twice as many, for fsdp; all three sides of a pod stay even."""
+    target, train = report.target, report.config.train
+    name, sides = target.topology.partition(":")[0], list(target.shape)
+    if len(sides) > 1 and math.prod(sides) == 1:
+        sides[:2] = [2, 2]
+    else:
+        shortest = max(i for i, side in enumerate(sides) if side == min(sides))
+        sides[shortest] *= 2
+    times = math.prod(sides) // math.prod(target.shape)
+    mesh = report.mesh | {"fsdp": report.mesh["fsdp"] * times}
+    rows = train.batch_size % (_batch_shards(mesh) * train.accumulate) == 0
+    width = report.config.model.width % mesh["fsdp"] == 0
+    if math.prod(sides) > target.most or not (rows and width):
+        return []
+    flags = f"--topology={name}:{'x'.join(map(str, sides))} {_mesh_flag(mesh)}"
+    return [Advice(flags, f"{times} times the chips", report.used // times)]

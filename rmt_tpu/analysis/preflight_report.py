@@ -1,0 +1,188 @@
+"""A preflight as text and as a picture."""
+
+from pathlib import Path
+
+from rmt_tpu.analysis.preflight import KINDS, Preflight
+from rmt_tpu.analysis.preflight_advice import advice
+
+_WIDTH = 40  # characters of a bar
+_MEANING = {
+    "parameters": "as they are kept",
+    "optimizer": "moments and counts",
+    "batch": "and other arguments",
+    "activations": "kept by the forward pass for the backward pass",
+    "temporaries": "gradients, work space and gaps",
+    "program": "instructions",
+}
+
+
+def report_text(report: Preflight, name: str, count: int = 12) -> str:
+    """All of a preflight for a terminal; `count` buffers, the largest ones."""
+    sections = [
+        _heading(report, name),
+        _memory(report),
+        _buffers(report, count),
+        _collectives(report),
+        _time(report),
+        _advice(report),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
+    """Draws what a device's memory holds, as one bar stacked by kind, against what there is."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    axes = figure.subplots()
+    left = 0.0
+    for i, kind in enumerate(KINDS):
+        size = report.memory[kind] / 2**30
+        label = f"{kind} {size:.2f}"
+        axes.barh([0], [size], 0.5, left=left, label=label, color=f"C{i}")
+        left += size
+    limit = report.limit / 2**30
+    axes.axvline(limit, color="black", linestyle="--", label=f"HBM {limit:.2f}")
+    axes.set(xlim=(0, 1.05 * max(left, limit)), ylim=(-0.5, 0.5), yticks=[])
+    axes.set_xlabel("GiB of a device, by the compiler's assignment of buffers")
+    axes.set_title(f"{name} on {report.target.topology}: {_verdict(report)}", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _verdict(report: Preflight) -> str:
+    used, limit = report.used / 2**30, report.limit / 2**30
+    if report.fits:
+        return f"FITS, {used:.2f} of {limit:.2f} GiB a device ({used / limit:.0%})"
+    return f"DOES NOT FIT, {used:.2f} GiB where a device has {limit:.2f} GiB"
+
+
+def _heading(report: Preflight, name: str) -> str:
+    train, model = report.config.train, report.config.model
+    mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items() if size > 1) or "data=1"
+    parts = f" in {train.accumulate} parts" if train.accumulate > 1 else ""
+    return (
+        f"{name} on {report.target.topology}: {_verdict(report)}\n"
+        f"{report.devices} device{'s' * (report.devices > 1)}, mesh {mesh}; {train.batch_size} x "
+        f"{report.config.data.seq_len} tokens a step{parts}, {model.compute_dtype}, "
+        f"vocabulary {model.vocab_size}, remat {model.remat}"
+    )
+
+
+def _memory(report: Preflight) -> str:
+    scale = max(report.used, report.limit)
+    source = "libtpu leaves to a program"
+    if report.target.platform != "tpu":
+        source = "it is sold with (JAX takes 75 % of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION is)"
+    lines = [f"memory of a device in GiB, of the {report.limit / 2**30:.2f} that {source}"]
+    for kind in KINDS:
+        size = report.memory[kind]
+        unknown = kind == "program" and not report.fits
+        amount = "   ?  " if unknown else f"{size / 2**30:6.2f}"
+        bar = "#" * _length(size, scale)
+        lines.append(f"  {kind:12}{amount}  {bar:{_WIDTH}}  {_MEANING[kind]}")
+    used, limit = _length(report.used, scale), _length(report.limit, scale)
+    bar = "".join(
+        "|" if i == limit - 1 else "#" if i < used else "." if i < limit else " "
+        for i in range(_WIDTH)
+    )
+    free = report.limit - report.used
+    over = f"{free / 2**30:.2f} free" if free >= 0 else f"{-free / 2**30:.2f} too much"
+    lines.append(f"  {'all':12}{report.used / 2**30:6.2f}  {bar}  {over}")
+    return "\n".join(lines)
+
+
+def _length(size: int, scale: int) -> int:
+    return round(_WIDTH * size / scale)
+
+
+def _buffers(report: Preflight, count: int) -> str:
+    rows = [(f"{b.bytes / 2**20:.1f}", b.kind, b.shape, b.name) for b in report.buffers[:count]]
+    title = f"the {len(rows)} largest buffers when most memory is needed"
+    return f"{title}\n{_table(('MiB', 'kind', 'shape', 'what'), rows)}"
+
+
+def _collectives(report: Preflight) -> str:
+    if not report.fits:
+        return ""
+    if not report.traffic:
+        return "no collectives"
+    speed = report.target.interconnect
+    rows = [
+        (
+            t.kind,
+            t.axes,
+            str(t.calls),
+            f"{t.bytes / 1e6:.1f}",
+            f"{t.overlapped / t.bytes:.0%}",
+            f"{t.bytes / speed * 1e3:.2f}",
+        )
+        for t in report.traffic
+    ]
+    title = (
+        f"collectives of a step; ASSUMED: {speed / 1e9:.0f} GB/s out of a device, which the maker "
+        "states for all of its links"
+    )
+    heads = ("kind", "along", "calls", "MB sent", "overlaps", "ms")
+    return f"{title}\n{_table(heads, rows)}"
+
+
+def _time(report: Preflight) -> str:
+    time = report.time
+    if time is None:
+        return ""
+    lines = [
+        "time of a step: ESTIMATE, from XLA's cycles of every instruction and static schedules of "
+        "kernels"
+    ]
+    parts = time.parts | {"collectives": time.collectives}
+    for part, seconds in parts.items():
+        bar = "#" * _length_of(seconds, time.total)
+        lines.append(f"  {part:12}{seconds * 1e3:8.2f} ms {seconds / time.total:4.0%}  {bar}")
+    tokens = report.config.train.batch_size * report.config.data.seq_len
+    hidden = (
+        f", {time.least * 1e3:.2f} ms if what overlaps costs nothing" if time.overlapped else ""
+    )
+    lines.append(
+        f"  {'step':12}{time.total * 1e3:8.2f} ms{hidden}; {tokens / time.total:,.0f} tokens/s, "
+        f"MFU {time.mfu:.1%}"
+    )
+    if report.target.assumed:
+        lines.append(f"  assumed for kernels: {report.target.assumed}")
+    if time.unknown_loops:
+        lines.append(f"  {time.unknown_loops} loops of unknown trip count are counted once")
+    return "\n".join(lines)
+
+
+def _length_of(seconds: float, total: float) -> int:
+    return round(_WIDTH * seconds / total) if total else 0
+
+
+def _advice(report: Preflight) -> str:
+    if report.fits:
+        return ""
+    found = advice(report)
+    if not found:
+        return "what to change: a smaller model; nothing else is legal on this topology"
+    lines = ["what to change, the first thing first (sizes are estimated in proportion)"]
+    for i, step in enumerate(found, start=1):
+        size = "run preflight again"
+        if step.bytes is not None:
+            end = "fits" if step.bytes <= report.limit else "is still too much"
+            size = f"about {step.bytes / 2**30:.2f} GiB, which {end}"
+        lines.append(f"  {i}. {step.flags}: {step.why}; {size}")
+    return "\n".join(lines)
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Columns as wide as they need; those of numbers to the right."""
+    columns = list(zip(heads, *rows, strict=True))
+    lines = []
+    for row in (heads, *rows):
+        cells = []
+        for text, column in zip(row, columns, strict=True):
+            width = max(map(len, column))
+            number = all(cell.rstrip("%").replace(".", "").isdigit() for cell in column[1:])
+            cells.append(text.rjust(width) if number else text.ljust(width))
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(lines)

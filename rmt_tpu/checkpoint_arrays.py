@@ -1,0 +1,284 @@
+"""How the arrays of a pytree are named, cut into chunks and shards, written and read."""
+
+import contextlib
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from rmt_tpu import distributed
+from rmt_tpu.errors import UsageError
+
+CHUNK_BYTES = 256 * 2**20
+BYTES_IN_FLIGHT = 1024 * 2**20
+
+_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+_SAFE_NAME_PART = re.compile(r"(?!\.{1,2}$)[^\x00-\x1f\x7f\\]+")
+
+Index = tuple[tuple[int, int], ...]  # start and stop on each axis: slices have no hash
+
+
+class Fault(Exception):
+    """Something in the store could not be read or written; the message says what and why."""
+
+
+class StoredArray(NamedTuple):
+    """What the manifest says about one stored array.
+
+    A typed PRNG key is stored as its uint32 key data, and `prng` names its implementation.
+    """
+
+    name: str
+    shape: Sequence[int]
+    dtype: str
+    chunk: Sequence[int]
+    prng: str | None
+
+    def __str__(self) -> str:
+        """All that must agree for a restore; how the array is split into chunks need not."""
+        prng = f" ({self.prng} key)" if self.prng else ""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]{prng}"
+
+    def is_stacks_of(self, whole: "StoredArray") -> bool:
+        """Whether this has the rows of `whole` in order, in several stacks of equal height."""
+        rows = (math.prod(self.shape[:2]), *self.shape[2:])
+        return len(self.shape) > 1 and str(self._replace(shape=rows)) == str(whole)
+
+
+def zarr_spec(array: StoredArray, parent: dict[str, str]) -> dict[str, Any]:
+    """Of the array in tensorstore, in the folder `parent`."""
+    return {
+        "driver": "zarr3",
+        "kvstore": {**parent, "path": f"{parent['path']}{array.name}/"},
+        "metadata": {
+            "shape": array.shape,
+            "data_type": array.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
+            "codecs": _CODECS,
+        },
+        # By default a chunk of zeros is not stored and a missing chunk is read as zeros, so that
+        # a lost file would go unnoticed.
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+    }
+
+
+def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
+    """The leaves by name, in tree order, and the tree's structure."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves: dict[str, Any] = {}
+    for path, leaf in paths:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") if path else "array"
+        if not all(_SAFE_NAME_PART.fullmatch(part) for part in name.split("/")):
+            raise UsageError(f"an array cannot be stored under the name {name!r}")
+        if name in leaves:
+            raise UsageError(f"two arrays have the same name {name!r}")
+        leaves[name] = leaf
+    for name in leaves:
+        for slash in re.finditer("/", name):
+            if (outer := name[: slash.start()]) in leaves:
+                raise UsageError(f"array {name!r} would be stored inside array {outer!r}")
+    return leaves, treedef
+
+
+def describe(name: str, leaf: Any) -> StoredArray:
+    """How an array, or a stand-in with a shape and a dtype, is stored when in one chunk."""
+    if not hasattr(leaf, "dtype"):
+        raise UsageError(f"{name}: only arrays can be stored, not {type(leaf).__name__}")
+    prng = None
+
+    def key_data(key: jax.Array) -> jax.Array:
+        # A ShapeDtypeStruct does not tell its key's implementation, but a tracer does.
+        nonlocal prng
+        prng = str(jax.random.key_impl(key))
+        return jax.random.key_data(key)
+
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return StoredArray(name, leaf.shape, np.dtype(leaf.dtype).name, leaf.shape, prng)
+
+
+def to_store(tree: Any) -> tuple[dict[str, Any], list[StoredArray]]:
+    """The arrays to write, PRNG keys as their data, and how each of them is stored."""
+    sources, arrays = {}, []
+    for name, leaf in named_leaves(tree)[0].items():
+        array = describe(name, leaf)
+        sources[name] = source = jax.random.key_data(leaf) if array.prng else leaf
+        arrays.append(array._replace(chunk=chunk_shape(source)))
+    return sources, arrays
+
+
+def chunk_shape(source: Any) -> tuple[int, ...]:
+    """One shard, cut into equal parts until it is small enough.
+
+    Equal ones, so that no chunk has parts of two shards: those may be of two processes, which
+    would have to wait for each other's writes.
+    """
+    sharded = isinstance(source, jax.Array)
+    shape = source.sharding.shard_shape(source.shape) if sharded else source.shape
+    chunk = [max(1, size) for size in shape]
+    while math.prod(chunk) * source.dtype.itemsize > CHUNK_BYTES and max(chunk) > 1:
+        parts, _, axis = min(
+            (_smallest_factor(size), -size, axis) for axis, size in enumerate(chunk) if size > 1
+        )
+        chunk[axis] //= parts
+    return tuple(chunk)
+
+
+def _smallest_factor(size: int) -> int:
+    return next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
+
+
+def own_blocks(source: Any) -> list[tuple[Any, Any]]:
+    """The distinct pieces of an array that this process writes, with the index of each.
+
+    No piece is assembled from others, and each is written by one process alone.
+    """
+    if isinstance(source, jax.Array) and not source.is_fully_addressable:
+        return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]
+    if not distributed.is_first():  # every process has an array like it
+        return []
+    if not isinstance(source, jax.Array):
+        return [(..., source)]
+    return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]
+
+
+def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]]:
+    """The distinct pieces that this process's devices need of a stored array, and which devices.
+
+    Args:
+      leaf: what the array is restored as.
+      shape: of the array as it is stored; longer than that of `leaf` if that is a PRNG key.
+    """
+    whole = tuple((0, size) for size in shape)
+    if isinstance(leaf, np.ndarray | np.generic) or _sharding(leaf) is None:
+        return {whole: []}
+    indices: dict[Index, list[jax.Device]] = {}
+    of_device = leaf.sharding.addressable_devices_indices_map(tuple(leaf.shape))
+    for device, index in of_device.items():
+        own = [i.indices(n)[:2] for i, n in zip(index, leaf.shape, strict=True)]
+        indices.setdefault((*own, *whole[len(own) :]), []).append(device)
+    return indices
+
+
+def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any:
+    """The restored array as the kind of array that `leaf` is, and where `leaf` is.
+
+    Args:
+      leaf: what the array is restored as.
+      array: as it is stored.
+      pieces: by index, those of `own_indices`.
+    """
+    sharding = None
+    if isinstance(leaf, np.ndarray | np.generic) or (sharding := _sharding(leaf)) is None:
+        (host,) = pieces.values()
+        host = host if array.prng else host.reshape(leaf.shape)
+        if isinstance(leaf, np.ndarray | np.generic):
+            return host[()] if isinstance(leaf, np.generic) else host
+        placed = jax.device_put(host)
+    else:
+        devices = own_indices(leaf, array.shape)
+        placed = jax.make_array_from_single_device_arrays(
+            tuple(array.shape),
+            sharding,
+            [jax.device_put(pieces[index], d) for index in pieces for d in devices[index]],
+        )
+    if array.prng:
+        wrap = partial(jax.random.wrap_key_data, impl=array.prng)
+        placed = jax.jit(wrap, out_shardings=sharding)(placed)
+    if placed.dtype != leaf.dtype:
+        raise UsageError(f"{array.name}: {leaf.dtype} needs jax_enable_x64, or numpy in its place")
+    return placed
+
+
+def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    # An uncommitted array must stay so, or jit refuses it beside arrays on other devices.
+    return leaf.sharding if getattr(leaf, "committed", True) else None
+
+
+def in_flight(
+    jobs: Iterable[tuple[StoredArray, int, Callable]],
+) -> Iterator[tuple[StoredArray, Any]]:
+    """Runs reads or writes concurrently, with at most BYTES_IN_FLIGHT or one job under way.
+
+    A job is its array, its size in bytes, and what starts it and returns its future. Yields the
+    array and result of each, in order. When this ends, also by an error, no job is under way.
+    """
+    waiting, held = deque(), 0
+
+    def finish_first() -> tuple[StoredArray, Any]:
+        nonlocal held
+        array, size, future = waiting.popleft()
+        held -= size
+        with faults(f"array {array.name}: "):
+            return array, future.result()
+
+    try:
+        for array, size, start in jobs:
+            while waiting and held + size > BYTES_IN_FLIGHT:
+                yield finish_first()
+            waiting.append((array, size, start()))
+            held += size
+        while waiting:
+            yield finish_first()
+    finally:
+        for _, _, future in waiting:
+            future.exception()
+
+
+def read(
+    stores: Iterable[tuple[StoredArray, Any]], leaves: dict[str, Any]
+) -> Iterator[tuple[StoredArray, dict[Index, np.ndarray]]]:
+    """Of each array, the pieces that this process's devices need.
+
+    Args:
+      stores: the arrays, each with its open TensorStore.
+      leaves: by name, what each is restored as.
+    """
+    stores = list(stores)
+    plan = [
+        (array, store, index)
+        for array, store in stores
+        for index in own_indices(leaves[array.name], array.shape)
+    ]
+    jobs = (
+        (array, part.size * part.dtype.numpy_dtype.itemsize, part.read)
+        for array, part in ((array, store[_slices(index)]) for array, store, index in plan)
+    )
+    pieces: dict[Index, np.ndarray] = {}
+    last = {array.name: index for array, _, index in plan}
+    for (array, _, index), (_, host) in zip(plan, in_flight(jobs), strict=True):
+        pieces[index] = host
+        if index == last[array.name]:
+            yield array, pieces
+            pieces = {}
+
+
+def _slices(index: Index) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in index)
+
+
+@contextlib.contextmanager
+def faults(where: str = "", kind: type[Exception] = Fault) -> Iterator[None]:
+    """Turns tensorstore's errors, which are all ValueErrors, into errors of one line."""
+    try:
+        yield
+    except ValueError as error:
+        # What follows is the whole spec of the array.
+        reason = str(error).split(" [tensorstore_spec=")[0]
+        raise kind(where + " ".join(reason.split())) from None
+
+
+def open_arrays(
+    parent: dict[str, str], arrays: Iterable[StoredArray], context: ts.Context, *, create: bool
+) -> list[tuple[StoredArray, ts.TensorStore]]:
+    """Opens arrays in the folder `parent`; their metadata there must be what `arrays` says."""
+    how = {"context": context, "create": create, "open": not create}
+    specs = ((array, zarr_spec(array, parent)) for array in arrays)
+    return list(in_flight((array, 0, partial(ts.open, spec, **how)) for array, spec in specs))

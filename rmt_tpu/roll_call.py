@@ -1,0 +1,265 @@
+"""A roll call over plain TCP, before JAX's own: who is there, who is missing, who does not fit.
+
+JAX's coordination client ends the process with a C++ stack trace if a process is missing or was
+started with another number of them. So all of them meet here first, at the same address: process 0
+listens, everybody else says who it is, and process 0 tells all what it knows whenever that changes.
+A message is one line of JSON.
+"""
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from typing import Any, NamedTuple
+
+from rmt_tpu.errors import RunError, UsageError
+
+_LONGEST_LINE = 4096
+_RETRY_SECONDS = 0.2
+_GRACE_SECONDS = 2.0  # for process 0, whose time may end a little later, to name the missing
+
+
+class Member(NamedTuple):
+    """One process of a run.
+
+    Attributes:
+      coordinator: "host:port" of process 0, the same on all.
+      num_processes: of the run, the same on all.
+      process_id: this one's, from 0.
+    """
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+
+    def host_and_port(self) -> tuple[str, int]:
+        """The parts of `coordinator`; an IPv6 address is without its brackets."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def check(member: Member) -> None:
+    """
+    Raises:
+      UsageError: it cannot be a process of any run.
+    """
+    host, _, port = member.coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(
+            f"--coordinator={member.coordinator} must be HOST:PORT, like 10.0.0.2:8476"
+        )
+    if member.num_processes < 1:
+        raise UsageError(f"--num_processes={member.num_processes} must be at least 1")
+    if not 0 <= member.process_id < member.num_processes:
+        raise UsageError(
+            f"--process_id={member.process_id} is out of range; legal with "
+            f"--num_processes={member.num_processes}: 0 to {member.num_processes - 1}"
+        )
+
+
+def hold(member: Member, versions: str, timeout: int | float) -> None:
+    """Returns once every process is there.
+
+    Args:
+      member: this process.
+      versions: what must be the same on all, in words.
+      timeout: in seconds, from now.
+
+    Raises:
+      RunError: some are missing when the time is over, or do not fit together; or process 0 cannot
+        listen, or cannot be reached. All that are there get to know it.
+    """
+    deadline = time.monotonic() + timeout
+    hello = {
+        "process": member.process_id,
+        "of": member.num_processes,
+        "versions": versions,
+        "host": socket.gethostname(),
+    }
+    if member.process_id == 0:
+        _Caller(member, hello, timeout).call(deadline)
+    else:
+        _answer(member, hello, timeout, deadline)
+
+
+def listed(processes: list[int]) -> str:
+    """Like "process 3" or "processes 1, 2 and 5"."""
+    shown = [str(p) for p in processes[:8]]
+    if len(processes) > len(shown):
+        shown.append(f"{len(processes) - len(shown)} more")
+    head, last = ", ".join(shown[:-1]), shown[-1]
+    return f"processes {head} and {last}" if head else f"process {last}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the name or address is that of the machine to itself."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+class _Caller:
+    """Process 0's side."""
+
+    def __init__(self, member: Member, hello: dict[str, Any], timeout: int | float):
+        self._member, self._hello, self._timeout = member, hello, timeout
+        self._there: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
+        self._unread: dict[socket.socket, bytes] = {}
+
+    def call(self, deadline: float) -> None:
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+            listener = stack.enter_context(_listen(self._member))
+            stack.callback(lambda: [connection.close() for connection in self._unread])
+            selector.register(listener, selectors.EVENT_READ)
+            while missing := self._missing():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    self._give_up(
+                        f"{listed(missing)} of {self._member.num_processes} did not come to "
+                        f"{self._member.coordinator} within {self._timeout:g} s; start all of "
+                        "them, with the same coordinator, or wait longer with "
+                        "--distributed_timeout"
+                    )
+                for key, _ in selector.select(remaining):
+                    if key.fileobj is listener:
+                        connection, _ = listener.accept()
+                        self._unread[connection] = b""
+                        selector.register(connection, selectors.EVENT_READ)
+                    elif not self._hear(key.fileobj):
+                        selector.unregister(key.fileobj)
+                        self._forget(key.fileobj)
+            self._tell({"go": True})
+
+    def _missing(self) -> list[int]:
+        return [p for p in range(1, self._member.num_processes) if p not in self._there]
+
+    def _hear(self, connection: socket.socket) -> bool:
+        """Reads what there is; False where it ends, or is nothing of ours."""
+        try:
+            piece = connection.recv(_LONGEST_LINE)
+        except OSError:
+            return False
+        self._unread[connection] += piece
+        line, newline, _ = self._unread[connection].partition(b"\n")
+        if newline and not any(connection is known for known, _ in self._there.values()):
+            hello = _parsed(line)
+            if hello is None or hello.keys() != self._hello.keys():
+                return False
+            self._admit(connection, hello)
+        return bool(piece) and len(self._unread[connection]) < _LONGEST_LINE
+
+    def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        process, ours = hello["process"], self._member.num_processes
+        if hello["of"] != ours:
+            self._give_up(
+                f"process {process} on {hello['host']} was started as one of {hello['of']} "
+                f"processes and process 0 as one of {ours}; give all the same --num_processes",
+                connection,
+            )
+        if process == 0 or process in self._there:
+            other = self._there[process][1] if process else self._hello
+            self._give_up(
+                f"two processes were started as process {process}, on {other['host']} and on "
+                f"{hello['host']}; each needs its own --process_id",
+                connection,
+            )
+        if hello["versions"] != self._hello["versions"]:
+            self._give_up(
+                f"process {process} on {hello['host']} runs {hello['versions']} and process 0 "
+                f"{self._hello['versions']}; install the same everywhere",
+                connection,
+            )
+        self._there[process] = connection, hello
+        self._tell({"missing": self._missing()})
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._there = {p: known for p, known in self._there.items() if known[0] is not connection}
+        del self._unread[connection]
+        connection.close()
+        self._tell({"missing": self._missing()})
+
+    def _tell(self, news: dict[str, Any], *others: socket.socket) -> None:
+        line = json.dumps(news).encode() + b"\n"
+        for connection in (*(known for known, _ in self._there.values()), *others):
+            # One that has gone is noticed when it is read from.
+            with contextlib.suppress(OSError):
+                connection.sendall(line)
+
+    def _give_up(self, why: str, *others: socket.socket) -> None:
+        self._tell({"error": why}, *others)
+        raise RunError(why)
+
+
+def _answer(member: Member, hello: dict[str, Any], timeout: int | float, deadline: float) -> None:
+    """The side of every other process."""
+    where, why = member.coordinator, "it has not been tried"
+    while (remaining := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(member.host_and_port(), min(remaining, 5)) as connection:
+                connection.sendall(json.dumps(hello).encode() + b"\n")
+                if _listen_for_go(connection, where, timeout, deadline):
+                    return
+            why = "it closed the connection"
+        except OSError as error:  # of names too: hosts come up one after the other
+            why = error.strerror or str(error)
+        time.sleep(_RETRY_SECONDS)
+    raise RunError(
+        f"process 0 is not to be reached at {where} within {timeout:g} s: {why}; is it running, is "
+        "this its address, and may this host connect to that port?"
+    )
+
+
+def _listen_for_go(
+    connection: socket.socket, where: str, timeout: int | float, deadline: float
+) -> bool:
+    """True when all are there; False if process 0 has gone."""
+    missing, unread = None, b""
+    deadline += _GRACE_SECONDS
+    while (remaining := deadline - time.monotonic()) > 0:
+        connection.settimeout(remaining)
+        try:
+            piece = connection.recv(_LONGEST_LINE)
+        except TimeoutError:
+            break
+        if not piece:
+            return False
+        *lines, unread = (unread + piece).split(b"\n")
+        if any(not line.startswith(b"{") for line in (*lines, unread or b"{")):
+            raise RunError(f"what answers at {where} is not process 0 of a run that starts")
+        for news in map(json.loads, lines):
+            if "error" in news:
+                raise RunError(news["error"])
+            if "go" in news:
+                return True
+            missing = news["missing"]
+    if missing is None:
+        raise RunError(
+            f"process 0 does not answer at {where} within {timeout:g} s; is it of this run?"
+        )
+    raise RunError(f"{listed(missing)} did not come to {where} within {timeout:g} s; start all")
+
+
+def _listen(member: Member) -> socket.socket:
+    """On all addresses, as JAX's coordinator does later; for a run on one machine, on loopback."""
+    host, port = member.host_and_port()
+    try:
+        if is_loopback(host):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+            )
+        return socket.create_server(("", port), backlog=1024)
+    except OSError as error:
+        raise RunError(
+            f"process 0 cannot listen on port {port} of --coordinator={member.coordinator}: "
+            f"{error.strerror}; is another run using it? Give all processes another port"
+        ) from None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

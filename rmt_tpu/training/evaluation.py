@@ -1,0 +1,65 @@
+"""What a trained model is asked for during and after a run: its loss on held-out text, a sample."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import sharding
+from rmt_tpu import data, distributed
+from rmt_tpu.config import RunConfig
+from rmt_tpu.decoder import Decoder
+from rmt_tpu.generation import Sampling, generate
+from rmt_tpu.training.global_arrays import on_one_device, put_batch
+from rmt_tpu.training.run import Run
+
+
+class HeldOutLoss:
+    """The mean loss over the first batches of held-out text, in nats per token.
+
+    Args:
+      run: whose loss it is.
+      windows: of the held-out text.
+      batches: how many of them, or fewer if there are fewer.
+    """
+
+    def __init__(self, run: Run, windows: data.Windows, batches: int):
+        self._windows = windows
+        self._batches = min(batches, windows.num_batches)
+        self._batch_sharding = run.batch_sharding
+        # Sums that every process has, and so the same loss on all.
+        self._sums = jax.jit(
+            lambda params, batch: (run.loss(params, batch).cross_entropy, jnp.sum(batch.weights)),
+            out_shardings=sharding.replicated(run.mesh),
+        )
+
+    def __call__(self, params: Any) -> float:
+        total, weight = 0.0, 0.0
+        shape = self._windows.batch_size, self._windows.seq_len
+        for number in range(self._batches):
+            read = lambda rows, number=number: self._windows.in_order(number, rows)
+            sums = self._sums(params, put_batch(read, shape, self._batch_sharding))
+            total += float(sums[0])
+            weight += float(sums[1])
+        return total / weight
+
+
+def sample_text(run: Run, params: Any, tokenizer: data.Tokenizer, config: RunConfig) -> str | None:
+    """The run's prompt and how the model goes on; None on all processes but the first.
+
+    All call it, for each has a part of the parameters. The text is made on one device, because
+    the cache of keys and values and the kernels of a step of decoding are not divided over a mesh.
+    """
+    params = on_one_device(params, run.mesh)
+    if not distributed.is_first():
+        return None
+    model = lambda: nnx.state(Decoder(config.model, rngs=nnx.Rngs(0)), nnx.Param)
+    shapes = nnx.to_pure_dict(nnx.eval_shape(model))
+    # Layers are one stack again, where virtual stages of a pipeline had one each.
+    params = jax.tree.map(lambda x, like: x.reshape(like.shape), params, shapes)
+    decoder = nnx.merge(run.graphdef, params)
+    train = config.train
+    sampling = Sampling(temperature=0.8, max_tokens=train.sample_tokens, seed=train.seed)
+    pieces = generate(decoder, tokenizer, train.sample_prompt, sampling)
+    return train.sample_prompt + "".join(pieces)

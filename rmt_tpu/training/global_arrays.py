@@ -1,0 +1,50 @@
+"""Arrays over the devices of several processes: put there by all, brought back to one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int64
+
+import sharding
+from rmt_tpu.data import Batch
+
+
+def put_batch(
+    read: Callable[[Int64[np.ndarray, " rows"]], Batch],
+    shape: tuple[int, int],
+    batch_sharding: jax.sharding.Sharding,
+) -> Batch:
+    """A batch on the devices, of which this process reads only the rows that its devices hold.
+
+    Args:
+      read: the given rows of the batch, whose numbers are ascending.
+      shape: of the whole batch, [batch, seq].
+      batch_sharding: of each of its arrays.
+
+    Returns:
+      The batch as jax arrays.
+    """
+    indices = batch_sharding.addressable_devices_indices_map(shape)
+    own = {row for index in indices.values() for row in range(*index[0].indices(shape[0]))}
+    numbers = np.array(sorted(own), np.int64)
+    batch = read(numbers)
+
+    def put(leaf: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, slice]) -> np.ndarray:
+            start, stop = np.searchsorted(numbers, index[0].indices(shape[0])[:2])
+            return leaf[start:stop, index[1]]
+
+        return jax.make_array_from_callback(shape, batch_sharding, part)
+
+    return jax.tree.map(put, batch)
+
+
+def on_one_device(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """The arrays whole, on this process's first device of the mesh; all processes call it.
+
+    One array after the other, so that a device beside the first holds no more than one whole.
+    """
+    whole = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))
+    return jax.tree.map(lambda x: whole(x).addressable_data(0), tree)

@@ -1,0 +1,118 @@
+"""What each device does, written for one device, and how devices exchange what they need.
+
+A train step's loss and gradients are one function that every device runs on its own shards
+(`jax.shard_map`): kernels so run as they are, and what is communicated is what is written down.
+
+No array is kept whole on several devices to be used the same way on each: they have their own
+tokens, their own slice of a sum, or their own columns of a matrix. JAX's own transposes are then
+right (a gather's is a scattered sum, and the other way round), and the gradient of a parameter is
+the sum of the devices' gradients over the axes of the mesh that do not divide it.
+
+Outside `per_device`, and over axes of one device, everything here does nothing.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array, Int, Shaped
+
+from sharding.rules import unused_axes
+
+Names = str | tuple[str, ...]
+_WHOLE = PartitionSpec()
+
+
+def per_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`function` of global arrays that every device runs on its shards."""
+    # check_vma off: kernels do not declare over which axes their outputs vary.
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def axis_size(names: Names) -> int:
+    """Devices along these axes of the mesh."""
+    sizes = _sizes()
+    return math.prod(sizes.get(name, 1) for name in _tuple(names))
+
+
+def axis_index(names: Names) -> Int[Array, ""] | int:
+    """Which of the devices along these axes this one is; the first axis is the outermost."""
+    used = _used(names)
+    return jax.lax.axis_index(used) if used else 0
+
+
+def own_part(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
+    """This device's part, along an axis, of an array that all devices along `names` have."""
+    size = x.shape[axis] // axis_size(names)
+    if size == x.shape[axis]:
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, axis_index(names) * size, size, axis)
+
+
+def gather(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*joined"]:
+    """The parts of all devices along `names`, one after the other along an axis."""
+    used = _used(names)
+    return jax.lax.all_gather(x, used, axis=axis, tiled=True) if used else x
+
+
+def scatter_sum(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
+    """This device's part, along an axis, of the sum over all devices along `names`."""
+    used = _used(names)
+    return jax.lax.psum_scatter(x, used, scatter_dimension=axis, tiled=True) if used else x
+
+
+def total(x: Shaped[Array, "*shape"], names: Names) -> Shaped[Array, "*shape"]:
+    """The sum over all devices along `names`, on each of them.
+
+    What a device makes of it is only its share of what all of them do: its cotangents are summed.
+    """
+    used = _used(names)
+    return jax.lax.psum(x, used) if used else x
+
+
+def swap(
+    x: Shaped[Array, "*shape"], names: Names, *, split: int, join: int
+) -> Shaped[Array, "*other"]:
+    """Each device gives each a piece: divided along axis `join` before, along `split` after."""
+    used = _used(names)
+    return jax.lax.all_to_all(x, used, split, join, tiled=True) if used else x
+
+
+def add_up(tree: Any, specs: Any = _WHOLE) -> Any:
+    """Sums over all devices of the mesh, apart from the axes that divide an array.
+
+    Args:
+      tree: of arrays.
+      specs: a PartitionSpec of all of them, or a tree of theirs.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not _sizes():
+        return tree
+
+    def add_one(x: Array, spec: PartitionSpec) -> Array:
+        names = unused_axes(mesh, spec)
+        return jax.lax.psum(x, names) if names else x
+
+    if isinstance(specs, PartitionSpec):
+        return jax.tree.map(lambda x: add_one(x, specs), tree)
+    return jax.tree.map(add_one, tree, specs)
+
+
+def _tuple(names: Names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _used(names: Names) -> tuple[str, ...]:
+    sizes = _sizes()
+    return tuple(name for name in _tuple(names) if sizes.get(name, 1) > 1)
+
+
+def _sizes() -> dict[str, int]:
+    """Sizes of the axes over which the code being traced is per device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Manual}

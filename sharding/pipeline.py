@@ -1,0 +1,379 @@
+"""Pipelines: each stage of the mesh has some of the layers, and microbatches pass through them all.
+
+For code that runs on each device (in a `jax.shard_map` with the stage axis manual and
+`check_vma=False`). The schedule is in `sharding.schedule`; a loop runs over its ticks, and its body
+is compiled once. Two kinds of model:
+
+- *Carried*: a chunk of layers maps a state to a state of the same shapes, which is sent on.
+- *Banked*: a chunk completes some rows of a bank, from the rows before them. Rows are written once;
+  every stage caches those that it has, and is sent only those that it lacks, "cross-stage caching"
+  (Kimi Team 2026, section 4.1). Row 0 every stage computes itself.
+
+The backward pass runs all ticks in reverse, each chunk computed again. Where a stage sent a row on,
+it gets back the gradient that the receiver collected for it. A gradient of what every stage has
+(`shared`, the starts) is the stage's own part of a sum over the stages.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from sharding.schedule import Caching, Schedule
+
+Chunk = Callable[[Any, Any, Int[Array, ""], Any, Any], Any]
+ChunkBackward = Callable[[Any, Any, Int[Array, ""], Array, Any, Array], tuple[Any, Any, Array]]
+
+
+def run_carried(
+    chunk: Chunk,
+    parameters: Any,
+    shared: Any,
+    starts: Any,
+    context: Any,
+    *,
+    schedule: Schedule,
+    axis: str = "stage",
+) -> Any:
+    """States after all chunks.
+
+    Args:
+      chunk: `chunk(parameters, shared, index, state, context) -> state` of chunk `index`.
+      parameters: tree of arrays [V, ...], of this stage's own chunks.
+      shared: tree that all chunks get.
+      starts: tree of states before the first chunk, [M, ...]; only those of stage 0 are read.
+      context: tree of what the chunks of each microbatch get, [M, ...]; has no gradient.
+      schedule: of the stages.
+      axis: of the mesh.
+
+    Returns:
+      A tree like `starts`, on the last stage. On the others it is zeros, and its gradient is not
+      to be anything else.
+    """
+    run = _Carried(chunk, schedule, axis)
+    return run(parameters, shared, starts, context)
+
+
+def run_banked(
+    chunk: Chunk,
+    parameters: Any,
+    shared: Any,
+    first: Float[Array, "microbatches *shape"],
+    context: Any,
+    *,
+    chunk_rows: int,
+    chunk_backward: ChunkBackward | None = None,
+    schedule: Schedule,
+    axis: str = "stage",
+    caching: Caching = "all",
+) -> Float[Array, "microbatches rows *shape"]:
+    """Banks with the rows of all chunks.
+
+    Args:
+      chunk: `chunk(parameters, shared, index, bank, context) -> rows` of chunk `index`, which are
+        [chunk_rows, ...] from the rows before them, those below `1 + index * chunk_rows`; the
+        others are finite.
+      parameters: tree of arrays [V, ...], of this stage's own chunks.
+      shared: tree that all chunks get.
+      first: row 0; all stages have it.
+      context: tree of what the chunks of each microbatch get, [M, ...]; has no gradient.
+      chunk_rows: how many rows a chunk completes.
+      chunk_backward: `chunk_backward(parameters, shared, index, bank, context, d_bank)` gives the
+        gradients of parameters and shared, and d_bank with those of the rows before the chunk's
+        added. Bank and d_bank have the chunk's own rows. None differentiates `chunk`.
+      schedule: of the stages.
+      axis: of the mesh.
+      caching: which rows stages keep, see `Schedule.spans`: communication, not results.
+
+    Returns:
+      `1 + C * chunk_rows` rows, complete on the last stage. On the others some are zeros, and their
+      gradient is not to be anything else.
+    """
+    run = _Banked(chunk, schedule, axis, caching, chunk_rows, chunk_backward)
+    return run(parameters, shared, first, context)
+
+
+def is_last(axis: str = "stage") -> Array:
+    """Whether this device is of the last stage, which has the results."""
+    return jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
+
+
+def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage") -> Any:
+    """`function(operands)` on the last stage, where results are; zeros on the others.
+
+    The others spend no time on it. Of the forward pass only the operands are kept.
+    """
+
+    @jax.custom_vjp
+    def run(operands):
+        shapes = jax.eval_shape(function, operands)
+        nothing = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.cond(is_last(axis), function, nothing, operands)
+
+    def backward(operands, cotangents):
+        def undo(operands, cotangents):
+            return jax.vjp(function, operands)[1](cotangents)[0]
+
+        nothing = lambda operands, _: _zeros(operands)
+        return (jax.lax.cond(is_last(axis), undo, nothing, operands, cotangents),)
+
+    run.defvjp(lambda operands: (run(operands), operands), backward)
+    return run(operands)
+
+
+class _Pipeline:
+    """What both kinds have in common: the loop over ticks, and what happens in one."""
+
+    def __init__(self, chunk, schedule, axis, spans):
+        self.chunk, self.schedule, self.axis = chunk, schedule, axis
+        self.slots, self.spans = int(spans.max()), jnp.asarray(spans)
+        self.messages, kind_at = schedule.messages(spans)
+        self.kind_at = jnp.asarray(kind_at)
+
+    def __call__(self, *arguments):
+        @jax.custom_vjp
+        def differentiable(*arguments):
+            return self.forward(*arguments)[0]
+
+        differentiable.defvjp(self.forward, self.backward)
+        return differentiable(*arguments)
+
+    def over_ticks(self, run, carry, *, reverse=False):
+        """`carry = run(carry, tick)` for all ticks."""
+        ticks = jnp.arange(self.schedule.ticks)
+        return jax.lax.scan(lambda c, t: (run(c, t), None), carry, ticks, reverse=reverse)[0]
+
+    def here(self, tick):
+        """Where this stage is in a tick."""
+        return self.schedule.place(tick, jax.lax.axis_index(self.axis))
+
+    def work(self, here, parameters, shared, context, inputs, otherwise):
+        """What the chunk makes of `inputs()`; no time is spent on it where the stage is idle."""
+
+        def run():
+            of_chunk, of_microbatch = _at(parameters, here.virtual), _at(context, here.microbatch)
+            return self.chunk(of_chunk, shared, here.chunk, inputs(), of_microbatch)
+
+        return jax.lax.cond(here.active, run, otherwise)
+
+    def undo(self, here, parameters, shared, context, gradients, backward, otherwise):
+        """Gradients with the chunk's added, and that of what the chunk was given.
+
+        `backward(of_chunk, shared, of_microbatch)` gives the chunk's.
+        """
+        so_far = _at(gradients[0], here.virtual), gradients[1]
+
+        def run():
+            of_chunk, of_microbatch = _at(parameters, here.virtual), _at(context, here.microbatch)
+            *gradient, d_inputs = backward(of_chunk, shared, of_microbatch)
+            return _add(so_far, tuple(gradient)), d_inputs
+
+        rest = lambda: (so_far, otherwise())
+        (d_chunk, d_shared), d_inputs = jax.lax.cond(here.active, run, rest)
+        return (_put(gradients[0], d_chunk, here.virtual), d_shared), d_inputs
+
+    def pullback(self, here, of_chunk, shared, inputs, of_microbatch, d_outputs):
+        """Gradients of a chunk's parameters, shared and inputs."""
+
+        def forward(of_chunk, shared, inputs):
+            return self.chunk(of_chunk, shared, here.chunk, inputs, of_microbatch)
+
+        return jax.vjp(forward, of_chunk, shared, inputs)[1](d_outputs)
+
+    def transfer(self, slots, tick, *, back=False):
+        """Each stage's slots to the next one, or `back`; zeros where none are sent.
+
+        Exactly the pairs of stages and the slots that the schedule has for this tick take part. The
+        tick is the same everywhere, so all devices take the same branch.
+        """
+
+        def permute(messages, x):
+            parts, done = [], 0
+            for first, last, pairs in messages:
+                pairs = [(b, a) for a, b in pairs] if back else pairs
+                parts.append(jax.lax.ppermute(x[first:last], self.axis, pairs))
+                done = last
+            return jnp.concatenate([*parts, jnp.zeros_like(x[done:])])
+
+        def branch(messages):
+            return lambda slots: jax.tree.map(lambda x: permute(messages, x), slots)
+
+        return jax.lax.switch(self.kind_at[tick], [branch(m) for m in self.messages], slots)
+
+
+class _Carried(_Pipeline):
+    """One slot: the state. The input of each piece of work is saved."""
+
+    def __init__(self, chunk, schedule, axis):
+        spans = np.ones(schedule.chunks, int)
+        spans[-1] = 0
+        super().__init__(chunk, schedule, axis, spans)
+
+    def forward(self, parameters, shared, starts, context):
+        """Results, and what the backward pass needs."""
+        nothing = _zeros(_at(starts, 0))
+        work = self.schedule.microbatches * self.schedule.virtual
+        saved = jax.tree.map(lambda x: jnp.zeros((work, *x.shape), x.dtype), nothing)
+
+        def run(carry, tick):
+            arrived, saved, results = carry
+            here = self.here(tick)
+            state = _where(here.chunk == 0, _at(starts, here.microbatch), arrived)
+            saved = _put(saved, state, here.number, where=here.active)
+            state = self.work(here, parameters, shared, context, lambda: state, lambda: nothing)
+            results = _put(results, state, here.microbatch, where=self._is_result(here))
+            return self._pass_on(state, tick), saved, results
+
+        _, saved, results = self.over_ticks(run, (nothing, saved, _zeros(starts)))
+        return results, (parameters, shared, context, saved)
+
+    def backward(self, residuals, d_results):
+        """Cotangents of all arguments."""
+        *arguments, saved = residuals
+
+        def run(carry, tick):
+            d_state, d_starts, gradients = carry
+            here = self.here(tick)
+            d_after = self._pass_on(d_state, tick, back=True)
+            d_after = _where(self._is_result(here), _at(d_results, here.microbatch), d_after)
+
+            def backward(of_chunk, shared, of_microbatch):
+                state = _at(saved, here.number)
+                return self.pullback(here, of_chunk, shared, state, of_microbatch, d_after)
+
+            nothing = lambda: _zeros(d_after)
+            gradients, d_state = self.undo(here, *arguments, gradients, backward, nothing)
+            is_start = here.active & (here.chunk == 0)
+            d_starts = _put(d_starts, d_state, here.microbatch, where=is_start)
+            return d_state, d_starts, gradients
+
+        carry = (_zeros(_at(d_results, 0)), _zeros(d_results), _zeros(tuple(arguments[:2])))
+        _, d_starts, gradients = self.over_ticks(run, carry, reverse=True)
+        return *gradients, d_starts, None
+
+    def _is_result(self, here):
+        return here.active & (here.chunk == self.schedule.chunks - 1)
+
+    def _pass_on(self, state, tick, *, back=False):
+        one = jax.tree.map(lambda x: x[None], state)
+        return _at(self.transfer(one, tick, back=back), 0)
+
+
+class _Banked(_Pipeline):
+    """Slot j is the rows of a chunk: 0 of the one that was just completed, 1 of that before, ..."""
+
+    def __init__(self, chunk, schedule, axis, caching, chunk_rows, chunk_backward):
+        super().__init__(chunk, schedule, axis, schedule.spans(caching))
+        self.chunk_rows, self.chunk_backward = chunk_rows, chunk_backward
+
+    def forward(self, parameters, shared, first, context):
+        """Banks, and what the backward pass needs: the banks."""
+        num_rows = 1 + self.schedule.chunks * self.chunk_rows
+        banks = jnp.zeros((len(first), num_rows, *first.shape[1:]), first.dtype)
+
+        def run(banks, tick):
+            here = self.here(tick)
+            bank, there = (lambda: _at(banks, here.microbatch)), (lambda: self._rows(banks, here))
+            rows = self.work(here, parameters, shared, context, bank, there)
+            banks = self._with_rows(banks, here, rows)
+            return self._send(banks, tick) if self.slots else banks
+
+        banks = self.over_ticks(run, banks.at[:, 0].set(first))
+        return banks, (parameters, shared, context, banks)
+
+    def backward(self, residuals, d_banks):
+        """Cotangents of all arguments."""
+        *arguments, banks = residuals
+
+        def run(carry, tick):
+            d_banks, gradients = carry
+            here = self.here(tick)
+            d_banks = self._send_back(d_banks, tick) if self.slots else d_banks
+            d_bank = _at(d_banks, here.microbatch)
+
+            def backward(of_chunk, shared, of_microbatch):
+                bank = _at(banks, here.microbatch)
+                if self.chunk_backward is not None:
+                    given = (of_chunk, shared, here.chunk, bank, of_microbatch, d_bank)
+                    return self.chunk_backward(*given)
+                d_rows = self._rows(d_bank[None], here._replace(microbatch=0))
+                given = (of_chunk, shared, bank, of_microbatch, d_rows)
+                *gradient, d_earlier = self.pullback(here, *given)
+                return *gradient, d_bank + d_earlier
+
+            gradients, d_bank = self.undo(here, *arguments, gradients, backward, lambda: d_bank)
+            return _put(d_banks, d_bank, here.microbatch), gradients
+
+        carry = (d_banks, _zeros(tuple(arguments[:2])))
+        d_banks, gradients = self.over_ticks(run, carry, reverse=True)
+        return *gradients, d_banks[:, 0], None
+
+    def _send(self, banks, tick):
+        """The rows that the next stages lack; the tick's own work is done."""
+        here, after = self.here(tick), self.here(tick + 1)
+        slots = jnp.stack([self._rows(banks, here, before=j) for j in range(self.slots)])
+        slots = self.transfer(slots, tick)
+        for j in range(self.slots):
+            rows = jnp.where(self._comes(tick, j), slots[j], self._rows(banks, after, before=j + 1))
+            banks = self._with_rows(banks, after, rows, before=j + 1)
+        return banks
+
+    def _send_back(self, d_banks, tick):
+        """Moves the gradients of the rows that `_send` sent to where they came from."""
+        here, after, moved = self.here(tick), self.here(tick + 1), []
+        for j in range(self.slots):
+            rows = self._rows(d_banks, after, before=j + 1)
+            moved.append(rows)
+            rows = jnp.where(self._comes(tick, j), jnp.zeros_like(rows), rows)
+            d_banks = self._with_rows(d_banks, after, rows, before=j + 1)
+        moved = self.transfer(jnp.stack(moved), tick, back=True)
+        for j in range(self.slots):  # zeros where this stage had sent none
+            rows = self._rows(d_banks, here, before=j) + moved[j]
+            d_banks = self._with_rows(d_banks, here, rows, before=j)
+        return d_banks
+
+    def _comes(self, tick, slot):
+        """Whether the stage before this one sends the slot after a tick."""
+        stage, stages = jax.lax.axis_index(self.axis), self.schedule.stages
+        sender = self.schedule.place(tick, (stage - 1) % stages)
+        return sender.active & (slot < self.spans[sender.chunk])
+
+    def _start(self, bank, place, before):
+        row = 1 + (place.chunk - before) * self.chunk_rows
+        # Slots that reach back beyond the first chunk are never sent.
+        return (place.microbatch, jnp.maximum(row, 1), *(0,) * (bank.ndim - 2))
+
+    def _rows(self, banks, place, *, before=0):
+        """Of a microbatch, the rows of the chunk `before` that at `place`."""
+        sizes = (1, self.chunk_rows, *banks.shape[2:])
+        return jax.lax.dynamic_slice(banks, self._start(banks, place, before), sizes)[0]
+
+    def _with_rows(self, banks, place, rows, *, before=0):
+        start = self._start(banks, place, before)
+        return jax.lax.dynamic_update_slice(banks, rows[None], start)
+
+
+def _at(stacks, index):
+    take = lambda stack: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+    return jax.tree.map(take, stacks)
+
+
+def _put(stacks, values, index, *, where=True):
+    values = values if where is True else _where(where, values, _at(stacks, index))
+    put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
+    return jax.tree.map(put, stacks, values)
+
+
+def _where(condition, a, b):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
+
+
+def _add(a, b):
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _zeros(tree):
+    return jax.tree.map(jnp.zeros_like, tree)

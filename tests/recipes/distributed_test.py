@@ -1,0 +1,365 @@
+"""Several processes train as one: the same numbers, checkpoints, stops, and clear ends."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rmt_tpu import distributed, roll_call
+from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.roll_call import Member
+from rmt_tpu.training.metrics import read_metrics
+from tests import cli
+
+STEPS = 8
+TRAIN = (
+    "--preset=rmt-tiny",
+    *cli.TINY,
+    f"--steps={STEPS}",
+    "--batch_size=16",
+    "--mesh=data=2,fsdp=4",
+    "--checkpoint_every=3",
+    "--eval_every=5",
+)
+
+# SIGTERM to itself in a step, which only one process gets.
+STOP_IN_STEP = """
+import os, signal
+from rmt_tpu.training.trainer import _Loop
+usual = _Loop._step
+def _step(self, train_step, step):
+    usual(self, train_step, step)
+    if step == {step}:
+        os.kill(os.getpid(), signal.SIGTERM)
+_Loop._step = _step
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(count: int, *flags: str, first: tuple[str, ...] = (), timeout: int = 100):
+    """Return codes, outputs and errors of `count` processes with 8 devices in all."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                cli._RUN,
+                "train",
+                dict(enumerate(first)).get(number, ""),
+                *flags,
+                f"--coordinator={coordinator}",
+                f"--num_processes={count}",
+                f"--process_id={number}",
+                "--distributed_timeout=40",
+            ],
+            cwd=cli.ROOT,
+            env=cli.environment(devices=8 // count),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        for number in range(count)
+    ]
+    try:
+        # Each output is read while the others run: a full pipe would hold up all of them.
+        ends = [None] * count
+
+        def end(number: int) -> None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                ends[number] = processes[number].communicate(timeout=timeout)
+
+        readers = [threading.Thread(target=end, args=(number,)) for number in range(count)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+            process.kill()
+            process.wait()
+    assert None not in ends, "a process hangs"
+    return [(p.returncode, *end) for p, end in zip(processes, ends, strict=True)]
+
+
+def numbers(workdir):
+    """The rows of metrics without what depends on the machine."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith("throughput/")}
+        for row in read_metrics(workdir)
+    ]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A run of two processes with four devices each."""
+    workdir = tmp_path_factory.mktemp("two")
+    ends = launch(2, *TRAIN, f"--workdir={workdir}")
+    assert [code for code, *_ in ends] == [0, 0], ends
+    return workdir, ends
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The same of one process with eight, whose devices add up in the same order.
+
+    They do so through Gloo, as devices of several processes do. Without --coordinator a CPU
+    process adds up its devices' numbers in another order.
+    """
+    workdir = tmp_path_factory.mktemp("one")
+    ((code, _, errors),) = launch(1, *TRAIN, f"--workdir={workdir}")
+    assert code == 0, errors
+    return workdir
+
+
+def test_two_processes_have_the_numbers_of_one(one, two):
+    assert [row["step"] for row in numbers(one)] == list(range(1, STEPS + 1))
+    assert numbers(two[0]) == numbers(one)
+    assert (two[0] / "samples.txt").read_text() == (one / "samples.txt").read_text()
+
+
+def test_the_numbers_are_those_of_an_ordinary_run(one, tmp_path):
+    """But for the order of sums, which is about the eighth digit a step."""
+    cli.succeed("train", *TRAIN, f"--workdir={tmp_path}", devices=8)
+    for ours, theirs in zip(numbers(one), numbers(tmp_path), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_only_the_first_process_tells_and_writes(two):
+    workdir, ((_, output, progress), (_, other_output, other_progress)) = two
+    assert f"done: {STEPS} steps in {workdir}" in output
+    assert "process 0 of 2 has joined" in progress and "loss on held-out text" in progress
+    silent = [line for line in other_output.splitlines() if "peer ranks" not in line]
+    assert silent == []
+    told = [line for line in other_progress.splitlines() if "process 1 of 2 has joined" in line]
+    assert len(told) == 1 and "loss" not in other_progress
+    assert len(list(workdir.glob("tensorboard/*"))) == 1
+    assert not list(workdir.glob(".*")), "a temporary file is left"
+
+
+def test_a_checkpoint_of_two_is_as_that_of_one(one, two):
+    def files(workdir):
+        folder = workdir / f"checkpoints/{STEPS}"
+        (attempt,) = folder.glob("attempt-*")
+        paths = [p for p in attempt.rglob("*") if p.is_file()]
+        return {str(p.relative_to(attempt)): p.read_bytes() for p in paths}
+
+    assert files(two[0]) == files(one)
+
+
+def test_a_run_goes_from_two_processes_to_one_and_back(one, tmp_path):
+    flags = (*TRAIN, f"--workdir={tmp_path}")
+    # A signal that only one of them gets stops both, a step later, when both know of it.
+    ends = launch(2, *flags, first=("", STOP_IN_STEP.format(step=4)))
+    assert [code for code, *_ in ends] == [130, 130], ends
+    assert f"stopped at step 5, saved in {tmp_path}. To go on, on every host:" in ends[0][1]
+    assert all("Traceback" not in errors for *_, errors in ends)
+    assert (tmp_path / "checkpoints/5/COMMIT").exists()
+    ((code, _, errors),) = launch(1, *flags, first=(STOP_IN_STEP.format(step=7),))
+    assert code == 130 and f"resuming {tmp_path} from step 5" in errors, errors
+    ends = launch(2, *flags)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert f"resuming {tmp_path} from step 7" in ends[0][2]
+    assert numbers(tmp_path) == numbers(one)
+    assert (tmp_path / "samples.txt").read_text() == (one / "samples.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        (
+            "--seed=3",
+            "process 1 has another config than process 0, train.seed is 0 there, 3 here; "
+            "start all processes with the same flags",
+        ),
+        (
+            "--workdir={folder}/elsewhere",
+            "--workdir={folder}/{where} is another folder on process 1 than on process 0; ",
+        ),
+    ],
+)
+def test_processes_that_differ_end_in_one_line_each(flag, reason, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    flags = (*TRAIN, f"--workdir={tmp_path}/run")
+    impatient = "import rmt_tpu.workdir as w; w._SHARED_SECONDS = 0.1; "
+    change = f"{impatient}sys.argv.append({flag.format(folder=tmp_path)!r})"
+    ends = launch(2, *flags, first=("", change))
+    (first, _, told), (second, _, own) = ends
+    assert second == 2 and first in (1, 2), ends
+    last = own.splitlines()[-1]
+    assert last.startswith("error: " + reason.format(folder=tmp_path, where="elsewhere")), own
+    # Process 0 has found it itself, or says what process 1 has.
+    told_last = told.splitlines()[-1].replace("error: process 1: ", "error: ")
+    assert told_last in (last, last.replace("/elsewhere", "/run")), told
+    for text in (told, own):
+        assert text.count("error:") == 1 and "Traceback" not in text
+
+
+def test_text_that_differs_is_noticed(tmp_path):
+    """Under the same path: each host may have files of its own there."""
+    change = "import rmt_tpu.data as d; all = d.documents; d.documents = lambda s: all(s) * 2"
+    flags = (*TRAIN, f"--workdir={tmp_path}")
+    (first, _, told), (second, _, own) = launch(2, *flags, first=("", change))
+    assert (first, second) == (1, 2), told + own
+    reason = f"--data={cli.TEXT} gives other tokens on process 1 than on process 0"
+    assert f"error: process 1: {reason}" in told and f"error: {reason}" in own
+
+
+# The roll call -------------------------------------------------------------------------------
+
+
+def outcome(member: Member, timeout: float, versions: str = "same") -> str:
+    """What the roll call says to one process: its error, or "all there"."""
+    try:
+        roll_call.hold(member, versions, timeout)
+    except RunError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return "all there"
+
+
+def outcomes(*calls: tuple, timeout: float = 1.0) -> list[str]:
+    """The same for processes that call at the same time: (count, id) and maybe versions."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    found: list[str] = [""] * len(calls)
+
+    def call(number: int, count: int, process: int, *versions: str) -> None:
+        found[number] = outcome(Member(coordinator, count, process), timeout, *versions)
+
+    threads = [threading.Thread(target=call, args=(n, *c)) for n, c in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 5)
+    return found
+
+
+def test_all_come():
+    assert outcomes((4, 3), (4, 0), (4, 2), (4, 1), timeout=10) == ["all there"] * 4
+    assert outcomes((1, 0)) == ["all there"]
+
+
+def test_the_missing_are_named_to_all():
+    for told in outcomes((4, 0), (4, 2)):
+        assert told.startswith("processes 1 and 3") and "within 1 s" in told
+
+
+def test_no_coordinator():
+    start = time.monotonic()
+    assert "process 0 is not to be reached at 127.0.0.1:" in outcomes((2, 1))[0]
+    assert 1 <= time.monotonic() - start < 3
+    line = outcome(Member("no-such-host.invalid:1234", 2, 1), 1.0)
+    assert "process 0 is not to be reached at no-such-host.invalid:1234" in line
+
+
+def test_another_number_of_processes():
+    for told in outcomes((2, 0), (3, 1), timeout=10):
+        assert "process 1 on " in told and "as one of 3 processes and process 0 as one of 2" in told
+
+
+def test_two_of_the_same_number():
+    told = outcomes((3, 0), (3, 1), (3, 1), timeout=10)
+    assert all("two processes were started as process 1" in line for line in told), told
+
+
+def test_other_versions():
+    told = outcomes((2, 0, "jax 1"), (2, 1, "jax 2"), timeout=10)
+    assert all("runs jax 2 and process 0 jax 1" in line for line in told), told
+
+
+def test_a_taken_port_and_a_stranger():
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        coordinator = f"127.0.0.1:{stranger.getsockname()[1]}"
+        told = outcome(Member(coordinator, 2, 0), 1.0)
+        assert "process 0 cannot listen on port" in told and "in use" in told
+        told = outcome(Member(coordinator, 2, 1), 1.0)
+        assert "process 0 does not answer" in told
+
+        def talk():
+            connection, _ = stranger.accept()  # of the process above
+            connection.close()
+            connection, _ = stranger.accept()
+            with connection:
+                connection.sendall(b"\x00\x00\x12\x04 HTTP/2")
+                connection.recv(4096)
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        assert "is not process 0 of a run" in outcome(Member(coordinator, 2, 1), 5.0)
+        thread.join(5)
+
+
+def test_a_process_that_comes_again_counts_once():
+    """One that gave up, or was restarted while the others wait, leaves its place."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    found: list[str] = []
+    first = threading.Thread(target=lambda: found.append(outcome(Member(coordinator, 3, 0), 20.0)))
+    first.start()
+    assert "process 2" in outcome(Member(coordinator, 3, 1), 0.5)
+    others = [
+        threading.Thread(target=lambda n=n: found.append(outcome(Member(coordinator, 3, n), 20.0)))
+        for n in (1, 2)
+    ]
+    for thread in others:
+        thread.start()
+    for thread in (first, *others):
+        thread.join(25)
+    assert found == ["all there"] * 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("127.0.0.1:1234", "2", "2"), "--process_id=2 is out of range; legal with --num_proc"),
+        (("127.0.0.1", "2", "0"), "--coordinator=127.0.0.1 must be HOST:PORT"),
+        (("127.0.0.1:99999", "2", "0"), "--coordinator=127.0.0.1:99999 must be HOST:PORT"),
+        (("127.0.0.1:1234", "0", "0"), "--num_processes=0 must be at least 1"),
+    ],
+)
+def test_flags_that_cannot_be(flags, message):
+    coordinator, count, process = flags
+    with pytest.raises(UsageError, match=message):
+        roll_call.check(Member(coordinator, int(count), int(process)))
+
+
+def test_slurm_says_which_process_this_is(monkeypatch):
+    job = {
+        "SLURM_JOB_ID": "4097",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_NTASKS": "16",
+        "SLURM_PROCID": "11",
+        "SLURM_LOCALID": "3",
+    }
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    member, devices = distributed.find_member(1)
+    assert member == Member("gpu07:61441", 16, 11)
+    assert devices == [3]
+
+
+def test_usage_and_missing_processes_from_the_command_line(tmp_path):
+    flags = (*TRAIN, f"--workdir={tmp_path}")
+    where = (f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2")
+    line = cli.fail("train", *flags, *where)
+    assert "--process_id must be given" in line
+    line = cli.fail("train", *flags, *where, "--process_id=2")
+    assert "--process_id=2 is out of range" in line
+    line = cli.fail("train", *flags, *where, "--process_id=0", "--distributed_timeout=1", code=1)
+    assert "process 1 of 2 did not come to 127.0.0.1:" in line and "within 1 s" in line
+    line = cli.fail("train", *flags, "--distributed")
+    assert "finds no TPU slice" in line and "give --coordinator=HOST:PORT" in line
+    assert not os.listdir(tmp_path)

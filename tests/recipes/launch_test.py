@@ -1,0 +1,127 @@
+"""Every command in the documents is one that the recipes take.
+
+The documents are read in the source tree itself: under Bazel, this file is a link to there.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from sharding import AXES
+from tests import cli
+
+SOURCES = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "recipes/README.md")
+COMMAND = re.compile(
+    r"""python -m recipes\.(\w+)((?:\s+--\w+(?:=(?:"[^"]*"|'[^']*'|[^\s"'`]*))?)*)"""
+)
+FLAG = re.compile(r"""--\w+(?:=(?:"[^"]*"|'[^']*'|[^\s"'`]*))?""")
+
+# Reads lists of flags, and answers for each what is wrong with it, or null.
+CHECK = """
+import importlib, json, sys
+from absl import flags
+from recipes import common
+from rmt_tpu.errors import RmtError
+
+importlib.import_module("recipes." + sys.argv[1])
+
+def wrong(given):
+    for name in flags.FLAGS:
+        flags.FLAGS[name].unparse()
+    try:
+        rest = flags.FLAGS([sys.argv[1], *given])[1:]
+        if rest:
+            return f"{rest} are no flags"
+        if sys.argv[1] == "train":
+            common.run_config(common.base_config(flags.FLAGS.preset or "rmt-tiny", None))
+    except (flags.Error, RmtError) as error:
+        return str(error)
+
+print(json.dumps([wrong(given) for given in json.load(sys.stdin)]))
+"""
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """The recipe and the flags of each command in a document, as a shell would pass them."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    found = []
+    for recipe, rest in COMMAND.findall(joined):
+        given = [re.sub(r"""^(--\w+=)["'](.*)["']$""", r"\1\2", f) for f in FLAG.findall(rest)]
+        found.append((recipe, given))
+    return found
+
+
+def problems(recipe: str, given: list[list[str]]) -> list[str | None]:
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, recipe],
+        input=json.dumps(given),
+        cwd=cli.ROOT,
+        env=cli.environment(),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def documented() -> dict[str, list[list[str]]]:
+    """By recipe, the flags of each of its commands."""
+    by_recipe = defaultdict(list)
+    for document in DOCUMENTS:
+        for recipe, given in commands((SOURCES / document).read_text(encoding="utf-8")):
+            if given:  # else it is only mentioned
+                by_recipe[recipe].append(given)
+    return by_recipe
+
+
+def test_the_commands_are_found(documented):
+    assert {"train", "generate", "compare"} <= documented.keys()
+    flags = {flag.partition("=")[0] for given in documented["train"] for flag in given}
+    assert {"--distributed", "--coordinator", "--num_processes", "--process_id"} <= flags
+    launches = (SOURCES / "recipes/README.md").read_text(encoding="utf-8")
+    assert sum(bool(given) for _, given in commands(launches)) >= 7
+
+
+def test_the_flags_exist_and_their_values_parse(documented):
+    for recipe, given in documented.items():
+        # A tokenizer is files that the reader has.
+        given = [[f for f in flags if not f.startswith("--tokenizer=")] for flags in given]
+        assert problems(recipe, given) == [None] * len(given)
+
+
+def test_the_axes_of_meshes_exist(documented):
+    meshes = [
+        flag.removeprefix("--mesh=")
+        for every in documented.values()
+        for given in every
+        for flag in given
+        if flag.startswith("--mesh=")
+    ]
+    assert meshes
+    for mesh in meshes:
+        sizes = dict(part.split("=") for part in mesh.split(","))
+        assert sizes.keys() <= set(AXES)
+        assert all(int(size) > 0 or int(size) == -1 for size in sizes.values())
+
+
+def test_wrong_commands_would_be_noticed():
+    text = "run `python -m recipes.train --steps=5 \\\n  --prompt='a b' --set=model.x=1` now --no"
+    assert commands(text) == [("train", ["--steps=5", "--prompt=a b", "--set=model.x=1"])]
+    given = [
+        ["--steps=5", "--num_processes=2"],
+        ["--step=5"],
+        ["--steps=five"],
+        ["--preset=rmt-1"],
+        ["--set=model.no=1"],
+        ["--steps=6"],
+    ]
+    found = problems("train", given)
+    assert [problem is not None for problem in found] == [False, True, True, True, True, False]

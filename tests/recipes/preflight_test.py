@@ -1,0 +1,82 @@
+"""recipes.preflight: a run on a pod that is not there."""
+
+import json
+
+import pytest
+
+from tests import cli
+
+SMALL = ("--preset=rmt-tiny", "--topology=v5e:2x2", "--set=model.num_layers=2", "--batch_size=8")
+
+
+def test_a_step_that_fits(tmp_path):
+    flags = (*SMALL, "--mesh=data=2,fsdp=2", "--json=-", f"--output={tmp_path}/new")
+    done = cli.succeed("preflight", *flags)
+    # Nothing else is on stdout.
+    values = json.loads(done.stdout)
+    assert json.loads((tmp_path / "new" / "preflight.json").read_text()) == values
+    assert (tmp_path / "new" / "preflight.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert values["topology"] == "v5e:2x2" and values["devices"] == 4 and values["fits"]
+    assert values["mesh"]["data"] == values["mesh"]["fsdp"] == 2
+    assert values["config"]["train"]["batch_size"] == 8
+    assert values["config"]["model"]["num_layers"] == 2 and values["advice"] == []
+    assert values["used_bytes"] == sum(values["memory_bytes"].values()) < values["hbm_bytes"]
+    axes = {(sent["kind"], sent["axes"]) for sent in values["collectives"]}
+    assert {("all-gather", "fsdp"), ("all-reduce", "data")} <= axes
+    seconds = values["estimated_seconds"]
+    assert 0 < seconds["parts"]["residual"] < seconds["total"] and 0 < seconds["mfu"] < 1
+    assert set(values["versions"]) == {"jax", "libtpu"}
+
+
+def test_a_step_that_does_not_fit(tmp_path):
+    flags = (*SMALL, "--mesh=data=4", "--batch_size=131072", f"--json={tmp_path}/all.json")
+    done = cli.run("preflight", *flags)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("rmt-tiny on v5e:2x2: DOES NOT FIT, ")
+    assert "Traceback" not in done.stderr and "error:" not in done.stderr
+    values = json.loads((tmp_path / "all.json").read_text())
+    assert not values["fits"] and values["used_bytes"] > values["hbm_bytes"] == 15.75 * 2**30
+    assert values["estimated_seconds"] is None
+    # The residuals of the forward pass: one of each layer, with all of its rows.
+    kept = [b for b in values["buffers"] if b["kind"] == "activations"][0]
+    assert kept["shape"] == "bf16[2,32768,128,16,32]" and kept["name"].startswith("residual")
+    assert kept["bytes"] == 2 * 2 * 32768 * 128 * 16 * 32
+    given = [step["flags"] for step in values["advice"]]
+    assert given[0] == "--set=model.remat=reversible"
+    assert given[1].startswith("--set=train.accumulate=")
+    for i, flag in enumerate(given, start=1):
+        assert any(line.strip().startswith(f"{i}. {flag}: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--topology='' is unknown; legal: v5e:AxB"),
+        (["--topology=v5e:3x3"], "--topology='v5e:3x3' is no topology of v5e; legal: v5e:AxB"),
+        (["--topology=v5e:2x2", "--preset=rmt-306m"], "did you mean 'rmt-305m'"),
+        (["--topology=v5e:2x2", "--preset=rmt-tiny", "--config=c.json"], "give one of them"),
+        ([*SMALL, "--mesh=data=3"], "--mesh='data=3' asks for 3 devices, and there are 4"),
+        ([*SMALL, "--batch_size=6"], "--batch_size=6 is not divisible"),
+    ],
+)
+def test_usage_errors(flags, message):
+    assert message in cli.fail("preflight", *flags)
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    line = cli.fail("preflight", *SMALL, f"--output={tmp_path}/file/reports")
+    assert "cannot be written" in line
+
+
+def test_no_compiler_for_gpus():
+    hide = (
+        "import importlib.util as u; find = u.find_spec; "
+        "u.find_spec = lambda name, *more: None if 'cuda1' in name else find(name, *more)"
+    )
+    process = cli.start("preflight", "--preset=rmt-tiny", "--topology=h100", first=hide)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    line = errors.splitlines()[-1]
+    assert line.startswith("error: no CUDA plugin of jax is installed; pip install --no-deps jax-")

@@ -1,0 +1,277 @@
+"""A pod without the pod: memory, collectives and time of a whole train step, and what to change."""
+
+import dataclasses
+import json
+
+import pytest
+
+from pallas_kernels.tuning import (
+    Assignment,
+    Buffer,
+    Failure,
+    Job,
+    compile_jobs,
+    parse_topology,
+)
+from rmt_tpu import overrides
+from rmt_tpu.analysis import preflight as module
+from rmt_tpu.analysis import resources
+from rmt_tpu.analysis.preflight import GROUPS, KINDS, Preflight, preflight, readable
+from rmt_tpu.analysis.preflight_advice import advice
+from rmt_tpu.analysis.preflight_report import draw_memory, report_text
+from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.presets import run
+
+GIB = 2**30
+SMALL = {
+    "model.num_layers": 2,
+    "model.vocab_size": 512,
+    "train.batch_size": 8,
+    "train.mesh": "data=-1",
+}
+
+
+def config(preset="rmt-tiny", **changes):
+    return overrides.apply(run(preset), SMALL | changes)
+
+
+def outcome(monkeypatch, given):
+    """What compiling is to give."""
+    monkeypatch.setattr(module, "compile_jobs", lambda *args, **options: (x for x in [given]))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return preflight(config(), parse_topology("v5e:2x2"))
+
+
+def test_memory_of_a_step(compiled):
+    assert compiled.fits and compiled.devices == 4 and compiled.mesh["data"] == 4
+    assert list(compiled.memory) == list(KINDS) and compiled.used == sum(compiled.memory.values())
+    # All of them on every device: with two moments each, and rounded up to tiles.
+    size = 4 * sum(resources.parameters(compiled.config.model).values())
+    assert size <= compiled.memory["parameters"] < 1.1 * size
+    moments = compiled.memory["optimizer"] - 2 * compiled.memory["parameters"]
+    assert 0 <= moments < 4096
+    # Inputs, targets, segments and weights of two rows; scalars beside them.
+    assert 4 * 4 * 2 * 128 <= compiled.memory["batch"] < 4 * 4 * 2 * 128 + 8192
+    for kind in ("parameters", "optimizer", "batch"):
+        assert sum(b.bytes for b in compiled.buffers if b.kind == kind) == compiled.memory[kind]
+    sizes = [buffer.bytes for buffer in compiled.buffers]
+    assert sizes == sorted(sizes, reverse=True)
+    largest = {b.name for b in compiled.buffers if b.kind == "parameters"}
+    assert {"params.layers.feed_forward.w_1", "params.unembedding.kernel"} <= largest
+
+
+def test_gradients_are_added_up_over_the_batch(compiled):
+    size = 4 * sum(resources.parameters(compiled.config.model).values())
+    reduced = sum(t.bytes for t in compiled.traffic if t.kind == "all-reduce")
+    # Every gradient once around a ring of four, and the sums of the loss.
+    assert 2 * size * 3 // 4 <= reduced < 1.02 * 2 * size * 3 / 4
+    assert {t.axes for t in compiled.traffic} == {"data"}
+
+
+def test_time_of_a_step(compiled):
+    time = compiled.time
+    assert set(time.parts) == set(GROUPS) and all(time.parts[p] > 0 for p in ("cores", "residual"))
+    sent = sum(t.bytes for t in compiled.traffic)
+    assert time.collectives == pytest.approx(sent / 200e9)
+    assert time.total == pytest.approx(sum(time.parts.values()) + time.collectives)
+    assert time.compute <= time.least <= time.total and time.unknown_loops == 0
+    forward = resources.flops_per_token(compiled.config.model, 128)
+    assert time.mfu == pytest.approx(3 * forward * 8 * 128 / (4 * 196.6e12 * time.total), rel=1e-3)
+
+
+def test_json_and_text_say_the_same(compiled, tmp_path):
+    values = json.loads(json.dumps(compiled.json()))
+    assert values["memory_bytes"] == compiled.memory and values["hbm_bytes"] == 15.75 * GIB
+    assert values["estimated_seconds"]["total"] == compiled.time.total
+    assert overrides.from_json(type(compiled.config), values["config"]) == compiled.config
+    assert values["config"]["model"]["compute_dtype"] == "bfloat16"
+    text = report_text(compiled, "rmt-tiny", 3)
+    assert text.startswith("rmt-tiny on v5e:2x2: FITS, 0.0")
+    assert "ESTIMATE" in text and "ASSUMED: 200 GB/s" in text and "what to change" not in text
+    assert f"MFU {compiled.time.mfu:.1%}" in text and "the 3 largest buffers" in text
+    assert f"{compiled.buffers[2].bytes / 2**20:.1f}" in text
+    draw_memory(compiled, tmp_path / "memory.png", "rmt-tiny")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_gpu(monkeypatch):
+    """Its compiler does not refuse what does not fit, and nobody here knows its time."""
+    target, fsdp = parse_topology("h100:2"), config(**{"train.mesh": "fsdp=2"})
+    job = Job(f"{module.__name__}:lower_run", {"config": overrides.to_json(fsdp)}, True)
+    (program,) = compile_jobs(target, [job], buffers=True)
+    outcome(monkeypatch, program)
+    report = preflight(fsdp, target)
+    assert report.fits and report.time is None and report.limit == 80e9
+    size = 4 * sum(resources.parameters(report.config.model).values())
+    assert 0.5 * size <= report.memory["parameters"] < 0.6 * size
+    assert report.memory["activations"] > 0
+    sent = {(t.kind, t.axes) for t in report.traffic}
+    assert {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")} <= sent
+    text = report_text(report, "rmt-tiny")
+    assert "it is sold with" in text and "ESTIMATE" not in text
+    for hbm, fits in ((report.used, True), (report.used - 1, False)):
+        smaller = dataclasses.replace(target, hbm=hbm)
+        outcome(monkeypatch, dataclasses.replace(program, target=smaller))
+        assert preflight(fsdp, smaller).fits == fits
+
+
+@pytest.mark.parametrize(
+    ("op_name", "name"),
+    [
+        ("state.params['layers']['feed_forward']['w_1']", "params.layers.feed_forward.w_1"),
+        ("args[0].optimizer[1].mu['embedding']['tokens']", "optimizer[1].mu.embedding.tokens"),
+        ("batch.inputs", "inputs"),
+        ("jit(f)/shard_map/jvp()/while/body/closed_call/residual/cond/branch_0_fun/"
+         "key_vector_forward/pallas_call", "residual/key_vector_forward (forward)"),
+        ("jit(f)/transpose(jvp(loss))/while/body/mul", "loss/mul (backward)"),
+        ("jit(f)/transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/"
+         "feed_forward/tanh", "feed_forward/tanh (recomputed)"),
+        ("jit(f)/optimizer/add", "optimizer/add"),
+        ("fusion.3", "fusion.3"),
+    ],
+)  # fmt: skip
+def test_names_that_are_the_models(op_name, name):
+    assert readable(op_name) == name
+
+
+# Without a compiler ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ["MeshError", "UsageError"])
+def test_mesh_that_cannot_be(monkeypatch, error):
+    outcome(monkeypatch, Failure(f"{error}: --mesh='data=3' asks for 3", error))
+    with pytest.raises(UsageError, match="^--mesh='data=3' asks for 3$"):
+        preflight(config(), parse_topology("v5e:2x2"))
+
+
+@pytest.mark.parametrize("assignment", [None, Assignment((), (), 1, 0)])
+def test_other_errors_of_the_compiler(monkeypatch, assignment):
+    outcome(monkeypatch, Failure("ValueError: no such tile", "ValueError", assignment))
+    with pytest.raises(RunError, match="does not compile for v5e:2x2: no such tile"):
+        preflight(config(), parse_topology("v5e:2x2"))
+
+
+def test_what_does_not_fit(monkeypatch):
+    message = (
+        "JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required "
+        "for HLO temporaries (21.00G) exceeds available HBM (15.50G)."
+    )
+    weights = Buffer("state.params['w']", "p", "f32[9]", 3 * GIB)
+    moments = Buffer("state.optimizer[1].mu['w']", "q", "f32[9]", 6 * GIB)
+    rows = Buffer("batch.inputs", "r", "s32[9]", GIB)
+    kept = Buffer("jit(f)/jvp()/while/body/residual/add", "while.1{3}", "bf16[9]", 5 * GIB, True)
+    cast = Buffer("state.params['w']", "convert.1", "bf16[9]", 2 * GIB)
+    found = Assignment((weights, moments, rows), (kept, cast), 10 * GIB, GIB)
+    info = {"mesh": {"data": 4, "fsdp": 1}}
+    outcome(monkeypatch, Failure(message, "JaxRuntimeError", found, info))
+    report = preflight(config(), parse_topology("v5e:2x2"))
+    sizes = {kind: size // GIB for kind, size in report.memory.items()}
+    assert not report.fits and report.limit == 15.5 * GIB and report.gaps == 3 * GIB
+    assert sizes == {"parameters": 3, "optimizer": 6, "batch": 1, "activations": 5,
+                     "temporaries": 6, "program": 0}  # fmt: skip
+    assert [b.name for b in report.buffers] == [
+        "optimizer[1].mu.w", "residual/add (forward)", "params.w", "a copy of params.w", "inputs",
+    ]  # fmt: skip
+    text = report_text(report, "rmt-tiny")
+    first = text.splitlines()[0]
+    assert "DOES NOT FIT, 21.00 GiB where a device has 15.50 GiB" in first
+    assert "5.50 too much" in text and "ESTIMATE" not in text
+    for step in advice(report):
+        assert step.flags in text
+
+
+# What to change ----------------------------------------------------------------------------------
+
+
+def report(preset="rmt-305m", mesh=None, topology="v5e:4x4", state=3.0, work=20.0, **changes):
+    mesh = {"data": 16, "fsdp": 1} | (mesh or {})
+    memory = dict.fromkeys(KINDS, 0) | {
+        "parameters": int(state * GIB) // 3,
+        "optimizer": int(state * GIB) * 2 // 3,
+        "activations": int(work * GIB),
+    }
+    changes = {"model.vocab_size": 50257, "train.batch_size": 256} | changes
+    return Preflight(
+        config=overrides.apply(run(preset), changes),
+        target=parse_topology(topology),
+        mesh=mesh,
+        fits=False,
+        limit=int(15.75 * GIB),
+        memory=memory,
+        gaps=0,
+        buffers=(),
+        traffic=(),
+        time=None,
+        compile_seconds=None,
+    )
+
+
+def flags(given):
+    return [step.flags for step in advice(given)]
+
+
+def test_advice_in_its_order():
+    # Of 23 GiB: half of 20, and another gradient of 1; or half of 20; or of the state half.
+    given = report()
+    assert flags(given) == [
+        "--set=model.remat=reversible",
+        "--set=train.accumulate=2",
+        "--batch_size=128",
+        "--mesh=fsdp=16",
+        "--topology=v5e:4x8 --mesh=data=16,fsdp=2",
+    ]
+    sizes = [step.bytes and round(step.bytes / GIB, 2) for step in advice(given)]
+    assert sizes == [None, 14.0, 13.0, round(20 + 3 / 16, 2), 11.5]
+
+
+@pytest.mark.parametrize(
+    ("preset", "now", "legal"),
+    [
+        ("rmt-305m", "none", ["full", "reversible"]),
+        ("rmt-305m", "reversible", []),
+        ("gpt2-405m", "dots", ["full"]),
+        ("gpt2-405m", "full", []),
+        ("gpt2-405m-attnres", "full", ["blocks"]),
+    ],
+)
+def test_only_what_the_model_can_have(preset, now, legal):
+    given = [flag for flag in flags(report(preset, **{"model.remat": now})) if "remat" in flag]
+    assert given == [f"--set=model.remat={policy}" for policy in legal]
+    for flag in given:
+        path, value = overrides.parse_assignment(flag.removeprefix("--set="))
+        overrides.apply(run(preset), {path: value})  # raises what is not legal
+
+
+def test_a_state_that_leaves_no_room_is_divided_first():
+    given = report(state=24.0, work=4.0)
+    first = advice(given)[0]
+    # A quarter of it and the work fit, half of it and the work do not.
+    assert first.flags == "--mesh=data=4,fsdp=4" and first.bytes == 10 * GIB
+    assert "train.accumulate" not in advice(given)[1].flags
+
+
+def test_one_row_a_device():
+    """There are no parts of a row: a sequence is divided instead."""
+    mesh = dict.fromkeys(("stage", "key", "sequence", "tensor"), 1) | {"data": 16, "fsdp": 1}
+    given = flags(report(mesh=mesh, **{"train.batch_size": 16}))
+    assert "--mesh=data=8,sequence=2 --set=train.accumulate=2" in given
+    assert not any(flag.startswith(("--set=train.accumulate", "--batch_size")) for flag in given)
+
+
+def test_more_parts_than_there_are():
+    given = report(work=60.0, **{"train.accumulate": 2})
+    # Sixteen rows a device in two parts: a half of 60 beside 3 is too much, as is a quarter.
+    (step,) = [s for s in advice(given) if "accumulate" in s.flags]
+    assert step.flags == "--set=train.accumulate=16"
+    assert step.bytes == 3 * GIB + 60 * GIB // 8 < given.limit
+
+
+def test_no_more_chips_than_a_pod_has():
+    largest = report(topology="v5e:16x16", mesh={"data": 256}, **{"train.batch_size": 1024})
+    assert not any("topology" in flag for flag in flags(largest))
+    assert any("--topology=v5e:2x2 " in flag for flag in flags(report(topology="v5e:1x1")))
+    gpus = [flag for flag in flags(report(topology="h100:4")) if "topology" in flag]
+    assert gpus == ["--topology=h100:8 --mesh=data=16,fsdp=2"]

@@ -1,0 +1,163 @@
+"""Steps on meshes of TPUs, compiled by the real compiler: what fits, and what is communicated."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+import sharding
+from rmt_tpu import Decoder
+from rmt_tpu import config as cfg
+from rmt_tpu.data import Batch
+from rmt_tpu.layers.parameters import metadata
+from rmt_tpu.presets import run
+from rmt_tpu.training.run import prepare
+
+
+def lowered(config: cfg.RunConfig, topology: str, count: int | None = None):
+    """The run, and its step lowered for the first chips of a topology, or for all."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:count]
+    prepared = prepare(config, sharding.make_mesh(config.train.mesh, devices))
+    placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    state = jax.tree.map(placed, jax.eval_shape(prepared.init), prepared.state_shardings)
+    shape = (config.train.batch_size, config.data.seq_len)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=prepared.batch_sharding)
+    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=prepared.batch_sharding)
+    step = jax.jit(prepared.step, donate_argnums=0)
+    return prepared, step.lower(state, Batch(ids, ids, ids, weights))
+
+
+def on_accelerator(preset: str, mesh: str, batch_size: int, seq_len: int = 512, **model):
+    config = run(preset)
+    model = {"compute_dtype": "bfloat16"} | model
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **model),
+        train=dataclasses.replace(config.train, mesh=mesh, batch_size=batch_size),
+        data=dataclasses.replace(config.data, seq_len=seq_len),
+    )
+
+
+WIDE = {"num_layers": 2, "vocab_size": 512, "store": cfg.MatrixStore(key_dim=4096)}
+
+
+def test_a_residual_too_large_for_a_chip_fits_on_four():
+    """D_k 4096: 512 KB a token in bfloat16, 8192 tokens at a time, and a few of them at once."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED|out of memory"):
+        lowered(on_accelerator("rmt-305m", "data=1", 16, **WIDE), "v5e:2x2", 1)[1].compile()
+    _, step = lowered(on_accelerator("rmt-305m", "key=4", 16, **WIDE), "v5e:2x2")
+    compiled = step.compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 15.75 * 2**30
+    # A token's slice of the residual, for the tokens of all four chips; never the whole of it.
+    program = compiled.as_text()
+    assert re.search(r"bf16\[16,(64,1024,512|512,1024,64|1024,64,512)\]", program)
+    assert not re.search(r"\[\d+,(64,4096,512|512,4096,64|4096,64,512)\]", program)
+
+
+def test_residual_memory_falls_with_the_devices_of_key():
+    """The same batch, D_k divided by two and by four; what is not residual is small beside it."""
+    temporary = {}
+    for devices in (2, 4):
+        store = cfg.MatrixStore(key_dim=512)
+        changes = {"num_layers": 2, "vocab_size": 512, "store": store}
+        config = on_accelerator("rmt-305m", f"key={devices}", 16, **changes)
+        _, step = lowered(config, "v5e:2x2", devices)
+        temporary[devices] = step.compile().memory_analysis().temp_size_in_bytes
+    assert temporary[4] < 0.6 * temporary[2]
+
+
+# Attention over so long a sequence is plain XLA, which is said where it is lowered.
+LONG = pytest.mark.filterwarnings("ignore:no tpu kernel for this call")
+
+
+def features(topology: str, mesh: str, layers: int, seq_len: int):
+    """A forward pass of one sequence at width 7168, blocks of one layer."""
+    model = cfg.ModelConfig(
+        num_layers=layers,
+        attention=cfg.Attention(num_heads=8, head_dim=128, positions=cfg.NoPositions()),
+        feed_forward=cfg.FeedForward(hidden_dim=1024),
+        store=cfg.VectorStore(dim=7168),
+        mixer=cfg.BlockAttention(sublayers_per_block=2),
+        vocab_size=512,
+        compute_dtype="bfloat16",
+        norm="rmsnorm",
+    )
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    count = 1 if mesh == "data=1" else len(devices)
+    mesh = sharding.make_mesh(mesh, devices[:count])
+    abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract, nnx.Param)
+    params = nnx.to_pure_dict(state)
+    specs = sharding.parameter_specs(mesh, metadata(abstract, "axes"), params)
+    placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
+    params = jax.tree.map(placed, params, specs)
+    tokens = placed(jax.ShapeDtypeStruct((1, seq_len), jnp.int32), PartitionSpec())
+    own = PartitionSpec(None, sharding.RULES["tokens"])
+    forward = sharding.per_device(
+        lambda params, tokens: nnx.merge(graphdef, params).features(tokens),
+        mesh,
+        (specs, PartitionSpec()),
+        own,
+    )
+    return jax.jit(forward).lower(params, tokens).compile()
+
+
+def cache_bytes(topology: str, mesh: str, seq_len: int) -> float:
+    """Of 8 sealed blocks, from what four more blocks add to a chip's memory."""
+    temporary = [
+        features(topology, mesh, layers, seq_len).memory_analysis().temp_size_in_bytes
+        for layers in (4, 8)
+    ]
+    return 2 * (temporary[1] - temporary[0])
+
+
+@LONG
+def test_block_caches_are_divided_over_the_devices():
+    """128K tokens, 8 blocks, width 7168: 15 GB on one chip, 1.9 GB on each of 8, 0.24 GB of 16K."""
+    tokens = 128 * 1024
+    assert cache_bytes("v5p:2x2x1", "data=1", tokens) == pytest.approx(15.0e9, rel=0.05)
+    assert cache_bytes("v5e:2x4", "tensor=8", tokens) == pytest.approx(1.88e9, rel=0.05)
+    assert cache_bytes("v5e:2x4", "tensor=8", 16 * 1024) < 0.3e9
+
+
+@LONG
+def test_attention_over_depth_is_local_to_a_device():
+    """A sublayer gathers its input along the sequence and scatters the sum of its outputs."""
+    program = features("v5e:2x4", "tensor=8", 4, 16 * 1024).as_text()
+    # The compiler may make a reduce-scatter of an all-reduce and a slice of its result.
+    assert "/reduce_scatter" in program and "/all_gather" in program
+    for kernel in ("partial", "merge"):
+        assert f"depth_attention_{kernel}/pallas_call" in program
+    # Own tokens of the bank and nothing else: 16K / 8 of them.
+    assert re.search(r"bf16\[5,(1,)?2048,7168\]", program)
+    assert "/psum" not in program
+
+
+SMALL = [("v5p:2x2x1", "data=2,fsdp=2", 64), ("v5e:4x4", "fsdp=4,key=4", 256)]
+LARGE = [
+    ("v5e:4x4", "fsdp=16", 256),
+    ("v5e:16x16", "data=16,fsdp=16", 2048),
+    ("v5e:16x16", "data=8,fsdp=16,key=2", 2048),
+    ("v5p:2x2x1", "fsdp=2,key=2", 64),
+    ("v5p:8x8x8", "data=32,fsdp=16", 4096),
+    ("v5p:8x8x8", "data=16,fsdp=16,key=2", 4096),
+    ("v6e:16x16", "data=16,fsdp=16", 2048),
+    ("v6e:16x16", "data=8,fsdp=16,key=2", 2048),
+]
+ROWS = [pytest.param(*row) for row in SMALL]
+ROWS += [pytest.param(*row, marks=pytest.mark.slow) for row in LARGE]
+
+
+@pytest.mark.parametrize("topology, mesh, batch_size", ROWS)
+def test_the_305m_step_fits_pods(topology, mesh, batch_size):
+    compiled = lowered(on_accelerator("rmt-305m", mesh, batch_size), topology)[1].compile()
+    memory = compiled.memory_analysis()
+    parameters = 3 * 4 * 305e6 / max(1, int(re.search(r"fsdp=(\d+)", mesh)[1]))
+    assert memory.argument_size_in_bytes < 1.2 * parameters
+    program = compiled.as_text()
+    assert "key_vector_" in program and "all-gather" in program
