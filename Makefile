@@ -13,6 +13,8 @@ train: $(VENV)/installed
 test: lint $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
+# Every night: also the slow ones, such as every store, mixer and pair of mesh axes, and full-size
+# steps on the largest pods. An hour or two on two cores.
 test-all: lint $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
