@@ -23,3 +23,13 @@ os.environ |= {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
+
+import jax  # noqa: E402 - it reads the environment when it is imported
+import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_module():
+    """What a module compiled is not used by the next, and would add up to many gigabytes."""
+    yield
+    jax.clear_caches()

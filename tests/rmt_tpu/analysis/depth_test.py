@@ -126,7 +126,7 @@ def test_measures():
     assert seen(profile.weights) == BLOCKS
     for row in rows(profile.weights):
         np.testing.assert_allclose(sum(row), 1, rtol=1e-12)
-        assert len(row) == 1 or np.ptp(row) > 1e-3
+    assert max(np.ptp(row) for row in rows(profile.weights)) > 1e-2  # no plain means
     # Blocks of 4: a running sum starts with the first and the fifth sublayer.
     np.testing.assert_allclose(np.array(profile.residual)[[1, 5]], np.array(profile.output)[[1, 5]])
     others = np.array(profile.residual)[[2, 3, 4, 6]] / np.array(profile.output)[[2, 3, 4, 6]]
