@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Level 0: tests compile much and compute little.
 os.environ["XLA_FLAGS"] = (
@@ -24,12 +26,11 @@ os.environ |= {
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
 
-import jax  # noqa: E402 - it reads the environment when it is imported
-import pytest  # noqa: E402
-
 
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_module():
     """What a module compiled is not used by the next, and would add up to many gigabytes."""
     yield
+    import jax  # which reads the environment above when it is imported
+
     jax.clear_caches()

@@ -16,23 +16,15 @@ import sharding
 from pallas_kernels.tuning import Job, compile_jobs, parse_topology
 from rmt_tpu import Decoder
 from rmt_tpu import config as cfg
-from rmt_tpu.data import Batch
+from rmt_tpu.analysis.step_cost import lower_config
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.presets import run
-from rmt_tpu.training.run import prepare
 
 
 def lowered(config: cfg.RunConfig, topology: str, count: int | None = None):
-    """The run, and its step lowered for the first chips of a topology, or for all."""
+    """The step of a run, lowered for the first chips of a topology, or for all."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:count]
-    prepared = prepare(config, sharding.make_mesh(config.train.mesh, devices))
-    placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    state = jax.tree.map(placed, jax.eval_shape(prepared.init), prepared.state_shardings)
-    shape = (config.train.batch_size, config.data.seq_len)
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=prepared.batch_sharding)
-    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=prepared.batch_sharding)
-    step = jax.jit(prepared.step, donate_argnums=0)
-    return prepared, step.lower(state, Batch(ids, ids, ids, weights))
+    return lower_config(config, devices)
 
 
 def on_accelerator(preset: str, mesh: str, batch_size: int, seq_len: int = 512, **model):
@@ -52,8 +44,8 @@ WIDE = {"num_layers": 2, "vocab_size": 512, "store": cfg.MatrixStore(key_dim=409
 def test_a_residual_too_large_for_a_chip_fits_on_four():
     """D_k 4096: 512 KB a token in bfloat16, 8192 tokens at a time, and a few of them at once."""
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED|out of memory"):
-        lowered(on_accelerator("rmt-305m", "data=1", 16, **WIDE), "v5e:2x2", 1)[1].compile()
-    _, step = lowered(on_accelerator("rmt-305m", "key=4", 16, **WIDE), "v5e:2x2")
+        lowered(on_accelerator("rmt-305m", "data=1", 16, **WIDE), "v5e:2x2", 1).compile()
+    step = lowered(on_accelerator("rmt-305m", "key=4", 16, **WIDE), "v5e:2x2")
     compiled = step.compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 15.75 * 2**30
     # A token's slice of the residual, for the tokens of all four chips; never the whole of it.
@@ -69,7 +61,7 @@ def test_residual_memory_falls_with_the_devices_of_key():
         store = cfg.MatrixStore(key_dim=512)
         changes = {"num_layers": 2, "vocab_size": 512, "store": store}
         config = on_accelerator("rmt-305m", f"key={devices}", 16, **changes)
-        _, step = lowered(config, "v5e:2x2", devices)
+        step = lowered(config, "v5e:2x2", devices)
         temporary[devices] = step.compile().memory_analysis().temp_size_in_bytes
     assert temporary[4] < 0.6 * temporary[2]
 
@@ -167,7 +159,7 @@ ROWS += [pytest.param(*row, marks=pytest.mark.slow) for row in LARGE]
 
 @pytest.mark.parametrize("topology, mesh, batch_size", ROWS)
 def test_the_305m_step_fits_pods(topology, mesh, batch_size):
-    compiled = lowered(on_accelerator("rmt-305m", mesh, batch_size), topology)[1].compile()
+    compiled = lowered(on_accelerator("rmt-305m", mesh, batch_size), topology).compile()
     memory = compiled.memory_analysis()
     parameters = 3 * 4 * 305e6 / max(1, int(re.search(r"fsdp=(\d+)", mesh)[1]))
     assert memory.argument_size_in_bytes < 1.2 * parameters
