@@ -21,7 +21,11 @@ INSTALL = JAX + [
 ]
 TPU = [f"jax[tpu]>=0.10.2,<0.11; {OLD}", f"jax[tpu]>=0.11.2,<0.13; {NEW}"]
 CUDA = [f"jax[cuda13]>=0.10.2,<0.11; {OLD}", f"jax[cuda13]>=0.11.2,<0.13; {NEW}"]
-DATA = ["tokenizers>=0.20"]  # GPT-2 BPE and tokenizer.json files
+DATA = [
+    "tokenizers>=0.20",  # GPT-2 BPE and tokenizer.json files
+    "zstandard>=0.22",  # .zst files; Python has its own from 3.14 on
+]
+GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
 
 setup(
     name="rmt_tpu",
@@ -34,14 +38,17 @@ setup(
     extras_require={
         "tpu": TPU,
         "cuda": CUDA,
-        "gcs": ["google-cloud-storage>=3.0"],
+        "gcs": GCS,
         "data": DATA,
         "tensorboard": ["tensorboardX>=2.6"],
         # libtpu is here for its compiler: the tests compile for TPU on a machine without one.
         "test": TPU
         + DATA
+        + GCS
         + [
             "beartype>=0.20",
+            # Exactly this: the test server mends its handlers, which are its internals.
+            "gcp-storage-emulator==2026.7.19",
             "hypothesis>=6.100",
             "pytest>=8.3",
             "pytest-xdist>=3.6",

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from sharding import MeshError
 
 # Flag, config path, type, help.
 _RUN_FLAGS = [
-    ("data", "data.source", str, "stdlib, or comma-separated .txt and .jsonl files and globs"),
+    ("data", "data.source", str, "stdlib, a token store of recipes.prepare_data, or "
+     "comma-separated .txt and .jsonl files and globs"),
     ("tokenizer", "data.tokenizer", str, "byte, a folder with encoder.json and vocab.bpe, or a "
      "tokenizer.json"),
     ("seq_len", "data.seq_len", int, "tokens in a window"),
@@ -115,6 +117,10 @@ def run_config(base: RunConfig) -> RunConfig:
     given = {path: getattr(flags.FLAGS, name) for name, path, _, _ in _RUN_FLAGS}
     changes = {path: value for path, value in given.items() if value is not None}
     changes |= dict(overrides.parse_assignment(text) for text in flags.FLAGS.set)
+    source = changes.get("data.source")
+    if source is not None and "data.tokenizer" not in changes and data.is_store(source):
+        data.open_store(source)  # tells, before the tokenizer is looked for, if it is not complete
+        changes["data.tokenizer"] = source
     config = overrides.apply(base, changes)
     if "data.tokenizer" in changes and "model.vocab_size" not in changes:
         return _with_vocabulary(config)
@@ -161,6 +167,11 @@ def start(main: Callable[[], int | None]) -> None:
         logging.getLogger(library).setLevel(logging.WARNING)
     _hush_libtpu()
     app.run(lambda argv: sys.exit(_main(main, argv)), flags_parser=_parse_flags)
+
+
+def exit_code_of(stopped_by: signal.Signals) -> int:
+    """Of a run that a signal ended and that is saved: what sends SIGTERM expects nothing else."""
+    return INTERRUPTED if stopped_by == signal.SIGINT else 0
 
 
 def resume_command() -> str:

@@ -10,7 +10,6 @@ comparison.json (every run). The batch, steps and data are those of the first pr
 
 import dataclasses
 import fnmatch
-from pathlib import Path
 
 from absl import flags
 
@@ -18,13 +17,16 @@ from recipes import common
 from rmt_tpu.config import RunConfig
 from rmt_tpu.errors import UsageError, unknown
 from rmt_tpu.presets import presets
+from rmt_tpu.storage import Folder, open_folder
 
 _PRESETS = flags.DEFINE_list(
     "presets", ["gpt2-tiny", "rmt-tiny"], "names of models; quoted patterns like '*-tiny' too"
 )
 _SEEDS = flags.DEFINE_list("seeds", None, "train each once a seed, like 0,1,2; default --seed")
 _BY_LOSS = flags.DEFINE_bool("by_loss", False, "the table's best first, not in the given order")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/compare", "folder of the run folders")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/compare", "folder of the run folders, local or gs://"
+)
 common.define_run_flags()
 
 
@@ -39,24 +41,24 @@ def main() -> int:
         )
         for name in names
     }
-    folder = Path(_WORKDIR.value)
-    runs = {name: _seeded(config, folder / name, seeds) for name, config in configs.items()}
+    folder = open_folder(_WORKDIR.value)
+    runs = {name: _seeded(config, folder.child(name), seeds) for name, config in configs.items()}
     return _train_and_compare(runs, folder)
 
 
-def _train_and_compare(runs: dict[str, dict[Path, RunConfig]], folder: Path) -> int:
+def _train_and_compare(runs: dict[str, dict[Folder, RunConfig]], folder: Folder) -> int:
     from rmt_tpu.training.compare import write_comparison
     from rmt_tpu.training.trainer import train
 
     for name, of_name in runs.items():
         for workdir, config in of_name.items():
             label = name if len(of_name) == 1 else f"{name} {workdir.name}"
-            if train(config, workdir, label=label).interrupted:
+            if stopped_by := train(config, workdir, label=label).stopped_by:
                 print(f"stopped; to go on:\n  {common.resume_command()}")
-                return common.INTERRUPTED
+                return common.exit_code_of(stopped_by)
     workdirs = {name: list(of_name) for name, of_name in runs.items()}
     print(write_comparison(workdirs, folder, by_loss=_BY_LOSS.value))
-    print(f"picture: {folder / 'comparison.png'}")
+    print(f"picture: {folder}/comparison.png")
     return 0
 
 
@@ -98,7 +100,7 @@ def _seeds() -> list[int] | None:
     return seeds
 
 
-def _seeded(config: RunConfig, folder: Path, seeds: list[int] | None) -> dict[Path, RunConfig]:
+def _seeded(config: RunConfig, folder: Folder, seeds: list[int] | None) -> dict[Folder, RunConfig]:
     """The run of each seed, by its folder."""
     if seeds is None:
         return {folder: config}
@@ -108,7 +110,7 @@ def _seeded(config: RunConfig, folder: Path, seeds: list[int] | None) -> dict[Pa
     }
     if len(seeds) == 1:
         return {folder: with_seed[seeds[0]]}
-    return {folder / f"seed-{seed}": run for seed, run in with_seed.items()}
+    return {folder.child(f"seed-{seed}"): run for seed, run in with_seed.items()}
 
 
 if __name__ == "__main__":

@@ -17,14 +17,16 @@ Prints a short table.
 import dataclasses
 import itertools
 import os
-from pathlib import Path
 
 from absl import flags
 
 from recipes import common
 from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import Fault, Folder, open_folder
 
-_WORKDIR = flags.DEFINE_list("workdir", None, "run folders of recipes.train", required=True)
+_WORKDIR = flags.DEFINE_list(
+    "workdir", None, "run folders of recipes.train, local or gs://", required=True
+)
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoints; default each run's last good one")
 _BATCHES = flags.DEFINE_integer("batches", 4, "of held-out text, or fewer if there are fewer")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "sequences at a time")
@@ -37,27 +39,40 @@ def main() -> int:
     for flag in (_BATCHES, _BATCH_SIZE):
         if flag.value < 1:
             raise UsageError(f"--{flag.name}={flag.value} must be positive")
-    workdirs = [Path(w) for w in _WORKDIR.value]
-    if not workdirs or len(set(workdirs)) < len(workdirs):
+    workdirs = [open_folder(w) for w in _WORKDIR.value]
+    if not workdirs or len({w.url.rstrip("/") for w in workdirs}) < len(workdirs):
         raise UsageError(f"--workdir={','.join(_WORKDIR.value)} must be different run folders")
-    picture = Path(_OUTPUT.value or workdirs[0] / "plots" / "depth.png")
-    if picture.suffix != ".png":
-        raise UsageError(f"--output={picture} must end in .png")
-    resolved = [w.resolve() for w in workdirs]
-    names = [w.name for w in resolved]
-    if len(set(names)) < len(names):  # like seed-0 of several presets
-        names = [str(w.relative_to(os.path.commonpath(resolved))) for w in resolved]
-    profiles = {name: _profile(w) for name, w in zip(names, workdirs, strict=True)}
+    folder, name = _picture(workdirs[0])
+    profiles = {n: _profile(w) for n, w in zip(_names(workdirs), workdirs, strict=True)}
     try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        print(write_report(profiles, picture))
-    except OSError as error:
-        raise UsageError(f"--output={picture} cannot be written: {error.strerror}") from None
-    print(f"picture: {picture}")
+        print(write_report(profiles, folder, name))
+    except Fault as fault:
+        raise UsageError(f"--output={folder}/{name} cannot be written: {fault}") from None
+    print(f"picture: {folder}/{name}")
     return 0
 
 
-def _profile(workdir: Path):
+def _picture(workdir: Folder) -> tuple[Folder, str]:
+    """Where it goes."""
+    if _OUTPUT.value is None:
+        return workdir.child("plots"), "depth.png"
+    folder, _, name = _OUTPUT.value.rpartition("/")
+    if not name.endswith(".png"):
+        raise UsageError(f"--output={_OUTPUT.value} must end in .png")
+    return open_folder(folder or ("/" if _OUTPUT.value.startswith("/") else ".")), name
+
+
+def _names(workdirs: list[Folder]) -> list[str]:
+    """Their last parts, or if these are alike, as those of seed-0 of several presets, more."""
+    names = [w.name for w in workdirs]
+    if len(set(names)) == len(names):
+        return names
+    places = [str(w.local_path or w.url) for w in workdirs]
+    above = os.path.commonprefix(places).rpartition("/")[0] + "/"
+    return [place.removeprefix(above) for place in places]
+
+
+def _profile(workdir: Folder):
     import rmt_tpu
     from rmt_tpu.analysis.depth import measure
     from rmt_tpu.training.run import load_datasets

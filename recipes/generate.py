@@ -9,7 +9,9 @@ from absl import flags
 
 from recipes import common
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "a run folder of recipes.train", required=True)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "a run folder of recipes.train, local or gs://", required=True
+)
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
 _PROMPT = flags.DEFINE_string("prompt", "", "text to go on from")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "divides the logits; 0 is greedy")

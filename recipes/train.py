@@ -2,12 +2,10 @@
 
     python -m recipes.train --preset=rmt-tiny --data=stdlib --workdir=runs/rmt-tiny
 
-The same command again resumes. The run folder gets config.json, metrics.jsonl, checkpoints/,
-plots/loss.png, samples.txt and, if tensorboardX is installed, tensorboard/. On several hosts, the
-same command on each: recipes/README.md.
+The same command again resumes. The run folder, local or gs://bucket/path, gets config.json,
+metrics.jsonl, checkpoints/, plots/loss.png, samples.txt and, if tensorboardX is installed,
+tensorboard/. On several hosts, the same command on each: recipes/README.md.
 """
-
-from pathlib import Path
 
 from absl import flags
 
@@ -16,7 +14,15 @@ from rmt_tpu.errors import UsageError
 
 _PRESET = flags.DEFINE_string("preset", None, "a model of rmt_tpu.presets(); default rmt-tiny")
 _CONFIG = flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
-_WORKDIR = flags.DEFINE_string("workdir", None, "the run folder; default runs/<preset>")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "the run folder, local or gs://bucket/path; default runs/<preset>"
+)
+_CHANGE_CONFIG = flags.DEFINE_bool(
+    "change_config",
+    False,
+    "let the run in the folder go on with another batch size, optimizer, number of steps or dtype, "
+    "or a wider D_k",
+)
 _PROFILE_STEPS = flags.DEFINE_integer(
     "profile_steps", 0, "trace so many steps into profile/", lower_bound=0
 )
@@ -26,6 +32,7 @@ common.define_distributed_flags()
 
 def main() -> int:
     from rmt_tpu import distributed
+    from rmt_tpu.storage import open_folder
     from rmt_tpu.training.trainer import train
 
     if _CONFIG.value and _PRESET.value:
@@ -34,18 +41,23 @@ def main() -> int:
         raise UsageError(f"--config={_CONFIG.value} needs a --workdir")
     preset = _PRESET.value or "rmt-tiny"
     config = common.run_config(common.base_config(preset, _CONFIG.value))
-    folder = _WORKDIR.value or f"runs/{preset}"
-    label = Path(folder).name
+    folder = open_folder(_WORKDIR.value or f"runs/{preset}")
     common.join_processes()
-    outcome = train(config, folder, profile_steps=_PROFILE_STEPS.value, label=label)
-    if not distributed.is_first():
-        return common.INTERRUPTED if outcome.interrupted else 0
-    if outcome.interrupted:
-        everywhere = ", on every host" if distributed.num_processes() > 1 else ""
-        print(f"stopped at step {outcome.step}, saved in {folder}. To go on{everywhere}:")
-        print(f"  {common.resume_command()}")
-        return common.INTERRUPTED
-    print(f"done: {outcome.step} steps in {folder}")
+    outcome = train(
+        config,
+        folder,
+        change_config=_CHANGE_CONFIG.value,
+        profile_steps=_PROFILE_STEPS.value,
+        label=folder.name,
+    )
+    if outcome.stopped_by:
+        if distributed.is_first():
+            everywhere = ", on every host" if distributed.num_processes() > 1 else ""
+            print(f"stopped at step {outcome.step}, saved in {folder}. To go on{everywhere}:")
+            print(f"  {common.resume_command()}")
+        return common.exit_code_of(outcome.stopped_by)
+    if distributed.is_first():
+        print(f"done: {outcome.step} steps in {folder}")
     return 0
 
 

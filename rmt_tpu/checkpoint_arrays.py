@@ -6,26 +6,32 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 import tensorstore as ts
 
-from rmt_tpu import distributed
+from rmt_tpu import distributed, storage
 from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import faults
 
 CHUNK_BYTES = 256 * 2**20
 BYTES_IN_FLIGHT = 1024 * 2**20
 
-_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-_SAFE_NAME_PART = re.compile(r"(?!\.{1,2}$)[^\x00-\x1f\x7f\\]+")
+# Between the numbers' bytes and their checksum, by which name.
+COMPRESSIONS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}]}
+
+DTYPES = frozenset(
+    "bool int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float8_e3m4 float8_e4m3fn "
+    "float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 float8_e5m2fnuz bfloat16 float16 float32 "
+    "float64 complex64 complex128".split()
+)
+
+# Parameters of layers, and what an optimizer keeps of each, have this in their names.
+_LAYERS = "layers"
 
 Index = tuple[tuple[int, int], ...]  # start and stop on each axis: slices have no hash
-
-
-class Fault(Exception):
-    """Something in the store could not be read or written; the message says what and why."""
 
 
 class StoredArray(NamedTuple):
@@ -39,28 +45,58 @@ class StoredArray(NamedTuple):
     dtype: str
     chunk: Sequence[int]
     prng: str | None
+    compression: str = "none"
 
     def __str__(self) -> str:
         """All that must agree for a restore; how the array is split into chunks need not."""
         prng = f" ({self.prng} key)" if self.prng else ""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]{prng}"
 
-    def is_stacks_of(self, whole: "StoredArray") -> bool:
-        """Whether this has the rows of `whole` in order, in several stacks of equal height."""
-        rows = (math.prod(self.shape[:2]), *self.shape[2:])
-        return len(self.shape) > 1 and str(self._replace(shape=rows)) == str(whole)
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize
+
+    def fits(self, other: "StoredArray") -> bool:
+        """Whether this can be restored as `other`, which is in one of the ways it is stored.
+
+        Layers [L, ...] and [V, L / V, ...], for any V, are the same layers: a pipeline has a stack
+        for each of its virtual stages.
+        """
+        if str(self) == str(other):
+            return True
+        if _LAYERS not in self.name.split("/") or (self.dtype, self.prng) != (other.dtype, None):
+            return False
+        ours, theirs = stack_axes(self.shape, other.shape)
+        if (ours, theirs) == (1, 1) or min(len(self.shape) - ours, len(other.shape) - theirs) < 0:
+            return False
+        of_a_layer = tuple(self.shape[ours:])
+        if ours == theirs and not of_a_layer:  # as likely [L, size] of another size
+            return False
+        same_count = math.prod(self.shape[:ours]) == math.prod(other.shape[:theirs])
+        return same_count and of_a_layer == tuple(other.shape[theirs:])
 
 
-def zarr_spec(array: StoredArray, parent: dict[str, str]) -> dict[str, Any]:
-    """Of the array in tensorstore, in the folder `parent`."""
+def stack_axes(stored: Sequence[int], wanted: Sequence[int]) -> tuple[int, int]:
+    """How many first axes of two shapes of the same layers number the layers: each 1 or 2.
+
+    Two shapes of as many axes that differ have two each.
+    """
+    more = len(stored) - len(wanted)
+    return {1: (2, 1), -1: (1, 2), 0: (2, 2)}.get(more, (1, 1))
+
+
+def zarr_spec(array: StoredArray, parent: dict[str, Any]) -> dict[str, Any]:
+    """Of the array in tensorstore, in the folder whose kvstore is `parent`."""
+    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    codecs += [*COMPRESSIONS[array.compression], {"name": "crc32c"}]
     return {
         "driver": "zarr3",
-        "kvstore": {**parent, "path": f"{parent['path']}{array.name}/"},
+        "kvstore": {**parent, "path": f"{parent['path']}{storage.join(array.name)}/"},
         "metadata": {
             "shape": array.shape,
             "data_type": array.dtype,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
-            "codecs": _CODECS,
+            "codecs": codecs,
         },
         # By default a chunk of zeros is not stored and a missing chunk is read as zeros, so that
         # a lost file would go unnoticed.
@@ -75,8 +111,10 @@ def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
     leaves: dict[str, Any] = {}
     for path, leaf in paths:
         name = jax.tree_util.keystr(path, simple=True, separator="/") if path else "array"
-        if not all(_SAFE_NAME_PART.fullmatch(part) for part in name.split("/")):
-            raise UsageError(f"an array cannot be stored under the name {name!r}")
+        try:
+            storage.join(name)
+        except UsageError:
+            raise UsageError(f"an array cannot be stored under the name {name!r}") from None
         if name in leaves:
             raise UsageError(f"two arrays have the same name {name!r}")
         leaves[name] = leaf
@@ -101,16 +139,19 @@ def describe(name: str, leaf: Any) -> StoredArray:
 
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return StoredArray(name, leaf.shape, np.dtype(leaf.dtype).name, leaf.shape, prng)
+    dtype = np.dtype(leaf.dtype).name
+    if dtype not in DTYPES:
+        raise UsageError(f"{name}: numbers of dtype {dtype} cannot be stored")
+    return StoredArray(name, tuple(leaf.shape), dtype, tuple(leaf.shape), prng)
 
 
-def to_store(tree: Any) -> tuple[dict[str, Any], list[StoredArray]]:
+def to_store(tree: Any, compression: str) -> tuple[dict[str, Any], list[StoredArray]]:
     """The arrays to write, PRNG keys as their data, and how each of them is stored."""
     sources, arrays = {}, []
     for name, leaf in named_leaves(tree)[0].items():
         array = describe(name, leaf)
         sources[name] = source = jax.random.key_data(leaf) if array.prng else leaf
-        arrays.append(array._replace(chunk=chunk_shape(source)))
+        arrays.append(array._replace(chunk=chunk_shape(source), compression=compression))
     return sources, arrays
 
 
@@ -175,17 +216,16 @@ def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any
       array: as it is stored.
       pieces: by index, those of `own_indices`.
     """
-    sharding = None
+    sharding, shape = None, tuple(array.shape if array.prng else leaf.shape)
     if isinstance(leaf, np.ndarray | np.generic) or (sharding := _sharding(leaf)) is None:
         (host,) = pieces.values()
-        host = host if array.prng else host.reshape(leaf.shape)
         if isinstance(leaf, np.ndarray | np.generic):
             return host[()] if isinstance(leaf, np.generic) else host
         placed = jax.device_put(host)
     else:
-        devices = own_indices(leaf, array.shape)
+        devices = own_indices(leaf, shape)
         placed = jax.make_array_from_single_device_arrays(
-            tuple(array.shape),
+            shape,
             sharding,
             [jax.device_put(pieces[index], d) for index in pieces for d in devices[index]],
         )
@@ -241,44 +281,75 @@ def read(
       stores: the arrays, each with its open TensorStore.
       leaves: by name, what each is restored as.
     """
-    stores = list(stores)
-    plan = [
-        (array, store, index)
-        for array, store in stores
-        for index in own_indices(leaves[array.name], array.shape)
-    ]
-    jobs = (
-        (array, part.size * part.dtype.numpy_dtype.itemsize, part.read)
-        for array, part in ((array, store[_slices(index)]) for array, store, index in plan)
+    plans = [(array, store, _Plan.of(leaves[array.name], array)) for array, store in stores]
+    parts = (
+        (array, store[_slices(index)]) for array, store, plan in plans for index in plan.pieces
     )
-    pieces: dict[Index, np.ndarray] = {}
-    last = {array.name: index for array, _, index in plan}
-    for (array, _, index), (_, host) in zip(plan, in_flight(jobs), strict=True):
-        pieces[index] = host
-        if index == last[array.name]:
+    jobs = (
+        (array, part.size * part.dtype.numpy_dtype.itemsize, part.read) for array, part in parts
+    )
+    with contextlib.closing(in_flight(jobs)) as hosts:
+        for array, _, plan in plans:
+            pieces: dict[Index, np.ndarray] = {}
+            for wanted in plan.pieces.values():
+                _, host = next(hosts)
+                for index in wanted:
+                    pieces[index] = plan.cut(host, index)
             yield array, pieces
-            pieces = {}
+
+
+class _Plan(NamedTuple):
+    """How to come by the wanted pieces of an array.
+
+    Where its layers are stacked otherwise than in `shape`, all of them are read, and the wanted
+    ones cut out: a chunk may have several, and is read as a whole in any case.
+
+    Attributes:
+      pieces: what to read of the stored array, and which pieces are cut from that.
+      shape: wanted, of the axes that number layers.
+      stored_axes: how many do in the stored array.
+    """
+
+    pieces: dict[Index, list[Index]]
+    shape: tuple[int, ...]
+    stored_axes: int
+
+    @classmethod
+    def of(cls, leaf: Any, array: StoredArray) -> "_Plan":
+        if array.prng or tuple(array.shape) == tuple(leaf.shape):
+            return cls({i: [i] for i in own_indices(leaf, array.shape)}, (), 0)
+        stored_axes, axes = stack_axes(array.shape, leaf.shape)
+        layers = tuple((0, size) for size in array.shape[:stored_axes])
+        pieces: dict[Index, list[Index]] = {}
+        for index in own_indices(leaf, leaf.shape):
+            pieces.setdefault((*layers, *index[axes:]), []).append(index)
+        return cls(pieces, tuple(leaf.shape[:axes]), stored_axes)
+
+    def cut(self, host: np.ndarray, index: Index) -> np.ndarray:
+        whole = host.reshape((*self.shape, *host.shape[self.stored_axes :]))
+        return whole[(*_slices(index[: len(self.shape)]), ...)]
 
 
 def _slices(index: Index) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in index)
 
 
-@contextlib.contextmanager
-def faults(where: str = "", kind: type[Exception] = Fault) -> Iterator[None]:
-    """Turns tensorstore's errors, which are all ValueErrors, into errors of one line."""
-    try:
-        yield
-    except ValueError as error:
-        # What follows is the whole spec of the array.
-        reason = str(error).split(" [tensorstore_spec=")[0]
-        raise kind(where + " ".join(reason.split())) from None
-
-
 def open_arrays(
-    parent: dict[str, str], arrays: Iterable[StoredArray], context: ts.Context, *, create: bool
+    parent: dict[str, Any],
+    arrays: Iterable[StoredArray],
+    context: ts.Context,
+    mode: Literal["create", "write", "read"],
 ) -> list[tuple[StoredArray, ts.TensorStore]]:
-    """Opens arrays in the folder `parent`; their metadata there must be what `arrays` says."""
-    how = {"context": context, "create": create, "open": not create}
+    """Opens arrays in the folder `parent`; their metadata there must be what `arrays` says.
+
+    To "create" one that is there is no error: that comes of a repeated request.
+    """
+    how = {
+        "context": context,
+        "create": mode == "create",
+        "open": True,
+        "read": mode == "read",
+        "write": mode != "read",
+    }
     specs = ((array, zarr_spec(array, parent)) for array in arrays)
     return list(in_flight((array, 0, partial(ts.open, spec, **how)) for array, spec in specs))

@@ -359,7 +359,11 @@ class TrainConfig:
         many as stages.
       virtual_stages: chunks of layers on each stage of a pipeline.
       checkpoint_every, eval_every: in steps; 0 is only at the end.
+      checkpoint_seconds: a checkpoint also when so many have passed since the last; 0 is never.
+      checkpoint_compression: of its arrays, without loss.
       keep_checkpoints: how many of the last ones stay.
+      keep_every: those of steps divisible by it stay for good; 0 is none.
+      keep_best: how many with the least loss on held-out text stay.
       eval_batches: batches of held-out text at an evaluation, or fewer if there are fewer.
       max_bad_steps: the run stops after so many non-finite steps in a row.
       sample_prompt, sample_tokens: of the text generated at the end.
@@ -376,7 +380,11 @@ class TrainConfig:
     virtual_stages: int = 1
     log_every: int = 1
     checkpoint_every: int = 1000
+    checkpoint_seconds: float = 0.0
+    checkpoint_compression: Literal["none", "zstd"] = "none"
     keep_checkpoints: int = 3
+    keep_every: int = 0
+    keep_best: int = 0
     eval_every: int = 1000
     eval_batches: int = 16
     max_bad_steps: int = 5
@@ -388,6 +396,9 @@ class TrainConfig:
             self, "steps", "batch_size", "accumulate", "virtual_stages", "log_every",
             "keep_checkpoints", "eval_batches", "max_bad_steps",
         )  # fmt: skip
+        for name in ("checkpoint_seconds", "keep_every", "keep_best"):
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"TrainConfig.{name}={getattr(self, name)} must not be negative")
         if self.batch_size % self.accumulate:
             raise UsageError(
                 f"TrainConfig.batch_size={self.batch_size} is not divisible by "
@@ -401,7 +412,7 @@ class DataConfig:
     """What to train on.
 
     Attributes:
-      source: "stdlib", or comma-separated .txt and .jsonl files and globs.
+      source: "stdlib", a token store, or comma-separated .txt and .jsonl files and globs.
       tokenizer: "byte", a folder with encoder.json and vocab.bpe, or a tokenizer.json.
       seq_len: tokens in a window (N).
       eval_fraction: share of the text that is held out, by document.

@@ -36,7 +36,6 @@ _FAREWELL_SECONDS = 10.0  # that process 0, which holds the store, stays after a
 _FAILED, _ENDED = "rmt/failed/", "rmt/ended/"
 
 _timeout: int | float = DEFAULT_TIMEOUT
-_exchanges = 0
 _watch: "_Watch | None" = None
 
 
@@ -121,59 +120,81 @@ def is_first() -> bool:
     return process_id() == 0
 
 
-def exchange(value: str, what: str, *, timeout: int | float | None = None) -> list[str]:
-    """The `value` of every process, in order; returns once all have come.
+class Channel:
+    """Points where all processes agree, in an order of its own.
 
-    All processes make the same calls in the same order, from their main threads.
-
-    Args:
-      value: of this process, short.
-      what: all do here, for the message.
-      timeout: in seconds; None is that of `initialize`.
-
-    Raises:
-      RunError: some processes did not come within the time; they are named.
+    All processes make the same calls of a channel in the same order. So each thread that agrees
+    with its like has a channel to itself: what other threads agree on in between does not matter.
     """
-    global _exchanges
-    count = num_processes()
-    if count == 1:
-        return [value]
-    timeout = _timeout if timeout is None else timeout
-    _exchanges += 1
-    client, folder = global_state.client, f"rmt/exchange/{_exchanges}/"
-    client.key_value_set(f"{folder}{process_id()}", value)
-    try:
-        client.wait_at_barrier(f"rmt/barrier/{_exchanges}", round(timeout * 1000))
-    except jax.errors.JaxRuntimeError:
-        there = _read(client, folder)
-        missing = [p for p in range(count) if p not in there]
-        if missing:
+
+    def __init__(self, name: str):
+        """
+        Args:
+          name: the same on all processes, and of no other channel.
+        """
+        self._name, self._calls = name, 0
+
+    def exchange(self, value: str, what: str, *, timeout: int | float | None = None) -> list[str]:
+        """The `value` of every process, in order; returns once all have come.
+
+        Args:
+          value: of this process, short.
+          what: all do here, for the message.
+          timeout: in seconds; None is that of `initialize`.
+
+        Raises:
+          RunError: some processes did not come within the time; they are named.
+        """
+        count = num_processes()
+        if count == 1:
+            return [value]
+        timeout = _timeout if timeout is None else timeout
+        self._calls += 1
+        client, folder = global_state.client, self._folder(self._calls)
+        client.key_value_set(f"{folder}{process_id()}", value)
+        try:
+            client.wait_at_barrier(f"rmt/barrier/{self._name}/{self._calls}", round(timeout * 1000))
+        except jax.errors.JaxRuntimeError:
+            there = _read(client, folder)
+            missing = [p for p in range(count) if p not in there]
+            if missing:
+                raise RunError(
+                    f"{roll_call.listed(missing)} of {count} did not come to '{what}' within "
+                    f"{timeout:g} s; see their logs"
+                ) from None
             raise RunError(
-                f"{roll_call.listed(missing)} of {count} did not come to '{what}' within "
-                f"{timeout:g} s; see their logs"
+                f"process {process_id()} of {count} came to '{what}' when others had stopped "
+                f"waiting for it"
             ) from None
-        raise
-    values = _read(client, folder)
-    if is_first():  # all have passed the one before the last, and read it
-        client.key_value_delete(f"rmt/exchange/{_exchanges - 2}/")
-    return [values[p] for p in range(count)]
+        values = _read(client, folder)
+        if is_first():  # all have passed the one before the last, and read it
+            client.key_value_delete(self._folder(self._calls - 2))
+        return [values[p] for p in range(count)]
+
+    def from_first(self, value: Any, what: str) -> Any:
+        """Process 0's `value`, which is JSON, on every process."""
+        if num_processes() == 1:
+            return value
+        return json.loads(self.exchange(json.dumps(value) if is_first() else "", what)[0])
+
+    def _folder(self, call: int) -> str:
+        return f"rmt/exchange/{self._name}/{call}/"
 
 
-def from_first(value: Any, what: str) -> Any:
-    """Process 0's `value`, which is JSON, on every process."""
-    if num_processes() == 1:
-        return value
-    return json.loads(exchange(json.dumps(value) if is_first() else "", what)[0])
+# That of the main thread.
+_main = Channel("main")
+exchange = _main.exchange
+from_first = _main.from_first
 
 
 def _read(client: Any, folder: str) -> dict[int, str]:
     return {int(k.rpartition("/")[2]): value for k, value in client.key_value_dir_get(folder)}
 
 
-class AnyOf:
-    """Whether any process says yes: the same answer on all, in the same step, one step late.
+class Highest:
+    """The highest number any process says: the same on all, in the same step, one step late.
 
-    Each call dispatches a sum of one number a device behind the step that runs, and reads the sum
+    Each call dispatches a maximum of one number a device behind the step that runs, and reads that
     of the call before, which that step's metrics have waited for already: nothing waits for it.
     With one process the answer is immediate.
     """
@@ -182,17 +203,17 @@ class AnyOf:
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._shape = (mesh.size,)
         everywhere = NamedSharding(mesh, PartitionSpec())
-        self._sum = jax.jit(jnp.sum, out_shardings=everywhere)
+        self._max = jax.jit(jnp.max, out_shardings=everywhere)
         self._before: jax.Array | None = None
 
-    def __call__(self, yes: bool) -> bool:
-        """The answer of the call before; that of this one is for the next."""
+    def __call__(self, number: int) -> int:
+        """The answer of the call before, at first 0; that of this one is for the next."""
         if num_processes() == 1:
-            return yes
-        own = lambda index: np.full(len(range(*index[0].indices(*self._shape))), yes, np.int32)
+            return number
+        own = lambda index: np.full(len(range(*index[0].indices(*self._shape))), number, np.int32)
         votes = jax.make_array_from_callback(self._shape, self._sharding, own)
-        before, self._before = self._before, self._sum(votes)
-        return before is not None and int(before) > 0
+        before, self._before = self._before, self._max(votes)
+        return 0 if before is None else int(before)
 
 
 def finish(timeout: int | float = 3600.0) -> None:

@@ -15,7 +15,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pallas_kernels", "recipes", "rmt_tpu", "sharding", "tests")
-PYPI_NAMES = {"absl": "absl-py"}  # where it is not the name that is imported
+PYPI_NAMES = {  # where it is not the name that is imported
+    "absl": "absl-py",
+    "gcp_storage_emulator": "gcp-storage-emulator",
+    "google.api_core": "google-api-core",
+    "google.auth": "google-auth",
+    "google.cloud": "google-cloud-storage",
+    "orbax": "orbax-checkpoint",
+}
 CONFTEST = "//tests:conftest"
 LABEL = re.compile(r"(?://(?P<folder>[^:]+))?(?::(?P<name>.+))?")
 
@@ -89,8 +96,13 @@ def imported(file: str) -> tuple[set[str], set[str]]:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     paths = {name.replace(".", "/") for name in names if name.split(".")[0] in PACKAGES}
     ours = {f"{path}{end}" for path in paths for end in (".py", "/__init__.py")} & sources()
-    tops = {name.split(".")[0] for name in names} - set(PACKAGES) - sys.stdlib_module_names
-    return ours, {PYPI_NAMES.get(top, top) for top in tops}
+    theirs = {n for n in names if n.split(".")[0] not in {*PACKAGES, *sys.stdlib_module_names}}
+    return ours, {pypi_name(name) for name in theirs}
+
+
+def pypi_name(module: str) -> str:
+    found = (PYPI_NAMES[top] for top in PYPI_NAMES if f"{module}.".startswith(f"{top}."))
+    return next(found, module.split(".")[0])
 
 
 def reachable(label: str) -> set[str]:

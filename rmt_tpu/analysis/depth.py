@@ -21,7 +21,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -34,8 +33,10 @@ from rmt_tpu import config as cfg
 from rmt_tpu.data import Batch
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.layers import attention as attn
+from rmt_tpu.storage import Folder
 from rmt_tpu.training.compare import line_style
 from rmt_tpu.training.loss import Loss, next_token_loss
+from rmt_tpu.training.metrics import save_picture
 
 
 @dataclass(frozen=True)
@@ -426,21 +427,22 @@ def _summary(weights: DepthWeights) -> tuple[str, str]:
     return mean(newest), mean(embedding)
 
 
-def write_report(profiles: dict[str, DepthProfile], path: str | Path) -> str:
-    """Draws the profiles into `path`, writes their numbers beside it as .json; returns the table.
+def write_report(profiles: dict[str, DepthProfile], folder: Folder, picture: str) -> str:
+    """Draws the profiles, writes their numbers beside the picture as .json; returns the table.
 
     Args:
       profiles: by the runs' names.
-      path: of the picture.
+      folder: for both.
+      picture: its name, which ends in .png.
     """
-    path = Path(path)
     rows = [{"run": name} | asdict(profile) for name, profile in profiles.items()]
-    path.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    _draw(profiles, path)
+    numbers = json.dumps(rows, indent=1) + "\n"
+    folder.write(picture.removesuffix(".png") + ".json", numbers.encode())
+    _draw(profiles, folder, picture)
     return table(profiles)
 
 
-def _draw(profiles: dict[str, DepthProfile], path: Path) -> None:
+def _draw(profiles: dict[str, DepthProfile], folder: Folder, picture: str) -> None:
     from matplotlib.figure import Figure
 
     maps = {name: p.weights for name, p in profiles.items() if p.weights is not None}
@@ -457,7 +459,7 @@ def _draw(profiles: dict[str, DepthProfile], path: Path) -> None:
         for axes in panels[len(shown) :]:
             axes.remove()
     _draw_curves(parts[-1], profiles)
-    figure.savefig(path, dpi=150)
+    save_picture(figure, folder, picture)
 
 
 def _draw_weights(axes, name: str, weights: DepthWeights) -> None:

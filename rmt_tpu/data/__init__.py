@@ -1,21 +1,31 @@
 """Text as batches: `documents`, `split`, `pack` with a `Tokenizer`, and `Windows` of the stream.
 
+Text of any amount goes into a token store (`rmt_tpu.data.prepare`), and the streams of `open_store`
+are read where they lie. A `Prefetcher` reads the next batches ahead.
+
 Only numpy: nothing here is on a device yet. The order of the batches depends on the text, the
 tokenizer, the seed and nothing else, and the whole state of reading is one number.
 """
 
-from rmt_tpu.data.batches import Batch, Windows, pack, split
+from rmt_tpu.data.batches import Batch, Stream, Windows, pack, split
 from rmt_tpu.data.corpus import documents
+from rmt_tpu.data.prefetch import Prefetcher
+from rmt_tpu.data.token_store import TokenStore, is_store, open_store
 from rmt_tpu.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, load_tokenizer
 
 __all__ = [
     "Batch",
     "ByteTokenizer",
+    "Prefetcher",
+    "Stream",
+    "TokenStore",
     "Tokenizer",
     "Windows",
     "documents",
+    "is_store",
     "load_saved",
     "load_tokenizer",
+    "open_store",
     "pack",
     "split",
 ]

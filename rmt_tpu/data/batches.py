@@ -4,7 +4,7 @@ import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
@@ -40,7 +40,7 @@ def split(documents: list[str], *, eval_fraction: float, seed: int) -> tuple[lis
         return documents, []
     sizes = {text: len(text) * count for text, count in Counter(documents).items()}
     if len(sizes) == 1:
-        head, tail = _cut(documents[0], eval_fraction)
+        head, tail = cut(documents[0], eval_fraction)
         return [head] * len(documents), [tail] * len(documents)
     held_out = _choose(sizes, eval_fraction, seed)
     return (
@@ -82,6 +82,49 @@ class Batch(NamedTuple):
     weights: Float32[np.ndarray, "batch seq"]
 
 
+@runtime_checkable
+class Stream(Protocol):
+    """Tokens that are read where they lie, such as those of a token store."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def read(
+        self, starts: Int64[np.ndarray, " rows"], length: int
+    ) -> Int32[np.ndarray, "rows length"]:
+        """`length` tokens from each of `starts` on; 0 past the end. Several threads may call it.
+
+        Raises:
+          RunError: they cannot be read.
+        """
+
+    def checksum(self) -> int:
+        """By which a resumed run knows that it reads the same text."""
+
+
+class StreamInMemory:
+    """A stream that is held as one array."""
+
+    def __init__(self, tokens: Int32[np.ndarray, " tokens"]):
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(
+        self, starts: Int64[np.ndarray, " rows"], length: int
+    ) -> Int32[np.ndarray, "rows length"]:
+        """See `Stream`."""
+        positions = starts[:, None] + np.arange(length)
+        real = positions < len(self.tokens)
+        tokens = self.tokens[np.where(real, positions, 0)]
+        return np.where(real, tokens, 0).astype(np.int32)
+
+    def checksum(self) -> int:
+        """CRC-32 of the tokens."""
+        return zlib.crc32(np.ascontiguousarray(self.tokens))
+
+
 Rows = slice | Int64[np.ndarray, " rows"]  # of a batch
 _ALL = slice(None)
 
@@ -95,7 +138,7 @@ class Windows:
 
     def __init__(
         self,
-        tokens: Int32[np.ndarray, " tokens"],
+        tokens: Int32[np.ndarray, " tokens"] | Stream,
         *,
         seq_len: int,
         batch_size: int,
@@ -106,7 +149,7 @@ class Windows:
         """Windows over a stream, which is kept and not copied.
 
         Args:
-          tokens: int32 [tokens], from `pack`.
+          tokens: int32 [tokens], from `pack`; or a `Stream`, of which only windows are read.
           seq_len: inputs in a window.
           batch_size: windows in a batch.
           bos: the token that starts a document.
@@ -123,14 +166,15 @@ class Windows:
                 raise UsageError(f"--{name}={value} is out of range; legal: 1 or more")
         if len(tokens) <= (seq_len if shuffle else 1):
             raise UsageError(_too_short(len(tokens), seq_len, held_out=not shuffle))
-        self.tokens, self.bos = tokens, bos
+        self.stream = StreamInMemory(tokens) if isinstance(tokens, np.ndarray) else tokens
+        self.bos = bos
         self.seq_len, self.batch_size = seq_len, batch_size
         self.seed, self.shuffle = seed, shuffle
 
     @property
     def tokens_per_epoch(self) -> int:
         """Targets in one epoch."""
-        return len(self.tokens) - 1
+        return len(self.stream) - 1
 
     @property
     def num_windows(self) -> int:
@@ -138,8 +182,8 @@ class Windows:
         return -(-self.tokens_per_epoch // self.seq_len)
 
     def checksum(self) -> int:
-        """CRC-32 of the stream, by which a resumed run knows that it reads the same text."""
-        return zlib.crc32(np.ascontiguousarray(self.tokens))
+        """Of the stream, by which a resumed run knows that it reads the same text."""
+        return self.stream.checksum()
 
     @property
     def num_batches(self) -> int:
@@ -178,16 +222,16 @@ class Windows:
         return self._gather(number * self.batch_size + np.arange(self.batch_size)[rows])
 
     def _gather(self, window: Int64[np.ndarray, " batch"]) -> Batch:
-        positions = window[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        real = positions < len(self.tokens)
+        starts = window * self.seq_len
+        real = starts[:, None] + np.arange(self.seq_len + 1) < len(self.stream)
         # A row past the last window may start at the last token, which has no target: leave it out.
         real[:, :-1] &= (window < self.num_windows)[:, None]
-        tokens = np.where(real, self.tokens[np.where(real, positions, 0)], 0).astype(np.int32)
+        tokens = np.where(real, self.stream.read(starts, self.seq_len + 1), 0).astype(np.int32)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        starts = (inputs == self.bos) & real[:, :-1]
+        begins = (inputs == self.bos) & real[:, :-1]
         # A window is in its first document from its first token, be that a BOS or not.
-        starts[:, 0] = True
-        segments = np.where(real[:, :-1], np.cumsum(starts, axis=1), 0)
+        begins[:, 0] = True
+        segments = np.where(real[:, :-1], np.cumsum(begins, axis=1), 0)
         return Batch(inputs, targets, segments.astype(np.int32), real[:, 1:].astype(np.float32))
 
 
@@ -196,7 +240,7 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
     total = sum(sizes.values())
     wanted, held = eval_fraction * total, 0
     chosen, passed_over = set(), []
-    for text in sorted(sizes, key=lambda text: _rank(text, seed)):
+    for text in sorted(sizes, key=lambda text: rank(text, seed)):
         if held + sizes[text] <= wanted:
             chosen.add(text)
             held += sizes[text]
@@ -210,11 +254,12 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
     return chosen
 
 
-def _rank(text: str, seed: int) -> bytes:
+def rank(text: str, seed: int) -> bytes:
+    """16 bytes, as if drawn at random for this text and seed: the least are held out first."""
     return hashlib.blake2b(f"{seed} {text}".encode(), digest_size=16).digest()
 
 
-def _cut(text: str, eval_fraction: float) -> tuple[str, str]:
+def cut(text: str, eval_fraction: float) -> tuple[str, str]:
     """A document's head and its tail of at most about `eval_fraction`."""
     if len(text) < 2:
         raise UsageError(

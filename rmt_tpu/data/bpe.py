@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from rmt_tpu.data.tokenizer import FILE, Tokenizer, Tokens, digest, utf8
+from rmt_tpu.data.tokenizer import Tokenizer, Tokens, digest, utf8
 from rmt_tpu.errors import UsageError
 
 # What vocabularies call the token that starts a document, the likeliest first.
@@ -117,8 +117,8 @@ class BpeTokenizer(Tokenizer):
         added = {token: added[token].content for token in added}
         return digest([model["vocab"], merges, added, self.bos, self.encode(_PROBE).tolist()])
 
-    def save(self, folder: str | Path) -> None:
-        Path(folder, FILE).write_text(self._library.to_str(), encoding="utf-8")
+    def to_json(self) -> str:
+        return self._library.to_str()
 
     def _encode(self, texts: list[str]) -> list[Int32[np.ndarray, " _"]]:
         encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int32, Integer
 
 from rmt_tpu.errors import UsageError, unknown
+from rmt_tpu.storage import Folder, open_folder
 
 FILE = "tokenizer.json"
 GPT2_FILES = ("encoder.json", "vocab.bpe")
@@ -69,8 +70,16 @@ class Tokenizer(ABC):
         """Hexadecimal, equal for tokenizers that encode alike, wherever they were loaded from."""
 
     @abstractmethod
-    def save(self, folder: str | Path) -> None:
-        """Writes `tokenizer.json`, all that `load_saved` needs, into a folder that exists."""
+    def to_json(self) -> str:
+        """All that makes it, as text in JSON."""
+
+    def save(self, folder: str | Path | Folder) -> None:
+        """Writes `tokenizer.json`, all that `load_saved` needs.
+
+        Raises:
+          Fault: it cannot be written.
+        """
+        open_folder(folder).write(FILE, self.to_json().encode())
 
     def _checked(self, tokens: Tokens) -> Integer[np.ndarray, " tokens"]:
         array = np.asarray(tokens, np.int64)
@@ -99,24 +108,26 @@ class ByteTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return digest(_BYTE_FILE)
 
-    def save(self, folder: str | Path) -> None:
-        Path(folder, FILE).write_text(json.dumps(_BYTE_FILE) + "\n", encoding="utf-8")
+    def to_json(self) -> str:
+        return json.dumps(_BYTE_FILE) + "\n"
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer that `--tokenizer` names.
 
     Args:
-      spec: `byte`; or a folder with GPT-2's encoder.json and vocab.bpe, or with a tokenizer.json;
-        or a file like tokenizer.json.
+      spec: `byte`; or a folder with GPT-2's encoder.json and vocab.bpe, or with a tokenizer.json
+        (this one also on gs://); or a file like tokenizer.json.
 
     Raises:
       UsageError: there is no such tokenizer, its files are damaged or have no BOS, or the
         tokenizers library is needed and not installed.
     """
-    path = Path(spec).expanduser()
     if spec == _BYTE:
         return ByteTokenizer()
+    if spec.startswith("gs://"):
+        return load_saved(spec)
+    path = Path(spec).expanduser()
     if path.is_file():
         return _load_file(spec, path)
     if path.is_dir():
@@ -125,16 +136,17 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise UsageError(unknown("--tokenizer", spec, legal))
 
 
-def load_saved(folder: str | Path) -> Tokenizer:
+def load_saved(folder: str | Path | Folder) -> Tokenizer:
     """The tokenizer that `save` wrote into a folder.
 
     Raises:
       UsageError: there is none, or its file is damaged.
     """
-    path = Path(folder, FILE)
-    if not path.is_file():
-        raise UsageError(f"{str(folder)!r} has no {FILE}; legal: the folder of a run")
-    return _load_file(str(path), path)
+    folder = open_folder(folder)
+    found = folder.read(FILE)
+    if found is None:
+        raise UsageError(f"{folder.url!r} has no {FILE}; legal: the folder of a run")
+    return _from_json(f"{folder.url}/{FILE}", found.data)
 
 
 def utf8(text: str) -> bytes:
@@ -172,14 +184,24 @@ def _load_folder(spec: str, folder: Path) -> Tokenizer:
 
 
 def _load_file(spec: str, path: Path) -> Tokenizer:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(spec, error) from None
+    return _from_json(spec, content)
+
+
+def _from_json(spec: str, content: bytes) -> Tokenizer:
     from rmt_tpu.data.bpe import BpeTokenizer
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = content.decode("utf-8")
         if json.loads(text) == _BYTE_FILE:
             return ByteTokenizer()
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--tokenizer={spec!r} cannot be read ({error}); legal: a {FILE}"
-        ) from None
+    except ValueError as error:
+        raise _unreadable(spec, error) from None
     return BpeTokenizer.from_json(spec, text)
+
+
+def _unreadable(spec: str, error: Exception) -> UsageError:
+    return UsageError(f"--tokenizer={spec!r} cannot be read ({error}); legal: a {FILE}")

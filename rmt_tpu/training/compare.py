@@ -4,12 +4,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rmt_tpu.analysis import resources
 from rmt_tpu.config import DepthLstm, MhcLite, ModelConfig, RunConfig, VectorStore
-from rmt_tpu.training.metrics import read_metrics, series
+from rmt_tpu.storage import Folder
+from rmt_tpu.training.metrics import read_metrics, save_picture, series
 from rmt_tpu.workdir import read_config
 
 # More curves than this, and those of single steps would hide one another.
@@ -48,7 +48,7 @@ class Result:
     held_out_loss: float
 
 
-def result(name: str, workdir: str | Path) -> Result:
+def result(name: str, workdir: Folder) -> Result:
     """The numbers of a complete run.
 
     `train_loss` is the mean over the last tenth of the steps: single steps are noisy.
@@ -74,7 +74,7 @@ def result(name: str, workdir: str | Path) -> Result:
 
 
 def write_comparison(
-    runs: dict[str, list[Path]], folder: str | Path, *, by_loss: bool = False
+    runs: dict[str, list[Folder]], folder: Folder, *, by_loss: bool = False
 ) -> str:
     """Writes comparison.png, .md and .json of complete runs; returns the table.
 
@@ -89,10 +89,10 @@ def write_comparison(
         runs = {name: runs[name] for name in order}
         results = {name: results[name] for name in order}
     text = markdown(results) + "\n" + notes({n: read_config(w[0]) for n, w in runs.items()})
-    Path(folder, "comparison.md").write_text(text, encoding="utf-8")
+    folder.write("comparison.md", text.encode())
     rows = json.dumps([asdict(r) for of_name in results.values() for r in of_name], indent=2)
-    Path(folder, "comparison.json").write_text(rows + "\n", encoding="utf-8")
-    _draw(runs, Path(folder, "comparison.png"))
+    folder.write("comparison.json", (rows + "\n").encode())
+    _draw(runs, folder)
     return text
 
 
@@ -180,7 +180,7 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def over_seeds(
-    workdirs: Sequence[Path], metric: str
+    workdirs: Sequence[Folder], metric: str
 ) -> tuple[list[int], list[float], list[float], list[float]]:
     """Steps that all runs have of a metric, and its mean, least and greatest value at each."""
     curves = [dict(zip(*series(read_metrics(w), metric), strict=True)) for w in workdirs]
@@ -189,7 +189,7 @@ def over_seeds(
     return steps, list(map(_mean, at_steps)), list(map(min, at_steps)), list(map(max, at_steps))
 
 
-def _draw(runs: dict[str, list[Path]], path: Path) -> None:
+def _draw(runs: dict[str, list[Folder]], folder: Folder) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -228,4 +228,4 @@ def _draw(runs: dict[str, list[Path]], path: Path) -> None:
     said += ["faint: train"] if with_steps else []
     handles, labels = by_tokens.get_legend_handles_labels()
     figure.legend(handles, labels, title="\n".join(said), loc="outside right upper")
-    figure.savefig(path, dpi=150)
+    save_picture(figure, folder, "comparison.png")

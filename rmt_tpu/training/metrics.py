@@ -1,60 +1,109 @@
-"""Metrics on disk: `metrics.jsonl`, TensorBoard if installed, and a picture of the loss."""
+"""Metrics in the run folder: `metrics.jsonl`, TensorBoard if installed, a picture of the loss."""
 
 import importlib.util
+import io
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from rmt_tpu.errors import RunError
+from rmt_tpu.storage import Fault, Folder, open_folder
 
 Row = dict[str, int | float | None]
+
+FILE = "metrics.jsonl"
+_LARGEST = 4 * 2**30  # bytes; a row has some 300
+_APPEND_SECONDS = 30.0  # between additions to a file in a bucket
 
 
 class MetricsWriter:
     """Appends rows to `<workdir>/metrics.jsonl`, and to `<workdir>/tensorboard` if it can.
 
     A row is one JSON object with its `step`; numbers that are not finite are null. A resumed run
-    may write a step's row again: the later row counts.
+    may write a step's row again: the later row counts. In a bucket, a thread adds the rows of
+    half a minute at a time, and `flush` those that there are.
     """
 
-    def __init__(self, workdir: str | Path, *, first_step: int):
-        path = Path(workdir, "metrics.jsonl")
-        _drop_torn_line(path)
-        self._file = open(path, "a", encoding="utf-8")
+    def __init__(self, workdir: str | Path | Folder, *, first_step: int):
+        self._folder = open_folder(workdir)
+        self._lines, self._lock = [], threading.Lock()
+        self._appending = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = None
+        if self._folder.local_path is not None:
+            _drop_torn_line(self._folder.local_path / FILE)
+        else:
+            self._thread = threading.Thread(
+                target=self._append_now_and_then, name="metrics", daemon=True
+            )
+            self._thread.start()
         self._board = None
         if importlib.util.find_spec("tensorboardX"):
             from tensorboardX import SummaryWriter
 
             # purge_step: what an interrupted run wrote beyond its checkpoint is written again.
-            folder = str(Path(workdir, "tensorboard"))
-            self._board = SummaryWriter(folder, purge_step=first_step)
+            board = str(self._folder.local_path or self._folder)
+            self._board = SummaryWriter(f"{board}/tensorboard", purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One row; it survives the process once this returns."""
+        """One row; on a local disk it survives the process once this returns."""
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        self._file.write(json.dumps({"step": step} | finite) + "\n")
-        self._file.flush()
+        with self._lock:
+            self._lines.append(json.dumps({"step": step} | finite) + "\n")
+        if self._thread is None:
+            self.flush()
         if self._board:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
 
+    def flush(self) -> None:
+        """Returns once all rows are in the file; may be called from any thread.
+
+        Raises:
+          Fault: they cannot be written; they are kept for the next time.
+        """
+        with self._appending:
+            with self._lock:
+                lines = list(self._lines)
+            if lines:
+                self._folder.append(FILE, "".join(lines).encode())
+                with self._lock:
+                    del self._lines[: len(lines)]
+
     def close(self) -> None:
-        self._file.close()
+        """Writes what is left.
+
+        Raises:
+          Fault: it cannot be written.
+        """
+        self._closed.set()
+        if self._thread:
+            self._thread.join()
         if self._board:
             self._board.close()
+        self.flush()
+
+    def _append_now_and_then(self) -> None:
+        while not self._closed.wait(_APPEND_SECONDS):
+            try:
+                self.flush()
+            except Fault:
+                continue  # the checkpoint's flush, or that of the end, tells
 
 
-def read_metrics(workdir: str | Path) -> list[Row]:
+def read_metrics(workdir: str | Path | Folder) -> list[Row]:
     """The run's rows in order of steps, one a step: values of later rows of a step win.
 
     Raises:
       RunError: a line is not a row; the message names it.
     """
-    path = Path(workdir, "metrics.jsonl")
+    folder = open_folder(workdir)
     rows: dict[int, Row] = {}
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+    found = folder.read(FILE, limit=_LARGEST)
+    lines = found.data.decode().split("\n") if found else [""]
     for number, line in enumerate(
         lines[:-1], start=1
     ):  # what has no newline is still being written
@@ -62,7 +111,9 @@ def read_metrics(workdir: str | Path) -> list[Row]:
             row = json.loads(line)
             rows.setdefault(row["step"], {}).update(row)
         except (ValueError, KeyError, TypeError):
-            raise RunError(f"{path}:{number} is not a row of metrics: {line[:80]!r}") from None
+            raise RunError(
+                f"{folder}/{FILE}:{number} is not a row of metrics: {line[:80]!r}"
+            ) from None
     return [rows[step] for step in sorted(rows)]
 
 
@@ -72,22 +123,28 @@ def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def plot_loss(workdir: str | Path) -> Path:
-    """Draws training and held-out loss against steps; returns the picture's path."""
+def plot_loss(workdir: str | Path | Folder) -> str:
+    """Draws training and held-out loss against steps; returns the picture's path or url."""
     from matplotlib.figure import Figure
 
-    rows = read_metrics(workdir)
+    folder = open_folder(workdir)
+    rows = read_metrics(folder)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(*series(rows, "train/loss"), color="tab:blue", linewidth=1, label="train")
     axes.plot(*series(rows, "eval/loss"), "o-", color="tab:orange", label="held out")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=Path(workdir).resolve().name)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
     axes.grid(alpha=0.3)
     axes.legend()
-    path = Path(workdir, "plots", "loss.png")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return path
+    return save_picture(figure, folder, "plots/loss.png")
+
+
+def save_picture(figure, folder: Folder, name: str) -> str:
+    """Writes a matplotlib figure as PNG; returns its path or url."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150)
+    folder.write(name, content.getvalue())
+    return f"{folder}/{name}"
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -169,11 +170,14 @@ class Datasets(NamedTuple):
 
 
 def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
-    """Reads, splits, tokenises and packs the run's text.
+    """The run's text, read, split, tokenised and packed; or the token store that it names.
+
+    A store has its own held-out part, and `data.eval_fraction` is not looked at.
 
     Raises:
-      UsageError: a file is missing or unreadable, the text is shorter than a window, or the
-        tokenizer has more tokens than the model.
+      UsageError: a file is missing or unreadable, the text is shorter than a window, the tokenizer
+        has more tokens than the model; or the store is not complete, or of another tokenizer.
+      RunError: the store's manifest is damaged.
     """
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UsageError(
@@ -181,12 +185,18 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
             f" tokens of --tokenizer={config.data.tokenizer}; legal: {tokenizer.vocab_size} or more"
         )
     seed = config.train.seed
-    documents = data.documents(config.data.source)
-    train, held_out = data.split(documents, eval_fraction=config.data.eval_fraction, seed=seed)
+    if data.is_store(config.data.source):
+        store = data.open_store(config.data.source)
+        store.check_tokenizer(tokenizer)
+        train, held_out = store.train, store.held_out
+    else:
+        documents = data.documents(config.data.source)
+        parts = data.split(documents, eval_fraction=config.data.eval_fraction, seed=seed)
+        train, held_out = (data.pack(part, tokenizer) for part in parts)
 
-    def windows(part: list[str], shuffle: bool) -> data.Windows:
+    def windows(tokens: np.ndarray | data.Stream, shuffle: bool) -> data.Windows:
         return data.Windows(
-            data.pack(part, tokenizer),
+            tokens,
             seq_len=config.data.seq_len,
             batch_size=config.train.batch_size,
             bos=tokenizer.bos,

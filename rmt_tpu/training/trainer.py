@@ -3,6 +3,7 @@
 import contextlib
 import json
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ import jax
 import sharding
 from rmt_tpu import data, distributed, overrides, workdir
 from rmt_tpu.analysis import resources
-from rmt_tpu.checkpoint import Checkpointer
+from rmt_tpu.checkpoint import Checkpointer, Retention, Saved
 from rmt_tpu.config import Learned, RunConfig
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.growth import restore_grown
+from rmt_tpu.storage import Folder, open_folder
 from rmt_tpu.training.evaluation import HeldOutLoss, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.metrics import MetricsWriter, plot_loss
@@ -26,14 +29,24 @@ from rmt_tpu.training.step import TrainState
 
 
 class Outcome(NamedTuple):
-    """Steps done when the run ended, and whether a signal ended it before the last."""
+    """Steps done when the run ended, and the signal that ended it before the last, if one did."""
 
     step: int
-    interrupted: bool
+    stopped_by: signal.Signals | None
+
+
+# What processes have to agree on after a step, the most urgent last.
+_GO_ON, _SAVE = 0, 1
+_STOPS = {2: signal.SIGINT, 3: signal.SIGTERM}
 
 
 def train(
-    config: RunConfig, folder: str | Path, *, profile_steps: int = 0, label: str = "train"
+    config: RunConfig,
+    folder: str | Path | Folder,
+    *,
+    change_config: bool = False,
+    profile_steps: int = 0,
+    label: str = "train",
 ) -> Outcome:
     """Train `config` in `folder`, from its last good checkpoint if there is one.
 
@@ -46,7 +59,8 @@ def train(
 
     Args:
       config: of the run; must be that of the run in the folder, if there is one.
-      folder: the run folder.
+      folder: the run folder, local or gs://.
+      change_config: let the run in the folder go on with what differs, see `workdir.open_workdir`.
       profile_steps: trace so many steps into `<folder>/profile`.
       label: shown with the progress.
 
@@ -54,16 +68,24 @@ def train(
       UsageError, MeshError: the config, its files or the folder cannot be.
       RunError: the loss stays non-finite, no checkpoint can be read, or a process is missing.
     """
+    folder = open_folder(folder)
+    if distributed.is_first():
+        workdir.check_access(folder)
     config = resolve_dtypes(config)
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)
     _check_agreement(config, datasets.train.checksum())
-    workdir.open_workdir(folder, config)
+    changes = workdir.open_workdir(folder, config, change_config=change_config)
     with TrainingProgress(config.train.steps, label, show=distributed.is_first()) as progress:
+        if changes:
+            progress.say(f"going on with another config: {'; '.join(changes)}")
         if note := _untrained_positions(config):
             progress.say(note)
-        loop = _Loop(config, run, Path(folder), tokenizer, datasets, progress)
+        loop = _Loop(config, run, folder, tokenizer, datasets, progress)
+        if distributed.is_first():
+            workdir.write_config(folder, config, changes)
+            tokenizer.save(folder)
         return loop.run(profile_steps)
 
 
@@ -96,18 +118,21 @@ def _untrained_positions(config: RunConfig) -> str | None:
 class _Loop:
     """State of one run of the loop: the model's, and the one step that is still being computed."""
 
-    def __init__(self, config, run: Run, folder: Path, tokenizer, datasets, progress):
+    def __init__(self, config, run: Run, folder: Folder, tokenizer, datasets, progress):
         self.config, self.model, self.folder = config, run, folder
         self.tokenizer, self.datasets, self.progress = tokenizer, datasets, progress
+        train = config.train
         self.checkpoints = Checkpointer(
-            str(folder / "checkpoints"), keep=config.train.keep_checkpoints, report=progress.say
+            folder.child("checkpoints"),
+            retention=Retention(train.keep_checkpoints, train.keep_every, train.keep_best),
+            compression=train.checkpoint_compression,
+            report=progress.say,
         )
         self.data_checksum = datasets.train.checksum()
         self.state, self.step, self.windows_read = self._restore_or_init()
-        if distributed.is_first():
-            tokenizer.save(folder)
-        self.saved_step = self.step
-        self.pending: dict[str, jax.Array] | None = None
+        self.saved_step, self.saved_at = self.step, time.monotonic()
+        self.evaluated: dict[int, float] = {}  # the last held-out loss, by its step
+        self.pending: tuple[dict[str, jax.Array], float] | None = None
         self.held_out_loss = HeldOutLoss(run, datasets.held_out, config.train.eval_batches)
 
     def run(self, profile_steps: int) -> Outcome:
@@ -118,40 +143,49 @@ class _Loop:
                 writer = MetricsWriter(self.folder, first_step=self.step + 1)
                 self.metrics = stack.enter_context(contextlib.closing(writer))
             if self.step < steps:
+                if distributed.is_first():  # those of a run that was complete at an earlier step
+                    self.folder.delete("samples.txt")
                 with _signals(self.progress) as stop:
-                    self._loop(profile_steps, stop)
-                if self.step < steps:
+                    stopped_by = self._loop(profile_steps, stop)
+                if stopped_by is not None and self.step < steps:
                     self._draw()
-                    return Outcome(self.step, interrupted=True)
-            samples = self.folder / "samples.txt"
-            if distributed.from_first(samples.exists(), "the last step"):
+                    return Outcome(self.step, stopped_by)
+            finished = self.folder.read("samples.txt") is not None
+            if distributed.from_first(finished, "the last step"):
                 self.progress.say(f"{self.folder} is complete at step {steps}")
             else:
-                self._finish(samples)
-        return Outcome(self.step, interrupted=False)
+                self._finish()
+        return Outcome(self.step, None)
 
-    def _loop(self, profile_steps: int, stop: threading.Event) -> None:
+    def _loop(self, profile_steps: int, stop: "_Stop") -> signal.Signals | None:
+        """Steps, to the last one or to a signal, which is returned."""
         steps, first = self.config.train.steps, self.step + 1
         train_step = self._compile()
         profile_steps = profile_steps if distributed.is_first() else 0
-        stops = distributed.AnyOf(self.model.mesh)
+        highest = distributed.Highest(self.model.mesh)
+        stopped_by = None
         self.clock = time.monotonic()
-        for step in range(first, steps + 1):
-            # A step or two to warm up, and then those to look at.
-            if profile_steps and step == min(first + 2, steps):
-                jax.profiler.start_trace(str(self.folder / "profile"))
-            self._step(train_step, step)
-            if profile_steps and step == min(first + 1 + profile_steps, steps):
-                jax.block_until_ready(self.state)
-                jax.profiler.stop_trace()
-            stopping = stops(stop.is_set())
-            # Before the checkpoint: a run that resumes from it does not evaluate its step again.
-            if step < steps and self._due(self.config.train.eval_every):
-                self._evaluate()
-            if stopping or self._due(self.config.train.checkpoint_every):
-                self._save()
-            if stopping:
-                return
+        with contextlib.ExitStack() as profile, self._batches() as batches:
+            for step in range(first, steps + 1):
+                # A step or two to warm up, and then those to look at.
+                if profile_steps and step == min(first + 2, steps):
+                    profile.enter_context(_profile(self.folder))
+                self._step(train_step, step, batches)
+                if profile_steps and step == min(first + 1 + profile_steps, steps):
+                    jax.block_until_ready(self.state)
+                    profile.close()
+                wanted = highest(stop.wanted or self._checkpoint_seconds_are_over())
+                stopped_by = _STOPS.get(wanted)
+                # Before the checkpoint: a run that resumes from it does not evaluate its step
+                # again.
+                if step < steps and self._due(self.config.train.eval_every):
+                    self._evaluate()
+                if wanted != _GO_ON or self._due(self.config.train.checkpoint_every):
+                    self._save()
+                if stopped_by is not None:
+                    break
+        self._say_saved(self.checkpoints.wait())
+        return stopped_by
 
     def _restore_or_init(self) -> tuple[TrainState, int, int]:
         abstract = jax.eval_shape(self.model.init)
@@ -163,7 +197,7 @@ class _Loop:
             abstract,
             self.model.state_shardings,
         )
-        step, state, meta = self.checkpoints.restore(like)
+        step, state, meta = restore_grown(self.checkpoints, like, self.config.model)
         if meta["data_checksum"] != self.data_checksum:
             raise UsageError(
                 f"--data={self.config.data.source} does not give the tokens that the run in "
@@ -176,32 +210,43 @@ class _Loop:
     def _compile(self):
         """Compiled ahead, so that the first step's time is a step's time."""
         started = time.monotonic()
-        step = jax.jit(self.model.step, donate_argnums=0).lower(self.state, self._batch()).compile()
+        batch = self._batch_at(self.windows_read)
+        step = jax.jit(self.model.step, donate_argnums=0).lower(self.state, batch).compile()
         self.progress.say(f"compiled the train step in {time.monotonic() - started:.1f} s")
         return step
 
-    def _batch(self) -> data.Batch:
-        read = lambda rows: self.datasets.train.batch_at(self.windows_read, rows)
+    def _batches(self) -> data.Prefetcher:
+        """Batches from here on, read and put on the devices while steps run."""
+        advance = self.config.train.batch_size
+        return data.Prefetcher(self._batch_at, start=self.windows_read, advance=advance)
+
+    def _batch_at(self, windows_read: int) -> data.Batch:
+        read = lambda rows: self.datasets.train.batch_at(windows_read, rows)
         shape = self.config.train.batch_size, self.config.data.seq_len
         return put_batch(read, shape, self.model.batch_sharding)
 
-    def _step(self, train_step, step: int) -> None:
+    def _step(self, train_step, step: int, batches: data.Prefetcher) -> None:
         """Dispatch this step, then report the one before it: the device never waits."""
-        self.state, metrics = train_step(self.state, self._batch())
+        batch, waited = batches.next()
+        self.state, metrics = train_step(self.state, batch)
         self.windows_read += self.config.train.batch_size
         self._report()
-        self.step, self.pending = step, metrics
+        self.step, self.pending = step, (metrics, waited)
 
     def _report(self) -> None:
         """Wait for the pending step and write its row."""
         if self.pending is None:
             return
-        row = {name: float(value) for name, value in jax.device_get(self.pending).items()}
+        metrics, waited = self.pending
+        row = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.pending = None
+        # What was in the background must not fail unseen.
+        self._say_saved(self.checkpoints.check())
         now = time.monotonic()
         seconds, self.clock = now - self.clock, now
         in_a_row = int(row.pop("train/skipped_in_a_row"))
         row |= self._throughput(seconds) | _memory()
+        row["throughput/data_wait_seconds"] = waited
         self.progress.update(self.step, row)
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             self._write(row)
@@ -221,7 +266,7 @@ class _Loop:
             return ""
         return (
             "; or the residual has left the range of int16 fixed point, +-64, in which case "
-            "--set=model.store.dtype=float32 goes on"
+            "--change_config --set=model.store.dtype=float32 goes on from there"
         )
 
     def _throughput(self, seconds: float) -> dict[str, float]:
@@ -240,34 +285,60 @@ class _Loop:
     def _due(self, every: int) -> bool:
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
+    def _checkpoint_seconds_are_over(self) -> int:
+        """Process 0's clock decides for all."""
+        seconds = self.config.train.checkpoint_seconds
+        if not distributed.is_first() or seconds == 0:
+            return _GO_ON
+        if time.monotonic() - self.saved_at < seconds:
+            return _GO_ON
+        self.saved_at = time.monotonic()  # asked for once: the others' answer comes a step later
+        return _SAVE
+
     def _save(self) -> None:
         self._report()
         if self.step != self.saved_step:
             meta = {"windows_read": self.windows_read, "data_checksum": self.data_checksum}
-            self.checkpoints.save(self.step, self.state, meta)
+            self.checkpoints.begin_save(
+                self.step,
+                self.state,
+                meta,
+                loss=self.evaluated.get(self.step),
+                before_commit=self.metrics.flush if self.metrics else None,
+            )
             self.saved_step = self.step
-        self.clock = time.monotonic()
+        self.clock = self.saved_at = time.monotonic()
+
+    def _say_saved(self, saved: Saved | None) -> None:
+        if saved:
+            self.progress.say(
+                f"saved step {saved.step}: {saved.num_bytes / 1e6:,.1f} MB in {saved.seconds:.2f} "
+                f"s, of which training waited {saved.blocked_seconds:.3f} s"
+            )
 
     def _evaluate(self) -> None:
         """Write the loss on held-out text, and draw the curve so far."""
         self._report()
         loss = self.held_out_loss(self.state.params)
+        self.evaluated = {self.step: loss}
         self._write({"eval/loss": loss})
         self.progress.say(f"step {self.step}: loss on held-out text {loss:.4f}")
         self._draw()
         self.clock = time.monotonic()
 
     def _draw(self) -> None:
-        if distributed.is_first():
+        if self.metrics:
+            self.metrics.flush()
             self.progress.say(f"loss curve: {plot_loss(self.folder)}")
 
-    def _finish(self, samples: Path) -> None:
-        """Last evaluation, a sample of text; `samples` is there when a run is complete."""
+    def _finish(self) -> None:
+        """Last evaluation, a sample of text; `samples.txt` is there when a run is complete."""
         self._evaluate()
         text = sample_text(self.model, self.state.params, self.tokenizer, self.config)
         if text is not None:
-            workdir.write_atomically(samples, text + "\n")
-            self.progress.say(f"sample after {self.step} steps ({samples}):\n{text}")
+            self.folder.write("samples.txt", (text + "\n").encode())
+            where = f"{self.folder}/samples.txt"
+            self.progress.say(f"sample after {self.step} steps ({where}):\n{text}")
 
 
 def _memory() -> dict[str, float]:
@@ -278,16 +349,36 @@ def _memory() -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _signals(progress: TrainingProgress) -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; the second ends the process as usual."""
-    stop = threading.Event()
+def _profile(folder: Folder) -> Iterator[None]:
+    """Traces into `profile/`; the profiler itself writes to a local disk only."""
+    with tempfile.TemporaryDirectory() as scratch:
+        jax.profiler.start_trace(scratch)
+        try:
+            yield
+        finally:
+            jax.profiler.stop_trace()
+        for path in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
+            folder.write(f"profile/{path.relative_to(scratch).as_posix()}", path.read_bytes())
+
+
+class _Stop:
+    """Whether a signal asks for the end; `wanted` is a key of `_STOPS`, or `_GO_ON`."""
+
+    def __init__(self):
+        self.wanted = _GO_ON
+
+
+@contextlib.contextmanager
+def _signals(progress: TrainingProgress) -> Iterator[_Stop]:
+    """What the first SIGINT or SIGTERM asks for; the second ends the process as usual."""
+    stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    usual = {number: signal.getsignal(number) for number in _STOPS.values()}
 
     def on_signal(number: int, frame) -> None:
-        stop.set()
+        stop.wanted = next(key for key, value in _STOPS.items() if value == number)
         for number, handler in usual.items():
             signal.signal(number, handler)
         # Refused in the midst of another write to the same stream.

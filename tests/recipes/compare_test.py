@@ -20,8 +20,8 @@ SIGINT_IN_STEP = """
 import os, signal
 from rmt_tpu.training.trainer import _Loop
 usual = _Loop._step
-def _step(self, train_step, step):
-    usual(self, train_step, step)
+def _step(self, train_step, step, batches):
+    usual(self, train_step, step, batches)
     if step == 10 and self.folder.name == "rmt-tiny":
         os.kill(os.getpid(), signal.SIGINT)
 _Loop._step = _step

@@ -137,7 +137,7 @@ def test_workdir_of_another_config(run):
     "recipe, text, why",
     [
         ("train", "{", "not JSON"),
-        ("train", '{"modle": 1}', "modle is 1 there"),
+        ("train", '{"modle": 1}', "did you mean 'model'"),
         ("generate", "{", "not JSON"),
         ("generate", '{"modle": 1}', "did you mean 'model'"),
     ],

@@ -17,8 +17,8 @@ SIGNAL_IN_STEP = """
 import os, signal
 from rmt_tpu.training.trainer import _Loop
 usual = _Loop._step
-def _step(self, train_step, step):
-    usual(self, train_step, step)
+def _step(self, train_step, step, batches):
+    usual(self, train_step, step, batches)
     if step == {step}:
         os.kill(os.getpid(), signal.{signal})
 _Loop._step = _step
@@ -26,34 +26,37 @@ _Loop._step = _step
 KILL_AFTER_SAVE = """
 import os
 from rmt_tpu.checkpoint import Checkpointer
-usual = Checkpointer.save
-def save(self, step, tree, meta):
-    usual(self, step, tree, meta)
+usual = Checkpointer.begin_save
+def begin_save(self, step, *args, **options):
+    usual(self, step, *args, **options)
     if step == {step}:
+        self.wait()
         os.kill(os.getpid(), 9)
-Checkpointer.save = save
+Checkpointer.begin_save = begin_save
 """
 KILL_IN_SAVE = """
 import os
-from rmt_tpu.checkpoint import Checkpointer
-usual = Checkpointer._commit
-def commit(self, step, attempt):
-    if step == {step}:
+from rmt_tpu.storage.local import LocalFolder
+usual = LocalFolder.create
+def create(self, name, data):
+    if f"{{self}}/{{name}}".endswith("checkpoints/{step}/COMMIT"):
         os.kill(os.getpid(), 9)
-    usual(self, step, attempt)
-Checkpointer._commit = commit
+    return usual(self, name, data)
+LocalFolder.create = create
 """
 KILL_IN_ROW = """
 import os
-from rmt_tpu.training.metrics import MetricsWriter
-usual = MetricsWriter.write
-def write(self, step, values):
-    if step == {step}:
-        self._file.write('{{"step": {step}, "train/lo')
-        self._file.flush()
+from rmt_tpu.checkpoint import Checkpointer
+from rmt_tpu.storage.local import LocalFolder
+# Saves are complete at once, so that it is known which ones a kill leaves.
+Checkpointer.begin_save = Checkpointer.save
+usual = LocalFolder.append
+def append(self, name, data):
+    if name == "metrics.jsonl" and data.startswith(b'{{"step": {step},'):
+        usual(self, name, data[:20])
         os.kill(os.getpid(), 9)
-    usual(self, step, values)
-MetricsWriter.write = write
+    usual(self, name, data)
+LocalFolder.append = append
 """
 
 
@@ -83,7 +86,7 @@ def test_signal(preset, uninterrupted, tmp_path):
     first = SIGNAL_IN_STEP.format(step=24, signal=signal)
     process = start(tmp_path, preset, first=first)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+    assert process.returncode == {"SIGINT": 130, "SIGTERM": 0}[signal], err
     assert "Traceback" not in err
     assert f"stopped at step 24, saved in {tmp_path}" in out
     assert (tmp_path / "checkpoints/24/COMMIT").exists()

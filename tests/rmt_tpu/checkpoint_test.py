@@ -1,13 +1,6 @@
-"""Checkpoints: exact round trips, every kind of damage, kills, races and retention."""
+"""Checkpoints: exact round trips, parts, other meshes, and what cannot be stored."""
 
 import json
-import os
-import random
-import re
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 
 import jax
@@ -18,27 +11,18 @@ import optax
 import pytest
 from flax import nnx
 
-from rmt_tpu import checkpoint, checkpoint_arrays
+from rmt_tpu import checkpoint_arrays
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.errors import RunError, UsageError
-
-REPOSITORY = Path(checkpoint.__file__).parents[1]
-
-
-def small_tree(step: int) -> dict:
-    return {"a": {"w": np.full((4, 6), step, np.float32)}, "b": np.arange(3, dtype=np.int32) + step}
-
-
-def assert_same(restored, expected):
-    """Equal structure, dtypes and bytes: NaN payloads and the sign of zero count."""
-    assert jax.tree.structure(restored) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert ours.shape == theirs.shape
-        if jax.dtypes.issubdtype(ours.dtype, jax.dtypes.prng_key):
-            assert jax.random.key_impl(ours) == jax.random.key_impl(theirs)
-            ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
-        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+from tests.rmt_tpu.checkpoints import (
+    array_of_w,
+    assert_same,
+    attempt_of,
+    chunk_of_w,
+    mesh,
+    sharded,
+    small_tree,
+)
 
 
 @pytest.fixture
@@ -58,25 +42,6 @@ def saver(root, reports) -> Checkpointer:
     for step in (1, 2, 3):
         saver.save(step, small_tree(step), {"tokens": 10 * step})
     return saver
-
-
-def only(paths) -> Path:
-    (path,) = paths
-    return path
-
-
-def chunk_of_w(root: Path, step: int) -> Path:
-    return only(root.glob(f"{step}/attempt-*/arrays/a/w/c/0/0"))
-
-
-def manifest_of(root: Path, step: int) -> Path:
-    return only(root.glob(f"{step}/attempt-*/manifest.json"))
-
-
-def flip_bit(path: Path, position: int):
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -197,20 +162,47 @@ def test_meta_comes_back_and_may_hold_what_json_holds(saver):
     assert saver.restore(small_tree(0))[2] == expected
 
 
-def test_stacks_of_layers_for_each_stage_are_read_as_one_stack(root):
-    layers = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+LAYERS = np.arange(96, dtype=np.float32).reshape(24, 4)
+
+
+@pytest.mark.parametrize("stored", [(24, 4), (2, 12, 4), (8, 3, 4)], ids=str)
+@pytest.mark.parametrize("wanted", [(24, 4), (3, 8, 4), (12, 2, 4)], ids=str)
+def test_layers_come_back_in_stacks_of_any_height(root, stored, wanted):
+    """On each device exactly its rows, with any axis divided."""
     saver = Checkpointer(str(root))
-    saver.save(1, {"w": layers}, {})
-    for like in (np.zeros((6, 4), np.float32), jax.ShapeDtypeStruct((6, 4), np.float32)):
-        found = saver.restore({"w": like}, partial=True)[1]["w"]
-        np.testing.assert_array_equal(found, np.arange(24).reshape(6, 4))
-        with pytest.raises(
-            UsageError, match=r"w: checkpoint float32\[2,3,4\], model float32\[6,4\]"
-        ):
-            saver.restore({"w": like})
-    for shape in ((4, 6), (24,), (3, 2, 4), (8, 3)):
-        with pytest.raises(UsageError, match="does not fit the model"):
-            saver.restore({"w": np.zeros(shape, np.float32)}, partial=True)
+    saver.save(1, {"layers": {"w": LAYERS.reshape(stored)}}, {})
+    expected = LAYERS.reshape(wanted)
+    for place in [None, *(sharded(mesh(2, 2), *axes) for axes in _divided(wanted))]:
+        like = jax.ShapeDtypeStruct(wanted, np.float32, sharding=place)
+        found = saver.restore({"layers": {"w": like}})[1]["layers"]["w"]
+        assert place is None or found.sharding == place
+        for shard in found.addressable_shards:
+            np.testing.assert_array_equal(shard.data, expected[shard.index])
+    host = saver.restore({"layers": {"w": np.zeros(wanted, np.float32)}})[1]["layers"]["w"]
+    assert_same(host, expected)
+
+
+def _divided(shape: tuple[int, ...]) -> list[tuple[str | None, ...]]:
+    """Each axis of two devices, and the last one of two others, where they divide it."""
+    even = [axis for axis, size in enumerate(shape[:-1]) if size % 2 == 0]
+    alone = tuple(None for _ in shape[:-1])
+    return [(*alone[:axis], "x", *alone[axis + 1 :], "y") for axis in even] + [(*alone, "x")]
+
+
+def test_only_layers_are_stacked_otherwise(root):
+    saver = Checkpointer(str(root))
+    saver.save(1, {"layers": {"w": LAYERS}, "table": LAYERS}, {})
+    shape = lambda *sizes: np.zeros(sizes, np.float32)
+    for tree, reason in [
+        ({"layers": {"w": shape(48, 2)}}, r"layers/w: checkpoint float32\[24,4\], model .*48,2"),
+        ({"layers": {"w": shape(2, 10, 4)}}, "layers/w: "),
+        ({"layers": {"w": shape(2, 12, 2, 2)}}, "layers/w: "),
+        ({"layers": {"w": shape(2, 3, 4, 4)}}, "layers/w: "),
+        ({"layers": {"w": np.zeros((2, 12, 4), np.int32)}}, "layers/w: "),
+        ({"table": shape(2, 12, 4)}, r"table: checkpoint float32\[24,4\], model float32\[2,12,4"),
+    ]:
+        with pytest.raises(UsageError, match=reason):
+            saver.restore(tree, partial=True)
 
 
 def test_a_part_can_be_restored_but_not_what_is_not_there(saver):
@@ -232,128 +224,56 @@ def test_meta_that_is_not_json_is_refused_before_anything_is_written(root, meta)
 
 
 def test_every_array_has_the_documented_layout(root, saver):
-    attempt = manifest_of(root, 3).parent
+    attempt = root / attempt_of(saver.root, 3)
     assert json.loads((root / "3/COMMIT").read_text()) == {"attempt": attempt.name}
     described = json.loads((attempt / "arrays/a/w/zarr.json").read_text())
     assert described["shape"] == [4, 6]
     assert [codec["name"] for codec in described["codecs"]] == ["bytes", "crc32c"]
     # 24 floats and a checksum: a plain zarr array that other programs can read.
-    assert chunk_of_w(root, 3).read_bytes()[:-4] == np.full(24, 3, "<f4").tobytes()
+    stored = (root / chunk_of_w(saver.root, 3)).read_bytes()
+    assert stored[:-4] == np.full(24, 3, "<f4").tobytes()
 
 
-def damage_flip(root, step):
-    flip_bit(chunk_of_w(root, step), 5)
+def test_compressed_arrays_are_smaller_and_read_by_any_checkpointer(root, saver):
+    compressing = Checkpointer(str(root), compression="zstd")
+    tree = {"a": {"w": np.full((400, 600), 1.5, np.float32)}, "b": np.arange(3)}
+    compressing.save(4, tree, {})
+    described = json.loads(saver.root.read(f"{array_of_w(saver.root, 4)}/zarr.json").data)
+    assert [codec["name"] for codec in described["codecs"]] == ["bytes", "zstd", "crc32c"]
+    assert len(saver.root.read(chunk_of_w(saver.root, 4)).data) < 1000
+    for reader in (saver, compressing):
+        assert_same(reader.restore(tree, 4)[1], tree)
+        assert_same(reader.restore(small_tree(0), 3)[1], small_tree(3))
+    with pytest.raises(UsageError, match="compression 'gzip' is unknown; legal: none, zstd"):
+        Checkpointer(str(root), compression="gzip")
 
 
-def damage_truncate(root, step):
-    os.truncate(chunk_of_w(root, step), 20)
+def test_one_array_or_a_slice_of_it(root, saver):
+    assert {name: str(array) for name, array in saver.arrays(2).items()} == {
+        "a/w": "float32[4,6]",
+        "b": "int32[3]",
+    }
+    found = saver.array("b", 2)[1:].read().result()
+    assert_same(found, np.array([3, 4], np.int32))
+    assert_same(saver.array("b").read().result(), np.array([3, 4, 5], np.int32))
+    # The chunks of others are not looked at.
+    saver.root.delete(chunk_of_w(saver.root, 3))
+    assert saver.array("b").read().result()[0] == 3
+    with pytest.raises(ValueError, match="is missing"):
+        saver.array("a/w")[0].read().result()
+    with pytest.raises(UsageError, match="in step 3, array 'c' is unknown; legal: a/w, b"):
+        saver.array("c")
+    with pytest.raises(UsageError, match="no checkpoint of step 9"):
+        saver.arrays(9)
+    with pytest.raises(ValueError, match="does not support writing"):
+        saver.array("b").write(0).result()
 
 
-def damage_missing_chunk(root, step):
-    chunk_of_w(root, step).unlink()
-
-
-def damage_array_metadata(root, step):
-    path = chunk_of_w(root, step).parents[2] / "zarr.json"
-    path.write_text(path.read_text().replace("[4,6]", "[6,4]"))
-
-
-def damage_missing_manifest(root, step):
-    manifest_of(root, step).unlink()
-
-
-def damage_manifest(root, step):
-    path = manifest_of(root, step)
-    flip_bit(path, path.read_bytes().index(b"tokens"))
-
-
-def damage_cut_manifest(root, step):
-    os.truncate(manifest_of(root, step), 50)
-
-
-def damage_commit(root, step):
-    (root / f"{step}/COMMIT").write_text("}garbage")
-
-
-def damage_commit_elsewhere(root, step):
-    (root / f"{step}/COMMIT").write_text('{"attempt": "../../1/attempt-0123456789abcdef"}')
-
-
-def damage_missing_attempt(root, step):
-    (root / f"{step}/COMMIT").write_text('{"attempt": "attempt-0123456789abcdef"}')
-
-
-DAMAGES = [
-    (damage_flip, "array a/w: .*Digest mismatch"),
-    (damage_truncate, "array a/w: .*Not enough data"),
-    (damage_missing_chunk, "array a/w: .*is missing"),
-    (damage_array_metadata, 'array a/w: .*Expected "shape"'),
-    (damage_missing_manifest, "manifest.json is missing"),
-    (damage_manifest, "manifest.json is damaged: its checksum"),
-    (damage_cut_manifest, "manifest.json is damaged: it is not a manifest"),
-    (damage_commit, "COMMIT is damaged"),
-    (damage_commit_elsewhere, "COMMIT is damaged"),
-    (damage_missing_attempt, "attempt-0123456789abcdef/manifest.json is missing"),
-]
-
-
-@pytest.mark.parametrize(
-    "damage, reason", DAMAGES, ids=lambda value: getattr(value, "__name__", "")
-)
-def test_damage_is_named_and_the_step_before_is_used(root, saver, reports, damage, reason):
-    damage(root, 3)
-    step, tree, meta = saver.restore(small_tree(0))
-    assert (step, meta) == (2, {"tokens": 20})
-    assert_same(tree, small_tree(2))
-    (report,) = reports
-    assert re.search(f"step 3: .*{reason}|step 3: {reason}", report)
-    assert "\n" not in report and len(report) < 500
-    with pytest.raises(RunError, match=f"step 3: .*{reason}|step 3: {reason}"):
-        saver.restore(small_tree(0), step=3)
-
-    # What was found damaged may be saved again, and then is as good as any other step.
-    saver.save(3, small_tree(33), {})
-    assert_same(saver.restore(small_tree(0), step=3)[1], small_tree(33))
-    with pytest.raises(RunError, match="step 3 in .* already committed"):
-        saver.save(3, small_tree(3), {})
-
-
-def test_zeros_are_stored_so_that_a_lost_chunk_of_zeros_is_noticed(root, saver):
-    saver.save(4, small_tree(0), {})
-    chunk_of_w(root, 4).unlink()
-    assert saver.restore(small_tree(0))[0] == 3
-
-
-def test_when_every_step_is_damaged_each_reason_is_told(root, saver, reports):
-    damage_flip(root, 1)
-    damage_missing_manifest(root, 2)
-    damage_commit(root, 3)
-    with pytest.raises(RunError) as failure:
-        saver.restore(small_tree(0))
-    told = str(failure.value)
-    assert (
-        told.index("step 3: COMMIT") < told.index("step 2: 2/attempt") < told.index("step 1: arr")
-    )
-    assert "\n" not in told
-    assert len(reports) == 3
-
-
-def test_a_good_step_is_not_replaced_even_by_another_checkpointer(root, saver):
-    for writer in (saver, Checkpointer(str(root))):
-        with pytest.raises(RunError, match="cannot save step 2 .*already committed"):
-            writer.save(2, small_tree(9), {})
-    assert_same(saver.restore(small_tree(0), step=2)[1], small_tree(2))
-
-
-def test_a_damaged_step_that_someone_else_replaced_is_not_replaced_again(root, saver):
-    damage_flip(root, 3)
-    other = Checkpointer(str(root), report=lambda line: None)
-    for reader in (saver, other):
-        reader.restore(small_tree(0))
-    other.save(3, small_tree(33), {})
-    with pytest.raises(RunError, match="already committed"):
-        saver.save(3, small_tree(3), {})
-    assert_same(saver.restore(small_tree(0), step=3)[1], small_tree(33))
+def test_like_may_depend_on_what_a_step_has(saver):
+    saver.save(4, {"b": np.arange(5)}, {})
+    like = lambda arrays: {n: np.zeros(a.shape, a.dtype) for n, a in arrays.items()}
+    assert_same(saver.restore(like)[1], {"b": np.arange(5)})
+    assert saver.restore(like, 2)[1].keys() == {"a/w", "b"}
 
 
 def test_absent_steps_and_an_empty_root(root, saver, tmp_path):
@@ -363,184 +283,6 @@ def test_absent_steps_and_an_empty_root(root, saver, tmp_path):
     assert empty.steps() == []
     with pytest.raises(RunError, match="^no checkpoint in .*empty$"):
         empty.restore(small_tree(0))
-
-
-def test_only_the_last_steps_are_kept_and_nothing_of_the_others_remains(root):
-    saver = Checkpointer(str(root), keep=2)
-    for step in (1, 5, 10, 11):
-        saver.save(step, small_tree(step), {})
-    assert saver.steps() == [10, 11]
-    assert sorted(path.name for path in root.iterdir()) == ["10", "11"]
-    assert_same(saver.restore(small_tree(0), step=10)[1], small_tree(10))
-
-
-def test_what_is_not_ours_is_neither_counted_nor_deleted(root):
-    saver = Checkpointer(str(root), keep=1)
-    saver.save(1, small_tree(1), {})
-    foreign = ["notes.txt", "007/COMMIT", "1.bak/x", "-5/COMMIT", "latest/COMMIT", "1/notes.txt"]
-    foreign += ["1/attempt-mine/x", "4/log.txt"]
-    for name in foreign:
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text("mine")
-    saver.save(2, small_tree(2), {})
-    assert saver.steps() == [2]
-    assert not list(root.glob("1/attempt-????????????????"))
-    assert all((root / name).read_text() == "mine" for name in foreign)
-
-
-def test_damaged_steps_do_not_push_out_good_ones(root, reports):
-    saver = Checkpointer(str(root), keep=2, report=reports.append)
-    for step in (1, 3):
-        saver.save(step, small_tree(step), {})
-    damage_flip(root, 3)
-    assert saver.restore(small_tree(0))[0] == 1
-    saver.save(2, small_tree(2), {})
-    assert saver.steps() == [1, 2, 3]
-    saver.save(4, small_tree(4), {})
-    assert saver.steps() == [2, 4]
-
-
-def test_a_replaced_step_counts_as_a_good_one_again(root, reports):
-    saver = Checkpointer(str(root), keep=2, report=reports.append)
-    for step in (1, 3):
-        saver.save(step, small_tree(step), {})
-    damage_flip(root, 3)
-    saver.restore(small_tree(0))
-    saver.save(3, small_tree(3), {})
-    saver.save(4, small_tree(4), {})
-    assert saver.steps() == [3, 4]
-
-
-def test_a_run_that_goes_back_in_time_keeps_what_it_saves(root):
-    saver = Checkpointer(str(root), keep=2)
-    for step in (10, 20, 5):
-        saver.save(step, small_tree(step), {})
-    assert saver.steps() == [5, 10, 20]
-    saver.save(6, small_tree(6), {})
-    assert saver.steps() == [6, 10, 20]
-
-
-def test_partial_steps_are_invisible_and_collected_later(root, saver):
-    # Step 4 dies before its COMMIT, and step 3 has a dead attempt beside the committed one.
-    saver.save(4, small_tree(4), {})
-    (root / "4/COMMIT").unlink()
-    dead = root / "3/attempt-00000000000000aa/arrays/a/w/c/0/0"
-    dead.parent.mkdir(parents=True)
-    dead.write_text("half")
-    assert saver.steps() == [2, 3]
-    assert saver.restore(small_tree(0))[0] == 3
-
-    saver.save(4, small_tree(44), {})
-    assert_same(saver.restore(small_tree(0), step=4)[1], small_tree(44))
-    assert not dead.exists() and not list(root.glob("3/attempt-00000000000000aa"))
-    assert_same(saver.restore(small_tree(0), step=3)[1], small_tree(3))
-    assert len(list(root.glob("4/attempt-*"))) == 2
-    saver.save(5, small_tree(5), {})
-    assert len(list(root.glob("4/attempt-*"))) == 1
-    assert_same(saver.restore(small_tree(0), step=4)[1], small_tree(44))
-
-
-def test_of_two_writers_at_one_step_exactly_one_commits(root):
-    barrier, winners, refusals = threading.Barrier(2), [], []
-
-    def write(value):
-        writer = Checkpointer(str(root))
-        commit = writer._commit
-
-        def commit_together(*args):
-            barrier.wait(30)
-            commit(*args)
-
-        writer._commit = commit_together
-        try:
-            writer.save(1, small_tree(value), {})
-            winners.append(value)
-        except RunError as error:
-            refusals.append(str(error))
-
-    threads = [threading.Thread(target=write, args=(value,)) for value in (10, 20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    (winner,), (refusal,) = winners, refusals
-    assert "another writer committed it first" in refusal
-    assert_same(Checkpointer(str(root)).restore(small_tree(0))[1], small_tree(winner))
-    # The loser takes its own data away.
-    assert len(list(root.glob("1/attempt-*"))) == 1
-
-
-class AnswerLost:
-    """A store whose conditional writes are done twice, as after an answer lost on the way."""
-
-    def __init__(self, store):
-        self.store = store
-
-    def __getattr__(self, name):
-        return getattr(self.store, name)
-
-    def write(self, key, value, **condition):
-        if condition:
-            assert self.store.write(key, value, **condition).result().generation
-        return self.store.write(key, value, **condition)
-
-
-def test_a_commit_refused_because_of_its_own_success_counts(root, saver):
-    saver._kv = AnswerLost(saver._kv)
-    saver.save(4, small_tree(4), {})
-    assert_same(saver.restore(small_tree(0), step=4)[1], small_tree(4))
-
-
-def test_a_write_that_fails_midway_is_told_and_leaves_nothing(root, saver):
-    tree = {**small_tree(4), "n" * 300: np.zeros(3)}
-    with pytest.raises(RunError, match="cannot save step 4 in .*: array n+: .*too long") as failure:
-        saver.save(4, tree, {})
-    assert "\n" not in str(failure.value) and failure.value.__suppress_context__
-    assert not (root / "4").exists()
-    assert saver.steps() == [1, 2, 3]
-
-
-SAVE_FOREVER = """
-import numpy as np, sys
-from rmt_tpu.checkpoint import Checkpointer
-
-saver = Checkpointer(sys.argv[1], keep=2)
-step = max(saver.steps(), default=0)
-while True:
-    step += 1
-    tree = {f"w{i}": np.full((64, 64), step * 1000 + i, np.int32) for i in range(20)}
-    saver.save(step, tree, {"step": step})
-    print(step, flush=True)
-"""
-
-
-def test_a_kill_at_any_moment_leaves_complete_steps_only(root):
-    like = {f"w{i}": np.zeros((64, 64), np.int32) for i in range(20)}
-    rng, partial = random.Random(0), 0
-    for _ in range(8):
-        child = subprocess.Popen(
-            [sys.executable, "-c", SAVE_FOREVER, str(root)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with child:
-            first = child.stdout.readline()
-            time.sleep(rng.uniform(0, 0.3))
-            child.kill()
-            told = [int(line) for line in (first + child.stdout.read()).split()]
-        committed = {path.parent.name for path in root.glob("*/COMMIT")}
-        partial += any(path.name not in committed for path in root.iterdir() if path.is_dir())
-
-        damage: list[str] = []
-        reader = Checkpointer(str(root), report=damage.append)
-        for step in reader.steps():
-            _, tree, meta = reader.restore(like, step=step)
-            assert meta == {"step": step}
-            assert all(np.all(tree[f"w{i}"] == step * 1000 + i) for i in range(20))
-        assert reader.restore(like)[0] >= told[-1]
-        assert damage == []
-    assert partial, "no kill hit a save, so this test has shown nothing"
 
 
 def test_a_different_model_is_told_every_difference_and_no_older_step_is_used(saver, reports):
@@ -556,15 +298,6 @@ def test_a_different_model_is_told_every_difference_and_no_older_step_is_used(sa
         saver.restore({**small_tree(0), "b": np.zeros(3, np.uint32)})
     with pytest.raises(RunError, match="already committed"):
         saver.save(3, small_tree(3), {})
-
-
-def test_another_format_version_is_told_and_not_taken_for_damage(root, saver, reports, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT_VERSION", 3)
-        saver.save(4, small_tree(4), {})
-    with pytest.raises(UsageError, match="format 3 is not 2"):
-        saver.restore(small_tree(0))
-    assert reports == []
 
 
 @pytest.mark.parametrize(
@@ -588,10 +321,8 @@ def test_trees_that_cannot_be_stored_are_refused(root, tree, reason):
 
 
 def test_wrong_arguments_are_told(root):
-    with pytest.raises(UsageError, match="keep must be at least 1, not 0"):
-        Checkpointer(str(root), keep=0)
-    with pytest.raises(UsageError, match="'gs://bucket/x': only local paths"):
-        Checkpointer("gs://bucket/x")
+    with pytest.raises(UsageError, match="'ftp://host/x' cannot be opened; legal: a local path"):
+        Checkpointer("ftp://host/x")
     with pytest.raises(UsageError, match="must not be negative"):
         Checkpointer(str(root)).save(-1, small_tree(1), {})
     saver = Checkpointer(str(root))
@@ -603,37 +334,16 @@ def test_wrong_arguments_are_told(root):
 def test_an_unwritable_root_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     saver = Checkpointer(str(tmp_path / "file" / "checkpoints"))
-    for attempt in (saver.check_writable, lambda: saver.save(1, small_tree(1), {})):
-        with pytest.raises(UsageError, match="^cannot write to .*file/checkpoints: .+") as failure:
-            attempt()
-        assert "\n" not in str(failure.value) and failure.value.__suppress_context__
-    with pytest.raises(UsageError, match="^cannot read .*file/checkpoints: .+"):
-        saver.steps()
+    with pytest.raises(UsageError, match="file/checkpoints cannot be written to: .+"):
+        saver.check_writable()
+    with pytest.raises(RunError, match="^cannot save step 1 in .*file/checkpoints: .+") as failure:
+        saver.save(1, small_tree(1), {})
+    assert "\n" not in str(failure.value) and failure.value.__suppress_context__
 
 
 def test_a_writable_root_is_left_as_it_was(root):
     Checkpointer(str(root)).check_writable()
     assert list(root.iterdir()) == []
-
-
-def test_old_steps_that_cannot_be_deleted_are_reported_and_the_save_counts(saver, reports):
-    def refuse(*args):
-        raise checkpoint_arrays.Fault("disk says no")
-
-    saver._delete_attempts = refuse
-    saver.save(4, small_tree(4), {})
-    assert reports == [f"cannot delete old checkpoints in {saver.root}: disk says no"]
-    assert saver.steps() == [2, 3, 4]
-
-
-def mesh(*shape):
-    names = ("x", "y")[: len(shape)]
-    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    return jax.sharding.Mesh(devices, names)
-
-
-def sharded(mesh, *axes):
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
 
 def test_arrays_saved_on_one_mesh_are_restored_to_another(root, monkeypatch):

@@ -11,6 +11,7 @@ from flax import nnx
 
 from rmt_tpu import config as cfg
 from rmt_tpu.analysis import depth
+from rmt_tpu.storage import open_folder
 from rmt_tpu.training.step import batch_loss
 from tests import models
 
@@ -200,7 +201,7 @@ def test_report(tmp_path):
         ]
     }
     picture = tmp_path / "depth.png"
-    table = depth.write_report(profiles, picture)
+    table = depth.write_report(profiles, open_folder(tmp_path), "depth.png")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     rows = json.loads(picture.with_suffix(".json").read_text())
     assert rows == [{"run": name} | asdict(p) for name, p in profiles.items()]

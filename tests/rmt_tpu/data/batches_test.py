@@ -242,7 +242,7 @@ def test_counts():
 def test_the_stream_is_not_copied():
     tokens = np.arange(50, dtype=np.int32)
     data = Windows(tokens, seq_len=4, batch_size=1, bos=BOS, seed=0, shuffle=False)
-    assert data.tokens is tokens
+    assert data.stream.tokens is tokens
 
 
 def test_too_short_a_stream_names_what_would_do():

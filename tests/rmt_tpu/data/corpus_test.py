@@ -3,12 +3,17 @@
 import ast
 import gzip
 import json
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rmt_tpu.data import documents
+from rmt_tpu.data.corpus import Problem, read_span, spans, whole
 from rmt_tpu.errors import UsageError
 
 
@@ -26,13 +31,13 @@ def write(tmp_path, monkeypatch):
     return write
 
 
-def refusal(source: str) -> str:
+def refusal(source: str, *, legal: bool = True) -> str:
     with pytest.raises(UsageError) as error:
         documents(source)
     message = str(error.value)
     assert message.startswith(f"--data={source!r}"), message
     assert "\n" not in message
-    assert "legal" in message or "write which" in message
+    assert not legal or "legal" in message or "write which" in message
     return message
 
 
@@ -93,6 +98,21 @@ def test_compressed_files(write):
     assert documents(f"{text},{json_lines}") == ["one\n", "two", "three"]
 
 
+def test_zstandard_files_of_one_frame_or_more(write):
+    frames = [b"one\n<|endoftext|>\ntw", b"o" * 300_000, b"\n<|endoftext|>\nthree"]
+    name = write("a.txt.zst", b"".join(map(zstandard.compress, frames)))
+    assert documents(name) == ["one\n", "tw" + "o" * 300_000 + "\n", "three"]
+    # Written as a stream: the frame does not say how large its content is.
+    packer = zstandard.ZstdCompressor().compressobj()
+    name = write("b.jsonl.zst", packer.compress(b'{"text": "a"}') + packer.flush())
+    assert documents(name) == ["a"]
+
+
+def test_zstandard_is_asked_for_where_it_is_missing(write, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert "pip install 'rmt_tpu[data]'" in refusal(write("a.txt.zst", b""), legal=False)
+
+
 def test_order_is_as_given_and_globs_are_sorted_and_no_file_is_read_twice(write, tmp_path):
     for name in ["z.txt", "d/2.txt", "d/1.txt", "d/deep/er/0.txt", "other.jsonl"]:
         write(name, lines({"text": name}) if name.endswith("jsonl") else name)
@@ -128,7 +148,17 @@ def test_unknown_extension(write):
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_not_utf8_names_file_and_byte(write, pack):
     name = write("a.txt" if pack is bytes else "a.txt.gz", pack("\ufeffé".encode() + b"\xff"))
-    assert f"'{name}' is not UTF-8 at byte 5" in refusal(name)
+    assert f"'{name}' is not UTF-8 at byte 5, in line 1" in refusal(name)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_not_utf8_far_into_a_file_names_byte_and_line(write, kind, pack):
+    good = lines(*({"text": "é" * 100} for _ in range(50))).encode()
+    ending = {bytes: "", gzip.compress: ".gz", zstandard.compress: ".zst"}[pack]
+    name = write(f"a.{kind}{ending}", pack(good + b'{"text": "\xe9"}\n' + good))
+    byte = len(good) + len('{"text": "')
+    assert f"'{name}' is not UTF-8 at byte {byte}, in line 51" in refusal(name)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +168,16 @@ def test_not_utf8_names_file_and_byte(write, pack):
 )
 def test_damaged_compression(write, content):
     assert "'a.txt.gz' cannot be read" in refusal(write("a.txt.gz", content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda c: b"text", lambda c: c[:-4], lambda c: c + c[:10], lambda c: c[:12] + b"\xff" * 20],
+    ids=["not compressed", "cut off", "cut off in the second frame", "overwritten"],
+)
+def test_damaged_zstandard(write, damage):
+    content = damage(zstandard.compress(b"text of several words " * 9))
+    assert "'a.txt.zst' cannot be read" in refusal(write("a.txt.zst", content))
 
 
 @pytest.mark.parametrize(
@@ -163,3 +203,59 @@ def test_no_text_at_all(write):
     write("a.txt", " \n<|endoftext|>\n")
     write("b.jsonl", lines({"text": ""}))
     assert "has no text" in refusal("a.txt,b.jsonl")
+
+
+# Parts of a file -----------------------------------------------------------------------------
+
+texts = st.lists(st.text(st.sampled_from("aé\n\r<|"), max_size=20), max_size=12)
+
+
+@settings(derandomize=True, deadline=5000, max_examples=150)
+@given(texts, st.integers(1, 60), st.sampled_from(["txt", "jsonl"]), st.booleans())
+def test_spans_have_every_document_once_in_order(tmp_path_factory, texts, size, kind, bom):
+    path = tmp_path_factory.mktemp("spans") / f"a.{kind}"
+    separator = "<|endoftext|>\n"
+    content = lines(*({"text": t} for t in texts)) if kind == "jsonl" else separator.join(texts)
+    path.write_bytes(("\ufeff" * bom + content).encode())
+    of_whole = [text for text, _ in read_span(whole(str(path)))]
+    parts = list(spans(str(path), size))
+    assert [text for part in parts for text, _ in read_span(part)] == of_whole
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert (parts[0].start, parts[-1].stop) == (0, path.stat().st_size)
+    if kind == "jsonl":
+        assert of_whole == [t for t in texts if t.strip()]
+
+
+def test_spans_are_about_as_large_as_asked_for(write):
+    document = "word " * 19 + "line\n"  # 100 bytes
+    for name, content in {
+        "a.txt": "<|endoftext|>\n".join([document] * 100),
+        "a.jsonl": lines(*({"text": document} for _ in range(100))),
+    }.items():
+        sizes = [part.stop - part.start for part in spans(write(name, content), 1000)]
+        assert len(sizes) >= 8 and all(1000 <= size <= 1300 for size in sizes[:-1])
+
+
+def test_a_compressed_file_and_a_single_document_are_one_span(write):
+    document = "line\n" * 1000
+    assert len(list(spans(write("a.txt", document), 100))) == 1
+    assert len(list(spans(write("b.txt.gz", gzip.compress(document.encode())), 10))) == 1
+
+
+def test_a_bad_line_of_a_later_span_has_its_number_in_the_file(write):
+    name = write("a.jsonl", lines(*({"text": "good"} for _ in range(40))) + "[1]\n")
+    *good, last = spans(name, 100)
+    assert good
+    with pytest.raises(Problem, match="'a.jsonl' line 41 is a JSON list"):
+        list(read_span(last))
+
+
+def test_positions_end_where_the_file_does(write):
+    content = lines(*({"text": "word " * n} for n in range(1, 50)))
+    for name, packed in {
+        "a.jsonl": content.encode(),
+        "a.jsonl.gz": gzip.compress(content.encode()),
+        "a.jsonl.zst": zstandard.compress(content.encode()),
+    }.items():
+        positions = [position for _, position in read_span(whole(write(name, packed)))]
+        assert positions == sorted(positions) and positions[-1] == len(packed)

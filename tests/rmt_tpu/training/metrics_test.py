@@ -1,6 +1,7 @@
 """The metrics file: rows written twice, rows torn, numbers that are not finite."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -50,5 +51,5 @@ def test_what_is_not_finite_is_null_and_not_in_a_series(tmp_path):
 
 def test_the_loss_is_drawn_and_boarded(tmp_path):
     write(tmp_path, 1, [(1, {"train/loss": 3.0, "eval/loss": 3.1}), (2, {"train/loss": 2.0})])
-    assert plot_loss(tmp_path).read_bytes().startswith(b"\x89PNG")
+    assert Path(plot_loss(tmp_path)).read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "tensorboard").glob("events.*"))

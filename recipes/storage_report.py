@@ -1,0 +1,270 @@
+"""How long a checkpoint takes to save and to restore, beside Orbax, on this machine.
+
+    python -m recipes.storage_report --folder=/mnt/disk/scratch --gigabytes=1 --output=reports
+
+One state of float32 arrays, random as weights are, is saved and restored by `Checkpointer` and by
+Orbax's CheckpointManager in turn, each with and without compression. All begin the save, wait for
+its end, and restore the state into new arrays, which must be equal bit for bit. Tables say medians
+of --rounds. On gs:// only `Checkpointer` is measured. What was written may still be in the page
+cache when it is read. Leaves a table, JSON and a picture in --output.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags, logging
+
+from recipes import common
+from rmt_tpu.errors import RunError, UsageError
+
+_FOLDER = flags.DEFINE_string(
+    "folder", None, "local or gs:// folder to save in; nothing stays there", required=True
+)
+_GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "of float32 to save, 10^9 bytes each")
+_ARRAYS = flags.DEFINE_integer("arrays", 16, "that they are in")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "saves and restores of each kind")
+_ORBAX = flags.DEFINE_bool("orbax", True, "whether Orbax is measured too; local folders only")
+_OUTPUT = flags.DEFINE_string("output", "reports", "folder for table, JSON and picture")
+
+
+class Times(NamedTuple):
+    """Seconds of one save and restore, and the bytes that it took in the folder, if known.
+
+    Attributes:
+      blocked: until the caller had the arrays to itself again.
+      save: from the call until the step is committed.
+      restore: until the arrays are there.
+    """
+
+    blocked: float
+    save: float
+    restore: float
+    stored_bytes: int | None
+
+
+class Row(NamedTuple):
+    """The medians of one kind."""
+
+    name: str
+    times: Times
+
+    @property
+    def blocked_share(self) -> float:
+        return self.times.blocked / self.times.save
+
+
+# A kind: saves the state in a folder and restores it; returns seconds blocked, saved and restored.
+Kind = Callable[[Any, str], tuple[float, float, float, Any]]
+
+
+def main() -> int:
+    from rmt_tpu import storage
+
+    for name, value in (("gigabytes", _GIGABYTES), ("arrays", _ARRAYS), ("rounds", _ROUNDS)):
+        if not value.value > 0:
+            raise UsageError(f"--{name}={value.value} must be positive")
+    folder, output = storage.open_folder(_FOLDER.value), storage.open_folder(_OUTPUT.value)
+    for place in (folder, output):
+        place.check(write=True)
+    _check_space(folder.local_path)
+    kinds: dict[str, Kind] = {
+        "Checkpointer": lambda state, root: _ours(state, root, "none"),
+        "Checkpointer, zstd": lambda state, root: _ours(state, root, "zstd"),
+    }
+    if _ORBAX.value and folder.local_path:
+        orbax = _import_orbax()
+        kinds |= {
+            "Orbax, zstd (its default)": lambda state, root: _orbax(orbax, state, root, True),
+            "Orbax": lambda state, root: _orbax(orbax, state, root, False),
+        }
+    rows = _measure(kinds, folder)
+    _write(output, rows)
+    return 0
+
+
+def _check_space(path: Path | None) -> None:
+    # Beside the largest copy there is the rest of the one before, for a moment.
+    needed = 2.2e9 * _GIGABYTES.value
+    if path and (free := shutil.disk_usage(path).free) < needed:
+        raise UsageError(
+            f"--folder={_FOLDER.value} has {free / 1e9:.1f} GB free, and --gigabytes="
+            f"{_GIGABYTES.value:g} needs {needed / 1e9:.1f}"
+        )
+
+
+def _import_orbax() -> Any:
+    try:
+        import orbax.checkpoint
+    except ImportError:
+        raise UsageError(
+            "Orbax is not installed; pip install orbax-checkpoint, or give --noorbax"
+        ) from None
+    # Which it has raised; it tells of every step it takes.
+    logging.set_verbosity(logging.WARNING)
+    return orbax.checkpoint
+
+
+def _measure(kinds: dict[str, Kind], folder: Any) -> list[Row]:
+    state = _state()
+    found: dict[str, list[Times]] = {name: [] for name in kinds}
+    # In turn, so that what else the machine does is spread over all kinds.
+    for number in range(_ROUNDS.value):
+        for name, kind in kinds.items():
+            scratch = f"storage-report-{uuid.uuid4().hex[:8]}"
+            try:
+                blocked, saved, restored, same = kind(state, str(folder.child(scratch)))
+                times = Times(blocked, saved, restored, _stored_bytes(folder, scratch))
+            finally:
+                folder.delete_folder(scratch)
+            _check_equal(name, state, same)
+            found[name].append(times)
+            print(f"round {number + 1}, {name}: {saved:.2f} s, {restored:.2f} s", file=sys.stderr)
+    return [Row(name, _median(times)) for name, times in found.items()]
+
+
+def _median(times: list[Times]) -> Times:
+    *seconds, stored = zip(*times, strict=True)
+    return Times(*map(statistics.median, seconds), stored[0])
+
+
+def _state() -> dict[str, Any]:
+    import jax
+    import numpy as np
+
+    rows = max(1, round(_GIGABYTES.value * 1e9 / 4 / 1024 / _ARRAYS.value))
+    rng = np.random.default_rng(0)
+    draw = lambda: jax.device_put(rng.standard_normal((rows, 1024), np.float32))
+    return jax.block_until_ready({f"layer_{i:03d}": draw() for i in range(_ARRAYS.value)})
+
+
+def _like(state: Any) -> Any:
+    import jax
+
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def _check_equal(name: str, state: Any, restored: Any) -> None:
+    import jax
+    import numpy as np
+
+    if not jax.tree.all(jax.tree.map(np.array_equal, state, restored)):
+        raise RunError(f"{name}: what was restored is not what was saved")
+
+
+def _ours(state: Any, root: str, compression: str) -> tuple[float, float, float, Any]:
+    import jax
+
+    from rmt_tpu.checkpoint import Checkpointer
+
+    checkpoints = Checkpointer(root, compression=compression)
+    started = time.monotonic()
+    checkpoints.begin_save(1, state, {})
+    blocked = time.monotonic()
+    checkpoints.wait()
+    saved = time.monotonic()
+    _, restored, _ = checkpoints.restore(_like(state))
+    jax.block_until_ready(restored)
+    return blocked - started, saved - started, time.monotonic() - saved, restored
+
+
+def _orbax(orbax: Any, state: Any, root: str, compress: bool) -> tuple[float, float, float, Any]:
+    import jax
+
+    options = orbax.CheckpointManagerOptions(enable_async_checkpointing=True)
+    handler = orbax.PyTreeCheckpointHandler(use_compression=compress)
+    absolute = Path(root).absolute()
+    with orbax.CheckpointManager(absolute, options=options, item_handlers=handler) as manager:
+        started = time.monotonic()
+        manager.save(1, args=orbax.args.PyTreeSave(state))
+        blocked = time.monotonic()
+        manager.wait_until_finished()
+        saved = time.monotonic()
+        like = _like(state)
+        how = orbax.checkpoint_utils.construct_restore_args(like)
+        restored = manager.restore(1, args=orbax.args.PyTreeRestore(like, restore_args=how))
+        jax.block_until_ready(restored)
+        return blocked - started, saved - started, time.monotonic() - saved, restored
+
+
+def _stored_bytes(folder: Any, name: str) -> int | None:
+    if folder.local_path is None:
+        return None
+    return sum(p.stat().st_size for p in (folder.local_path / name).rglob("*") if p.is_file())
+
+
+def _write(output: Any, rows: list[Row]) -> None:
+    import jax
+
+    gigabytes = _GIGABYTES.value
+    where = (
+        f"{gigabytes:g} GB of float32 in {_ARRAYS.value} arrays, {_FOLDER.value}, "
+        f"{os.cpu_count()} CPU cores, {jax.default_backend()} devices, medians of {_ROUNDS.value}"
+    )
+    text = f"# Checkpoints\n\n{where}. {_versions()}.\n\n{_table(rows, gigabytes)}"
+    values = {
+        "gigabytes": gigabytes,
+        "arrays": _ARRAYS.value,
+        "rounds": _ROUNDS.value,
+        "cpu_cores": os.cpu_count(),
+        "versions": _versions(),
+        "rows": [{"name": row.name, **row.times._asdict()} for row in rows],
+    }
+    print(text)
+    output.write("storage_report.md", text.encode())
+    output.write("storage_report.json", (json.dumps(values, indent=1) + "\n").encode())
+    print(f"picture: {_draw(output, rows, where)}")
+
+
+def _table(rows: list[Row], gigabytes: float) -> str:
+    lines = [
+        "| | save, s | GB/s | blocked, s | of the save | restore, s | GB/s | GB stored |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, t in rows:
+        stored = "" if t.stored_bytes is None else f"{t.stored_bytes / 1e9:.3f}"
+        lines.append(
+            f"| {name} | {t.save:.2f} | {gigabytes / t.save:.2f} | {t.blocked:.4f} | "
+            f"{t.blocked / t.save:.2%} | {t.restore:.2f} | {gigabytes / t.restore:.2f} | {stored} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _draw(output: Any, rows: list[Row], where: str) -> str:
+    from matplotlib.figure import Figure
+
+    from rmt_tpu.training.metrics import save_picture
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    for axes, part in zip(figure.subplots(1, 2, sharey=True), ("save", "restore"), strict=True):
+        seconds = [getattr(row.times, part) for row in rows]
+        bars = axes.barh([row.name for row in rows], seconds, color="tab:blue")
+        axes.bar_label(bars, fmt="%.2f s", padding=3)
+        axes.set(title=part, xlabel="seconds", xlim=(0, 1.25 * max(seconds)))
+    axes.invert_yaxis()  # of both
+    figure.suptitle(where, fontsize="small")
+    return save_picture(figure, output, "storage_report.png")
+
+
+def _versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for package in ("jax", "tensorstore", "orbax-checkpoint"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return ", ".join(found)
+
+
+if __name__ == "__main__":
+    common.start(main)

@@ -1,0 +1,264 @@
+"""One part of a token store: the text of some spans, tokenised and written.
+
+What goes into a part depends on the text and the tokenizer alone. It is written under the name of
+an attempt, and counts once its manifest, which is created last, names that attempt. So whatever
+ends a process, and whenever, the parts that count are whole.
+"""
+
+import contextlib
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Integer
+
+from rmt_tpu.data.batches import cut, rank
+from rmt_tpu.data.corpus import Span, problems, read_span
+from rmt_tpu.data.token_store import (
+    MANIFEST,
+    SHARD,
+    SPLITS,
+    Part,
+    SplitPart,
+    TokenizerOfStore,
+    array_spec,
+    part_name,
+    read_sealed,
+    seal,
+    split_folder,
+    verify_part,
+)
+from rmt_tpu.data.tokenizer import Tokenizer, load_saved
+from rmt_tpu.errors import RmtError, RunError
+from rmt_tpu.storage import Fault, Folder, faults, open_folder
+
+# Text that is tokenised at a time.
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
+
+
+class Work(NamedTuple):
+    """What all parts have in common."""
+
+    source: str
+    url: str
+    seed: int
+    eval_fraction: float
+    plan_id: int
+
+
+class Cut(NamedTuple):
+    """Documents of this rank are divided, and the tail of this share is held out."""
+
+    rank: str
+    share: float
+
+
+class Job(NamedTuple):
+    number: int
+    spans: tuple[Span, ...]
+    cut: Cut | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(span.stop - span.start for span in self.spans)
+
+
+class Done(NamedTuple):
+    """A part that counts, and what has to be known of it for the whole.
+
+    Attributes:
+      part: for the manifest.
+      characters: of its documents.
+      below: documents whose hash is below the fraction.
+      lowest: the least rank of its documents of two characters or more; "" if there are none.
+      lowest_characters: of documents of that rank.
+      kept: it was there before.
+    """
+
+    part: Part
+    characters: int
+    below: int
+    lowest: str
+    lowest_characters: int
+    kept: bool = False
+
+
+class Worker:
+    """Does one part after the other."""
+
+    def __init__(self, work: Work, tick: Callable[[int], None]):
+        """
+        Args:
+          work: of all parts.
+          tick: told of bytes of the input that are done; what it raises ends the work.
+        """
+        self._work, self._tick = work, tick
+        self._below = int(work.eval_fraction * 2**128)
+
+    @cached_property
+    def _folder(self) -> Folder:
+        return open_folder(self._work.url)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_saved(self._folder)
+
+    @cached_property
+    def _dtype(self) -> np.dtype:
+        return TokenizerOfStore.of(self._tokenizer).dtype
+
+    def do(self, job: Job) -> Done:
+        """Writes a part, if it is not there, and deletes what attempts that ended have left."""
+        name = part_name(job.number)
+        if (done := self._finished(job)) is not None:
+            self._tick(job.num_bytes)
+        else:
+            done = self._write(job, uuid.uuid4().hex[:12])
+            content = {"plan": self._work.plan_id, "cut": job.cut, **done._asdict()}
+            content |= {"part": done.part.json(), "kept": True}
+            if not self._folder.create(f"{name}/{MANIFEST}", seal(content)):
+                # Another process was faster; parts are the same whoever does them.
+                if (done := self._finished(job)) is None:
+                    raise RunError(f"{self._folder.url}/{name} is written by another command too")
+        for attempt in self._folder.names(name):
+            if attempt.endswith("/") and attempt != f"{done.part.attempt}/":
+                self._folder.delete_folder(f"{name}/{attempt.rstrip('/')}")
+        return done
+
+    def _finished(self, job: Job) -> Done | None:
+        """The part, if it is there and whole; it is checked, and deleted if it is damaged."""
+        name = f"{part_name(job.number)}/{MANIFEST}"
+        try:
+            if (content := read_sealed(self._folder, name)) is None:
+                return None
+        except Fault:
+            raise  # it could not be read, which does not say that it is damaged
+        except RmtError:
+            content = {}
+        with contextlib.suppress(Fault, KeyError, TypeError):
+            same_plan = content.pop("plan") == self._work.plan_id
+            its_cut = content.pop("cut")
+            done = Done(**content | {"part": Part.from_json(content["part"])})
+            # Without a cut asked for, one that was made earlier is not undone: what has to be
+            # known of the part does not depend on it.
+            if same_plan and (job.cut is None or its_cut == list(job.cut)):
+                verify_part(self._folder, job.number, done.part, self._dtype)
+                return done
+        self._folder.delete(name)
+        return None
+
+    def _write(self, job: Job, attempt: str) -> Done:
+        writers = {
+            split: _SplitWriter(
+                split_folder(self._folder, job.number, attempt, split),
+                self._dtype,
+                self._tokenizer.bos,
+            )
+            for split in SPLITS
+        }
+        where = f"{self._folder.url}/{part_name(job.number)}: "
+        characters = below = lowest_characters = 0
+        lowest = ""
+        with faults(where):
+            for texts in self._batches(job.spans):
+                divided: list[tuple[str, str]] = []
+                for text in texts:
+                    characters += len(text)
+                    of_text = rank(text, self._work.seed)
+                    is_below = int.from_bytes(of_text) < self._below
+                    below += is_below
+                    if len(text) > 1 and (not lowest or of_text.hex() <= lowest):
+                        same = lowest == of_text.hex()
+                        lowest_characters = len(text) + (lowest_characters if same else 0)
+                        lowest = of_text.hex()
+                    if job.cut and of_text.hex() == job.cut.rank:
+                        divided += zip(SPLITS, cut(text, job.cut.share), strict=True)
+                    else:
+                        divided.append((SPLITS[is_below], text))
+                encoded = self._tokenizer.encode_all([text for _, text in divided])
+                for (split, _), tokens in zip(divided, encoded, strict=True):
+                    writers[split].append(tokens)
+            splits = {split: writer.finish() for split, writer in writers.items()}
+        return Done(Part(attempt, **splits), characters, below, lowest, lowest_characters)
+
+    def _batches(self, of_part: tuple[Span, ...]) -> Iterator[list[str]]:
+        """The documents of some spans, so many at a time that a tokenizer is busy with them."""
+        with problems("input", self._work.source):
+            texts: list[str] = []
+            size = 0
+            for span in of_part:
+                told = 0
+                for text, position in read_span(span):
+                    texts.append(text)
+                    size += len(text)
+                    if len(texts) >= _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
+                        yield texts
+                        texts, size = [], 0
+                        self._tick(position - told)
+                        told = position
+                self._tick(span.stop - span.start - told)
+            yield texts
+
+
+class _SplitWriter:
+    """Writes one split of a part, document by document."""
+
+    def __init__(self, folder: Folder, dtype: np.dtype, bos: int):
+        self._bos = np.array([bos], dtype)
+        self._tokens = _ArrayWriter(folder, "tokens", dtype)
+        self._offsets = _ArrayWriter(folder, "offsets", dtype)
+        self._documents = self._crc32 = 0
+
+    def append(self, tokens: Integer[np.ndarray, " tokens"]) -> None:
+        stored = np.concatenate([self._bos, tokens.astype(self._bos.dtype)])
+        self._offsets.append(np.array([self._tokens.size], np.int64))
+        self._tokens.append(stored)
+        self._documents += 1
+        self._crc32 = zlib.crc32(stored, self._crc32)
+
+    def finish(self) -> SplitPart:
+        """Writes what is left. A split without documents has no arrays."""
+        if self._documents:
+            self._offsets.append(np.array([self._tokens.size], np.int64))
+            self._tokens.finish()
+            self._offsets.finish()
+        return SplitPart(self._documents, self._tokens.size, self._crc32)
+
+
+class _ArrayWriter:
+    """An array that grows by whole shards, so that no shard is read to be written."""
+
+    def __init__(self, folder: Folder, name: str, dtype: np.dtype):
+        self._folder, self._name, self._dtype = folder, name, dtype
+        self._array: ts.TensorStore | None = None
+        self._held: list[np.ndarray] = []
+        self._written = self.size = 0
+
+    def append(self, values: Integer[np.ndarray, " n"]) -> None:
+        self._held.append(values)
+        self.size += len(values)
+        if self.size - self._written >= SHARD:
+            held = np.concatenate(self._held)
+            whole_shards = len(held) // SHARD * SHARD
+            self._write(held[:whole_shards])
+            self._held = [held[whole_shards:].copy()]
+
+    def finish(self) -> None:
+        if self.size > self._written:
+            self._write(np.concatenate(self._held))
+
+    def _write(self, values: Integer[np.ndarray, " n"]) -> None:
+        start, stop = self._written, self._written + len(values)
+        if self._array is None:
+            spec = array_spec(self._folder, self._name, self._dtype, stop)
+            # Attempts have folders of their own, so what is there is of an answer that was lost.
+            opened = ts.open(spec, create=True, open=True, context=self._folder.context())
+            self._array = opened.result()
+        else:
+            self._array = self._array.resize(exclusive_max=[stop], expand_only=True).result()
+        self._array[start:stop].write(values).result()
+        self._written = stop

@@ -1,0 +1,107 @@
+"""The next batches are read while the step computes, so that it does not wait for them."""
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+# A read under way when a run ends is waited for no longer than this.
+_CLOSE_SECONDS = 5.0
+
+
+class Prefetcher(Generic[T]):
+    """`read(start)`, `read(start + advance)`, ... in order, each begun before it is asked for.
+
+        with Prefetcher(read, start=windows_read, advance=batch_size) as ahead:
+            batch, wait_seconds = ahead.next()
+
+    What is read ahead and not taken leaves no trace: a run that resumes starts another one from
+    the batches that it has used.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int], T],
+        start: int,
+        advance: int,
+        *,
+        depth: int = 3,
+        threads: int = 2,
+    ):
+        """Starts reading.
+
+        Args:
+          read: the batch at a position; called by several threads at once.
+          start: the first position.
+          advance: from one position to the next.
+          depth: batches held or being read, at most; 1 or more.
+          threads: that read; 1 or more.
+        """
+        if depth < 1 or threads < 1:
+            raise ValueError(f"depth={depth} and threads={threads} must be 1 or more")
+        self._positions = itertools.count(start, advance)
+        self._wanted: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
+        self._ahead: deque[Future] = deque()
+        # Daemons: a read that hangs does not keep a process from ending.
+        self._threads = [
+            threading.Thread(target=_work, args=(read, self._wanted), daemon=True)
+            for _ in range(min(threads, depth))
+        ]
+        for _ in range(depth):
+            self._ask()
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> "Prefetcher[T]":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def next(self) -> tuple[T, float]:
+        """The next batch, and the seconds that it had to be waited for.
+
+        Raises:
+          RunError, UsageError: what `read` raised for this batch, here and at each later call.
+        """
+        first, wait_seconds = self._ahead[0], 0.0
+        if not first.done():
+            started = time.monotonic()
+            first.exception()
+            wait_seconds = time.monotonic() - started
+        batch = first.result()
+        self._ahead.popleft()
+        self._ask()
+        return batch, wait_seconds
+
+    def close(self) -> None:
+        """Drops what is read ahead, and waits for reads under way; may be called again."""
+        for future in self._ahead:
+            future.cancel()
+        for _ in self._threads:
+            self._wanted.put(None)
+        until = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _ask(self) -> None:
+        future: Future = Future()
+        self._ahead.append(future)
+        self._wanted.put((next(self._positions), future))
+
+
+def _work(read: Callable[[int], T], wanted: queue.SimpleQueue) -> None:
+    while (item := wanted.get()) is not None:
+        position, future = item
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(read(position))
+        except BaseException as error:  # `next` raises it, whatever it is
+            future.set_exception(error)

@@ -1,0 +1,309 @@
+"""A folder in a bucket of Google Cloud Storage.
+
+google-cloud-storage says what there is and moves small files, with conditions on generations where
+two writers might meet. Arrays are tensorstore's: it has its own client, and finds the same
+credentials by itself (Application Default Credentials).
+"""
+
+import atexit
+import concurrent.futures
+import contextlib
+import functools
+import mimetypes
+import os
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorstore as ts
+from google.api_core.exceptions import (
+    Forbidden,
+    GoogleAPICallError,
+    NotFound,
+    PreconditionFailed,
+    RetryError,
+    Unauthorized,
+)
+from google.auth.credentials import AnonymousCredentials
+from google.auth.exceptions import GoogleAuthError, TransportError
+from google.cloud import storage
+from google.cloud.storage.exceptions import DataCorruption
+from google.cloud.storage.retry import DEFAULT_RETRY
+
+from rmt_tpu.errors import UsageError
+from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, faults, join
+
+_BUCKET = re.compile(r"(?!goog)[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+_CHECK_SECONDS = 9.0  # that a first look may take, with all its repetitions
+_SECONDS = 120.0  # that any later request may
+_EMULATOR = "STORAGE_EMULATOR_HOST"
+_KEY_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
+_TAIL = re.compile(r"\.tail-[0-9a-f]{8}$")  # what an append that was killed leaves
+
+
+class GcsFolder(Folder):
+    """Objects whose names begin alike, seen as a folder."""
+
+    def __init__(self, bucket: str, prefix: str):
+        """
+        Args:
+          bucket: its name.
+          prefix: of all names; empty, or with a slash at its end.
+        """
+        self.url = f"gs://{bucket}/{prefix}".rstrip("/")
+        self._bucket_name, self._prefix = bucket, prefix
+        self._bucket = _client().bucket(bucket)
+
+    @classmethod
+    def open(cls, url: str) -> "GcsFolder":
+        """
+        Raises:
+          UsageError: `url` names no bucket, or an impossible one; or there are no credentials.
+        """
+        bucket, _, path = url.removeprefix("gs://").partition("/")
+        if not _BUCKET.fullmatch(bucket):
+            raise UsageError(
+                f"{url!r} names no bucket that can be; legal: gs://bucket/path, the bucket of 3 to "
+                "222 small letters, digits, dots, dashes and underscores"
+            )
+        path = path.rstrip("/")
+        return cls(bucket, join(path) + "/" if path else "")
+
+    def child(self, name: str) -> "GcsFolder":
+        return GcsFolder(self._bucket_name, f"{self._prefix}{join(name)}/")
+
+    def check(self, *, write: bool = False) -> None:
+        with _told(self.url, UsageError):
+            _within(_CHECK_SECONDS, lambda: self._look(write))
+
+    def _look(self, write: bool) -> None:
+        patience = _patience(_CHECK_SECONDS / 2)
+        found = self._client.list_blobs(
+            self._bucket_name, prefix=self._prefix, max_results=1, **patience
+        )
+        next(iter(found), None)
+        if write:
+            probe = self._blob(f".write_probe-{uuid.uuid4().hex[:8]}")
+            probe.upload_from_string(b"", **patience)
+            probe.delete(**patience)
+
+    def kvstore(self) -> dict[str, Any]:
+        return {"driver": "gcs", "bucket": self._bucket_name, "path": self._prefix}
+
+    def context(self) -> ts.Context:
+        retries = {"max_retries": 10, "initial_delay": "50ms", "max_delay": "10s"}
+        return ts.Context(
+            # Every chunk is used once, so a cache would only hold memory.
+            {"cache_pool": {"total_bytes_limit": 0}, "gcs_request_retries": retries}
+        )
+
+    def read(self, name: str, *, limit: int = SMALL) -> Found | None:
+        with _told(self._of(name)):
+            blob = self._bucket.get_blob(self._key(name), **_patience())
+            if blob is None:
+                return None
+            # Before memory is taken.
+            if blob.size > limit:
+                raise Fault(f"{self._of(name)} has {blob.size} bytes, more than {limit}")
+            try:
+                # Raw: what was stored compressed would have more bytes than it said.
+                data = blob.download_as_bytes(
+                    if_generation_match=blob.generation, raw_download=True, **_patience()
+                )
+            except (NotFound, PreconditionFailed):  # deleted, or replaced, in between
+                return self.read(name, limit=limit)
+        return Found(data, blob.generation)
+
+    def write(self, name: str, data: bytes) -> None:
+        with _told(self._of(name)):
+            self._upload(self._blob(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        with _told(self._of(name)):
+            try:
+                self._upload(self._blob(name), data, if_generation_match=0)
+                return True
+            except PreconditionFailed:  # perhaps by itself, after an answer was lost
+                found = self.read(name)
+                return found is not None and found.data == data
+
+    def append(self, name: str, data: bytes) -> None:
+        with _told(self._of(name)):
+            whole = self._bucket.get_blob(self._key(name), **_patience())
+            if whole is None:
+                if not self.create(name, data):
+                    raise Fault(f"{self._of(name)}: another writer appends to it")
+                return
+            tail = self._blob(f"{name}.tail-{uuid.uuid4().hex[:8]}")
+            self._upload(tail, data)
+            longer = self._blob(name)
+            longer.content_type = whole.content_type
+            try:
+                longer.compose([whole, tail], if_generation_match=whole.generation, **_patience())
+            except (NotFound, PreconditionFailed):
+                now = self._bucket.get_blob(self._key(name), **_patience())
+                # An answer was lost, and the repeated request refused because of its own success.
+                if now is None or now.size != whole.size + len(data):
+                    raise Fault(f"{self._of(name)}: another writer appends to it") from None
+            finally:
+                with contextlib.suppress(Exception):  # garbage of a few bytes
+                    tail.delete(**_patience())
+
+    def delete(self, name: str, *, generation: Any = None) -> bool:
+        with _told(self._of(name)):
+            try:
+                self._blob(name).delete(if_generation_match=generation, **_patience())
+            except NotFound:
+                return True
+            except PreconditionFailed:
+                return False
+        return True
+
+    def names(self, name: str = "") -> list[str]:
+        prefix = self._key(name) + "/" if name else self._prefix
+        with _told(self._of(name)):
+            listing = self._client.list_blobs(
+                self._bucket_name, prefix=prefix, delimiter="/", **_patience()
+            )
+            files = [blob.name for blob in listing]
+        found = (n.removeprefix(prefix) for n in (*files, *listing.prefixes) if n != prefix)
+        return sorted(n for n in found if not _TAIL.search(n))
+
+    def delete_folder(self, name: str) -> None:
+        with _told(self._of(name)):
+            # tensorstore's `delete_range` deletes nothing, silently, where listing is forbidden.
+            listing = self._client.list_blobs(
+                self._bucket_name, prefix=self._key(name) + "/", **_patience()
+            )
+            keys = [blob.name for blob in listing]
+        with faults(f"{self._of(name)}: "):
+            spec = {"driver": "gcs", "bucket": self._bucket_name}
+            store = ts.KvStore.open(spec, context=self.context()).result()
+            for deleted in [store.write(key, None) for key in keys]:
+                deleted.result()
+
+    @property
+    def _client(self) -> Any:
+        return self._bucket.client
+
+    def _key(self, name: str) -> str:
+        return self._prefix + join(name)
+
+    def _blob(self, name: str) -> Any:
+        return self._bucket.blob(self._key(name))
+
+    def _of(self, name: str) -> str:
+        return f"{self.url}/{name}".rstrip("/")
+
+    def _upload(self, blob: Any, data: bytes, **conditions) -> None:
+        kind = mimetypes.guess_type(blob.name)[0] or "application/octet-stream"
+        blob.upload_from_string(data, content_type=kind, **conditions, **_patience())
+
+
+def _client() -> Any:
+    """The process's client.
+
+    Raises:
+      UsageError: it finds no credentials.
+    """
+    # A request for telemetry that nobody asked for, and that may be forbidden.
+    os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
+    emulator = os.environ.get(_EMULATOR)
+    if emulator:
+        # Both clients or none: half of a run must not go to the real service.
+        os.environ["TENSORSTORE_GCS_HTTP_URL"] = emulator
+        os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
+    return _client_of(emulator)
+
+
+@functools.cache
+def _client_of(emulator: str | None) -> Any:
+    try:
+        if emulator:
+            client = storage.Client(project="emulator", credentials=AnonymousCredentials())
+        else:
+            # Without credentials it asks for a machine's own, which may be a while in coming.
+            client = _within(_CHECK_SECONDS, lambda: storage.Client(project=None))
+    except (GoogleAuthError, TimeoutError):
+        file = os.environ.get(_KEY_FILE)
+        instead = f"{_KEY_FILE}={file} cannot be used" if file else "none were found"
+        raise UsageError(
+            f"gs:// needs credentials, and {instead}: run `gcloud auth application-default login`, "
+            f"or name a key file in {_KEY_FILE}"
+        ) from None
+    atexit.register(client.close)
+    return client
+
+
+def _patience(seconds: float = _SECONDS) -> dict[str, Any]:
+    """How long a request is repeated.
+
+    All that is done here can be repeated: writes put the same bytes under the same name, and
+    conditional ones look at what is there when they are refused.
+    """
+    return {"retry": DEFAULT_RETRY.with_timeout(seconds), "timeout": min(seconds, 60.0)}
+
+
+def _within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What `function` returns or raises; or a TimeoutError, while it goes on as the process does.
+
+    Not all that the client waits for (names of hosts, say) can be told when to stop.
+    """
+    outcome = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # An executor's thread would be waited for when the process ends.
+    threading.Thread(target=call, daemon=True).start()
+    return outcome.result(seconds)
+
+
+@contextlib.contextmanager
+def _told(what: str, kind: type[Exception] = Fault) -> Iterator[None]:
+    """Turns the client's errors into one line that names no credentials."""
+    try:
+        yield
+    except RetryError as error:
+        reason = _reason(error.cause, what)
+    except (GoogleAPICallError, GoogleAuthError, DataCorruption, OSError) as error:
+        reason = _reason(error, what)
+    else:
+        return
+    raise kind(f"{what}: {reason}")
+
+
+def _reason(error: Any, what: str) -> str:
+    match error:
+        case NotFound():
+            bucket = what.removeprefix("gs://").partition("/")[0]
+            return (
+                f"there is no bucket gs://{bucket}; is its name right? `gcloud storage ls` lists "
+                "those of your project"
+            )
+        case Forbidden() | Unauthorized():
+            return f"no permission: {_message(error)}"
+        case GoogleAPICallError():
+            return f"the service answers {error.code}: {_message(error)}"
+        case DataCorruption():
+            return "what arrived has another checksum than what is stored"
+        case GoogleAuthError() if not isinstance(error, TransportError):
+            return (
+                f"the credentials do not work ({type(error).__name__}); run `gcloud auth "
+                "application-default login` again"
+            )
+    return f"the service is not to be reached ({type(error).__name__})"
+
+
+def _message(error: Any) -> str:
+    """What the service says, without the request: the URL of an upload is a credential itself."""
+    try:
+        message = error.response.json()["error"]["message"]
+    except (AttributeError, ValueError, LookupError, TypeError):
+        message = getattr(error.response, "text", "") or "no message"
+    return " ".join(message.split())[:300]

@@ -1,0 +1,130 @@
+"""A folder on a local file system, or on a network one that is mounted like it."""
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+from rmt_tpu.errors import UsageError
+from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, faults, join
+
+
+class LocalFolder(Folder):
+    """Files are written by tensorstore's `file` driver: beside, fsynced, and renamed when whole.
+
+    It is also what makes `create` and a conditional `delete` exclusive, by a lock file.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self.local_path = Path(os.path.abspath(os.path.expanduser(url)))
+        self._kv = ts.KvStore.open(self.kvstore()).result()
+
+    @property
+    def name(self) -> str:
+        return self.local_path.name
+
+    def child(self, name: str) -> "LocalFolder":
+        return LocalFolder(os.path.join(self.url, join(name)))
+
+    def check(self, *, write: bool = False) -> None:
+        try:
+            if write:
+                self.local_path.mkdir(parents=True, exist_ok=True)
+                probe = self.local_path / f".write_probe-{uuid.uuid4().hex[:8]}"
+                probe.write_bytes(b"")
+                probe.unlink()
+            elif self.local_path.exists():
+                os.listdir(self.local_path)
+        except OSError as error:
+            what = "written to" if write else "read"
+            raise UsageError(f"{self.url} cannot be {what}: {error.strerror}") from None
+
+    def kvstore(self) -> dict[str, Any]:
+        return {"driver": "file", "path": os.path.join(self.local_path, "")}
+
+    def context(self) -> ts.Context:
+        # Every chunk is used once, so a cache would only hold memory.
+        return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+    def read(self, name: str, *, limit: int = SMALL) -> Found | None:
+        with self._told(name):
+            # Before memory is taken.
+            path = self.local_path / join(name)
+            if path.is_file() and (size := path.stat().st_size) > limit:
+                raise Fault(f"{self._of(name)} has {size} bytes, more than {limit}")
+            found = self._kv.read(name).result()
+        if found.state == "missing":
+            return None
+        return Found(bytes(found.value), found.stamp.generation)
+
+    def write(self, name: str, data: bytes) -> None:
+        with self._told(name):
+            self._kv.write(join(name), data).result()
+
+    def create(self, name: str, data: bytes) -> bool:
+        with self._told(name):
+            before = self._kv.read(join(name)).result()
+            if before.state == "missing":
+                written = self._kv.write(name, data, if_equal=before.stamp.generation).result()
+                # A refused write does not raise: it has no generation.
+                if written.generation:
+                    return True
+            return bytes(self._kv.read(name).result().value) == data
+
+    def append(self, name: str, data: bytes) -> None:
+        path = self.local_path / join(name)
+        with self._told(name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab", buffering=0) as file:
+                before = os.fstat(file.fileno()).st_size
+                try:
+                    left = memoryview(data)
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:  # a full disk, say
+                    file.truncate(before)
+                    raise
+
+    def delete(self, name: str, *, generation: Any = None) -> bool:
+        with self._told(name):
+            if generation is None:
+                self._kv.write(join(name), None).result()
+                return True
+            self._kv.write(join(name), None, if_equal=generation).result()
+            return self._kv.read(name).result().state == "missing"
+
+    def names(self, name: str = "") -> list[str]:
+        folder = self.local_path / join(name) if name else self.local_path
+        with self._told(name):
+            try:
+                with os.scandir(folder) as entries:
+                    found = [e.name + "/" * e.is_dir() for e in entries]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        # An object store has neither empty folders nor tensorstore's lock files.
+        return sorted(n for n in found if not n.endswith(".__lock"))
+
+    def delete_folder(self, name: str) -> None:
+        folder = self.local_path / join(name)
+        with self._told(name):
+            while os.path.lexists(folder):
+                # Of two who delete the same, each finds files gone.
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(folder)
+
+    def _of(self, name: str) -> str:
+        return os.path.join(self.url, name)
+
+    @contextlib.contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        try:
+            with faults(f"{self._of(name)}: "):
+                yield
+        except OSError as error:
+            raise Fault(f"{self._of(name)}: {error.strerror or error}") from None

@@ -1,0 +1,675 @@
+"""The object server of the tests does what Google Cloud Storage documents, seen by real clients.
+
+https://cloud.google.com/storage/docs/json_api: what is wrong here would make every other test of
+`gs://` worth nothing.
+"""
+
+import concurrent.futures
+import http.client
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from google.api_core import exceptions
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import storage
+from google.cloud.storage.retry import DEFAULT_RETRY
+
+from tests import gcs_server
+
+CRC32C = {"name": "crc32c"}
+SHARDED = {
+    "name": "sharding_indexed",
+    "configuration": {
+        "chunk_shape": [4, 4],
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, CRC32C],
+        "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, CRC32C],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def module_server():
+    with gcs_server.running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(module_server, monkeypatch):
+    """With a new bucket for each test."""
+    for name, value in module_server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", module_server.url)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    # A request of the client's own, at any time, would be counted.
+    monkeypatch.setenv("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
+    module_server.faults.clear()
+    module_server.requests.clear()
+    module_server.bucket = f"bucket-{time.time_ns()}"
+    module_server.create_bucket(module_server.bucket)
+    return module_server
+
+
+@pytest.fixture
+def client(server):
+    with storage.Client(project="project", credentials=AnonymousCredentials()) as client:
+        yield client
+
+
+@pytest.fixture
+def bucket(client, server):
+    return client.bucket(server.bucket)
+
+
+def kvstore(server, path="", **options):
+    context = ts.Context({"gcs_request_retries": {"initial_delay": "10ms", "max_delay": "50ms"}})
+    spec = {"driver": "gcs", "bucket": server.bucket, "path": path}
+    return ts.KvStore.open(spec | options, context=context).result()
+
+
+def ask(server, method, path, body=None, **headers):
+    """One request as it is on the wire: status, headers, body."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body=body, headers=headers)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, response.headers, content
+
+
+def at_once(function, count):
+    """What `count` threads that begin together return."""
+    start = threading.Barrier(count)
+
+    def begin(index):
+        start.wait()
+        return function(index)
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+class TestConditions:
+    def test_an_upload_for_generation_0_creates_and_never_replaces(self, bucket):
+        bucket.blob("a").upload_from_string(b"1", if_generation_match=0)
+        with pytest.raises(exceptions.PreconditionFailed, match="pre-conditions"):
+            bucket.blob("a").upload_from_string(b"2", if_generation_match=0)
+        assert bucket.blob("a").download_as_bytes() == b"1"
+
+    def test_an_upload_for_a_generation_replaces_that_one_only(self, bucket):
+        blob = bucket.blob("a")
+        blob.upload_from_string(b"1")
+        first = blob.generation
+        blob.upload_from_string(b"2", if_generation_match=first)
+        assert blob.generation > first
+        for stale in (first, 1):
+            with pytest.raises(exceptions.PreconditionFailed):
+                bucket.blob("a").upload_from_string(b"3", if_generation_match=stale)
+        with pytest.raises(exceptions.PreconditionFailed):
+            bucket.blob("absent").upload_from_string(b"3", if_generation_match=first)
+        with pytest.raises(exceptions.PreconditionFailed):
+            bucket.blob("a").upload_from_string(b"3", if_generation_not_match=blob.generation)
+        assert bucket.blob("a").download_as_bytes() == b"2"
+
+    def test_a_resumable_upload_obeys_them_when_it_begins_and_when_it_ends(self, bucket):
+        class Overtaken(io.BytesIO):
+            """Before its second chunk is read, the object is written by somebody else."""
+
+            def read(self, size=-1):
+                if self.tell():
+                    bucket.blob("a").upload_from_string(b"other")
+                return super().read(size)
+
+        data = Overtaken(os.urandom(300_000))
+        with pytest.raises(exceptions.PreconditionFailed):
+            bucket.blob("a", chunk_size=262_144).upload_from_file(data, if_generation_match=0)
+        assert bucket.blob("a").download_as_bytes() == b"other"
+
+    def test_deletes(self, bucket, server):
+        blob = bucket.blob("a")
+        blob.upload_from_string(b"1")
+        first = blob.generation
+        blob.upload_from_string(b"2")
+        with pytest.raises(exceptions.PreconditionFailed):
+            bucket.blob("a").delete(if_generation_match=first)
+        assert server.names(server.bucket) == ["a"]
+        bucket.blob("a").delete(if_generation_match=blob.generation)
+        assert server.names(server.bucket) == []
+        with pytest.raises(exceptions.NotFound, match="No such object"):
+            bucket.blob("a").delete()
+
+    def test_reads_of_data_and_of_metadata(self, bucket, server):
+        blob = bucket.blob("a")
+        blob.upload_from_string(b"1")
+        now, path = blob.generation, f"/storage/v1/b/{server.bucket}/o/a"
+        for media in ("", "&alt=media"):
+            expected = {
+                f"ifGenerationMatch={now}": 200,
+                f"ifGenerationMatch={now + 1}": 412,
+                "ifGenerationMatch=0": 412,
+                f"ifGenerationNotMatch={now}": 304,
+                f"ifGenerationNotMatch={now + 1}": 200,
+                "ifMetagenerationMatch=1": 200,
+                "ifMetagenerationMatch=2": 412,
+                "ifMetagenerationNotMatch=1": 304,
+                f"generation={now}": 200,
+                f"generation={now + 1}": 404,
+            }
+            for query, status in expected.items():
+                assert ask(server, "GET", f"{path}?{query}{media}")[0] == status, query + media
+
+    def test_metadata_has_generations_of_its_own(self, bucket):
+        blob = bucket.blob("a")
+        blob.upload_from_string(b"1")
+        assert blob.metageneration == 1
+        generation = blob.generation
+        blob.metadata = {"key": "value"}
+        blob.patch(if_metageneration_match=1)
+        assert (blob.generation, blob.metageneration) == (generation, 2)
+        with pytest.raises(exceptions.PreconditionFailed):
+            blob.patch(if_metageneration_match=1)
+
+    def test_copies(self, bucket):
+        source = bucket.blob("a")
+        source.upload_from_string(b"1")
+        copy = bucket.copy_blob(source, bucket, "b", if_generation_match=0)
+        assert copy.download_as_bytes() == b"1"
+        for refused in (
+            {"if_generation_match": 0},
+            {"if_source_generation_match": source.generation + 1},
+        ):
+            with pytest.raises(exceptions.PreconditionFailed):
+                bucket.copy_blob(source, bucket, "b", **refused)
+
+    def test_compose(self, bucket, server):
+        parts = [bucket.blob(name) for name in ("a", "b")]
+        for part, data in zip(parts, (b"1", b"2"), strict=True):
+            part.upload_from_string(data)
+        generation = parts[0].generation
+        bucket.blob("a").compose(parts, if_generation_match=generation)
+        assert bucket.get_blob("a").component_count == 2
+        assert bucket.blob("a").download_as_bytes() == b"12"
+        # The same once more, as when the answer was lost.
+        with pytest.raises(exceptions.PreconditionFailed):
+            bucket.blob("a").compose(parts, if_generation_match=generation)
+        with pytest.raises(exceptions.PreconditionFailed):
+            bucket.blob("c").compose(
+                [bucket.blob("a"), bucket.blob("b")], if_source_generation_match=[generation, None]
+            )
+        with pytest.raises(exceptions.NotFound):
+            bucket.blob("c").compose(parts)  # of generations that are gone
+        with pytest.raises(exceptions.NotFound):
+            bucket.blob("c").compose([bucket.blob("b"), bucket.blob("absent")])
+        with pytest.raises(exceptions.BadRequest, match="32"):
+            bucket.blob("c").compose([parts[1]] * 33)
+        assert server.names(server.bucket) == ["a", "b"]
+
+    def test_of_writers_at_once_exactly_one_creates(self, bucket, server):
+        def create(index):
+            try:
+                bucket.blob("a").upload_from_string(str(index), if_generation_match=0)
+            except exceptions.PreconditionFailed:
+                return None
+            return str(index).encode()
+
+        winners = [w for w in at_once(create, 12) if w is not None]
+        assert winners == [server.read(server.bucket, "a")]
+
+    def test_of_tensorstores_writers_at_once_exactly_one_creates(self, server):
+        store = kvstore(server)
+        absent = store.read("a").result().stamp.generation
+        writes = [store.write("a", str(i), if_equal=absent) for i in range(12)]
+        # A refused write has no generation.
+        winners = [str(i) for i, w in enumerate(writes) if w.result().generation]
+        assert winners == [server.read(server.bucket, "a").decode()]
+
+    def test_nothing_is_lost_between_readers_who_write(self, bucket):
+        """Each of several threads counts one object up, with the generation it has read."""
+        bucket.blob("count").upload_from_string(b"0")
+
+        def count_up(_):
+            for _ in range(5):
+                while True:
+                    now = bucket.get_blob("count")
+                    try:
+                        value = int(now.download_as_bytes(if_generation_match=now.generation))
+                        bucket.blob("count").upload_from_string(
+                            str(value + 1), if_generation_match=now.generation
+                        )
+                        break
+                    except (exceptions.PreconditionFailed, exceptions.NotFound):
+                        pass
+
+        at_once(count_up, 4)
+        assert bucket.blob("count").download_as_bytes() == b"20"
+
+
+class TestDownloads:
+    @pytest.mark.parametrize(
+        ("wanted", "status", "part"),
+        [
+            ("bytes=0-", 206, (0, 10)),
+            ("bytes=2-4", 206, (2, 5)),
+            ("bytes=9-99", 206, (9, 10)),
+            ("bytes=-3", 206, (7, 10)),
+            ("bytes=-99", 206, (0, 10)),
+            ("bytes=10-", 416, None),
+            ("bytes=10-20", 416, None),
+            ("bytes=-0", 416, None),
+            ("lines=1-2", 200, (0, 10)),
+            (None, 200, (0, 10)),
+        ],
+    )
+    def test_ranges(self, server, wanted, status, part):
+        data = b"0123456789"
+        server.replace(server.bucket, "a", data)
+        path = f"/storage/v1/b/{server.bucket}/o/a?alt=media"
+        got, headers, body = ask(server, "GET", path, **({"Range": wanted} if wanted else {}))
+        assert got == status
+        if part is None:
+            assert headers["Content-Range"] == "bytes */10"
+            assert json.loads(body)["error"]["code"] == 416
+            return
+        start, stop = part
+        assert body == data[start:stop]
+        span = f"bytes {start}-{stop - 1}/10" if status == 206 else None
+        assert headers["Content-Range"] == span
+
+    def test_generation_and_checksum_are_in_the_headers(self, server, bucket):
+        blob = bucket.blob("a")
+        blob.upload_from_string(b"data")
+        for path in ("/storage/v1", "/download/storage/v1"):
+            path = f"{path}/b/{server.bucket}/o/a?alt=media"
+            headers = ask(server, "GET", path)[1]
+            assert headers["x-goog-generation"] == str(blob.generation)
+            assert headers["x-goog-metageneration"] == "1"
+            assert f"crc32c={blob.crc32c}" in headers["x-goog-hash"]
+
+    def test_a_client_reads_ranges(self, bucket):
+        bucket.blob("a").upload_from_string(b"0123456789")
+        assert bucket.blob("a").download_as_bytes(start=2, end=4) == b"234"
+        assert bucket.blob("a").download_as_bytes(start=-4) == b"6789"
+        with pytest.raises(exceptions.RequestRangeNotSatisfiable):
+            bucket.blob("a").download_as_bytes(start=10)
+
+    def test_tensorstore_reads_ranges_and_generations(self, server, bucket):
+        bucket.blob("a").upload_from_string(b"0123456789")
+        store = kvstore(server)
+        whole = store.read("a").result()
+        assert whole.value == b"0123456789"
+        assert str(bucket.get_blob("a").generation).encode() != b"0"
+        again = store.read("a", if_not_equal=whole.stamp.generation).result()
+        assert again.state == "unspecified"
+        assert store["a"] == b"0123456789"
+
+    def test_any_bytes_and_names_come_back(self, server, bucket):
+        store = kvstore(server)
+        data = np.random.default_rng(0).bytes(100_000) + b"\r\n--\r\n\x00"
+        names = ["a", "a b", "a%2Fb", "a/b", "a//b", "/a", "a/", "ä/ö", "a+b&c=d?#", "o/x/compose"]
+        for name in names:
+            bucket.blob(name).upload_from_string(data + name.encode())
+        for name in names:
+            assert store[name] == data + name.encode()
+            store[name] = b"2" + name.encode()
+        for name in names:
+            assert bucket.blob(name).download_as_bytes() == b"2" + name.encode()
+        assert server.names(server.bucket) == sorted(names)
+        bucket.blob("empty").upload_from_string(b"")
+        assert store["empty"] == bucket.blob("empty").download_as_bytes() == b""
+
+    def test_large_files_in_chunks(self, server, bucket):
+        data = os.urandom(9 * 2**20)  # beyond what the client sends in one request
+        bucket.blob("a").upload_from_string(data)
+        assert any("uploadType=resumable" in url for _, url in server.requests)
+        assert bucket.blob("a").download_as_bytes() == data == kvstore(server)["a"]
+
+
+class TestLists:
+    def names(self, blobs):
+        return [blob.name for blob in blobs]
+
+    def test_offsets(self, client, server, bucket):
+        for name in ("a", "b/1", "b/2", "b0", "c"):
+            server.replace(server.bucket, name, b"")
+        listed = client.list_blobs(bucket, start_offset="b/", end_offset="b0")
+        assert self.names(listed) == ["b/1", "b/2"]
+        assert self.names(client.list_blobs(bucket, start_offset="b/2")) == ["b/2", "b0", "c"]
+        assert self.names(client.list_blobs(bucket, end_offset="b/2")) == ["a", "b/1"]
+        listed = client.list_blobs(bucket, prefix="b", start_offset="b/2", end_offset="z")
+        assert self.names(listed) == ["b/2", "b0"]
+        assert self.names(client.list_blobs(bucket, prefix="nothing")) == []
+
+    def test_folders(self, client, server, bucket):
+        for name in ("a", "b/1", "b/c/1", "b/c/2", "b/c0", "b/d/1", "e/1"):
+            server.replace(server.bucket, name, b"")
+        listed = client.list_blobs(bucket, delimiter="/")
+        assert self.names(listed) == ["a"]
+        assert listed.prefixes == {"b/", "e/"}
+        listed = client.list_blobs(bucket, prefix="b/", delimiter="/")
+        assert self.names(listed) == ["b/1", "b/c0"]
+        assert listed.prefixes == {"b/c/", "b/d/"}
+
+    def test_pages_count_objects_and_folders(self, client, server, bucket):
+        for name in ("a/1", "a/2", "b", "c/1", "d", "e/1", "e/2"):
+            server.replace(server.bucket, name, b"")
+        listed = client.list_blobs(bucket, delimiter="/", page_size=2)
+        pages = [(self.names(page), set(page.prefixes)) for page in listed.pages]
+        assert pages == [(["b"], {"a/"}), (["d"], {"c/"}), ([], {"e/"})]
+        assert len(server.requests) == 3
+
+    def test_a_page_has_a_thousand_at_most(self, client, server, bucket):
+        names = sorted(f"{i:04d}" for i in range(2345))
+        for name in names:
+            server.replace(server.bucket, name, b"")
+        listed = client.list_blobs(bucket, page_size=5000)
+        assert [len(self.names(page)) for page in listed.pages] == [1000, 1000, 345]
+        assert self.names(client.list_blobs(bucket)) == names
+        assert self.names(client.list_blobs(bucket, max_results=1200)) == names[:1200]
+
+    def test_tensorstore_lists_and_deletes_what_is_in_a_folder_only(self, server):
+        for name in ("a", "b/1", "b/2", "b0", "bb/1", "c"):
+            server.replace(server.bucket, name, b"")
+        store = kvstore(server, "b/")
+        assert sorted(store.list().result()) == [b"1", b"2"]
+        store.delete_range(ts.KvStore.KeyRange()).result()
+        assert server.names(server.bucket) == ["a", "b0", "bb/1", "c"]
+
+    def test_what_is_not_served_is_refused(self, client, bucket):
+        with pytest.raises(exceptions.MethodNotImplemented, match="matchGlob"):
+            list(client.list_blobs(bucket, match_glob="*.json", retry=None))
+
+
+class TestErrors:
+    def test_every_request_to_a_missing_bucket_is_told_so(self, client, server):
+        missing = client.bucket("no-such-bucket")
+        for request in (
+            lambda: list(client.list_blobs(missing)),
+            lambda: missing.blob("a").download_as_bytes(),
+            lambda: missing.blob("a").upload_from_string(b"1"),
+            lambda: missing.blob("a").upload_from_string(os.urandom(9 * 2**20)),
+            lambda: missing.blob("a").delete(),
+            lambda: missing.reload(),
+        ):
+            with pytest.raises(exceptions.NotFound):
+                request()
+        status, headers, body = ask(server, "GET", "/storage/v1/b/no-such-bucket/o/a?alt=media")
+        assert status == 404 and headers["Content-Type"].startswith("application/json")
+        assert json.loads(body)["error"]["message"] == "The specified bucket does not exist."
+
+    def test_a_missing_object_is_told_in_json(self, server):
+        path = f"/storage/v1/b/{server.bucket}/o/{quote('a/b', safe='')}"
+        for query in ("", "?alt=media"):
+            status, _, body = ask(server, "GET", path + query)
+            assert status == 404
+            assert json.loads(body)["error"]["errors"][0]["reason"] == "notFound"
+            assert f"{server.bucket}/a/b" in json.loads(body)["error"]["message"]
+
+    def test_deletes_answer_204(self, server):
+        server.replace(server.bucket, "a", b"")
+        path = f"/storage/v1/b/{server.bucket}"
+        assert ask(server, "DELETE", f"{path}/o/a")[::2] == (204, b"")
+        assert ask(server, "DELETE", path)[::2] == (204, b"")
+        assert ask(server, "GET", path)[0] == 404
+
+    def test_a_wrong_checksum_is_refused(self, server, bucket):
+        blob = bucket.blob("a")
+        blob.crc32c = "AAAAAA=="
+        with pytest.raises(exceptions.BadRequest, match="CRC32C"):
+            blob.upload_from_string(b"data", checksum=None)
+        assert server.names(server.bucket) == []
+
+    def test_requests_that_do_not_exist(self, server):
+        for method, path in (("GET", "/wipe"), ("GET", f"/{server.bucket}/a"), ("GET", "/")):
+            assert ask(server, method, path)[0] == 404
+        assert ask(server, "PUT", f"/storage/v1/b/{server.bucket}/o/a")[0] == 405
+
+
+class TestBatches:
+    def test_each_request_is_answered_for_itself(self, client, server, bucket):
+        for name in ("a", "b", "c/d"):
+            bucket.blob(name).upload_from_string(b"1")
+        kept = bucket.get_blob("b")
+        kept.upload_from_string(b"2")
+        with pytest.raises(exceptions.PreconditionFailed), client.batch():
+            bucket.blob("a").delete()
+            bucket.blob("b").delete(if_generation_match=kept.generation - 1)
+            bucket.blob("c/d").delete()
+        assert server.names(server.bucket) == ["b"]
+        with client.batch():
+            bucket.blob("b").delete(if_generation_match=kept.generation)
+        assert server.names(server.bucket) == []
+        assert sum(method == "DELETE" for method, _ in server.requests) == 4
+
+    def test_of_more_than_a_hundred_requests_none_is_done(self, client, server, bucket):
+        for index in range(101):
+            server.replace(server.bucket, str(index), b"")
+        with pytest.raises(exceptions.BadRequest, match="100"), client.batch():
+            for index in range(101):
+                bucket.blob(str(index)).delete()
+        assert len(server.names(server.bucket)) == 101
+
+
+class TestArrays:
+    def array(self, server, path, codecs, **options):
+        return ts.open(
+            {
+                "driver": "zarr3",
+                "kvstore": {"driver": "gcs", "bucket": server.bucket, "path": path},
+                "metadata": {
+                    "chunk_grid": {
+                        "name": "regular",
+                        "configuration": {"chunk_shape": [16, 16]},
+                    },
+                    "codecs": codecs,
+                },
+            },
+            **options,
+        ).result()
+
+    @pytest.mark.parametrize(
+        "codecs",
+        [[SHARDED], [{"name": "bytes"}, {"name": "zstd"}, CRC32C]],
+        ids=["sharded", "zstd"],
+    )
+    def test_zarr3(self, server, codecs):
+        values = np.random.default_rng(0).standard_normal((50, 40)).astype(np.float32)
+        new = self.array(server, "x/", codecs, create=True, dtype=ts.float32, shape=values.shape)
+        new.write(values).result()
+        # With nothing in a cache, and by ranges where it is sharded.
+        old = self.array(server, "x/", codecs, open=True, context=ts.Context())
+        np.testing.assert_array_equal(old.read().result(), values)
+        np.testing.assert_array_equal(old[17:19, 30:].read().result(), values[17:19, 30:])
+
+    def test_a_damaged_chunk_is_found(self, server):
+        codecs = [{"name": "bytes"}, CRC32C]
+        new = self.array(server, "x/", codecs, create=True, dtype=ts.float32, shape=(16, 16))
+        new.write(np.ones((16, 16), np.float32)).result()
+        (chunk,) = (n for n in server.names(server.bucket) if "/c/" in n)
+        data = bytearray(server.read(server.bucket, chunk))
+        data[100] ^= 1
+        server.replace(server.bucket, chunk, bytes(data))
+        old = self.array(server, "x/", codecs, open=True, context=ts.Context())
+        with pytest.raises(ValueError, match="Digest mismatch"):
+            old.read().result()
+
+    def test_ocdbt_from_several_writers_at_once(self, server):
+        """Each commits a new root on the condition that it is the one it has read."""
+        spec = {"driver": "ocdbt", "base": f"gs://{server.bucket}/db/"}
+
+        def write(writer):
+            store = ts.KvStore.open(spec, context=ts.Context()).result()
+            for index in range(10):
+                store[f"{writer}/{index}"] = str(writer * 10 + index)
+
+        at_once(write, 4)
+        store = ts.KvStore.open(spec, context=ts.Context()).result()
+        written = {key: int(store[key]) for key in store.list().result()}
+        expected = {f"{w}/{i}".encode(): w * 10 + i for w in range(4) for i in range(10)}
+        assert written == expected
+
+
+class TestFaults:
+    SOON = DEFAULT_RETRY.with_delay(initial=0.01, maximum=0.05)
+
+    def test_a_status_for_some_requests(self, server, bucket):
+        server.faults.append(gcs_server.fault((503, "busy"), method="POST", times=2))
+        bucket.blob("a").upload_from_string(b"1", retry=self.SOON)
+        assert server.read(server.bucket, "a") == b"1"
+        assert sum(method == "POST" for method, _ in server.requests) == 3
+
+    def test_a_refusal_is_told_with_its_message(self, server, bucket):
+        server.faults.append(gcs_server.fault((403, "bot does not have access"), url="/o/secret"))
+        bucket.blob("open").upload_from_string(b"1")
+        assert bucket.blob("open").exists()
+        with pytest.raises(exceptions.Forbidden, match="bot does not have access"):
+            bucket.blob("secret").reload()
+
+    def test_an_upload_is_known_by_its_objects_name(self, server, bucket):
+        server.faults.append(gcs_server.fault((403, "no"), url=r"/upload/.*name=run/COMMIT\b"))
+        bucket.blob("run/other").upload_from_string(b"1")
+        for data in (b"1", os.urandom(9 * 2**20)):
+            with pytest.raises(exceptions.Forbidden):
+                bucket.blob("run/COMMIT").upload_from_string(data)
+        with pytest.raises(ValueError, match="PERMISSION_DENIED"):
+            kvstore(server)["run/COMMIT"] = b"1"
+
+    def test_a_lost_answer_leaves_the_write_and_the_condition_fails_when_repeated(
+        self, server, bucket
+    ):
+        server.faults.append(gcs_server.fault(gcs_server.LOST_ANSWER, method="POST", times=1))
+        with pytest.raises(exceptions.PreconditionFailed):
+            bucket.blob("a").upload_from_string(b"1", if_generation_match=0, retry=self.SOON)
+        assert server.read(server.bucket, "a") == b"1"
+
+    def test_a_lost_request_does_nothing_until_it_is_repeated(self, server, bucket):
+        server.faults.append(gcs_server.fault(gcs_server.LOST_REQUEST, method="POST", times=1))
+        bucket.blob("a").upload_from_string(b"1", if_generation_match=0, retry=self.SOON)
+        assert server.read(server.bucket, "a") == b"1"
+        assert sum(method == "POST" for method, _ in server.requests) == 2
+
+    def test_a_lost_answer_to_the_end_of_a_resumable_upload(self, server, bucket):
+        data = os.urandom(9 * 2**20)
+        server.faults.append(gcs_server.fault(gcs_server.LOST_ANSWER, method="PUT", times=1))
+        blob = bucket.blob("a")
+        blob.upload_from_string(data, if_generation_match=0, retry=self.SOON)
+        assert blob.download_as_bytes() == data
+        assert sum(method == "PUT" for method, _ in server.requests) == 2
+
+    def test_tensorstore_tries_again(self, server):
+        store = kvstore(server)
+        for outcome in ((503, "busy"), (429, "slow down"), gcs_server.LOST_ANSWER):
+            server.faults[:] = [gcs_server.fault(outcome, times=2)]
+            store["a"] = b"1"
+            server.faults[:] = [gcs_server.fault(outcome, times=2)]
+            assert store["a"] == b"1"
+            assert len(server.requests) == 6
+            server.requests.clear()
+
+    def test_a_delay_holds_up_what_it_matches_only(self, server, bucket):
+        bucket.blob("a").upload_from_string(b"1")
+        server.faults.append(gcs_server.delay(0.5, url="/o/slow"))
+        begin = time.monotonic()
+        slow = threading.Thread(target=lambda: bucket.blob("slow").exists())
+        slow.start()
+        for _ in range(3):
+            assert bucket.blob("a").exists()
+        assert slow.is_alive()
+        slow.join()
+        assert time.monotonic() - begin >= 0.5
+
+
+class TestServer:
+    def test_of_a_client_that_dies_nothing_is_kept(self, server):
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            path = f"/upload/storage/v1/b/{server.bucket}/o?uploadType=media&name=a"
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+            client.sendall(head.encode() + b"x" * 999)
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(1) == b""  # it has noticed
+        assert server.names(server.bucket) == [] and server.errors == []
+
+    def test_connections_are_kept_and_serve_at_once(self, server):
+        server.replace(server.bucket, "a", b"1")
+        path = f"/storage/v1/b/{server.bucket}/o/a?alt=media"
+        server.faults.append(gcs_server.delay(0.3))
+        begin = time.monotonic()
+        assert at_once(lambda _: ask(server, "GET", path)[2], 16) == [b"1"] * 16
+        assert time.monotonic() - begin < 16 * 0.3 / 2
+        server.faults.clear()
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        for _ in range(2):
+            connection.request("GET", path)
+            kept = connection.sock
+            assert connection.getresponse().read() == b"1"
+        assert connection.sock is kept
+        connection.close()
+
+    def test_the_cost_of_a_write_does_not_grow_with_what_is_there(self, server, bucket):
+        """Unpatched, each writes all metadata: 5000 objects would take minutes."""
+
+        def seconds():
+            begin = time.process_time()
+            for index in range(20):
+                bucket.blob(f"new/{index}").upload_from_string(b"")
+            return time.process_time() - begin
+
+        seconds()
+        few = min(seconds() for _ in range(3))
+        for index in range(5000):
+            server.replace(server.bucket, f"old/{index}", b"")
+        many = min(seconds() for _ in range(3))
+        assert many < 3 * few + 0.1
+
+    def test_an_error_of_its_own_is_not_hidden(self):
+        def broken(method, url):
+            raise RuntimeError("a fault that is wrong")
+
+        with pytest.raises(AssertionError, match="a fault that is wrong"):
+            with gcs_server.running("bucket") as other:
+                other.faults.append(broken)
+                assert ask(other, "GET", "/storage/v1/b/bucket")[0] == 500
+
+    def test_when_it_stops_its_connections_end(self):
+        with gcs_server.running("bucket") as other:
+            connection = http.client.HTTPConnection(other.url.removeprefix("http://"), timeout=20)
+            connection.request("GET", "/storage/v1/b/bucket")
+            connection.getresponse().read()
+        with pytest.raises(OSError):
+            connection.request("GET", "/storage/v1/b/bucket")
+            connection.getresponse()
+        connection.close()
+
+    def test_as_a_program(self):
+        program = subprocess.Popen(
+            [sys.executable, "-m", "tests.gcs_server", "--bucket=one", "--bucket=two"],
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        try:
+            name, _, url = program.stdout.readline().removeprefix("export ").strip().partition("=")
+            assert name == "STORAGE_EMULATOR_HOST"
+            with urllib.request.urlopen(f"{url}/storage/v1/b/two") as answer:
+                assert json.load(answer)["name"] == "two"
+            with pytest.raises(urllib.error.HTTPError, match="404") as missing:
+                urllib.request.urlopen(f"{url}/storage/v1/b/three")
+            missing.value.close()
+        finally:
+            program.terminate()
+            out, err = program.communicate(timeout=20)
+        assert (out, err) == ("", "")

@@ -1,0 +1,248 @@
+"""Runs in a bucket, through a real server on loopback: the same numbers as on a local disk."""
+
+import itertools
+import json
+import re
+import subprocess
+import time
+
+import pytest
+
+from tests import cli, gcs_server
+
+EVERY = ("--checkpoint_every=6", "--eval_every=24")
+BUCKET = "bucket"
+# Starting python and jax is not part of it.
+LIMIT_SECONDS, START_SECONDS = 10, 10
+
+KILL_IN_COMMIT = """
+import os
+from rmt_tpu.storage.gcs import GcsFolder
+usual = GcsFolder.create
+def create(self, name, data):
+    if f"{{self}}/{{name}}".endswith("checkpoints/{step}/COMMIT"):
+        os.kill(os.getpid(), 9)
+    return usual(self, name, data)
+GcsFolder.create = create
+"""
+KILL_IN_APPEND = """
+import os
+from google.cloud.storage import Blob
+usual = Blob.compose
+def compose(self, sources, **options):
+    if b'"step": {step},' in sources[-1].download_as_bytes():
+        os.kill(os.getpid(), 9)
+    return usual(self, sources, **options)
+Blob.compose = compose
+"""
+KILL_IN_ARRAYS = """
+import os, tensorstore
+usual = tensorstore.open
+def open(spec, *args, **options):
+    if "/checkpoints/{step}/" in str(spec) and "final" in str(spec):
+        os.kill(os.getpid(), 9)
+    return usual(spec, *args, **options)
+tensorstore.open = open
+"""
+SIGTERM = """
+import os, signal
+from rmt_tpu.training.trainer import _Loop
+usual = _Loop._step
+def _step(self, train_step, step, batches):
+    usual(self, train_step, step, batches)
+    if step == {step}:
+        os.kill(os.getpid(), signal.SIGTERM)
+_Loop._step = _step
+"""
+
+
+@pytest.fixture(scope="module")
+def module_server():
+    with gcs_server.running(BUCKET) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def server(module_server):
+    module_server.faults.clear()
+    module_server.requests.clear()
+    yield module_server
+    module_server.faults.clear()
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    return cli.train(tmp_path_factory.mktemp("run"), *EVERY)
+
+
+@pytest.fixture(scope="module")
+def in_bucket(module_server):
+    """A run that nothing has happened to, and what it told."""
+    url = f"gs://{BUCKET}/runs/whole"
+    done = cli.succeed("train", *flags(url))
+    return url, done
+
+
+def flags(url, *more):
+    return "--preset=rmt-tiny", *cli.TINY, *EVERY, *more, f"--workdir={url}"
+
+
+def assert_same_run(server, url, local):
+    assert cli.curves(url) == cli.curves(local)
+    name = f"{url.removeprefix(f'gs://{BUCKET}/')}/samples.txt"
+    assert server.read(BUCKET, name) == (local / "samples.txt").read_bytes()
+
+
+def committed(server, folder):
+    """The steps that count."""
+    names = server.names(BUCKET, f"{folder}checkpoints/")
+    return [int(name.split("/")[-2]) for name in names if name.endswith("/COMMIT")]
+
+
+def files(server, folder):
+    """What is in a folder of the bucket, but for what another package writes."""
+    names = {name.removeprefix(folder) for name in server.names(BUCKET, folder)}
+    return {name for name in names if not name.startswith("tensorboard/")}
+
+
+def test_everything_lands_in_the_bucket(server, in_bucket, local):
+    url, done = in_bucket
+    assert_same_run(server, url, local)
+    names = files(server, "runs/whole/")
+    assert {"config.json", "metrics.jsonl", "samples.txt", "plots/loss.png"} <= names
+    here = {str(path.relative_to(local)) for path in local.rglob("*") if path.is_file()}
+
+    def kinds(names):
+        """Without what is chosen by chance."""
+        return {re.sub(r"attempt-[^/]*", "attempt", name) for name in names}
+
+    assert kinds(names) == kinds(name for name in here if not name.startswith("tensorboard/"))
+    assert server.read(BUCKET, "runs/whole/plots/loss.png").startswith(b"\x89PNG")
+    for name in names:
+        if name.endswith(".json"):
+            json.loads(server.read(BUCKET, f"runs/whole/{name}"))
+    told = done.stdout + done.stderr
+    assert server.url not in told and "Traceback" not in told and "Warning" not in told
+    assert not (cli.ROOT / "gs:").exists()
+
+
+def test_it_goes_on_and_can_be_looked_at(server, in_bucket):
+    url, _ = in_bucket
+    before = files(server, "runs/whole/")
+    again = cli.succeed("train", *flags(url))
+    assert f"resuming {url} from step 48" in again.stderr
+    assert files(server, "runs/whole/") == before
+
+
+def test_generate_reads_a_run_in_a_bucket(server, in_bucket, local):
+    url, _ = in_bucket
+    how = ("--prompt=the quick ", "--seed=3", "--max_tokens=20")
+    texts = [cli.succeed("generate", f"--workdir={w}", *how).stdout for w in (url, local)]
+    assert texts[0] == texts[1] != ""
+    assert {method for method, _ in server.requests} == {"GET"}, "it writes nothing"
+
+
+def test_kills(server, local):
+    url = f"gs://{BUCKET}/runs/killed"
+    kills = [(KILL_IN_ARRAYS, 12), (KILL_IN_COMMIT, 24), (KILL_IN_APPEND, 30), (KILL_IN_COMMIT, 42)]
+    for code, step in kills:
+        done = committed(server, "runs/killed/")
+        process = cli.start("train", *flags(url), first=code.format(step=step))
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == -9, err
+        found = re.findall(f"resuming {url} from step (.*)", err)
+        assert found == [str(max(done))] if done else found == []
+    assert 36 <= max(committed(server, "runs/killed/")) < 42
+    cli.succeed("train", *flags(url))
+    assert_same_run(server, url, local)
+    # Every checkpoint that is left is whole, and nothing is left of those that never were.
+    attempts = {}
+    for name in server.names(BUCKET, "runs/killed/checkpoints/"):
+        _, _, _, step, attempt = name.split("/", 4)
+        attempts.setdefault(step, set()).add(attempt.split("/")[0])
+    assert all(len(found) == 2 and "COMMIT" in found for found in attempts.values()), attempts
+
+
+def test_sigterm_saves_and_ends_well(server, local):
+    url = f"gs://{BUCKET}/runs/stopped"
+    process = cli.start("train", *flags(url), first=SIGTERM.format(step=20))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"stopped at step 20, saved in {url}" in out
+    again = subprocess.run(
+        out.splitlines()[-1],
+        shell=True,
+        cwd=cli.ROOT,
+        env=cli.environment(),
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert again.returncode == 0, again.stderr
+    assert f"resuming {url} from step 20" in again.stderr
+    assert_same_run(server, url, local)
+
+
+def test_a_service_that_is_often_busy_and_loses_answers(server, local):
+    """One of nine requests is refused, or its answer lost: all come again."""
+    outcomes = itertools.cycle([(503, "busy"), gcs_server.LOST_ANSWER, gcs_server.LOST_REQUEST])
+    count = itertools.count(1)
+    server.faults.append(lambda method, url: None if next(count) % 9 else next(outcomes))
+    url = f"gs://{BUCKET}/runs/busy"
+    cli.succeed("train", *flags(url))
+    assert_same_run(server, url, local)
+
+
+def test_a_service_that_goes_away_ends_the_run_with_one_line(server):
+    """Not at once: it is asked again for a while. Nothing goes on unsaved."""
+    denied = gcs_server.fault((403, "access was taken away"), url="checkpoints/12/")
+    server.faults.append(denied)
+    url = f"gs://{BUCKET}/runs/denied"
+    error = cli.fail("train", *flags(url), code=1)
+    assert f"{url}/checkpoints/12" in error and "access was taken away" in error
+    server.faults.clear()
+    assert "runs/denied/checkpoints/6/COMMIT" in server.names(BUCKET)
+    assert "runs/denied/checkpoints/12/COMMIT" not in server.names(BUCKET)
+
+
+def failed(recipe, *arguments, **options):
+    """The one line, which comes in time."""
+    begin = time.monotonic()
+    error = cli.fail(recipe, *arguments, **options)
+    assert time.monotonic() - begin < LIMIT_SECONDS + START_SECONDS
+    assert "http://" not in error
+    return error
+
+
+@pytest.mark.parametrize("recipe", ["train", "generate"])
+def test_errors_are_one_line(server, recipe):
+    def given(url):
+        return flags(url) if recipe == "train" else [f"--workdir={url}"]
+
+    error = failed(recipe, *given("gs://no-such-bucket/run"))
+    assert "there is no bucket gs://no-such-bucket" in error
+    error = failed(recipe, *given("gs://No_Such_Bucket/run"))
+    assert "'gs://No_Such_Bucket/run'" in error and "legal" in error
+    error = failed(recipe, *given("s3://bucket/run"))
+    assert "'s3://bucket/run'" in error and "gs://bucket/path" in error
+    server.faults.append(gcs_server.fault((403, "bot@p does not have access")))
+    error = failed(recipe, *given(f"gs://{BUCKET}/runs/new"))
+    assert f"gs://{BUCKET}/runs/new: no permission: bot@p does not have access" in error
+    server.faults[:] = [gcs_server.fault(gcs_server.LOST_REQUEST)]
+    error = failed(recipe, *given(f"gs://{BUCKET}/runs/new"))
+    assert f"gs://{BUCKET}/runs/new: the service is not to be reached" in error
+    nowhere = {"STORAGE_EMULATOR_HOST": "", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": "/nowhere"}
+    error = failed(recipe, *given(f"gs://{BUCKET}/runs/new"), env=nowhere)
+    assert "gs:// needs credentials" in error
+    assert server.names(BUCKET, "runs/new") == []
+
+
+def test_a_run_of_another_model_is_refused(server, in_bucket):
+    url, _ = in_bucket
+    before = {name: server.read(BUCKET, name) for name in server.names(BUCKET)}
+    error = failed("train", *flags(url, "--set=model.num_layers=3"))
+    assert url in error and "num_layers" in error
+    error = failed("generate", f"--workdir=gs://{BUCKET}/runs/nothing")
+    assert f"gs://{BUCKET}/runs/nothing" in error
+    assert before == {name: server.read(BUCKET, name) for name in server.names(BUCKET)}

@@ -1,0 +1,216 @@
+"""recipes.prepare_data as a person runs it, and recipes.train on what it leaves."""
+
+import json
+import os
+import pty
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rmt_tpu.data import ByteTokenizer, documents, open_store, pack
+from rmt_tpu.data.token_store import read_sealed, seal
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training.metrics import read_metrics
+from tests import cli
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """10 MB, in 10 parts."""
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    words = ["stone ", "river ", "über ", "and ", "lines\n"]
+    for number in range(9):
+        texts = ("".join(draw.choices(words, k=4000)) + f"{number} {n}" for n in range(47))
+        path = folder / f"{number}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    return f"{folder}/*.jsonl"
+
+
+@pytest.fixture(scope="module")
+def store(source, tmp_path_factory):
+    """A store that tests only read."""
+    output = tmp_path_factory.mktemp("store") / "words"
+    done = prepare(source, output)
+    assert f"{output} is complete: 10 parts" in done.stdout
+    return output
+
+
+def prepare(source: str, output: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return cli.succeed("prepare_data", *flags(source, output), *more)
+
+
+def flags(source: str, output: Path) -> list[str]:
+    return [f"--input={source}", f"--output={output}", "--eval_fraction=0.05", "--workers=2"]
+
+
+def start(source: str, output: Path) -> subprocess.Popen[str]:
+    """As the first of a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "recipes.prepare_data", *flags(source, output)],
+        cwd=cli.ROOT,
+        env=cli.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+
+
+def content(store: Path) -> list[int]:
+    opened = open_store(str(store))
+    return [opened.train.checksum(), opened.held_out.checksum()]
+
+
+def test_all_text_is_in_the_store_once(store, source):
+    opened = open_store(str(store))
+    streams = [s.read(np.zeros(1, np.int64), len(s))[0] for s in (opened.train, opened.held_out)]
+    expected = pack(documents(source), ByteTokenizer())
+    assert sum(map(len, streams)) == len(expected)
+    counts = sum(np.bincount(stream, minlength=257) for stream in streams)
+    np.testing.assert_array_equal(counts, np.bincount(expected, minlength=257))
+
+
+def members(group: int) -> bool:
+    """Whether a process of the group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(condition, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_killed_anywhere_the_same_command_ends_with_the_same_store(source, store, tmp_path):
+    """At instants from the first part on; and the workers of a killed process do not stay."""
+    output, draw = tmp_path / "store", random.Random(1)
+    manifests = lambda: len(list(output.glob("parts/*/manifest.json")))
+    kept = [0]
+    for _ in range(3):
+        process = start(source, output)
+        wait_until(lambda p=process: manifests() > kept[-1] or p.poll() is not None)
+        time.sleep(draw.uniform(0, 0.05))
+        process.kill()
+        process.communicate()
+        wait_until(lambda p=process: not members(p.pid))
+        kept.append(manifests())
+    assert kept[1] >= 1 and kept == sorted(kept)
+    assert f"10 parts, {kept[-1]} of which were there" in prepare(source, output).stdout
+    assert content(output) == content(store)
+    assert sorted(p.name for p in output.iterdir()) == sorted(p.name for p in store.iterdir())
+    for part in output.glob("parts/*"):
+        assert len(list(part.iterdir())) == 2, "the manifest, and one attempt"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_processes(source, tmp_path, number):
+    output = tmp_path / "store"
+    process = start(source, output)
+    wait_until(lambda: list(output.glob("parts/*/manifest.json")))
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does with Ctrl-C
+    else:
+        process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    wait_until(lambda: not members(process.pid))
+    assert process.returncode == 130, said
+    assert said.splitlines() == ["error: interrupted"]
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(source, tmp_path):
+    code = (
+        "import sys, runpy, recipes.prepare_data as recipe\n"
+        "recipe._LINE_SECONDS = 0.0\n"
+        "with recipe._Progress() as progress:\n"
+        "    progress.update(1_500_000, 3_000_000)\n"
+    )
+    command = [sys.executable, "-c", code]
+    environment = cli.environment() | {"TERM": "xterm", "COLUMNS": "100"}
+    done = subprocess.run(
+        command, cwd=cli.ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "tokenised 1.5 of 3.0 MB (50%)\n"
+    main, terminal = pty.openpty()
+    subprocess.run(command, cwd=cli.ROOT, env=environment, stderr=terminal, check=True)
+    os.close(terminal)
+    shown = os.read(main, 2**16).decode()
+    os.close(main)
+    assert "tokenising" in shown and "1.5/3.0 MB" in shown and "━" in shown
+
+
+def test_a_run_trains_from_a_store_and_goes_on_where_it_was(store, tmp_path):
+    """The same numbers, with a kill in between and without; the tokenizer is the store's."""
+    copy = tmp_path / "store"
+    shutil.copytree(store, copy)
+    flags = [*cli.TINY, f"--data={copy}", "--preset=gpt2-tiny", "--checkpoint_every=10"]
+    once = tmp_path / "once"
+    cli.succeed("train", *flags, f"--workdir={once}")
+    rows = read_metrics(once)
+    assert all(row["throughput/data_wait_seconds"] >= 0 for row in rows)
+    config = json.loads((once / "config.json").read_text())
+    assert config["data"]["tokenizer"] == str(copy) and config["model"]["vocab_size"] == 257
+    twice = tmp_path / "twice"
+    process = cli.start("train", *flags, f"--workdir={twice}")
+    wait_until(lambda: list(twice.glob("checkpoints/10/COMMIT")), 120)
+    process.kill()
+    process.communicate()
+    cli.succeed("train", *flags, f"--workdir={twice}")
+    assert cli.curves(twice) == cli.curves(once)
+    # Other text under the name of the store is noticed, and nothing of it is read for that.
+    content = read_sealed(open_folder(copy), "manifest.json")
+    content["parts"][3]["train"]["crc32"] ^= 1
+    (copy / "manifest.json").write_bytes(seal(content))
+    message = cli.fail("train", *flags, f"--workdir={twice}", "--steps=60", "--change_config")
+    assert "does not give the tokens that the run" in message
+
+
+def word_tokenizer(folder: Path) -> Path:
+    import tokenizers
+
+    vocabulary = {"<s>": 0, "<unk>": 1, "river": 2}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_errors_are_one_line(store, source, tmp_path):
+    """What each command names; exit code 2 and no traceback is what `fail` asks for."""
+    words = word_tokenizer(tmp_path / "words")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b'{"text": "good"}\n{"text": "\xff"}\n')
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "plan.json").write_bytes((store / "plan.json").read_bytes())
+    run = [*cli.TINY, f"--workdir={tmp_path / 'run'}"]
+    for recipe, command, said in [
+        ("prepare_data", [f"--input={tmp_path}/no.txt", "--output=x"], "matches no file"),
+        ("prepare_data", ["--output=x"], "--input is needed"),
+        ("prepare_data", ["--input=stdlib"], "--output is needed"),
+        ("prepare_data", [f"--input={bad}", f"--output={tmp_path}/x"], "line 2"),
+        ("prepare_data", [*flags(source, store), "--seed=1"], "seed 0 is now 1"),
+        (
+            "prepare_data",
+            [*flags(source, store), f"--tokenizer={words}"],
+            "tokenizer byte is now words",
+        ),
+        ("prepare_data", ["--input=stdlib", "--output=s3://b/x"], "gs://bucket/path"),
+        ("prepare_data", ["--input=stdlib", "--output=x", "--seed=a"], "must be a whole number"),
+        ("train", [*run, f"--data={half}"], "is not complete: run prepare_data again"),
+        ("train", [*run, f"--data={store}", f"--tokenizer={words}"], "encodes otherwise"),
+    ]:
+        assert said in cli.fail(recipe, *command), command
