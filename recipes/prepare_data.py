@@ -5,7 +5,8 @@
     python -m recipes.train --data=stores/books --workdir=runs/books
 
 --output may be gs://bucket/path. The same command again goes on where it was interrupted. The
-store has its own held-out part, and the tokenizer that it was made with.
+store has its own held-out part, and the tokenizer that it was made with. Should a store be damaged,
+delete its manifest.json: the same command then does the damaged parts again.
 """
 
 import signal

@@ -4,14 +4,13 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rmt_tpu import distributed, overrides
 from rmt_tpu.config import RunConfig
 from rmt_tpu.errors import UsageError
 from rmt_tpu.roll_call import listed
-from rmt_tpu.storage import Folder, open_folder
+from rmt_tpu.storage import Folder, Location, open_folder
 
 CONFIG = "config.json"
 CHANGES = "config_changes.jsonl"
@@ -44,9 +43,7 @@ _CHANGEABLE = (
 _SHARED_SECONDS = 10.0
 
 
-def open_workdir(
-    workdir: str | Path | Folder, config: RunConfig, *, change_config: bool = False
-) -> list[str]:
+def open_workdir(workdir: Location, config: RunConfig, *, change_config: bool = False) -> list[str]:
     """Make the folder this run's if it is nobody's, or check that it is the same run's.
 
     Of several processes the first one does, and all check that they see the same folder.
@@ -116,7 +113,7 @@ def _check_shared(folder: Folder) -> None:
         )
 
 
-def read_config(workdir: str | Path | Folder) -> RunConfig:
+def read_config(workdir: Location) -> RunConfig:
     """The config of the run in a folder.
 
     Raises:
@@ -130,7 +127,7 @@ def read_config(workdir: str | Path | Folder) -> RunConfig:
     return _parsed(folder, found.data)
 
 
-def load(workdir: str | Path | Folder, step: int | None = None):
+def load(workdir: Location, step: int | None = None):
     """The trained decoder of a run folder, and its tokenizer.
 
     Args:

@@ -290,6 +290,8 @@ def _run_to_the_end(place: Place, processes: int) -> int:
 
 def _phase(before: set[str], after: set[str]) -> str:
     """The phase of a save that `after` is left from."""
+    if after == before:
+        return "between saves"
     commits = {int(name.split("/")[0]) for name in after if name.endswith("/COMMIT")}
     new = {name for name in after - before if int(name.split("/")[0]) > max(commits)}
     old = {int(name.split("/")[0]) for name in after if int(name.split("/")[0]) < max(commits)}

@@ -160,30 +160,23 @@ class Worker:
             )
             for split in SPLITS
         }
-        where = f"{self._folder.url}/{part_name(job.number)}: "
-        characters = below = lowest_characters = 0
-        lowest = ""
-        with faults(where):
-            for texts in self._batches(job.spans):
-                divided: list[tuple[str, str]] = []
-                for text in texts:
-                    characters += len(text)
-                    of_text = rank(text, self._work.seed)
-                    is_below = int.from_bytes(of_text) < self._below
-                    below += is_below
-                    if len(text) > 1 and (not lowest or of_text.hex() <= lowest):
-                        same = lowest == of_text.hex()
-                        lowest_characters = len(text) + (lowest_characters if same else 0)
-                        lowest = of_text.hex()
-                    if job.cut and of_text.hex() == job.cut.rank:
-                        divided += zip(SPLITS, cut(text, job.cut.share), strict=True)
-                    else:
-                        divided.append((SPLITS[is_below], text))
-                encoded = self._tokenizer.encode_all([text for _, text in divided])
-                for (split, _), tokens in zip(divided, encoded, strict=True):
-                    writers[split].append(tokens)
-            splits = {split: writer.finish() for split, writer in writers.items()}
-        return Done(Part(attempt, **splits), characters, below, lowest, lowest_characters)
+        census = _Census()
+        for texts in self._batches(job.spans):
+            divided = [item for text in texts for item in self._divide(text, job.cut, census)]
+            encoded = self._tokenizer.encode_all([text for _, text in divided])
+            for (split, _), tokens in zip(divided, encoded, strict=True):
+                writers[split].append(tokens)
+        splits = {split: writer.finish() for split, writer in writers.items()}
+        return Done(Part(attempt, **splits), **vars(census))
+
+    def _divide(self, text: str, of_cut: Cut | None, census: "_Census") -> list[tuple[str, str]]:
+        """Which split a document is of, with its text; of one that is cut, both."""
+        of_text = rank(text, self._work.seed)
+        is_below = int.from_bytes(of_text) < self._below
+        census.count(text, of_text.hex(), is_below)
+        if of_cut and of_text.hex() == of_cut.rank:
+            return list(zip(SPLITS, cut(text, of_cut.share), strict=True))
+        return [(SPLITS[is_below], text)]
 
     def _batches(self, of_part: tuple[Span, ...]) -> Iterator[list[str]]:
         """The documents of some spans, so many at a time that a tokenizer is busy with them."""
@@ -202,6 +195,22 @@ class Worker:
                         told = position
                 self._tick(span.stop - span.start - told)
             yield texts
+
+
+class _Census:
+    """Counts documents; its attributes are those of `Done`."""
+
+    def __init__(self):
+        self.characters = self.below = self.lowest_characters = 0
+        self.lowest = ""
+
+    def count(self, text: str, rank: str, is_below: bool) -> None:
+        self.characters += len(text)
+        self.below += is_below
+        # A single character cannot be cut.
+        if len(text) > 1 and (not self.lowest or rank <= self.lowest):
+            before = self.lowest_characters if rank == self.lowest else 0
+            self.lowest, self.lowest_characters = rank, before + len(text)
 
 
 class _SplitWriter:
@@ -235,30 +244,31 @@ class _ArrayWriter:
     def __init__(self, folder: Folder, name: str, dtype: np.dtype):
         self._folder, self._name, self._dtype = folder, name, dtype
         self._array: ts.TensorStore | None = None
-        self._held: list[np.ndarray] = []
-        self._written = self.size = 0
+        self._held = np.empty(SHARD, dtype if name == "tokens" else np.int64)
+        self._num_held = self.size = 0
 
     def append(self, values: Integer[np.ndarray, " n"]) -> None:
-        self._held.append(values)
-        self.size += len(values)
-        if self.size - self._written >= SHARD:
-            held = np.concatenate(self._held)
-            whole_shards = len(held) // SHARD * SHARD
-            self._write(held[:whole_shards])
-            self._held = [held[whole_shards:].copy()]
+        while len(values):
+            taken, values = np.split(values, [SHARD - self._num_held])
+            self._held[self._num_held : self._num_held + len(taken)] = taken
+            self._num_held += len(taken)
+            self.size += len(taken)
+            if self._num_held == SHARD:
+                self.finish()
 
     def finish(self) -> None:
-        if self.size > self._written:
-            self._write(np.concatenate(self._held))
-
-    def _write(self, values: Integer[np.ndarray, " n"]) -> None:
-        start, stop = self._written, self._written + len(values)
-        if self._array is None:
-            spec = array_spec(self._folder, self._name, self._dtype, stop)
-            # Attempts have folders of their own, so what is there is of an answer that was lost.
-            opened = ts.open(spec, create=True, open=True, context=self._folder.context())
-            self._array = opened.result()
-        else:
-            self._array = self._array.resize(exclusive_max=[stop], expand_only=True).result()
-        self._array[start:stop].write(values).result()
-        self._written = stop
+        """Writes what is held."""
+        if not self._num_held:
+            return
+        with faults(f"{self._folder.url}/{self._name}: "):
+            if self._array is None:
+                spec = array_spec(self._folder, self._name, self._dtype, self.size)
+                # Attempts have folders of their own: what is there is of an answer that was lost.
+                opened = ts.open(spec, create=True, open=True, context=self._folder.context())
+                self._array = opened.result()
+            else:
+                grown = self._array.resize(exclusive_max=[self.size], expand_only=True)
+                self._array = grown.result()
+            rest = self._array[self.size - self._num_held :]
+            rest.write(self._held[: self._num_held]).result()
+        self._num_held = 0

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rmt_tpu.data.corpus import Span, files, problems, spans, whole
@@ -27,7 +26,7 @@ from rmt_tpu.data.token_store import (
 )
 from rmt_tpu.data.tokenizer import load_tokenizer
 from rmt_tpu.errors import RunError, UsageError
-from rmt_tpu.storage import Folder, open_folder
+from rmt_tpu.storage import Folder, Location, open_folder
 
 # Parts are small enough to be done again and to be shared out, and not so small or so many that
 # their files are in the way.
@@ -57,7 +56,7 @@ class Totals(NamedTuple):
 def prepare(
     source: str,
     tokenizer_spec: str,
-    output: str | Path | Folder,
+    output: Location,
     *,
     eval_fraction: int | float = 0.02,
     seed: int = 0,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int32, Integer
 
 from rmt_tpu.errors import UsageError, unknown
-from rmt_tpu.storage import Folder, open_folder
+from rmt_tpu.storage import Location, open_folder
 
 FILE = "tokenizer.json"
 GPT2_FILES = ("encoder.json", "vocab.bpe")
@@ -73,7 +73,7 @@ class Tokenizer(ABC):
     def to_json(self) -> str:
         """All that makes it, as text in JSON."""
 
-    def save(self, folder: str | Path | Folder) -> None:
+    def save(self, folder: Location) -> None:
         """Writes `tokenizer.json`, all that `load_saved` needs.
 
         Raises:
@@ -136,7 +136,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise UsageError(unknown("--tokenizer", spec, legal))
 
 
-def load_saved(folder: str | Path | Folder) -> Tokenizer:
+def load_saved(folder: Location) -> Tokenizer:
     """The tokenizer that `save` wrote into a folder.
 
     Raises:

@@ -5,6 +5,6 @@ read and written by tensorstore, which `Folder.kvstore` and `Folder.context` tel
 """
 
 from rmt_tpu.storage.folder import Fault, Folder, Found, faults, join
-from rmt_tpu.storage.open import open_folder
+from rmt_tpu.storage.open import Location, open_folder
 
-__all__ = ["Fault", "Folder", "Found", "faults", "join", "open_folder"]
+__all__ = ["Fault", "Folder", "Found", "Location", "faults", "join", "open_folder"]

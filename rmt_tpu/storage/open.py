@@ -9,7 +9,10 @@ from rmt_tpu.storage.folder import Folder
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
-def open_folder(url: str | os.PathLike | Folder) -> Folder:
+Location = str | os.PathLike | Folder  # what a folder may be given as
+
+
+def open_folder(url: Location) -> Folder:
     """The folder at a local path or a `gs://bucket/path`, of which nothing is touched yet.
 
     A Folder is returned as it is.

@@ -8,7 +8,7 @@ from typing import Any
 
 from rmt_tpu.analysis import resources
 from rmt_tpu.config import DepthLstm, MhcLite, ModelConfig, RunConfig, VectorStore
-from rmt_tpu.storage import Folder
+from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training.metrics import read_metrics, save_picture, series
 from rmt_tpu.workdir import read_config
 
@@ -48,7 +48,7 @@ class Result:
     held_out_loss: float
 
 
-def result(name: str, workdir: Folder) -> Result:
+def result(name: str, workdir: Location) -> Result:
     """The numbers of a complete run.
 
     `train_loss` is the mean over the last tenth of the steps: single steps are noisy.
@@ -74,7 +74,7 @@ def result(name: str, workdir: Folder) -> Result:
 
 
 def write_comparison(
-    runs: dict[str, list[Folder]], folder: Folder, *, by_loss: bool = False
+    runs: dict[str, list[Location]], folder: Location, *, by_loss: bool = False
 ) -> str:
     """Writes comparison.png, .md and .json of complete runs; returns the table.
 
@@ -89,6 +89,7 @@ def write_comparison(
         runs = {name: runs[name] for name in order}
         results = {name: results[name] for name in order}
     text = markdown(results) + "\n" + notes({n: read_config(w[0]) for n, w in runs.items()})
+    folder = open_folder(folder)
     folder.write("comparison.md", text.encode())
     rows = json.dumps([asdict(r) for of_name in results.values() for r in of_name], indent=2)
     folder.write("comparison.json", (rows + "\n").encode())
@@ -180,7 +181,7 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def over_seeds(
-    workdirs: Sequence[Folder], metric: str
+    workdirs: Sequence[Location], metric: str
 ) -> tuple[list[int], list[float], list[float], list[float]]:
     """Steps that all runs have of a metric, and its mean, least and greatest value at each."""
     curves = [dict(zip(*series(read_metrics(w), metric), strict=True)) for w in workdirs]
@@ -189,7 +190,7 @@ def over_seeds(
     return steps, list(map(_mean, at_steps)), list(map(min, at_steps)), list(map(max, at_steps))
 
 
-def _draw(runs: dict[str, list[Folder]], folder: Folder) -> None:
+def _draw(runs: dict[str, list[Location]], folder: Folder) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

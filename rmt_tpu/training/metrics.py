@@ -5,12 +5,13 @@ import io
 import json
 import math
 import os
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from rmt_tpu.errors import RunError
-from rmt_tpu.storage import Fault, Folder, open_folder
+from rmt_tpu.storage import Fault, Folder, Location, open_folder
 
 Row = dict[str, int | float | None]
 
@@ -27,7 +28,7 @@ class MetricsWriter:
     half a minute at a time, and `flush` those that there are.
     """
 
-    def __init__(self, workdir: str | Path | Folder, *, first_step: int):
+    def __init__(self, workdir: Location, *, first_step: int):
         self._folder = open_folder(workdir)
         self._lines, self._lock = [], threading.Lock()
         self._appending = threading.Lock()
@@ -39,14 +40,18 @@ class MetricsWriter:
             self._thread = threading.Thread(
                 target=self._append_now_and_then, name="metrics", daemon=True
             )
-            self._thread.start()
         self._board = None
+        # In a bucket tensorboardX would write with another client, all of a file every time.
+        self._scratch = tempfile.TemporaryDirectory() if self._thread else None
+        self._sent: dict[str, int] = {}  # bytes of each of its files that are in the bucket
         if importlib.util.find_spec("tensorboardX"):
             from tensorboardX import SummaryWriter
 
             # purge_step: what an interrupted run wrote beyond its checkpoint is written again.
-            board = str(self._folder.local_path or self._folder)
-            self._board = SummaryWriter(f"{board}/tensorboard", purge_step=first_step)
+            board = self._scratch.name if self._scratch else self._folder.local_path / "tensorboard"
+            self._board = SummaryWriter(str(board), purge_step=first_step)
+        if self._thread:
+            self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One row; on a local disk it survives the process once this returns."""
@@ -72,6 +77,7 @@ class MetricsWriter:
                 self._folder.append(FILE, "".join(lines).encode())
                 with self._lock:
                     del self._lines[: len(lines)]
+            self._send_board()
 
     def close(self) -> None:
         """Writes what is left.
@@ -84,7 +90,24 @@ class MetricsWriter:
             self._thread.join()
         if self._board:
             self._board.close()
-        self.flush()
+        try:
+            self.flush()
+        finally:
+            if self._scratch:
+                self._scratch.cleanup()
+
+    def _send_board(self) -> None:
+        """What TensorBoard's files have beyond what is in the bucket: they only grow."""
+        if not (self._scratch and self._board):
+            return
+        if not self._closed.is_set():
+            self._board.flush()
+        for path in sorted(Path(self._scratch.name).iterdir()):
+            with open(path, "rb") as file:
+                file.seek(self._sent.get(path.name, 0))
+                if new := file.read():
+                    self._folder.append(f"tensorboard/{path.name}", new)
+                    self._sent[path.name] = file.tell()
 
     def _append_now_and_then(self) -> None:
         while not self._closed.wait(_APPEND_SECONDS):
@@ -94,7 +117,7 @@ class MetricsWriter:
                 continue  # the checkpoint's flush, or that of the end, tells
 
 
-def read_metrics(workdir: str | Path | Folder) -> list[Row]:
+def read_metrics(workdir: Location) -> list[Row]:
     """The run's rows in order of steps, one a step: values of later rows of a step win.
 
     Raises:
@@ -123,7 +146,7 @@ def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def plot_loss(workdir: str | Path | Folder) -> str:
+def plot_loss(workdir: Location) -> str:
     """Draws training and held-out loss against steps; returns the picture's path or url."""
     from matplotlib.figure import Figure
 

@@ -19,7 +19,7 @@ from rmt_tpu.checkpoint import Checkpointer, Retention, Saved
 from rmt_tpu.config import Learned, RunConfig
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.growth import restore_grown
-from rmt_tpu.storage import Folder, open_folder
+from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training.evaluation import HeldOutLoss, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.metrics import MetricsWriter, plot_loss
@@ -42,7 +42,7 @@ _STOPS = {2: signal.SIGINT, 3: signal.SIGTERM}
 
 def train(
     config: RunConfig,
-    folder: str | Path | Folder,
+    folder: Location,
     *,
     change_config: bool = False,
     profile_steps: int = 0,

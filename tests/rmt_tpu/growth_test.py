@@ -331,6 +331,20 @@ def test_parameters_alone_of_a_grown_checkpoint(small, tmp_path):
     np.testing.assert_allclose(apply(after, tree["params"]), apply(before, state.params), atol=2e-5)
 
 
+def test_layers_saved_in_stacks_of_virtual_stages_grow(small, tmp_path):
+    _, state = small
+    before, after = run_config(SLOTS).model, run_config(2 * SLOTS)
+    stacked = lambda x: x.reshape(2, 1, *x.shape[1:])
+    params = host(state).params
+    checkpoints = Checkpointer(str(tmp_path))
+    checkpoints.save(
+        5, {"params": params | {"layers": jax.tree.map(stacked, params["layers"])}}, {}
+    )
+    wanted = {"params": like(prepared(after)).params}
+    _, grown, _ = restore_grown(checkpoints, wanted, after.model)
+    assert_state_is(grown["params"], grow(params, before, after.model))
+
+
 def test_what_cannot_grow_is_refused_in_a_line(small, tmp_path):
     _, state = small
     checkpoints = Checkpointer(str(tmp_path))
