@@ -1,12 +1,16 @@
 """How long a checkpoint takes to save and to restore, beside Orbax, on this machine.
 
     python -m recipes.storage_report --folder=/mnt/disk/scratch --gigabytes=1 --output=reports
+    python -m recipes.storage_report --store=/mnt/disk/books
 
 One state of float32 arrays, random as weights are, is saved and restored by `Checkpointer` and by
 Orbax's CheckpointManager in turn, each with and without compression. All begin the save, wait for
 its end, and restore the state into new arrays, which must be equal bit for bit. Tables say medians
 of --rounds. On gs:// only `Checkpointer` is measured. What was written may still be in the page
 cache when it is read. Leaves a table, JSON and a picture in --output.
+
+With --store it is how fast random windows of a token store are read, and how long a step that takes
+a million tokens a second waits for them.
 """
 
 import contextlib
@@ -27,12 +31,16 @@ from recipes import common
 from rmt_tpu.errors import RunError, UsageError
 
 _FOLDER = flags.DEFINE_string(
-    "folder", None, "local or gs:// folder to save in; nothing stays there", required=True
+    "folder", None, "local or gs:// folder to save in; nothing stays there"
 )
 _GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "of float32 to save, 10^9 bytes each")
 _ARRAYS = flags.DEFINE_integer("arrays", 16, "that they are in")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "saves and restores of each kind")
 _ORBAX = flags.DEFINE_bool("orbax", True, "whether Orbax is measured too; local folders only")
+_STORE = flags.DEFINE_string("store", None, "a token store to read, in place of checkpoints")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "windows in a batch of --store")
+_SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens in a window of --store")
+_SECONDS = flags.DEFINE_float("seconds", 10.0, "to read --store flat out, and then with steps")
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for table, JSON and picture")
 
 
@@ -69,6 +77,10 @@ Kind = Callable[[Any, str], tuple[float, float, float, Any]]
 def main() -> int:
     from rmt_tpu import storage
 
+    if bool(_STORE.value) == bool(_FOLDER.value):
+        raise UsageError("--folder, to save checkpoints in, or --store, to read, is needed")
+    if _STORE.value:
+        return _read_store()
     for name, value in (("gigabytes", _GIGABYTES), ("arrays", _ARRAYS), ("rounds", _ROUNDS)):
         if not value.value > 0:
             raise UsageError(f"--{name}={value.value} must be positive")
@@ -88,6 +100,22 @@ def main() -> int:
         }
     rows = _measure(kinds, folder)
     _write(output, rows)
+    return 0
+
+
+def _read_store() -> int:
+    from rmt_tpu.data.token_store import reading_report
+
+    sizes = {"batch_size": _BATCH_SIZE.value, "seq_len": _SEQ_LEN.value}
+    try:
+        r = reading_report(_STORE.value, **sizes, seconds=_SECONDS.value)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--data=", "--store=")) from None
+    print(
+        f"{_STORE.value}, batches of {_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens: "
+        f"{r.tokens_per_second:,.0f} tokens/s flat out; steps of a million tokens a second waited "
+        f"{r.waited:.3%} of {r.seconds:.1f} s"
+    )
     return 0
 
 

@@ -16,8 +16,10 @@ from rmt_tpu import distributed, storage
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import faults
 
-CHUNK_BYTES = 256 * 2**20
-BYTES_IN_FLIGHT = 1024 * 2**20
+# Below the 32 MB from which glibc takes fresh pages for each buffer, which cost more than the copy.
+CHUNK_BYTES = 16 * 2**20
+# Sixteen chunks, so that a store which is far away has enough to do.
+BYTES_IN_FLIGHT = 256 * 2**20
 
 # Between the numbers' bytes and their checksum, by which name.
 COMPRESSIONS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}]}

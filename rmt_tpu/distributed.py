@@ -143,7 +143,8 @@ class Channel:
           timeout: in seconds; None is that of `initialize`.
 
         Raises:
-          RunError: some processes did not come within the time; they are named.
+          RunError: some processes did not come within the time, and are named; or process 0, which
+            holds what they say, is gone.
         """
         count = num_processes()
         if count == 1:
@@ -151,9 +152,21 @@ class Channel:
         timeout = _timeout if timeout is None else timeout
         self._calls += 1
         client, folder = global_state.client, self._folder(self._calls)
-        client.key_value_set(f"{folder}{process_id()}", value)
         try:
-            client.wait_at_barrier(f"rmt/barrier/{self._name}/{self._calls}", round(timeout * 1000))
+            client.key_value_set(f"{folder}{process_id()}", value)
+            self._meet(client, folder, what, timeout)
+            values = _read(client, folder)
+            if is_first():  # all have passed the one before the last, and read it
+                client.key_value_delete(self._folder(self._calls - 2))
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RunError(f"process 0 is not to be reached at '{what}': {reason}") from None
+        return [values[p] for p in range(count)]
+
+    def _meet(self, client: Any, folder: str, what: str, timeout: int | float) -> None:
+        barrier, count = f"rmt/barrier/{self._name}/{self._calls}", num_processes()
+        try:
+            client.wait_at_barrier(barrier, round(timeout * 1000))
         except jax.errors.JaxRuntimeError:
             there = _read(client, folder)
             missing = [p for p in range(count) if p not in there]
@@ -164,12 +177,8 @@ class Channel:
                 ) from None
             raise RunError(
                 f"process {process_id()} of {count} came to '{what}' when others had stopped "
-                f"waiting for it"
+                "waiting for it"
             ) from None
-        values = _read(client, folder)
-        if is_first():  # all have passed the one before the last, and read it
-            client.key_value_delete(self._folder(self._calls - 2))
-        return [values[p] for p in range(count)]
 
     def from_first(self, value: Any, what: str) -> Any:
         """Process 0's `value`, which is JSON, on every process."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rmt_tpu import checkpoint, checkpoint_save
+from rmt_tpu import checkpoint, checkpoint_save, distributed
 from rmt_tpu.checkpoint import Checkpointer, Saved
 from rmt_tpu.checkpoint_arrays import to_store
 from rmt_tpu.errors import RunError, UsageError
@@ -395,3 +395,22 @@ def test_a_process_that_does_not_come_is_named_and_nothing_is_committed(root):
     assert first == [f"{where}process 1 of 2 {missing}", "[]"]
     late = "process 1 of 2 came to 'checkpoint 1: write' when others had stopped waiting for it"
     assert second == [where + late, "[]"]
+
+
+def test_process_0_that_is_gone_is_told_in_one_line(root, monkeypatch):
+    class Client:
+        def key_value_set(self, key, value):
+            raise jax.errors.JaxRuntimeError(
+                "UNAVAILABLE: recvmsg: Connection reset\nAdditional GRPC"
+            )
+
+    for name, value in {"num_processes": 2, "process_id": 1, "client": Client()}.items():
+        monkeypatch.setattr(distributed.global_state, name, value)
+    saver = Checkpointer(root)
+    saver.begin_save(1, small_tree(1), {})
+    with pytest.raises(RunError) as failure:
+        saver.wait()
+    assert str(failure.value) == (
+        f"cannot save step 1 in {root}: process 0 is not to be reached at 'checkpoint 1: begin': "
+        "UNAVAILABLE: recvmsg: Connection reset"
+    )
