@@ -37,7 +37,7 @@ from rmt_tpu.checkpoint_manifest import COMMIT_LIMIT, MANIFEST_LIMIT, Commit, se
 from rmt_tpu.checkpoint_retention import Retention, committed_and_attempts, tidy
 from rmt_tpu.checkpoint_save import Attempt, Background, Saved, blocks_of, snapshot, together
 from rmt_tpu.errors import RunError, UsageError, unknown
-from rmt_tpu.storage import Fault, Folder
+from rmt_tpu.storage import Fault, Folder, Unavailable
 
 __all__ = ["Checkpointer", "Retention", "Saved", "StoredArray"]
 
@@ -239,7 +239,8 @@ class Checkpointer:
 
         Raises:
             UsageError: The checkpoint's arrays are not those of `like`, or there is no such step.
-            RunError: There is no checkpoint, or none that is undamaged.
+            RunError: There is no checkpoint, or none that is undamaged; or the store does not
+                answer or gives no access, where it is not known which step is the last good one.
         """
 
         def load(found: "_Found") -> tuple[Any, dict]:
@@ -264,8 +265,8 @@ class Checkpointer:
 
             try:
                 together(distributed.exchange, f"checkpoint {candidate}: restore", try_to_load)
-            except Fault:
-                if generation is not None:
+            except Fault as fault:
+                if generation is not None and not isinstance(fault, Unavailable):
                     self._damaged[candidate] = generation
                 raise
             return candidate, *loaded
@@ -312,7 +313,10 @@ class Checkpointer:
         return self._newest(self.steps(), step, look)
 
     def _newest(self, steps: list[int], step: int | None, look: Callable[[int], Any]) -> Any:
-        """What `look` says of `step`, or of the newest one of which it raises no Fault."""
+        """What `look` says of `step`, or of the newest one that is not damaged.
+
+        One that cannot be read may be good: an older one in its place would lose steps.
+        """
         if step is not None and step not in steps:
             there = ", ".join(map(str, steps)) or "none"
             raise UsageError(f"no checkpoint of step {step} in {self.root}; available: {there}")
@@ -322,6 +326,8 @@ class Checkpointer:
         for candidate in reversed(steps) if step is None else [step]:
             try:
                 return look(candidate)
+            except Unavailable as fault:
+                raise Unavailable(f"cannot read step {candidate} in {self.root}: {fault}") from None
             except Fault as fault:
                 problems.append(f"step {candidate}: {fault}")
             if step is None:

@@ -22,7 +22,7 @@ from rmt_tpu.checkpoint_arrays import StoredArray, in_flight, open_arrays, own_b
 from rmt_tpu.checkpoint_manifest import COMMIT_LIMIT, Commit
 from rmt_tpu.checkpoint_retention import delete_attempts
 from rmt_tpu.errors import RmtError, RunError
-from rmt_tpu.storage import Fault, Folder
+from rmt_tpu.storage import Fault, Folder, Unavailable
 
 _T = TypeVar("_T")
 
@@ -212,23 +212,25 @@ def together(
       What process 0's `action` returned.
 
     Raises:
-      Fault: it failed on some process, which is named if there are several.
+      Fault: it failed on some process, which is named if there are several; Unavailable if all
+        that failed had no answer from the store.
       RunError: some process did not come.
     """
-    result, fault = "", None
+    result, fault, unavailable = "", None, False
     try:
         result = action()
     except faults as error:
-        fault = one_line(error)
+        fault, unavailable = one_line(error), isinstance(error, Unavailable)
     if distributed.num_processes() == 1:
-        answers = [(result, fault)]
+        answers = [(result, fault, unavailable)]
     else:
-        answers = map(json.loads, exchange(json.dumps((result, fault)), what))
-    results, found = zip(*answers, strict=True)
-    for process, fault in enumerate(found):
-        if fault is not None:
-            where = f"process {process}: " if len(found) > 1 else ""
-            raise Fault(where + fault)
+        answers = map(json.loads, exchange(json.dumps((result, fault, unavailable)), what))
+    results, found, no_answers = zip(*answers, strict=True)
+    failed = [process for process, fault in enumerate(found) if fault is not None]
+    if failed:
+        where = f"process {failed[0]}: " if len(found) > 1 else ""
+        kind = Unavailable if all(no_answers[process] for process in failed) else Fault
+        raise kind(where + found[failed[0]])
     return results[0]
 
 

@@ -4,7 +4,7 @@ A folder is what holds small files whole (configs, manifests, COMMITs, pictures)
 read and written by tensorstore, which `Folder.kvstore` and `Folder.context` tell where and how.
 """
 
-from rmt_tpu.storage.folder import Fault, Folder, Found, faults, join
+from rmt_tpu.storage.folder import Fault, Folder, Found, Unavailable, faults, join
 from rmt_tpu.storage.open import Location, open_folder
 
-__all__ = ["Fault", "Folder", "Found", "Location", "faults", "join", "open_folder"]
+__all__ = ["Fault", "Folder", "Found", "Location", "Unavailable", "faults", "join", "open_folder"]

@@ -17,8 +17,23 @@ _SAFE_PART = re.compile(r"(?!\.{1,2}$)[^\x00-\x1f\x7f\\:\ud800-\udfff]+")
 SMALL = 64 * 2**20  # bytes, more than any of the small files has
 
 
+# Of tensorstore's errors, which begin with their kind.
+_NO_ANSWER = (
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAUTHENTICATED",
+    "UNAVAILABLE",
+)
+
+
 class Fault(RunError):
     """Something in a folder could not be read or written; the message says what and why."""
+
+
+class Unavailable(Fault):
+    """The store did not answer or gives no access: what is in it is not known, and may be whole."""
 
 
 class Found(NamedTuple):
@@ -131,4 +146,6 @@ def faults(where: str = "", kind: type[Exception] = Fault) -> Iterator[None]:
     except ValueError as error:
         # What follows is the whole spec of the array, or the whole answer of the service.
         reason = re.split(r" \[(?:tensorstore_spec|http_response_body)=", str(error))[0]
+        if kind is Fault and reason.startswith(_NO_ANSWER):
+            kind = Unavailable
         raise kind(where + " ".join(reason.split())) from None

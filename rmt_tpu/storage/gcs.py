@@ -33,7 +33,7 @@ from google.cloud.storage.exceptions import DataCorruption
 from google.cloud.storage.retry import DEFAULT_RETRY
 
 from rmt_tpu.errors import UsageError
-from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, faults, join
+from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Unavailable, faults, join
 
 _BUCKET = re.compile(r"(?!goog)[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _CHECK_SECONDS = 9.0  # that a first look may take, with all its repetitions
@@ -271,11 +271,13 @@ def _told(what: str, kind: type[Exception] = Fault) -> Iterator[None]:
         yield
     except RetryError as error:
         reason = _reason(error.cause, what)
-    except (GoogleAPICallError, GoogleAuthError, DataCorruption, OSError) as error:
+    except DataCorruption:
+        raise kind(f"{what}: what arrived has another checksum than what is stored") from None
+    except (GoogleAPICallError, GoogleAuthError, OSError) as error:
         reason = _reason(error, what)
     else:
         return
-    raise kind(f"{what}: {reason}")
+    raise (Unavailable if kind is Fault else kind)(f"{what}: {reason}")
 
 
 def _reason(error: Any, what: str) -> str:
@@ -290,8 +292,6 @@ def _reason(error: Any, what: str) -> str:
             return f"no permission: {_message(error)}"
         case GoogleAPICallError():
             return f"the service answers {error.code}: {_message(error)}"
-        case DataCorruption():
-            return "what arrived has another checksum than what is stored"
         case GoogleAuthError() if not isinstance(error, TransportError):
             return (
                 f"the credentials do not work ({type(error).__name__}); run `gcloud auth "

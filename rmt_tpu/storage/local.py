@@ -11,7 +11,7 @@ from typing import Any
 import tensorstore as ts
 
 from rmt_tpu.errors import UsageError
-from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, faults, join
+from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Unavailable, faults, join
 
 
 class LocalFolder(Folder):
@@ -127,4 +127,5 @@ class LocalFolder(Folder):
             with faults(f"{self._of(name)}: "):
                 yield
         except OSError as error:
-            raise Fault(f"{self._of(name)}: {error.strerror or error}") from None
+            kind = Unavailable if isinstance(error, PermissionError) else Fault
+            raise kind(f"{self._of(name)}: {error.strerror or error}") from None
