@@ -91,11 +91,15 @@ def main() -> int:
             progress=progress.update,
         )
     for name, split in {"train": totals.train, "held out": totals.held_out}.items():
-        print(f"{name}: {split.tokens:,} tokens of {split.documents:,} documents")
+        print(f"{name}: {split.tokens:,} tokens of {_count(split.documents, 'document')}")
     kept = f", {totals.kept} of which were there" if totals.kept else ""
     seconds = time.monotonic() - started
-    print(f"{_OUTPUT.value} is complete: {totals.parts} parts{kept}, {seconds:.1f} s")
+    print(f"{_OUTPUT.value} is complete: {_count(totals.parts, 'part')}{kept}, {seconds:.1f} s")
     return 0
+
+
+def _count(number: int, of: str) -> str:
+    return f"{number:,} {of}" + "s" * (number != 1)
 
 
 if __name__ == "__main__":
