@@ -175,9 +175,10 @@ class Channel:
                     f"{roll_call.listed(missing)} of {count} did not come to '{what}' within "
                     f"{timeout:g} s; see their logs"
                 ) from None
+            # All have said something, and yet not all have met.
             raise RunError(
-                f"process {process_id()} of {count} came to '{what}' when others had stopped "
-                "waiting for it"
+                f"the {count} processes missed each other at '{what}': one came later than "
+                f"{timeout:g} s, or was lost while it waited; see their logs"
             ) from None
 
     def from_first(self, value: Any, what: str) -> Any:

@@ -1,5 +1,6 @@
 """recipes.prepare_data as a person runs it, and recipes.train on what it leaves."""
 
+import glob
 import json
 import os
 import pty
@@ -118,7 +119,11 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_store(source, store
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_processes(source, tmp_path, number):
     output = tmp_path / "store"
-    process = start(source, output)
+    # Ten times as much, so that it is not at its end before the signal comes.
+    text = b"".join(Path(path).read_bytes() for path in sorted(glob.glob(source)))
+    for copy in range(10):
+        (tmp_path / f"{copy}.jsonl").write_bytes(text)
+    process = start(f"{tmp_path}/*.jsonl", output)
     wait_until(lambda: list(output.glob("parts/*/manifest.json")))
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does with Ctrl-C

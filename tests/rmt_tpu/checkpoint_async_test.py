@@ -393,7 +393,10 @@ def test_a_process_that_does_not_come_is_named_and_nothing_is_committed(root):
     where = f"error: cannot save step 1 in {root}: "
     missing = "did not come to 'checkpoint 1: write' within 2 s; see their logs"
     assert first == [f"{where}process 1 of 2 {missing}", "[]"]
-    late = "process 1 of 2 came to 'checkpoint 1: write' when others had stopped waiting for it"
+    late = (
+        "the 2 processes missed each other at 'checkpoint 1: write': one came later than 2 s, or "
+        "was lost while it waited; see their logs"
+    )
     assert second == [where + late, "[]"]
 
 
