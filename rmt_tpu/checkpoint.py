@@ -41,6 +41,8 @@ from rmt_tpu.storage import Fault, Folder, Unavailable
 
 __all__ = ["Checkpointer", "Retention", "Saved", "StoredArray"]
 
+_RETENTION = Retention()  # the usual one
+
 _channels = itertools.count()
 
 
@@ -64,7 +66,7 @@ class Checkpointer:
         self,
         root: str | Folder,
         *,
-        retention: Retention = Retention(),  # noqa: B008
+        retention: Retention = _RETENTION,
         compression: str = "none",
         report: Callable[[str], None] = logging.error,
     ):

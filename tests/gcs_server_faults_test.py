@@ -1,6 +1,5 @@
 """The object server of the tests: arrays through it, faults on demand, and the server itself."""
 
-import concurrent.futures
 import http.client
 import json
 import os
@@ -21,7 +20,8 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 from google.cloud.storage.retry import DEFAULT_RETRY
 
-from tests import gcs_server
+from tests import gcs_clients, gcs_server
+from tests.gcs_clients import ask, at_once, kvstore
 
 CRC32C = {"name": "crc32c"}
 SHARDED = {
@@ -42,15 +42,7 @@ def module_server():
 
 @pytest.fixture
 def server(module_server, monkeypatch):
-    """With a new bucket for each test."""
-    for name, value in module_server.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", module_server.url)
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
-    # A request of the client's own, at any time, would be counted.
-    monkeypatch.setenv("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
-    module_server.bucket = module_server.new_bucket()
-    return module_server
+    return gcs_clients.for_bare_clients(module_server, monkeypatch)
 
 
 @pytest.fixture
@@ -62,35 +54,6 @@ def client(server):
 @pytest.fixture
 def bucket(client, server):
     return client.bucket(server.bucket)
-
-
-def kvstore(server, path="", **options):
-    context = ts.Context({"gcs_request_retries": {"initial_delay": "10ms", "max_delay": "50ms"}})
-    spec = {"driver": "gcs", "bucket": server.bucket, "path": path}
-    return ts.KvStore.open(spec | options, context=context).result()
-
-
-def ask(server, method, path, body=None, **headers):
-    """One request as it is on the wire: status, headers, body."""
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
-    headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request(method, path, body=body, headers=headers)
-    response = connection.getresponse()
-    content = response.read()
-    connection.close()
-    return response.status, response.headers, content
-
-
-def at_once(function, count):
-    """What `count` threads that begin together return."""
-    start = threading.Barrier(count)
-
-    def begin(index):
-        start.wait()
-        return function(index)
-
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        return list(pool.map(begin, range(count)))
 
 
 class TestArrays:

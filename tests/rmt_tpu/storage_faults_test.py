@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from rmt_tpu import storage
 from rmt_tpu.errors import UsageError
-from tests import gcs_server
+from tests import gcs_clients, gcs_server
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 10  # of a first look that fails
@@ -27,14 +27,7 @@ def module_server():
 
 @pytest.fixture
 def server(module_server, monkeypatch):
-    """With a new bucket for each test; nothing in the environment but where it is."""
-    for name in ("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_AUTH_TOKEN_FOR_TESTING"):
-        monkeypatch.setenv(name, "")  # so that what was there comes back at the end
-        monkeypatch.delenv(name)
-    for name, value in module_server.environment().items():
-        monkeypatch.setenv(name, value)
-    module_server.bucket = module_server.new_bucket()
-    return module_server
+    return gcs_clients.for_one_test(module_server, monkeypatch)
 
 
 @pytest.fixture

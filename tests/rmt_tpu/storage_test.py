@@ -1,6 +1,5 @@
 """Folders, local and in a bucket: the same behaviour, whatever happens to requests on the way."""
 
-import concurrent.futures
 import os
 import re
 import resource
@@ -15,7 +14,8 @@ import tensorstore as ts
 
 from rmt_tpu import storage
 from rmt_tpu.errors import UsageError
-from tests import gcs_server
+from tests import gcs_clients, gcs_server
+from tests.gcs_clients import at_once
 
 ROOT = Path(__file__).parents[2]
 KINDS = ["local", "gs"]
@@ -29,14 +29,7 @@ def module_server():
 
 @pytest.fixture
 def server(module_server, monkeypatch):
-    """With a new bucket for each test; nothing in the environment but where it is."""
-    for name in ("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_AUTH_TOKEN_FOR_TESTING"):
-        monkeypatch.setenv(name, "")  # so that what was there comes back at the end
-        monkeypatch.delenv(name)
-    for name, value in module_server.environment().items():
-        monkeypatch.setenv(name, value)
-    module_server.bucket = module_server.new_bucket()
-    return module_server
+    return gcs_clients.for_one_test(module_server, monkeypatch)
 
 
 @pytest.fixture
@@ -49,18 +42,6 @@ def folder(request, tmp_path):
     if request.param == "local":
         return storage.open_folder(tmp_path / "some" / "run")
     return request.getfixturevalue("gs")
-
-
-def at_once(function, count):
-    """What `count` threads that begin together return."""
-    start = threading.Barrier(count)
-
-    def begin(index):
-        start.wait()
-        return function(index)
-
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        return list(pool.map(begin, range(count)))
 
 
 def content(folder, name):

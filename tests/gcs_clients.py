@@ -1,0 +1,60 @@
+"""What tests against the object server share: where clients find it, and plain requests."""
+
+import concurrent.futures
+import http.client
+import threading
+
+import tensorstore as ts
+
+# What sends clients elsewhere, or makes them look for credentials, unless a test says so.
+_ELSEWHERE = ("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_AUTH_TOKEN_FOR_TESTING")
+
+
+def for_one_test(server, monkeypatch):
+    """The server with a new bucket, and nothing in the environment but where it is."""
+    for name in _ELSEWHERE:
+        monkeypatch.setenv(name, "")  # so that what was there comes back at the end
+        monkeypatch.delenv(name)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    server.bucket = server.new_bucket()
+    return server
+
+
+def for_bare_clients(server, monkeypatch):
+    """The same for clients that `rmt_tpu.storage` has not told where it is."""
+    for_one_test(server, monkeypatch)
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    # A request of the client's own, at any time, would be counted.
+    monkeypatch.setenv("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
+    return server
+
+
+def kvstore(server, path="", **options):
+    context = ts.Context({"gcs_request_retries": {"initial_delay": "10ms", "max_delay": "50ms"}})
+    spec = {"driver": "gcs", "bucket": server.bucket, "path": path}
+    return ts.KvStore.open(spec | options, context=context).result()
+
+
+def ask(server, method, path, body=None, **headers):
+    """One request as it is on the wire: status, headers, body."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body=body, headers=headers)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, response.headers, content
+
+
+def at_once(function, count):
+    """What `count` threads that begin together return."""
+    start = threading.Barrier(count)
+
+    def begin(index):
+        start.wait()
+        return function(index)
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
