@@ -221,7 +221,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
         legal = [f"--{flag.name}" for flag in flags.FLAGS.get_key_flags_for_module(argv[0])]
         message = unknown("flag", f"--{error.flagname}", legal)
     except flags.Error as error:
-        message = " ".join(str(error).split())
+        message = " and ".join(" ".join(line.split()) for line in str(error).splitlines())
         for pattern, words in _REWORDED:
             message = re.sub(pattern, words, message)
     sys.exit(_fail(message, UsageError.exit_code))

@@ -15,7 +15,7 @@ from absl import flags
 
 from recipes import common
 from rmt_tpu.config import RunConfig
-from rmt_tpu.errors import UsageError, unknown
+from rmt_tpu.errors import UsageError, of_flag, unknown
 from rmt_tpu.presets import presets
 from rmt_tpu.storage import Folder, open_folder
 
@@ -41,7 +41,8 @@ def main() -> int:
         )
         for name in names
     }
-    folder = open_folder(_WORKDIR.value)
+    with of_flag("workdir"):
+        folder = open_folder(_WORKDIR.value)
     runs = {name: _seeded(config, folder.child(name), seeds) for name, config in configs.items()}
     return _train_and_compare(runs, folder)
 

@@ -21,7 +21,7 @@ import os
 from absl import flags
 
 from recipes import common
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import UsageError, of_flag
 from rmt_tpu.storage import Fault, Folder, open_folder
 
 _WORKDIR = flags.DEFINE_list(
@@ -39,7 +39,8 @@ def main() -> int:
     for flag in (_BATCHES, _BATCH_SIZE):
         if flag.value < 1:
             raise UsageError(f"--{flag.name}={flag.value} must be positive")
-    workdirs = [open_folder(w) for w in _WORKDIR.value]
+    with of_flag("workdir"):
+        workdirs = [open_folder(w) for w in _WORKDIR.value]
     if not workdirs or len({w.url.rstrip("/") for w in workdirs}) < len(workdirs):
         raise UsageError(f"--workdir={','.join(_WORKDIR.value)} must be different run folders")
     folder, name = _picture(workdirs[0])
@@ -59,7 +60,8 @@ def _picture(workdir: Folder) -> tuple[Folder, str]:
     folder, _, name = _OUTPUT.value.rpartition("/")
     if not name.endswith(".png"):
         raise UsageError(f"--output={_OUTPUT.value} must end in .png")
-    return open_folder(folder or ("/" if _OUTPUT.value.startswith("/") else ".")), name
+    with of_flag("output"):
+        return open_folder(folder or ("/" if _OUTPUT.value.startswith("/") else ".")), name
 
 
 def _names(workdirs: list[Folder]) -> list[str]:

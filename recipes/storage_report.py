@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from absl import flags, logging
 
 from recipes import common
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.errors import RunError, UsageError, of_flag
 
 _FOLDER = flags.DEFINE_string(
     "folder", None, "local or gs:// folder to save in; nothing stays there"
@@ -75,8 +75,6 @@ Kind = Callable[[Any, str], tuple[float, float, float, Any]]
 
 
 def main() -> int:
-    from rmt_tpu import storage
-
     if bool(_STORE.value) == bool(_FOLDER.value):
         raise UsageError("--folder, to save checkpoints in, or --store, to read, is needed")
     if _STORE.value:
@@ -84,9 +82,7 @@ def main() -> int:
     for name, value in (("gigabytes", _GIGABYTES), ("arrays", _ARRAYS), ("rounds", _ROUNDS)):
         if not value.value > 0:
             raise UsageError(f"--{name}={value.value} must be positive")
-    folder, output = storage.open_folder(_FOLDER.value), storage.open_folder(_OUTPUT.value)
-    for place in (folder, output):
-        place.check(write=True)
+    folder, output = (_opened(flag) for flag in (_FOLDER, _OUTPUT))
     _check_space(folder.local_path)
     kinds: dict[str, Kind] = {
         "Checkpointer": lambda state, root: _ours(state, root, "none"),
@@ -117,6 +113,15 @@ def _read_store() -> int:
         f"{r.waited:.3%} of {r.seconds:.1f} s"
     )
     return 0
+
+
+def _opened(flag: flags.FlagHolder) -> Any:
+    from rmt_tpu import storage
+
+    with of_flag(flag.name):
+        folder = storage.open_folder(flag.value)
+        folder.check(write=True)
+    return folder
 
 
 def _check_space(path: Path | None) -> None:

@@ -10,7 +10,7 @@ tensorboard/. On several hosts, the same command on each: recipes/README.md.
 from absl import flags
 
 from recipes import common
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import UsageError, of_flag
 
 _PRESET = flags.DEFINE_string("preset", None, "a model of rmt_tpu.presets(); default rmt-tiny")
 _CONFIG = flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
@@ -41,7 +41,8 @@ def main() -> int:
         raise UsageError(f"--config={_CONFIG.value} needs a --workdir")
     preset = _PRESET.value or "rmt-tiny"
     config = common.run_config(common.base_config(preset, _CONFIG.value))
-    folder = open_folder(_WORKDIR.value or f"runs/{preset}")
+    with of_flag("workdir"):
+        folder = open_folder(_WORKDIR.value or f"runs/{preset}")
     common.join_processes()
     outcome = train(
         config,

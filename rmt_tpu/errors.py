@@ -1,7 +1,8 @@
 """Errors that are told to a person in one line, without a traceback."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class RmtError(Exception):
@@ -18,6 +19,15 @@ class UsageError(RmtError):
 
 class RunError(RmtError):
     """The run itself failed: a non-finite loss, a damaged checkpoint. Exit code 1."""
+
+
+@contextlib.contextmanager
+def of_flag(name: str) -> Iterator[None]:
+    """A UsageError within is about the value of this flag, and begins with that value."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"--{name}={error}") from None
 
 
 _LONGEST_LIST = 300  # characters: a line that can still be read

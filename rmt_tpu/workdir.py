@@ -8,7 +8,7 @@ from typing import Any
 
 from rmt_tpu import distributed, overrides
 from rmt_tpu.config import RunConfig
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import UsageError, of_flag
 from rmt_tpu.roll_call import listed
 from rmt_tpu.storage import Folder, Location, open_folder
 
@@ -89,10 +89,8 @@ def check_access(folder: Folder, *, write: bool = False) -> None:
     Raises:
       UsageError: the run folder cannot be read, or written to.
     """
-    try:
+    with of_flag("workdir"):
         folder.check(write=write)
-    except UsageError as error:
-        raise UsageError(f"--workdir={error}") from None
 
 
 def _check_shared(folder: Folder) -> None:
@@ -119,7 +117,8 @@ def read_config(workdir: Location) -> RunConfig:
     Raises:
       UsageError: there is no run, or its config is not one of this version.
     """
-    folder = open_folder(workdir)
+    with of_flag("workdir"):
+        folder = open_folder(workdir)
     check_access(folder)
     found = folder.read(CONFIG)
     if found is None:
@@ -148,8 +147,8 @@ def load(workdir: Location, step: int | None = None):
     from rmt_tpu.decoder import Decoder
     from rmt_tpu.growth import restore_grown
 
+    config = read_config(workdir)
     folder = open_folder(workdir)
-    config = read_config(folder)
     graphdef, abstract = nnx.split(
         nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))), nnx.Param
     )

@@ -25,7 +25,7 @@ from rmt_tpu.data.token_store import (
     seal,
 )
 from rmt_tpu.data.tokenizer import load_tokenizer
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.errors import RunError, UsageError, of_flag
 from rmt_tpu.storage import Folder, Location, open_folder
 
 # Parts are small enough to be done again and to be shared out, and not so small or so many that
@@ -106,8 +106,9 @@ def prepare(
             "num_parts": len(parts),
             "sources": [_source(path) for path in paths],
         }
-    folder = open_folder(output)
-    folder.check(write=True)
+    with of_flag("output"):
+        folder = open_folder(output)
+        folder.check(write=True)
     if (complete := read_sealed(folder, MANIFEST)) is not None:
         _check_same(folder, complete.get("plan"), plan)
         done = [Part.from_json(value) for value in complete.get("parts", ())]

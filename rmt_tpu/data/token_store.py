@@ -31,7 +31,7 @@ from jaxtyping import Int32, Int64
 from rmt_tpu.data.batches import Windows
 from rmt_tpu.data.prefetch import Prefetcher
 from rmt_tpu.data.tokenizer import Tokenizer
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.errors import RunError, UsageError, of_flag
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
 
 MANIFEST, PLAN = "manifest.json", "plan.json"
@@ -299,8 +299,9 @@ def open_store(source: str | Folder) -> TokenStore:
       UsageError: there is none, or one that is not complete; or see `Folder.check`.
       RunError: its manifest is damaged.
     """
-    folder = open_folder(source)
-    folder.check()
+    with of_flag("data"):
+        folder = open_folder(source)
+        folder.check()
     content = read_sealed(folder, MANIFEST)
     if content is None:
         if folder.read(PLAN, limit=_MANIFEST_BYTES) is None:
