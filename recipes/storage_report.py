@@ -65,10 +65,6 @@ class Row(NamedTuple):
     name: str
     times: Times
 
-    @property
-    def blocked_share(self) -> float:
-        return self.times.blocked / self.times.save
-
 
 # A kind: saves the state in a folder and restores it; returns seconds blocked, saved and restored.
 Kind = Callable[[Any, str], tuple[float, float, float, Any]]

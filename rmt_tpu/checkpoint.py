@@ -106,14 +106,6 @@ class Checkpointer:
         found = committed_and_attempts(self.root)
         return sorted(step for step, entries in found.items() if "COMMIT" in entries)
 
-    def check_writable(self) -> None:
-        """Writes and deletes a small file, for a run to know before it trains.
-
-        Raises:
-            UsageError: `root` cannot be written to.
-        """
-        self.root.check(write=True)
-
     # Saving ----------------------------------------------------------------------------------
 
     def save(

@@ -219,6 +219,7 @@ def test_groups_of_devices(attributes, groups, axes):
 
 # A gather that XLA spreads over three fusions, one of them beside a product; a reduction that is
 # made for its scattered result; and a permutation of a ring of four.
+# As a compiler writes it: its lines are long.
 SPREAD = """HloModule m
 
 %started (p: f32[8,128]) -> (f32[8,128], f32[16,128]) {

@@ -233,6 +233,7 @@ def test_dump_that_is_not_whole():
 
 # Programs -------------------------------------------------------------------------------------
 
+# As a compiler writes it: its lines are long.
 PROGRAM = """HloModule m, is_scheduled=true
 
 %fused_slice (p0: bf16[24,256,128], p1: s32[]) -> bf16[256,128] {

@@ -242,7 +242,7 @@ def test_a_list_that_is_forbidden(saver, server):
 def test_a_bucket_that_is_not_there(server):
     saver = Checkpointer("gs://no-such-bucket/run")
     with pytest.raises(UsageError, match="there is no bucket gs://no-such-bucket"):
-        saver.check_writable()
+        saver.root.check(write=True)
     for work in (lambda: saver.save(1, small_tree(1), {}), saver.steps):
         with pytest.raises(RunError, match="gs://no-such-bucket.*bucket") as failure:
             work()

@@ -335,14 +335,14 @@ def test_an_unwritable_root_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     saver = Checkpointer(str(tmp_path / "file" / "checkpoints"))
     with pytest.raises(UsageError, match="file/checkpoints cannot be written to: .+"):
-        saver.check_writable()
+        saver.root.check(write=True)
     with pytest.raises(RunError, match="^cannot save step 1 in .*file/checkpoints: .+") as failure:
         saver.save(1, small_tree(1), {})
     assert "\n" not in str(failure.value) and failure.value.__suppress_context__
 
 
 def test_a_writable_root_is_left_as_it_was(root):
-    Checkpointer(str(root)).check_writable()
+    Checkpointer(str(root)).root.check(write=True)
     assert list(root.iterdir()) == []
 
 
