@@ -4,19 +4,23 @@ VENV ?= .venv
 PRESET ?= rmt-tiny
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all lint clean
+.PHONY: train test test-compile test-all lint clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m recipes.train --preset=$(PRESET) --data=stdlib --workdir=runs/$(PRESET)
 
-# What takes seconds each; the rest is marked slow.
+# With every commit. What compiles for TPUs and GPUs is marked compile, and the rest of the night slow.
 test: lint $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not compile"
+
+# Kernels and small steps, compiled for every TPU generation and for GPUs.
+test-compile: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "compile and not slow"
 
 # Every night: also the slow ones, such as every store, mixer and pair of mesh axes, and full-size
-# steps on the largest pods. An hour or two on two cores.
+# steps on the largest pods.
 test-all: lint $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

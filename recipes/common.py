@@ -17,11 +17,12 @@ import jax
 from absl import app, flags
 from absl import logging as absl_logging
 
-from rmt_tpu import data, distributed, overrides
-from rmt_tpu.config import RunConfig
+from rmt_tpu import data
+from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.distributed import processes
+from rmt_tpu.distributed.roll_call import Member
 from rmt_tpu.errors import RmtError, UsageError, unknown
-from rmt_tpu.presets import run as preset_run
-from rmt_tpu.roll_call import Member
 from sharding import MeshError
 
 # Flag, config path, type, help.
@@ -75,7 +76,7 @@ def define_distributed_flags() -> None:
     flags.DEFINE_integer("process_id", None, "which one this is, from 0")
     flags.DEFINE_float(
         "distributed_timeout",
-        distributed.DEFAULT_TIMEOUT,
+        processes.DEFAULT_TIMEOUT,
         "seconds to wait for other processes, at the start and at each checkpoint",
     )
 
@@ -96,13 +97,13 @@ def join_processes() -> None:
     elif len(missing) < len(given):
         raise UsageError(f"{' and '.join(missing)} must be given with the other flags of a process")
     elif flags.FLAGS.distributed:
-        member, devices = distributed.find_member(timeout)
+        member, devices = processes.find_member(timeout)
     else:
         return
-    distributed.initialize(member, timeout=timeout, local_device_ids=devices)
+    processes.initialize(member, timeout=timeout, local_device_ids=devices)
     print(
         f"process {member.process_id} of {member.num_processes} has joined"
-        + ("" if distributed.is_first() else "; process 0 tells how the run goes"),
+        + ("" if processes.is_first() else "; process 0 tells how the run goes"),
         file=sys.stderr,
         flush=True,
     )
@@ -194,7 +195,7 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
         if argv[1:]:
             raise UsageError(f"argument {argv[1]!r} is not a flag; flags are --name=value")
         code = main()
-        distributed.finish()
+        processes.finish()
         return code
     except RmtError as error:
         return _fail(str(error), error.exit_code)
@@ -206,12 +207,12 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
-        if distributed.num_processes() == 1:
+        if processes.num_processes() == 1:
             raise
         if isinstance(error, jax.errors.JaxRuntimeError):
-            distributed.lost(str(error).split("\n")[0])
+            processes.lost(str(error).split("\n")[0])
         traceback.print_exc()
-        distributed.fail(f"{type(error).__name__}: {error}", RmtError.exit_code)
+        processes.fail(f"{type(error).__name__}: {error}", RmtError.exit_code)
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -228,7 +229,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 
 def _fail(message: str, code: int) -> int:
-    if distributed.num_processes() > 1:
-        distributed.fail(message, code)
+    if processes.num_processes() > 1:
+        processes.fail(message, code)
     print(f"error: {message}", file=sys.stderr)
     return code

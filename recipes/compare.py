@@ -15,8 +15,8 @@ from absl import flags
 
 from recipes import common
 from rmt_tpu.config import RunConfig
+from rmt_tpu.config.presets import presets
 from rmt_tpu.errors import UsageError, of_flag, unknown
-from rmt_tpu.presets import presets
 from rmt_tpu.storage import Folder, open_folder
 
 _PRESETS = flags.DEFINE_list(
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _train_and_compare(runs: dict[str, dict[Folder, RunConfig]], folder: Folder) -> int:
-    from rmt_tpu.training.compare import write_comparison
+    from rmt_tpu.analysis.compare import write_comparison
     from rmt_tpu.training.trainer import train
 
     for name, of_name in runs.items():

@@ -78,7 +78,7 @@ def _profile(workdir: Folder):
     import rmt_tpu
     from rmt_tpu.analysis.depth import measure
     from rmt_tpu.training.run import load_datasets
-    from rmt_tpu.workdir import read_config
+    from rmt_tpu.training.workdir import read_config
 
     config = read_config(workdir)
     decoder, tokenizer = rmt_tpu.load(workdir, _STEP.value)

@@ -18,7 +18,7 @@ from typing import Any
 from absl import flags
 
 from recipes import common
-from rmt_tpu import overrides
+from rmt_tpu.config import overrides
 from rmt_tpu.errors import RunError, UsageError, unknown
 
 _OP = flags.DEFINE_string("op", "all", "an op, or all")
@@ -37,7 +37,7 @@ _SET = flags.DEFINE_multi_string(
 
 
 def main() -> int:
-    from pallas_kernels.tuning import CompilerError
+    from pallas_kernels.compiler import CompilerError
 
     folder = Path(_OUTPUT.value)
     with _writing(folder):
@@ -51,8 +51,8 @@ def main() -> int:
 def _report_ops(folder: Path) -> int:
     import jax
 
-    from pallas_kernels.tuning import TARGETS, report
-    from pallas_kernels.tuning.ops import OPS, cases
+    from pallas_kernels.compiler import TARGETS, report
+    from pallas_kernels.compiler.ops import OPS, cases
 
     if _OP.value not in ("all", *OPS):
         raise UsageError(unknown("--op", _OP.value, ["all", *OPS]))
@@ -136,7 +136,7 @@ def _changes(preset: str) -> dict[str, Any]:
 
 
 def _targets() -> list[Any]:
-    from pallas_kernels.tuning import TARGETS
+    from pallas_kernels.compiler import TARGETS
 
     names = list(TARGETS) if _TARGETS.value is None else _TARGETS.value
     for name in names:
@@ -148,7 +148,7 @@ def _targets() -> list[Any]:
 
 
 def _versions() -> str:
-    from pallas_kernels.tuning import versions
+    from pallas_kernels.compiler import versions
 
     return ", ".join(f"{name} {version}" for name, version in versions().items())
 
@@ -166,7 +166,7 @@ def _tell(line: str) -> None:
 
 
 def _write(path: Path, text: str, values: dict[str, Any]) -> None:
-    from pallas_kernels.tuning import versions
+    from pallas_kernels.compiler import versions
 
     content = json.dumps(values | {"versions": versions()}, indent=1)
     print(text)

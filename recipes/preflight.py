@@ -34,7 +34,7 @@ common.define_run_flags()
 
 
 def main() -> int:
-    from pallas_kernels.tuning import CompilerError, parse_topology, versions
+    from pallas_kernels.compiler import CompilerError, parse_topology, versions
     from rmt_tpu.analysis.preflight import preflight
     from rmt_tpu.analysis.preflight_advice import advice
     from rmt_tpu.analysis.preflight_report import draw_memory, report_text

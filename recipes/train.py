@@ -10,6 +10,7 @@ tensorboard/. On several hosts, the same command on each: recipes/README.md.
 from absl import flags
 
 from recipes import common
+from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError, of_flag
 
 _PRESET = flags.DEFINE_string("preset", None, "a model of rmt_tpu.presets(); default rmt-tiny")
@@ -31,7 +32,6 @@ common.define_distributed_flags()
 
 
 def main() -> int:
-    from rmt_tpu import distributed
     from rmt_tpu.storage import open_folder
     from rmt_tpu.training.trainer import train
 
@@ -52,12 +52,12 @@ def main() -> int:
         label=folder.name,
     )
     if outcome.stopped_by:
-        if distributed.is_first():
-            everywhere = ", on every host" if distributed.num_processes() > 1 else ""
+        if processes.is_first():
+            everywhere = ", on every host" if processes.num_processes() > 1 else ""
             print(f"stopped at step {outcome.step}, saved in {folder}. To go on{everywhere}:")
             print(f"  {common.resume_command()}")
         return common.exit_code_of(outcome.stopped_by)
-    if distributed.is_first():
+    if processes.is_first():
         print(f"done: {outcome.step} steps in {folder}")
     return 0
 

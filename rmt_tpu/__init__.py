@@ -6,13 +6,12 @@ decoder, tokenizer = rmt_tpu.load("runs/rmt-tiny")
 
 import importlib
 
-# `presets` the function hides the submodule of that name; import from `rmt_tpu.presets` by name.
-from rmt_tpu.presets import preset, presets
+from rmt_tpu.config.presets import preset, presets
 
 __all__ = ["Decoder", "load", "preset", "presets"]
 
 # Resolved on first use, so that a command that only refuses a flag need not load jax.
-_LAZY = {"Decoder": "rmt_tpu.decoder", "load": "rmt_tpu.workdir"}
+_LAZY = {"Decoder": "rmt_tpu.decoder", "load": "rmt_tpu.training.workdir"}
 
 
 def __getattr__(name: str):

@@ -8,13 +8,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import sharding
-from rmt_tpu import banked, pipelined, residual, reversible
 from rmt_tpu import config as cfg
+from rmt_tpu import residual
+from rmt_tpu.execution import banked, pipelined, reversible
+from rmt_tpu.execution.remat import rematerialize
 from rmt_tpu.layers import attention as attn
 from rmt_tpu.layers.embedding import Embedding, Unembedding
 from rmt_tpu.layers.feed_forward import FeedForward
 from rmt_tpu.layers.parameters import stack
-from rmt_tpu.remat import rematerialize
 
 
 class KVCache(NamedTuple):

@@ -24,12 +24,15 @@ def main(scratch: str) -> int:
     options.append(f"--basetemp={scratch}/pytest")
     if report := os.environ.get("XML_OUTPUT_FILE"):
         options.append(f"--junitxml={report}")
+    marks = {"fast": "not slow and not compile", "compile": "compile and not slow", "all": ""}
+    options += ["-m", marks[os.environ.get("TIER", "fast")]]
     if chosen := os.environ.get("TESTBRIDGE_TEST_ONLY"):  # bazel test --test_filter
         options += ["-k", chosen]
 
     import pytest
 
-    return pytest.main([*options, *sys.argv[1:]])
+    code = pytest.main([*options, *sys.argv[1:]])
+    return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code  # all of another tier
 
 
 if __name__ == "__main__":

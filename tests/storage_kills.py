@@ -27,10 +27,11 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rmt_tpu import distributed, storage
+from rmt_tpu import storage
 from rmt_tpu.checkpoint import Checkpointer, Retention
+from rmt_tpu.distributed import processes
+from rmt_tpu.distributed.roll_call import Member
 from rmt_tpu.errors import RmtError
-from rmt_tpu.roll_call import Member
 from tests import gcs_server
 
 KEPT = 2  # steps
@@ -142,11 +143,11 @@ def _saver(
     try:
         _set_environment(environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
         if member:
-            distributed.initialize(member, timeout=JOIN_SECONDS)
+            processes.initialize(member, timeout=JOIN_SECONDS)
             jax.devices()  # where JAX waits for the other process, for minutes
-            distributed._timeout = JOIN_SECONDS if last else PARTNER_SECONDS
+            processes._timeout = JOIN_SECONDS if last else PARTNER_SECONDS
         step, checkpoints = 0, Checkpointer(url, retention=Retention(last=KEPT))
-        if distributed.from_first(checkpoints.steps(), "steps"):
+        if processes.from_first(checkpoints.steps(), "steps"):
             step = restore(checkpoints)
         told.send(("begins", step))
         until = None if last is None else step + last
@@ -155,7 +156,7 @@ def _saver(
             checkpoints.begin_save(step, on_devices(step), {"step": step})
             told.send(("committed", checkpoints.wait().step))
         if member:
-            distributed.finish()
+            processes.finish()
     except (RmtError, jax.errors.JaxRuntimeError) as error:
         told.send(("failed", str(error).split("\n")[0]))
         told.close()

@@ -34,9 +34,8 @@ from rmt_tpu.data import Batch
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.layers import attention as attn
 from rmt_tpu.storage import Folder
-from rmt_tpu.training.compare import line_style
 from rmt_tpu.training.loss import Loss, next_token_loss
-from rmt_tpu.training.metrics import save_picture
+from rmt_tpu.training.plots import line_style, save_picture
 
 
 @dataclass(frozen=True)

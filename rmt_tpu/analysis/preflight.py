@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 import sharding
-from pallas_kernels.tuning import (
+from pallas_kernels.compiler import (
     Assignment,
     Collective,
     Failure,
@@ -26,10 +26,9 @@ from pallas_kernels.tuning import (
     collectives,
     compile_jobs,
 )
-from rmt_tpu import overrides
-from rmt_tpu.analysis import resources
+from rmt_tpu import cost as resources
 from rmt_tpu.analysis.step_cost import PARTS, StepCost, lower_config, step_cost
-from rmt_tpu.config import RunConfig
+from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError, UsageError
 
 # What is in memory: arguments, what only a step needs, and the program itself.

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import math
 
-from rmt_tpu import overrides
 from rmt_tpu.analysis.preflight import Preflight
+from rmt_tpu.config import overrides
 from rmt_tpu.errors import UsageError
 
 

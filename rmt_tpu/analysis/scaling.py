@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rmt_tpu.analysis import resources
+from rmt_tpu import cost as resources
 from rmt_tpu.config import MatrixStore, ModelConfig, VectorStore
-from rmt_tpu.presets import preset
+from rmt_tpu.config.presets import preset
 
 SEQ_LEN = 512
 _SIZES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)

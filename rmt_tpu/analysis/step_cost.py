@@ -21,14 +21,13 @@ import jax
 import jax.numpy as jnp
 
 import sharding
-from pallas_kernels.tuning import Failure, Job, Program, Target, compile_jobs, kernel_cost
-from pallas_kernels.tuning.collectives import only_communicates
-from pallas_kernels.tuning.hlo import Bytes, Executed, Instruction
-from rmt_tpu import overrides
-from rmt_tpu.config import RunConfig
+from pallas_kernels.compiler import Failure, Job, Program, Target, compile_jobs, kernel_cost
+from pallas_kernels.compiler.collectives import only_communicates
+from pallas_kernels.compiler.hlo import Bytes, Executed, Instruction
+from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
 from rmt_tpu.errors import RunError
-from rmt_tpu.presets import run
 from rmt_tpu.training.run import prepare
 
 PARTS = (

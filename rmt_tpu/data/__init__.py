@@ -11,7 +11,8 @@ from rmt_tpu.data.batches import Batch, Stream, Windows, pack, split
 from rmt_tpu.data.corpus import documents
 from rmt_tpu.data.prefetch import Prefetcher
 from rmt_tpu.data.token_store import TokenStore, is_store, open_store
-from rmt_tpu.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, load_tokenizer
+from rmt_tpu.data.tokenizer import ByteTokenizer, Tokenizer
+from rmt_tpu.data.tokenizer_files import load_saved, load_tokenizer
 
 __all__ = [
     "Batch",

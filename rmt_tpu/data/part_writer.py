@@ -32,7 +32,8 @@ from rmt_tpu.data.token_store import (
     split_folder,
     verify_part,
 )
-from rmt_tpu.data.tokenizer import Tokenizer, load_saved
+from rmt_tpu.data.tokenizer import Tokenizer
+from rmt_tpu.data.tokenizer_files import load_saved
 from rmt_tpu.errors import RmtError, RunError
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
 

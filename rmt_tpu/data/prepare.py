@@ -24,7 +24,7 @@ from rmt_tpu.data.token_store import (
     read_sealed,
     seal,
 )
-from rmt_tpu.data.tokenizer import load_tokenizer
+from rmt_tpu.data.tokenizer_files import load_tokenizer
 from rmt_tpu.errors import RunError, UsageError, of_flag
 from rmt_tpu.storage import Folder, Location, open_folder
 

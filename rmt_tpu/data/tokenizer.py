@@ -1,22 +1,20 @@
-"""Text to token ids and back: the bytes themselves, or a vocabulary of the tokenizers library."""
+"""Text to token ids and back: what every tokenizer has, and the bytes themselves as one."""
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from rmt_tpu.errors import UsageError, unknown
+from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Location, open_folder
 
 FILE = "tokenizer.json"
-GPT2_FILES = ("encoder.json", "vocab.bpe")
 
-_BYTE = "byte"
-_BYTE_FILE = {"kind": _BYTE}
+BYTE = "byte"
+BYTE_FILE = {"kind": BYTE}
 
 Tokens = Integer[np.ndarray, " tokens"] | Sequence[int]
 
@@ -94,7 +92,7 @@ class Tokenizer(ABC):
 class ByteTokenizer(Tokenizer):
     """Tokens 0 to 255 are the bytes of UTF-8, and 256 is BOS."""
 
-    name = _BYTE
+    name = BYTE
     vocab_size = 257
     bos = 256
 
@@ -106,47 +104,10 @@ class ByteTokenizer(Tokenizer):
         return array[array != self.bos].astype(np.uint8).tobytes()
 
     def fingerprint(self) -> str:
-        return digest(_BYTE_FILE)
+        return digest(BYTE_FILE)
 
     def to_json(self) -> str:
-        return json.dumps(_BYTE_FILE) + "\n"
-
-
-def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `--tokenizer` names.
-
-    Args:
-      spec: `byte`; or a folder with GPT-2's encoder.json and vocab.bpe, or with a tokenizer.json
-        (this one also on gs://); or a file like tokenizer.json.
-
-    Raises:
-      UsageError: there is no such tokenizer, its files are damaged or have no BOS, or the
-        tokenizers library is needed and not installed.
-    """
-    if spec == _BYTE:
-        return ByteTokenizer()
-    if spec.startswith("gs://"):
-        return load_saved(spec)
-    path = Path(spec).expanduser()
-    if path.is_file():
-        return _load_file(spec, path)
-    if path.is_dir():
-        return _load_folder(spec, path)
-    legal = [_BYTE, f"a folder with {' and '.join(GPT2_FILES)}", f"the path of a {FILE}"]
-    raise UsageError(unknown("--tokenizer", spec, legal))
-
-
-def load_saved(folder: Location) -> Tokenizer:
-    """The tokenizer that `save` wrote into a folder.
-
-    Raises:
-      UsageError: there is none, or its file is damaged.
-    """
-    folder = open_folder(folder)
-    found = folder.read(FILE)
-    if found is None:
-        raise UsageError(f"{folder.url!r} has no {FILE}; legal: the folder of a run")
-    return _from_json(f"{folder.url}/{FILE}", found.data)
+        return json.dumps(BYTE_FILE) + "\n"
 
 
 def utf8(text: str) -> bytes:
@@ -168,40 +129,3 @@ def utf8(text: str) -> bytes:
 def digest(value: object) -> str:
     """Hexadecimal hash of a JSON value."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _load_folder(spec: str, folder: Path) -> Tokenizer:
-    from rmt_tpu.data.bpe import BpeTokenizer
-
-    if all((folder / name).is_file() for name in GPT2_FILES):
-        return BpeTokenizer.from_gpt2_files(spec, *(folder / name for name in GPT2_FILES))
-    if (folder / FILE).is_file():
-        return _load_file(spec, folder / FILE)
-    raise UsageError(
-        f"--tokenizer={spec!r} is a folder without a tokenizer; "
-        f"legal: one with {' and '.join(GPT2_FILES)}, or with {FILE}"
-    )
-
-
-def _load_file(spec: str, path: Path) -> Tokenizer:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise _unreadable(spec, error) from None
-    return _from_json(spec, content)
-
-
-def _from_json(spec: str, content: bytes) -> Tokenizer:
-    from rmt_tpu.data.bpe import BpeTokenizer
-
-    try:
-        text = content.decode("utf-8")
-        if json.loads(text) == _BYTE_FILE:
-            return ByteTokenizer()
-    except ValueError as error:
-        raise _unreadable(spec, error) from None
-    return BpeTokenizer.from_json(spec, text)
-
-
-def _unreadable(spec: str, error: Exception) -> UsageError:
-    return UsageError(f"--tokenizer={spec!r} cannot be read ({error}); legal: a {FILE}")

@@ -15,7 +15,7 @@ Two choices compose:
 - the *mixer*, how what was written becomes what is read: `sum`, attention over depth, ...
 
 Mixers that keep what was written as rows of a bank (`config.Banked`) run by a schedule of their
-own, `rmt_tpu.banked`, whose backward pass needs little beside the bank.
+own, `rmt_tpu.execution.banked`, whose backward pass needs little beside the bank.
 """
 
 from flax import nnx

@@ -16,11 +16,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from rmt_tpu import config as cfg
-from rmt_tpu import stacks
+from rmt_tpu.layers import stacks
 
 
 class Dense(nnx.Module):
-    """The mixer of `config.Dense`, by the schedule of `rmt_tpu.banked`.
+    """The mixer of `config.Dense`, by the schedule of `rmt_tpu.execution.banked`.
 
     Attributes:
       weights: all a_ij that there are, row after row.

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu import stacks
+from rmt_tpu.layers import stacks
 from rmt_tpu.layers.parameters import gain, parameter
 
 
@@ -53,7 +53,7 @@ class Mix(nnx.Module):
 
 
 class DepthAttention(nnx.Module):
-    """The mixer of `FullAttention` and `BlockAttention`, by the schedule of `rmt_tpu.banked`."""
+    """The mixer of `FullAttention` and `BlockAttention`, by the schedule of `execution.banked`."""
 
     def __init__(self, config: cfg.ModelConfig):
         self.mixer, self.num_layers = config.mixer, config.num_layers
@@ -159,7 +159,7 @@ class DepthAttention(nnx.Module):
 
         Args:
           store: of the residual.
-          sublayers, of_layer: of this layer, from `rmt_tpu.banked`.
+          sublayers, of_layer: of this layer, from `rmt_tpu.execution.banked`.
           prior: of all sites of its group; each is read once.
           offset: of the layer within its group.
           rows: those that its group completes, so far; None if that is one row, at the end.

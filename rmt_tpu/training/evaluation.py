@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 import sharding
-from rmt_tpu import data, distributed
+from rmt_tpu import data
 from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.distributed import processes
 from rmt_tpu.generation import Sampling, generate
 from rmt_tpu.training.global_arrays import on_one_device, put_batch
 from rmt_tpu.training.run import Run
@@ -52,7 +53,7 @@ def sample_text(run: Run, params: Any, tokenizer: data.Tokenizer, config: RunCon
     the cache of keys and values and the kernels of a step of decoding are not divided over a mesh.
     """
     params = on_one_device(params, run.mesh)
-    if not distributed.is_first():
+    if not processes.is_first():
         return None
     model = lambda: nnx.state(Decoder(config.model, rngs=nnx.Rngs(0)), nnx.Param)
     shapes = nnx.to_pure_dict(nnx.eval_shape(model))

@@ -1,7 +1,6 @@
 """Metrics in the run folder: `metrics.jsonl`, TensorBoard if installed, a picture of the loss."""
 
 import importlib.util
-import io
 import json
 import math
 import os
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rmt_tpu.errors import RunError
-from rmt_tpu.storage import Fault, Folder, Location, open_folder
+from rmt_tpu.storage import Fault, Location, open_folder
 
 Row = dict[str, int | float | None]
 
@@ -144,30 +143,6 @@ def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric, where it was written and finite."""
     points = [(int(row["step"]), row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
-
-
-def plot_loss(workdir: Location) -> str:
-    """Draws training and held-out loss against steps; returns the picture's path or url."""
-    from matplotlib.figure import Figure
-
-    folder = open_folder(workdir)
-    rows = read_metrics(folder)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(*series(rows, "train/loss"), color="tab:blue", linewidth=1, label="train")
-    axes.plot(*series(rows, "eval/loss"), "o-", color="tab:orange", label="held out")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return save_picture(figure, folder, "plots/loss.png")
-
-
-def save_picture(figure, folder: Folder, name: str) -> str:
-    """Writes a matplotlib figure as PNG; returns its path or url."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=150)
-    folder.write(name, content.getvalue())
-    return f"{folder}/{name}"
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -11,10 +11,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
-from rmt_tpu import data, pipelined
+from rmt_tpu import data
 from rmt_tpu.config import MatrixStore, RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.errors import UsageError
+from rmt_tpu.execution import pipelined
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer

@@ -13,16 +13,19 @@ from typing import NamedTuple
 import jax
 
 import sharding
-from rmt_tpu import data, distributed, overrides, workdir
-from rmt_tpu.analysis import resources
+from rmt_tpu import cost as resources
+from rmt_tpu import data
 from rmt_tpu.checkpoint import Checkpointer, Retention, Saved
-from rmt_tpu.config import Learned, RunConfig
+from rmt_tpu.config import Learned, RunConfig, overrides
+from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError, UsageError
-from rmt_tpu.growth import restore_grown
 from rmt_tpu.storage import Folder, Location, open_folder
+from rmt_tpu.training import workdir
 from rmt_tpu.training.evaluation import HeldOutLoss, sample_text
 from rmt_tpu.training.global_arrays import put_batch
-from rmt_tpu.training.metrics import MetricsWriter, plot_loss
+from rmt_tpu.training.growth import restore_grown
+from rmt_tpu.training.metrics import MetricsWriter
+from rmt_tpu.training.plots import plot_loss
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import Run, load_datasets, prepare, resolve_dtypes
 from rmt_tpu.training.step import TrainState
@@ -53,7 +56,7 @@ def train(
     The first SIGINT or SIGTERM ends the run after the step it is in, with a checkpoint; of several
     processes, whichever gets it, after the next step that all are in.
 
-    In a run of several processes (`distributed.initialize`) all of them call it with the same
+    In a run of several processes (`processes.initialize`) all of them call it with the same
     arguments. The first one writes the run folder, which all see; each writes its own part of a
     checkpoint.
 
@@ -69,7 +72,7 @@ def train(
       RunError: the loss stays non-finite, no checkpoint can be read, or a process is missing.
     """
     folder = open_folder(folder)
-    if distributed.is_first():
+    if processes.is_first():
         workdir.check_access(folder)
     config = resolve_dtypes(config)
     run = prepare(config, sharding.make_mesh(config.train.mesh))
@@ -77,13 +80,13 @@ def train(
     datasets = load_datasets(config, tokenizer)
     _check_agreement(config, datasets.train.checksum())
     changes = workdir.open_workdir(folder, config, change_config=change_config)
-    with TrainingProgress(config.train.steps, label, show=distributed.is_first()) as progress:
+    with TrainingProgress(config.train.steps, label, show=processes.is_first()) as progress:
         if changes:
             progress.say(f"going on with another config: {'; '.join(changes)}")
         if note := _untrained_positions(config):
             progress.say(note)
         loop = _Loop(config, run, folder, tokenizer, datasets, progress)
-        if distributed.is_first():
+        if processes.is_first():
             workdir.write_config(folder, config, changes)
             tokenizer.save(folder)
         return loop.run(profile_steps)
@@ -92,16 +95,16 @@ def train(
 def _check_agreement(config: RunConfig, data_checksum: int) -> None:
     """Processes that do not do the same would wait for each other in different places."""
     own = {"config": overrides.to_json(config), "data": data_checksum}
-    first = distributed.from_first(own, "the run's config")
+    first = processes.from_first(own, "the run's config")
     if different := overrides.differences(first["config"], json.loads(json.dumps(own["config"]))):
         raise UsageError(
-            f"process {distributed.process_id()} has another config than process 0, "
+            f"process {processes.process_id()} has another config than process 0, "
             f"{'; '.join(different[:8])}; start all processes with the same flags"
         )
     if first["data"] != own["data"]:
         raise UsageError(
             f"--data={config.data.source} gives other tokens on process "
-            f"{distributed.process_id()} than on process 0; give all the same files"
+            f"{processes.process_id()} than on process 0; give all the same files"
         )
 
 
@@ -139,11 +142,11 @@ class _Loop:
         steps = self.config.train.steps
         with contextlib.ExitStack() as stack:
             self.metrics = None
-            if distributed.is_first():
+            if processes.is_first():
                 writer = MetricsWriter(self.folder, first_step=self.step + 1)
                 self.metrics = stack.enter_context(contextlib.closing(writer))
             if self.step < steps:
-                if distributed.is_first():  # those of a run that was complete at an earlier step
+                if processes.is_first():  # those of a run that was complete at an earlier step
                     self.folder.delete("samples.txt")
                 with _signals(self.progress) as stop:
                     stopped_by = self._loop(profile_steps, stop)
@@ -151,7 +154,7 @@ class _Loop:
                     self._draw()
                     return Outcome(self.step, stopped_by)
             finished = self.folder.read("samples.txt") is not None
-            if distributed.from_first(finished, "the last step"):
+            if processes.from_first(finished, "the last step"):
                 self.progress.say(f"{self.folder} is complete at step {steps}")
             else:
                 self._finish()
@@ -161,8 +164,8 @@ class _Loop:
         """Steps, to the last one or to a signal, which is returned."""
         steps, first = self.config.train.steps, self.step + 1
         train_step = self._compile()
-        profile_steps = profile_steps if distributed.is_first() else 0
-        highest = distributed.Highest(self.model.mesh)
+        profile_steps = profile_steps if processes.is_first() else 0
+        highest = processes.Highest(self.model.mesh)
         stopped_by = None
         self.clock = time.monotonic()
         with contextlib.ExitStack() as profile, self._batches() as batches:
@@ -189,7 +192,7 @@ class _Loop:
 
     def _restore_or_init(self) -> tuple[TrainState, int, int]:
         abstract = jax.eval_shape(self.model.init)
-        if not distributed.from_first(self.checkpoints.steps(), "the run's checkpoints"):
+        if not processes.from_first(self.checkpoints.steps(), "the run's checkpoints"):
             init = jax.jit(self.model.init, out_shardings=self.model.state_shardings)
             return init(), 0, 0
         like = jax.tree.map(
@@ -288,7 +291,7 @@ class _Loop:
     def _checkpoint_seconds_are_over(self) -> int:
         """Process 0's clock decides for all."""
         seconds = self.config.train.checkpoint_seconds
-        if not distributed.is_first() or seconds == 0:
+        if not processes.is_first() or seconds == 0:
             return _GO_ON
         if time.monotonic() - self.saved_at < seconds:
             return _GO_ON

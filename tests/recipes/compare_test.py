@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from rmt_tpu.analysis.compare import Result, line_style, markdown, notes, over_seeds
 from rmt_tpu.config import MatrixStore
-from rmt_tpu.presets import presets, run
-from rmt_tpu.training.compare import Result, line_style, markdown, notes, over_seeds
+from rmt_tpu.config.presets import presets, run
 from rmt_tpu.training.metrics import read_metrics, series
 from tests import cli
 

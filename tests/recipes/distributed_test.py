@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from rmt_tpu import distributed, roll_call
+from rmt_tpu.distributed import processes, roll_call
+from rmt_tpu.distributed.roll_call import Member
 from rmt_tpu.errors import RunError, UsageError
-from rmt_tpu.roll_call import Member
 from rmt_tpu.training.metrics import read_metrics
 from tests import cli
 
@@ -195,7 +195,7 @@ def test_a_run_goes_from_two_processes_to_one_and_back(one, tmp_path):
 def test_processes_that_differ_end_in_one_line_each(flag, reason, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     flags = (*TRAIN, f"--workdir={tmp_path}/run")
-    impatient = "import rmt_tpu.workdir as w; w._SHARED_SECONDS = 0.1; "
+    impatient = "import rmt_tpu.training.workdir as w; w._SHARED_SECONDS = 0.1; "
     change = f"{impatient}sys.argv.append({flag.format(folder=tmp_path)!r})"
     ends = launch(2, *flags, first=("", change))
     (first, _, told), (second, _, own) = ends
@@ -346,7 +346,7 @@ def test_slurm_says_which_process_this_is(monkeypatch):
     }
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    member, devices = distributed.find_member(1)
+    member, devices = processes.find_member(1)
     assert member == Member("gpu07:61441", 16, 11)
     assert devices == [3]
 

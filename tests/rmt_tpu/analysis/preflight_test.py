@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pallas_kernels.tuning import (
+from pallas_kernels.compiler import (
     Assignment,
     Buffer,
     Failure,
@@ -13,14 +13,14 @@ from pallas_kernels.tuning import (
     compile_jobs,
     parse_topology,
 )
-from rmt_tpu import overrides
+from rmt_tpu import cost as resources
 from rmt_tpu.analysis import preflight as module
-from rmt_tpu.analysis import resources
 from rmt_tpu.analysis.preflight import GROUPS, KINDS, Preflight, preflight, readable
 from rmt_tpu.analysis.preflight_advice import advice
 from rmt_tpu.analysis.preflight_report import draw_memory, report_text
+from rmt_tpu.config import overrides
+from rmt_tpu.config.presets import run
 from rmt_tpu.errors import RunError, UsageError
-from rmt_tpu.presets import run
 
 GIB = 2**30
 SMALL = {

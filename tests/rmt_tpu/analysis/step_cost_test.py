@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from pallas_kernels.tuning import TARGETS, CompilerError, Failure
-from pallas_kernels.tuning.hlo import Bytes
-from rmt_tpu.analysis import resources, step_cost
+from pallas_kernels.compiler import TARGETS, CompilerError, Failure
+from pallas_kernels.compiler.hlo import Bytes
+from rmt_tpu import cost as resources
+from rmt_tpu.analysis import step_cost
 from rmt_tpu.analysis.step_cost import PARTS, Row, Step, StepCost, part_of, step_costs
 from rmt_tpu.errors import RunError, UsageError
 

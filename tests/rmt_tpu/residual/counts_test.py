@@ -10,7 +10,7 @@ from flax import nnx
 
 import rmt_tpu
 from rmt_tpu import config as cfg
-from rmt_tpu.analysis import resources
+from rmt_tpu import cost as resources
 from tests import models
 
 # At the shape of gpt2-160m; recomputed by hand from the equations.

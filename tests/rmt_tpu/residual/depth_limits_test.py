@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from rmt_tpu import config as cfg
-from rmt_tpu import stacks
 from rmt_tpu.errors import UsageError
+from rmt_tpu.layers import stacks
 from tests import models
 
 MIXERS = {

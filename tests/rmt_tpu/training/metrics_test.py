@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rmt_tpu.errors import RunError
-from rmt_tpu.training.metrics import MetricsWriter, plot_loss, read_metrics, series
+from rmt_tpu.training.metrics import MetricsWriter
+from rmt_tpu.training.plots import plot_loss, read_metrics, series
 
 
 def write(folder, first_step, rows):

@@ -13,12 +13,12 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
-from pallas_kernels.tuning import Job, compile_jobs, parse_topology
+from pallas_kernels.compiler import Job, compile_jobs, parse_topology
 from rmt_tpu import Decoder
 from rmt_tpu import config as cfg
 from rmt_tpu.analysis.step_cost import lower_config
+from rmt_tpu.config.presets import run
 from rmt_tpu.layers.parameters import metadata
-from rmt_tpu.presets import run
 
 
 def lowered(config: cfg.RunConfig, topology: str, count: int | None = None):

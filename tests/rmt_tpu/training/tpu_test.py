@@ -11,8 +11,8 @@ from jax.experimental import topologies
 
 import sharding
 from rmt_tpu.config import Alibi, BlockAttention, Learned, RunConfig
+from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
-from rmt_tpu.presets import run
 from rmt_tpu.training.run import prepare
 
 

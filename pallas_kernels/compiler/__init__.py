@@ -1,0 +1,37 @@
+"""What programs and kernels cost, from their compilers and without a device."""
+
+from pallas_kernels.compiler.collectives import Collective, collectives
+from pallas_kernels.compiler.cost import KernelCost, ProgramCost, kernel_cost, program_cost
+from pallas_kernels.compiler.memory import Assignment, Buffer
+from pallas_kernels.compiler.programs import (
+    CompilerError,
+    Failure,
+    Job,
+    Program,
+    compile_jobs,
+    lower,
+    versions,
+)
+from pallas_kernels.compiler.topology import DEVICES, TARGETS, Target, parse_topology
+
+__all__ = [
+    "DEVICES",
+    "TARGETS",
+    "Assignment",
+    "Buffer",
+    "Collective",
+    "CompilerError",
+    "Failure",
+    "Job",
+    "KernelCost",
+    "Program",
+    "ProgramCost",
+    "Target",
+    "collectives",
+    "compile_jobs",
+    "kernel_cost",
+    "lower",
+    "parse_topology",
+    "program_cost",
+    "versions",
+]

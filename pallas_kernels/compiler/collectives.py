@@ -1,0 +1,223 @@
+"""What a compiled program sends between devices: its collectives, how often, how much, along what.
+
+Bytes are those that one device sends, of arrays without padding, as a ring of n devices does it:
+
+    all-gather          (n - 1) / n  of the result
+    reduce-scatter      (n - 1) / n  of the operand
+    all-to-all          (n - 1) / n  of the operand
+    all-reduce        2 (n - 1) / n  of the operand
+    collective-permute               the operand
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from pallas_kernels.compiler.hlo import Executed, Instruction, Module
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+_GROUPS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})?\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?)\))? ?\{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'(\w+)'=(\d+)")
+_MESH_DEVICES = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_CHAIN = re.compile(r'chain_id="')
+_HALF = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
+_STARTS = 'custom_call_target="AsyncCollectiveStart"'
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a program.
+
+    Attributes:
+      kind: one of KINDS.
+      op_name: of the instruction.
+      axes: of the mesh, along which it runs; "?" if its groups are those of no axes.
+      devices: in a group.
+      calls: in one run of the program.
+      bytes: that a device sends in all calls.
+      overlaps: whether it runs beside other work.
+    """
+
+    kind: str
+    op_name: str
+    axes: tuple[str, ...]
+    devices: int
+    calls: int
+    bytes: int
+    overlaps: bool
+
+
+def collectives(module: Module, mesh: Mapping[str, int]) -> list[Collective]:
+    """Every collective of a program that sends something.
+
+    Args:
+      module: the compiled program.
+      mesh: sizes of the axes, outer to inner, of the devices in their order.
+    """
+    found = []
+    for ran in module.run():
+        for scope, instruction, kind, overlaps in _within(module, ran):
+            axes, devices = _along(instruction, mesh)
+            sent = _sent(kind, scope, instruction, devices)
+            if sent:
+                found.append(
+                    Collective(
+                        kind, instruction.op_name or ran.instruction.op_name, axes, devices,
+                        ran.times, sent * ran.times, overlaps,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of a collective instruction that starts or does it; None for any other."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def only_communicates(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction is a collective, a part of one, or a fusion made for one."""
+    if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
+        return True
+    if instruction.opcode != "fusion":
+        return False
+    name = instruction.called["calls"]
+    root = next(i for i in module.computations[name].values() if i.is_root)
+    return name.startswith("all-reduce-scatter") or bool(_HALF.search(root.attributes))
+
+
+_Found = tuple[dict[str, Instruction], Instruction, str, bool]
+
+
+def _within(module: Module, ran: Executed) -> Iterator[_Found]:
+    """Collectives that an instruction is, or that are in its fusion or asynchronous computation."""
+    instruction = ran.instruction
+    if (kind := kind_of(instruction)) is not None:
+        scope = module.computations[ran.computation]
+        yield scope, instruction, kind, instruction.opcode.endswith("-start")
+    elif instruction.opcode in ("fusion", "async-start") and "calls" in instruction.called:
+        asynchronous = instruction.opcode == "async-start"
+        yield from _inside(module, instruction.called["calls"], asynchronous)
+
+
+def _inside(module: Module, computation: str, asynchronous: bool) -> Iterator[_Found]:
+    inside = module.computations[computation]
+    starts = any(_STARTS in i.attributes for i in inside.values())
+    for instruction in inside.values():
+        kind = kind_of(instruction)
+        if kind is not None:
+            # A collective that is spread over several fusions is in each of them.
+            chained = bool(_CHAIN.search(instruction.attributes))
+            if starts or not chained:
+                if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+                    kind = "reduce-scatter"
+                yield inside, instruction, kind, chained or asynchronous
+        elif instruction.opcode == "fusion":
+            yield from _inside(module, instruction.called["calls"], asynchronous)
+
+
+def _sent(kind: str, scope: dict[str, Instruction], instruction: Instruction, devices: int) -> int:
+    operands = sum(
+        array.size for name in instruction.operands if name in scope for array in scope[name].arrays
+    )
+    if kind == "collective-permute":
+        return operands if devices else 0
+    whole = operands * devices if kind == "all-gather" else operands
+    return (2 if kind == "all-reduce" else 1) * whole * (devices - 1) // max(devices, 1)
+
+
+# Groups ---------------------------------------------------------------------------------------
+
+
+def _along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+    """Axes along which an instruction runs, and how many devices are in one of its groups."""
+    count = math.prod(mesh.values())
+    if (pairs := _PAIRS.search(instruction.attributes)) is not None:
+        sent = [tuple(map(int, pair.split(","))) for pair in re.findall(r"\d+,\d+", pairs.group(1))]
+        moved = [pair for pair in sent if pair[0] != pair[1]]
+        return _crossed(moved, mesh), max((len(c) for c in _cycles(moved)), default=0)
+    groups = replica_groups(instruction.attributes, count)
+    return axes_of(groups, mesh), max(map(len, groups))
+
+
+def replica_groups(attributes: str, count: int) -> Groups:
+    """The groups of devices in the attributes of a collective, as XLA writes them in three ways.
+
+    Args:
+      attributes: of the instruction.
+      count: of all devices, which are one group where none is written.
+    """
+    if (mesh := _MESH.search(attributes)) is not None:
+        sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh.group(1))}
+        devices = np.arange(math.prod(sizes.values()))
+        if (order := _MESH_DEVICES.match(mesh.group(2) or "")) is not None:
+            devices = _iota(order.group(1), order.group(2))
+        grid = devices.reshape(tuple(sizes.values()))
+        names = re.findall(r"'(\w+)'", mesh.group(3))
+        inner = [list(sizes).index(name) for name in names]
+        outer = [i for i in range(grid.ndim) if i not in inner]
+        rows = math.prod(grid.shape[i] for i in inner)
+        return _tuples(grid.transpose(outer + inner).reshape(-1, rows))
+    if (iota := _IOTA.search(attributes)) is not None:
+        shape = tuple(int(n) for n in iota.group(1).split(","))
+        return _tuples(_iota(iota.group(2), iota.group(3)).reshape(shape))
+    found = _GROUPS.search(attributes)
+    listed = re.findall(r"\{([\d,]+)\}", found.group(1) or "") if found else []
+    groups = tuple(tuple(int(n) for n in text.split(",")) for text in listed)
+    return groups or (tuple(range(count)),)
+
+
+def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh whose groups these are; ("?",) if there are none."""
+    wide = [axis for axis, size in mesh.items() if size > 1]
+    grid = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    wanted = {frozenset(group) for group in groups}
+    positions = list(mesh)
+    for n in range(len(wide) + 1):
+        for axes in itertools.combinations(wide, n):
+            inner = [positions.index(axis) for axis in axes]
+            outer = [i for i in range(grid.ndim) if i not in inner]
+            rows = math.prod(grid.shape[i] for i in inner)
+            groups_here = grid.transpose(outer + inner).reshape(-1, rows)
+            if {frozenset(row) for row in groups_here.tolist()} == wanted:
+                return axes
+    return ("?",)
+
+
+def _crossed(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Axes on which the ends of pairs of devices differ."""
+    shape = tuple(mesh.values())
+    axes = set()
+    for pair in pairs:
+        ends = [np.unravel_index(device, shape) for device in pair]
+        axes |= {axis for axis, a, b in zip(mesh, *ends, strict=True) if a != b}
+    return tuple(axis for axis in mesh if axis in axes)
+
+
+def _cycles(pairs: list[tuple[int, ...]]) -> list[set[int]]:
+    """Devices that send to each other, directly or by way of others."""
+    together: dict[int, set[int]] = {}
+    for pair in pairs:
+        joined = set().union(*(together.get(device, {device}) for device in pair))
+        together |= dict.fromkeys(joined, joined)
+    return list(together.values())
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    sizes = tuple(int(n) for n in shape.split(","))
+    grid = np.arange(math.prod(sizes)).reshape(sizes)
+    return (grid.transpose([int(n) for n in order.split(",")]) if order else grid).reshape(-1)
+
+
+def _tuples(rows: np.ndarray) -> Groups:
+    return tuple(tuple(row) for row in rows.tolist())

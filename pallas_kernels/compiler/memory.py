@@ -1,0 +1,339 @@
+"""What lies in a device's memory when a program needs most of it, from what XLA dumps.
+
+XLA writes how it assigned buffers before it says that a program does not fit, so that this can be
+known of a program that does not compile.
+"""
+
+import bisect
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pallas_kernels.compiler.hlo import Instruction, Module
+
+# Ends of the names of the files.
+DUMPS = {
+    "assignment": "after_optimizations-buffer-assignment.txt",
+    "lives": "after_optimizations-live-range.txt",
+    "hlo": "after_optimizations.txt",
+}
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
+_COLOR = re.compile(r"\bcolor ([1-9]\d*),")  # of another memory than the high-bandwidth one
+_VALUE = re.compile(
+    r"^ value: <\d+ ([^ >]+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): \(*([^ {]+)"
+)
+_PARAMETER = re.compile(r"\bparameter (\d+),")
+_SEQUENCE = re.compile(r"^    (\d+):(\S+)$")
+_LIFE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
+_INDEXED = re.compile(r"^(.*?)\{(\d+)[\d,]*\}$")
+# What only passes arrays on, and so is called by what it passes on.
+_PASSES = {
+    "bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "reshape", "transpose",
+}  # fmt: skip
+_COMPUTES = {"convolution", "custom-call", "dot", "fusion", "while"}
+_VAGUE = {
+    "",
+    "shard_map",
+    "while",
+    "dynamic_update_slice",
+    "broadcast_in_dim",
+    "copy",
+    "body",
+    "closed_call",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Memory that holds one array, or several one after the other.
+
+    Attributes:
+      name: the op_name of what makes the array, or the path of an argument.
+      instruction: its name in the program.
+      shape: dtype and shape.
+      bytes: as it lies in memory.
+      kept: whether a forward pass makes it and the backward pass still needs it.
+    """
+
+    name: str
+    instruction: str
+    shape: str
+    bytes: int
+    kept: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """The high-bandwidth memory of one device. All sizes are bytes.
+
+    Attributes:
+      arguments: of the program; results that are given their memory take none.
+      live: temporary buffers at the moment when they need most.
+      temporary: the memory set apart for temporary buffers: `live` and the gaps between them.
+      other: constants, results without an argument's memory, and scratch of a few bytes.
+    """
+
+    arguments: tuple[Buffer, ...]
+    live: tuple[Buffer, ...]
+    temporary: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        """What the compiler compares with the device's memory, without the program itself."""
+        return sum(b.bytes for b in self.arguments) + self.temporary + self.other
+
+    @property
+    def gaps(self) -> int:
+        """Set apart for temporary buffers, and not in use when they need most."""
+        return self.temporary - sum(b.bytes for b in self.live)
+
+
+def read_assignment(folder: Path) -> Assignment | None:
+    """The assignment of the largest program dumped into a folder; None if there is none."""
+    found = sorted(folder.glob(f"*{DUMPS['assignment']}"), key=lambda path: path.stat().st_size)
+    if not found:
+        return None
+    stem = found[-1].name.removesuffix(DUMPS["assignment"])
+    paths = {kind: folder / f"{stem}{end}" for kind, end in DUMPS.items()}
+    texts = {
+        kind: path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        for kind, path in paths.items()
+    }
+    return parse_assignment(texts["assignment"], texts["lives"], Module(texts["hlo"]))
+
+
+def parse_assignment(assignment: str, lives: str, module: Module) -> Assignment:
+    """The assignment in XLA's `buffer-assignment.txt` and `live-range.txt` of a module.
+
+    Without live ranges, `live` are the largest buffers that do not overlap.
+    """
+    names = _Names(module)
+    parameters, values, temporary, other = _parse_allocations(assignment)
+    order, ranges = _parse_lives(lives)
+    live, moment = _at_peak(values, ranges) if ranges else (values, 0)
+    work = [(time, names.is_backward(name)) for time, name in order if names.computes(name)]
+    before = [is_backward for time, is_backward in work if time <= moment]
+    in_backward = bool(before) and before[-1]
+    backward = [time for time, is_backward in work if is_backward]
+    # What a loop makes is one value within it and another after it, in the same place.
+    lives_of: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+    for value in values:
+        if value.name in ranges:
+            place = value.offset, value.size, names.of(value.name)
+            lives_of.setdefault(place, []).append(ranges[value.name])
+    buffers = []
+    for sharing in _apart(live):
+        best = min(sharing, key=lambda v: names.vagueness(v.name))
+        name = names.of(best.name)
+        lives_here = lives_of.get((best.offset, best.size, name), [])
+        crosses = in_backward or any(_holds(life, backward) for life in lives_here)
+        kept = _is_forward(name) and crosses
+        buffers.append(Buffer(name, best.name, best.shape, best.size, kept))
+    arguments = [names.argument(number, size) for number, size in parameters]
+    by_size = lambda found: tuple(sorted(found, key=lambda buffer: -buffer.bytes))
+    return Assignment(by_size(arguments), by_size(buffers), temporary, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    name: str
+    size: int
+    offset: int
+    shape: str
+
+
+def _parse_allocations(text: str) -> tuple[list[tuple[int, int]], list[_Value], int, int]:
+    """Numbers and sizes of parameters, temporary values, and the bytes of these and of the rest."""
+    parameters, values, temporary, other = [], [], 0, 0
+    is_temporary = False
+    for line in text.splitlines():
+        if (found := _ALLOCATION.match(line)) is not None:
+            size, kind = int(found.group(1)), found.group(2)
+            here = not _COLOR.search(kind)
+            is_temporary = here and "preallocated-temp" in kind
+            parameter = _PARAMETER.search(kind)
+            if here and parameter:
+                parameters.append((int(parameter.group(1)), size))
+            elif is_temporary:
+                temporary += size
+            elif here:
+                other += size
+        elif is_temporary and (found := _VALUE.match(line)) is not None:
+            name, size, offset, shape = found.groups()
+            values.append(_Value(name, int(size), int(offset), shape))
+    return parameters, values, temporary, other
+
+
+def _parse_lives(text: str) -> tuple[list[tuple[int, str]], dict[str, tuple[int, int]]]:
+    """The order of instructions, and when each value is first and last in use."""
+    order, ranges = [], {}
+    for line in text.splitlines():
+        if line.startswith("  Live ranges at"):
+            break
+        if (found := _LIFE.match(line)) is not None:
+            name, index, start, end = found.groups()
+            ranges[name if index == "{}" else name + index] = int(start), int(end)
+        elif (found := _SEQUENCE.match(line)) is not None:
+            order.append((int(found.group(1)), found.group(2)))
+    return order, ranges
+
+
+def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[list[_Value], int]:
+    """The values that are in use when all in use take most, places that are shared once; when."""
+    events = []
+    for value in values:
+        if value.name in ranges:
+            start, end = ranges[value.name]
+            events += [(start, 0, value), (end, 1, value)]
+    used: dict[tuple[int, int], int] = {}
+    total = most = moment = 0
+    # At the same moment, what ends is still in use.
+    for time, ends, value in sorted(events, key=lambda event: event[:2]):
+        place = value.offset, value.size
+        used[place] = used.get(place, 0) + (-1 if ends else 1)
+        if ends and not used[place]:
+            total -= value.size
+        elif not ends and used[place] == 1:
+            total += value.size
+            if total > most:
+                most, moment = total, time
+    inside = lambda life: life is not None and life[0] <= moment <= life[1]
+    return [value for value in values if inside(ranges.get(value.name))], moment
+
+
+def _apart(values: list[_Value]) -> Iterator[list[_Value]]:
+    """Values that share a place; a place within one that is taken already is left out."""
+    places: dict[tuple[int, int], list[_Value]] = {}
+    for value in values:
+        places.setdefault((value.offset, value.size), []).append(value)
+    taken: list[tuple[int, int]] = []
+    for offset, size in sorted(places, key=lambda place: (-place[1], place[0])):
+        if size and not any(offset < end and start < offset + size for start, end in taken):
+            taken.append((offset, offset + size))
+            yield places[offset, size]
+
+
+def _holds(life: tuple[int, int], times: list[int]) -> bool:
+    """Whether one of the times (which rise) is in a life, after its start."""
+    after = bisect.bisect_right(times, life[0])
+    return after < len(times) and times[after] <= life[1]
+
+
+def _is_forward(op_name: str) -> bool:
+    return "jvp(" in op_name and not _is_backward(op_name)
+
+
+def _is_backward(op_name: str) -> bool:
+    return "transpose(jvp" in op_name
+
+
+class _Names:
+    """What arrays of a module are called in the program that it was made from."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._where = {
+            name: instruction
+            for scope in module.computations.values()
+            for name, instruction in scope.items()
+        }
+        self._loops = {i.called["body"]: i for i in self._where.values() if i.opcode == "while"} | {
+            i.called["condition"]: i for i in self._where.values() if i.opcode == "while"
+        }
+        self._scope = {
+            name: computation
+            for computation, scope in module.computations.items()
+            for name in scope
+        }
+        self._arguments = {
+            module.number(i): i
+            for i in module.computations[module.entry].values()
+            if i.opcode == "parameter"
+        }
+
+    def argument(self, number: int, size: int) -> Buffer:
+        instruction = self._arguments.get(number)
+        if instruction is None:
+            return Buffer(f"argument {number}", "", "", size)
+        return Buffer(self.of(instruction.name), instruction.name, instruction.result, size)
+
+    def computes(self, name: str) -> bool:
+        """Whether an instruction is work, and no constant or copy."""
+        instruction = self._where.get(name)
+        return instruction is not None and instruction.opcode in _COMPUTES
+
+    def is_backward(self, name: str) -> bool:
+        return _is_backward(self._where[name].op_name)
+
+    def of(self, value: str) -> str:
+        """The op_name of what makes a value, given as `instruction` or `instruction{index}`."""
+        indexed = _INDEXED.match(value)
+        name, index = (indexed.group(1), int(indexed.group(2))) if indexed else (value, 0)
+        instruction = self._where.get(name)
+        if instruction is None:
+            return name
+        made_by = self._made_by(instruction, index, set()) or instruction.op_name or name
+        return made_by.replace("\\'", "'")
+
+    def vagueness(self, value: str) -> tuple[bool, int]:
+        """To choose the best of several names by: the least."""
+        name = self.of(value)
+        return _is_vague(name), -len(name)
+
+    def _made_by(self, instruction: Instruction, index: int, seen: set[tuple[str, int]]) -> str:
+        if (instruction.name, index) in seen:
+            return ""
+        seen.add((instruction.name, index))
+        opcode, scope = instruction.opcode, self._scope[instruction.name]
+        operand = lambda i: self._where.get(instruction.operands[i])
+        if opcode == "while":
+            return self._carried(instruction, index, seen)
+        if opcode == "parameter":
+            loop = self._loops.get(scope)
+            return self._carried(loop, index, seen) if loop else instruction.op_name
+        if opcode == "get-tuple-element":
+            number = int(re.search(r"index=(\d+)", instruction.attributes).group(1))
+            return self._made_by(operand(0), number, seen)
+        if opcode == "tuple":
+            return self._made_by(operand(index), 0, seen)
+        if opcode in _PASSES and instruction.operands and _is_vague(instruction.op_name):
+            return self._made_by(operand(0), index, seen)
+        if (update := self._update(instruction)) is not None:
+            return self._made_by(update, 0, seen) or instruction.op_name
+        return instruction.op_name
+
+    def _carried(self, loop: Instruction, index: int, seen: set[tuple[str, int]]) -> str:
+        """Of what a loop gives to its next iteration, or of what it was given, if that stays."""
+        body = self._module.computations[loop.called["body"]]
+        root = next(i for i in body.values() if i.is_root)
+        if root.opcode == "tuple" and index < len(root.operands):
+            found = self._made_by(self._where[root.operands[index]], 0, seen)
+            if found and not _is_vague(found):
+                return found
+        start = self._where[loop.operands[0]]
+        return self._made_by(start, index, seen)
+
+    def _update(self, instruction: Instruction) -> Instruction | None:
+        """What an instruction writes into a part of a larger array; None for any other."""
+        if instruction.opcode == "dynamic-update-slice":
+            return self._where[instruction.operands[1]]
+        if instruction.opcode != "fusion":
+            return None
+        inside = self._module.computations[instruction.called["calls"]]
+        root = next(i for i in inside.values() if i.is_root)
+        while root.opcode == "bitcast":
+            root = inside[root.operands[0]]
+        if root.opcode != "dynamic-update-slice":
+            return None
+        update = inside[root.operands[1]]
+        while update.opcode in ("bitcast", "convert", "copy", "reshape", "transpose"):
+            update = inside[update.operands[0]]
+        if update.opcode == "parameter":
+            return self._where.get(instruction.operands[self._module.number(update)])
+        return update
+
+
+def _is_vague(op_name: str) -> bool:
+    return op_name.rpartition("/")[2] in _VAGUE

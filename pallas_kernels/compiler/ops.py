@@ -1,0 +1,253 @@
+"""The ops that are reported on: the calls of the papers' models, and the least each has to cost.
+
+A new op is a function here that gives its cases, and its name in `OPS`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from pallas_kernels.compiler.programs import lower
+
+Direction = Literal["forward", "training"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "training")
+PORTABLE = "xla"
+# Of every case: 16 sequences of 512 tokens, in bfloat16.
+_BATCH, _SEQ = 16, 512
+_TOKENS = _BATCH * _SEQ
+_ITEM = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The least bytes between HBM and chip, each array once, and the FLOPs."""
+
+    bytes: int
+    flops: int
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of an op.
+
+    Attributes:
+      name: its sizes.
+      function: `function(implementation, *arguments)`.
+      arguments: shapes and dtypes; those of floating dtypes are differentiated.
+      forward: what the op has to do.
+      backward: what its gradient has to do besides.
+      carried: whether the first argument is a state that the first result takes the place of, as in
+        a scan over layers; it and its cotangent are then donated.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    forward: Work
+    backward: Work
+    carried: bool = False
+
+    def work(self, direction: Direction) -> Work:
+        """Of the forward pass, or of both passes ("training")."""
+        return self.forward if direction == "forward" else self.forward + self.backward
+
+    def program(
+        self, direction: Direction, implementation: str | None
+    ) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]]:
+        """A function to compile, the shapes of its arguments, and which of these are donated.
+
+        "training" takes the cotangents of the results too, and gives results and gradients.
+        """
+        arguments = self.arguments
+        floating = [i for i, a in enumerate(arguments) if jnp.issubdtype(a.dtype, jnp.floating)]
+
+        def forward(*args):
+            return self.function(implementation, *args)
+
+        if direction == "forward":
+            return forward, arguments, (0,) if self.carried else ()
+
+        results, structure = jax.tree.flatten(jax.eval_shape(forward, *arguments))
+
+        def training(*args):
+            args, cotangents = args[: len(arguments)], args[len(arguments) :]
+
+            def of_floats(*floats):
+                given = dict(zip(floating, floats, strict=True))
+                return forward(*(given.get(i, arg) for i, arg in enumerate(args)))
+
+            results, pullback = jax.vjp(of_floats, *(args[i] for i in floating))
+            return results, pullback(jax.tree.unflatten(structure, cotangents))
+
+        donated = (0, len(arguments)) if self.carried else ()
+        return training, (*arguments, *results), donated
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An op: its cases, and the implementation that is a kernel, by the platform it is for."""
+
+    cases: Callable[[], list[Case]]
+    kernels: dict[str, str]
+
+
+def cases(op: str) -> dict[str, Case]:
+    """The cases of an op, by name."""
+    return {case.name: case for case in OPS[op].cases()}
+
+
+def lower_case(
+    device: jax.Device, op: str, case: str, direction: Direction, implementation: str | None
+) -> jax.stages.Lowered:
+    """A case lowered for a device that need not exist."""
+    function, arguments, donated = cases(op)[case].program(direction, implementation)
+    return lower(function, arguments, device, donate=donated)
+
+
+def _key_vector() -> list[Case]:
+    """Before attention (P = 3R) and before feed-forward; small and large residuals."""
+    sizes = [(64, 64, 16, 48), (64, 64, 16, 16), (32, 64, 12, 36), (256, 64, 16, 48)]
+    return [_store_norm_retrieve(*size) for size in sizes]
+
+
+def _store_norm_retrieve(K: int, V: int, R: int, P: int) -> Case:
+    def function(implementation, residual, store_keys, data, gain, read_keys):
+        return pallas_kernels.store_norm_retrieve(
+            residual, store_keys, data, gain, read_keys, implementation=implementation
+        )
+
+    keys = R * K + K * V + P * K
+    forward = _TOKENS * _ITEM * V * (2 * K + R + P) + 4 * keys
+    # Reads the stored residual, its cotangent and those of z, and the data; gives two of them.
+    backward = _TOKENS * _ITEM * V * (3 * K + 2 * R + P) + 2 * 4 * keys
+    flops = 2 * _TOKENS * (R + P) * K * V
+    return Case(
+        f"K={K} V={V} R={R} P={P}",
+        function,
+        (
+            _array(_BATCH, _SEQ, K, V),
+            _array(R, K, dtype=jnp.float32),
+            _array(_BATCH, _SEQ, R, V),
+            _array(K, V, dtype=jnp.float32),
+            _array(P, K, dtype=jnp.float32),
+        ),
+        Work(forward, flops),
+        Work(backward, 2 * flops),
+        carried=True,
+    )
+
+
+def _attention() -> list[Case]:
+    return [_causal_attention(16, 64), _causal_attention(12, 64)]
+
+
+def _causal_attention(heads: int, size: int) -> Case:
+    def function(implementation, qkv, segment_ids):
+        return pallas_kernels.causal_attention(
+            qkv, scale=size**-0.5, segment_ids=segment_ids, implementation=implementation
+        )
+
+    per_array = _TOKENS * heads * size * _ITEM
+    log_sums = 4 * _TOKENS * heads
+    # Of the products of queries, keys and values, a causal mask leaves half.
+    product = _BATCH * heads * _SEQ * _SEQ * size
+    return Case(
+        f"H={heads} D={size}",
+        function,
+        (_array(_BATCH, _SEQ, 3 * heads, size), _array(_BATCH, _SEQ, dtype=jnp.int32)),
+        Work(4 * per_array + log_sums, 2 * product),
+        # Reads qkv, the result and its cotangent; the probabilities are computed again.
+        Work(8 * per_array + log_sums, 5 * product),
+    )
+
+
+def _depth() -> list[Case]:
+    """One site over all blocks, or all sublayers; then the two phases, and what Full needs."""
+    one_site = [_depth_partial(1, N, D) for N, D in ((9, 2048), (9, 7168), (33, 1024))]
+    two_phase = [_depth_partial(8, 9, D) for D in (1024, 2048)]
+    return [*one_site, *two_phase, *map(_depth_merge, (1024, 2048)), *TABLE_1]
+
+
+def _depth_partial(S: int, N: int, D: int, *, prior: bool = False) -> Case:
+    def function(implementation, queries, sources, *prior):
+        return pallas_kernels.depth_attention_partial(
+            queries, sources, prior=prior or None, implementation=implementation
+        )
+
+    row, sums = _TOKENS * D * _ITEM, 4 * S * _TOKENS
+    of_prior = S * row + sums if prior else 0
+    parameters = 4 * S * D
+    flops = 4 * S * N * _TOKENS * D
+    arguments = [_array(S, D, dtype=jnp.float32), _array(N, _BATCH, _SEQ, D)]
+    if prior:
+        arguments += [_array(S, _BATCH, _SEQ, D), _array(S, _BATCH, _SEQ, dtype=jnp.float32)]
+    return Case(
+        f"S={S} N={N} D={D}{' prior' if prior else ''}",
+        function,
+        tuple(arguments),
+        Work((N + S) * row + sums + parameters + of_prior, flops),
+        # Reads the sources and the result's cotangent, gives the sources'; with a prior, its share
+        # needs it and the result.
+        Work((2 * N + S) * row + 2 * sums + 2 * parameters + 2 * of_prior, 2 * flops),
+    )
+
+
+def _depth_merge(D: int) -> Case:
+    def function(implementation, current, mixed, log_sums, query, norm_gain):
+        mixed, current, z = pallas_kernels.depth_attention_merge(
+            mixed[None], log_sums, 0, current, query, norm_gain, implementation=implementation
+        )
+        return current, z
+
+    row, sums, parameters = _TOKENS * D * _ITEM, 4 * _TOKENS, 2 * 4 * D
+    token, parameter = _array(_BATCH, _SEQ, D), _array(D, dtype=jnp.float32)
+    return Case(
+        f"merge D={D}",
+        function,
+        (token, token, _array(_BATCH, _SEQ, dtype=jnp.float32), parameter, parameter),
+        # `current` is passed on as it is.
+        Work(3 * row + sums + parameters, 15 * _TOKENS * D),
+        Work(6 * row + 2 * sums + 2 * parameters, 40 * _TOKENS * D),
+        carried=True,
+    )
+
+
+def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
+    """Of the schedules of table 1: what a sublayer moves, in units of d, a token's elements.
+
+    Args:
+      moved: bytes of the forward pass, of the cases in `TABLE_1` and of `merge D=1024`, by name.
+    """
+    row, sites = _TOKENS * 1024 * _ITEM, 16
+    block, earlier, within = (moved[case.name] / row for case in TABLE_1)
+    return {
+        "Block, two-phase": block / sites + moved["merge D=1024"] / row,
+        "Full, two-phase": earlier / sites + within,
+    }
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# The paper's table 1: 128 sublayers in 8 blocks of 16. In Block, phase 1 over the 8 blocks' sums;
+# in Full, over the 56 sublayers that precede the average block, and then each sublayer over the 8
+# before the average one in its block, with phase 1 as the prior.
+TABLE_1 = (
+    _depth_partial(16, 8, 1024),
+    _depth_partial(16, 56, 1024),
+    _depth_partial(1, 8, 1024, prior=True),
+)
+
+OPS = {
+    "key_vector": Op(_key_vector, {"tpu": "mosaic_tpu", "gpu": "triton"}),
+    "attention": Op(_attention, {"tpu": "mosaic_tpu", "gpu": "cudnn"}),
+    "depth_attention": Op(_depth, {"tpu": "mosaic_tpu", "gpu": "triton"}),
+}

@@ -1,0 +1,274 @@
+"""The ops' estimated or measured costs beside those of their portable form, as rows and tables."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels.compiler.cost import KernelCost, ProgramCost, program_cost
+from pallas_kernels.compiler.measure import measure
+from pallas_kernels.compiler.ops import (
+    DIRECTIONS,
+    OPS,
+    PORTABLE,
+    Direction,
+    Work,
+    cases,
+    elements_per_sublayer,
+)
+from pallas_kernels.compiler.programs import Failure, Job, compile_jobs
+from pallas_kernels.compiler.topology import Target
+
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class OpRow:
+    """One call of an op on one chip, by its kernel and in its portable form.
+
+    Attributes:
+      op, case, direction: what is called.
+      device: the chip.
+      bandwidth: of its HBM in bytes/s; None where it is not known.
+      kernel: the implementation that is compared.
+      work: what has to be done at least.
+      seconds, portable_seconds: of a call; None where it failed.
+      cost, portable_cost: of the compiled program; None for a measured row, or where it failed.
+      failures: why a form could not be compiled or run, by its implementation.
+    """
+
+    op: str
+    case: str
+    direction: Direction
+    device: str
+    bandwidth: float | None
+    kernel: str
+    work: Work
+    seconds: float | None
+    portable_seconds: float | None
+    cost: ProgramCost | None = None
+    portable_cost: ProgramCost | None = None
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def speedup(self) -> float | None:
+        """Time of the portable form over that of the kernel."""
+        if self.seconds is None or self.portable_seconds is None:
+            return None
+        return self.portable_seconds / self.seconds
+
+    def bandwidth_use(self, seconds: float | None) -> float | None:
+        """The least bytes over the time, as a fraction of the HBM bandwidth."""
+        if seconds is None or self.bandwidth is None:
+            return None
+        return self.work.bytes / seconds / self.bandwidth
+
+    def json(self) -> dict[str, Any]:
+        """All figures, derived ones too."""
+        return dataclasses.asdict(self) | {
+            "speedup": self.speedup,
+            "bandwidth_use": self.bandwidth_use(self.seconds),
+            "portable_bandwidth_use": self.bandwidth_use(self.portable_seconds),
+        }
+
+
+def estimate(
+    ops: Sequence[str],
+    target: Target,
+    progress: Progress | None = None,
+    only: Sequence[str] | None = None,
+) -> list[OpRow]:
+    """Rows for a TPU, estimated; `only` names cases, None is all.
+
+    Raises:
+      CompilerError: there is no compiler.
+    """
+    calls = _calls(ops, only)
+    jobs = [
+        Job(
+            "pallas_kernels.compiler.ops:lower_case",
+            {"op": op, "case": case, "direction": direction, "implementation": implementation},
+        )
+        for op, case, direction in calls
+        for implementation in (OPS[op].kernels["tpu"], PORTABLE)
+    ]
+    outcomes = iter(list(compile_jobs(target, jobs, progress)))
+    rows = []
+    for op, case, direction in calls:
+        kernel, failures, costs = OPS[op].kernels["tpu"], {}, []
+        for implementation in (kernel, PORTABLE):
+            outcome = next(outcomes)
+            if isinstance(outcome, Failure):
+                failures[implementation] = outcome.message
+            costs.append(None if isinstance(outcome, Failure) else program_cost(outcome))
+        row = OpRow(
+            op=op,
+            case=case,
+            direction=direction,
+            device=target.name,
+            bandwidth=target.bandwidth,
+            kernel=kernel,
+            work=cases(op)[case].work(direction),
+            seconds=costs[0] and costs[0].seconds,
+            portable_seconds=costs[1] and costs[1].seconds,
+            cost=costs[0],
+            portable_cost=costs[1],
+            failures=failures,
+        )
+        rows.append(row)
+    return rows
+
+
+def time_ops(
+    ops: Sequence[str],
+    device: jax.Device,
+    progress: Progress | None = None,
+    only: Sequence[str] | None = None,
+) -> list[OpRow]:
+    """Rows for the device of this machine, measured; `only` names cases, None is all."""
+    bandwidth = _BANDWIDTHS.get(device.device_kind)
+    rows = []
+    for op, case, direction in _calls(ops, only):
+        kernel, failures = OPS[op].kernels.get(device.platform, PORTABLE), {}
+        seconds: list[float | None] = [None, None]
+        try:
+            seconds = measure(cases(op)[case], direction, (kernel, PORTABLE), device=device)
+        except Exception as error:  # one call's failure is a row, not the end of the report
+            failures[kernel] = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        work = cases(op)[case].work(direction)
+        rows.append(
+            OpRow(op, case, direction, device.device_kind, bandwidth, kernel, work, *seconds,
+                  failures=failures)
+        )  # fmt: skip
+        if progress is not None:
+            progress(f"{device.device_kind}: {op} {case} {direction}")
+    return rows
+
+
+# Of HBM, as the makers state it, in bytes/s.
+_BANDWIDTHS = {
+    "TPU v5 lite": 819e9,
+    "TPU v5p": 2765e9,
+    "TPU v6 lite": 1640e9,
+    "NVIDIA H100 80GB HBM3": 3350e9,
+    "NVIDIA H200": 4800e9,
+}
+
+
+def op_table(rows: Sequence[OpRow]) -> str:
+    """Markdown: a line a call, times in microseconds, bytes in MB."""
+    lines = [
+        "| op | case | pass | chip | GFLOP | least MB | MB, kernel | MB, xla | us, kernel "
+        "| us, xla | xla / kernel | of bandwidth, kernel | of bandwidth, xla "
+        "| us, xla by XLA's estimate |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cost, portable = row.cost, row.portable_cost
+        cells = [
+            row.op,
+            row.case,
+            row.direction,
+            row.device,
+            f"{row.work.flops / 1e9:.1f}",
+            f"{row.work.bytes / 1e6:.1f}",
+            _number(cost and cost.bytes, 1e-6),
+            _number(portable and portable.bytes, 1e-6),
+            _number(row.seconds, 1e6),
+            _number(row.portable_seconds, 1e6),
+            _number(row.speedup, 1, ".2f"),
+            _number(row.bandwidth_use(row.seconds), 1, ".0%"),
+            _number(row.bandwidth_use(row.portable_seconds), 1, ".0%"),
+            _number(portable and portable.estimated_seconds, 1e6),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
+    """Markdown: a line a kernel; cycles in thousands, of one call."""
+    lines = [
+        "| chip | case | pass | kernel | kcycles | MXU floor | compute / HBM | VMEM MiB | trips "
+        "| busiest units |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        for kernel in row.cost.kernels if row.cost else ():
+            cells = [
+                row.device,
+                f"{row.op} {row.case}",
+                row.direction,
+                kernel.name,
+                _number(kernel.cycles, 1e-3),
+                _number(kernel.mxu_cycles, 1e-3),
+                _number(_compute_over_hbm(kernel, row, clocks[row.device]), 1, ".2f"),
+                f"{kernel.vmem_bytes / 2**20:.1f}",
+                " ".join("?" if trips is None else str(trips) for trips in kernel.trips),
+                _busiest(kernel),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def traffic_table(rows: Sequence[OpRow]) -> str:
+    """Markdown: what depth attention moves per sublayer in the schedules of the paper's table 1.
+
+    A line a chip with all the cases it takes; "" if there is none.
+    """
+    paper = {"Block, two-phase": 5.5, "Full, two-phase": 24}
+    lines = []
+    for device in dict.fromkeys(row.device for row in rows):
+        forward = [
+            row
+            for row in rows
+            if (row.device, row.op, row.direction) == (device, "depth_attention", "forward")
+        ]
+        columns = []
+        for of in (lambda r: r.work, lambda r: r.cost, lambda r: r.portable_cost):
+            try:
+                columns.append(elements_per_sublayer({r.case: of(r).bytes for r in forward}))
+            except (AttributeError, KeyError):  # it failed, or was not asked for
+                break
+        else:
+            for schedule, booked in paper.items():
+                cells = [device, schedule, *(f"{column[schedule]:.2f}" for column in columns)]
+                lines.append(f"| {' | '.join(cells)} | {booked:g} |")
+    if not lines:
+        return ""
+    head = "| chip | schedule | least d | d, kernels | d, xla | d, the paper's table 1 |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *lines]) + "\n"
+
+
+def failure_lines(rows: Sequence[OpRow]) -> str:
+    """A line for every form that could not be compiled or run."""
+    return "".join(
+        f"- {row.device}, {row.op} {row.case}, {row.direction}, {implementation}: {why}\n"
+        for row in rows
+        for implementation, why in row.failures.items()
+    )
+
+
+def _calls(ops: Sequence[str], only: Sequence[str] | None) -> list[tuple[str, str, Direction]]:
+    return [
+        (op, case, direction)
+        for op in ops
+        for case in cases(op)
+        if only is None or case in only
+        for direction in DIRECTIONS
+    ]
+
+
+def _compute_over_hbm(kernel: KernelCost, row: OpRow, clock: float) -> float | None:
+    if kernel.cycles is None or row.bandwidth is None or not kernel.bytes.total:
+        return None
+    return kernel.cycles / clock / (kernel.bytes.total / row.bandwidth)
+
+
+def _busiest(kernel: KernelCost, units: int = 3) -> str:
+    use = sorted(kernel.unit_use.items(), key=lambda item: -item[1])[:units]
+    return ", ".join(f"{unit} {fraction:.0%}" for unit, fraction in use)
+
+
+def _number(value: int | float | None, scale: int | float, form: str = ".1f") -> str:
+    return "-" if value is None else format(value * scale, form)

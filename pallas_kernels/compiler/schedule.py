@@ -1,0 +1,273 @@
+"""A kernel's static schedule, as libtpu dumps it, and how many cycles it takes.
+
+`*-<kernel>-<n>-final_bundles.txt` has one line a VLIW bundle, in the order of execution:
+
+    0x2d LB: >> { ... %s24 = sphi %s39, %s89 ... } /* Start region 88 :: ... */
+    ...          %s89 = sadd.s32 2, %s24 ...   %p1 = scmp.ge.s32.totalorder %s89, 4 /* loop exit ..
+    0x735  : >> { ...  %188 = sbr.rel (!%p1) target = $region88 }
+
+A loop is what lies between a bundle marked LB and the branch back to a region that starts there. A
+bundle is a cycle, but for waiting: the schedule has a product's result taken right behind its
+issue, and the hardware stalls until it is there. `_stalled` replays that.
+
+What the model leaves out: conflicts in VMEM, latency of anything but matrix units, the issue of
+DMAs, the first and last steps of the pipeline. A region under a condition counts as executed. It is
+a model; no figure of it was checked on a device.
+"""
+
+import dataclasses
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+from pallas_kernels.compiler.topology import MatrixUnit
+
+_BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+([A-Z]{2})?\s*:\s*(>*)\s*\{")
+_REGION = re.compile(r"Start region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel(?: \((!?%\w+)\))? target = \$region(\d+)")
+# The optional group is the predicate of an instruction.
+_OPERAND = r"(?:\(!?%\w+\),? ?)?"
+_EXIT = re.compile(r"(%\w+) = scmp\.ge\S*\s+" + _OPERAND + r"(%\w+), (-?\d+)")
+_STEP = re.compile(r"(%\w+) = sadd\.s32 " + _OPERAND + r"(\d+), (%\w+)")
+_STEP_REVERSED = re.compile(r"(%\w+) = sadd\.s32 " + _OPERAND + r"(%\w+), (\d+)")
+_PHI = re.compile(r"(%\w+) = sphi (%\w+), (%\w+)")
+_COPY = re.compile(r"(%\w+) = smov " + _OPERAND + r"(%\w+)")
+_SPILL = re.compile(r"sst \[smem:\[(#\w+_spill)\]\] " + _OPERAND + r"(%\w+)")
+_FILL = re.compile(r"(%\w+) = sld " + _OPERAND + r"\[smem:\[(#\w+_spill)\]\]")
+_CONSTANT = re.compile(r"(%\w+) = smov " + _OPERAND + r"(-?\d+)\b")
+_MATRIX = re.compile(r"(vmatmul|vmatpush|vpop|vdwg|vmatres)([a-z0-9.\[\]]*)\.mxu(\d)")
+# A grid runs as a pipeline of three stages (copy in, compute, copy out) over two more iterations.
+_PIPELINE = "iteration index, stage"
+_PIPELINE_EXTRA = 2
+# Enough for the waiting of one iteration to show in the next.
+_ITERATIONS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop, or the whole program (trips 1). Of one iteration, without the loops inside it:
+
+    `bundles`; `cycles` with the waiting for matrix units; `mxu_cycles` in which the busiest matrix
+    unit works; `units`, how often each unit is used. `trips` is None if it could not be read.
+    """
+
+    trips: int | None
+    bundles: int
+    cycles: int
+    mxu_cycles: int
+    units: dict[str, int]
+    inner: tuple["Loop", ...] = ()
+
+    def walk(self, times: int = 1) -> Iterator[tuple["Loop", int]]:
+        """This loop and those inside it, with the iterations of each; unknown trips count once."""
+        times *= self.trips or 1
+        yield self, times
+        for loop in self.inner:
+            yield from loop.walk(times)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The schedule of one kernel; figures are for one call on one core."""
+
+    program: Loop
+    slots: dict[str, int]
+
+    @property
+    def cycles(self) -> int:
+        """Of the whole kernel, with waiting for matrix units and without waiting for HBM."""
+        return sum(loop.cycles * times for loop, times in self.program.walk())
+
+    @property
+    def bundles(self) -> int:
+        """Executed, so a lower bound of the cycles."""
+        return sum(loop.bundles * times for loop, times in self.program.walk())
+
+    @property
+    def mxu_cycles(self) -> int:
+        """The matrix units' floor: cycles in which the busiest one works."""
+        return sum(loop.mxu_cycles * times for loop, times in self.program.walk())
+
+    @property
+    def unknown_loops(self) -> int:
+        """Loops whose trip count could not be read, and which count as executed once."""
+        return sum(loop.trips is None for loop, _ in self.program.walk())
+
+    @property
+    def unit_use(self) -> dict[str, float]:
+        """Fraction of each unit's slots that are used, over `cycles`."""
+        used = Counter()
+        for loop, times in self.program.walk():
+            used.update({unit: n * times for unit, n in loop.units.items()})
+        total = max(self.cycles, 1)
+        return {unit: used[unit] / (slots * total) for unit, slots in self.slots.items()}
+
+
+def parse_schedule(bundles_text: str, utilization_text: str, matrix: MatrixUnit) -> Schedule:
+    """The schedule in a `final_bundles.txt` and the `per-bundle-utilization.txt` beside it.
+
+    Raises:
+      ValueError: the two are not of the same program, or there are no bundles.
+    """
+    bundles = _bundles(bundles_text)
+    slots, use = _utilization(utilization_text)
+    if not bundles or len(bundles) != len(use):
+        raise ValueError(f"{len(bundles)} bundles, and the use of units for {len(use)}")
+    spans = _loop_spans(bundles)
+    constants = dict(_CONSTANT.findall(bundles_text))
+
+    def build(start: int, end: int, trips: int | None, inside: Sequence[tuple[int, int]]) -> Loop:
+        outermost = []
+        for span in inside:
+            if not outermost or span[0] > outermost[-1][1]:
+                outermost.append(span)
+        own, loops, position = [], [], start
+        for first, last in outermost:
+            own += range(position, first)
+            nested = [s for s in inside if first <= s[0] and s[1] <= last and s != (first, last)]
+            loops.append(build(first, last, _trips(bundles[first : last + 1], constants), nested))
+            position = last + 1
+        own += range(position, end + 1)
+        units = Counter()
+        for i in own:
+            units.update(dict(zip(slots, use[i], strict=True)))
+        events = [_events(bundles[i].text) for i in own]
+        return Loop(
+            trips=trips,
+            bundles=len(own),
+            cycles=_stalled(events, matrix, 1 if trips == 1 else _ITERATIONS),
+            mxu_cycles=_busiest(events, matrix),
+            units=dict(units),
+            inner=tuple(loops),
+        )
+
+    return Schedule(build(0, len(bundles) - 1, 1, spans), slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bundle:
+    tag: str | None
+    text: str
+
+
+def _bundles(text: str) -> list[_Bundle]:
+    return [
+        _Bundle(match.group(1), line)
+        for line in text.splitlines()
+        if (match := _BUNDLE.match(line)) is not None
+    ]
+
+
+def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
+    """Slots of each unit, and how many of them each bundle uses."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("==")]
+    names, capacities, *rows = lines
+    slots = dict(zip(map(str.strip, names.split(",")), map(int, capacities.split()), strict=True))
+    return slots, [[int(n) for n in row.split()] for row in rows]
+
+
+def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
+    """First and last bundle of each loop, outer loops before those inside them."""
+    starts: dict[str, int] = {}
+    ends: dict[int, int] = {}
+    for i, bundle in enumerate(bundles):
+        if bundle.tag == "LB":
+            starts |= dict.fromkeys(_REGION.findall(bundle.text), i)
+        for _, region in _BRANCH.findall(bundle.text):
+            if region in starts:
+                ends[starts[region]] = i
+    return sorted(ends.items(), key=lambda span: (span[0], -span[1]))
+
+
+def _trips(body: list[_Bundle], constants: dict[str, str]) -> int | None:
+    """Of the loop from its phis (first bundle) to its branch back (last)."""
+    predicate = next((p for p, _ in _BRANCH.findall(body[-1].text) if p.startswith("!")), None)
+    text = "\n".join(bundle.text for bundle in body)
+    phis = _PHI.findall(body[0].text)
+    for name, index, bound in _EXIT.findall(text):
+        if f"!{name}" != predicate:
+            continue
+        steps = {new: (int(step), old) for new, step, old in _STEP.findall(text)}
+        steps |= {new: (int(step), old) for new, old, step in _STEP_REVERSED.findall(text)}
+        step, old = steps.get(_source(index, text), (0, ""))
+        starts = [start for now, start, _ in phis if now == _source(old, text)]
+        if step <= 0 or not starts:
+            return None
+        trips = -(-(int(bound) - int(constants.get(starts[0], "0"))) // step)
+        pipeline = _PIPELINE in body[0].text
+        return max(trips - _PIPELINE_EXTRA, 1) if pipeline else trips
+    return None
+
+
+def _source(register: str, text: str) -> str:
+    """What a register is a copy of: of another one, or of one that was spilled."""
+    copies = dict(_COPY.findall(text))
+    spilled = {slot: stored for slot, stored in _SPILL.findall(text)}
+    copies |= {loaded: spilled[slot] for loaded, slot in _FILL.findall(text) if slot in spilled}
+    seen = {register}
+    while register in copies and copies[register] not in seen:
+        register = copies[register]
+        seen.add(register)
+    return register
+
+
+# Matrix units --------------------------------------------------------------------------------
+
+_Event = tuple[str, bool, str]  # product, push or result; of float32; which unit
+
+
+def _events(text: str) -> list[_Event]:
+    kinds = {"vmatmul": "product", "vmatpush": "push", "vpop": "result", "vmatres": "result"}
+    return [
+        (kinds[name], ".f32" in suffix, unit)
+        for name, suffix, unit in _MATRIX.findall(text)
+        if name in kinds
+    ]
+
+
+def _occupied(float32: bool, matrix: MatrixUnit) -> int:
+    return matrix.rows8_float32 if float32 else matrix.rows16
+
+
+def _busiest(bundles: list[list[_Event]], matrix: MatrixUnit) -> int:
+    busy = Counter()
+    for kind, float32, unit in (event for bundle in bundles for event in bundle):
+        if kind == "product":
+            busy[unit] += _occupied(float32, matrix)
+    return max(busy.values(), default=0)
+
+
+def _stalled(bundles: list[list[_Event]], matrix: MatrixUnit, iterations: int) -> int:
+    """Cycles of the last of some iterations over the bundles, each waiting for what it needs."""
+    count = Counter((kind, unit) for bundle in bundles for kind, _, unit in bundle)
+    per_product = {
+        unit: count["result", unit] / n for (kind, unit), n in count.items() if kind == "product"
+    }
+    free, pushed, loaded, owed = Counter(), Counter(), {}, Counter()
+    results: dict[str, deque[int]] = {unit: deque() for unit in per_product}
+    time = start = 0
+    for _ in range(iterations):
+        start = time
+        for bundle in bundles:
+            time += 1
+            for kind, _, unit in bundle:
+                if kind == "product":
+                    ready = loaded.get(unit, -matrix.push_to_product) + matrix.push_to_product
+                    time = max(time, free[unit], ready)
+                elif kind == "push":
+                    time = max(time, pushed[unit])
+                elif results.get(unit):
+                    time = max(time, results[unit].popleft())
+            for kind, float32, unit in bundle:
+                if kind == "product":
+                    free[unit] = time + _occupied(float32, matrix)
+                    # Products that add up in the unit share a result.
+                    owed[unit] += per_product[unit]
+                    for i in range(int(owed[unit] + 1e-6)):
+                        result = time + matrix.latency + i * matrix.result_interval
+                        results[unit].append(result)
+                        owed[unit] -= 1
+                elif kind == "push":
+                    pushed[unit] = time + matrix.push
+                    loaded[unit] = time
+    return time - start

@@ -1,0 +1,89 @@
+"""The process that compiles for one target; `compiler.compile_jobs` starts it with its environment.
+
+    python -m pallas_kernels.compiler.worker <folder with request.json>
+
+Leaves result.json, hlo.txt and the schedules of kernels in a folder for each job, and prints a line
+when it is complete.
+"""
+
+import importlib
+import json
+import re
+import shutil
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from pallas_kernels.compiler.memory import DUMPS
+
+_KERNEL = re.compile(r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"')
+_MEMORY = ("argument", "output", "alias", "temp", "generated_code")
+# A message from the compiler can have a whole program behind its first lines.
+_MESSAGE = 400
+
+
+def main() -> None:
+    """Compiles what request.json asks for."""
+    folder = Path(sys.argv[1])
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    devices = topologies.get_topology_desc(**request["topology"]).devices
+    for i, job in enumerate(request["jobs"]):
+        results = folder / str(i)
+        results.mkdir()
+        result: dict[str, Any] = {"info": {}}
+        try:
+            given = devices if job["whole_topology"] else devices[0]
+            result |= _compile(given, job, folder / "dump", results, result["info"])
+        except Exception as error:  # told of the job, and the next one goes on
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            result |= {"error": message[:_MESSAGE], "error_type": type(error).__name__}
+        for path in (folder / "dump").glob("*.txt"):
+            if path.name.endswith(tuple(DUMPS.values())):
+                shutil.copyfile(path, results / path.name)
+        shutil.rmtree(folder / "dump", ignore_errors=True)
+        (results / "result.json").write_text(json.dumps(result), encoding="utf-8")
+        print(f"ended {i}", flush=True)
+
+
+def _compile(
+    device: jax.Device | list[jax.Device],
+    job: dict[str, Any],
+    dump: Path,
+    results: Path,
+    info: dict[str, Any],
+) -> dict[str, Any]:
+    module, _, name = job["function"].partition(":")
+    dump.mkdir(exist_ok=True)
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        build = getattr(importlib.import_module(module), name)
+        lowered = build(device, **job["arguments"])
+        if isinstance(lowered, tuple):
+            lowered, told = lowered
+            info.update(told)
+        compiled = lowered.compile()
+    seconds = time.perf_counter() - start
+    text = compiled.as_text()
+    (results / "hlo.txt").write_text(text, encoding="utf-8")
+    for kernel in set(_KERNEL.findall(text)):
+        for kind, end in (
+            ("bundles", "final_bundles"),
+            ("utilization", "final_hlo-static-per-bundle-utilization"),
+        ):
+            # "<time>-<kernel>-<pass>-<end>.txt": the pass is a number, the end may be of another.
+            for path in dump.glob(f"*-{kernel}-[0-9]*-{end}.txt"):
+                if re.fullmatch(rf"\d+-{re.escape(kernel)}-\d+-{end}\.txt", path.name):
+                    shutil.copyfile(path, results / f"{kernel}.{kind}.txt")
+    memory = compiled.memory_analysis()
+    sizes = {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in _MEMORY}
+    warned = [" ".join(str(warning.message).split())[:_MESSAGE] for warning in caught]
+    return {"seconds": seconds, "memory": sizes, "warnings": warned}
+
+
+if __name__ == "__main__":
+    main()

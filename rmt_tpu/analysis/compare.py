@@ -1,0 +1,222 @@
+"""Runs on the same tokens, side by side: one table and one picture."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rmt_tpu import cost as resources
+from rmt_tpu.config import DepthLstm, MhcLite, ModelConfig, RunConfig, VectorStore
+from rmt_tpu.storage import Folder, Location, open_folder
+from rmt_tpu.training.metrics import read_metrics, series
+from rmt_tpu.training.plots import line_style, save_picture
+from rmt_tpu.training.workdir import read_config
+
+# More curves than this, and those of single steps would hide one another.
+_CURVES_WITH_STEPS = 4
+
+# What a mixer changes beside the equations that name it.
+_ATTENTION = "queries start at zero, so that sites first read a plain mean, and do not decay"
+_MIXER_NOTES = {
+    "full_attention": _ATTENTION,
+    "block_attention": _ATTENTION,
+    "dense": "starts as the plain model; its weights over depth do not decay",
+    "hyper_connections": (
+        "starts as the plain model; no sqrt(m) on outputs, unlike its paper; projections decay, "
+        "static coefficients and scales do not"
+    ),
+    "mhc": "starts as the plain model; no sqrt(m) on outputs; projections decay, biases do not",
+    "mhc_lite": "no sqrt(m) on outputs; projections decay, biases do not",
+    "highway": "gates and values are drawn like other weights, decay and have no biases",
+    "depth_lstm": "W_O and W_2 do not start smaller by depth; gates decay and have no biases",
+    "hierarchical": "nodes, which norm the sum, decay and have no biases",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run cost and reached. Losses are nats per token; FLOPs forward and backward."""
+
+    name: str
+    seed: int
+    parameters: int
+    residual_size: int
+    tokens: int
+    flops: int
+    seconds: float
+    train_loss: float
+    held_out_loss: float
+
+
+def result(name: str, workdir: Location) -> Result:
+    """The numbers of a complete run.
+
+    `train_loss` is the mean over the last tenth of the steps: single steps are noisy.
+    """
+    config, rows = read_config(workdir), read_metrics(workdir)
+    _, losses = series(rows, "train/loss")
+    _, held_out = series(rows, "eval/loss")
+    tail = losses[-max(1, len(losses) // 10) :]
+    tokens = config.train.steps * config.train.batch_size * config.data.seq_len
+    return Result(
+        name=name,
+        seed=config.train.seed,
+        parameters=sum(resources.parameters(config.model).values()),
+        residual_size=config.model.residual_size,
+        tokens=tokens,
+        flops=resources.train_flops(
+            resources.flops_per_token(config.model, config.data.seq_len), tokens
+        ),
+        seconds=sum(series(rows, "throughput/step_seconds")[1]) * config.train.log_every,
+        train_loss=sum(tail) / len(tail),
+        held_out_loss=held_out[-1],
+    )
+
+
+def write_comparison(
+    runs: dict[str, list[Location]], folder: Location, *, by_loss: bool = False
+) -> str:
+    """Writes comparison.png, .md and .json of complete runs; returns the table.
+
+    Args:
+      runs: run folders by the name of their system, one a seed; the same seeds for all.
+      folder: for the three files.
+      by_loss: the best held-out loss first, and not in the order given.
+    """
+    results = {name: [result(name, w) for w in workdirs] for name, workdirs in runs.items()}
+    if by_loss:
+        order = sorted(runs, key=lambda name: _mean([r.held_out_loss for r in results[name]]))
+        runs = {name: runs[name] for name in order}
+        results = {name: results[name] for name in order}
+    text = markdown(results) + "\n" + notes({n: read_config(w[0]) for n, w in runs.items()})
+    folder = open_folder(folder)
+    folder.write("comparison.md", text.encode())
+    rows = json.dumps([asdict(r) for of_name in results.values() for r in of_name], indent=2)
+    folder.write("comparison.json", (rows + "\n").encode())
+    _draw(runs, folder)
+    return text
+
+
+# The table -----------------------------------------------------------------------------------
+
+
+def markdown(results: dict[str, list[Result]]) -> str:
+    """A Markdown table with a row a system, and beneath it what its numbers are over seeds."""
+    lines = [
+        "| preset | parameters | residual | tokens | FLOPs | seconds | train loss | held out |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, runs in results.items():
+        r = runs[0]
+        lines.append(
+            f"| {name} | {r.parameters:,} | {r.residual_size:,} | {r.tokens:,} | {r.flops:.3g} | "
+            f"{_mean([r.seconds for r in runs]):.1f} | {_spread([r.train_loss for r in runs])} | "
+            f"{_spread([r.held_out_loss for r in runs])} |"
+        )
+    seeds = [r.seed for r in next(iter(results.values()))]
+    if len(seeds) > 1:
+        lines += [
+            "",
+            f"Mean (min..max) over seeds {', '.join(map(str, seeds))}; seconds: mean. A seed sets "
+            "the parameters, the order of the text and which of it is held out.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = f"{_mean(values):.4f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.4f}..{max(values):.4f})"
+
+
+def notes(configs: dict[str, RunConfig]) -> str:
+    """What differs between systems beside what their names say, a line for each kind of them."""
+    systems: dict[str, list[str]] = {}
+    for name, config in configs.items():
+        systems.setdefault(_note(config.model), []).append(name)
+    exempt = ", ".join(next(iter(configs.values())).train.optimizer.decay_exclude)
+    lines = [
+        "What differs beside the system (if nothing else is said, weights are drawn with init_std "
+        f"/ sqrt(fan in), and decay unless their role is one of: {exempt or 'none'}):",
+        "",
+        *(f"- {', '.join(names)}: {note}." for note, names in systems.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _note(config: ModelConfig) -> str:
+    mixer = config.mixer
+    if isinstance(config.store, VectorStore):
+        said = ["W_O and W_2 start smaller by sqrt(2L)"]
+    else:
+        said = [
+            "keys have a scale of their own, smaller by sqrt(2L) where they write",
+            "keys decay",
+        ]
+    match mixer:
+        case DepthLstm():
+            said = []
+        case MhcLite(init="paper"):
+            said.append("starts as its paper's code does, not as the plain model")
+        case MhcLite():
+            said.append("starts as the plain model")
+    said += [_MIXER_NOTES[mixer.kind]] if mixer.kind in _MIXER_NOTES else []
+    return "; ".join(said)
+
+
+# The picture ---------------------------------------------------------------------------------
+
+
+def over_seeds(
+    workdirs: Sequence[Location], metric: str
+) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Steps that all runs have of a metric, and its mean, least and greatest value at each."""
+    curves = [dict(zip(*series(read_metrics(w), metric), strict=True)) for w in workdirs]
+    steps = sorted(set.intersection(*map(set, curves)))
+    at_steps = [[curve[step] for curve in curves] for step in steps]
+    return steps, list(map(_mean, at_steps)), list(map(min, at_steps)), list(map(max, at_steps))
+
+
+def _draw(runs: dict[str, list[Location]], folder: Folder) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    by_tokens, by_flops = figure.subplots(1, 2, sharey=True)
+    with_steps = len(runs) <= _CURVES_WITH_STEPS
+    first_held_out = []
+    for index, (name, workdirs) in enumerate(runs.items()):
+        config, style = read_config(workdirs[0]), line_style(index)
+        per_step = config.train.batch_size * config.data.seq_len
+        flops = resources.train_flops(
+            resources.flops_per_token(config.model, config.data.seq_len), 1
+        )
+        steps, mean, least, most = over_seeds(workdirs, "eval/loss")
+        first_held_out.append(mean[0])
+        for axes, of_step in ((by_tokens, per_step), (by_flops, per_step * flops)):
+            scaled = [step * of_step for step in steps]
+            axes.plot(scaled, mean, label=name, linewidth=1.3, markersize=4, **style)
+            if len(workdirs) > 1:
+                axes.fill_between(
+                    scaled, least, most, color=style["color"], alpha=0.15, linewidth=0
+                )
+            if with_steps:
+                steps_taken, losses, *_ = over_seeds(workdirs, "train/loss")
+                scaled = [step * of_step for step in steps_taken]
+                axes.plot(scaled, losses, color=style["color"], alpha=0.35, linewidth=1)
+    by_tokens.set(xlabel="tokens", ylabel="loss (nats per token)")
+    by_flops.set(xlabel="training FLOPs (analytic, without embedding look-ups)")
+    # The fall of the first steps is the same for all and would take most of the height.
+    by_tokens.set_ylim(top=max(first_held_out) + 0.5)
+    for axes in (by_tokens, by_flops):
+        axes.xaxis.set_major_formatter(EngFormatter())
+        axes.grid(alpha=0.3)
+    said = ["held out"]
+    said += ["band: min to max over seeds"] if len(next(iter(runs.values()))) > 1 else []
+    said += ["faint: train"] if with_steps else []
+    handles, labels = by_tokens.get_legend_handles_labels()
+    figure.legend(handles, labels, title="\n".join(said), loc="outside right upper")
+    save_picture(figure, folder, "comparison.png")

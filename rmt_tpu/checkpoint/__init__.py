@@ -1,0 +1,8 @@
+"""Checkpoints on tensorstore, local or on GCS; they know arrays by name, and no model."""
+
+from rmt_tpu.checkpoint.arrays import StoredArray
+from rmt_tpu.checkpoint.checkpointer import Checkpointer
+from rmt_tpu.checkpoint.retention import Retention
+from rmt_tpu.checkpoint.save import Saved
+
+__all__ = ["Checkpointer", "Retention", "Saved", "StoredArray"]

@@ -1,0 +1,368 @@
+"""Checkpoints that survive a kill at any moment and notice every damaged byte.
+
+    <root>/<step>/<attempt>/arrays/<name...>/   one zarr3 array per leaf, each chunk with a crc32c
+    <root>/<step>/<attempt>/manifest.json       names, shapes and dtypes of the arrays, and `meta`
+    <root>/<step>/COMMIT                        names the attempt; written last, and only if absent
+
+A step exists once its COMMIT does. A save that dies earlier leaves an attempt which no COMMIT
+names: nothing reads it, and a later save deletes it. `rmt_tpu.storage` knows the place where
+checkpoints lie; nothing here does.
+
+In a run of several processes all of them call `save` and `restore`, with one root that all see.
+Each writes and reads the pieces of arrays that its own devices hold, and process 0 the rest: it
+creates the arrays, and commits once every process has written its pieces.
+"""
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import tensorstore as ts
+from absl import logging
+
+from rmt_tpu import storage
+from rmt_tpu.checkpoint.arrays import (
+    COMPRESSIONS,
+    StoredArray,
+    describe,
+    named_leaves,
+    open_arrays,
+    place,
+    read,
+    to_store,
+)
+from rmt_tpu.checkpoint.manifest import COMMIT_LIMIT, MANIFEST_LIMIT, Commit, seal, unseal
+from rmt_tpu.checkpoint.retention import Retention, committed_and_attempts, tidy
+from rmt_tpu.checkpoint.save import Attempt, Background, Saved, blocks_of, snapshot, together
+from rmt_tpu.distributed import processes
+from rmt_tpu.errors import RunError, UsageError, unknown
+from rmt_tpu.storage import Fault, Folder, Unavailable
+
+_RETENTION = Retention()  # the usual one
+
+_channels = itertools.count()
+
+
+class Checkpointer:
+    """Saves and restores pytrees of arrays under one root folder.
+
+    One run writes to a root at a time; any number may read. Should two writers race for one step
+    all the same, exactly one of them commits it and the other one's save fails.
+
+    Its methods are for one thread. The one that it starts in `begin_save` is waited for when the
+    interpreter ends, and an error that nothing has raised until then is reported.
+
+    Durability is tensorstore's default (`file_io_sync`): each file is fsynced before it counts as
+    written, so COMMIT never reaches the disk ahead of the data it names.
+
+    Attributes:
+      root: the folder of all steps.
+    """
+
+    def __init__(
+        self,
+        root: str | Folder,
+        *,
+        retention: Retention = _RETENTION,
+        compression: str = "none",
+        report: Callable[[str], None] = logging.error,
+    ):
+        """Opens `root` without touching it: reading needs no right to write.
+
+        Args:
+            root: A local path or a `gs://bucket/path`. It is created by the first save.
+            retention: Which committed steps stay after a save.
+            compression: Of the arrays that are saved: "none" or "zstd". What is restored says for
+                itself.
+            report: Is told in one line about each damaged step that a restore passes over, about
+                old steps that could not be deleted, and at the very end about an error of the
+                background. Called from any thread.
+
+        Raises:
+            UsageError: `root` or `compression` cannot be.
+        """
+        if compression not in COMPRESSIONS:
+            raise UsageError(unknown("compression", compression, COMPRESSIONS))
+        self.root = storage.open_folder(root) if isinstance(root, str) else root
+        self._context = self.root.context()
+        self._retention, self._compression = retention, compression
+        self._report = report
+        # Which COMMIT, by its generation, this object found to lead to damaged data.
+        self._damaged: dict[int, Any] = {}
+        self._channel: processes.Channel | None = None
+        self._background: Background[Saved] = Background("checkpoint")
+        # At the latest when the interpreter ends, after its wait for threads.
+        weakref.finalize(self, self._background.tell, report)
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending.
+
+        Raises:
+            RunError: `root` cannot be listed.
+        """
+        found = committed_and_attempts(self.root)
+        return sorted(step for step, entries in found.items() if "COMMIT" in entries)
+
+    # Saving ----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        meta: dict,
+        *,
+        loss: int | float | None = None,
+        before_commit: Callable[[], None] | None = None,
+    ) -> Saved:
+        """`begin_save` and `wait`: returns once everything is stored and committed."""
+        self._begin(step, tree, meta, loss, before_commit, copy=False)
+        return self.wait()
+
+    def begin_save(
+        self,
+        step: int,
+        tree: Any,
+        meta: dict,
+        *,
+        loss: int | float | None = None,
+        before_commit: Callable[[], None] | None = None,
+    ) -> None:
+        """Begins to commit `tree` and `meta` as `step`; a thread does the rest.
+
+        Returns once the arrays may be donated or overwritten. Until they are stored, this process
+        has a copy of its part of them in host memory; on a CPU those that are donated are copied.
+        A save that is still under way is waited for first.
+
+        When the step is committed, the steps that `retention` does not name are deleted.
+
+        Args:
+            step: The step's number. It must not be committed yet, unless this object found it
+                damaged in a restore: then it is replaced.
+            tree: A pytree of jax or numpy arrays. Typed PRNG keys are arrays too.
+            meta: A JSON dict. Tuples come back as lists and integer keys as strings.
+            loss: On held-out text, for `retention.best`. One that is not finite is none.
+            before_commit: Called by the thread of process 0 when all else is stored. If it raises,
+                the step is not committed.
+
+        Raises:
+            UsageError: The tree or `meta` cannot be stored.
+            RunError: The save before has failed; see `check`.
+        """
+        self._begin(step, tree, meta, loss, before_commit, copy=True)
+
+    def check(self) -> Saved | None:
+        """The save that has ended since the last call of this or `wait`; None if there is none.
+
+        Raises:
+            RunError: It has failed: the step was committed already, or writing failed midway, or a
+                process did not come. All processes are told of what happens to one.
+        """
+        return self._background.take()
+
+    def wait(self) -> Saved | None:
+        """`check`, when the save under way has ended."""
+        self._background.join()
+        return self.check()
+
+    def _begin(self, step, tree, meta, loss, before_commit, *, copy: bool) -> None:
+        started = time.monotonic()
+        self.wait()
+        if step < 0:
+            raise UsageError(f"a checkpoint's step must not be negative, got {step}")
+        sources, arrays = to_store(tree, self._compression)
+        manifest = seal(arrays, meta)
+        blocks = blocks_of(sources, arrays)
+        # Numbered in the main thread, where all processes begin the same saves.
+        self._channel = self._channel or processes.Channel(f"checkpoint-{next(_channels)}")
+        attempt = Attempt(
+            self.root,
+            self._context,
+            step,
+            arrays,
+            snapshot(blocks) if copy else blocks,
+            manifest,
+            loss,
+            before_commit,
+            self._damaged.get(step),
+            self._channel.exchange,
+        )
+        blocked = time.monotonic() - started
+
+        def run() -> Saved:
+            attempt.run()
+            self._damaged.pop(step, None)
+            if processes.is_first():
+                self._tidy(step)
+            seconds = time.monotonic() - started
+            return Saved(step, sum(a.num_bytes for a in arrays), seconds, blocked)
+
+        self._background.start(run)
+
+    def _tidy(self, saved: int) -> None:
+        try:
+            tidy(self.root, saved, self._retention, self._damaged)
+        except Fault as fault:
+            self._report(f"cannot delete old checkpoints in {self.root}: {fault}")
+
+    # Restoring -------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        like: Any | Callable[[dict[str, StoredArray]], Any],
+        step: int | None = None,
+        *,
+        partial: bool = False,
+    ) -> tuple[int, Any, dict]:
+        """Reads a step into the structure, shapes, dtypes and placement of `like`.
+
+        The mesh, the number of processes and of a pipeline's virtual stages may be others than
+        those it was saved with.
+
+        Args:
+            like: A pytree of arrays or `jax.ShapeDtypeStruct`. Where one has a sharding, the
+                restored array gets it. Where it is a numpy array, so is the restored one. Or a
+                function that returns it, given the arrays that a step has.
+            step: Which step; by default the newest undamaged one.
+            partial: Leave alone what the checkpoint has beyond `like`; else it is refused.
+
+        Returns:
+            The step, the tree, and the `meta` it was saved with.
+
+        Raises:
+            UsageError: The checkpoint's arrays are not those of `like`, or there is no such step.
+            RunError: There is no checkpoint, or none that is undamaged; or the store does not
+                answer or gives no access, where it is not known which step is the last good one.
+        """
+
+        def load(found: "_Found") -> tuple[Any, dict]:
+            leaves, treedef = named_leaves(like(found.arrays) if callable(like) else like)
+            wanted = {name: describe(name, leaf) for name, leaf in leaves.items()}
+            compared = wanted.keys() if partial else found.arrays.keys() | wanted.keys()
+            self._check_fit(found.step, found.arrays, wanted, sorted(compared))
+            stores = self._open(found, map(found.arrays.get, leaves))
+            values = [place(leaves[array.name], array, ps) for array, ps in read(stores, leaves)]
+            return treedef.unflatten(values), found.meta
+
+        def load_together(candidate: int) -> tuple[int, Any, dict]:
+            generation, loaded = None, ()
+            self._damaged.pop(candidate, None)
+
+            def try_to_load() -> str:
+                nonlocal generation, loaded
+                commit = self._read(f"{candidate}/COMMIT", COMMIT_LIMIT)
+                generation = commit.generation
+                loaded = load(self._read_manifest(candidate, commit.data))
+                return ""
+
+            try:
+                together(processes.exchange, f"checkpoint {candidate}: restore", try_to_load)
+            except Fault as fault:
+                if generation is not None and not isinstance(fault, Unavailable):
+                    self._damaged[candidate] = generation
+                raise
+            return candidate, *loaded
+
+        self._background.join()
+        # Process 0's answer, for a file system may show files to one host before another.
+        steps = processes.from_first(self.steps(), f"list of checkpoints in {self.root}")
+        return self._newest(steps, step, load_together)
+
+    def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
+        """The arrays of a step, by name, by its manifest alone; this process's own business.
+
+        Args:
+            step: Which step; by default the newest one with an undamaged manifest.
+
+        Raises:
+            UsageError: There is no such step.
+            RunError: There is no checkpoint, or none with an undamaged manifest.
+        """
+        return self._find(step).arrays
+
+    def array(self, name: str, step: int | None = None) -> ts.TensorStore:
+        """One array of a step, to be read in part: `array("w")[5:7].read().result()`.
+
+        Args:
+            name: One of `arrays`. PRNG keys are stored as their uint32 data.
+            step: As for `arrays`.
+
+        Raises:
+            UsageError: There is no such step or array.
+            RunError: There is none with an undamaged manifest, or its array cannot be opened.
+        """
+        found = self._find(step)
+        if name not in found.arrays:
+            raise UsageError(unknown(f"in step {found.step}, array", name, found.arrays))
+        ((_, store),) = self._open(found, [found.arrays[name]])
+        return store
+
+    def _find(self, step: int | None) -> "_Found":
+        def look(candidate: int) -> _Found:
+            commit = self._read(f"{candidate}/COMMIT", COMMIT_LIMIT)
+            return self._read_manifest(candidate, commit.data)
+
+        return self._newest(self.steps(), step, look)
+
+    def _newest(self, steps: list[int], step: int | None, look: Callable[[int], Any]) -> Any:
+        """What `look` says of `step`, or of the newest one that is not damaged.
+
+        One that cannot be read may be good: an older one in its place would lose steps.
+        """
+        if step is not None and step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise UsageError(f"no checkpoint of step {step} in {self.root}; available: {there}")
+        if not steps:
+            raise RunError(f"no checkpoint in {self.root}")
+        problems = []
+        for candidate in reversed(steps) if step is None else [step]:
+            try:
+                return look(candidate)
+            except Unavailable as fault:
+                raise Unavailable(f"cannot read step {candidate} in {self.root}: {fault}") from None
+            except Fault as fault:
+                problems.append(f"step {candidate}: {fault}")
+            if step is None:
+                self._report(f"damaged checkpoint in {self.root} passed over: {problems[-1]}")
+        raise RunError(f"no undamaged checkpoint in {self.root}: {'; '.join(problems)}")
+
+    def _read_manifest(self, step: int, commit: bytes) -> "_Found":
+        attempt = Commit.from_bytes(commit).attempt
+        manifest = self._read(f"{step}/{attempt}/manifest.json", MANIFEST_LIMIT)
+        return _Found(step, attempt, *unseal(manifest.data))
+
+    def _check_fit(
+        self,
+        step: int,
+        stored: dict[str, StoredArray],
+        wanted: dict[str, StoredArray],
+        names: list[str],
+    ) -> None:
+        differing = []
+        for name in names:
+            ours, theirs = wanted.get(name, "has none"), stored.get(name, "has none")
+            if not (name in wanted and name in stored and theirs.fits(ours)):
+                differing.append(f"{name}: checkpoint {theirs}, model {ours}")
+        if differing:
+            what = f"checkpoint step {step} in {self.root} does not fit the model"
+            raise UsageError(f"{what}: {'; '.join(differing)}")
+
+    def _read(self, name: str, limit: int) -> storage.Found:
+        found = self.root.read(name, limit=limit)
+        if found is None:
+            raise Fault(f"{name} is missing")
+        return found
+
+    def _open(self, found: "_Found", arrays: Iterable[StoredArray]) -> list:
+        parent = self.root.child(f"{found.step}/{found.attempt}/arrays").kvstore()
+        return open_arrays(parent, arrays, self._context, "read")
+
+
+class _Found(NamedTuple):
+    """What the small files of a step say."""
+
+    step: int
+    attempt: str
+    arrays: dict[str, StoredArray]
+    meta: dict

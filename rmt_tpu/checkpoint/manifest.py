@@ -1,0 +1,125 @@
+"""The two small files that make arrays a checkpoint: its manifest, and COMMIT.
+
+They may have been written by anybody, so nothing they say is used before it was looked at.
+"""
+
+import json
+import math
+import re
+import zlib
+from typing import Any, NamedTuple
+
+from rmt_tpu import storage
+from rmt_tpu.checkpoint.arrays import COMPRESSIONS, DTYPES, StoredArray
+from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import Fault
+
+# 2: weights number the entries of concatenated data vectors by place, then by vector.
+# 3: arrays may be compressed.
+FORMAT_VERSION = 3
+_READ_VERSIONS = (2, 3)
+
+# Bytes, of which no more are read.
+COMMIT_LIMIT = 4096
+MANIFEST_LIMIT = 64 * 2**20
+
+ATTEMPT = re.compile(r"attempt-[0-9a-f]{16}")
+
+_LARGEST = 2**62  # bytes of one array, and numbers on one axis
+_MOST_AXES = 32
+
+
+class Commit(NamedTuple):
+    """Which attempt at a step counts, and the loss on held-out text if there is one."""
+
+    attempt: str
+    loss: float | None = None
+
+    def to_bytes(self) -> bytes:
+        finite = self.loss is not None and math.isfinite(self.loss)
+        loss = {"loss": self.loss} if finite else {}
+        return json.dumps({"attempt": self.attempt, **loss}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Commit":
+        """Raises Fault if it names no attempt."""
+        try:
+            said = json.loads(data)
+            attempt, loss = ATTEMPT.fullmatch(said["attempt"])[0], said.get("loss")
+        except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
+            raise Fault("COMMIT is damaged: it names no attempt") from None
+        is_number = type(loss) in (int, float) and math.isfinite(loss)
+        return cls(attempt, float(loss) if is_number else None)
+
+
+def seal(arrays: list[StoredArray], meta: dict) -> bytes:
+    """The manifest's bytes: its content and a checksum of that content.
+
+    Raises:
+      UsageError: `meta` is not JSON.
+    """
+    try:
+        # Through JSON and back first: the checksum is of what a reader will see.
+        meta = json.loads(json.dumps(meta, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"a checkpoint's meta must be JSON: {error}") from None
+    content = {"version": FORMAT_VERSION, "arrays": [a._asdict() for a in arrays], "meta": meta}
+    return json.dumps({"crc32": _checksum(content), "content": content}, indent=1).encode()
+
+
+def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
+    """The arrays by name, and the meta, that a manifest lists.
+
+    Raises:
+      Fault: it is damaged, or says what cannot be.
+      UsageError: it is of another format.
+    """
+    try:
+        sealed = json.loads(manifest)
+        content = sealed["content"]
+        if sealed["crc32"] != _checksum(content):
+            raise Fault("manifest.json is damaged: its checksum does not match")
+        version = content["version"]
+        if version not in _READ_VERSIONS:
+            raise UsageError(
+                f"checkpoint format {version} is not {FORMAT_VERSION}, which is read here"
+            )
+        arrays, meta = list(map(_array, content["arrays"])), content["meta"]
+    except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
+        raise Fault("manifest.json is damaged: it is not a manifest") from None
+    named = {array.name: array for array in arrays}
+    if len(named) < len(arrays) or not isinstance(meta, dict):
+        raise Fault("manifest.json is damaged: it names an array twice, or has no meta")
+    return named, meta
+
+
+def _array(entry: dict) -> StoredArray:
+    """Raises Fault for what this program would never write, and others if it is no such entry."""
+    array = StoredArray(**entry)
+    name, shape, chunk = array.name, array.shape, array.chunk
+    try:
+        storage.join(name)
+    except UsageError:
+        raise Fault(f"manifest.json has an array named {name!r}, which is refused") from None
+    if array.dtype not in DTYPES:
+        raise Fault(f"manifest.json: array {name} has the unknown dtype {array.dtype!r}")
+    if array.compression not in COMPRESSIONS:
+        raise Fault(f"manifest.json: array {name} has the unknown {array.compression!r}")
+    if not (array.prng is None or isinstance(array.prng, str)):
+        raise Fault(f"manifest.json: array {name} has an unknown kind of PRNG key")
+    sizes = [*shape, *chunk]
+    if not (
+        isinstance(shape, list)
+        and isinstance(chunk, list)
+        and len(shape) == len(chunk) <= _MOST_AXES
+        and all(type(size) is int and 0 <= size < _LARGEST for size in sizes)
+        and 16 * math.prod(shape) < _LARGEST
+        # No chunk is larger than the array, which is compared with what is wanted.
+        and all(1 <= part <= max(size, 1) for size, part in zip(shape, chunk, strict=True))
+    ):
+        raise Fault(f"manifest.json: array {name} has an impossible shape or chunk")
+    return array
+
+
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -1,0 +1,287 @@
+"""How a checkpoint is written: a copy that the training loop need not wait for, then a protocol.
+
+The protocol has three parts, and every process comes to the end of each before any goes on: process
+0 makes the arrays, empty; every process writes the pieces that its own devices hold; process 0
+writes the manifest, and then COMMIT, if there is none.
+"""
+
+import contextlib
+import json
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from rmt_tpu.checkpoint.arrays import StoredArray, in_flight, open_arrays, own_blocks
+from rmt_tpu.checkpoint.manifest import COMMIT_LIMIT, Commit
+from rmt_tpu.checkpoint.retention import delete_attempts
+from rmt_tpu.distributed import processes
+from rmt_tpu.errors import RmtError, RunError
+from rmt_tpu.storage import Fault, Folder, Unavailable
+
+_T = TypeVar("_T")
+
+
+class Saved(NamedTuple):
+    """A save that has ended well.
+
+    Attributes:
+      step: that it is of.
+      num_bytes: of all arrays, of all processes, before compression.
+      seconds: from the call of `begin_save` to the end.
+      blocked_seconds: that the caller was held up in `begin_save`.
+    """
+
+    step: int
+    num_bytes: int
+    seconds: float
+    blocked_seconds: float
+
+
+class Block(NamedTuple):
+    """A piece of an array, and where it belongs."""
+
+    array: StoredArray
+    index: Any
+    values: np.ndarray | np.generic | jax.Array
+
+
+def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[Block]:
+    """The pieces of arrays that this process writes."""
+    return deque(Block(a, *piece) for a in arrays for piece in own_blocks(sources[a.name]))
+
+
+def snapshot(blocks: Iterable[Block]) -> deque[Block]:
+    """The same, as they are now: what they are taken from may be donated or overwritten at once."""
+    return deque(block._replace(values=_held(block.values)) for block in blocks)
+
+
+def _held(values: Any) -> np.ndarray | jax.Array:
+    if not isinstance(values, jax.Array):
+        return np.array(values)
+    (device,) = values.devices()
+    if _is_host(device):
+        # No copy: XLA does not give away a buffer that numpy looks at.
+        return np.asarray(values)
+    # Begins to copy and returns; what is donated now is overwritten after it was read.
+    pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    return jax.device_put(values, pinned, may_alias=False)
+
+
+def _is_host(device: jax.Device) -> bool:
+    return device.platform == "cpu"
+
+
+class Attempt(NamedTuple):
+    """One attempt to save a step.
+
+    Attributes:
+      folder: of all steps.
+      context: of tensorstore.
+      step: to save.
+      arrays: all, of all processes.
+      blocks: of this process; each is let go when it is written.
+      manifest: of the step.
+      loss: on held-out text, if it is known.
+      before_commit: called on process 0 when all else is stored.
+      damaged: the generation of a COMMIT at this step that may be replaced.
+      exchange: `processes.Channel.exchange` of a channel for this thread.
+    """
+
+    folder: Folder
+    context: ts.Context
+    step: int
+    arrays: list[StoredArray]
+    blocks: deque[Block]
+    manifest: bytes
+    loss: int | float | None
+    before_commit: Callable[[], None] | None
+    damaged: Any
+    exchange: Callable[[str, str], list[str]]
+
+    def run(self) -> None:
+        """Saves the step.
+
+        Raises:
+          RunError: it is already committed, or something failed on any of the processes.
+        """
+        name = f"attempt-{uuid.uuid4().hex[:16]}"
+        first = processes.is_first()
+        stores = None
+
+        def begin() -> str:
+            nonlocal stores
+            if first:
+                self._make_way()
+                stores = self._open(name, "create")
+            return name
+
+        def write() -> str:
+            self._write(stores or self._open(name, "write"))
+            return ""
+
+        def finish() -> str:
+            if first:
+                self.folder.write(f"{self.step}/{name}/manifest.json", self.manifest)
+                if self.before_commit:
+                    self.before_commit()
+                commit(self.folder, self.step, Commit(name, self.loss))
+            return ""
+
+        try:
+            name = self._together("begin", begin)
+            self._together("write", write)
+            self._together("commit", finish)
+        except Exception as error:
+            # Without an answer from all, another process may still be writing.
+            if first and isinstance(error, Fault):
+                self._abandon(name)
+            line = f"cannot save step {self.step} in {self.folder}: {one_line(error)}"
+            raise RunError(line) from None
+
+    def _together(self, part: str, action: Callable[[], str]) -> str:
+        what = f"checkpoint {self.step}: {part}"
+        return together(self.exchange, what, action, faults=Exception)
+
+    def _make_way(self) -> None:
+        """Deletes the step's COMMIT if it is still the one that was found damaged."""
+        path = f"{self.step}/COMMIT"
+        found = self.folder.read(path, limit=COMMIT_LIMIT)
+        if found and not (
+            found.generation == self.damaged
+            and self.folder.delete(path, generation=found.generation)
+        ):
+            raise Fault("it is already committed")
+
+    def _open(self, attempt: str, mode: Literal["create", "write"]) -> dict[str, ts.TensorStore]:
+        parent = self.folder.child(f"{self.step}/{attempt}/arrays").kvstore()
+        opened = open_arrays(parent, self.arrays, self.context, mode)
+        return {array.name: store for array, store in opened}
+
+    def _write(self, stores: dict[str, ts.TensorStore]) -> None:
+        def jobs():
+            while self.blocks:
+                array, index, values = self.blocks.popleft()
+                part = stores[array.name][index]
+                write = lambda part=part, values=values: part.write(
+                    np.asarray(values), can_reference_source_data_indefinitely=True
+                )
+                yield array, values.nbytes, write
+
+        deque(in_flight(jobs()), maxlen=0)  # runs them all and keeps no result
+
+    def _abandon(self, attempt: str) -> None:
+        """Deletes an attempt that no COMMIT names, as far as the store still lets us."""
+        with contextlib.suppress(Fault):
+            found = self.folder.read(f"{self.step}/COMMIT", limit=COMMIT_LIMIT)
+            if not found or attempt.encode() not in found.data:
+                delete_attempts(self.folder, self.step, [attempt])
+
+
+def commit(folder: Folder, step: int, content: Commit) -> None:
+    """Makes an attempt the step.
+
+    Raises:
+      Fault: another writer has done so, or it failed.
+    """
+    if not folder.create(f"{step}/COMMIT", content.to_bytes()):
+        raise Fault("another writer committed it first")
+
+
+def together(
+    exchange: Callable[[str, str], list[str]],
+    what: str,
+    action: Callable[[], str],
+    *,
+    faults: type[Exception] = Fault,
+) -> str:
+    """Does a part of the work on every process; if it fails on one, it fails on all.
+
+    Args:
+      exchange: of the thread's channel.
+      what: all do here, for messages.
+      action: this process's part.
+      faults: that tell the others, and end it here as a Fault; others end this process alone.
+
+    Returns:
+      What process 0's `action` returned.
+
+    Raises:
+      Fault: it failed on some process, which is named if there are several; Unavailable if all
+        that failed had no answer from the store.
+      RunError: some process did not come.
+    """
+    result, fault, unavailable = "", None, False
+    try:
+        result = action()
+    except faults as error:
+        fault, unavailable = one_line(error), isinstance(error, Unavailable)
+    if processes.num_processes() == 1:
+        answers = [(result, fault, unavailable)]
+    else:
+        answers = map(json.loads, exchange(json.dumps((result, fault, unavailable)), what))
+    results, found, no_answers = zip(*answers, strict=True)
+    failed = [process for process, fault in enumerate(found) if fault is not None]
+    if failed:
+        where = f"process {failed[0]}: " if len(found) > 1 else ""
+        kind = Unavailable if all(no_answers[process] for process in failed) else Fault
+        raise kind(where + found[failed[0]])
+    return results[0]
+
+
+def one_line(error: Exception) -> str:
+    """Those that are not for a person, with their kind."""
+    kind = "" if isinstance(error, RmtError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())
+
+
+class Background(Generic[_T]):
+    """One piece of work at a time in a thread, which the interpreter waits for before it ends."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._result: _T | None = None
+        self._error: Exception | None = None
+
+    def start(self, work: Callable[[], _T]) -> None:
+        """Begins; nothing else must be under way.
+
+        Args:
+          work: raises what `take` is to raise.
+        """
+
+        def run() -> None:
+            try:
+                self._result = work()
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name=self._name)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Returns when nothing is under way."""
+        if self._thread:
+            self._thread.join()
+
+    def take(self) -> _T | None:
+        """What has ended: its result, once, or its error, once; None if there is nothing new."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread = None
+        result, self._result = self._result, None
+        error, self._error = self._error, None
+        if error:
+            raise error
+        return result
+
+    def tell(self, report: Callable[[str], None]) -> None:
+        """Reports an error that was not taken."""
+        if self._error:
+            report(one_line(self._error))

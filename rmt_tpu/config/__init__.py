@@ -1,0 +1,91 @@
+"""What a run is: frozen dataclasses, nested. A choice between systems is a choice between classes.
+
+Every class of a choice carries a `kind`, the name it has in JSON and on the command line
+(`--set=model.store=vector`, `--set=model.attention.positions=rope`).
+"""
+
+from rmt_tpu.config.checks import (
+    nearest_multiples,
+)
+from rmt_tpu.config.cores import (
+    Alibi,
+    Attention,
+    FeedForward,
+    Learned,
+    NoPositions,
+    Positions,
+    Rope,
+)
+from rmt_tpu.config.mixers import (
+    Banked,
+    BlockAttention,
+    Dense,
+    DepthLstm,
+    FullAttention,
+    Hierarchical,
+    Highway,
+    HyperConnections,
+    Mhc,
+    MhcLite,
+    Mixer,
+    Sum,
+)
+from rmt_tpu.config.model import (
+    ModelConfig,
+    MuP,
+    Parametrization,
+    RematPolicy,
+    Standard,
+)
+from rmt_tpu.config.run import (
+    AdamW,
+    DataConfig,
+    Role,
+    RunConfig,
+    TrainConfig,
+)
+from rmt_tpu.config.stores import (
+    DType,
+    MatrixStore,
+    StateDType,
+    Store,
+    VectorStore,
+)
+
+__all__ = [
+    "AdamW",
+    "Alibi",
+    "Attention",
+    "Banked",
+    "BlockAttention",
+    "DType",
+    "DataConfig",
+    "Dense",
+    "DepthLstm",
+    "FeedForward",
+    "FullAttention",
+    "Hierarchical",
+    "Highway",
+    "HyperConnections",
+    "Learned",
+    "MatrixStore",
+    "Mhc",
+    "MhcLite",
+    "Mixer",
+    "ModelConfig",
+    "MuP",
+    "NoPositions",
+    "Parametrization",
+    "Positions",
+    "RematPolicy",
+    "Role",
+    "Rope",
+    "RunConfig",
+    "Standard",
+    "StateDType",
+    "Store",
+    "Sum",
+    "TrainConfig",
+    "VectorStore",
+    "nearest_multiples",
+]

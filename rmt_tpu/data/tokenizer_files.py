@@ -1,0 +1,81 @@
+"""Which tokenizer a name, a folder or a file stands for."""
+
+import json
+from pathlib import Path
+
+from rmt_tpu.data.bpe import BpeTokenizer
+from rmt_tpu.data.tokenizer import BYTE, BYTE_FILE, FILE, ByteTokenizer, Tokenizer
+from rmt_tpu.errors import UsageError, unknown
+from rmt_tpu.storage import Location, open_folder
+
+GPT2_FILES = ("encoder.json", "vocab.bpe")
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that `--tokenizer` names.
+
+    Args:
+      spec: `byte`; or a folder with GPT-2's encoder.json and vocab.bpe, or with a tokenizer.json
+        (this one also on gs://); or a file like tokenizer.json.
+
+    Raises:
+      UsageError: there is no such tokenizer, its files are damaged or have no BOS, or the
+        tokenizers library is needed and not installed.
+    """
+    if spec == BYTE:
+        return ByteTokenizer()
+    if spec.startswith("gs://"):
+        return load_saved(spec)
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return _load_file(spec, path)
+    if path.is_dir():
+        return _load_folder(spec, path)
+    legal = [BYTE, f"a folder with {' and '.join(GPT2_FILES)}", f"the path of a {FILE}"]
+    raise UsageError(unknown("--tokenizer", spec, legal))
+
+
+def load_saved(folder: Location) -> Tokenizer:
+    """The tokenizer that `save` wrote into a folder.
+
+    Raises:
+      UsageError: there is none, or its file is damaged.
+    """
+    folder = open_folder(folder)
+    found = folder.read(FILE)
+    if found is None:
+        raise UsageError(f"{folder.url!r} has no {FILE}; legal: the folder of a run")
+    return _from_json(f"{folder.url}/{FILE}", found.data)
+
+
+def _load_folder(spec: str, folder: Path) -> Tokenizer:
+    if all((folder / name).is_file() for name in GPT2_FILES):
+        return BpeTokenizer.from_gpt2_files(spec, *(folder / name for name in GPT2_FILES))
+    if (folder / FILE).is_file():
+        return _load_file(spec, folder / FILE)
+    raise UsageError(
+        f"--tokenizer={spec!r} is a folder without a tokenizer; "
+        f"legal: one with {' and '.join(GPT2_FILES)}, or with {FILE}"
+    )
+
+
+def _load_file(spec: str, path: Path) -> Tokenizer:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(spec, error) from None
+    return _from_json(spec, content)
+
+
+def _from_json(spec: str, content: bytes) -> Tokenizer:
+    try:
+        text = content.decode("utf-8")
+        if json.loads(text) == BYTE_FILE:
+            return ByteTokenizer()
+    except ValueError as error:
+        raise _unreadable(spec, error) from None
+    return BpeTokenizer.from_json(spec, text)
+
+
+def _unreadable(spec: str, error: Exception) -> UsageError:
+    return UsageError(f"--tokenizer={spec!r} cannot be read ({error}); legal: a {FILE}")

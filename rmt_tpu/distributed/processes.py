@@ -1,0 +1,302 @@
+"""Several processes that train as one: how they find each other, agree, and end together.
+
+Every process runs the same program on its own devices. `initialize` joins them before a device is
+touched; later they agree through the key-value store of JAX's coordination service, which process
+0 holds, and never through the devices: a process that is missing is then named within a stated
+time, where a collective would hang. With one process everything here is immediate.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The coordination service's client has no public name; jax's own checkpointing takes it from here.
+from jax._src.clusters import ClusterEnv
+from jax._src.distributed import global_state
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rmt_tpu.distributed import roll_call
+from rmt_tpu.distributed.roll_call import Member
+from rmt_tpu.errors import RunError, UsageError
+
+DEFAULT_TIMEOUT = 300.0  # seconds
+
+_LOOK_SECONDS = 1.0  # between looks for a process that has failed
+_FAREWELL_SECONDS = 10.0  # that process 0, which holds the store, stays after a failure
+_FAILED, _ENDED = "rmt/failed/", "rmt/ended/"
+
+_timeout: int | float = DEFAULT_TIMEOUT
+_watch: "_Watch | None" = None
+
+
+def find_member(timeout: int | float) -> tuple[Member, list[int] | None]:
+    """This process of a TPU slice, a SLURM, Open MPI or Kubernetes job, and its device numbers.
+
+    None is all devices of the host.
+
+    Raises:
+      UsageError: it is in none of them.
+    """
+    try:
+        coordinator, num_processes, process_id, local_device_ids = (
+            ClusterEnv.auto_detect_unset_distributed_params(
+                None, None, None, None, None, int(timeout)
+            )
+        )
+        if None in (coordinator, num_processes, process_id):
+            raise LookupError("no such environment variables")
+    except Exception as error:  # each kind of cluster has its own
+        raise UsageError(
+            "--distributed finds no TPU slice and no SLURM, Open MPI or Kubernetes job here "
+            f"({' '.join(str(error).split())}); give --coordinator=HOST:PORT --num_processes=N "
+            "--process_id=I instead"
+        ) from None
+    devices = None if local_device_ids is None else list(local_device_ids)
+    return Member(coordinator, num_processes, process_id), devices
+
+
+def initialize(
+    member: Member,
+    *,
+    timeout: int | float = DEFAULT_TIMEOUT,
+    local_device_ids: list[int] | None = None,
+) -> None:
+    """Joins the processes of a run; to be called before any device is touched.
+
+    Args:
+      member: this process of the run.
+      timeout: in seconds: for all to come, and later to each point where they agree.
+      local_device_ids: of this process; None is all devices of the host.
+
+    Raises:
+      UsageError: `member` cannot be, or the timeout is not positive.
+      RunError: some are missing when the time is over, or do not fit together.
+    """
+    global _timeout, _watch
+    roll_call.check(member)
+    if not timeout > 0:
+        raise UsageError(f"--distributed_timeout={timeout:g} must be positive")
+    started = time.monotonic()
+    versions = f"Python {platform.python_version()} with jax {jax.__version__}"
+    roll_call.hold(member, versions, timeout)
+    # Its handler would take SIGTERM, which the training loop answers with a checkpoint.
+    jax.config.update("jax_enable_preemption_service", False)
+    loopback = roll_call.is_loopback(member.host_and_port()[0])
+    jax.distributed.initialize(
+        *member,
+        local_device_ids=local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(10, int(timeout - (time.monotonic() - started))),
+        coordinator_bind_address=member.coordinator if loopback else None,
+    )
+    _timeout = timeout
+    _watch = _Watch()
+    # Handlers run last first: before jax's, which takes the client away.
+    atexit.register(_watch.stop)
+
+
+def num_processes() -> int:
+    """Processes of the run, 1 if `initialize` was not called."""
+    return global_state.num_processes
+
+
+def process_id() -> int:
+    """This process's number, from 0."""
+    return global_state.process_id
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and writes for all."""
+    return process_id() == 0
+
+
+class Channel:
+    """Points where all processes agree, in an order of its own.
+
+    All processes make the same calls of a channel in the same order. So each thread that agrees
+    with its like has a channel to itself: what other threads agree on in between does not matter.
+    """
+
+    def __init__(self, name: str):
+        """
+        Args:
+          name: the same on all processes, and of no other channel.
+        """
+        self._name, self._calls = name, 0
+
+    def exchange(self, value: str, what: str, *, timeout: int | float | None = None) -> list[str]:
+        """The `value` of every process, in order; returns once all have come.
+
+        Args:
+          value: of this process, short.
+          what: all do here, for the message.
+          timeout: in seconds; None is that of `initialize`.
+
+        Raises:
+          RunError: some processes did not come within the time, and are named; or process 0, which
+            holds what they say, is gone.
+        """
+        count = num_processes()
+        if count == 1:
+            return [value]
+        timeout = _timeout if timeout is None else timeout
+        self._calls += 1
+        client, folder = global_state.client, self._folder(self._calls)
+        try:
+            client.key_value_set(f"{folder}{process_id()}", value)
+            self._meet(client, folder, what, timeout)
+            values = _read(client, folder)
+            if is_first():  # all have passed the one before the last, and read it
+                client.key_value_delete(self._folder(self._calls - 2))
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RunError(f"process 0 is not to be reached at '{what}': {reason}") from None
+        return [values[p] for p in range(count)]
+
+    def _meet(self, client: Any, folder: str, what: str, timeout: int | float) -> None:
+        barrier, count = f"rmt/barrier/{self._name}/{self._calls}", num_processes()
+        try:
+            client.wait_at_barrier(barrier, round(timeout * 1000))
+        except jax.errors.JaxRuntimeError:
+            there = _read(client, folder)
+            missing = [p for p in range(count) if p not in there]
+            if missing:
+                raise RunError(
+                    f"{roll_call.listed(missing)} of {count} did not come to '{what}' within "
+                    f"{timeout:g} s; see their logs"
+                ) from None
+            # All have said something, and yet not all have met.
+            raise RunError(
+                f"the {count} processes missed each other at '{what}': one came later than "
+                f"{timeout:g} s, or was lost while it waited; see their logs"
+            ) from None
+
+    def from_first(self, value: Any, what: str) -> Any:
+        """Process 0's `value`, which is JSON, on every process."""
+        if num_processes() == 1:
+            return value
+        return json.loads(self.exchange(json.dumps(value) if is_first() else "", what)[0])
+
+    def _folder(self, call: int) -> str:
+        return f"rmt/exchange/{self._name}/{call}/"
+
+
+# That of the main thread.
+_main = Channel("main")
+exchange = _main.exchange
+from_first = _main.from_first
+
+
+def _read(client: Any, folder: str) -> dict[int, str]:
+    return {int(k.rpartition("/")[2]): value for k, value in client.key_value_dir_get(folder)}
+
+
+class Highest:
+    """The highest number any process says: the same on all, in the same step, one step late.
+
+    Each call dispatches a maximum of one number a device behind the step that runs, and reads that
+    of the call before, which that step's metrics have waited for already: nothing waits for it.
+    With one process the answer is immediate.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._shape = (mesh.size,)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._max = jax.jit(jnp.max, out_shardings=everywhere)
+        self._before: jax.Array | None = None
+
+    def __call__(self, number: int) -> int:
+        """The answer of the call before, at first 0; that of this one is for the next."""
+        if num_processes() == 1:
+            return number
+        own = lambda index: np.full(len(range(*index[0].indices(*self._shape))), number, np.int32)
+        votes = jax.make_array_from_callback(self._shape, self._sharding, own)
+        before, self._before = self._before, self._max(votes)
+        return 0 if before is None else int(before)
+
+
+def finish(timeout: int | float = 3600.0) -> None:
+    """The good end of a run: waits for all, so that none takes a slower one for dead.
+
+    Args:
+      timeout: in seconds; process 0 may have a sample to write, the others do not.
+    """
+    exchange("", "the end of the run", timeout=timeout)
+
+
+def fail(line: str, code: int) -> NoReturn:
+    """The bad end: tells this process's standard error, and the others, which end too.
+
+    Without more ado, because JAX's own shutdown waits for processes that may never come.
+
+    Args:
+      line: to tell.
+      code: of the exit.
+    """
+    _end(line, code, told=f"process {process_id()}: {line}")
+
+
+_ending = threading.Lock()
+
+
+def _end(line: str, code: int, told: str | None = None) -> NoReturn:
+    """Tells `line` once, in whichever thread comes first."""
+    _ending.acquire()  # for ever in a second thread, which ends with the process
+    client = global_state.client
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        if told:
+            client.key_value_set(f"{_FAILED}{process_id()}", told)
+    sys.stdout.flush()
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(f"{_ENDED}{process_id()}", "")
+        until = time.monotonic() + _FAREWELL_SECONDS
+        # Without the store the others' clients would abort before they have read why.
+        while is_first() and time.monotonic() < until:
+            if len(client.key_value_dir_get(_ENDED)) == num_processes():
+                break
+            time.sleep(_LOOK_SECONDS / 10)
+    os._exit(code)
+
+
+def lost(reason: str) -> NoReturn:
+    """The end where the devices' own communication broke: most often another process has died."""
+    time.sleep(3 * _LOOK_SECONDS)  # if that one could still say why, its line is the better one
+    fail(
+        f"the devices' computation broke, most likely because another process died: {reason}",
+        RunError.exit_code,
+    )
+
+
+class _Watch:
+    """A thread that ends this process soon after another one has failed."""
+
+    def __init__(self):
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="failures", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        # Short looks and no long wait in the client, which could not be ended with the process.
+        while not self._stop.wait(_LOOK_SECONDS):
+            try:
+                failed = global_state.client.key_value_dir_get(_FAILED)
+            except jax.errors.JaxRuntimeError:
+                return  # process 0 is gone, of which jax's client tells
+            if failed and not self._stop.is_set():
+                _end(min(failed)[1], RunError.exit_code)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()

@@ -1,0 +1,418 @@
+"""The cost model for kernels: exact on schedules and programs that can be counted by hand."""
+
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.compiler import (
+    TARGETS,
+    CompilerError,
+    Failure,
+    Job,
+    compile_jobs,
+    lower,
+    program_cost,
+    report,
+)
+from pallas_kernels.compiler.cost import ProgramCost
+from pallas_kernels.compiler.hlo import Bytes, Module
+from pallas_kernels.compiler.measure import measure
+from pallas_kernels.compiler.ops import OPS, Case, Op, Work, cases, elements_per_sublayer
+from pallas_kernels.compiler.schedule import parse_schedule
+
+ROWS, INNER, COLUMNS, BLOCK, CHUNK, LAYERS = 4096, 512, 512, 1024, 256, 5
+
+# What the worker processes compile ------------------------------------------------------------
+
+
+def product(x, y):
+    """x @ y as a kernel: a grid over blocks of rows, in each a loop unrolled by two."""
+
+    def kernel(x, y, out):
+        def body(i, _):
+            rows = pl.ds(i * CHUNK, CHUNK)
+            chunk = jnp.dot(x[rows, :], y[...], preferred_element_type=jnp.float32)
+            out[rows, :] = chunk.astype(out.dtype)
+
+        jax.lax.fori_loop(0, BLOCK // CHUNK, body, None, unroll=2)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((ROWS, COLUMNS), x.dtype),
+        grid=(ROWS // BLOCK,),
+        in_specs=[
+            pl.BlockSpec((BLOCK, INNER), lambda i: (i, 0)),
+            pl.BlockSpec((INNER, COLUMNS), lambda i: (0, 0)),
+        ],
+        out_specs=pl.BlockSpec((BLOCK, COLUMNS), lambda i: (i, 0)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        name="product",
+    )(x, y)
+
+
+def lower_product(device):
+    return lower(product, (array(ROWS, INNER), array(INNER, COLUMNS)), device)
+
+
+def lower_scan(device, layers):
+    """A product a layer, with the weights of all layers in one array."""
+
+    def apply(x, weights):
+        step = lambda x, w: (jnp.tanh(jnp.dot(x, w)), None)
+        return jax.lax.scan(step, x, weights)[0]
+
+    return lower(apply, (array(4096, 2048), array(layers, 2048, 2048)), device)
+
+
+def lower_nothing(device):
+    raise ValueError("no such\nprogram")
+
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def job(name, **arguments):
+    return Job(f"tests.pallas_kernels.compiler.schedule_test:{name}", arguments)
+
+
+# Compiled for real ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_product_is_what_is_counted_by_hand(name):
+    target = TARGETS[name]
+    (program,) = compile_jobs(target, [job("lower_product")])
+    (kernel,) = program_cost(program).kernels
+    matrix = target.matrix
+    # 16 rows at a time through every tile of the right-hand side, over all units of all cores.
+    issues = ROWS // 16 * (INNER // matrix.size) * (COLUMNS // matrix.size)
+    assert kernel.mxu_cycles == issues * matrix.rows16 // matrix.units // target.cores
+    flops = 2 * ROWS * INNER * COLUMNS
+    assert kernel.mxu_cycles == pytest.approx(flops / target.peak_flops * target.clock)
+    assert kernel.trips == (ROWS // BLOCK // target.cores, BLOCK // CHUNK // 2)
+    # No kernel is faster than its matrix units, and this one waits little for them.
+    assert kernel.mxu_cycles < kernel.cycles < 2.5 * kernel.mxu_cycles
+    assert kernel.unit_use["MXU"] == pytest.approx(kernel.mxu_cycles / kernel.cycles, rel=0.5)
+    moved = 2 * (ROWS * INNER + INNER * COLUMNS + ROWS * COLUMNS)
+    assert kernel.bytes.total == moved
+    longer = max(kernel.cycles / target.clock, moved / target.bandwidth)
+    assert kernel.seconds == pytest.approx(longer)
+    # Blocks of rows twice, for the pipeline.
+    assert 2 * 2 * 2 * BLOCK * INNER <= kernel.vmem_bytes < target.vmem
+
+
+def test_scan_counts_every_layer_and_slices_of_stacked_weights():
+    target, told = TARGETS["v5e"], []
+    jobs = [job("lower_scan", layers=n) for n in (LAYERS, 2 * LAYERS)]
+    jobs.insert(1, job("lower_nothing"))
+    short, failed, long = compile_jobs(target, jobs, told.append)
+    assert failed == Failure("ValueError: no such program", "ValueError")
+    assert [line.split(":")[0] for line in told] == ["v5e"] * 3 and "failed" in told[1]
+    # Every layer runs one product, which reads its own weights and not those of all layers.
+    for program, layers in ((short, LAYERS), (long, 2 * LAYERS)):
+        (ran,) = [r for r in program.module.run() if r.depth and "tanh" in r.instruction.name]
+        assert ran.times == layers
+        traffic = program.module.traffic(ran.computation, ran.instruction)
+        moved = 2 * (2 * 4096 * 2048 + 2048 * 2048)
+        assert moved <= traffic.total < 1.01 * moved
+    # By XLA's estimate, a layer takes at least what the matrix units take, and not twice that.
+    short, long = (program_cost(program).estimated_seconds for program in (short, long))
+    floor = 2 * 4096 * 2048 * 2048 / target.peak_flops
+    assert floor <= (long - short) / LAYERS < 2 * floor
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CompilerError, match=r"libtpu is not installed; pip install"):
+        next(compile_jobs(TARGETS["v5e"], [job("lower_product")]))
+
+
+def test_process_that_dies():
+    with pytest.raises(CompilerError, match=r"compiling for v5e ended with code 3: goodbye"):
+        list(compile_jobs(TARGETS["v5e"], [job("leave")]))
+
+
+def leave(device):
+    import os
+    import sys
+
+    print("goodbye", file=sys.stderr, flush=True)
+    os._exit(3)
+
+
+# Schedules ------------------------------------------------------------------------------------
+
+MATRIX = TARGETS["v5e"].matrix
+
+
+def schedule(*bundles):
+    """A dump with these bundles: `tag depth text`, and the multiplier used as often as it says."""
+    lines, use = [], []
+    for i, (head, text) in enumerate(bundles):
+        lines.append(f"  {hex(i) if i else '0'} {head} {{ {text} }}")
+        use.append(f"{text.count('vmatmul')} 1")
+    utilization = "\n".join(["== CAPACITY:", "MXU, SALU", "4 2", "== UTILIZATION:", *use])
+    return parse_schedule("= control target key end\n" + "\n".join(lines), utilization, MATRIX)
+
+
+def loop(depth, index, bound, *body, step=1, start=0, region=7):
+    """The bundles of a loop over `index` with a body between its first and last bundle."""
+    marks = ">" * depth
+    first = f"%s{index} = sphi %s{index}9, %s{index}1 }} /* Start region {region}"
+    test = f"%p{index} = scmp.ge.s32.totalorder %s{index}1, {bound} /* loop exit test */"
+    return [
+        ("  :" + ">" * (depth - 1), f"%s{index}9 = smov {start}"),
+        ("LB: " + marks, first),
+        (f"  : {marks}", f"%s{index}1 = sadd.s32 {step}, %s{index}"),
+        *body,
+        (f"  : {marks}", f"{test}  ;;  %9 = sbr.rel (!%p{index}) target = $region{region}"),
+    ]
+
+
+def test_nested_loops():
+    inner = loop(2, 2, 20, step=4, start=4, region=8)
+    found = schedule(("  :", "nop"), *loop(1, 1, 3, *inner), ("  :", "nop"))
+    outer, innermost = found.program.inner[0], found.program.inner[0].inner[0]
+    assert (outer.trips, innermost.trips) == (3, 4)
+    # Two bundles and the start of the loop; three and the start of the inner one; three.
+    assert (found.program.bundles, outer.bundles, innermost.bundles) == (3, 4, 3)
+    assert found.cycles == found.bundles == 3 + 3 * (4 + 4 * 3)
+    assert found.unknown_loops == 0
+    assert found.unit_use["SALU"] == 0.5 and found.unit_use["MXU"] == 0
+
+
+def test_grid_runs_two_more_iterations():
+    bundles = loop(1, 1, 18)
+    bundles[1] = (bundles[1][0], bundles[1][1] + " iteration index, stage = 0")
+    assert schedule(*bundles).program.inner[0].trips == 16
+
+
+def test_index_that_goes_round_through_a_copy():
+    copied = ("  : >", "%s12 = smov %s11")
+    # Or through memory, where registers run out; the loop's end then tests what it got back.
+    spilled = ("  : >", "%3 = sst [smem:[#allocation7_spill]] %s11")
+    filled = ("  : >", "%s12 = sld [smem:[#allocation7_spill]]")
+    for copies in ([copied], [spilled, filled]):
+        first, phi, step, last = loop(1, 1, 6)
+        phi, last = ((head, text.replace("%s11", "%s12")) for head, text in (phi, last))
+        assert schedule(first, phi, step, *copies, last).program.inner[0].trips == 6
+
+
+def test_unknown_trips_count_once_and_are_told():
+    found = schedule(*loop(1, 1, "%s5"))
+    assert found.program.inner[0].trips is None and found.unknown_loops == 1
+    assert found.bundles == 4
+
+
+def test_result_waited_for():
+    result = ("  :", "%v2 = vpop.f32.mrf.mxu0")
+    multiply = ("  :", "%v1 = vmatmul.bf16.gmra.mxu0 %v0")
+    # Issued in cycle 1, there in cycle 1 + latency.
+    assert schedule(multiply, result).cycles == 1 + MATRIX.latency
+    # The second product waits for the unit, its result for nothing more.
+    two = schedule(multiply, multiply, result, result)
+    assert two.cycles == 1 + MATRIX.rows16 + MATRIX.latency
+    assert two.mxu_cycles == 2 * MATRIX.rows16
+    # Other units work at the same time.
+    other = ("  :", "%v1 = vmatmul.bf16.gmra.mxu1 %v0")
+    assert schedule(multiply, other).mxu_cycles == MATRIX.rows16
+    # A product of float32 rows is shorter; results of one product come one after the other.
+    narrow = ("  :", "%v1 = vmatmul.f32.gmra.mxu0 %v0")
+    assert schedule(narrow).mxu_cycles == MATRIX.rows8_float32
+    assert schedule(multiply, result, result).cycles == (
+        1 + MATRIX.latency + MATRIX.result_interval
+    )
+    # What a unit has just loaded, it uses a little later.
+    push = ("  :", "%1 = vmatpush.bf16.msra.mxu0 %v3")
+    assert schedule(push, multiply).cycles == 1 + MATRIX.push_to_product
+
+
+def test_dump_that_is_not_whole():
+    with pytest.raises(ValueError, match="0 bundles, and the use of units for 0"):
+        schedule()
+
+
+# Programs -------------------------------------------------------------------------------------
+
+# As a compiler writes it: its lines are long.
+PROGRAM = """HloModule m, is_scheduled=true
+
+%fused_slice (p0: bf16[24,256,128], p1: s32[]) -> bf16[256,128] {
+  %p0 = bf16[24,256,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = s32[]{:T(128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %ds = bf16[1,256,128]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p0, %p1, %zero, %zero), dynamic_slice_sizes={1,256,128}
+  ROOT %b = bf16[256,128]{1,0:T(8,128)(2,1)} bitcast(%ds)
+}
+
+%fused_update (q0: bf16[24,256,128], q1: bf16[256,128], q2: s32[]) -> bf16[24,256,128] {
+  %q0 = bf16[24,256,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %q1 = bf16[256,128]{1,0:T(8,128)(2,1)} parameter(1)
+  %c = bf16[1,256,128]{2,1,0:T(8,128)(2,1)} bitcast(%q1)
+  %q2 = s32[]{:T(128)} parameter(2)
+  %zero.1 = s32[]{:T(128)} constant(0)
+  ROOT %dus = bf16[24,256,128]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%q0, %c, %q2, %zero.1, %zero.1)
+}
+
+%body (t: (s32[], bf16[24,256,128])) -> (s32[], bf16[24,256,128]) {
+  %t = (s32[]{:T(128)}, bf16[24,256,128]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%t), index=0
+  %w = bf16[24,256,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%t), index=1
+  %f = bf16[256,128]{1,0:T(8,128)(2,1)} fusion(%w, %i), kind=kLoop, calls=%fused_slice, backend_config={"estimated_cycles":"70"}
+  %add = bf16[256,128]{1,0:T(8,128)(2,1)S(1)} add(%f, %f), metadata={op_name="jit(f)/x/add"}
+  %u = bf16[24,256,128]{2,1,0:T(8,128)(2,1)} fusion(%w, %add, %i), kind=kLoop, calls=%fused_update
+  ROOT %r = (s32[]{:T(128)}, bf16[24,256,128]{2,1,0:T(8,128)(2,1)}) tuple(%i, %u)
+}
+
+%condition (t.1: (s32[], bf16[24,256,128])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(24)
+  %t.1 = (s32[]{:T(128)}, bf16[24,256,128]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%t.1), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i.1, %bound), direction=LT
+}
+
+ENTRY %main (a: bf16[24,256,128], x: f32[3,100,64]) -> bf16[24,256,128] {
+  %a = bf16[24,256,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %x = f32[3,100,64]{2,1,0:T(8,128)} parameter(1)
+  %y = f32[3,100,64]{1,2,0:T(8,128)} copy(%x)
+  %cs = (f32[3,100,64]{1,2,0:T(8,128)S(1)}, f32[3,100,64]{1,2,0:T(8,128)}, u32[]{:S(2)}) copy-start(%y)
+  %cd = f32[3,100,64]{1,2,0:T(8,128)S(1)} copy-done(%cs)
+  %start = s32[]{:T(128)} constant(0)
+  %state = (s32[]{:T(128)}, bf16[24,256,128]{2,1,0:T(8,128)(2,1)}) tuple(%start, %a)
+  %loop = (s32[]{:T(128)}, bf16[24,256,128]{2,1,0:T(8,128)(2,1)}) while(%state), condition=%condition, body=%body
+  ROOT %out = bf16[24,256,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501
+
+
+def test_bytes_and_times_of_a_program():
+    module = Module(PROGRAM)
+    ran = {r.instruction.name: r for r in module.run()}
+    assert ran["f"].times == 24 and ran["f"].depth == 1 and ran["y"].times == 1
+    assert ran["f"].instruction.cycles == 70 and ran["y"].instruction.cycles is None
+    assert "ds" not in ran and "bound" not in ran
+    traffic = {name: module.traffic(r.computation, r.instruction) for name, r in ran.items()}
+    slice_, scalar = 2 * 256 * 128, 4
+    # A slice of the stack is read and written, with the index beside it.
+    assert traffic["f"] == Bytes(hbm=2 * slice_ + scalar)
+    assert traffic["add"] == Bytes(hbm=2 * slice_, vmem=slice_)
+    # Only the updated slice of the stack is written, and none of it read.
+    assert traffic["u"] == Bytes(hbm=slice_ + scalar, vmem=slice_)
+    # Padded to 104 x 128 as it is given, and to 64 x 128 as it is copied.
+    assert traffic["y"] == Bytes(hbm=4 * 3 * (104 * 128 + 64 * 128))
+    assert traffic["cs"] == Bytes(hbm=4 * 3 * 64 * 128, vmem=4 * 3 * 64 * 128)
+    assert traffic["cd"] == traffic["loop"] == traffic["out"] == Bytes()
+    assert ran["cs"].instruction.is_prefetch and not ran["y"].instruction.is_prefetch
+    moves = {name for name, r in ran.items() if module.moves_only(r.instruction)}
+    assert moves == {"f", "u", "y"}
+    assert ran["add"].instruction.op_name == "jit(f)/x/add"
+
+
+def test_loop_of_unknown_length():
+    module = Module(PROGRAM.replace("constant(24)", "parameter(1)"))
+    ran = {r.instruction.name: r for r in module.run()}
+    assert ran["loop"].unknown_trips and ran["f"].times == 1
+    known = PROGRAM.replace("constant(24)", "parameter(1)").replace(
+        "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"6"}}'
+    )
+    assert {r.times for r in Module(known).run() if r.depth} == {6}
+
+
+def test_text_without_a_program():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        Module("HloModule empty")
+
+
+# Ops ------------------------------------------------------------------------------------------
+
+
+def test_traffic_of_the_papers_schedules():
+    least = {case.name: case.forward.bytes for case in cases("depth_attention").values()}
+    per_sublayer = elements_per_sublayer(least)
+    # Reads N / S and writes 1; then reads 2 and writes 1: the paper's 5.5 less an addition.
+    assert per_sublayer["Block, two-phase"] == pytest.approx(8 / 16 + 1 + 3, rel=0.01)
+    # (S + N - 2) / 2 + 2 where each sublayer's output is one array and not two, and the prior.
+    assert per_sublayer["Full, two-phase"] == pytest.approx(56 / 16 + 1 + 8 + 2, rel=0.01)
+
+
+def test_traffic_table_has_only_what_was_compiled():
+    work = {name: case.forward for name, case in cases("depth_attention").items()}
+    cost = lambda factor, w: program_cost_of(int(factor * w.bytes))
+    rows = [
+        report.OpRow("depth_attention", name, "forward", "v5e", 1e12, "mosaic_tpu", w, 1.0, 1.0,
+                     cost=cost(1, w), portable_cost=cost(3, w))
+        for name, w in work.items()
+    ]  # fmt: skip
+    assert "| v5e | Block, two-phase | 4.50 | 4.50 | 13.51 | 5.5 |" in report.traffic_table(rows)
+    assert report.traffic_table(rows[:-1]) == ""
+
+
+def program_cost_of(moved):
+    return ProgramCost(bytes=moved, seconds=1.0, estimated_seconds=1.0, kernels=())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_least_work_of_the_ops(op):
+    for case in cases(op).values():
+        forward, arguments, _ = case.program("forward", "xla")
+        size = lambda tree: sum(
+            math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree)
+        )
+        once = size(arguments) + size(jax.eval_shape(forward, *arguments))
+        if "merge" in case.name:  # what is passed on is neither read again nor written
+            once -= size(arguments[0])
+        # Every operand and result once; beside them only sums of each token.
+        assert case.forward.bytes == pytest.approx(once, rel=0.02)
+        training, arguments, _ = case.program("training", "xla")
+        assert case.forward.bytes < case.backward.bytes
+        both = case.work("training")
+        assert both.flops == case.forward.flops + case.backward.flops
+        # What comes and goes in training: less than both passes, which hand over arrays.
+        assert size(arguments) + size(jax.eval_shape(training, *arguments)) < both.bytes * 1.5
+
+
+def small_case():
+    def function(implementation, x, segments):
+        for _ in range({"xla": 1, "slow": 60}[implementation]):
+            x = jnp.sin(x)
+        return x * segments, x[:1]
+
+    arguments = (array(256, 1024, dtype=jnp.float32), array(1, 1024, dtype=jnp.int32))
+    return Case("small", function, arguments, Work(1, 2), Work(3, 4), carried=True)
+
+
+def test_training_program_gives_results_and_gradients():
+    function, shapes, donated = small_case().program("training", "xla")
+    x, segments, d_out, d_first = (np.random.default_rng(0).normal(size=s.shape) for s in shapes)
+    segments = np.ones(segments.shape, np.int32) * 3
+    assert donated == (0, 2)
+    results, gradients = function(jnp.asarray(x), segments, d_out, d_first)
+    np.testing.assert_allclose(results[0], 3 * np.sin(x), rtol=1e-5, atol=1e-6)
+    expected = 3 * d_out * np.cos(x)
+    expected[:1] += d_first * np.cos(x[:1])
+    np.testing.assert_allclose(gradients[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_measured_times_follow_the_work():
+    fast, slow = measure(small_case(), "forward", ("xla", "slow"), repeats=5)
+    assert 0 < fast < slow / 3
+
+
+def test_measured_rows(monkeypatch):
+    # A kernel that is slower than the portable form, and one that there is not.
+    for name, kernel in (("slow_op", "slow"), ("no_op", "nothing")):
+        monkeypatch.setitem(OPS, name, Op(lambda: [small_case()], {"cpu": kernel}))
+    slow, slow_training, missing, _ = report.time_ops(["slow_op", "no_op"], jax.devices()[0])
+    assert slow.direction == "forward" and slow_training.direction == "training"
+    assert slow.speedup < 1 / 3 and slow.device == "cpu" and slow.failures == {}
+    assert missing.speedup is None and missing.failures == {"nothing": "KeyError: 'nothing'"}
+    table = report.op_table([slow, missing])
+    assert f"| {slow.seconds * 1e6:.1f} | {slow.portable_seconds * 1e6:.1f} |" in table
+    assert "cpu, no_op small, forward, nothing: KeyError" in report.failure_lines([slow, missing])

@@ -1,0 +1,65 @@
+"""Presets are the papers' rows: sizes, and every name."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import rmt_tpu
+from rmt_tpu import cost as resources
+from rmt_tpu.config.presets import run
+from rmt_tpu.errors import UsageError
+
+# Recomputed from the papers' shapes (untied, with norms and 512 positions), and as printed there.
+PARAMETERS = {
+    "gpt2-49m": (49.4e6, 49e6),
+    "gpt2-160m": (162.5e6, 160e6),
+    "gpt2-260m": (264.0e6, 260e6),
+    "gpt2-405m": (405.5e6, 405e6),
+    "rmt-46m": (45.9e6, 46e6),
+    "rmt-134m": (134.3e6, 134e6),
+    "rmt-206m": (206.3e6, 206e6),
+    "rmt-305m": (305.1e6, 305e6),
+}
+RESIDUAL_SIZES = {"rmt-46m": 1024, "rmt-134m": 2048, "rmt-206m": 3072, "rmt-305m": 4096}
+
+
+def count(name):
+    """Parameters of the decoder itself, none of them allocated."""
+    abstract = nnx.eval_shape(lambda: rmt_tpu.Decoder(rmt_tpu.preset(name), rngs=nnx.Rngs(0)))
+    return sum(int(np.prod(p.shape)) for p in jax.tree.leaves(nnx.state(abstract)))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts_are_the_papers(name):
+    recomputed, printed = PARAMETERS[name]
+    assert count(name) == pytest.approx(recomputed, rel=0.005)
+    assert count(name) == pytest.approx(printed, rel=0.02)
+
+
+@pytest.mark.parametrize("name", rmt_tpu.presets())
+def test_analytic_parameters_are_those_of_the_decoder(name):
+    assert sum(resources.parameters(rmt_tpu.preset(name)).values()) == count(name)
+
+
+@pytest.mark.parametrize("name", RESIDUAL_SIZES)
+def test_residual_sizes(name):
+    assert rmt_tpu.preset(name).residual_size == RESIDUAL_SIZES[name]
+
+
+def test_the_sweep_over_key_dim_has_the_papers_residual_sizes():
+    names = ["rmt-134m-k6", "rmt-134m-k12", "rmt-134m-k24", "rmt-134m", "rmt-134m-k48"]
+    sizes = [rmt_tpu.preset(name).residual_size for name in [*names, "rmt-134m-k64"]]
+    assert sizes == [384, 768, 1536, 2048, 3072, 4096]
+
+
+def test_training_budgets_are_the_papers():
+    for name, tokens in {"gpt2-49m": 212e6, "rmt-134m": 1.1e9, "rmt-305m": 6.04e9}.items():
+        config = run(name)
+        trained = config.train.steps * config.train.batch_size * config.data.seq_len
+        assert trained == pytest.approx(tokens, rel=0.001)
+
+
+def test_an_unknown_name_gets_the_nearest():
+    with pytest.raises(UsageError, match="preset 'rmt-350m' is unknown; did you mean 'rmt-305m'"):
+        rmt_tpu.preset("rmt-350m")

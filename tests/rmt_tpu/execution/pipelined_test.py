@@ -1,0 +1,103 @@
+"""Decoders on a mesh with stages: losses and gradients of one device."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu.config import DataConfig, RunConfig, TrainConfig
+from rmt_tpu.execution import pipelined
+from rmt_tpu.training.run import prepare
+from tests import models
+
+BATCH, SEQ = 8, 8
+MATRIX = {"num_layers": 4, "num_heads": 2, "store": cfg.MatrixStore(key_dim=4)}
+VECTOR = {"num_layers": 4, "num_heads": 2}
+
+
+def gradients(model, mesh, **train):
+    """In float64, at parameters that are not the first ones; in the shapes of one device's."""
+    train = TrainConfig(batch_size=BATCH, mesh=mesh, **train)
+    sizes = (part.split("=")[1] for part in mesh.split(","))
+    on = sharding.make_mesh(mesh, jax.devices()[: int(np.prod([int(size) for size in sizes]))])
+    run = prepare(RunConfig(model=model, train=train, data=DataConfig(seq_len=SEQ)), on)
+    rng, base = np.random.default_rng(0), models.split(model)[1]
+    moved = lambda x, like: np.reshape(x + 0.1 * rng.normal(size=x.shape), like.shape)
+    params = jax.tree.map(moved, base, jax.eval_shape(run.init).params)
+    params = jax.device_put(params, run.state_shardings.params)
+    batch = jax.device_put(models.batch(BATCH, SEQ), run.batch_sharding)
+    of_params, loss = jax.jit(run.gradients)(params, batch)
+    return loss, jax.tree.map(lambda g, like: np.reshape(g, like.shape), of_params, base)
+
+
+@functools.cache
+def on_one_device(model):
+    return gradients(model, "data=1")
+
+
+def check(kind, mixer, mesh, **train):
+    with jax.enable_x64(True):
+        options = MATRIX if kind == "matrix" else VECTOR
+        model = models.model(kind, mixer=mixer, compute_dtype="float64", **options)
+        got, expected = gradients(model, mesh, **train), on_one_device(model)
+    # Of each array's largest; rounding over a few hundred operations in a row.
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.any(np.asarray(b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * np.abs(b).max())
+
+
+SOME = [
+    ("matrix", cfg.Sum(), "stage=2,data=2", {"microbatches": 4}),
+    ("vector", cfg.Hierarchical(hidden_dim=5), "stage=2", {"virtual_stages": 2}),
+    ("matrix", cfg.BlockAttention(num_blocks=4), "stage=2,key=2", {"virtual_stages": 2}),
+    ("vector", cfg.Dense(), "stage=4,fsdp=2", {}),
+]
+MORE = [
+    ("vector", cfg.FullAttention(), "stage=2,tensor=2", {}),
+    ("vector", cfg.Sum(), "stage=4,sequence=2", {"microbatches": 8}),
+    ("vector", cfg.Highway(form="gated"), "stage=2,fsdp=2", {"virtual_stages": 2}),
+    ("vector", cfg.DepthLstm(), "stage=2,data=2", {}),
+    ("vector", cfg.Mhc(), "stage=2", {"virtual_stages": 2}),
+    ("vector", cfg.BlockAttention(num_blocks=2), "stage=2,sequence=2", {"microbatches": 4}),
+    ("matrix", cfg.FullAttention(), "stage=2,key=2,fsdp=2", {"virtual_stages": 2}),
+    ("matrix", cfg.Dense(), "stage=2,tensor=2", {"virtual_stages": 2}),
+]
+
+
+@pytest.mark.parametrize("kind, mixer, mesh, train", SOME)
+def test_loss_and_gradients_are_those_of_one_device(kind, mixer, mesh, train):
+    check(kind, mixer, mesh, **train)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, mixer, mesh, train", MORE)
+def test_and_of_the_other_mixers(kind, mixer, mesh, train):
+    check(kind, mixer, mesh, **train)
+
+
+REFUSED = [
+    ({"num_layers": 6}, (4, 1, 4), 8, "num_layers=6 .* stage=4 .* nearest legal: 4 or 8"),
+    ({"num_layers": 4}, (2, 1, 4), 6, "microbatches=4 does not divide the 6 sequences"),
+    ({"num_layers": 4, "remat": "reversible"}, (2, 1, 2), 2, "remat='reversible'; legal: none"),
+    (
+        {"num_layers": 4, "mixer": cfg.FullAttention(num_heads=2)},
+        (2, 1, 2),
+        2,
+        "ablation of full_attention; legal: stage=1",
+    ),
+    (
+        {"num_layers": 8, "mixer": cfg.BlockAttention(num_blocks=4)},
+        (4, 2, 4),
+        4,
+        "2 sublayers each, no multiple of a block's 4; legal numbers of chunks: 1, 2, 4$",
+    ),
+]
+
+
+@pytest.mark.parametrize("options, sizes, sequences, message", REFUSED)
+def test_what_has_no_pipeline_is_one_line(options, sizes, sequences, message):
+    with pytest.raises(sharding.MeshError, match=message):
+        pipelined.check(models.model("matrix", **options), sharding.Schedule(*sizes), sequences)

@@ -1,0 +1,397 @@
+"""A grown checkpoint is the same function: in float64, for every norm, position and mixer."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import sharding
+from rmt_tpu import Decoder, preset
+from rmt_tpu import config as cfg
+from rmt_tpu.checkpoint import Checkpointer
+from rmt_tpu.errors import UsageError
+from rmt_tpu.layers.parameters import metadata
+from rmt_tpu.training.growth import KEYED, grow, restore_grown, turn
+from rmt_tpu.training.run import prepare
+from tests import models
+
+SLOTS = 6
+MIXERS = {
+    "sum": cfg.Sum(),
+    "blocks": cfg.BlockAttention(num_blocks=2),
+    "full": cfg.FullAttention(),
+    "input query": cfg.BlockAttention(num_blocks=2, query="input"),
+    "scores without norm": cfg.FullAttention(weights="sigmoid", key_norm=False),
+    "scalars": cfg.FullAttention(query="scalars", window=2),
+    "heads": cfg.FullAttention(num_heads=2),
+    "input query of heads": cfg.BlockAttention(num_blocks=2, query="input", num_heads=3),
+    "dense": cfg.Dense(),
+}
+PRESETS = ("rmt-tiny", "rmt-attnres-tiny", "rmt-attnres-full-tiny", "rmt-denseformer-tiny")
+
+
+def model(mixer="sum", key_dim=SLOTS, **changes):
+    changes = {"num_layers": 2, "compute_dtype": "float64"} | changes
+    config = models.model(mixer=MIXERS[mixer], store=cfg.MatrixStore(key_dim), **changes)
+    # So large an epsilon shows whether what is below it grows too.
+    return dataclasses.replace(config, norm_epsilon=0.1)
+
+
+def resized(config, key_dim):
+    return dataclasses.replace(config, store=dataclasses.replace(config.store, key_dim=key_dim))
+
+
+@functools.cache
+def abstract(config):
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def random_params(config, seed=0):
+    """Float64, all entries random: no gain is 1 and no query 0, as after training."""
+    rng = np.random.default_rng(seed)
+    state = nnx.state(abstract(config), nnx.Param)
+    draw = lambda p: rng.normal(size=p.shape) * p.shape[-1] ** -0.5
+    return jax.tree.map(draw, nnx.to_pure_dict(state))
+
+
+def graph_of(config):
+    return nnx.split(abstract(config), nnx.Param)[0]
+
+
+@functools.cache
+def expected(config):
+    """Logits of the model that grows, with its `random_params`."""
+    return logits(config, random_params(config))
+
+
+def logits(config, params):
+    with jax.enable_x64(True):
+        graphdef = graph_of(config)
+        apply = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+        return np.asarray(apply(params, models.tokens() % config.vocab_size))
+
+
+def assert_same_function(before, key_dim):
+    after, params, wanted = resized(before, key_dim), random_params(before), expected(before)
+    assert np.abs(wanted).max() > 0.1
+    # Float64 rounding over some thousand sums; every term that counts is above 1e-6.
+    np.testing.assert_allclose(logits(after, grow(params, before, after)), wanted, atol=1e-11)
+
+
+@pytest.mark.parametrize("key_dim", [2 * SLOTS, 3 * SLOTS, 2 * SLOTS + 1])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_logits_are_the_same(norm, key_dim):
+    assert_same_function(model(norm=norm), key_dim)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("positions", [cfg.Rope(), cfg.Alibi()], ids=["rope", "alibi"])
+def test_logits_are_the_same_without_learned_positions(norm, positions):
+    assert_same_function(model(norm=norm, positions=positions), 2 * SLOTS)
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "sum"])
+def test_logits_are_the_same_with_every_mixer(mixer):
+    assert_same_function(model(mixer), 3 * SLOTS)
+
+
+def test_logits_are_the_same_of_a_residual_that_is_rebuilt():
+    assert_same_function(model(remat="reversible"), 2 * SLOTS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_logits_of_presets_are_the_same(name):
+    config = dataclasses.replace(preset(name), vocab_size=64, compute_dtype="float64")
+    assert_same_function(config, 3 * config.store.key_dim)
+
+
+def with_empty_slots(params, before, after):
+    """The way that the module's docstring rules out; its gain is right for the mean square."""
+    grown = grow(params, before, after)
+    smaller = (before.store.key_dim / after.store.key_dim) ** 0.5
+
+    def empty(path, x):
+        name = path[-1].key
+        if name in ("store_keys", "position_keys"):
+            x[..., SLOTS:] = 0
+        return x * smaller if name == "gain" else x
+
+    return jax.tree_util.tree_map_with_path(empty, grown)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_empty_slots_are_another_function(norm):
+    before = model(norm=norm)
+    after, params = resized(before, 2 * SLOTS), random_params(before)
+    difference = logits(after, with_empty_slots(params, before, after)) - expected(before)
+    assert np.abs(difference).max() > 1e-3  # of epsilon for rmsnorm, and of the mean for layernorm
+
+
+def test_growing_twice_is_the_same_function():
+    before, params = model(), random_params(model())
+    middle, after = resized(before, 12), resized(before, 25)
+    twice = grow(grow(params, before, middle), middle, after)
+    np.testing.assert_allclose(logits(after, twice), expected(before), atol=1e-11)
+
+
+@pytest.mark.parametrize(("slots", "new"), [(1, 1), (5, 5), (6, 13), (64, 64), (64, 448)])
+def test_turn_keeps_mean_and_mean_square(slots, new):
+    a = turn(slots, new)
+    np.testing.assert_allclose(a.T @ a, new / slots * np.eye(slots), atol=1e-12)
+    np.testing.assert_allclose(a.sum(axis=0), new / slots, atol=1e-12)
+    np.testing.assert_allclose(a.sum(axis=1), 1, atol=1e-12)
+    np.testing.assert_array_equal(a, turn(slots, new))
+
+
+def test_all_axes_of_slots_are_known():
+    """By what parameters say of their axes, and by which shapes differ between two sizes."""
+    configs = [*map(model, MIXERS), preset(PRESETS[0])]
+    for config in configs:
+        small, large = abstract(config), abstract(resized(config, 2 * config.store.key_dim))
+        shapes = lambda module: nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        leaves = jax.tree_util.tree_leaves_with_path(shapes(small))
+        axes = jax.tree.leaves(metadata(small, "axes"), is_leaf=lambda x: isinstance(x, tuple))
+        others = jax.tree.leaves(shapes(large))
+        assert len(leaves) == len(axes) == len(others)
+        for (path, leaf), names, other in zip(leaves, axes, others, strict=True):
+            name = path[-1].key
+            assert (leaf.shape != other.shape) == (name in KEYED), path
+            if name in KEYED and name != "project":
+                assert [i - len(names) for i, n in enumerate(names) if n == "key"] == list(
+                    KEYED[name][0]
+                )
+        grown = grow(random_params(config), config, resized(config, 2 * config.store.key_dim))
+        assert [x.shape for x in jax.tree.leaves(grown)] == [x.shape for x in others]
+
+
+# Training goes on ---------------------------------------------------------------------------------
+
+
+def run_config(key_dim, mesh="data=1", mixer="sum", **model_changes):
+    optimizer = cfg.AdamW(learning_rate=1e-2, weight_decay=0.0)
+    return cfg.RunConfig(
+        model=dataclasses.replace(model(mixer, key_dim, **model_changes), compute_dtype="float32"),
+        train=cfg.TrainConfig(steps=100, batch_size=8, mesh=mesh, optimizer=optimizer),
+        data=cfg.DataConfig(seq_len=12),
+    )
+
+
+def prepared(config):
+    mesh = sharding.make_mesh(
+        config.train.mesh, jax.devices()[: 1 if "=1" in config.train.mesh else 8]
+    )
+    return prepare(config, mesh)
+
+
+def trained(run, state, steps, first=0):
+    """After some steps, and the loss of each."""
+    step, losses = jax.jit(run.step), []
+    for seed in range(first, first + steps):
+        batch = jax.device_put(models.batch(8, 12, seed), run.batch_sharding)
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["train/loss"]))
+    return state, losses
+
+
+def like(run):
+    make = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    return jax.tree.map(make, jax.eval_shape(run.init), run.state_shardings)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A run of few steps, and its state on the host; the key as it is."""
+    run = prepared(run_config(SLOTS))
+    state, _ = trained(run, jax.jit(run.init)(), 5)
+    return run, state
+
+
+def host(state):
+    return jax.device_get(state._replace(key=np.zeros(())))
+
+
+def test_moments_of_new_entries(small):
+    _, state = small
+    before, after = run_config(SLOTS).model, run_config(2 * SLOTS).model
+    adam = grow(host(state), before, after).optimizer[1]
+    old = host(state).optimizer[1]
+    a = turn(SLOTS, SLOTS)
+    for name, axis in (("store_keys", -1), ("read_keys", -1), ("gain", -2)):
+        at = lambda tree, name=name, axis=axis: np.moveaxis(
+            tree["layers"]["attention_site"][name], axis, -1
+        )
+        np.testing.assert_array_equal(at(adam.mu)[..., :SLOTS], at(old.mu))
+        np.testing.assert_array_equal(at(adam.nu)[..., :SLOTS], at(old.nu))
+        assert np.all(at(adam.mu)[..., SLOTS:] == 0) and np.any(at(old.mu))
+        # Of float32 numbers, rounded once.
+        np.testing.assert_allclose(at(adam.nu)[..., SLOTS:], at(old.nu) @ (a * a).T, rtol=1e-6)
+    assert adam.count == old.count == 5
+
+
+def size(x):
+    return np.sqrt(np.mean(np.square(x)))
+
+
+def test_new_slots_are_trained(small):
+    before, after = run_config(SLOTS).model, run_config(2 * SLOTS)
+    _, state = small
+    run = prepared(after)
+    grown = grow(host(state), before, after.model)._replace(key=state.key)
+    first, _ = trained(run, grown, 1, first=5)
+    read = lambda state: np.asarray(state.optimizer[1].mu["layers"]["attention_site"]["read_keys"])
+    gradient = (read(first) - 0.9 * read(grown)) / 0.1
+    new, old = gradient[..., SLOTS:], gradient[..., :SLOTS]
+    assert 0.5 < size(new) / size(old) < 2  # turned, not smaller
+    later, _ = trained(run, first, 19, first=6)
+    stored = lambda state: np.asarray(state.params["layers"]["attention_site"]["store_keys"])
+    moved = np.abs(stored(later) - stored(grown))[..., SLOTS:]
+    # Twenty steps at a rate of 1e-2; the least of all entries has moved.
+    assert moved.min() > 1e-5 and np.median(moved) > 1e-3
+    # What the new slots hold is no longer a copy of the old ones.
+    copies = stored(later)[..., :SLOTS] @ turn(SLOTS, SLOTS).T
+    assert size(stored(later)[..., SLOTS:] - copies) > 1e-2
+
+
+def test_new_queries_of_depth_attention_have_gradients():
+    before = model("full", num_layers=1)
+    after = resized(before, 2 * SLOTS)
+    graphdef = graph_of(after)
+    loss = lambda params: (nnx.merge(graphdef, params)(models.tokens()) ** 2).mean()
+    with jax.enable_x64(True):
+        gradient = jax.jit(jax.grad(loss))(grow(random_params(before), before, after))
+    query = np.asarray(gradient["layers"]["feed_forward_site"]["mix"]["query"])
+    # The old ones are times a random gain.
+    assert 0.1 < size(query[:, SLOTS:]) / size(query[:, :SLOTS]) < 10
+
+
+def assert_state_is(state, wanted):
+    for (path, got), value in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(wanted), strict=True
+    ):
+        if jax.dtypes.issubdtype(got.dtype, jax.dtypes.prng_key):
+            got, value = jax.random.key_data(got), jax.random.key_data(value)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(value), err_msg=str(path))
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "data=2,fsdp=2,key=2", "data=4,key=2"])
+def test_restore_onto_any_mesh(small, mesh, tmp_path):
+    _, state = small
+    before, after = run_config(SLOTS).model, run_config(2 * SLOTS, mesh)
+    checkpoints = Checkpointer(str(tmp_path))
+    checkpoints.save(5, state, {"windows_read": 40})
+    run = prepared(after)
+    step, grown, meta = restore_grown(checkpoints, like(run), after.model)
+    assert step == 5 and meta == {"windows_read": 40}
+    assert_state_is(grown, grow(host(state), before, after.model)._replace(key=state.key))
+    at = jax.tree.map(lambda x: x.sharding, grown)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b, x: a.is_equivalent_to(b, x.ndim), at, run.state_shardings, grown)
+    )
+
+
+def test_a_grown_run_goes_on_over_a_mesh(small, tmp_path):
+    run, state = small
+    after = run_config(2 * SLOTS, "data=2,fsdp=2,key=2")
+    told = []
+    checkpoints = Checkpointer(str(tmp_path), report=told.append)
+    checkpoints.save(5, state, {})
+    large = prepared(after)
+    _, grown, _ = restore_grown(checkpoints, like(large), after.model)
+    _, (wanted,) = trained(run, state, 1, first=5)
+    later, losses = trained(large, grown, 2, first=5)
+    np.testing.assert_allclose(losses[0], wanted, rtol=1e-5)
+    # From here on it is a checkpoint like others.
+    checkpoints.save(7, later, {})
+    step, again, _ = restore_grown(checkpoints, like(large), after.model)
+    assert step == 7 and not told
+    assert_state_is(again, later)
+    # Which is passed over for the one before it, if it is damaged.
+    (chunk,) = tmp_path.glob("7/*/arrays/params/store/position_keys/c/0/0")
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    step, again, _ = restore_grown(checkpoints, like(large), after.model)
+    assert step == 5 and len(told) == 1
+    assert_state_is(again, grown)
+
+
+def test_parameters_alone_of_a_grown_checkpoint(small, tmp_path):
+    _, state = small
+    before, after = run_config(SLOTS).model, run_config(3 * SLOTS).model
+    checkpoints = Checkpointer(str(tmp_path))
+    checkpoints.save(5, state, {})
+    wanted = {"params": nnx.to_pure_dict(nnx.state(abstract(after), nnx.Param))}
+    _, tree, _ = restore_grown(checkpoints, wanted, after, partial=True)
+    assert isinstance(tree["params"]["final_site"]["gain"], jax.Array)
+    apply = lambda config, params: jax.jit(
+        lambda params: nnx.merge(graph_of(config), params)(models.tokens())
+    )(params)
+    # Float32 rounding; the logits are about 1.
+    np.testing.assert_allclose(apply(after, tree["params"]), apply(before, state.params), atol=2e-5)
+
+
+def test_layers_saved_in_stacks_of_virtual_stages_grow(small, tmp_path):
+    _, state = small
+    before, after = run_config(SLOTS).model, run_config(2 * SLOTS)
+    stacked = lambda x: x.reshape(2, 1, *x.shape[1:])
+    params = host(state).params
+    checkpoints = Checkpointer(str(tmp_path))
+    checkpoints.save(
+        5, {"params": params | {"layers": jax.tree.map(stacked, params["layers"])}}, {}
+    )
+    wanted = {"params": like(prepared(after)).params}
+    _, grown, _ = restore_grown(checkpoints, wanted, after.model)
+    assert_state_is(grown["params"], grow(params, before, after.model))
+
+
+def test_what_cannot_grow_is_refused_in_a_line(small, tmp_path):
+    _, state = small
+    checkpoints = Checkpointer(str(tmp_path))
+    checkpoints.save(5, state, {})
+    for key_dim, line in ((SLOTS + 1, "legal: 6, or 12 and more"), (SLOTS - 1, "legal: 6, or 12")):
+        config = run_config(key_dim)
+        with pytest.raises(UsageError, match=line):
+            restore_grown(checkpoints, like(prepared(config)), config.model)
+    # Of another system altogether, the arrays are listed.
+    vector = models.model("vector", num_layers=2)
+    wanted = {"params": nnx.to_pure_dict(nnx.state(abstract(vector), nnx.Param))}
+    with pytest.raises(UsageError, match=r"params/embedding/tokens: checkpoint float32\[61,18\]"):
+        restore_grown(checkpoints, wanted, vector, partial=True)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        (
+            model(),
+            model(key_dim=11),
+            "key_dim=11 cannot .* checkpoint's 6; legal: 6, or 12 and more",
+        ),
+        (model(), model(key_dim=5), "key_dim=5 cannot .* checkpoint's 6; legal: 6, or 12 and more"),
+        (model("heads"), model("heads", 12, num_heads=4), "num_heads is 3 there, 4 here"),
+        (
+            model("heads"),
+            model("sum", 12),
+            'model.mixer.kind is "full_attention" there, "sum" here',
+        ),
+        (
+            model("heads"),
+            model("heads", 13, head_dim=6),
+            "legal: 6, or 12 and more in multiples of 2",
+        ),
+        (
+            model("input query of heads", 7),
+            model("input query of heads", 21),
+            "key_dim=7 cannot be grown with mixer.num_heads=3",
+        ),
+        (models.model("vector"), models.model("vector"), "only the residual of a matrix store"),
+    ],
+)
+def test_what_is_not_exact_is_refused(before, after, line):
+    with pytest.raises(UsageError, match=line) as caught:
+        grow({}, before, after)
+    assert "\n" not in str(caught.value)
