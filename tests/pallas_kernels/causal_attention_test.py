@@ -134,6 +134,7 @@ def test_any_block_of_queries_gives_the_same(queries):
 COMPILED = [(16, 64), (14, 64), (12, 32), (4, 32)]  # the presets' heads
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("rows", ["size_major", "head_major"])
 @pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_kernels_compile_for_tpu(target, rows):

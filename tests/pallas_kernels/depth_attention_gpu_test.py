@@ -410,6 +410,7 @@ def test_lowers_for_cuda_without_one(dtype, S):
             assert f"depth_attention_{name}" in program
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "N, S, D, target",
     [

@@ -366,6 +366,7 @@ def compile_both(topology, S, N, T, D, dtype):
     return jax.jit(both, donate_argnums=6).lower(*args, sources).compile()
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "topology, S, N, T, D, dtype",
     [
@@ -388,6 +389,7 @@ def test_partial_compiles(topology, S, N, T, D, dtype):
         assert compiled.memory_analysis().temp_size_in_bytes < row
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "topology, N, T, D",
     [

@@ -441,6 +441,7 @@ def test_an_axis_of_one_device_sends_nothing():
 # Compiled for devices that are not there ------------------------------------------------------
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_compiles_for_tpu_within_a_mesh(norm):
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
@@ -463,6 +464,7 @@ def test_compiles_for_tpu_within_a_mesh(norm):
     assert set(gathered) == {"4,16,16,256", "4,16,48,256"}
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_backward_with_means_compiles_for_gpu_without_spilling(norm, tmp_path):
     K, V, R, P, T = 64, 64, 16, 48, 4096

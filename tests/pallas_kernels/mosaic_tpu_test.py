@@ -259,6 +259,7 @@ def shapes(array, case: Case):
     )
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "topology, case",
     [
@@ -291,6 +292,7 @@ def test_compiles_within_vmem(topology, case):
         assert re.search(rf"custom-call.*{name}", compiled.as_text()), name
 
 
+@pytest.mark.compile
 def test_a_scan_over_layers_copies_no_residual():
     # Too large for VMEM, where XLA would else move it to and fro.
     case = Case(16, 512, 64, 64, 16, 16, "bfloat16", "bfloat16", "layernorm")

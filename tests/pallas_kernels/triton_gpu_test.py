@@ -278,6 +278,7 @@ def test_lowers_for_cuda_without_one(dtypes):
     assert "key_vector_store" in cuda.lowered(triton_gpu.store, *args[:3])
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "K, V, R, target",
     [
@@ -303,6 +304,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.parametrize("target", cuda.TARGETS)
 @pytest.mark.parametrize("sizes, dtypes", LARGE)
@@ -315,6 +317,7 @@ def test_compiles_in_chunks_for_each_gpu(sizes, dtypes, target, tmp_path):
         assert kernels and all(use.spilled <= 32 for use in kernels.values()), kernels
 
 
+@pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.parametrize("target", cuda.TARGETS)
 def test_store_and_rebuild_multiply_with_the_same_instruction(target, tmp_path):

@@ -249,6 +249,7 @@ def times_sent(schedule, caching):
     return np.bincount(schedule.messages(schedule.spans(caching))[1])
 
 
+@pytest.mark.compile
 def test_compiles_for_a_tpu_with_the_same_messages():
     schedule = Schedule(8, 2, 8)
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")

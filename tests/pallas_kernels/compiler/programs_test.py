@@ -75,6 +75,7 @@ def job(name, *, whole_topology=False, **arguments):
 # Memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.compile
 def test_memory_of_a_gradient_and_of_one_that_does_not_fit():
     """Sizes beyond VMEM, which would else hold what is kept."""
     target, layers, rows = TARGETS["v5e"], 12, 8192
@@ -184,6 +185,7 @@ def test_what_is_in_memory_when_most_is_needed():
 # Collectives ----------------------------------------------------------------------------------
 
 
+@pytest.mark.compile
 def test_collectives_of_a_program():
     (program,) = compile_jobs(TARGETS["v5e"], [job("lower_collectives", whole_topology=True)])
     found = {}

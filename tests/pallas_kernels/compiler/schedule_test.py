@@ -85,6 +85,7 @@ def job(name, **arguments):
 # Compiled for real ----------------------------------------------------------------------------
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("name", TARGETS)
 def test_product_is_what_is_counted_by_hand(name):
     target = TARGETS[name]
@@ -108,6 +109,7 @@ def test_product_is_what_is_counted_by_hand(name):
     assert 2 * 2 * 2 * BLOCK * INNER <= kernel.vmem_bytes < target.vmem
 
 
+@pytest.mark.compile
 def test_scan_counts_every_layer_and_slices_of_stacked_weights():
     target, told = TARGETS["v5e"], []
     jobs = [job("lower_scan", layers=n) for n in (LAYERS, 2 * LAYERS)]
@@ -134,6 +136,7 @@ def test_no_compiler(monkeypatch):
         next(compile_jobs(TARGETS["v5e"], [job("lower_product")]))
 
 
+@pytest.mark.compile
 def test_process_that_dies():
     with pytest.raises(CompilerError, match=r"compiling for v5e ended with code 3: goodbye"):
         list(compile_jobs(TARGETS["v5e"], [job("leave")]))
