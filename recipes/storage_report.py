@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def _read_store() -> int:
-    from rmt_tpu.data.token_store import reading_report
+    from rmt_tpu.analysis.reading import reading_report
 
     sizes = {"batch_size": _BATCH_SIZE.value, "seq_len": _SEQ_LEN.value}
     try:

@@ -14,7 +14,9 @@ from rmt_tpu.data.tokenizer import Tokenizer
 from rmt_tpu.errors import UsageError
 
 
-def split(documents: list[str], *, eval_fraction: float, seed: int) -> tuple[list[str], list[str]]:
+def split(
+    documents: list[str], *, eval_fraction: float, seed: int, source: str = ""
+) -> tuple[list[str], list[str]]:
     """Holds out whole documents for evaluation, as near to `eval_fraction` as they allow.
 
     Which documents depends on their text and on the seed, not on their order, and equal documents
@@ -26,6 +28,7 @@ def split(documents: list[str], *, eval_fraction: float, seed: int) -> tuple[lis
       documents: of the corpus.
       eval_fraction: share of the characters to hold out, from 0 (nothing) to 0.5.
       seed: another seed holds out other documents.
+      source: value of --data, for the message.
 
     Returns:
       `(train, held_out)`, each in the order of `documents`. Training is never without a document
@@ -40,6 +43,8 @@ def split(documents: list[str], *, eval_fraction: float, seed: int) -> tuple[lis
         return documents, []
     sizes = {text: len(text) * count for text, count in Counter(documents).items()}
     if len(sizes) == 1:
+        if len(documents[0]) < 2:
+            raise UsageError(_too_short_to_cut(source, documents[0], eval_fraction))
         head, tail = cut(documents[0], eval_fraction)
         return [head] * len(documents), [tail] * len(documents)
     held_out = _choose(sizes, eval_fraction, seed)
@@ -145,6 +150,7 @@ class Windows:
         bos: int,
         seed: int,
         shuffle: bool,
+        source: str = "",
     ):
         """Windows over a stream, which is kept and not copied.
 
@@ -156,6 +162,7 @@ class Windows:
           seed: of the order of the windows.
           shuffle: each epoch in an order of its own, or all in the order of the stream (held-out
             text).
+          source: value of --data, for the message.
 
         Raises:
           UsageError: a size is below 1, or the stream is shorter than one window and its last
@@ -165,7 +172,7 @@ class Windows:
             if value < 1:
                 raise UsageError(f"--{name}={value} is out of range; legal: 1 or more")
         if len(tokens) <= (seq_len if shuffle else 1):
-            raise UsageError(_too_short(len(tokens), seq_len, held_out=not shuffle))
+            raise UsageError(_too_short(source, len(tokens), seq_len, held_out=not shuffle))
         self.stream = StreamInMemory(tokens) if isinstance(tokens, np.ndarray) else tokens
         self.bos = bos
         self.seq_len, self.batch_size = seq_len, batch_size
@@ -260,12 +267,7 @@ def rank(text: str, seed: int) -> bytes:
 
 
 def cut(text: str, eval_fraction: float) -> tuple[str, str]:
-    """A document's head and its tail of at most about `eval_fraction`."""
-    if len(text) < 2:
-        raise UsageError(
-            f"--data is one document of {len(text)} characters, too short to hold out "
-            f"data.eval_fraction={eval_fraction} of it; legal: 2 characters or more"
-        )
+    """A document's head and its tail of at most about `eval_fraction`; of 2 characters or more."""
     tail = max(1, int(eval_fraction * len(text)))
     # Only later boundaries, so that the tail never exceeds its share, and in its first half.
     at, end = len(text) - tail, len(text) - tail // 2 - 1
@@ -275,14 +277,24 @@ def cut(text: str, eval_fraction: float) -> tuple[str, str]:
     return text[:at], text[at:]
 
 
-def _too_short(tokens: int, seq_len: int, *, held_out: bool) -> str:
+def _too_short_to_cut(source: str, text: str, eval_fraction: float) -> str:
+    data = f"--data={source}" if source else "--data"
+    characters = f"{len(text)} character" + "s" * (len(text) != 1)
+    return (
+        f"{data} is one document of {characters}, too short to hold out "
+        f"data.eval_fraction={eval_fraction} of it; legal: 2 characters or more"
+    )
+
+
+def _too_short(source: str, tokens: int, seq_len: int, *, held_out: bool) -> str:
+    data = f"--data={source}" if source else "--data"
     if held_out:
         return (
-            f"the held-out part of --data has {tokens} tokens, none with another after it; legal: "
+            f"the held-out part of {data} has {tokens} tokens, none with another after it; legal: "
             "more text or a larger data.eval_fraction"
         )
     shorter = f"--seq_len of at most {tokens - 1}, or " if tokens > 1 else ""
     return (
-        f"--data has {tokens} tokens to train on, fewer than one window of --seq_len={seq_len} and "
+        f"{data} has {tokens} tokens to train on, fewer than one window of --seq_len={seq_len} and "
         f"the token after it; legal: {shorter}more text"
     )

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from rmt_tpu.data.tokenizer import Tokenizer, Tokens, digest, utf8
-from rmt_tpu.errors import UsageError
+from rmt_tpu.data.tokenizer import Tokenizer, Tokens, Unusable, digest, utf8
 
 # What vocabularies call the token that starts a document, the likeliest first.
 BOS_NAMES = ("<|endoftext|>", "<s>", "<|begin_of_text|>", "[BOS]", "<bos>")
+
+# More than any vocabulary has; the model has an embedding for each id, and the library takes ids of
+# 2^32 and more modulo 2^32.
+_MOST_TOKENS = 2**24
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 # Its tokens tell apart normalizers and pre-tokenizers over one and the same vocabulary.
@@ -34,15 +37,15 @@ class BpeTokenizer(Tokenizer):
           library: a `tokenizers.Tokenizer`.
 
         Raises:
-          UsageError: the vocabulary has none of `BOS_NAMES`.
+          Unusable: the vocabulary has none of `BOS_NAMES`, or an id that no vocabulary needs.
         """
         from tokenizers import AddedToken
 
         self.name = name
         self._bos_name = next((n for n in BOS_NAMES if library.token_to_id(n) is not None), "")
         if not self._bos_name:
-            raise UsageError(
-                f"--tokenizer={name!r} has no token that starts a document; "
+            raise Unusable(
+                "has no token that starts a document; "
                 f"legal: a vocabulary with one of {', '.join(BOS_NAMES)}"
             )
         library.add_special_tokens([AddedToken(self._bos_name, special=True, normalized=False)])
@@ -52,7 +55,9 @@ class BpeTokenizer(Tokenizer):
         library.no_padding()
         self.bos = library.token_to_id(self._bos_name)
         # Not the size of the vocabulary: ids may have gaps.
-        self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values())
+        vocabulary = library.get_vocab(with_added_tokens=True)
+        _check_ids(vocabulary)
+        self.vocab_size = 1 + max(vocabulary.values())
         self._library = library
 
     @classmethod
@@ -60,15 +65,17 @@ class BpeTokenizer(Tokenizer):
         """From GPT-2's `encoder.json` and `vocab.bpe`.
 
         Raises:
-          UsageError: a file is damaged, or the library is not installed.
+          Unusable: a file is damaged, or the library is not installed.
         """
-        tokenizers = _import(name)
+        tokenizers = _import()
         try:
             library = tokenizers.Tokenizer(
                 tokenizers.models.BPE.from_file(str(encoder), str(merges))
             )
         except Exception as error:  # the library raises no narrower class
-            raise _damaged(name, error) from None
+            raise _damaged(error) from None
+        # In the library's vocabulary such an id would be another one by now.
+        _check_ids(json.loads(encoder.read_text(encoding="utf-8")))
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = tokenizers.decoders.ByteLevel()
         library.add_special_tokens([BOS_NAMES[0]])
@@ -79,13 +86,13 @@ class BpeTokenizer(Tokenizer):
         """From the text of a `tokenizer.json`.
 
         Raises:
-          UsageError: it is damaged or has no BOS, or the library is not installed.
+          Unusable: it is damaged or has no BOS, or the library is not installed.
         """
-        tokenizers = _import(name)
+        tokenizers = _import()
         try:
             library = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises no narrower class
-            raise _damaged(name, error) from None
+            raise _damaged(error) from None
         return cls(name, library)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -179,19 +186,25 @@ class BpeTokenizer(Tokenizer):
         return before, len(self._library.decode(before))
 
 
-def _import(name: str) -> Any:
+def _import() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise UsageError(
-            f"--tokenizer={name} needs the tokenizers library: pip install 'rmt_tpu[data]'"
-        ) from None
+        raise Unusable("needs the tokenizers library: pip install 'rmt_tpu[data]'") from None
     return tokenizers
 
 
-def _damaged(name: str, error: Exception) -> UsageError:
-    reason = " ".join(str(error).split())
-    return UsageError(f"--tokenizer={name!r} cannot be loaded ({reason}); legal: undamaged files")
+def _damaged(error: Exception) -> Unusable:
+    return Unusable(f"cannot be loaded ({' '.join(str(error).split())}); legal: undamaged files")
+
+
+def _check_ids(vocabulary: dict[str, int]) -> None:
+    for name, token in vocabulary.items():
+        if not 0 <= token < _MOST_TOKENS:
+            raise Unusable(
+                f"gives {name!r} the id {token}, which is out of range; "
+                f"legal: 0 to {_MOST_TOKENS - 1}"
+            )
 
 
 def _byte_of_letter() -> dict[str, int]:

@@ -19,6 +19,10 @@ BYTE_FILE = {"kind": BYTE}
 Tokens = Integer[np.ndarray, " tokens"] | Sequence[int]
 
 
+class Unusable(Exception):
+    """What is wrong with a tokenizer's files; whoever knows where they come from adds that."""
+
+
 class Tokenizer(ABC):
     """Text to token ids and back.
 

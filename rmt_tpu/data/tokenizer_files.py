@@ -1,11 +1,13 @@
 """Which tokenizer a name, a folder or a file stands for."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from rmt_tpu.data.bpe import BpeTokenizer
-from rmt_tpu.data.tokenizer import BYTE, BYTE_FILE, FILE, ByteTokenizer, Tokenizer
-from rmt_tpu.errors import UsageError, unknown
+from rmt_tpu.data.tokenizer import BYTE, BYTE_FILE, FILE, ByteTokenizer, Tokenizer, Unusable
+from rmt_tpu.errors import UsageError, of_flag, unknown
 from rmt_tpu.storage import Location, open_folder
 
 GPT2_FILES = ("encoder.json", "vocab.bpe")
@@ -24,13 +26,14 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """
     if spec == BYTE:
         return ByteTokenizer()
-    if spec.startswith("gs://"):
-        return load_saved(spec)
-    path = Path(spec).expanduser()
-    if path.is_file():
-        return _load_file(spec, path)
-    if path.is_dir():
-        return _load_folder(spec, path)
+    with _named(f"--tokenizer={spec!r}"):
+        if spec.startswith("gs://"):
+            return _from_bucket(spec)
+        path = Path(spec).expanduser()
+        if path.is_file():
+            return _from_file(spec, path)
+        if path.is_dir():
+            return _from_local_folder(spec, path)
     legal = [BYTE, f"a folder with {' and '.join(GPT2_FILES)}", f"the path of a {FILE}"]
     raise UsageError(unknown("--tokenizer", spec, legal))
 
@@ -45,37 +48,56 @@ def load_saved(folder: Location) -> Tokenizer:
     found = folder.read(FILE)
     if found is None:
         raise UsageError(f"{folder.url!r} has no {FILE}; legal: the folder of a run")
-    return _from_json(f"{folder.url}/{FILE}", found.data)
+    name = f"{folder.url}/{FILE}"
+    with _named(repr(name)):
+        return _from_json(name, found.data)
 
 
-def _load_folder(spec: str, folder: Path) -> Tokenizer:
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """An Unusable within is a UsageError about `what`."""
+    try:
+        yield
+    except Unusable as error:
+        raise UsageError(f"{what} {error}") from None
+
+
+def _from_bucket(spec: str) -> Tokenizer:
+    with of_flag("tokenizer"):
+        found = open_folder(spec).read(FILE)
+    if found is None:
+        raise Unusable(f"has no {FILE}; legal: the folder of a run or of a token store")
+    return _from_json(spec, found.data)
+
+
+def _from_local_folder(spec: str, folder: Path) -> Tokenizer:
     if all((folder / name).is_file() for name in GPT2_FILES):
         return BpeTokenizer.from_gpt2_files(spec, *(folder / name for name in GPT2_FILES))
     if (folder / FILE).is_file():
-        return _load_file(spec, folder / FILE)
-    raise UsageError(
-        f"--tokenizer={spec!r} is a folder without a tokenizer; "
+        return _from_file(spec, folder / FILE)
+    raise Unusable(
+        "is a folder without a tokenizer; "
         f"legal: one with {' and '.join(GPT2_FILES)}, or with {FILE}"
     )
 
 
-def _load_file(spec: str, path: Path) -> Tokenizer:
+def _from_file(spec: str, path: Path) -> Tokenizer:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise _unreadable(spec, error) from None
+        raise _unreadable(error) from None
     return _from_json(spec, content)
 
 
-def _from_json(spec: str, content: bytes) -> Tokenizer:
+def _from_json(name: str, content: bytes) -> Tokenizer:
     try:
         text = content.decode("utf-8")
         if json.loads(text) == BYTE_FILE:
             return ByteTokenizer()
-    except ValueError as error:
-        raise _unreadable(spec, error) from None
-    return BpeTokenizer.from_json(spec, text)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(error) from None
+    return BpeTokenizer.from_json(name, text)
 
 
-def _unreadable(spec: str, error: Exception) -> UsageError:
-    return UsageError(f"--tokenizer={spec!r} cannot be read ({error}); legal: a {FILE}")
+def _unreadable(error: Exception) -> Unusable:
+    return Unusable(f"cannot be read ({error}); legal: a {FILE}")

@@ -192,7 +192,12 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
         train, held_out = store.train, store.held_out
     else:
         documents = data.documents(config.data.source)
-        parts = data.split(documents, eval_fraction=config.data.eval_fraction, seed=seed)
+        parts = data.split(
+            documents,
+            eval_fraction=config.data.eval_fraction,
+            seed=seed,
+            source=config.data.source,
+        )
         train, held_out = (data.pack(part, tokenizer) for part in parts)
 
     def windows(tokens: np.ndarray | data.Stream, shuffle: bool) -> data.Windows:
@@ -203,6 +208,7 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
             bos=tokenizer.bos,
             seed=seed,
             shuffle=shuffle,
+            source=config.data.source,
         )
 
     return Datasets(windows(train, shuffle=True), windows(held_out, shuffle=False))

@@ -50,7 +50,7 @@ TRAIN = {
     "not UTF-8": (["--data={files}/latin.txt"], ["latin.txt", "UTF-8 at byte 3"]),
     "csv": (["--data={files}/table.csv"], ["table.csv", "legal: .txt, .jsonl"]),
     "no field": (["--data={files}/field.jsonl"], ["line 1", 'no field "text"', "'body'"]),
-    "too short": (["--data={files}/short.txt"], ["--data has", "--seq_len=16", "more text"]),
+    "too short": (["--data={files}/short.txt"], ["short.txt has", "--seq_len=16", "more text"]),
     "tokenizer": (["--tokenizer=bite"], ["--tokenizer 'bite'", "byte", "vocab.bpe"]),
     "accumulate": (
         ["--batch_size=6", "--set=train.accumulate=4"],

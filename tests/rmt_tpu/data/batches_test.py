@@ -134,7 +134,8 @@ def test_other_fractions_are_refused(fraction):
 
 
 def test_one_character_is_too_short_to_divide():
-    assert "1 characters" in refusal(split, ["a"], eval_fraction=0.1, seed=0)
+    message = refusal(split, ["a"], eval_fraction=0.1, seed=0, source="a.txt")
+    assert "--data=a.txt is one document of 1 character, too short" in message
 
 
 # The stream ----------------------------------------------------------------------------------
@@ -250,6 +251,10 @@ def test_too_short_a_stream_names_what_would_do():
     assert "--data has 8 tokens" in message and "--seq_len=8" in message
     assert "--seq_len of at most 7" in message
     windows(range(8), 7, shuffle=True)
+    named = {"batch_size": 1, "bos": BOS, "seed": 0, "source": "a.txt"}
+    for shuffle, said in (True, "--data=a.txt has 1 tokens"), (False, "held-out part of --data=a."):
+        tokens = np.zeros(1, np.int32)
+        assert said in refusal(Windows, tokens, seq_len=8, shuffle=shuffle, **named)
 
 
 def test_held_out_text_may_be_shorter_than_a_window():

@@ -1,7 +1,6 @@
 """A token store as it is read: what `Windows` sees, and what of it is refused."""
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from rmt_tpu.data.token_store import (
     PLAN,
     TokenStream,
     read_sealed,
-    reading_report,
     seal,
 )
 from rmt_tpu.data.tokenizer import Tokenizer
@@ -164,22 +162,6 @@ def test_nothing_is_read_to_open_a_store(shared, monkeypatch):
 def test_a_store_brings_its_tokenizer(shared):
     assert load_saved(str(shared)).fingerprint() == BYTE.fingerprint()
     assert open_store(str(shared)).tokenizer.bos == BYTE.bos
-
-
-def test_the_report_of_reading_tells_waiting(shared, monkeypatch):
-    options = {"batch_size": 4, "seq_len": 16, "seconds": 0.5}
-    report = reading_report(str(shared), step_tokens_per_second=64 / 0.02, **options)
-    assert report.tokens_per_second > report.step_tokens_per_second > 0
-    assert 5 <= report.batches <= 25 and report.waited < 0.5
-    usual = TokenStream.read
-
-    def slow(self, starts, length):
-        time.sleep(0.1)
-        return usual(self, starts, length)
-
-    monkeypatch.setattr(TokenStream, "read", slow)
-    report = reading_report(str(shared), step_tokens_per_second=64 / 0.001, **options)
-    assert report.waited > 0.5
 
 
 # What is refused -----------------------------------------------------------------------------

@@ -268,6 +268,6 @@ def test_without_the_library_the_extra_is_named(gpt2, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     message = refusal(load_tokenizer, gpt2)
     assert message == (
-        f"--tokenizer={gpt2} needs the tokenizers library: pip install 'rmt_tpu[data]'"
+        f"--tokenizer={gpt2!r} needs the tokenizers library: pip install 'rmt_tpu[data]'"
     )
     assert load_tokenizer("byte").bos == 256
