@@ -9,9 +9,10 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -65,28 +66,48 @@ class Implementations:
       portable: for any platform.
       kernels: by platform; each has `unsupported(op, *args) -> why, in a line, or None`.
       by_default: platforms whose kernels are shown to be faster, and so taken unasked.
+      elsewhere: implementations that the op serves by itself; here only to be named.
     """
 
     portable: ModuleType
     kernels: Mapping[Platform, ModuleType]
     by_default: tuple[Platform, ...]
+    elsewhere: tuple[str, ...] = ()
 
-    def run(self, implementation: str | None, op: str, run: Callable[..., Any], args: tuple) -> Any:
+    @property
+    def names(self) -> dict[str, tuple[Platform, ...]]:
+        """What can be asked for, and the platforms whose kernels each takes."""
+        return {
+            name: tuple(p for p in platforms if p in self.kernels)
+            for name, platforms in _PLATFORMS.items()
+            if not platforms or set(platforms) & set(self.kernels)
+        }
+
+    def run(
+        self,
+        implementation: str | None,
+        op: str,
+        run: Callable[..., Any],
+        args: tuple,
+        **options: Any,
+    ) -> Any:
         """`run(module, *args)` with the module of the implementation that is asked for.
+
+        `options` are what else `unsupported` is to know of the call.
 
         Raises:
           UnsupportedImplementation: it is unknown, or cannot serve this call.
         """
-        if implementation not in (None, *_PLATFORMS):
+        if implementation not in (None, *self.names):
             raise UnsupportedImplementation(
                 f"implementation={implementation!r} is unknown; legal: "
-                f"{', '.join(get_args(Implementation))}, or None to choose"
+                f"{', '.join((*self.names, *self.elsewhere))}, or None to choose"
             )
-        platforms = self.by_default if implementation is None else _PLATFORMS[implementation]
+        platforms = self.by_default if implementation is None else self.names[implementation]
         portable = functools.partial(run, self.portable)
-        if not platforms or any(0 in leaf.shape for leaf in jax.tree.leaves(args)):
+        if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return portable(*args)
-        refused = {p: self.kernels[p].unsupported(op, *args) for p in platforms}
+        refused = {p: self.kernels[p].unsupported(op, *args, **options) for p in platforms}
         if implementation in ("mosaic_tpu", "triton"):
             (platform,) = platforms
             if refused[platform] is not None:

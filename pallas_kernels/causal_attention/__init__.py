@@ -1,13 +1,14 @@
 """Causal attention within segments, with ALiBi, in the layouts that the residual's ops leave.
 
 Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (a TPU kernel that reads and writes the
-key-vector kernels' layout in place; no public one does, or takes ALiBi without a bias in memory)
-and "cudnn" (`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is "xla", but the kernel on
-a TPU.
+key-vector kernels' layout in place; no public one does, or takes ALiBi without a bias in memory),
+"pallas" (that kernel where the program is lowered for a TPU, plain JAX elsewhere) and, of
+`causal_attention` alone, "cudnn" (`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is
+"pallas".
 """
 
 import functools
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.causal_attention import mosaic_tpu, reference
 from pallas_kernels.causal_attention.mosaic_tpu import Rows
-from pallas_kernels.platform import UnsupportedImplementation, choose
+from pallas_kernels.platform import Implementations, UnsupportedImplementation
 
 __all__ = ["attention_backward", "attention_forward", "causal_attention"]
 
-Implementation = Literal["xla", "mosaic_tpu", "cudnn"]
+Implementation = Literal["xla", "mosaic_tpu", "pallas", "cudnn"]
 Scale = Float[Array, ""] | int | float
 
 
@@ -112,37 +113,32 @@ def _attention_backward(call, saved, d_out):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _forward(call, *args):
-    def run(module, qkv, scale, slopes, segment_ids, **options):
-        shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids)
-        return module.attention_forward(qkv, **shared, **options)
+_IMPLEMENTATIONS = Implementations(reference, {"tpu": mosaic_tpu}, ("tpu",), ("cudnn",))
 
-    return _run(call, run, *args)
+
+def _forward(call, *args):
+    def run(module, qkv, scale, slopes, segment_ids):
+        shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids)
+        return module.attention_forward(qkv, **shared, **_of_kernels(call, module))
+
+    return _run(call, "attention_forward", run, args)
 
 
 def _backward(call, *args):
-    def run(module, qkv, out, log_sums, d_out, scale, slopes, segment_ids, **options):
+    def run(module, qkv, out, log_sums, d_out, scale, slopes, segment_ids):
         shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids)
-        return module.attention_backward(qkv, out, log_sums, d_out, **shared, **options)
+        shared |= _of_kernels(call, module)
+        return module.attention_backward(qkv, out, log_sums, d_out, **shared)
 
-    return _run(call, run, *args)
+    return _run(call, "attention_backward", run, args)
 
 
-def _run(call: _Call, run, *args):
-    """`run(module, *args)` with the module of the implementation that is asked for."""
-    portable = functools.partial(run, reference)
-    kernel = functools.partial(run, mosaic_tpu, rows=call.rows)
-    if call.implementation == "xla" or 0 in args[0].shape:
-        return portable(*args)
-    refused = mosaic_tpu.unsupported(args[0], call.rows)
-    if call.implementation is None:
-        return choose({"tpu": kernel}, portable, *args, refused={"tpu": refused})
-    if call.implementation == "mosaic_tpu" and refused is None:
-        return kernel(*args)
-    raise UnsupportedImplementation(
-        f"implementation={call.implementation!r} cannot serve this call: "
-        f"{refused or 'legal are ' + ', '.join(get_args(Implementation))}; use 'xla' or None"
-    )
+def _of_kernels(call, module):
+    return {} if module is reference else {"rows": call.rows}
+
+
+def _run(call: _Call, op: str, run, args):
+    return _IMPLEMENTATIONS.run(call.implementation, op, run, args, rows=call.rows)
 
 
 def _by_cudnn(qkv, scale, slopes, segment_ids):

@@ -17,7 +17,7 @@ For T tokens in sequences of N, H heads of size D and E bytes an entry: the forw
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.call import LANES, VMEM_LIMIT, largest_divisor, round_up, tpu_call
+
 Rows = Literal["size_major", "head_major"]
 
-LANES = 128
-# What every generation has (v5p has 64 MiB), less what the compiler keeps for itself.
-VMEM_LIMIT = 60 * 2**20
 _LOG2_E = math.log2(math.e)
 _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -52,8 +51,8 @@ class _Call(NamedTuple):
         return 2 if self.rows == "size_major" and self.dtype == jnp.bfloat16 else 1
 
 
-def unsupported(qkv, rows: Rows = "size_major") -> str | None:
-    """Why the kernels cannot serve this call, in a line; None if they can."""
+def unsupported(op: str, qkv: Any, *others: Any, rows: Rows = "size_major") -> str | None:
+    """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
     B, N, P, D = qkv.shape
     if qkv.dtype not in (jnp.bfloat16, jnp.float32):
         return f"data vectors of {qkv.dtype} (bfloat16 or float32)"
@@ -71,7 +70,7 @@ def unsupported(qkv, rows: Rows = "size_major") -> str | None:
 
 def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
     """Of the backward kernel: blocks in two buffers, scratch, and some logits."""
-    row = _round_up(heads, 8) * size * length * itemsize
+    row = round_up(heads, 8) * size * length * itemsize
     return 2 * 8 * row + 8 * row + 16 * length * LANES * 4
 
 
@@ -101,9 +100,9 @@ def attention_forward(
     }
     scratch = {}
     if rows == "size_major":
-        scratch = {"qkv": _words(call, 3 * H), "out": _words(call, H)}
+        scratch = {"words_qkv": _words(call, 3 * H), "words_out": _words(call, H)}
     flops, size = 2 * B * N * N * H * D, 4 * B * N * H * D * qkv.dtype.itemsize
-    out = _pallas_call(
+    out = _run(
         _forward_kernel, "attention_forward", call, inputs, outputs, scratch, flops, size, interpret
     )
     return _tokens_first(out["out"], rows), out["log_sums"][:, :, 0].swapaxes(1, 2)
@@ -138,12 +137,12 @@ def attention_backward(
     scratch = {}
     if rows == "size_major":
         scratch = {
-            "qkv": _words(call, 3 * H),
-            "out": _words(call, H),
-            "d_out": _words(call, H),
+            "words_qkv": _words(call, 3 * H),
+            "words_out": _words(call, H),
+            "words_d_out": _words(call, H),
         }
     flops, size = 5 * B * N * N * H * D, 8 * B * N * H * D * qkv.dtype.itemsize
-    result = _pallas_call(
+    result = _run(
         _backward_kernel,
         "attention_backward",
         call,
@@ -284,7 +283,7 @@ def _for_each_group(call: _Call, attend):
 
 def _stride(call: _Call, vectors: int) -> int:
     """Words from one entry of a head to the next, in scratch."""
-    return _round_up(vectors // call.packed, 8)
+    return round_up(vectors // call.packed, 8)
 
 
 def _fetch(call: _Call, ref, name: str, vectors: int):
@@ -353,7 +352,7 @@ def _put_heads(call: _Call, ref, name: str, part: int, group, arrays):
 
 def _divisor(length: int, most: int) -> int:
     """The largest multiple of LANES up to `most` that divides the length."""
-    return max(n for n in range(LANES, most + 1, LANES) if length % n == 0)
+    return LANES * largest_divisor(length // LANES, most // LANES)
 
 
 def _call_of(qkv, slopes, segment_ids, rows, queries) -> _Call:
@@ -423,35 +422,18 @@ def _scalars(x):
     return jnp.asarray(x, jnp.float32).reshape(1)
 
 
-def _round_up(value: int, to: int) -> int:
-    return -(-value // to) * to
-
-
-def _pallas_call(kernel, name, call, inputs, outputs, scratch, flops, size, interpret):
-    """`pallas_call` with everything by name."""
-    names = [*inputs, *outputs, *("words_" + s for s in scratch)]
-
-    def body(*refs):
-        kernel(call, dict(zip(names, refs, strict=True)))
-
-    arrays = [array for array, _ in inputs.values()]
+def _run(kernel, name, call, inputs, outputs, scratch, flops, size, interpret):
     batch = next(iter(outputs.values()))[0].shape[0]
-    results = pl.pallas_call(
-        body,
+    return tpu_call(
+        lambda inputs, outputs, scratch: kernel(call, inputs | outputs | scratch),
+        name,
+        inputs,
+        outputs,
+        scratch,
         grid=(batch,),
-        in_specs=[spec for _, spec in inputs.values()],
-        out_specs=[spec for _, spec in outputs.values()],
-        out_shape=[shape for shape, _ in outputs.values()],
-        scratch_shapes=list(scratch.values()),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=flops,
-            bytes_accessed=size,
-            transcendentals=batch * call.heads * call.length**2 // 2,
-        ),
+        semantics=("parallel",),
+        flops=flops,
+        moved=size,
+        transcendentals=batch * call.heads * call.length**2 // 2,
         interpret=interpret,
-        name=name,
-    )(*arrays)
-    return dict(zip(outputs, results, strict=True))
+    )

@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.depth_attention import mosaic_tpu, triton_gpu, xla
-from pallas_kernels.depth_attention.interface import Norm, UnsupportedImplementation
+from pallas_kernels.depth_attention.interface import Norm, UnsupportedImplementation, wide
 from pallas_kernels.platform import Implementation, Implementations
 
 __all__ = [
@@ -308,7 +308,7 @@ def _partial_backward(
     if prior is not None:
         # The prior is one more source, of given logit.
         weight = xla.prior_weights(prior[1], log_sums)
-        g = jnp.sum(_wide(d_mixed) * _wide(prior[0]), axis=-1)
+        g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=-1)
         delta = weight * g + (0 if delta is None else delta)
     run = lambda module, *args: module.partial_backward(*args, **call.scores)
     # A constant that is saved may come back as one of NumPy's.
@@ -316,9 +316,9 @@ def _partial_backward(
     d_queries, d_sources = _run(call, "partial_backward", run, args)
     if prior is not None:
         # The sum over all sources of weight * g is <d_mixed, mixed>.
-        total = jnp.sum(_wide(d_mixed) * _wide(mixed), axis=-1)
+        total = jnp.sum(wide(d_mixed) * wide(mixed), axis=-1)
         d_log = weight * (g - total + (0 if d_log_sums is None else d_log_sums))
-        d_prior_mixed = (weight[..., None] * _wide(d_mixed)).astype(prior[0].dtype)
+        d_prior_mixed = (weight[..., None] * wide(d_mixed)).astype(prior[0].dtype)
         d_prior = (d_prior_mixed, d_log)
     return d_queries, d_sources, d_prior
 
@@ -403,10 +403,6 @@ def _run(call: _Call, op: str, run, args):
 def _dividing(key_axis: str | None) -> str | None:
     """The axis, or None if it has but one device."""
     return key_axis if key_axis is not None and jax.lax.axis_size(key_axis) > 1 else None
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.result_type(jnp.float32, x))
 
 
 def _folded(queries, gains, sources):

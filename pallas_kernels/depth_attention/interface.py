@@ -62,11 +62,12 @@ with a D are then own slices, `delta` is the device's own part of a sum, and d_l
 
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.platform import UnsupportedImplementation
 
-__all__ = ["MergeGradients", "Norm", "UnsupportedImplementation"]
+__all__ = ["MergeGradients", "Norm", "UnsupportedImplementation", "wide"]
 
 Norm = Literal["layernorm", "rmsnorm"]
 
@@ -82,3 +83,8 @@ class MergeGradients(NamedTuple):
     log_sums: Float[Array, " T"]
     current: Float[Array, "T D"]
     norm_gain: Float[Array, " D"]
+
+
+def wide(x: Array) -> Array:
+    """At least float32."""
+    return x.astype(jnp.result_type(jnp.float32, x))

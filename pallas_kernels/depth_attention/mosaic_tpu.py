@@ -20,7 +20,6 @@ D is padded to a multiple of 128 and T to one of 16, which costs a copy where it
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.call import LANES, nbytes, round_up, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.depth_attention import mosaic_tpu_merge_kernels as merge_kernels
 from pallas_kernels.depth_attention.interface import (
@@ -38,11 +38,9 @@ from pallas_kernels.depth_attention.interface import (
 )
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
     GROUP,
-    LANES,
     BlockSizes,
     Call,
     pieces,
-    round_up,
 )
 
 __all__ = [
@@ -55,8 +53,6 @@ __all__ = [
     "unsupported",
 ]
 
-# Of the smallest VMEM among the targets, v5p's 64 MiB, some is left to XLA.
-VMEM_LIMIT = 60 * 2**20
 # What `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 54 * 2**20
 
@@ -559,7 +555,7 @@ def _whole(call: Call, x):
 
 def _moved(array, spec: pl.BlockSpec, prefetch) -> int:
     """Bytes of an array that cross HBM: of a stack, those of the one row that is chosen."""
-    size = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+    size = nbytes(array)
     if spec.block_shape is not None and spec.block_shape[0] is None:
         return size // array.shape[0]
     # What a chosen row is put into is not read.
@@ -609,37 +605,19 @@ def _constant(x):
 def _run(
     call, kernel, name, inputs, outputs, scratch, *, flops, interpret, aliased=None, prefetch=None
 ):
-    """`inputs` and `outputs`: by name, an array (or its shape) and its block.
-
-    `prefetch`: a number that blocks are chosen by.
-    """
-    arrays = {k: array for k, (array, _) in inputs.items()}
-    shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, (x, _) in outputs.items()}
-    moved = sum(_moved(x, spec, prefetch) for x, spec in (*inputs.values(), *outputs.values()))
-    scalars = () if prefetch is None else (prefetch.reshape(1),)
-    position = lambda names, name: sorted(names).index(name)
-    return pl.pallas_call(
-        lambda *refs: kernel(*refs[len(scalars) :]),
-        name=name,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(call.cores, call.tiles_each),
-            in_specs=[{k: spec for k, (_, spec) in inputs.items()}],
-            out_specs={k: spec for k, (_, spec) in outputs.items()},
-            scratch_shapes=[scratch],
-        ),
-        out_shape=shapes,
-        input_output_aliases={
-            len(scalars) + position(inputs, a): position(outputs, b)
-            for a, b in (aliased or {}).items()
-        },
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=flops,
-            bytes_accessed=moved,
-            transcendentals=call.S * max(call.sources, 1) * call.tokens,
-        ),
+    blocks = (*inputs.values(), *outputs.values())
+    return tpu_call(
+        kernel,
+        name,
+        inputs,
+        outputs,
+        scratch,
+        grid=(call.cores, call.tiles_each),
+        semantics=("parallel", "arbitrary"),
+        flops=flops,
+        moved=sum(_moved(x, spec, prefetch) for x, spec in blocks),
+        transcendentals=call.S * max(call.sources, 1) * call.tokens,
+        aliased=aliased,
+        prefetch=prefetch,
         interpret=interpret,
-    )(*scalars, arrays)
+    )

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.call import LANES, round_up, widen
 from pallas_kernels.depth_attention.interface import Norm
 
-LANES = 128
 # Tokens of a product: the rows of a bfloat16 tile.
 GROUP = 16
 # Sources of a product. As many as fill two of the smaller matrix units, one of the larger.
@@ -118,10 +118,6 @@ class Call:
         return [slice(d, min(d + step, self.width)) for d in range(0, self.width, step)]
 
 
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 def pieces(x, count: int = 3):
     """bfloat16 arrays whose sum is x, to 8 bits each: by truncation, which no compiler undoes."""
     out = []
@@ -161,7 +157,7 @@ def partial(inputs, outputs, scratch, *, call: Call):
     def write(group, lanes, s, h):
         if prior is not None:
             values = prior[s, group_rows(group), lanes].astype(jnp.float32)
-            h = h + _wide(scratch["prior_weights"][group, s], h.shape[1]) * values
+            h = h + widen(scratch["prior_weights"][group, s], h.shape[1]) * values
         mixed[s, group_rows(group), lanes] = h.astype(mixed.dtype)
 
     def copy(group):
@@ -250,7 +246,7 @@ def _mix(call, count, bank, scratch, write):
         for i in range(by_product, sources):
             values = bank[first + i, group_rows(group), lanes].astype(jnp.float32)
             columns = scratch["columns"][c][group, i - by_product]
-            mixed = mixed + _wide(columns, values.shape[1]) * values
+            mixed = mixed + widen(columns, values.shape[1]) * values
         return mixed
 
     def write_all(group, lanes, mixed):
@@ -440,7 +436,7 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
                 right = [g] * call.weight_pieces
                 right = jnp.concatenate([*right, inputs["queries_again"][:, lanes]], axis=0)
                 width = lanes.stop - lanes.start
-                d = _dot(call, left, right) + _wide(shrink, width) * v.astype(jnp.float32)
+                d = _dot(call, left, right) + widen(shrink, width) * v.astype(jnp.float32)
                 d = d.reshape(sources, GROUP, width)
                 place = d_values.at[first : first + sources, group_rows(group), lanes]
                 if adds:
@@ -659,11 +655,6 @@ def column_of(row, group):
 def row_of(column, group, tokens):
     """[GROUP, 1] of a group to [1, tokens] of the tile, 0 elsewhere."""
     return jnp.sum(jnp.where(_own_lane(group, tokens), column, 0), axis=0, keepdims=True)
-
-
-def _wide(column, width):
-    """[.., 128] of equal columns to [.., width]."""
-    return jnp.concatenate([column] * (width // LANES), axis=-1)
 
 
 def centre(call, h):

@@ -8,11 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.depth_attention.interface import Norm
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.result_type(jnp.float32, x))
+from pallas_kernels.depth_attention.interface import Norm, wide
 
 
 def _logits(queries, sources, epsilon):
@@ -32,14 +28,14 @@ def partial(
     """All S sites over the active sources, and over what `prior` stands for."""
     dtype = sources.dtype
     active = jnp.arange(sources.shape[0]) < count
-    values = jnp.where(active[:, None, None], _wide(sources), 0)
-    logits = _logits(_wide(queries), values, epsilon)
+    values = jnp.where(active[:, None, None], wide(sources), 0)
+    logits = _logits(wide(queries), values, epsilon)
     logits = jnp.where(active[:, None], logits, -jnp.inf)
     values = jnp.broadcast_to(values, (queries.shape[0], *values.shape))
     if prior is not None:
         mixed, log_sums = prior
-        logits = jnp.concatenate([logits, _wide(log_sums)[:, None]], axis=1)
-        values = jnp.concatenate([values, _wide(mixed)[:, None]], axis=1)
+        logits = jnp.concatenate([logits, wide(log_sums)[:, None]], axis=1)
+        values = jnp.concatenate([values, wide(mixed)[:, None]], axis=1)
     log_sums = jax.nn.logsumexp(logits, axis=1)
     weights = jnp.where(logits == -jnp.inf, 0, jnp.exp(logits - log_sums[:, None]))
     mixed = jnp.einsum("snt,sntd->std", weights, values, precision="highest")
@@ -61,8 +57,8 @@ def merge(
 ) -> Float[Array, "T D"]:
     """The running partial sum beside what the sealed sources gave, normed."""
     dtype = current.dtype
-    mixed, current = _wide(mixed[site]), _wide(current)
-    logits = _logits(_wide(query)[None], current[None], epsilon)[0, 0]
+    mixed, current = wide(mixed[site]), wide(current)
+    logits = _logits(wide(query)[None], current[None], epsilon)[0, 0]
     p = jnp.where(active, jax.nn.sigmoid(logits - log_sums), 0)[:, None]
     h = mixed + p * (current - mixed)
     return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon).astype(dtype)
@@ -83,8 +79,8 @@ def step(
 ) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], Float[Array, "T D"]]:
     """One site: add, mix, norm, and the sum as a new row of the bank."""
     dtype = current.dtype
-    current = (_wide(current) + _wide(y)).astype(dtype)
-    mixed, log_sums = partial(query[None], _wide(bank), count, None, epsilon=epsilon)
+    current = (wide(current) + wide(y)).astype(dtype)
+    mixed, log_sums = partial(query[None], wide(bank), count, None, epsilon=epsilon)
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     site, always = jnp.int32(0), jnp.bool(True)
     z = merge(query, mixed, log_sums[0], site, current, always, norm_gain, **options)

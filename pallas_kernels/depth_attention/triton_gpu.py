@@ -22,15 +22,14 @@ no registers are spilled; beyond that some are.
 """
 
 import functools
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
+from pallas_kernels.call import gpu_call
 from pallas_kernels.depth_attention.interface import (
     MergeGradients,
     Norm,
@@ -186,16 +185,16 @@ def partial(
         "log_sums": jax.ShapeDtypeStruct((call.S, call.T), jnp.float32),
     }
     width = sources.dtype.itemsize
-    out = _run(
-        name,
+    out = gpu_call(
         functools.partial(partial_kernel, call, blocks),
+        name,
         inputs,
         outputs,
-        programs=pl.cdiv(call.S, blocks.sites) * call.T,
+        grid=(pl.cdiv(call.S, blocks.sites) * call.T,),
         warps=blocks.warps,
         flops=(4 * call.S + 2) * sources.size,
         moved=sources.nbytes + (1 if prior is None else 2) * outputs["mixed"].size * width,
-        exponentials=call.S * call.N * call.T,
+        transcendentals=call.S * call.N * call.T,
         interpret=interpret,
     )
     return out["mixed"], out["log_sums"]
@@ -255,7 +254,7 @@ def partial_backward(
     }
     float32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     scores = {"rstd": float32(T, N), "logits": float32(S, T, N), "products": float32(S, T, N)}
-    run = functools.partial(_run, interpret=interpret)
+    run = functools.partial(gpu_call, interpret=interpret)
     whole = block_sizes.columns >= D if block_sizes else fits(S, D)
     of_delta = {} if delta is None else {"delta": delta.astype(jnp.float32)}
     if whole:
@@ -265,15 +264,15 @@ def partial_backward(
         name, kernel, flops = "depth_attention_scores", scores_kernel, 4 * S + 2
         blocks = _blocks_of(call, name, sources)
         out = run(
-            name,
             functools.partial(kernel, call, blocks),
+            name,
             inputs | of_delta,
             scores | {"totals": float32(S, T)},
-            programs=pl.cdiv(S, blocks.sites) * T,
+            grid=(pl.cdiv(S, blocks.sites) * T,),
             warps=blocks.warps,
             flops=flops * sources.size,
             moved=sources.nbytes + d_mixed.nbytes,
-            exponentials=S * N * T,
+            transcendentals=S * N * T,
         )
         inputs |= out
         scores = {}
@@ -287,16 +286,16 @@ def partial_backward(
         "d_sources": jax.ShapeDtypeStruct(sources.shape, sources.dtype),
     }
     out = run(
-        name,
         functools.partial(kernel, call, blocks),
+        name,
         inputs,
         outputs | scores,
-        programs=groups * pl.cdiv(D, blocks.columns),
+        grid=(groups * pl.cdiv(D, blocks.columns),),
         warps=blocks.warps,
         flops=flops * sources.size,
         moved=(2 if accumulate is None else 3) * sources.nbytes + d_mixed.nbytes,
-        exponentials=S * N * T,
-        in_place={} if accumulate is None else {"accumulate": "d_sources"},
+        transcendentals=S * N * T,
+        aliased={} if accumulate is None else {"accumulate": "d_sources"},
     )
     return jnp.sum(out["d_queries"], axis=0), out["d_sources"]
 
@@ -327,16 +326,16 @@ def merge(
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
     name = "depth_attention_merge"
     blocks = block_sizes or _blocks_of(call, name, current)
-    out = _run(
-        name,
+    out = gpu_call(
         functools.partial(merge_kernel, call, blocks),
+        name,
         _merge_inputs(query, mixed, log_sums, site, current, active, norm_gain),
         {"z": jax.ShapeDtypeStruct(current.shape, current.dtype)},
-        programs=pl.cdiv(call.T, blocks.tokens),
+        grid=(pl.cdiv(call.T, blocks.tokens),),
         warps=blocks.warps,
         flops=20 * current.size,
         moved=3 * current.nbytes,
-        exponentials=call.T,
+        transcendentals=call.T,
         interpret=interpret,
     )
     return out["z"]
@@ -383,17 +382,17 @@ def merge_backward(
         "d_log_sums": jax.ShapeDtypeStruct(log_sums.shape, jnp.float32),
         "new_d_current": jax.ShapeDtypeStruct(d_current.shape, d_current.dtype),
     }
-    out = _run(
-        name,
+    out = gpu_call(
         functools.partial(merge_backward_kernel, call, blocks),
+        name,
         inputs,
         outputs,
-        programs=groups,
+        grid=(groups,),
         warps=blocks.warps,
         flops=40 * current.size,
         moved=6 * current.nbytes,
-        exponentials=call.T,
-        in_place={"d_mixed": "new_d_mixed", "d_current": "new_d_current"},
+        transcendentals=call.T,
+        aliased={"d_mixed": "new_d_mixed", "d_current": "new_d_current"},
         interpret=interpret,
     )
     return MergeGradients(
@@ -448,17 +447,17 @@ def step(
     }
     if seal:
         outputs["new_bank"] = jax.ShapeDtypeStruct(bank.shape, bank.dtype)
-    out = _run(
-        name,
+    out = gpu_call(
         functools.partial(step_kernel, call, blocks, seal),
+        name,
         inputs,
         outputs,
-        programs=call.T,
+        grid=(call.T,),
         warps=blocks.warps,
         flops=6 * bank.size,
         moved=bank.nbytes + (5 if seal else 4) * current.nbytes,
-        exponentials=call.N * call.T,
-        in_place={"bank": "new_bank"} if seal else {},
+        transcendentals=call.N * call.T,
+        aliased={"bank": "new_bank"} if seal else {},
         interpret=interpret,
     )
     return out.get("new_bank"), out["new_current"], out["z"]
@@ -498,44 +497,3 @@ def _refuse(op, *args):
     why = unsupported(op, *args)
     if why is not None:
         raise UnsupportedImplementation(why)
-
-
-def _run(
-    name,
-    kernel,
-    inputs,
-    outputs,
-    *,
-    programs,
-    warps,
-    flops,
-    moved,
-    exponentials,
-    interpret,
-    in_place=None,
-):
-    """`kernel(refs)` in so many programs, with refs by name; the outputs, by name."""
-    names = (*inputs, *outputs)
-    # Programs are interpreted by one thread, which has nobody to wait for.
-    barrier = (lambda: None) if interpret else plgpu.debug_barrier
-
-    def body(*refs):
-        kernel(SimpleNamespace(barrier=barrier, **dict(zip(names, refs, strict=True))))
-
-    index = lambda arrays, name: tuple(arrays).index(name)
-    aliases = {index(inputs, i): index(outputs, o) for i, o in (in_place or {}).items()}
-    out = pl.pallas_call(
-        body,
-        out_shape=list(outputs.values()),
-        grid=(programs,),
-        in_specs=[pl.no_block_spec] * len(inputs),
-        out_specs=[pl.no_block_spec] * len(outputs),
-        input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        cost_estimate=pl.CostEstimate(
-            flops=flops, bytes_accessed=moved, transcendentals=exponentials
-        ),
-        interpret=interpret,
-        name=name,
-    )(*inputs.values())
-    return dict(zip(outputs, out, strict=True))

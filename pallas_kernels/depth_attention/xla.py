@@ -13,18 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.depth_attention.interface import MergeGradients, Norm
+from pallas_kernels.depth_attention.interface import MergeGradients, Norm, wide
 from pallas_kernels.depth_attention.reference import normalize
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.result_type(jnp.float32, x))
 
 
 def _products(queries, sources):
     """`<query, v>` [S, N, T] and `<v, v>` [N, T], of the own entries."""
-    values = _wide(sources)
-    products = jnp.sum(_wide(queries)[:, None, None] * values, axis=-1)
+    values = wide(sources)
+    products = jnp.sum(wide(queries)[:, None, None] * values, axis=-1)
     return products, jnp.sum(jnp.square(values), axis=-1)
 
 
@@ -56,7 +52,7 @@ def _weights(logits, log_sums):
 
 def _active_values(sources, count):
     active = jnp.arange(sources.shape[0]) < count
-    return _wide(jnp.where(active[:, None, None], sources, 0))
+    return wide(jnp.where(active[:, None, None], sources, 0))
 
 
 def partial(
@@ -80,7 +76,7 @@ def partial(
     # Sums term by term: as reductions over a stack they are ten times slower on a CPU.
     mixed = sum(weights[:, n][..., None] * values[n] for n in range(values.shape[0]))
     if prior is not None:
-        mixed = mixed + prior_weights(prior[1], log_sums)[..., None] * _wide(prior[0])
+        mixed = mixed + prior_weights(prior[1], log_sums)[..., None] * wide(prior[0])
     return mixed.astype(sources.dtype), log_sums
 
 
@@ -102,7 +98,7 @@ def partial_backward(
     key_axis: str | None = None,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
     """See `interface`. With a `key_axis`, `delta` is the device's own part of a sum."""
-    values, d_mixed = _active_values(sources, count), _wide(d_mixed)
+    values, d_mixed = _active_values(sources, count), wide(d_mixed)
     parts = (*_products(queries, sources), jnp.sum(d_mixed[:, None] * values, axis=-1))
     parts += () if delta is None else (delta,)
     products, squares, g, *delta = _over_devices(key_axis, *parts)
@@ -117,21 +113,21 @@ def partial_backward(
     # -rstd^2 / D * sum_s d_logit * logit; an empty row's logit is -inf.
     finite = jnp.where(logits == -jnp.inf, 0, logits)
     shrink = jnp.square(rstd) * jnp.sum(d_logits * finite, axis=0) / D
-    queries = _wide(queries)
+    queries = wide(queries)
     d_sources = sum(
         weights[i][..., None] * d_mixed[i] + d_products[i][..., None] * queries[i]
         for i in range(queries.shape[0])
     )
     d_sources = d_sources - shrink[..., None] * values
     if accumulate is not None:
-        d_sources = d_sources + _wide(accumulate)
+        d_sources = d_sources + wide(accumulate)
     return d_queries, d_sources.astype(sources.dtype)
 
 
 def _merged(query, mixed, log_sums, current, active, epsilon):
-    mixed, current = _wide(mixed), _wide(current)
+    mixed, current = wide(mixed), wide(current)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(current), axis=-1) + epsilon)
-    logits = jnp.sum(current * _wide(query), axis=-1) * rstd
+    logits = jnp.sum(current * wide(query), axis=-1) * rstd
     p = jnp.where(active, jax.nn.sigmoid(logits - log_sums), 0)[:, None]
     return mixed + p * (current - mixed)
 
@@ -176,12 +172,12 @@ def merge_backward(
         h = _merged(query, mixed, log_sums, current, active, epsilon)
         return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon)
 
-    inputs = (query, _wide(mixed[site]), log_sums, _wide(current), norm_gain)
-    g = MergeGradients(*jax.vjp(forward, *inputs)[1](_wide(d_z)))
+    inputs = (query, wide(mixed[site]), log_sums, wide(current), norm_gain)
+    g = MergeGradients(*jax.vjp(forward, *inputs)[1](wide(d_z)))
     row = g.mixed.astype(mixed.dtype)
     return g._replace(
         mixed=jax.lax.dynamic_update_index_in_dim(d_mixed, row, site, 0),
-        current=(g.current + _wide(d_current)).astype(current.dtype),
+        current=(g.current + wide(d_current)).astype(current.dtype),
     )
 
 
@@ -199,7 +195,7 @@ def step(
     norm_epsilon: int | float,
 ) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], Float[Array, "T D"]]:
     """See `interface`."""
-    current = (_wide(current) + _wide(y)).astype(current.dtype)
+    current = (wide(current) + wide(y)).astype(current.dtype)
     mixed, log_sums = partial(query[None], bank, count, None, epsilon=epsilon)
     always = jnp.bool(True)
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}

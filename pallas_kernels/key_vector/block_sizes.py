@@ -6,9 +6,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-LANES = 128
-# Of the smallest VMEM among the targets, v5p's 64 MiB, some is left to XLA.
-VMEM_LIMIT = 60 * 2**20
+from pallas_kernels.call import LANES, divisors, largest_divisor, round_up
+
 # What `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 58 * 2**20
 # Rows times tokens of the largest intermediate: all of it is unrolled into one loop body.
@@ -129,18 +128,6 @@ def _grouped(op: Op, s: Sizes, tokens: int, slab: int) -> BlockSizes | None:
         return None
     unrolled = lambda group: min(16, max(1, _UNROLLED // (group * s.K * tokens)))
     return BlockSizes(tokens, slab, store, read, unrolled(store), unrolled(read))
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def largest_divisor(n: int, at_most: int) -> int:
-    return max(d for d in divisors(n) if d <= max(at_most, 1))
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def sublanes(dtype) -> int:

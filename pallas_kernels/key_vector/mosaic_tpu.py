@@ -22,7 +22,6 @@ For T tokens of size E bytes an entry: store_norm_retrieve takes `2 T (R + P) K 
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -31,10 +30,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
+from pallas_kernels.call import LANES, tpu_call
 from pallas_kernels.key_vector import mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import (
-    LANES,
-    VMEM_LIMIT,
     BlockSizes,
     Sizes,
     choose_block_sizes,
@@ -278,8 +276,7 @@ def _forward(
             scratch["shift"] = pltpu.VMEM((1, tokens), jnp.float32)
 
     halves = ("key_vector_store", "key_vector_read", "key_vector_forward")
-    out = _call(
-        call,
+    out = tpu_call(
         functools.partial(mosaic_tpu_kernels.forward, call=call),
         halves[stores + 2 * reads - 1],
         inputs,
@@ -288,7 +285,8 @@ def _forward(
         grid=(B, -(-N // tokens), call.slabs),
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * B * N * s.K * s.V * (s.R + s.P),
-        aliased=("residual",) if stores and in_place else (),
+        aliased={"residual": "residual"} if stores and in_place else {},
+        interpret=call.interpret,
     )
     return {
         name: Statistics(x[:, 0], x[:, 1]) if name == "statistics" else _tokens_first(x)
@@ -371,8 +369,7 @@ def _backward(call: Call, rebuild, means: Means | None, *args):
         last_core = None if split_batch or cores == 1 else cores - 1
         tail = Tail(N % tokens, last_core, tiles_each - 1)
 
-    out = _call(
-        call,
+    out = tpu_call(
         functools.partial(mosaic_tpu_kernels.backward, call=call, tail=tail),
         "key_vector_backward",
         inputs,
@@ -381,7 +378,8 @@ def _backward(call: Call, rebuild, means: Means | None, *args):
         grid=(cores, call.slabs, batches, tiles_each),
         semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
         flops=B * N * s.K * s.V * (4 * (s.R + s.P) + (2 * s.R if rebuild else 0)),
-        aliased=("d_residual",) + (("residual",) if rebuild else ()),
+        aliased={"d_residual": "d_residual"} | ({"residual": "rebuilt"} if rebuild else {}),
+        interpret=call.interpret,
     )
     d_store_keys = _diagonal(out["d_store_keys"][:, None], group)
     d_store_keys = jnp.sum(d_store_keys, axis=(0, 1, 2))[: s.R]
@@ -452,34 +450,7 @@ def _diagonal(x, group: int):
     return jnp.stack([x[..., g, :, g, :] for g in range(group)], axis=-3)
 
 
-# The call ------------------------------------------------------------------------------------
-
-
-def _call(call, kernel, name, inputs, outputs, scratch, *, grid, semantics, flops, aliased):
-    """`inputs` and `outputs`: by name, an array (or its shape) and its block."""
-    arrays = {k: array for k, (array, _) in inputs.items()}
-    shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, (x, _) in outputs.items()}
-    moved = sum(
-        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
-        for x in (*arrays.values(), *shapes.values())
-    )
-    position = lambda names, name: sorted(names).index(name)
-    into = {name: "rebuilt" if name not in outputs else name for name in aliased}
-    return pl.pallas_call(
-        kernel,
-        name=name,
-        grid=grid,
-        in_specs=[{k: spec for k, (_, spec) in inputs.items()}],
-        out_specs={k: spec for k, (_, spec) in outputs.items()},
-        out_shape=shapes,
-        scratch_shapes=[scratch],
-        input_output_aliases={position(inputs, a): position(outputs, b) for a, b in into.items()},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT
-        ),
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
-        interpret=call.interpret,
-    )(arrays)
+# Blocks --------------------------------------------------------------------------------------
 
 
 def _spec(tokens: int, count: int, index, rows: int) -> pl.BlockSpec:

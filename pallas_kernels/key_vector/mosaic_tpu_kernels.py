@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.key_vector.block_sizes import LANES, BlockSizes, Sizes, largest_divisor
+from pallas_kernels.call import LANES, largest_divisor, widen
+from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes
 from pallas_kernels.key_vector.interface import FRACTION_BITS, Norm
 
 _LARGEST = 2.0**15 - 1
@@ -117,7 +118,7 @@ def forward(inputs, outputs, scratch, *, call: Call):
 
     def finish(i, product):
         if call.centred:
-            product = product - above_operand * _widen(inputs["read_key_sums"][i], blocks.tokens)
+            product = product - above_operand * widen(inputs["read_key_sums"][i], blocks.tokens)
         factor = rstd * call.unit if call.scale else call.unit
         _put(outputs["retrieved"], i * group, group, product * factor)
 
@@ -398,11 +399,6 @@ def _fold(x, reduce=jnp.sum):
     if x.shape[0] % 8:
         return reduce(x, axis=0, keepdims=True)
     return reduce(x.reshape(-1, 8, x.shape[1]), axis=0)
-
-
-def _widen(column, tokens):
-    """[rows, 128] of equal columns to [rows, tokens]."""
-    return jnp.concatenate([column] * (tokens // LANES), axis=1)
 
 
 def _loop(count, body, carry, unroll):

@@ -17,16 +17,14 @@ Triton multiplies blocks whose sides are powers of two, 16 at least: others are 
 """
 
 import functools
-import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
+from pallas_kernels.call import gpu_call
 from pallas_kernels.key_vector.interface import (
     Gradients,
     Means,
@@ -294,7 +292,7 @@ def backward(
         }
         return {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
 
-    run = functools.partial(_call, interpret=interpret)
+    run = functools.partial(_run, interpret=interpret)
     inputs_and_cotangent = inputs | {"d_stored": d_residual.reshape(T, K, V)}
     if means is not None:
         given = {"mean_an": means.an} | ({"mean_a": means.a} if norm == "layernorm" else {})
@@ -358,7 +356,7 @@ def _forward(
     blocks = blocks or _blocks_of(site, name)
     kernel = functools.partial(forward_kernel, site, blocks, float(epsilon), scale)
     flops = 2 * T * (site.R + site.P) * K * V
-    out = _call(name, kernel, inputs, outputs, blocks, flops, interpret=interpret)
+    out = _run(name, kernel, inputs, outputs, blocks, flops, interpret=interpret)
     tokens, results = residual.shape[:2], ()
     if site.R:
         results += (out["stored"].reshape(residual.shape),)
@@ -376,30 +374,19 @@ def _refuse(op, *args):
         raise UnsupportedImplementation(why)
 
 
-def _call(name, kernel, inputs, outputs, blocks, flops, *more_grid, interpret):
-    """`kernel(refs)` over the grid, with refs by name; the outputs, by name."""
-    names = (*inputs, *outputs)
-    # Programs are interpreted by one thread, which has nobody to wait for.
-    barrier = (lambda: None) if interpret else plgpu.debug_barrier
-
-    def body(*refs):
-        kernel(SimpleNamespace(barrier=barrier, **dict(zip(names, refs, strict=True))))
-
-    arrays = (*inputs.values(), *outputs.values())
-    moved = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
-    tokens = next(iter(inputs.values())).shape[0]
-    out = pl.pallas_call(
-        body,
-        out_shape=list(outputs.values()),
+def _run(name, kernel, inputs, outputs, blocks: Blocks, flops, *more_grid, interpret):
+    return gpu_call(
+        kernel,
+        name,
+        inputs,
+        outputs,
         grid=(blocks.programs, *more_grid),
-        in_specs=[pl.no_block_spec] * len(inputs),
-        out_specs=[pl.no_block_spec] * len(outputs),
-        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=tokens),
+        warps=blocks.warps,
+        stages=blocks.stages,
+        flops=flops,
+        transcendentals=next(iter(inputs.values())).shape[0],
         interpret=interpret,
-        name=name,
-    )(*inputs.values())
-    return dict(zip(outputs, out, strict=True))
+    )
 
 
 def _blocks_of(site: Site, kernel: str) -> Blocks:

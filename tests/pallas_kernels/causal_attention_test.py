@@ -164,10 +164,10 @@ def test_what_no_kernel_serves_falls_back_or_is_refused():
     with pytest.raises(UnsupportedImplementation, match="100 tokens .multiples of 128.; use 'xla'"):
         causal_attention(qkv, implementation="mosaic_tpu", **options)
     odd, _, _ = arguments(1, 128, 3, 8, "bfloat16")
-    assert "even number" in mosaic_tpu.unsupported(odd)
-    assert mosaic_tpu.unsupported(odd, "head_major") is None
+    assert "even number" in mosaic_tpu.unsupported("attention_forward", odd)
+    assert mosaic_tpu.unsupported("attention_forward", odd, rows="head_major") is None
     long = jax.ShapeDtypeStruct((1, 16384, 48, 64), jnp.bfloat16)
-    assert "VMEM" in mosaic_tpu.unsupported(long)
+    assert "VMEM" in mosaic_tpu.unsupported("attention_forward", long)
     traced = jax.jit(lambda qkv: causal_attention(qkv, **options)).trace(qkv)
     with pytest.warns(UserWarning, match="plain XLA instead: sequences of 100 tokens"):
         traced.lower(lowering_platforms=("tpu",))

@@ -1,0 +1,150 @@
+"""What all kernels share: a Pallas call with everything by name, and the sizes of a TPU."""
+
+import math
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+LANES = 128
+# Of the smallest VMEM among the targets, v5p's 64 MiB, some is left to XLA.
+VMEM_LIMIT = 60 * 2**20
+
+# An array, or the shape of one that is to be made.
+Shaped = Array | jax.ShapeDtypeStruct
+Blocked = Mapping[str, tuple[Shaped, pl.BlockSpec]]
+
+
+def tpu_call(
+    kernel: Callable[..., None],
+    name: str,
+    inputs: Blocked,
+    outputs: Blocked,
+    scratch: Mapping[str, Any],
+    *,
+    grid: tuple[int, ...],
+    semantics: tuple[str, ...],
+    flops: int,
+    moved: int | None = None,
+    transcendentals: int = 0,
+    aliased: Mapping[str, str] | None = None,
+    prefetch: Array | None = None,
+    interpret: bool = False,
+) -> dict[str, Array]:
+    """`kernel(inputs, outputs, scratch)` over the grid, each a dict of refs; the outputs by name.
+
+    Args:
+      kernel: the body of a grid step.
+      name: of the kernel in the compiled program.
+      inputs, outputs: by name, an array (or its shape) and its block.
+      scratch: by name.
+      grid, semantics: steps along each dimension, and how they may be ordered.
+      flops, moved, transcendentals: the estimate of its cost for XLA; `moved` in bytes, None is
+        every input and output once.
+      aliased: of inputs, the output that is written over each.
+      prefetch: a number that blocks are chosen by: what their index functions are given last.
+      interpret: whether to run it in plain JAX.
+    """
+    arrays = {k: array for k, (array, _) in inputs.items()}
+    shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, (x, _) in outputs.items()}
+    scalars = () if prefetch is None else (prefetch.reshape(1),)
+    position = lambda names, name: sorted(names).index(name)
+    return pl.pallas_call(
+        lambda *refs: kernel(*refs[len(scalars) :]),
+        name=name,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[{k: spec for k, (_, spec) in inputs.items()}],
+            out_specs={k: spec for k, (_, spec) in outputs.items()},
+            scratch_shapes=[scratch],
+        ),
+        out_shape=shapes,
+        input_output_aliases={
+            len(scalars) + position(inputs, a): position(outputs, b)
+            for a, b in (aliased or {}).items()
+        },
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=_cost(flops, moved, transcendentals, arrays, shapes),
+        interpret=interpret,
+    )(*scalars, arrays)
+
+
+def gpu_call(
+    kernel: Callable[[SimpleNamespace], None],
+    name: str,
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    grid: tuple[int, ...],
+    warps: int,
+    stages: int = 1,
+    flops: int,
+    moved: int | None = None,
+    transcendentals: int = 0,
+    aliased: Mapping[str, str] | None = None,
+    interpret: bool = False,
+) -> dict[str, Array]:
+    """`kernel(refs)` over the grid, with whole arrays as `refs.<name>`; the outputs by name.
+
+    `refs.barrier()` waits for the program's other threads. `warps` are of a program, `stages` the
+    depth of its loads' pipeline; the rest as for `tpu_call`.
+    """
+    names = (*inputs, *outputs)
+    # Programs are interpreted by one thread, which has nobody to wait for.
+    barrier = (lambda: None) if interpret else plgpu.debug_barrier
+
+    def body(*refs):
+        kernel(SimpleNamespace(barrier=barrier, **dict(zip(names, refs, strict=True))))
+
+    index = lambda arrays, name: tuple(arrays).index(name)
+    out = pl.pallas_call(
+        body,
+        name=name,
+        grid=grid,
+        in_specs=[pl.no_block_spec] * len(inputs),
+        out_specs=[pl.no_block_spec] * len(outputs),
+        out_shape=list(outputs.values()),
+        input_output_aliases={
+            index(inputs, a): index(outputs, b) for a, b in (aliased or {}).items()
+        },
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        cost_estimate=_cost(flops, moved, transcendentals, inputs, outputs),
+        interpret=interpret,
+    )(*inputs.values())
+    return dict(zip(outputs, out, strict=True))
+
+
+def nbytes(x: Shaped) -> int:
+    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+
+
+def widen(column: Array, width: int) -> Array:
+    """[.., 128] of equal columns to [.., width]."""
+    return jnp.concatenate([column] * (width // LANES), axis=-1)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def largest_divisor(n: int, at_most: int) -> int:
+    return max(d for d in divisors(n) if d <= max(at_most, 1))
+
+
+def _cost(flops, moved, transcendentals, inputs, outputs) -> pl.CostEstimate:
+    if moved is None:
+        moved = sum(map(nbytes, (*inputs.values(), *outputs.values())))
+    return pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=transcendentals)
