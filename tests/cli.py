@@ -1,20 +1,31 @@
-"""Recipes as a person runs them: each in a process of its own."""
+"""Recipes as a person runs them: each in a process of its own, which `cli_server` starts."""
 
 import atexit
+import contextlib
+import functools
+import json
 import os
+import selectors
+import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from rmt_tpu.training.metrics import read_metrics, series
+from tests.cli_server import Command
 
 ROOT = Path(__file__).parents[1]
 
 # What the runs of one session share: the text, and what was compiled for an earlier run.
 _SCRATCH = Path(tempfile.mkdtemp(prefix="rmt-cli-"))
 atexit.register(shutil.rmtree, _SCRATCH, ignore_errors=True)
+
+# Seconds for whatever ends by itself: many times what it takes on a machine that is busy.
+TIMEOUT = 600
 
 STEPS = 48
 TEXT = _SCRATCH / "text.txt"
@@ -35,18 +46,19 @@ TINY = (
     f"--data={TEXT}",
 )
 
+OFTEN = ("--checkpoint_every=6", "--eval_every=24")
+
 # The numbers of a run that must not depend on how often it was interrupted.
 CURVES = ("train/loss", "train/z_loss", "optim/grad_norm", "optim/learning_rate", "eval/loss")
 
-_RUN = """
-import runpy, sys
-recipe = sys.argv.pop(1)
-exec(sys.argv.pop(1))
-runpy.run_module(f"recipes.{recipe}", run_name="__main__", alter_sys=True)
-"""
+# Read when python starts or jax is imported: with others of these, a process begins from nothing.
+_READ_EARLY = ("JAX_", "PYTHON")
+
+# CPU seconds of the commands that have ended, which are no children of the tests' own process.
+cpu_seconds = 0.0
 
 
-def environment(*, devices: int = 1, read_only_cache: bool = False) -> dict[str, str]:
+def environment(*, devices: int = 1) -> dict[str, str]:
     """Of a recipe's process: warnings are errors, and programs are compiled once a session."""
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
     flags.append(f"--xla_force_host_platform_device_count={devices}")
@@ -54,37 +66,184 @@ def environment(*, devices: int = 1, read_only_cache: bool = False) -> dict[str,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join(flags),
         "JAX_COMPILATION_CACHE_DIR": str(_SCRATCH / "cache"),
-        # A killed process would leave half an entry for the next one.
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9" if read_only_cache else "0",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONWARNINGS": "error",
     }
 
 
+class Process:
+    """A command that runs, and may be sent signals; much like `subprocess.Popen`.
+
+    Attributes:
+      args: recipe and flags.
+      pid: the process's number.
+      returncode: as of `subprocess`; None while it runs.
+    """
+
+    def __init__(self, command: Command, stderr: int | None = None):
+        """
+        Args:
+          stderr: a file that standard error goes to, instead of to what `errors` returns.
+        """
+        self.args = [command.recipe, *command.flags]
+        self.returncode: int | None = None
+        self._outputs = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
+        self._own, theirs = socket.socketpair()
+        self._told = self._own.makefile("r", encoding="utf-8")
+        with theirs, open(os.devnull, "rb") as nothing:
+            files = [
+                theirs,
+                nothing,
+                self._outputs[0],
+                self._outputs[1] if stderr is None else stderr,
+            ]
+            numbers = [file if isinstance(file, int) else file.fileno() for file in files]
+            socket.send_fds(_server(), [b"+"], numbers)
+        self._own.sendall(json.dumps(command).encode() + b"\n")
+        self.pid = int(self._line())
+
+    def _line(self) -> str:
+        if line := self._told.readline():
+            return line
+        raise RuntimeError(f"the server ended: {(_SCRATCH / 'server.txt').read_text()}")
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float = TIMEOUT) -> int:
+        global cpu_seconds
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._own, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired(self.args, timeout, *self._read())
+            status, seconds = self._line().split()
+            self.returncode = os.waitstatus_to_exitcode(int(status))
+            cpu_seconds += float(seconds)
+            self._told_in_all = self._read()
+            for file in (*self._outputs, self._told, self._own):
+                file.close()
+        return self.returncode
+
+    def communicate(self, timeout: float = TIMEOUT) -> tuple[str, str]:
+        """What was told in all, when it has ended."""
+        self.wait(timeout)
+        return self._told_in_all
+
+    def errors(self) -> str:
+        """What it has told on standard error so far."""
+        return (self._read() if self.poll() is None else self._told_in_all)[1]
+
+    def _read(self) -> tuple[str, str]:
+        # Not by a position, which would be the process's too.
+        contents = [os.pread(file.fileno(), 2**24, 0) for file in self._outputs]
+        return contents[0].decode(), contents[1].decode()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """The socket by which the server takes commands."""
+    ours, theirs = socket.socketpair()
+    with theirs, open(_SCRATCH / "server.txt", "wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.cli_server", str(theirs.fileno())],
+            cwd=ROOT,
+            # NumPy's library would begin threads.
+            env=environment() | {"OPENBLAS_NUM_THREADS": "1"},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # a Ctrl-C is for the tests, which end it
+        )
+
+    def end() -> None:
+        ours.close()
+        server.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def start(
+    recipe: str,
+    *flags: str,
+    first: str = "",
+    devices: int = 1,
+    env: dict[str, str] | None = None,
+    stderr: int | None = None,
+    leads: bool = False,
+) -> Process:
+    """A recipe that a test interrupts, or does not wait for.
+
+    Args:
+      first: Python that its process runs before it.
+      devices: how many there are.
+      env: is set beside what `environment` sets.
+      stderr: a file for its standard error.
+      leads: whether it is the first of a process group of its own.
+    """
+    # A killed process would leave half an entry of the cache for the next one.
+    least = "jax_persistent_cache_min_compile_time_secs"
+    first = f"import jax; jax.config.update({least!r}, 1e9)\n{first}"
+    return Process(_command(recipe, flags, env, devices, first, leads), stderr)
+
+
 def run(
-    recipe: str, *flags: str, env: dict[str, str] | None = None, devices: int = 1, timeout=300
+    recipe: str,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    devices: int = 1,
+    anew: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """The outcome of a recipe; `env` is set beside what `environment` sets."""
+    """The outcome of a recipe.
+
+    Args:
+      env: is set beside what `environment` sets.
+      devices: how many there are.
+      anew: by an interpreter that begins with nothing, as at a person's command line; so is a
+        process whose `env` has what is read when jax is imported.
+    """
+    if anew or any(name.startswith(_READ_EARLY) for name in env or {}):
+        return run_line(f"{sys.executable} -m recipes.{recipe} {shlex.join(flags)}", env, devices)
+    process = Process(_command(recipe, flags, env, devices))
+    try:
+        outputs = process.communicate()
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, *outputs)
+
+
+def run_line(
+    line: str, env: dict[str, str] | None = None, devices: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """The outcome of a line that a person gives to a shell."""
     return subprocess.run(
-        [sys.executable, "-m", f"recipes.{recipe}", *flags],
+        line,
+        shell=True,
         cwd=ROOT,
         env=environment(devices=devices) | (env or {}),
         capture_output=True,
         encoding="utf-8",
-        timeout=timeout,
+        timeout=TIMEOUT,
     )
 
 
-def start(recipe: str, *flags: str, first: str = "") -> subprocess.Popen[str]:
-    """A recipe that a test interrupts; `first` is Python that its process runs before it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", _RUN, recipe, first, *flags],
-        cwd=ROOT,
-        env=environment(read_only_cache=True),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-    )
+def _command(recipe, flags, env, devices, first="", leads=False) -> Command:
+    return Command(recipe, list(flags), environment(devices=devices) | (env or {}), first, leads)
 
 
 def succeed(recipe: str, *flags: str, **options) -> subprocess.CompletedProcess[str]:

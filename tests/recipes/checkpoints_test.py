@@ -24,9 +24,7 @@ LocalFolder.create = create
 """
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return cli.train(tmp_path_factory.mktemp("run"), "--checkpoint_every=20")
+pytestmark = pytest.mark.xdist_group("recipes")
 
 
 def steps(workdir):
@@ -59,22 +57,24 @@ def test_the_last_every_and_best_stay(tmp_path):
     assert steps(tmp_path) == sorted({16, 32, cli.STEPS, *best})
 
 
+@pytest.mark.slow
 def test_by_the_clock(tmp_path):
     flags = ("--checkpoint_every=0", "--set=train.checkpoint_seconds=1e-3")
     cli.train(tmp_path, *flags, "--set=train.keep_checkpoints=99")
     assert len(steps(tmp_path)) > 3
 
 
-def test_what_is_saved_is_told(tmp_path):
-    done = cli.succeed("train", *cli.TINY, "--checkpoint_every=0", f"--workdir={tmp_path}")
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("saved step")]
-    assert f"saved step {cli.STEPS}: " in line and " MB in " in line and "training waited" in line
+def test_what_is_saved_is_told(trained_and_told):
+    _, done = trained_and_told
+    lines = [line for line in done.stderr.splitlines() if line.startswith("saved step")]
+    for step, line in zip((20, 40, cli.STEPS), lines, strict=True):
+        assert f"saved step {step}: " in line and " MB in " in line and "training waited" in line
 
 
 def test_a_save_that_fails_ends_the_run(tmp_path):
     flags = (*cli.TINY, "--preset=rmt-tiny", "--checkpoint_every=3", f"--workdir={tmp_path}")
     process = cli.start("train", *flags, first=FULL_DISK)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate()
     assert process.returncode == 1, errors
     error = errors.splitlines()[-1]
     assert error.startswith("error: cannot save step 6") and "No space left on device" in error
@@ -86,13 +86,27 @@ def test_a_save_that_fails_ends_the_run(tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--batch_size=8"], "train.batch_size is 4 there, 8 here"),
-        (["--set=model.store.dtype=bfloat16"], 'model.store.dtype is "float32" there, "bfloat16"'),
-        (["--set=model.store.key_dim=40"], "model.store.key_dim is 16 there, 40 here"),
+        pytest.param(
+            ["--set=model.store.key_dim=40"],
+            "model.store.key_dim is 16 there, 40 here",
+            id="a wider residual",
+        ),
+        pytest.param(
+            ["--batch_size=8"],
+            "train.batch_size is 4 there, 8 here",
+            id="a larger batch",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--set=model.store.dtype=bfloat16"],
+            'model.store.dtype is "float32" there, "bfloat16"',
+            id="another dtype",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_another_config_is_taken_when_that_is_wanted(run, flags, said, tmp_path):
-    copy = as_of_step(run, 40, tmp_path / "copy")
+def test_another_config_is_taken_when_that_is_wanted(trained, flags, said, tmp_path):
+    copy = as_of_step(trained, 40, tmp_path / "copy")
     flags = (*cli.TINY, *flags, f"--workdir={copy}")
     error = cli.fail("train", *flags)
     assert said in error and "--change_config" in error
@@ -108,43 +122,46 @@ def test_another_config_is_taken_when_that_is_wanted(run, flags, said, tmp_path)
     assert cli.succeed("generate", f"--workdir={copy}", "--max_tokens=2").stdout
 
 
-def test_a_wider_residual_is_the_same_function(run, tmp_path):
-    copy = as_of_step(run, 40, tmp_path / "copy")
+@pytest.mark.slow
+def test_a_wider_residual_is_the_same_function(trained, tmp_path):
+    copy = as_of_step(trained, 40, tmp_path / "copy")
     cli.train(copy, "--set=model.store.key_dim=32", "--change_config")
-    ours, theirs = losses(copy), losses(run)
+    ours, theirs = losses(copy), losses(trained)
     # The first step is of the same function on the same batch; then the new slots take part.
     np.testing.assert_allclose(ours[41], theirs[41], rtol=2e-6)
     assert ours[cli.STEPS] != theirs[cli.STEPS]
 
 
-def test_a_narrower_residual_is_refused_and_nothing_changed(run, tmp_path):
-    copy = as_of_step(run, 40, tmp_path / "copy")
+def test_a_narrower_residual_is_refused_and_nothing_changed(trained, tmp_path):
+    copy = as_of_step(trained, 40, tmp_path / "copy")
     before = (copy / "config.json").read_bytes()
     flags = (*cli.TINY, "--set=model.store.key_dim=8", "--change_config", f"--workdir={copy}")
     error = cli.fail("train", *flags)
     assert "model.store.key_dim=8" in error and "16, or 32 and more" in error
     assert (copy / "config.json").read_bytes() == before
-    cli.train(copy)
-    assert losses(copy) == losses(run)
+    cli.train(copy, "--checkpoint_every=20", "--eval_every=20")
+    assert losses(copy) == losses(trained)
 
 
-def test_another_model_is_refused_even_so(run):
-    flags = (*cli.TINY, "--set=model.num_layers=3", "--change_config", f"--workdir={run}")
+def test_another_model_is_refused_even_so(trained):
+    flags = (*cli.TINY, "--set=model.num_layers=3", "--change_config", f"--workdir={trained}")
     error = cli.fail("train", *flags)
     assert "model.num_layers is 2 there, 3 here" in error and "--change_config" not in error
 
 
-def test_on_another_mesh_without_further_ado(run, tmp_path):
-    copy = as_of_step(run, 40, tmp_path / "copy")
+@pytest.mark.slow
+def test_on_another_mesh_without_further_ado(trained, tmp_path):
+    copy = as_of_step(trained, 40, tmp_path / "copy")
     cli.train(copy, "--mesh=data=2,fsdp=2", devices=4)
-    ours, theirs = losses(copy), losses(run)
+    ours, theirs = losses(copy), losses(trained)
     np.testing.assert_allclose(
         [ours[step] for step in sorted(ours)], [theirs[step] for step in sorted(theirs)], rtol=1e-5
     )
 
 
-def test_more_steps_go_on_where_a_run_was_complete(run, tmp_path):
-    copy = shutil.copytree(run, tmp_path / "copy")
+@pytest.mark.slow
+def test_more_steps_go_on_where_a_run_was_complete(trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "copy")
     cli.train(copy, "--steps=52", "--change_config")
     assert max(losses(copy)) == 52
     assert [r["step"] for r in read_metrics(copy) if "eval/loss" in r][-1] == 52

@@ -1,7 +1,6 @@
 """recipes.compare: models on the same tokens."""
 
 import json
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,8 @@ from rmt_tpu.config import MatrixStore
 from rmt_tpu.config.presets import presets, run
 from rmt_tpu.training.metrics import read_metrics, series
 from tests import cli
+
+pytestmark = pytest.mark.xdist_group("recipes")
 
 PRESETS = ["gpt2-tiny", "rmt-tiny"]
 FLAGS = [f"--presets={','.join(PRESETS)}", *cli.TINY, "--eval_every=24"]
@@ -66,24 +67,19 @@ def test_numbers(done):
         assert row["train_loss"] == pytest.approx(sum(last_tenth) / len(last_tenth))
 
 
+@pytest.mark.slow
 def test_interrupted(done, tmp_path):
     process = cli.start("compare", *FLAGS, f"--workdir={tmp_path}", first=SIGINT_IN_STEP)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert process.returncode == 130, err
     assert not (tmp_path / "comparison.json").exists()
-    again = subprocess.run(
-        out.splitlines()[-1],
-        shell=True,
-        cwd=cli.ROOT,
-        env=cli.environment(),
-        capture_output=True,
-        encoding="utf-8",
-    )
+    again = cli.run_line(out.splitlines()[-1])
     assert again.returncode == 0, again.stderr
     assert "gpt2-tiny is complete" in again.stderr
     assert results(tmp_path) == results(done[0])
 
 
+@pytest.mark.slow
 def test_seeds(tmp_path):
     flags = ("--presets=rmt-tin?,gpt2-tiny", "--seeds=3,5", *cli.TINY, "--steps=3", "--by_loss")
     out = cli.succeed("compare", *flags, f"--workdir={tmp_path}").stdout

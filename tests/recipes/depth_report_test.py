@@ -6,6 +6,8 @@ import pytest
 
 from tests import cli
 
+pytestmark = pytest.mark.xdist_group("recipes")
+
 # The later --steps counts.
 FLAGS = ("--steps=3", "--eval_every=3", "--checkpoint_every=3")
 REPORT = ("--batches=2", "--batch_size=2")
@@ -23,6 +25,7 @@ def runs(tmp_path_factory):
     ]
 
 
+@pytest.mark.slow
 def test_report(runs):
     done = cli.succeed("depth_report", f"--workdir={','.join(map(str, runs))}", *REPORT)
     picture = runs[0] / "plots" / "depth.png"
@@ -48,17 +51,22 @@ def test_report(runs):
     assert [len([w for w in row if w is not None]) for row in weights["mean"]] == [1, 2, 2, 3, 3]
 
 
-def test_output(runs, tmp_path):
+def test_output(trained, tmp_path):
     picture = tmp_path / "new" / "picture.png"
-    cli.succeed("depth_report", f"--workdir={runs[0]}", f"--output={picture}", *REPORT)
-    assert picture.exists() and picture.with_suffix(".json").exists()
+    done = cli.succeed("depth_report", f"--workdir={trained}", f"--output={picture}", *REPORT)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and str(picture) in done.stdout
+    (profile,) = json.loads(picture.with_suffix(".json").read_text())
+    assert profile["run"] == trained.name and 32 < profile["tokens"] <= 64
+    for quantity in ("output", "residual", "gradient"):
+        assert len(profile[quantity]) == 5 and min(profile[quantity]) > 0
+    assert f"| {trained.name} | {profile['loss']:.4f} |" in done.stdout
 
 
 ERRORS = {
     "no workdir": ([], ["--workdir is needed"]),
     "no run": (["--workdir={run},{run}/plots"], ["plots", "holds no run", "config.json"]),
     "twice": (["--workdir={run},{run}"], ["--workdir=", "different"]),
-    "step": (["--workdir={run}", "--step=2"], ["step 2", "available: 3"]),
+    "step": (["--workdir={run}", "--step=2"], ["step 2", "available: 20, 40, 48"]),
     "batches": (["--workdir={run}", "--batches=0"], ["--batches=0", "positive"]),
     "output": (["--workdir={run}", "--output={run}/depth.pdf"], ["--output=", ".png"]),
     "no folder": (
@@ -69,6 +77,6 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("flags, pieces", ERRORS.values(), ids=list(ERRORS))
-def test_usage(flags, pieces, runs):
-    error = cli.fail("depth_report", *(flag.replace("{run}", str(runs[0])) for flag in flags))
+def test_usage(flags, pieces, trained):
+    error = cli.fail("depth_report", *(flag.replace("{run}", str(trained)) for flag in flags))
     assert all(piece in error for piece in pieces), error

@@ -10,9 +10,7 @@ from tests import cli
 LONG = "x" * 600
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return cli.train(tmp_path_factory.mktemp("run"), "--checkpoint_every=20")
+pytestmark = pytest.mark.xdist_group("recipes")
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +106,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("recipe, flags, pieces", CASES)
-def test_usage(recipe, flags, pieces, run, files, tmp_path):
-    flags = [flag.replace("{run}", str(run)).replace("{files}", str(files)) for flag in flags]
+def test_usage(recipe, flags, pieces, trained, files, tmp_path):
+    flags = [flag.replace("{run}", str(trained)).replace("{files}", str(files)) for flag in flags]
     if recipe == "train":
         flags = [f"--data={cli.TEXT}", "--seq_len=16", f"--workdir={tmp_path / 'new'}", *flags]
     error = cli.fail(recipe, *flags)
@@ -124,13 +122,13 @@ def test_batch_does_not_divide_over_devices(tmp_path):
     assert "--batch_size=6" in error and "mesh axes data=8" in error and "nearest legal: 8" in error
 
 
-def test_workdir_of_another_config(run):
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    flags = (*cli.TINY, "--seed=1", "--set=model.store.key_dim=8", f"--workdir={run}")
+def test_workdir_of_another_config(trained):
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    flags = (*cli.TINY, "--seed=1", "--set=model.store.key_dim=8", f"--workdir={trained}")
     error = cli.fail("train", *flags)
     assert "model.store.key_dim is 16 there, 8 here; train.seed is 0 there, 1 here" in error
     assert "another --workdir" in error
-    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -152,17 +150,17 @@ def test_damaged_config(recipe, text, why, tmp_path):
     assert (tmp_path / "config.json").read_text() == text
 
 
-def test_config_with_an_unknown_field(run, tmp_path):
-    config = json.loads((run / "config.json").read_text())
+def test_config_with_an_unknown_field(trained, tmp_path):
+    config = json.loads((trained / "config.json").read_text())
     config["train"]["stepz"] = 3
     (tmp_path / "config.json").write_text(json.dumps(config))
-    error = cli.fail("train", f"--config={tmp_path / 'config.json'}", f"--workdir={run}")
+    error = cli.fail("train", f"--config={tmp_path / 'config.json'}", f"--workdir={trained}")
     assert "field of train 'stepz'" in error and "did you mean 'steps'" in error
 
 
 @pytest.mark.parametrize("recipe", ["train", "generate"])
-def test_all_checkpoints_damaged(run, recipe, tmp_path):
-    copy = shutil.copytree(run, tmp_path / "copy")
+def test_all_checkpoints_damaged(trained, recipe, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "copy")
     for step in (20, 40, cli.STEPS):
         cli.damage(copy, step)
     flags = (*cli.TINY, "--checkpoint_every=20") if recipe == "train" else ()

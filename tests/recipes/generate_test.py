@@ -13,14 +13,12 @@ from tests import cli
 PROMPT = "the quick "
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    return cli.train(tmp_path_factory.mktemp("run"), "--checkpoint_every=20")
+pytestmark = pytest.mark.xdist_group("recipes")
 
 
 @pytest.fixture(scope="module")
-def loaded(workdir):
-    return rmt_tpu.load(workdir)
+def loaded(trained):
+    return rmt_tpu.load(trained)
 
 
 def text(loaded, prompt=PROMPT, **how) -> str:
@@ -39,46 +37,52 @@ def greedy(loaded, prompt: str, count: int) -> list[int]:
     return tokens[-count:]
 
 
-def test_load(workdir, loaded):
+def test_load(trained, loaded):
     decoder, tokenizer = loaded
     assert isinstance(decoder, rmt_tpu.Decoder)
     assert isinstance(tokenizer, ByteTokenizer)
-    earlier, _ = rmt_tpu.load(workdir, 20)
+    earlier, _ = rmt_tpu.load(trained, 20)
     tokens = jnp.arange(8)[None]
     assert decoder(tokens).shape == (1, 8, 257)
     assert not np.array_equal(decoder(tokens), earlier(tokens))
 
 
-@pytest.mark.parametrize("flags", [["--temperature=0"], ["--temperature=1", "--top_k=1"]])
-def test_greedy_is_the_argmax_of_uncached_logits(workdir, loaded, flags):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["--temperature=0"], id="temperature 0"),
+        pytest.param(["--temperature=1", "--top_k=1"], id="top_k 1", marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_is_the_argmax_of_uncached_logits(trained, loaded, flags):
     wanted = loaded[1].decode(greedy(loaded, PROMPT, 20))
-    flags = [f"--workdir={workdir}", f"--prompt={PROMPT}", "--max_tokens=20", *flags]
+    flags = [f"--workdir={trained}", f"--prompt={PROMPT}", "--max_tokens=20", *flags]
     assert cli.succeed("generate", *flags).stdout == f"{PROMPT}{wanted}\n"
 
 
-def test_step_is_the_checkpoint(workdir):
-    wanted = text(rmt_tpu.load(workdir, 20), temperature=0.0, max_tokens=8)
-    flags = [f"--workdir={workdir}", f"--prompt={PROMPT}", "--temperature=0", "--max_tokens=8"]
+def test_step_is_the_checkpoint(trained):
+    wanted = text(rmt_tpu.load(trained, 20), temperature=0.0, max_tokens=8)
+    flags = [f"--workdir={trained}", f"--prompt={PROMPT}", "--temperature=0", "--max_tokens=8"]
     done = cli.succeed("generate", *flags, "--step=20")
     assert done.stdout == f"{PROMPT}{wanted}\n"
 
 
-def test_seed(workdir, loaded):
+def test_seed(trained, loaded):
     how = {"temperature": 0.8, "max_tokens": 30}
     drawn = [text(loaded, seed=seed, **how) for seed in (3, 3, 4)]
     assert drawn[0] == drawn[1] != drawn[2]
     flags = ["--seed=3", "--temperature=0.8", "--max_tokens=30"]
-    done = cli.succeed("generate", f"--workdir={workdir}", f"--prompt={PROMPT}", *flags)
+    done = cli.succeed("generate", f"--workdir={trained}", f"--prompt={PROMPT}", *flags)
     assert done.stdout == f"{PROMPT}{drawn[0]}\n"
 
 
-def test_prompt_of_any_characters(workdir):
-    flags = [f"--workdir={workdir}", "--prompt=naïve 語 😀", "--max_tokens=1"]
+def test_prompt_of_any_characters(trained):
+    flags = [f"--workdir={trained}", "--prompt=naïve 語 😀", "--max_tokens=1"]
     assert cli.succeed("generate", *flags).stdout.startswith("naïve 語 😀")
 
 
-def test_note_when_positions_end(workdir, loaded):
-    done = cli.succeed("generate", f"--workdir={workdir}", "--prompt=the", "--temperature=0")
+def test_note_when_positions_end(trained, loaded):
+    done = cli.succeed("generate", f"--workdir={trained}", "--prompt=the", "--temperature=0")
     # Four tokens with the start; the 64th position reads the last token but one.
     assert done.stderr == "note: 61 of --max_tokens=256 fit the model's positions\n"
     assert done.stdout == f"the{text(loaded, 'the', temperature=0.0, max_tokens=61)}\n"

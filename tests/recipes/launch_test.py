@@ -5,8 +5,6 @@ The documents are read in the source tree itself: under Bazel, this file is a li
 
 import json
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -22,28 +20,30 @@ COMMAND = re.compile(
 )
 FLAG = re.compile(r"""--\w+(?:=(?:"[^"]*"|'[^']*'|[^\s"'`]*))?""")
 
-# Reads lists of flags, and answers for each what is wrong with it, or null.
+# Takes a list of lists of flags, and answers for each what is wrong with it, or null.
 CHECK = """
-import importlib, json, sys
+import importlib, json
 from absl import flags
 from recipes import common
 from rmt_tpu.errors import RmtError
 
-importlib.import_module("recipes." + sys.argv[1])
+recipe, every = sys.argv[1:]
+importlib.import_module("recipes." + recipe)
 
 def wrong(given):
     for name in flags.FLAGS:
         flags.FLAGS[name].unparse()
     try:
-        rest = flags.FLAGS([sys.argv[1], *given])[1:]
+        rest = flags.FLAGS([recipe, *given])[1:]
         if rest:
             return f"{rest} are no flags"
-        if sys.argv[1] == "train":
+        if recipe == "train":
             common.run_config(common.base_config(flags.FLAGS.preset or "rmt-tiny", None))
     except (flags.Error, RmtError) as error:
         return str(error)
 
-print(json.dumps([wrong(given) for given in json.load(sys.stdin)]))
+print(json.dumps([wrong(given) for given in json.loads(every)]))
+sys.exit()
 """
 
 
@@ -58,17 +58,10 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def problems(recipe: str, given: list[list[str]]) -> list[str | None]:
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, recipe],
-        input=json.dumps(given),
-        cwd=cli.ROOT,
-        env=cli.environment(),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = cli.start(recipe, recipe, json.dumps(given), first=CHECK)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return json.loads(output)
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,15 @@
 
 import random
 import re
-import subprocess
 import time
 
 import pytest
 
 from tests import cli
 
-PRESETS = ["rmt-tiny", "gpt2-tiny"]
-EVERY = ("--checkpoint_every=6", "--eval_every=24")
+pytestmark = pytest.mark.xdist_group("recipes")
+
+PRESETS = ["rmt-tiny", pytest.param("gpt2-tiny", marks=pytest.mark.slow)]
 
 # What makes a process end itself at an exact instant of its run.
 SIGNAL_IN_STEP = """
@@ -66,12 +66,14 @@ def preset(request):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(preset, tmp_path_factory):
-    return cli.train(tmp_path_factory.mktemp(preset), *EVERY, preset=preset)
+def uninterrupted(preset, often_saved, tmp_path_factory):
+    if preset == "rmt-tiny":
+        return often_saved
+    return cli.train(tmp_path_factory.mktemp(preset), *cli.OFTEN, preset=preset)
 
 
 def start(workdir, preset, *flags, **options):
-    flags = (f"--preset={preset}", *cli.TINY, *EVERY, *flags, f"--workdir={workdir}")
+    flags = (f"--preset={preset}", *cli.TINY, *cli.OFTEN, *flags, f"--workdir={workdir}")
     return cli.start("train", *flags, **options)
 
 
@@ -85,22 +87,14 @@ def test_signal(preset, uninterrupted, tmp_path):
     # A step with an evaluation, whose row must not get lost.
     first = SIGNAL_IN_STEP.format(step=24, signal=signal)
     process = start(tmp_path, preset, first=first)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert process.returncode == {"SIGINT": 130, "SIGTERM": 0}[signal], err
     assert "Traceback" not in err
     assert f"stopped at step 24, saved in {tmp_path}" in out
     assert (tmp_path / "checkpoints/24/COMMIT").exists()
     assert cli.curves(tmp_path)["train/loss"][0] == list(range(1, 25))
 
-    command = out.splitlines()[-1]
-    again = subprocess.run(
-        command,
-        shell=True,
-        cwd=cli.ROOT,
-        env=cli.environment(),
-        capture_output=True,
-        encoding="utf-8",
-    )
+    again = cli.run_line(out.splitlines()[-1])
     assert again.returncode == 0, again.stderr
     assert f"resuming {tmp_path} from step 24" in again.stderr
     assert_same_run(tmp_path, uninterrupted)
@@ -114,13 +108,13 @@ def test_kills_and_damage(preset, uninterrupted, tmp_path):
     ]
     for code, step, resumed_from in kills:
         process = start(tmp_path, preset, first=code.format(step=step))
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate()
         assert process.returncode == -9, err
         assert (f"from step {resumed_from}" in err) == (resumed_from is not None)
     assert not (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n"), "no line is torn"
     cli.damage(tmp_path, 42)
     process = start(tmp_path, preset)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert process.returncode == 0, err
     (line,) = [line for line in err.splitlines() if line.startswith("damaged checkpoint")]
     assert re.search("step 42: .*params/unembedding/kernel", line)
@@ -150,7 +144,7 @@ def test_kill_anywhere(preset, uninterrupted, tmp_path):
         killed += process.returncode == -9
     assert killed >= 3
     process = start(tmp_path, preset)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert process.returncode == 0, err
     assert_same_run(tmp_path, uninterrupted)
 

@@ -52,7 +52,7 @@ def test_what_comes_back_otherwise_is_an_error(tmp_path):
         "C.restore = restore"
     )
     process = cli.start("storage_report", *flags_of(tmp_path, *SMALL), first=change_a_number)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate()
     assert process.returncode == 1
     line = "error: Checkpointer: what was restored is not what was saved"
     assert errors.splitlines()[-1] == line
@@ -62,7 +62,7 @@ def test_what_comes_back_otherwise_is_an_error(tmp_path):
 def test_no_orbax(tmp_path):
     hide = "import sys; sys.modules['orbax.checkpoint'] = None"
     process = cli.start("storage_report", *flags_of(tmp_path, *SMALL), first=hide)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate()
     assert process.returncode == 2
     assert errors == (
         "error: Orbax is not installed; pip install orbax-checkpoint, or give --noorbax\n"

@@ -1,0 +1,142 @@
+"""Starts recipes for `tests.cli` without their imports: each is forked off a process that has them.
+
+    python -m tests.cli_server CONTROL
+
+The server begins no thread and touches no device, for these do not outlive a fork. CONTROL is a
+socket. With each byte on it come a command's own socket and its standard input, output and error.
+On its own socket the command finds a line of JSON, which is a `Command`; the server answers there
+with the number of the process and, at its end, with its wait status and CPU seconds.
+"""
+
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from typing import NamedTuple
+
+# What recipes import, other than flags: those a recipe defines are its own.
+PACKAGES = ("rmt_tpu", "pallas_kernels", "sharding")
+MODULES = (
+    "concurrent.futures.process",
+    "google.cloud.storage",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.pyplot",
+    "multiprocessing.forkserver",
+    "optax",
+    "orbax.checkpoint",
+    "recipes.common",
+    "rich.progress",
+    "tensorboardX",
+    "tensorstore",
+    "tokenizers",
+)
+
+
+class Command(NamedTuple):
+    """What a process is to be.
+
+    Attributes:
+      recipe: the module in `recipes`.
+      flags: its command line.
+      environment: all of it.
+      first: Python that runs before the recipe.
+      leads: whether it is the first of a process group.
+    """
+
+    recipe: str
+    flags: list[str]
+    environment: dict[str, str]
+    first: str
+    leads: bool
+
+
+def import_all() -> None:
+    for package in PACKAGES:
+        path = importlib.import_module(package).__path__
+        for module in pkgutil.walk_packages(path, f"{package}."):
+            importlib.import_module(module.name)
+    for module in MODULES:
+        importlib.import_module(module)
+    tasks = "/proc/self/task"
+    assert not os.path.isdir(tasks) or len(os.listdir(tasks)) == 1, "an import began a thread"
+    gc.freeze()  # or the first collection in each process would copy everything
+
+
+def serve(control: socket.socket) -> socket.socket:
+    """Forks for each command; returns in the process of a command, with its socket."""
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            ready = [key.fileobj for key, _ in selector.select()]
+            if woken in ready:
+                woken.recv(4096)
+                _tell_ends(running)
+            if control not in ready:
+                continue
+            byte, (own, *standard), _, _ = _receive(control)
+            if not byte:  # the tests have ended
+                for pid in running:
+                    os.kill(pid, signal.SIGKILL)
+                sys.exit()
+            pid = os.fork()
+            if pid == 0:
+                break
+            running[pid] = socket.socket(fileno=own)
+            running[pid].sendall(f"{pid}\n".encode())
+            for file in standard:
+                os.close(file)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for other in (control, woken, wake, *running.values()):
+        other.close()
+    for number, file in enumerate(standard):
+        os.dup2(file, number)
+        os.close(file)
+    return socket.socket(fileno=own)
+
+
+def _receive(control: socket.socket):
+    byte, files, flags, address = socket.recv_fds(control, 1, 4)
+    return byte, files or [None], flags, address
+
+
+def _tell_ends(running: dict[int, socket.socket]) -> None:
+    while running:
+        pid, status, used = os.wait4(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with running.pop(pid) as own:
+            own.sendall(f"{status} {used.ru_utime + used.ru_stime}\n".encode())
+
+
+def become(own: socket.socket) -> Command:
+    """Makes this process what the command is to find, but for its module."""
+    with own, own.makefile("r", encoding="utf-8") as lines:
+        command = Command(*json.loads(lines.readline()))
+    if command.leads:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(command.environment)
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
+    sys.argv[1:] = command.flags
+    return command
+
+
+if __name__ == "__main__":
+    import_all()
+    _command = become(serve(socket.socket(fileno=int(sys.argv[1]))))
+    exec(_command.first)
+    # It ends as it would without a server: by the interpreter, with all that belongs to that.
+    runpy.run_module(f"recipes.{_command.recipe}", run_name="__main__", alter_sys=True)
