@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+PROGRAMS = Path(__file__).resolve().parents[1] / ".cache" / "jax"
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Level 0: tests compile much and compute little.
 os.environ["XLA_FLAGS"] = (
@@ -27,10 +29,43 @@ os.environ |= {
 }
 
 
+@pytest.fixture(autouse=True, scope="session")
+def programs_of_earlier_runs():
+    """What was compiled once is read back by the next run of the tests."""
+    import jax  # which reads the environment above when it is imported
+    from jax._src.lru_cache import LRUCache
+
+    def put(self, key, value):
+        """Whole or not at all: other workers read while this one writes, or is killed."""
+        path = self.path / f"{key}-cache"
+        if not path.exists():
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(value)
+            part.replace(path)
+
+    LRUCache.put = put
+    jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True)
+def programs_for_no_device(request):
+    """Those for devices that are not there can be kept, and not be read back."""
+    if request.node.get_closest_marker("compile") is None:
+        yield
+        return
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_module():
     """What a module compiled is not used by the next, and would add up to many gigabytes."""
     yield
-    import jax  # which reads the environment above when it is imported
+    import jax
 
     jax.clear_caches()

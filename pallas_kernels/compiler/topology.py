@@ -206,7 +206,12 @@ def compiler_environment(
             " --xla_jf_dump_llo_pass_label_regex=^final_(bundles|hlo.*)$"
         )
     dump = f"--xla_dump_to={dump_folder} --xla_dump_hlo_as_text"
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": dump if dump_folder and buffers else ""}
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": dump if dump_folder and buffers else "",
+        # Programs for a device that is not there can be kept in a cache, and not be read back.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
     if target.platform == "cuda":
         return environment
     return environment | {
