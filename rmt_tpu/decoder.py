@@ -53,10 +53,19 @@ class Decoder(nnx.Module):
       config: what to build.
       rngs: a `params` stream draws the parameters.
 
+    Raises:
+      TypeError: `config` or `rngs` is something else.
+
     Layers are stacked: their parameters have a leading axis L, and a scan runs over it.
     """
 
     def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):
+        if not isinstance(config, cfg.ModelConfig):
+            raise TypeError(
+                f"Decoder takes a ModelConfig, like rmt_tpu.preset('rmt-tiny'); not {config!r:.60}"
+            )
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"Decoder takes rngs=nnx.Rngs(0); not {rngs!r:.60}")
         self.config = config
         self.dtype = compute_dtype(config.compute_dtype)
         store = residual.store_module(config.store)
@@ -84,7 +93,12 @@ class Decoder(nnx.Module):
           tokens: below `config.vocab_size`; others, and positions past the learned ones, give NaN.
           segment_ids: tokens see only their own document; None is one document a row.
           positions: of the tokens; None counts from 0.
+
+        Raises:
+          TypeError: the tokens are not integers in an array.
+          ValueError: they are not [batch, seq].
         """
+        _check(tokens)
         return self.unembedding(self.features(tokens, segment_ids=segment_ids, positions=positions))
 
     def features(
@@ -109,7 +123,11 @@ class Decoder(nnx.Module):
         """Logits for the tokens that follow those in the cache, and the cache with them in it.
 
         The caller keeps `cache.length + new` within the cache's capacity.
+
+        Raises:
+          TypeError, ValueError: as `__call__`.
         """
+        _check(tokens)
         new, capacity = tokens.shape[1], cache.layers.keys.shape[2]
         context = attn.cached(cache.length, new, capacity)
         z, layers = self._run(tokens, context, cache.layers)
@@ -137,7 +155,7 @@ class Decoder(nnx.Module):
             state, y = self.store.start(*embedded)
         if schedule is not None:
             return pipelined.run_layers(self, state, y, context, schedule), None
-        if self.config.remat == "reversible" and cache is None and context.mask is None:
+        if self.config.remat == "reversible" and cache is None:
             layers = (self.layers, self.final_site)
             z = reversible.run_layers(self.config, self.store, *layers, state, y, context)
             return z, None
@@ -166,6 +184,16 @@ class Decoder(nnx.Module):
         )
         _, z = mixer.advance(store, state, y, self.final_site, 2 * self.config.num_layers)
         return z, cache
+
+
+def _check(tokens):
+    if not jnp.issubdtype(getattr(tokens, "dtype", None) or object, jnp.integer):
+        raise TypeError(f"tokens must be an array of integers, [batch, seq]; not {tokens!r:.60}")
+    if tokens.ndim != 2:
+        raise ValueError(
+            f"tokens are {list(tokens.shape)}, and must be [batch, seq]; "
+            "a single sequence is tokens[None]"
+        )
 
 
 def compute_dtype(name: cfg.DType) -> jnp.dtype:

@@ -102,7 +102,13 @@ class Attention:
     def forward(
         self, z: Float[Array, "batch seq vectors head_dim"]
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch all_seq own_heads"]]:
-        """The same, and the logarithm of each softmax's sum: what `backward` needs, beside y."""
+        """The same, and the logarithm of each softmax's sum: what `backward` needs, beside y.
+
+        With an explicit mask `backward` attends again, and there are no sums (of 0 heads).
+        """
+        if self.context.mask is not None:
+            y = self(z)
+            return y, jnp.zeros((*y.shape[:2], 0), y.dtype)
         y, log_sums = self._attend(pallas_kernels.attention_forward, self._turned(z))
         return self._to_tokens(y), log_sums
 
@@ -113,7 +119,9 @@ class Attention:
         log_sums: Float[Array, "batch all_seq own_heads"],
         d_y: Float[Array, "batch seq heads head_dim"],
     ) -> Float[Array, "batch seq vectors head_dim"]:
-        """The cotangent of z from that of y, without attending again."""
+        """The cotangent of z from that of y, without attending again but for an explicit mask."""
+        if self.context.mask is not None:
+            return jax.vjp(self.__call__, z)[1](d_y)[0]
         qkv, turn_back = jax.vjp(self._turned, z)
         y, d_y = self._to_heads(y, groups=1), self._to_heads(d_y, groups=1)
         d_qkv = self._attend(pallas_kernels.attention_backward, qkv, y, log_sums, d_y)
@@ -140,7 +148,8 @@ class Attention:
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
         """The same, over what the cache has and z, and the cache with z's keys and values in it."""
         q, k, v = jnp.split(self._turned(z), 3, axis=-2)
-        at = (0, self.context.start, 0, 0)
+        zero = jnp.zeros_like(self.context.start)  # of its dtype, whatever that of a Python int is
+        at = (zero, self.context.start, zero, zero)
         k = jax.lax.dynamic_update_slice(cache.keys, k.astype(cache.keys.dtype), at)
         v = jax.lax.dynamic_update_slice(cache.values, v.astype(cache.values.dtype), at)
         return self._to_tokens(self._masked(q, k, v)), Cache(k, v)

@@ -10,11 +10,12 @@ from jaxtyping import Array, Float
 
 def concatenate(x: Float[Array, "*tokens vectors size"]) -> Float[Array, "*tokens width"]:
     """All data vectors of a token as one of `width = size * vectors`."""
-    return x.swapaxes(-1, -2).reshape(*x.shape[:-2], -1)
+    vectors, size = x.shape[-2:]  # and not -1, which an empty batch does not tell
+    return x.swapaxes(-1, -2).reshape(*x.shape[:-2], vectors * size)
 
 
 def separate(
     x: Float[Array, "*tokens width"], vectors: int
 ) -> Float[Array, "*tokens vectors size"]:
     """`concatenate` undone."""
-    return x.reshape(*x.shape[:-1], -1, vectors).swapaxes(-1, -2)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // vectors, vectors).swapaxes(-1, -2)

@@ -53,7 +53,9 @@ class Embedding(nnx.Module):
         )
 
     def _look_up(self, table, indices, dtype):
-        # A token or position that the table does not have gives NaN, not its neighbour.
+        # A token or position that the table does not have gives NaN, not its neighbour, and not a
+        # row counted from the end.
+        indices = jnp.where(indices < 0, table.shape[0], indices)
         rows = self.multiplier * jnp.take(table, indices, axis=0, mode="fill")
         return rows.astype(dtype)
 

@@ -123,7 +123,7 @@ class Store(nnx.Module):
         write: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq D"]:
         """What a write adds."""
-        y = y.reshape(*y.shape[:-2], -1)
+        y = y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
         if write is None:
             return y
         with jax.named_scope("projection"):
@@ -156,4 +156,4 @@ class Store(nnx.Module):
         with jax.named_scope("projection"):
             read = sharding.gather(site.read.astype(x.dtype), "fsdp", axis=1)
             x = jnp.dot(sharding.gather(x, "tensor", axis=1), jnp.concatenate(list(read), axis=-1))
-        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+        return x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)

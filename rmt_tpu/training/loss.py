@@ -56,9 +56,15 @@ def next_token_loss(
 
 
 def _chunks(batch: int, seq: int, vocab: int) -> int:
-    """The fewest equal chunks of a sequence whose logits fit in `_LOGITS`."""
-    fits = [n for n in range(1, seq + 1) if seq % n == 0 and batch * (seq // n) * vocab <= _LOGITS]
-    return fits[0] if fits else seq
+    """The fewest chunks of a sequence whose logits fit in `_LOGITS`.
+
+    Equal ones, unless the length has no divisor below twice the fewest: then the last is filled up
+    with tokens of no weight.
+    """
+    tokens = max(_LOGITS // max(batch * vocab, 1), 1)  # in a chunk
+    fewest = max(-(-seq // tokens), 1)
+    equal = (n for n in range(fewest, 2 * fewest) if seq % n == 0)
+    return next(equal, fewest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -93,7 +99,7 @@ def _chunked_loss_forward(static, x, kernel, targets, weights):
     split = tuple(_split(a, chunks) for a in (x, targets, weights))
     carry = (Loss(zero, zero, zero), jnp.zeros(narrow.shape, dtype))
     (loss, d_kernel), d_x = jax.lax.scan(chunk_gradient, carry, split)
-    d_x = d_x.swapaxes(0, 1).reshape(x.shape)
+    d_x = d_x.swapaxes(0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]
     d_kernel = sharding.scatter_sum(d_kernel, "fsdp", axis=0)
     return loss, (d_x, d_kernel.astype(kernel.dtype))
 
@@ -108,7 +114,9 @@ _chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
 
 
 def _split(x: Array, chunks: int) -> Array:
-    """[batch, seq, ...] as [chunks, batch, seq / chunks, ...]."""
+    """[batch, seq, ...] as [chunks, batch, seq / chunks, ...], filled up with zeros."""
+    missing = -x.shape[1] % chunks
+    x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) if missing else x
     return x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1)
 
 

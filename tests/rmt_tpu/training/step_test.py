@@ -72,6 +72,15 @@ def test_loss_and_its_gradient_are_those_of_all_logits_at_once(held_logits, monk
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13 * np.abs(expected).max())
 
 
+def test_chunks_are_equal_where_a_length_allows_it_and_few_where_not():
+    million = 2**20  # of logits a token; 128 of them fit
+    chunks = lambda seq: loss_module._chunks(1, seq, million)
+    assert [chunks(seq) for seq in (1, 128, 256, 384)] == [1, 1, 2, 3]
+    assert [chunks(seq) for seq in (192, 200, 1000, 2048)] == [2, 2, 8, 16]
+    assert [chunks(seq) for seq in (131, 1009, 8191)] == [2, 8, 64]  # primes
+    assert loss_module._chunks(0, 7, million) == 1
+
+
 def test_loss_never_holds_all_logits(monkeypatch):
     monkeypatch.setattr(loss_module, "_LOGITS", 50)
     z, kernel, targets, weights = (

@@ -1,0 +1,84 @@
+"""What a decoder makes of arguments at the edge, and beyond it."""
+
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rmt_tpu
+from rmt_tpu import Decoder
+from rmt_tpu import config as cfg
+from tests import models
+from tests.closeness import assert_close
+
+
+@pytest.mark.parametrize(
+    ("config", "rngs", "message"),
+    [
+        ("rmt-tiny", nnx.Rngs(0), r"a ModelConfig, like rmt_tpu\.preset\(.*; not 'rmt-tiny'$"),
+        (rmt_tpu.presets, nnx.Rngs(0), r"a ModelConfig, like .*; not <function presets"),
+        (models.model(), 0, r"rngs=nnx\.Rngs\(0\); not 0$"),
+    ],
+    ids=["name", "function", "seed"],
+)
+def test_a_decoder_takes_a_config_and_streams_of_random_numbers(config, rngs, message):
+    make = inspect.unwrap(Decoder.__init__)  # without the types that only tests check
+    with pytest.raises(TypeError, match=f"^Decoder takes {message}"):
+        make(object.__new__(Decoder), config, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([[1, 2]], TypeError, r"must be an array of integers, \[batch, seq\]; not \[\[1, 2\]\]$"),
+        (np.zeros((1, 2)), TypeError, r"must be an array of integers"),
+        (np.zeros(3, np.int32), ValueError, r"are \[3\], and must be .* is tokens\[None\]$"),
+    ],
+    ids=["list", "float", "one axis"],
+)
+def test_tokens_are_integers_of_two_axes(tokens, error, message):
+    decoder = models.decoder(models.model())
+    # Without the types that only tests check.
+    for method in (Decoder.__call__, partial(inspect.unwrap(Decoder.decode), cache=None)):
+        with pytest.raises(error, match=f"^tokens {message}"):
+            inspect.unwrap(method)(decoder, tokens)
+
+
+@pytest.mark.parametrize("kind", ["vector", "matrix"])
+def test_an_empty_batch_has_no_logits(kind):
+    decoder = models.decoder(models.model(kind))
+    logits = jax.eval_shape(decoder, jnp.zeros((0, 5), jnp.int32))
+    assert logits.shape == (0, 5, models.VOCAB)
+
+
+def test_what_the_tables_do_not_have_is_nan_and_not_a_row_from_the_end():
+    embedding = models.decoder(models.model()).embedding
+    tokens = jnp.array([[0, models.VOCAB - 1, -1, models.VOCAB]])
+    positions = jnp.array([[0, 31, -1, 32]])
+    for rows in jax.jit(lambda *at: embedding(*at, jnp.float32))(tokens, positions):
+        assert np.isnan(rows).all(axis=(2, 3)).tolist() == [[False, False, True, True]]
+
+
+def test_a_cache_is_filled_with_64_bit_integers_about():
+    with jax.enable_x64(True):
+        decoder = models.decoder(models.model())
+        tokens = jnp.zeros((2, 3), jnp.int32)
+        logits, cache = jax.eval_shape(decoder.decode, tokens, decoder.empty_cache(2, 8))
+    assert (logits.shape, cache.length.dtype) == ((2, 3, models.VOCAB), jnp.int32)
+
+
+def test_a_reversible_model_takes_positions_of_the_caller():
+    """With the gradients of any other."""
+    tokens, positions = models.tokens(seq=6), jnp.array([[3, 1, 4, 2, 6, 5]])
+
+    def gradients(remat):
+        config = models.model(remat=remat, num_layers=2, positions=cfg.Alibi())
+        graphdef, params = models.split(config)
+        loss = lambda params: jnp.sum(nnx.merge(graphdef, params)(tokens, positions=positions) ** 2)
+        return jax.jit(jax.grad(loss))(params)
+
+    assert_close(gradients("reversible"), gradients("none"), 1e-4)
