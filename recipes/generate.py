@@ -8,6 +8,7 @@ import sys
 from absl import flags
 
 from recipes import common
+from rmt_tpu.errors import UsageError
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "a run folder of recipes.train, local or gs://", required=True
@@ -25,13 +26,16 @@ def main() -> int:
     import rmt_tpu
     from rmt_tpu.generation import Sampling, fitting_tokens, generate
 
-    sampling = Sampling(
-        temperature=_TEMPERATURE.value,
-        top_k=_TOP_K.value,
-        top_p=_TOP_P.value,
-        max_tokens=_MAX_TOKENS.value,
-        seed=_SEED.value,
-    )
+    try:
+        sampling = Sampling(
+            temperature=_TEMPERATURE.value,
+            top_k=_TOP_K.value,
+            top_p=_TOP_P.value,
+            max_tokens=_MAX_TOKENS.value,
+            seed=_SEED.value,
+        )
+    except UsageError as error:
+        raise UsageError(str(error).replace("Sampling.", "--")) from None
     decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
     prompt_tokens = 1 + len(tokenizer.encode(_PROMPT.value))
     room = fitting_tokens(decoder.config, prompt_tokens, sampling.max_tokens)

@@ -8,6 +8,8 @@ import importlib
 
 from rmt_tpu.config.presets import preset, presets
 
+__version__ = "0.1.0"  # read by setup.py too
+
 __all__ = ["Decoder", "load", "preset", "presets"]
 
 # Resolved on first use, so that a command that only refuses a flag need not load jax.

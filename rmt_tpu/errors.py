@@ -2,13 +2,10 @@
 
 import contextlib
 import difflib
+import reprlib
 from collections.abc import Iterable, Iterator
 
-
-class RmtError(Exception):
-    """An error whose message is all that a person needs: what, which value, what is legal."""
-
-    exit_code = 1
+from sharding.errors import RmtError
 
 
 class UsageError(RmtError):
@@ -30,15 +27,33 @@ def of_flag(name: str) -> Iterator[None]:
         raise UsageError(f"--{name}={error}") from None
 
 
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxlong, _short.maxother = 3, 120, 40, 120
+
+
+def shown(value: object) -> str:
+    """`repr` of a value, cut where it is too long or too deep for a line."""
+    return _short.repr(value)
+
+
 _LONGEST_LIST = 300  # characters: a line that can still be read
 
 
-def unknown(what: str, name: str, legal: Iterable[str]) -> str:
-    """One line for a name that does not exist: the nearest legal names, and all if they fit."""
+def unknown(what: str, name: object, legal: Iterable[str], close: list[str] | None = None) -> str:
+    """One line for a name that does not exist: the nearest legal names, and all if they fit.
+
+    Args:
+      what: the name is of.
+      name: as it was given.
+      legal: all that there are.
+      close: of them, what may be meant; None is those that are spelt like it.
+    """
     legal = list(legal)
-    close = difflib.get_close_matches(name, legal, n=3, cutoff=0.5)
+    named = name if isinstance(name, str) else shown(name)
+    if close is None:
+        close = difflib.get_close_matches(named[:_LONGEST_LIST], legal, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ";"
     listed = ", ".join(legal) or "none"
     if len(listed) > _LONGEST_LIST:
         listed = f"{listed[:_LONGEST_LIST].rpartition(',')[0]}, ... ({len(legal)} in all)"
-    return f"{what} {name!r} is unknown{hint} legal: {listed}"
+    return f"{what} {shown(name)} is unknown{hint} legal: {listed}"

@@ -1,37 +1,50 @@
-"""Meshes of devices, and how arrays lie on them. Imports jax only."""
+"""Meshes of devices, and how arrays lie on them. Imports jax only, and only when devices are used.
 
-from sharding.mesh import AXES, MeshError, make_mesh
-from sharding.per_device import (
-    add_up,
-    axis_index,
-    axis_size,
-    gather,
-    own_part,
-    per_device,
-    scatter_sum,
-    swap,
-    total,
-)
-from sharding.rules import RULES, batch_sharding, check_divides, parameter_specs, replicated
-from sharding.schedule import Schedule
+What a config and its errors need is here at once; the rest is loaded on first use.
+"""
+
+import importlib
+
+from sharding.errors import MeshError, RmtError, divisors, nearest_multiples
+from sharding.spec import AXES, parse_mesh
+
+_ON_DEVICES = {
+    "mesh": ("make_mesh",),
+    "per_device": (
+        "add_up",
+        "axis_index",
+        "axis_size",
+        "gather",
+        "own_part",
+        "per_device",
+        "scatter_sum",
+        "swap",
+        "total",
+    ),
+    "rules": ("RULES", "batch_sharding", "check_divides", "parameter_specs", "replicated"),
+    "schedule": ("Schedule",),
+}
+_NAMES = [name for names in _ON_DEVICES.values() for name in names]
 
 __all__ = [
     "AXES",
-    "RULES",
     "MeshError",
-    "Schedule",
-    "add_up",
-    "axis_index",
-    "axis_size",
-    "batch_sharding",
-    "check_divides",
-    "gather",
-    "make_mesh",
-    "own_part",
-    "parameter_specs",
-    "per_device",
-    "replicated",
-    "scatter_sum",
-    "swap",
-    "total",
+    "RmtError",
+    "divisors",
+    "nearest_multiples",
+    "parse_mesh",
+    *_NAMES,
 ]
+
+
+def __getattr__(name: str):
+    if name not in _NAMES:
+        raise AttributeError(f"module 'sharding' has no attribute {name!r}")
+    # All at once: the function per_device then takes the place of the module of that name.
+    found = {m: importlib.import_module(f"sharding.{m}") for m in _ON_DEVICES}
+    globals().update({n: getattr(found[m], n) for m, names in _ON_DEVICES.items() for n in names})
+    return globals()[name]
+
+
+def __dir__():
+    return __all__

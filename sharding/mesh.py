@@ -8,14 +8,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-# From the outermost, which talk least, to the innermost, whose devices are each other's neighbours.
-AXES = ("stage", "data", "fsdp", "key", "sequence", "tensor")
+from sharding.errors import MeshError, divisors
+from sharding.spec import AXES, parse_mesh
+
 # Those that may span slices of a pod, whose network is slow, in the order in which they do.
 _BETWEEN_SLICES = ("data", "stage", "fsdp")
-
-
-class MeshError(ValueError):
-    """A mesh, or a size on it, that cannot be; the message names the flag and what is legal."""
 
 
 def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -33,38 +30,20 @@ def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
         axis can span the slices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = _parse(spec)
+    sizes = parse_mesh(spec)
     fixed = math.prod(size for size in sizes.values() if size != -1)
     fills = [axis for axis, size in sizes.items() if size == -1]
-    if len(fills) > 1:
-        raise MeshError(f"--mesh={spec!r} has -1 on {' and '.join(fills)}; only one axis can fill")
     if fills and len(devices) % fixed == 0:
         sizes[fills[0]] = len(devices) // fixed
     elif fills or fixed != len(devices):
-        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
         raise MeshError(
             f"--mesh={spec!r} asks for {fixed} devices{' or a multiple' if fills else ''}, "
-            f"and there are {len(devices)}; axis sizes can be {', '.join(map(str, divisors))}, "
+            f"and there are {len(devices)}; axis sizes can be {divisors(len(devices))}, "
             "or -1 to fill"
         )
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     # Auto: what lies outside the per-device code (see `per_device`) the compiler may partition.
     return Mesh(_grid(spec, shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def _parse(spec: str) -> dict[str, int]:
-    sizes = {}
-    for part in filter(None, spec.split(",")):
-        axis, equals, text = part.partition("=")
-        if axis not in AXES or axis in sizes:
-            why = "is given twice" if axis in sizes else "is unknown"
-            raise MeshError(f"--mesh={spec!r}: axis {axis!r} {why}; legal axes: {', '.join(AXES)}")
-        if not equals or not text.lstrip("-").isdigit() or int(text) == 0 or int(text) < -1:
-            raise MeshError(
-                f"--mesh={spec!r}: {part!r} must be axis=size, the size at least 1 or -1"
-            )
-        sizes[axis] = int(text)
-    return sizes
 
 
 def _grid(spec: str, shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:

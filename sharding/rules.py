@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sharding.mesh import MeshError
+from sharding.errors import MeshError, divisors, nearest_multiples
 
 # Axes that are not here are whole on every device. `batch`, `tokens` and `key` are those of
 # activations too; a device's residual has its slice of D_k for the batch of all devices of `key`.
@@ -40,12 +40,11 @@ def check_divides(mesh: Mesh, name: str, size: int, axis: str, *, parts: int = 1
     divisor = math.prod(mesh.shape[a] for a in axes) * parts
     if size % divisor == 0:
         return
-    below = size // divisor * divisor
-    legal = f"{below} or {below + divisor}" if below else f"{divisor}"
     over = [f"mesh axes {' x '.join(f'{a}={mesh.shape[a]}' for a in axes)}"] if axes else []
     over += [f"{parts} accumulated parts"] if parts > 1 else []
     raise MeshError(
-        f"{name}={size} is not divisible over {' and '.join(over)}; nearest legal: {legal}"
+        f"{name}={size} is not divisible over {' and '.join(over)}; nearest legal: "
+        f"{nearest_multiples(size, divisor)}"
     )
 
 
@@ -74,11 +73,10 @@ def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
         for name, mesh_axes, size in zip(names, spec, array.shape, strict=True):
             shards = math.prod(mesh.shape[axis] for axis in mesh_axes or ())
             if size % shards:
-                legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
                 over = " x ".join(mesh_axes)
                 raise MeshError(
                     f"--mesh: {over}={shards} does not divide the parameters' axis {name!r} of "
-                    f"size {size}; legal: {legal}"
+                    f"size {size}; legal: {divisors(size)}"
                 )
         return PartitionSpec(*spec)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from sharding.mesh import MeshError
+from sharding.errors import MeshError, nearest_multiples
 
 Caching = Literal["none", "received", "all"]
 
@@ -61,11 +61,9 @@ class Schedule:
 
     def __post_init__(self):
         if self.microbatches % self.stages or self.microbatches < 1:
-            below = self.microbatches // self.stages * self.stages
-            legal = f"{below} or {below + self.stages}" if below else f"{self.stages}"
             raise MeshError(
                 f"microbatches={self.microbatches} is not a multiple of the {self.stages} stages "
-                f"of the mesh; nearest legal: {legal}"
+                f"of the mesh; nearest legal: {nearest_multiples(self.microbatches, self.stages)}"
             )
 
     @property

@@ -4,9 +4,6 @@ Every class of a choice carries a `kind`, the name it has in JSON and on the com
 (`--set=model.store=vector`, `--set=model.attention.positions=rope`).
 """
 
-from rmt_tpu.config.checks import (
-    nearest_multiples,
-)
 from rmt_tpu.config.cores import (
     Alibi,
     Attention,
@@ -87,5 +84,4 @@ __all__ = [
     "Sum",
     "TrainConfig",
     "VectorStore",
-    "nearest_multiples",
 ]

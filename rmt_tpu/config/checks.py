@@ -1,19 +1,75 @@
-"""What the classes of the config ask of their numbers."""
+"""What a config asks of its numbers: types for annotations, and the class that checks them.
 
-from typing import Any
+    @dataclass(frozen=True)
+    class Rope(Checked):
+        base: Positive = 10_000.0
 
-from rmt_tpu.errors import UsageError
+Numbers have two sides: none may be NaN or infinite, and none beyond what arrays and jax can count.
+"""
+
+import dataclasses
+import functools
+import typing
+from typing import Annotated, Any
+
+from rmt_tpu.errors import UsageError, shown
 
 
-def positive(config: Any, *names: str) -> None:
-    """Raises UsageError if a field is neither above 0 nor None."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value > 0:  # NaN is not
-            raise UsageError(f"{type(config).__name__}.{name}={value} must be positive")
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, the ends among them unless they are `open_low`, `open_high`."""
+
+    words: str
+    low: int | float
+    high: int | float
+    open_low: bool = False
+    open_high: bool = False
+
+    def __contains__(self, value: int | float) -> bool:
+        above = self.low < value if self.open_low else self.low <= value
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below  # NaN is neither
 
 
-def nearest_multiples(value: int, divisor: int) -> str:
-    """The legal sizes just below and above `value`, for an error message."""
-    below = value // divisor * divisor
-    return f"{below} or {below + divisor}" if below else f"{divisor}"
+LARGEST_SIZE = 2**31 - 1  # of an axis, and of a count that jax keeps in int32
+LARGEST_SEED = 2**32 - 1  # jax drops the bits above, so that larger ones would not differ
+_LARGEST_FLOAT = 3.4e38  # of float32
+
+Size = Annotated[int, Range(f"positive, at most {LARGEST_SIZE}", 1, LARGEST_SIZE)]
+Count = Annotated[int, Range(f"at least 0, at most {LARGEST_SIZE}", 0, LARGEST_SIZE)]
+Seed = Annotated[int, Range(f"at least 0, at most {LARGEST_SEED}", 0, LARGEST_SEED)]
+
+_FINITE = f"at most {_LARGEST_FLOAT}"
+Positive = Annotated[float, Range(f"positive, {_FINITE}", 0, _LARGEST_FLOAT, open_low=True)]
+NonNegative = Annotated[float, Range(f"at least 0, {_FINITE}", 0, _LARGEST_FLOAT)]
+Finite = Annotated[float, Range("finite", -_LARGEST_FLOAT, _LARGEST_FLOAT)]
+Share = Annotated[float, Range("at least 0, at most 1", 0, 1)]
+NonZeroShare = Annotated[float, Range("above 0, at most 1", 0, 1, open_low=True)]
+Decay = Annotated[float, Range("at least 0, below 1", 0, 1, open_high=True)]
+
+
+class Checked:
+    """A dataclass whose numbers are in the Range of their annotations, or None where that is legal.
+
+    Raises:
+      UsageError: one is not; the message has its name, its value and what is legal.
+    """
+
+    def __post_init__(self):
+        for name, legal in ranges(type(self)).items():
+            value = getattr(self, name)
+            if value is not None and value not in legal:
+                raise UsageError(
+                    f"{type(self).__name__}.{name}={shown(value)} must be {legal.words}"
+                )
+
+
+@functools.cache
+def ranges(cls: type) -> dict[str, Range]:
+    """The Range of each field of a dataclass that has one."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        for option in (field.type, *typing.get_args(field.type)):  # itself, or of `Size | None`
+            for note in getattr(option, "__metadata__", ()):
+                found[field.name] = note
+    return found

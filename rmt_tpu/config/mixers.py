@@ -7,7 +7,7 @@ equations and where they come from. `L` layers are `2L` sublayers.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rmt_tpu.config.checks import positive
+from rmt_tpu.config.checks import Checked, Finite, Positive, Size
 from rmt_tpu.errors import UsageError
 
 
@@ -19,7 +19,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class _DepthAttention:
+class _DepthAttention(Checked):
     """What Full and Block Attention Residuals share; the options are the ablations of Table 4.
 
     Attributes:
@@ -36,11 +36,8 @@ class _DepthAttention:
     weights: Literal["softmax", "sigmoid"] = "softmax"
     key_norm: bool = True
     key_gain: bool = True
-    num_heads: int = 1
-    epsilon: float = 1e-6
-
-    def __post_init__(self):
-        positive(self, "num_heads", "epsilon")
+    num_heads: Size = 1
+    epsilon: Positive = 1e-6
 
     @property
     def fused(self) -> bool:
@@ -60,12 +57,8 @@ class FullAttention(_DepthAttention):
     """
 
     kind: ClassVar[str] = "full_attention"
-    window: int | None = None
-    phase_layers: int | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        positive(self, "window", "phase_layers")
+    window: Size | None = None
+    phase_layers: Size | None = None
 
     @property
     def fused(self) -> bool:
@@ -101,14 +94,13 @@ class BlockAttention(_DepthAttention):
     """
 
     kind: ClassVar[str] = "block_attention"
-    num_blocks: int | None = None
-    sublayers_per_block: int | None = None
-    layers_per_block: int | None = None
+    num_blocks: Size | None = None
+    sublayers_per_block: Size | None = None
+    layers_per_block: Size | None = None
 
     def __post_init__(self):
         super().__post_init__()
         sizes = ("num_blocks", "sublayers_per_block", "layers_per_block")
-        positive(self, *sizes)
         given = [name for name in sizes if getattr(self, name) is not None]
         if len(given) > 1:
             both = " and ".join(f"{name}={getattr(self, name)}" for name in given)
@@ -147,7 +139,7 @@ class BlockAttention(_DepthAttention):
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Checked):
     """DenseFormer: a layer reads a learned weighted sum of all layers' outputs.
 
     Attributes:
@@ -156,15 +148,12 @@ class Dense:
     """
 
     kind: ClassVar[str] = "dense"
-    dilation: int = 1
-    period: int = 1
-
-    def __post_init__(self):
-        positive(self, "dilation", "period")
+    dilation: Size = 1
+    period: Size = 1
 
 
 @dataclass(frozen=True)
-class HyperConnections:
+class HyperConnections(Checked):
     """Hyper-connections: `streams` (m) residual vectors, with learned reads, writes and mixing.
 
     Attributes:
@@ -173,28 +162,22 @@ class HyperConnections:
     """
 
     kind: ClassVar[str] = "hyper_connections"
-    streams: int = 4
+    streams: Size = 4
     dynamic: bool = True
     tanh: bool = True
 
-    def __post_init__(self):
-        positive(self, "streams")
-
 
 @dataclass(frozen=True)
-class Mhc:
+class Mhc(Checked):
     """mHC: hyper-connections whose mixing matrix Sinkhorn's iteration makes doubly stochastic."""
 
     kind: ClassVar[str] = "mhc"
-    streams: int = 4
-    rounds: int = 20
-
-    def __post_init__(self):
-        positive(self, "streams", "rounds")
+    streams: Size = 4
+    rounds: Size = 20
 
 
 @dataclass(frozen=True)
-class MhcLite:
+class MhcLite(Checked):
     """mHC-lite: the mixing matrix is a convex combination of all `streams!` permutations.
 
     Attributes:
@@ -202,11 +185,11 @@ class MhcLite:
     """
 
     kind: ClassVar[str] = "mhc_lite"
-    streams: int = 4
+    streams: Size = 4
     init: Literal["paper", "prenorm"] = "paper"
 
     def __post_init__(self):
-        positive(self, "streams")
+        super().__post_init__()
         if self.streams > 6:
             raise UsageError(
                 f"MhcLite.streams={self.streams} would take {self.streams}! permutations; "
@@ -232,7 +215,7 @@ class Highway:
 
 
 @dataclass(frozen=True)
-class DepthLstm:
+class DepthLstm(Checked):
     """Depth-wise LSTM: a cell per layer in place of residuals; it holds the feed-forward layer.
 
     Attributes:
@@ -241,12 +224,12 @@ class DepthLstm:
     """
 
     kind: ClassVar[str] = "depth_lstm"
-    forget_offset: float = 0.0
+    forget_offset: Finite = 0.0
     cell_start: Literal["zero", "embedding"] = "zero"
 
 
 @dataclass(frozen=True)
-class Hierarchical:
+class Hierarchical(Checked):
     """Hierarchical aggregation: a node above every `every` layers feeds the next ones.
 
     Attributes:
@@ -256,12 +239,9 @@ class Hierarchical:
     """
 
     kind: ClassVar[str] = "hierarchical"
-    hidden_dim: int = 128
-    every: int = 2
+    hidden_dim: Size = 128
+    every: Size = 2
     shared: bool = False
-
-    def __post_init__(self):
-        positive(self, "hidden_dim", "every")
 
 
 Mixer = (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rmt_tpu.config.checks import positive
+from rmt_tpu.config.checks import LARGEST_SIZE, Checked, Positive, Size
 from rmt_tpu.config.cores import Attention, FeedForward
 from rmt_tpu.config.mixers import (
     Banked,
@@ -14,7 +14,7 @@ from rmt_tpu.config.mixers import (
     Sum,
 )
 from rmt_tpu.config.stores import DType, MatrixStore, Store, VectorStore
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import UsageError, shown
 
 RematPolicy = Literal["none", "dots", "full", "reversible", "blocks"]
 
@@ -27,7 +27,7 @@ class Standard:
 
 
 @dataclass(frozen=True)
-class MuP:
+class MuP(Checked):
     """Maximal update parametrisation: multipliers and rates that transfer over width.
 
     Hidden weights learn at `learning_rate * base_width / width`, logits are multiplied by
@@ -38,21 +38,18 @@ class MuP:
     """
 
     kind: ClassVar[str] = "mup"
-    base_width: int = 256
-    base_head_dim: int = 32
-    input_multiplier: float = 9.76
-    attention_multiplier: float = 0.25
-    output_multiplier: float = 5.52
-
-    def __post_init__(self):
-        positive(self, "base_width", "base_head_dim")
+    base_width: Size = 256
+    base_head_dim: Size = 32
+    input_multiplier: Positive = 9.76
+    attention_multiplier: Positive = 0.25
+    output_multiplier: Positive = 5.52
 
 
 Parametrization = Standard | MuP
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """A decoder. Symbols in the paper: `num_layers` L, `vocab_size` V.
 
     Attributes:
@@ -70,21 +67,22 @@ class ModelConfig:
         alone, for a second forward pass.
     """
 
-    num_layers: int
+    num_layers: Size
     attention: Attention
     feed_forward: FeedForward
     store: Store
     mixer: Mixer = Sum()
-    vocab_size: int = 50257
+    vocab_size: Size = 50257
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_epsilon: float = 1e-6
-    init_std: float = 1.0
+    norm_epsilon: Positive = 1e-6
+    init_std: Positive = 1.0
     parametrization: Parametrization = Standard()
     compute_dtype: DType = "auto"
     remat: RematPolicy = "full"
 
     def __post_init__(self):
-        positive(self, "num_layers", "vocab_size", "norm_epsilon", "init_std")
+        super().__post_init__()
+        self._check_sizes()
         dtype = self.store.dtype
         self._check_mixer()
         if self.remat == "reversible" and isinstance(self.store, VectorStore):
@@ -102,6 +100,16 @@ class ModelConfig:
                 f"MatrixStore.dtype='int16' has gradients only with remat='reversible', and remat "
                 f"is {self.remat!r}; legal: auto, float32, bfloat16, float64"
             )
+
+    def _check_sizes(self):
+        for what, size in {
+            "attention.num_heads * attention.head_dim": self.width,
+            "store.key_dim * attention.head_dim": self.residual_size,
+        }.items():
+            if size > LARGEST_SIZE:
+                raise UsageError(
+                    f"ModelConfig.{what} = {shown(size)} must be at most {LARGEST_SIZE}"
+                )
 
     def _check_mixer(self):
         mixer, kind = self.mixer, self.mixer.kind

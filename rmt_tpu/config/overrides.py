@@ -6,7 +6,7 @@ import types
 import typing
 from typing import Any, Literal, TypeVar
 
-from rmt_tpu.errors import UsageError, unknown
+from rmt_tpu.errors import UsageError, shown, unknown
 
 Config = TypeVar("Config")
 
@@ -28,6 +28,18 @@ def from_json(cls: type[Config], values: Any) -> Config:
       UsageError: a field is unknown, missing, or of the wrong type; the message names its path.
     """
     return _parse(cls, values, "")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+      ValueError: it is not JSON, or nested deeper than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def apply(config: Config, overrides: dict[str, Any]) -> Config:
@@ -59,9 +71,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """
     path, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not path:
-        raise UsageError(f"--set={text!r} is not path=value, like model.num_layers=6")
+        raise UsageError(f"--set={shown(text)} is not path=value, like model.num_layers=6")
     try:
-        return path, json.loads(value)
+        return path, parse_json(value)
     except ValueError:
         return path, {"true": True, "false": False}.get(value.lower(), value)
 
@@ -93,12 +105,12 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
         return None if value in (None, "none") else _parse(annotation, value, path)
     if origin is Literal:
         if value not in typing.get_args(annotation):
-            raise UsageError(unknown(path, str(value), map(str, typing.get_args(annotation))))
+            raise UsageError(unknown(path, value, map(str, typing.get_args(annotation))))
         return value
     if origin is tuple:
         items = [v for v in value.split(",") if v] if isinstance(value, str) else value
         if not isinstance(items, list):
-            raise UsageError(f"{path}={value!r} must be a list")
+            raise UsageError(f"{path}={shown(value)} must be a list")
         return tuple(_parse(typing.get_args(annotation)[0], item, path) for item in items)
     if dataclasses.is_dataclass(annotation):
         if hasattr(annotation, "kind"):  # a choice of one
@@ -112,13 +124,13 @@ def _parse_choice(classes: tuple[type, ...], value: Any, path: str) -> Any:
     values = {"kind": value} if isinstance(value, str) else value
     kind = values.get("kind") if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in by_kind:
-        raise UsageError(unknown(path, str(kind or value), by_kind))
+        raise UsageError(unknown(path, kind or value, by_kind))
     return _parse_fields(by_kind[kind], {k: v for k, v in values.items() if k != "kind"}, path)
 
 
 def _parse_fields(cls: type, values: Any, path: str) -> Any:
     if not isinstance(values, dict):
-        what = f"{path}={values!r}" if path else "the config"
+        what = f"{path}={shown(values)}" if path else "the config"
         raise UsageError(f"{what} must be an object of fields")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -145,15 +157,16 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
 
 
 def _parse_scalar(annotation: type, value: Any, path: str) -> Any:
-    if annotation is float and type(value) is int:
+    if annotation is float and type(value) is int and abs(value) < _BEYOND_FLOAT:
         return float(value)
     if annotation is int and type(value) is float and value.is_integer():
         return int(value)
     if annotation is str and type(value) in (int, float):
         return str(value)
     if type(value) is not annotation:
-        raise UsageError(f"{path}={value!r} must be {_ARTICLE[annotation]}")
+        raise UsageError(f"{path}={shown(value)} must be {_ARTICLE[annotation]}")
     return value
 
 
+_BEYOND_FLOAT = 2**1023  # larger integers are no float
 _ARTICLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

@@ -1,18 +1,31 @@
 """A run: what to train, how, and on what."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from rmt_tpu.config.checks import nearest_multiples, positive
+from rmt_tpu.config.checks import (
+    Checked,
+    Count,
+    Decay,
+    NonNegative,
+    Positive,
+    Range,
+    Seed,
+    Share,
+    Size,
+)
 from rmt_tpu.config.cores import Learned
 from rmt_tpu.config.model import ModelConfig
 from rmt_tpu.errors import UsageError
+from sharding.spec import parse_mesh
+
+_HeldOut = Annotated[float, Range("above 0, at most 0.5", 0, 0.5, open_low=True)]
 
 Role = Literal["gain", "embedding", "unembedding", "keys", "hidden"]
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Checked):
     """AdamW after clipping the gradient to a global norm of `clip_norm`.
 
     Attributes:
@@ -22,26 +35,20 @@ class AdamW:
       decay_exclude: roles of parameters that do not decay.
     """
 
-    learning_rate: float = 2e-3
-    warmup_fraction: float = 0.05
-    final_fraction: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
-    epsilon: float = 1e-8
-    clip_norm: float = 1.0
-    weight_decay: float = 1e-4
+    learning_rate: Positive = 2e-3
+    warmup_fraction: Share = 0.05
+    final_fraction: Share = 0.1
+    b1: Decay = 0.9
+    b2: Decay = 0.95
+    epsilon: Positive = 1e-8
+    clip_norm: Positive = 1.0
+    weight_decay: NonNegative = 1e-4
     independent_weight_decay: bool = False
     decay_exclude: tuple[Role, ...] = ("gain", "embedding", "unembedding")
 
-    def __post_init__(self):
-        positive(self, "learning_rate", "epsilon", "clip_norm")
-        for name in ("warmup_fraction", "final_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"AdamW.{name}={getattr(self, name)} must be between 0 and 1")
-
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """How to train.
 
     Attributes:
@@ -62,49 +69,38 @@ class TrainConfig:
       keep_best: how many with the least loss on held-out text stay.
       eval_batches: batches of held-out text at an evaluation, or fewer if there are fewer.
       max_bad_steps: the run stops after so many non-finite steps in a row.
-      sample_prompt, sample_tokens: of the text generated at the end.
+      sample_prompt, sample_tokens: of the text generated at the end; 0 tokens are none.
     """
 
-    steps: int = 1000
-    batch_size: int = 64
-    accumulate: int = 1
+    steps: Size = 1000
+    batch_size: Size = 64
+    accumulate: Size = 1
     optimizer: AdamW = AdamW()
-    z_loss: float = 1e-4
-    seed: int = 0
+    z_loss: NonNegative = 1e-4
+    seed: Seed = 0
     mesh: str = "data=-1"
-    microbatches: int = 0
-    virtual_stages: int = 1
-    log_every: int = 1
-    checkpoint_every: int = 1000
-    checkpoint_seconds: float = 0.0
+    microbatches: Count = 0
+    virtual_stages: Size = 1
+    log_every: Size = 1
+    checkpoint_every: Count = 1000
+    checkpoint_seconds: NonNegative = 0.0
     checkpoint_compression: Literal["none", "zstd"] = "none"
-    keep_checkpoints: int = 3
-    keep_every: int = 0
-    keep_best: int = 0
-    eval_every: int = 1000
-    eval_batches: int = 16
-    max_bad_steps: int = 5
+    keep_checkpoints: Size = 3
+    keep_every: Count = 0
+    keep_best: Count = 0
+    eval_every: Count = 1000
+    eval_batches: Size = 16
+    max_bad_steps: Size = 5
     sample_prompt: str = ""
-    sample_tokens: int = 256
+    sample_tokens: Count = 256
 
     def __post_init__(self):
-        positive(
-            self, "steps", "batch_size", "accumulate", "virtual_stages", "log_every",
-            "keep_checkpoints", "eval_batches", "max_bad_steps",
-        )  # fmt: skip
-        for name in ("checkpoint_seconds", "keep_every", "keep_best"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"TrainConfig.{name}={getattr(self, name)} must not be negative")
-        if self.batch_size % self.accumulate:
-            raise UsageError(
-                f"TrainConfig.batch_size={self.batch_size} is not divisible by "
-                f"accumulate={self.accumulate}; nearest legal batch sizes: "
-                f"{nearest_multiples(self.batch_size, self.accumulate)}"
-            )
+        super().__post_init__()
+        parse_mesh(self.mesh)
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """What to train on.
 
     Attributes:
@@ -116,15 +112,8 @@ class DataConfig:
 
     source: str = "stdlib"
     tokenizer: str = "byte"
-    seq_len: int = 512
-    eval_fraction: float = 0.02
-
-    def __post_init__(self):
-        positive(self, "seq_len")
-        if not 0 < self.eval_fraction <= 0.5:
-            raise UsageError(
-                f"DataConfig.eval_fraction={self.eval_fraction} must be above 0, at most 0.5"
-            )
+    seq_len: Size = 512
+    eval_fraction: _HeldOut = 0.02
 
 
 @dataclass(frozen=True)

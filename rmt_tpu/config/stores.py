@@ -3,26 +3,23 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rmt_tpu.config.checks import positive
+from rmt_tpu.config.checks import Checked, Size
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
 StateDType = Literal["auto", "float32", "bfloat16", "float64", "int16"]
 
 
 @dataclass(frozen=True)
-class VectorStore:
+class VectorStore(Checked):
     """A vector of size `dim` (D): the Transformer. `dtype` "auto" is the compute dtype."""
 
     kind: ClassVar[str] = "vector"
-    dim: int
+    dim: Size
     dtype: DType = "auto"
-
-    def __post_init__(self):
-        positive(self, "dim")
 
 
 @dataclass(frozen=True)
-class MatrixStore:
+class MatrixStore(Checked):
     """A matrix `key_dim x head_dim` (D_k x D_v): the Residual Matrix Transformer.
 
     Sublayers write `num_heads` (R) outer products into it and read it with key vectors.
@@ -31,11 +28,8 @@ class MatrixStore:
     """
 
     kind: ClassVar[str] = "matrix"
-    key_dim: int
+    key_dim: Size
     dtype: StateDType = "auto"
-
-    def __post_init__(self):
-        positive(self, "key_dim")
 
 
 Store = VectorStore | MatrixStore

@@ -40,13 +40,13 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
         raise sharding.MeshError(
             f"model.num_layers={layers} is not divisible over stage={schedule.stages} x "
             f"train.virtual_stages={schedule.virtual}; nearest legal: "
-            f"{cfg.nearest_multiples(layers, chunks)}"
+            f"{sharding.nearest_multiples(layers, chunks)}"
         )
     if sequences % schedule.microbatches:
         raise sharding.MeshError(
             f"train.microbatches={schedule.microbatches} does not divide the {sequences} sequences "
             f"of a device; nearest legal: "
-            f"{cfg.nearest_multiples(sequences, schedule.microbatches)} sequences"
+            f"{sharding.nearest_multiples(sequences, schedule.microbatches)} sequences"
         )
     if config.remat == "reversible":
         raise sharding.MeshError(

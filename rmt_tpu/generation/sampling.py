@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from rmt_tpu.errors import UsageError
+from rmt_tpu.config.checks import Checked, Count, NonNegative, NonZeroShare, Seed, Size
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Checked):
     """How tokens are chosen.
 
     Attributes:
@@ -21,21 +21,11 @@ class Sampling:
       seed: of the draws.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_tokens: int = 256
-    seed: int = 0
-
-    def __post_init__(self):
-        if self.temperature < 0:
-            raise UsageError(f"--temperature={self.temperature} must be at least 0")
-        if self.top_k < 0:
-            raise UsageError(f"--top_k={self.top_k} must be at least 0 (0 is no limit)")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"--top_p={self.top_p} must be above 0, at most 1 (1 is no limit)")
-        if self.max_tokens < 1:
-            raise UsageError(f"--max_tokens={self.max_tokens} must be at least 1")
+    temperature: NonNegative = 1.0
+    top_k: Count = 0
+    top_p: NonZeroShare = 1.0
+    max_tokens: Size = 256
+    seed: Seed = 0
 
 
 def sample(

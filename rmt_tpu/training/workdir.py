@@ -160,7 +160,7 @@ def load(workdir: Location, step: int | None = None):
 
 def _parsed(folder: Folder, content: bytes) -> RunConfig:
     try:
-        values = json.loads(content)
+        values = overrides.parse_json(content)
     except ValueError as error:
         raise UsageError(
             f"{folder}/{CONFIG} is damaged: it is not JSON: {error}. Put it back, or delete it and "

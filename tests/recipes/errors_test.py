@@ -52,7 +52,7 @@ TRAIN = {
     "tokenizer": (["--tokenizer=bite"], ["--tokenizer 'bite'", "byte", "vocab.bpe"]),
     "accumulate": (
         ["--batch_size=6", "--set=train.accumulate=4"],
-        ["train.batch_size=6", "accumulate=4", "4 or 8"],
+        ["--batch_size=6", "4 accumulated parts", "4 or 8"],
     ),
     "axis": (["--mesh=model=1"], ["--mesh='model=1'", "'model'", "data, fsdp"]),
     "mesh": (["--mesh=data=8"], ["--mesh='data=8'", "8 devices", "there are 1"]),
@@ -80,7 +80,7 @@ GENERATE = {
     "no number": (["--workdir={run}", "--temperature=hot"], ["--temperature=hot", "a number"]),
     "top_p": (["--workdir={run}", "--top_p=0"], ["--top_p=0", "above 0, at most 1"]),
     "top_k": (["--workdir={run}", "--top_k=-1"], ["--top_k=-1", "at least 0"]),
-    "max_tokens": (["--workdir={run}", "--max_tokens=0"], ["--max_tokens=0", "at least 1"]),
+    "max_tokens": (["--workdir={run}", "--max_tokens=0"], ["--max_tokens=0", "positive"]),
 }
 
 COMPARE = {

@@ -8,6 +8,7 @@ from flax import nnx
 import rmt_tpu
 from rmt_tpu import cost as resources
 from rmt_tpu.config.presets import run
+from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError
 
 # Recomputed from the papers' shapes (untied, with norms and 512 positions), and as printed there.
@@ -42,6 +43,14 @@ def test_analytic_parameters_are_those_of_the_decoder(name):
     assert sum(resources.parameters(rmt_tpu.preset(name)).values()) == count(name)
 
 
+@pytest.mark.parametrize("name, parameters", {"gpt2-tiny": 853_376, "rmt-tiny": 596_352}.items())
+def test_tiny_models_have_the_vocabulary_of_bytes(name, parameters):
+    """As the command line and README's table have them."""
+    config = rmt_tpu.preset(name)
+    assert config.vocab_size == ByteTokenizer.vocab_size
+    assert sum(resources.parameters(config).values()) == parameters
+
+
 @pytest.mark.parametrize("name", RESIDUAL_SIZES)
 def test_residual_sizes(name):
     assert rmt_tpu.preset(name).residual_size == RESIDUAL_SIZES[name]
@@ -58,6 +67,15 @@ def test_training_budgets_are_the_papers():
         config = run(name)
         trained = config.train.steps * config.train.batch_size * config.data.seq_len
         assert trained == pytest.approx(tokens, rel=0.001)
+
+
+def test_sweeps_are_trained_as_appendix_c_says():
+    """C.3 and C.4: 50,000 steps of 64 sequences of 512, at 1e-2."""
+    for name in ("rmt-134m-k6", "rmt-134m-k64", "highway-191m", "depth-lstm-233m"):
+        train = run(name).train
+        assert (train.steps, train.batch_size) == (50_000, 64)
+        assert train.optimizer.learning_rate == 1e-2
+    assert run("rmt-134m").train.optimizer.learning_rate == 2e-3
 
 
 def test_an_unknown_name_gets_the_nearest():

@@ -74,10 +74,18 @@ def test_rows_are_drawn_on_their_own():
 
 @pytest.mark.parametrize(
     "field, value",
-    [("temperature", -0.1), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("max_tokens", 0)],
+    [
+        ("temperature", -0.1),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("max_tokens", 0),
+        ("seed", 2**32),
+        ("temperature", np.nan),
+    ],
 )
 def test_illegal_sampling(field, value):
-    with pytest.raises(UsageError, match=f"--{field}={value} must be"):
+    with pytest.raises(UsageError, match=f"Sampling.{field}={value} must be"):
         Sampling(**{field: value})
 
 

@@ -1,0 +1,34 @@
+"""Meshes as text, like "data=2,fsdp=4". Imports no jax, so that a wrong one is told at once."""
+
+from sharding.errors import MeshError
+
+# From the outermost, which talk least, to the innermost, whose devices are each other's neighbours.
+AXES = ("stage", "data", "fsdp", "key", "sequence", "tensor")
+
+
+def parse_mesh(spec: str) -> dict[str, int]:
+    """Sizes of the axes that a text names, in its order; -1 is the one that fills, if there is one.
+
+    Raises:
+      MeshError: it is no such text.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, spec.split(",")):
+        axis, equals, text = part.partition("=")
+        if axis not in AXES or axis in sizes:
+            why = "is given twice" if axis in sizes else "is unknown"
+            raise MeshError(f"--mesh={spec!r}: axis {axis!r} {why}; legal axes: {', '.join(AXES)}")
+        if not equals or not _is_size(text):
+            raise MeshError(
+                f"--mesh={spec!r}: {part!r} must be axis=size, the size at least 1 or -1"
+            )
+        sizes[axis] = int(text)
+    fills = [axis for axis, size in sizes.items() if size == -1]
+    if len(fills) > 1:
+        raise MeshError(f"--mesh={spec!r} has -1 on {' and '.join(fills)}; only one axis can fill")
+    return sizes
+
+
+def _is_size(text: str) -> bool:
+    # No count of devices has more digits, and Python refuses to read thousands of them.
+    return text == "-1" or (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0)
