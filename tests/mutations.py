@@ -1,0 +1,168 @@
+"""Do the tests notice? One slip at a time in a copy of the project, and the tests that should.
+
+    python -m tests.mutations [--group=GROUP ...] [--jobs=2] [--output=FILE]
+
+For each slip of `tests.slips`: the test files that should notice, of the fast tier; if they do not,
+all of the fast tier; if that does not, the rest of those files, and at last of all. Prints a table
+in Markdown. Exit code 1 if more than one in twenty is not noticed by the fast tier, or one by none.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import NamedTuple
+
+from tests.slips import SLIPS, Slip
+
+ROOT = Path(__file__).resolve().parents[1]
+FAST, REST = "not slow and not compile", "slow or compile"
+SECONDS = 1800  # of one run of pytest; a slip may make it wait for ever
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - |$)", re.MULTILINE)
+
+
+class Outcome(NamedTuple):
+    """Who noticed a slip.
+
+    Attributes:
+      slip: that was made.
+      test: its name; None if nobody did.
+      tier: "fast", "fast, another file", or "night".
+      seconds: that it took.
+    """
+
+    slip: Slip
+    test: str | None
+    tier: str
+    seconds: float
+
+
+def copy_project(to: Path) -> None:
+    """All that git knows of, and the programs that tests have compiled already."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    (to / ".cache").symlink_to(ROOT / ".cache")
+
+
+def noticed(project: Path, files: Iterable[str], marks: str) -> str | None:
+    """The first test that fails, of these files."""
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-n", "0", "-m", marks, *files]
+    try:
+        run = subprocess.run(
+            command, cwd=project, capture_output=True, encoding="utf-8", timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return "(none ends)"
+    if run.returncode in (0, 5):  # all pass, or there are none of these marks
+        return None
+    found = FAILED.search(run.stdout)
+    if found is None:
+        raise SystemExit(f"{' '.join(command)}\n{run.stdout[-3000:]}{run.stderr[-3000:]}")
+    return found[1]
+
+
+def try_slip(project: Path, slip: Slip) -> Outcome:
+    """Makes a slip in a copy of the project, asks the tests, and takes it back."""
+    file, start = project / slip.file, time.monotonic()
+    text = file.read_text(encoding="utf-8")
+    if text.count(slip.old) != 1:
+        raise SystemExit(f"{slip.file} has {text.count(slip.old)} times: {slip.old}")
+    file.write_text(text.replace(slip.old, slip.new), encoding="utf-8")
+    try:
+        for tier, files, marks in (
+            ("fast", slip.tests, FAST),
+            ("fast, another file", ["tests"], FAST),
+            ("night", slip.tests, REST),
+            ("night, another file", ["tests"], REST),
+        ):
+            if test := noticed(project, files, marks):
+                return Outcome(slip, test, tier, time.monotonic() - start)
+        return Outcome(slip, None, "", time.monotonic() - start)
+    finally:
+        file.write_text(text, encoding="utf-8")
+
+
+def table(outcomes: dict[str, list[Outcome]]) -> str:
+    """All slips by group, in Markdown."""
+    lines = ["| slip in | becomes | noticed by | tier |", "|---|---|---|---|"]
+    shown = lambda text: " ".join(text.split()).replace("|", "\\|")
+    for group, found in outcomes.items():
+        lines.append(f"| **{group}** | | | |")
+        for slip, test, tier, _ in found:
+            test = (
+                (test or "**nobody**").removeprefix("tests/").replace("::", " ").replace("|", "/")
+            )
+            where = slip.file.removeprefix("rmt_tpu/")
+            lines.append(f"| {where} | `{shown(slip.new)}` | {test} | {tier} |")
+    return "\n".join(lines)
+
+
+def summary(outcomes: list[Outcome]) -> tuple[str, bool]:
+    """A line, and whether enough is noticed."""
+    fast = sum(outcome.tier.startswith("fast") for outcome in outcomes)
+    night = sum(outcome.tier.startswith("night") for outcome in outcomes)
+    nobody = len(outcomes) - fast - night
+    line = f"{len(outcomes)} slips: {fast} noticed by the fast tier, {night} at night, {nobody} not"
+    return line, nobody == 0 and fast >= 0.95 * len(outcomes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--group", action="append", choices=SLIPS, help="only these; default all")
+    parser.add_argument("--jobs", type=int, default=2, help="slips tried at a time")
+    parser.add_argument("--output", type=Path, help="file for the table; default none")
+    arguments = parser.parse_args()
+    groups = {g: slips for g, slips in SLIPS.items() if g in (arguments.group or SLIPS)}
+    start, ended = time.monotonic(), []
+
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(arguments.jobs) as executor:
+        projects: Queue[Path] = Queue()
+        for number in range(arguments.jobs):
+            project = Path(scratch) / str(number)
+            copy_project(project)
+            projects.put(project)
+
+        def run(slip: Slip) -> Outcome:
+            project = projects.get()
+            try:
+                outcome = try_slip(project, slip)
+            finally:
+                projects.put(project)
+            ended.append(outcome)
+            print(
+                f"{len(ended)}/{sum(map(len, groups.values()))} {outcome.seconds:.0f} s "
+                f"{outcome.tier or 'NOT NOTICED'}: {slip.file}: {slip.old.splitlines()[0]!r} "
+                f"-> {outcome.test}",
+                flush=True,
+            )
+            return outcome
+
+        outcomes = {group: list(executor.map(run, slips)) for group, slips in groups.items()}
+    line, enough = summary(ended)
+    text = f"{table(outcomes)}\n\n{line}, in {(time.monotonic() - start) / 60:.0f} minutes."
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n", encoding="utf-8")
+    return not enough
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""One-line slips that somebody could make, for `tests.mutations`: each must turn some test red."""
+
+from typing import NamedTuple
+
+
+class Slip(NamedTuple):
+    """A change of one line.
+
+    Attributes:
+      file: where.
+      old: what is there, once.
+      new: what takes its place.
+      tests: the files that should notice.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def _of(file: str, *tests: str):
+    return lambda old, new, *others: Slip(file, old, new, tests + others)
+
+
+_KERNELS, _MODEL = "tests/pallas_kernels", "tests/rmt_tpu"
+
+# Kernels --------------------------------------------------------------------------------------
+
+_battery = _of("pallas_kernels/key_vector/xla.py", f"{_KERNELS}/key_vector_test.py")
+_KEY_VECTOR = (
+    _battery("rstd = jax.lax.rsqrt(jnp.maximum(squares", "rstd = jax.lax.rsqrt(jnp.maximum(total"),
+    _battery("through_norm = a - n * mean_of(a * n, mean_an)", "through_norm = a - mean_of(a * n, mean_an)"),
+    _battery('if norm == "layernorm":\n        through_norm', 'if norm == "rmsnorm":\n        through_norm'),
+    _battery("d_gain = jnp.sum(d_scaled * n,", "d_gain = jnp.sum(a * n,"),
+    _battery("return (residual.astype(wide) - written)", "return (residual.astype(wide) + written)"),
+    _battery("in_range = jnp.all(jnp.abs(total) <= _LARGEST", "in_range = jnp.any(jnp.abs(total) <= _LARGEST"),
+)  # fmt: skip
+
+_kernel = _of("pallas_kernels/key_vector/mosaic_tpu_kernels.py", f"{_KERNELS}/mosaic_tpu_test.py")
+_KEY_VECTOR_TPU = (
+    _kernel("above = total if call.centred else", "above = total if not call.centred else"),
+    _kernel("slope = -(rstd * rstd * call.unit) * mean_an", "slope = -(rstd * call.unit) * mean_an"),
+    _kernel("mean_an = mean_ax * call.unit", "mean_an = mean_ax"),
+    _kernel("sums = [previous[0:1] + sums[0], previous[1:2] + sums[1]]", "sums = [sums[0], sums[1]]"),
+    _kernel("d_keys = d_keys - jnp.sum(dz.astype", "d_keys = d_keys + jnp.sum(dz.astype"),
+    _kernel("            x = x - _written(call, inputs", "            x = x + _written(call, inputs"),
+)  # fmt: skip
+
+_bank = _of("pallas_kernels/depth_attention/xla.py", f"{_KERNELS}/depth_attention_test.py")
+_site = _of(
+    "pallas_kernels/depth_attention/mosaic_tpu_kernels.py",
+    f"{_KERNELS}/depth_attention_tpu_test.py",
+)
+_DEPTH = (
+    _bank("active = (jnp.arange(squares.shape[0]) < count)", "active = (jnp.arange(squares.shape[0]) <= count)"),
+    _bank("log_sums = jnp.logaddexp(log_sums, prior[1])", "log_sums = log_sums + prior[1]"),
+    _bank("d_sources = d_sources - shrink[..., None] * values", "d_sources = d_sources + shrink[..., None] * values"),
+    _bank("d_sources = d_sources + wide(accumulate)", "d_sources = wide(accumulate)"),
+    _bank("return mixed + p * (current - mixed)", "return mixed + p * current"),
+    _site("m = functools.reduce(jnp.maximum, largest)", "m = largest[0]"),
+    _site("total = total + prior", "total = total * 1"),
+    _site("row_of(log_sum, group, call.blocks.tokens)", "row_of(m, group, call.blocks.tokens)"),
+)  # fmt: skip
+
+_causal = _of(
+    "pallas_kernels/causal_attention/reference.py", f"{_KERNELS}/causal_attention_test.py"
+)
+_CAUSAL = (
+    _causal("mask = (queries[:, None] >= jnp.arange(length)", "mask = (queries[:, None] > jnp.arange(length)"),
+    _causal("mask = mask & (segment_ids[:, queries, None] ==", "mask = mask | (segment_ids[:, queries, None] =="),
+    _causal("d_logits = (scale * weights * (d_weights - delta", "d_logits = (weights * (d_weights - delta"),
+    _causal("distance = positions[:, None] - jnp.arange", "distance = positions[:, None] + jnp.arange"),
+)  # fmt: skip
+
+# Residual systems -----------------------------------------------------------------------------
+
+_decoder = (f"{_MODEL}/decoder_test.py",)
+_matrix = _of("rmt_tpu/residual/matrix.py", *_decoder)
+_vector = _of("rmt_tpu/residual/vector.py", *_decoder)
+_depth = _of("rmt_tpu/residual/depth_attention.py", f"{_MODEL}/residual/depth_attention_test.py")
+_dense = _of("rmt_tpu/residual/dense.py", *_decoder)
+_lstm = _of("rmt_tpu/residual/depth_lstm.py", f"{_MODEL}/residual/depth_lstm_test.py")
+_highway = _of("rmt_tpu/residual/highway.py", f"{_MODEL}/residual/highway_test.py")
+_tree = _of("rmt_tpu/residual/hierarchical.py", f"{_MODEL}/residual/hierarchical_test.py")
+_streams = _of(
+    "rmt_tpu/residual/hyper_connections.py",
+    f"{_MODEL}/residual/hyper_connections_test.py",
+    f"{_MODEL}/residual/hyper_connections_sites_test.py",
+)
+_RESIDUAL = (
+    _matrix("self.position_keys = keys(rngs, rank, self.key_dim, std=rank**-0.5)", "self.position_keys = keys(rngs, rank, self.key_dim, std=1.0)", f"{_MODEL}/layers/layers_test.py"),
+    _matrix("return jnp.broadcast_to(written, shape), tokens", "return jnp.zeros(shape, tokens.dtype), tokens"),
+    _vector("return residual + self.written(y, write)", "return self.written(y, write)"),
+    _depth("return query if self.key_gain is None else query * self.key_gain[...]", "return query"),
+    _depth("return 2 * layer // self.block + 1", "return 2 * layer // self.block"),
+    _depth("active = current.shape, store.compute_dtype, number % self.block > 0", "active = current.shape, store.compute_dtype, number % self.block > 1"),
+    _dense("matrix = jnp.eye(self.num_rows", "matrix = jnp.ones(2 * (self.num_rows,)"),
+    _lstm("cell = state.kept + state.admitted * written", "cell = state.kept + written"),
+    _highway("return State(closed * h + added, None), z", "return State(h + added, None), z"),
+    _tree("inputs = jax.lax.dynamic_update_index_in_dim(inputs, h, done % self.every, 0)", "inputs = jax.lax.dynamic_update_index_in_dim(inputs, h, 0, 0)"),
+    _streams("a = a / jnp.sum(a, axis=0, keepdims=True)", "a = a / jnp.sum(a, axis=1, keepdims=True)"),
+    _streams("2 * jax.nn.sigmoid(a_post * given[m : 2 * m]", "jax.nn.sigmoid(a_post * given[m : 2 * m]"),
+)  # fmt: skip
+
+# Layers and schedules -------------------------------------------------------------------------
+
+_layers = (f"{_MODEL}/layers/layers_test.py", *_decoder)
+_LAYERS = (
+    _of("rmt_tpu/layers/attention.py", *_decoder)("self.scale = self.scale / (layer_index + 1)", "self.scale = self.scale / (layer_index + 2)"),
+    _of("rmt_tpu/layers/attention.py", *_decoder)("mask = query_positions[:, :, None] >= key_positions", "mask = query_positions[:, :, None] > key_positions"),
+    _of("rmt_tpu/layers/positions.py", *_layers)("turned = [first * cos - second * sin", "turned = [first * cos + second * sin"),
+    _of("rmt_tpu/layers/norm.py", *_layers)("x = x - jnp.mean(x, axis=-1, keepdims=True)", "x = x - jnp.mean(x)"),
+    _of("rmt_tpu/layers/embedding.py", *_decoder)("rows = self.multiplier * jnp.take", "rows = jnp.take", f"{_MODEL}/training/step_test.py"),
+    _of("rmt_tpu/layers/stacks.py", f"{_MODEL}/residual/depth_attention_test.py")("return jax.lax.dynamic_update_index_in_dim(d_stack, d_slice, jnp.asarray(index), 0), None", "return d_stack, None"),
+    _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("            residual, d_residual, d_y, gradient[\"attention_site\"] = self.store.undo(\n                residual, y,", "            residual, d_residual, d_y, gradient[\"attention_site\"] = self.store.undo(\n                residual, heads,"),
+    _of("rmt_tpu/execution/banked.py", f"{_MODEL}/residual/depth_attention_test.py")("d_shared = d_shared + stacks.run_of(gradients.shared, start, layers)", "d_shared = d_shared + 0"),
+    _of("rmt_tpu/execution/pipelined.py", f"{_MODEL}/training/sharded_test.py", f"{_MODEL}/execution/pipelined_test.py")("around = [(stage, (stage - 1) % stages)", "around = [(stage, (stage + 1) % stages)"),
+)  # fmt: skip
+
+# Meshes ---------------------------------------------------------------------------------------
+
+_mesh = f"{_MODEL}/training/sharded_test.py"
+_devices = _of("sharding/per_device.py", "tests/sharding/per_device_test.py", _mesh)
+_pipeline = _of("sharding/pipeline.py", "tests/sharding/pipeline_test.py")
+_SHARDING = (
+    _devices("return jax.lax.psum(x, names) if names else x", "return x"),
+    _devices("return jax.lax.all_to_all(x, used, split, join", "return jax.lax.all_to_all(x, used, join, split"),
+    _devices("return jax.lax.dynamic_slice_in_dim(x, axis_index(names) * size, size, axis)", "return jax.lax.dynamic_slice_in_dim(x, 0, size, axis)"),
+    _pipeline("state = _where(here.chunk == 0,", "state = _where(here.number == 0,"),
+    _pipeline("is_start = here.active & (here.chunk == 0)", "is_start = here.chunk == 0"),
+    _of("sharding/schedule.py", "tests/sharding/pipeline_test.py")("virtual = within // self.stages", "virtual = within % self.stages"),
+    _of("pallas_kernels/key_vector/sharded.py", f"{_KERNELS}/key_vector_sharded_test.py")("every = gather(jnp.stack(own, axis=1), key_axis)", "every = gather(jnp.stack(own[::-1], axis=1), key_axis)", _mesh),
+)  # fmt: skip
+
+# Training and generation ----------------------------------------------------------------------
+
+_step = (f"{_MODEL}/training/step_test.py",)
+_of_step = _of("rmt_tpu/training/step.py", *_step)
+_loss = _of("rmt_tpu/training/loss.py", *_step)
+_optimizer = _of("rmt_tpu/training/optimizer.py", *_step)
+_generation = (f"{_MODEL}/generation/generate_test.py",)
+_sampling = _of("rmt_tpu/generation/sampling.py", *_generation)
+_TRAINING = (
+    _of_step("optimizer_state = jax.tree.map(keep, optimizer_state, state.optimizer)", "optimizer_state = optimizer_state"),
+    _of_step("skipped_in_a_row=jnp.where(finite, 0,", "skipped_in_a_row=jnp.where(~finite, 0,"),
+    _of_step("loss = jax.tree.map(lambda summed: summed / total, loss)", "loss = jax.tree.map(lambda summed: summed / part.weights.size, loss)"),
+    _loss("d_logits = softmax * (1 + 2 * z_loss * log_z[..., None])", "d_logits = softmax * (1 + z_loss * log_z[..., None])"),
+    _loss("return (d_x * scale.astype(d_x.dtype)", "return (d_x * 1"),
+    _optimizer('scales = jax.tree.map(lambda role: 1 / width_ratio if role == "hidden"', 'scales = jax.tree.map(lambda role: 1 / width_ratio if role != "hidden"'),
+    _optimizer("decays = jax.tree.map(lambda role: role not in config.decay_exclude", "decays = jax.tree.map(lambda role: role in config.decay_exclude"),
+    _sampling("before = jnp.cumsum(probabilities, axis=-1) - probabilities", "before = jnp.cumsum(probabilities, axis=-1)"),
+    _sampling("jnp.arange(logits.shape[-1]) < sampling.top_k", "jnp.arange(logits.shape[-1]) <= sampling.top_k"),
+    _of("rmt_tpu/generation/generate.py", *_generation)("room = max_length + 1 - prompt_tokens", "room = max_length - prompt_tokens"),
+    _of("rmt_tpu/training/growth.py", f"{_MODEL}/training/growth_test.py")('{"mu": "zeros", "nu": "squared"}', '{"mu": "zeros", "nu": "zeros"}'),
+    _of("rmt_tpu/cost.py", f"{_MODEL}/cost_test.py", f"{_MODEL}/config/presets_test.py")("reads_and_writes = rank * key_dim * (6 * layers + 2 + learned)", "reads_and_writes = rank * key_dim * (6 * layers + 2)"),
+)  # fmt: skip
+
+# Checkpoints, storage, data, configs ----------------------------------------------------------
+
+_saved = f"{_MODEL}/checkpoint"
+_kept = _of("rmt_tpu/checkpoint/retention.py", f"{_saved}/retention_test.py")
+_manifest = _of("rmt_tpu/checkpoint/manifest.py", f"{_saved}/damage_test.py")
+_local = _of("rmt_tpu/storage/local.py", f"{_MODEL}/storage/folder_test.py")
+_gcs = _of("rmt_tpu/storage/gcs.py", f"{_MODEL}/storage/folder_test.py")
+_batches = _of("rmt_tpu/data/batches.py", f"{_MODEL}/data/batches_test.py")
+_STORED = (
+    _kept("kept = set(steps[-self.last :])", "kept = set(steps[: self.last])"),
+    _kept("keep = step in kept or step > max(kept)", "keep = step in kept"),
+    _manifest('if sealed["crc32"] != _checksum(content):', 'if sealed["crc32"] is None:'),
+    _manifest("if len(named) < len(arrays) or", "if"),
+    _of("rmt_tpu/checkpoint/arrays.py", f"{_saved}/checkpointer_test.py")("addressable_shards if s.replica_id == 0]\n    if not", "addressable_shards]\n    if not", f"{_saved}/async_test.py", "tests/recipes/distributed_test.py"),
+    _of("rmt_tpu/checkpoint/arrays.py", f"{_saved}/damage_test.py")('"fill_missing_data_reads": False', '"fill_missing_data_reads": True'),
+    _of("rmt_tpu/checkpoint/save.py", f"{_saved}/async_test.py")("return jax.device_put(values, pinned, may_alias=False)", "return values"),
+    _of("rmt_tpu/checkpoint/save.py", f"{_saved}/checkpointer_test.py")("found.generation == self.damaged\n            and", "", f"{_saved}/damage_test.py"),
+    _local("file.truncate(before)", "pass"),
+    _local('written = self._kv.write(name, data, if_equal=before.stamp.generation).result()', 'written = self._kv.write(name, data).result()'),
+    _gcs("self._upload(self._blob(name), data, if_generation_match=0)", "self._upload(self._blob(name), data)"),
+    _gcs("return sorted(n for n in found if not _TAIL.search(n))", "return sorted(found)"),
+    _batches("begins[:, 0] = True", "begins[:, 0] = False"),
+    _batches("real[:, :-1] &= (window < self.num_windows)[:, None]", "real[:, :-1] &= True"),
+    _batches("if held + sizes[text] <= wanted:", "if held <= wanted:"),
+    _of("rmt_tpu/data/permutation.py", f"{_MODEL}/data/permutation_test.py")("while (outside := words >= size).any():", "if (outside := words >= size).any():"),
+    _of("rmt_tpu/data/token_store.py", f"{_MODEL}/data/token_store_test.py")("np.uint16 if self.vocab_size <= 2**16", "np.uint16 if self.vocab_size <= 2**17"),
+    _of("rmt_tpu/data/token_store.py", f"{_MODEL}/data/token_store_test.py")("pieces.append((at - start, number, at - begin, min(stop, end) - begin))", "pieces.append((at - start, number, at - begin, end - begin))"),
+)  # fmt: skip
+
+_presets = f"{_MODEL}/config/presets_test.py"
+_mixers = _of("rmt_tpu/config/mixers.py", f"{_MODEL}/residual/depth_limits_test.py", _presets)
+_overrides = _of("rmt_tpu/config/overrides.py", f"{_MODEL}/config/overrides_test.py")
+_model = _of("rmt_tpu/config/model.py", _presets, *_decoder)
+_CONFIG = (
+    _mixers("size = -(-sublayers // min(blocks, sublayers))", "size = sublayers // min(blocks, sublayers)"),
+    _mixers("if len(given) > 1:", "if len(given) > 2:"),
+    _overrides('return None if value in (None, "none") else', "return None if value is None else"),
+    _overrides("node = child\n        node[last] = value", "node = child\n        node[last] = node.get(last, value)"),
+    _model('if self.remat != "reversible" and dtype == "int16":', 'if self.remat == "dots" and dtype == "int16":', f"{_MODEL}/execution/reversible_test.py"),
+    _model("return key_dim * self.attention.head_dim", "return key_dim * self.attention.num_heads"),
+    _of("sharding/rules.py", "tests/sharding/mesh_test.py", _mesh)("if size % shards:", "if size < shards:"),
+)  # fmt: skip
+
+SLIPS: dict[str, tuple[Slip, ...]] = {
+    "kernels": _KEY_VECTOR + _KEY_VECTOR_TPU + _DEPTH + _CAUSAL,
+    "residual systems": _RESIDUAL,
+    "layers and schedules": _LAYERS,
+    "meshes": _SHARDING,
+    "training and generation": _TRAINING,
+    "checkpoints, storage, data": _STORED,
+    "configs": _CONFIG,
+}
