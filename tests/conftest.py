@@ -57,9 +57,10 @@ def programs_for_no_device(request):
         return
     import jax
 
+    kept = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     yield
-    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_enable_compilation_cache", kept)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,6 +18,7 @@ def main(scratch: str) -> int:
     os.environ["HOME"] = os.environ["MPLCONFIGDIR"] = scratch
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{scratch}/hypothesis"
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
     sys.dont_write_bytecode = True
 
     options = ["-c", f"{root}/pyproject.toml", "-p", "no:cacheprovider", "--durations=5"]
