@@ -39,6 +39,9 @@ _RUN_FLAGS = [
     ("log_every", "train.log_every", int, "steps between rows of metrics.jsonl"),
     ("checkpoint_every", "train.checkpoint_every", int, "steps; 0 is only at the end"),
     ("eval_every", "train.eval_every", int, "steps; 0 is only at the end"),
+    ("sample_every", "train.sample_every", int, "steps between samples of text; 0 is only at the "
+     "end"),
+    ("tensorboard", "train.tensorboard", str, "auto (where tensorboardX is installed), on or off"),
 ]  # fmt: skip
 
 # Exit codes as a shell gives them for SIGINT and SIGPIPE.

@@ -3,8 +3,9 @@
     python -m recipes.train --preset=rmt-tiny --data=stdlib --workdir=runs/rmt-tiny
 
 The same command again resumes. The run folder, local or gs://bucket/path, gets config.json,
-metrics.jsonl, checkpoints/, plots/loss.png, samples.txt and, if tensorboardX is installed,
-tensorboard/. On several hosts, the same command on each: recipes/README.md.
+metrics.jsonl, checkpoints/, plots/loss.png, samples.txt, starts.jsonl (command, versions and commit
+of each start) and, if tensorboardX is installed, tensorboard/. On several hosts, the same command
+on each: recipes/README.md.
 """
 
 from absl import flags

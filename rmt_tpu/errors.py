@@ -36,6 +36,12 @@ def shown(value: object) -> str:
     return _short.repr(value)
 
 
+def one_line(error: Exception) -> str:
+    """Those that are not for a person, with their kind."""
+    kind = "" if isinstance(error, RmtError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())
+
+
 _LONGEST_LIST = 300  # characters: a line that can still be read
 
 

@@ -128,7 +128,7 @@ class Checkpointer:
         *,
         loss: int | float | None = None,
         before_commit: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Saved | None:
         """Begins to commit `tree` and `meta` as `step`; a thread does the rest.
 
         Returns once the arrays may be donated or overwritten. Until they are stored, this process
@@ -146,11 +146,14 @@ class Checkpointer:
             before_commit: Called by the thread of process 0 when all else is stored. If it raises,
                 the step is not committed.
 
+        Returns:
+            What `wait` says of the save before.
+
         Raises:
             UsageError: The tree or `meta` cannot be stored.
             RunError: The save before has failed; see `check`.
         """
-        self._begin(step, tree, meta, loss, before_commit, copy=True)
+        return self._begin(step, tree, meta, loss, before_commit, copy=True)
 
     def check(self) -> Saved | None:
         """The save that has ended since the last call of this or `wait`; None if there is none.
@@ -166,9 +169,9 @@ class Checkpointer:
         self._background.join()
         return self.check()
 
-    def _begin(self, step, tree, meta, loss, before_commit, *, copy: bool) -> None:
+    def _begin(self, step, tree, meta, loss, before_commit, *, copy: bool) -> Saved | None:
         started = time.monotonic()
-        self.wait()
+        before = self.wait()
         if step < 0:
             raise UsageError(f"a checkpoint's step must not be negative, got {step}")
         sources, arrays = to_store(tree, self._compression)
@@ -199,6 +202,7 @@ class Checkpointer:
             return Saved(step, sum(a.num_bytes for a in arrays), seconds, blocked)
 
         self._background.start(run)
+        return before
 
     def _tidy(self, saved: int) -> None:
         try:

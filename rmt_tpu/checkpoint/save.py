@@ -21,7 +21,7 @@ from rmt_tpu.checkpoint.arrays import StoredArray, in_flight, open_arrays, own_b
 from rmt_tpu.checkpoint.manifest import COMMIT_LIMIT, Commit
 from rmt_tpu.checkpoint.retention import delete_attempts
 from rmt_tpu.distributed import processes
-from rmt_tpu.errors import RmtError, RunError
+from rmt_tpu.errors import RunError, one_line
 from rmt_tpu.storage import Fault, Folder, Unavailable
 
 _T = TypeVar("_T")
@@ -232,12 +232,6 @@ def together(
         kind = Unavailable if all(no_answers[process] for process in failed) else Fault
         raise kind(where + found[failed[0]])
     return results[0]
-
-
-def one_line(error: Exception) -> str:
-    """Those that are not for a person, with their kind."""
-    kind = "" if isinstance(error, RmtError) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).split())
 
 
 class Background(Generic[_T]):

@@ -34,6 +34,9 @@ from rmt_tpu.config.model import (
     RematPolicy,
     Standard,
 )
+from rmt_tpu.config.resume import (
+    resume_rule,
+)
 from rmt_tpu.config.run import (
     AdamW,
     DataConfig,
@@ -84,4 +87,5 @@ __all__ = [
     "Sum",
     "TrainConfig",
     "VectorStore",
+    "resume_rule",
 ]

@@ -13,6 +13,7 @@ from rmt_tpu.config.mixers import (
     Mixer,
     Sum,
 )
+from rmt_tpu.config.resume import changeable
 from rmt_tpu.config.stores import DType, MatrixStore, Store, VectorStore
 from rmt_tpu.errors import UsageError, shown
 
@@ -77,8 +78,8 @@ class ModelConfig(Checked):
     norm_epsilon: Positive = 1e-6
     init_std: Positive = 1.0
     parametrization: Parametrization = Standard()
-    compute_dtype: DType = "auto"
-    remat: RematPolicy = "full"
+    compute_dtype: DType = changeable("auto")
+    remat: RematPolicy = changeable("full")
 
     def __post_init__(self):
         super().__post_init__()

@@ -16,9 +16,12 @@ from rmt_tpu.config.checks import (
 )
 from rmt_tpu.config.cores import Learned
 from rmt_tpu.config.model import ModelConfig
+from rmt_tpu.config.resume import changeable, free
 from rmt_tpu.errors import UsageError
 from sharding.spec import parse_mesh
 
+# A cache holds keys and values of all of them.
+_SampleTokens = Annotated[int, Range(f"at least 0, at most {2**20}", 0, 2**20)]
 _HeldOut = Annotated[float, Range("above 0, at most 0.5", 0, 0.5, open_low=True)]
 
 Role = Literal["gain", "embedding", "unembedding", "keys", "hidden"]
@@ -69,30 +72,36 @@ class TrainConfig(Checked):
       keep_best: how many with the least loss on held-out text stay.
       eval_batches: batches of held-out text at an evaluation, or fewer if there are fewer.
       max_bad_steps: the run stops after so many non-finite steps in a row.
-      sample_prompt, sample_tokens: of the text generated at the end; 0 tokens are none.
+      sample_every: in steps; 0 is only at the end.
+      sample_prompt, sample_tokens, sample_temperature: of the text that is then generated; 0 tokens
+        are none.
+      tensorboard: whether to write its files too; "auto" is where tensorboardX is installed.
     """
 
-    steps: Size = 1000
-    batch_size: Size = 64
-    accumulate: Size = 1
-    optimizer: AdamW = AdamW()
-    z_loss: NonNegative = 1e-4
+    steps: Size = changeable(1000)
+    batch_size: Size = changeable(64)
+    accumulate: Size = changeable(1)
+    optimizer: AdamW = changeable(AdamW())
+    z_loss: NonNegative = changeable(1e-4)
     seed: Seed = 0
-    mesh: str = "data=-1"
-    microbatches: Count = 0
-    virtual_stages: Size = 1
-    log_every: Size = 1
-    checkpoint_every: Count = 1000
-    checkpoint_seconds: NonNegative = 0.0
-    checkpoint_compression: Literal["none", "zstd"] = "none"
-    keep_checkpoints: Size = 3
-    keep_every: Count = 0
-    keep_best: Count = 0
-    eval_every: Count = 1000
-    eval_batches: Size = 16
-    max_bad_steps: Size = 5
-    sample_prompt: str = ""
-    sample_tokens: Count = 256
+    mesh: str = free("data=-1")
+    microbatches: Count = free(0)
+    virtual_stages: Size = free(1)
+    log_every: Size = free(1)
+    checkpoint_every: Count = free(1000)
+    checkpoint_seconds: NonNegative = free(0.0)
+    checkpoint_compression: Literal["none", "zstd"] = free("none")
+    keep_checkpoints: Size = free(3)
+    keep_every: Count = free(0)
+    keep_best: Count = free(0)
+    eval_every: Count = free(1000)
+    eval_batches: Size = free(16)
+    max_bad_steps: Size = free(5)
+    sample_every: Count = free(0)
+    sample_prompt: str = free("")
+    sample_tokens: _SampleTokens = free(256)
+    sample_temperature: NonNegative = free(0.8)
+    tensorboard: Literal["auto", "on", "off"] = free("auto")
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,6 +112,9 @@ class TrainConfig(Checked):
 class DataConfig(Checked):
     """What to train on.
 
+    A run that is resumed knows its text by a checksum of the tokens, and its tokenizer by a
+    fingerprint: where they lie may change.
+
     Attributes:
       source: "stdlib", a token store, or comma-separated .txt and .jsonl files and globs.
       tokenizer: "byte", a folder with encoder.json and vocab.bpe, or a tokenizer.json.
@@ -110,8 +122,8 @@ class DataConfig(Checked):
       eval_fraction: share of the text that is held out, by document.
     """
 
-    source: str = "stdlib"
-    tokenizer: str = "byte"
+    source: str = free("stdlib")
+    tokenizer: str = free("byte")
     seq_len: Size = 512
     eval_fraction: _HeldOut = 0.02
 

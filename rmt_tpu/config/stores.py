@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Checked, Size
+from rmt_tpu.config.resume import changeable
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
 StateDType = Literal["auto", "float32", "bfloat16", "float64", "int16"]
@@ -15,7 +16,7 @@ class VectorStore(Checked):
 
     kind: ClassVar[str] = "vector"
     dim: Size
-    dtype: DType = "auto"
+    dtype: DType = changeable("auto")
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class MatrixStore(Checked):
     """
 
     kind: ClassVar[str] = "matrix"
-    key_dim: Size
-    dtype: StateDType = "auto"
+    key_dim: Size = changeable()
+    dtype: StateDType = changeable("auto")
 
 
 Store = VectorStore | MatrixStore

@@ -1,12 +1,16 @@
 """Which token comes next."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from rmt_tpu.config.checks import Checked, Count, NonNegative, NonZeroShare, Seed, Size
+from rmt_tpu.config.checks import Checked, Count, NonNegative, NonZeroShare, Range, Seed
+
+# The cache holds keys and values of all of them.
+_NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Sampling(Checked):
     temperature: NonNegative = 1.0
     top_k: Count = 0
     top_p: NonZeroShare = 1.0
-    max_tokens: Size = 256
+    max_tokens: _NewTokens = 256
     seed: Seed = 0
 
 

@@ -61,6 +61,6 @@ def sample_text(run: Run, params: Any, tokenizer: data.Tokenizer, config: RunCon
     params = jax.tree.map(lambda x, like: x.reshape(like.shape), params, shapes)
     decoder = nnx.merge(run.graphdef, params)
     train = config.train
-    sampling = Sampling(temperature=0.8, max_tokens=train.sample_tokens, seed=train.seed)
+    sampling = Sampling(train.sample_temperature, max_tokens=train.sample_tokens, seed=train.seed)
     pieces = generate(decoder, tokenizer, train.sample_prompt, sampling)
     return train.sample_prompt + "".join(pieces)

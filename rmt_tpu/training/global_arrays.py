@@ -1,5 +1,6 @@
 """Arrays over the devices of several processes: put there by all, brought back to one device."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,5 +47,13 @@ def on_one_device(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 
     One array after the other, so that a device beside the first holds no more than one whole.
     """
-    whole = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))
+    if mesh.size == 1:
+        return jax.tree.map(lambda x: x.addressable_data(0), tree)
+    whole = _replicate(mesh)
     return jax.tree.map(lambda x: whole(x).addressable_data(0), tree)
+
+
+@functools.cache
+def _replicate(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
+    """One function a mesh, so that a second sample compiles nothing."""
+    return jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))

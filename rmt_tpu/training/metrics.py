@@ -1,142 +1,176 @@
-"""Metrics in the run folder: `metrics.jsonl`, TensorBoard if installed, a picture of the loss."""
+"""Metrics in the run folder: rows in `metrics.jsonl`, and the same for TensorBoard."""
 
-import importlib.util
 import json
 import math
 import os
-import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rmt_tpu.errors import RunError
-from rmt_tpu.storage import Fault, Location, open_folder
+from absl import logging
+
+from rmt_tpu.storage import Fault, Folder, Location, open_folder
+from rmt_tpu.training import tensorboard
 
 Row = dict[str, int | float | None]
 
 FILE = "metrics.jsonl"
 _LARGEST = 4 * 2**30  # bytes; a row has some 300
-_APPEND_SECONDS = 30.0  # between additions to a file in a bucket
+# Between additions to a file in a bucket, and after a failure between tries.
+_APPEND_SECONDS = 30.0
 
 
 class MetricsWriter:
-    """Appends rows to `<workdir>/metrics.jsonl`, and to `<workdir>/tensorboard` if it can.
+    """Appends rows to `<workdir>/metrics.jsonl`, and to `<workdir>/tensorboard` if that is wanted.
 
     A row is one JSON object with its `step`; numbers that are not finite are null. A resumed run
     may write a step's row again: the later row counts. In a bucket, a thread adds the rows of
     half a minute at a time, and `flush` those that there are.
+
+    Nothing here raises because a file cannot be written: that is told once, the rows are kept,
+    and written when the file can be again.
+
+    Args:
+      workdir: the run folder.
+      first_step: the first that will be written.
+      board: whether to write for TensorBoard.
+      report: is told in one line what cannot be written; called from any thread.
     """
 
-    def __init__(self, workdir: Location, *, first_step: int):
-        self._folder = open_folder(workdir)
-        self._lines, self._lock = [], threading.Lock()
-        self._appending = threading.Lock()
-        self._closed = threading.Event()
-        self._thread = None
-        if self._folder.local_path is not None:
-            _drop_torn_line(self._folder.local_path / FILE)
+    def __init__(
+        self,
+        workdir: Location,
+        *,
+        first_step: int,
+        board: bool = False,
+        report: Callable[[str], None] = logging.warning,
+    ):
+        folder = open_folder(workdir)
+        self._rows, self._board = _Growing(folder, FILE, report), None
+        if board:
+            self._board = _Growing(folder, tensorboard.new_file(), report)
+            self._board.add(tensorboard.header(first_step))
+        self._closed, self._thread = threading.Event(), None
+        if folder.local_path is not None:
+            _drop_torn_line(folder.local_path / FILE, report)
         else:
             self._thread = threading.Thread(
                 target=self._append_now_and_then, name="metrics", daemon=True
             )
-        self._board = None
-        # In a bucket tensorboardX would write with another client, all of a file every time.
-        self._scratch = tempfile.TemporaryDirectory() if self._thread else None
-        self._sent: dict[str, int] = {}  # bytes of each of its files that are in the bucket
-        if importlib.util.find_spec("tensorboardX"):
-            from tensorboardX import SummaryWriter
-
-            # purge_step: what an interrupted run wrote beyond its checkpoint is written again.
-            board = self._scratch.name if self._scratch else self._folder.local_path / "tensorboard"
-            self._board = SummaryWriter(str(board), purge_step=first_step)
-        if self._thread:
             self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One row; on a local disk it survives the process once this returns."""
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        with self._lock:
-            self._lines.append(json.dumps({"step": step} | finite) + "\n")
-        if self._thread is None:
-            self.flush()
+        self._rows.add((json.dumps({"step": step} | finite) + "\n").encode())
         if self._board:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+            self._board.add(tensorboard.scalars(step, values))
+        if self._thread is None:
+            self._append(soon=True)
 
     def flush(self) -> None:
-        """Returns once all rows are in the file; may be called from any thread.
-
-        Raises:
-          Fault: they cannot be written; they are kept for the next time.
-        """
-        with self._appending:
-            with self._lock:
-                lines = list(self._lines)
-            if lines:
-                self._folder.append(FILE, "".join(lines).encode())
-                with self._lock:
-                    del self._lines[: len(lines)]
-            self._send_board()
+        """Returns once all rows are in the file, or have been tried; from any thread."""
+        self._append(soon=False)
 
     def close(self) -> None:
-        """Writes what is left.
-
-        Raises:
-          Fault: it cannot be written.
-        """
+        """Writes what is left."""
         self._closed.set()
         if self._thread:
             self._thread.join()
-        if self._board:
-            self._board.close()
-        try:
-            self.flush()
-        finally:
-            if self._scratch:
-                self._scratch.cleanup()
+        # A bucket that has just not answered for minutes is not waited for again.
+        self._append(soon=self._thread is not None)
 
-    def _send_board(self) -> None:
-        """What TensorBoard's files have beyond what is in the bucket: they only grow."""
-        if not (self._scratch and self._board):
-            return
-        if not self._closed.is_set():
-            self._board.flush()
-        for path in sorted(Path(self._scratch.name).iterdir()):
-            with open(path, "rb") as file:
-                file.seek(self._sent.get(path.name, 0))
-                if new := file.read():
-                    self._folder.append(f"tensorboard/{path.name}", new)
-                    self._sent[path.name] = file.tell()
+    def _append(self, *, soon: bool) -> None:
+        for file in (self._rows, self._board):
+            if file and not (soon and file.waits()):
+                file.append()
 
     def _append_now_and_then(self) -> None:
         while not self._closed.wait(_APPEND_SECONDS):
+            self._append(soon=True)
+
+
+class _Growing:
+    """A file that only grows, and what it lacks so far."""
+
+    def __init__(self, folder: Folder, name: str, report: Callable[[str], None]):
+        self._folder, self._name, self._report = folder, name, report
+        self._lacks: list[bytes] = []
+        self._lock, self._appending = threading.Lock(), threading.Lock()
+        self._try_again = -math.inf
+
+    def add(self, data: bytes) -> None:
+        with self._lock:
+            self._lacks.append(data)
+
+    def waits(self) -> bool:
+        """Whether it has just failed."""
+        return time.monotonic() < self._try_again
+
+    def append(self) -> None:
+        """Appends what the file lacks."""
+        with self._appending:
+            with self._lock:
+                lacks = list(self._lacks)
+            if not lacks:
+                return
             try:
-                self.flush()
-            except Fault:
-                continue  # the checkpoint's flush, or that of the end, tells
+                self._folder.append(self._name, b"".join(lacks))
+            except Fault as fault:
+                if self._try_again == -math.inf:
+                    self._report(f"note: {fault}; the run goes on, and tries this again")
+                self._try_again = time.monotonic() + _APPEND_SECONDS
+                return
+            self._try_again = -math.inf
+            with self._lock:
+                del self._lacks[: len(lacks)]
 
 
-def read_metrics(workdir: Location) -> list[Row]:
+def read_metrics(
+    workdir: Location, *, report: Callable[[str], None] = logging.warning
+) -> list[Row]:
     """The run's rows in order of steps, one a step: values of later rows of a step win.
 
+    Lines that are no rows, as a power cut may leave them, are passed over and counted.
+
+    Args:
+      workdir: the run folder.
+      report: is told in one line how many lines were passed over.
+
     Raises:
-      RunError: a line is not a row; the message names it.
+      Fault: the file cannot be read.
     """
     folder = open_folder(workdir)
     rows: dict[int, Row] = {}
     found = folder.read(FILE, limit=_LARGEST)
-    lines = found.data.decode().split("\n") if found else [""]
-    for number, line in enumerate(
-        lines[:-1], start=1
-    ):  # what has no newline is still being written
-        try:
-            row = json.loads(line)
+    lines = found.data.split(b"\n") if found else [b""]
+    bad = []
+    for number, line in enumerate(lines[:-1], 1):  # what has no newline is still being written
+        row = _parsed(line)
+        if row is None:
+            bad.append(number)
+        else:
             rows.setdefault(row["step"], {}).update(row)
-        except (ValueError, KeyError, TypeError):
-            raise RunError(
-                f"{folder}/{FILE}:{number} is not a row of metrics: {line[:80]!r}"
-            ) from None
+    if bad:
+        lines = "1 line is no row" if len(bad) == 1 else f"{len(bad)} lines are no rows"
+        report(
+            f"note: {folder}/{FILE}: {lines} of metrics, the first is line {bad[0]}; passed over"
+        )
     return [rows[step] for step in sorted(rows)]
+
+
+def _parsed(line: bytes) -> Row | None:
+    """A row, or None if the line is none."""
+    try:
+        row = json.loads(line.decode())
+        if type(row["step"]) is int and 0 <= row["step"] < 2**53:
+            known = [value for value in row.values() if value is not None]
+            if all(type(value) in (int, float) and math.isfinite(value) for value in known):
+                return row
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        pass
+    return None
 
 
 def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
@@ -145,13 +179,16 @@ def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _drop_torn_line(path: Path) -> None:
+def _drop_torn_line(path: Path, report: Callable[[str], None]) -> None:
     """A killed process may leave a line without its end; what follows it must not join it."""
-    if not path.exists():
-        return
-    with open(path, "rb+") as file:
-        content = file.read()
-        keep = content.rfind(b"\n") + 1
-        if keep < len(content):
-            file.truncate(keep)
-            os.fsync(file.fileno())
+    try:
+        if not path.exists():
+            return
+        with open(path, "rb+") as file:
+            content = file.read()
+            keep = content.rfind(b"\n") + 1
+            if keep < len(content):
+                file.truncate(keep)
+                os.fsync(file.fileno())
+    except OSError as error:
+        report(f"note: {path}: {error.strerror}; the run goes on")

@@ -10,14 +10,15 @@ from rmt_tpu.config import AdamW
 
 
 def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
-    """Linear warmup from the first step on, then a cosine down to `final_fraction` of the peak.
+    """Linear warmup, of which the last step has the peak, then a cosine to the last step of all.
 
-    The rate of step 0 is not 0: every update changes something.
+    The last step has `final_fraction` of the peak. The rate of step 0 is not 0: every update
+    changes something.
     """
     warmup = max(1, round(config.warmup_fraction * steps))
 
     def schedule(step: jax.typing.ArrayLike) -> jax.Array:
-        progress = jnp.clip((step - warmup) / max(1, steps - warmup), 0.0, 1.0)
+        progress = jnp.clip((step + 1 - warmup) / max(1, steps - warmup), 0.0, 1.0)
         cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
         decayed = config.final_fraction + (1 - config.final_fraction) * cosine
         return config.learning_rate * jnp.minimum((step + 1) / warmup, decayed)

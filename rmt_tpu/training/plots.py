@@ -1,18 +1,26 @@
 """Pictures in the run folder."""
 
 import io
+from collections.abc import Callable
 from typing import Any
+
+from absl import logging
 
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training.metrics import read_metrics, series
 
 
-def plot_loss(workdir: Location) -> str:
-    """Draws training and held-out loss against steps; returns the picture's path or url."""
+def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warning) -> str:
+    """Draws training and held-out loss against steps; returns the picture's path or url.
+
+    Args:
+      workdir: the run folder.
+      report: see `read_metrics`.
+    """
     from matplotlib.figure import Figure
 
     folder = open_folder(workdir)
-    rows = read_metrics(folder)
+    rows = read_metrics(folder, report=report)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(*series(rows, "train/loss"), color="tab:blue", linewidth=1, label="train")

@@ -2,10 +2,13 @@
 
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+_WINDOW = 20  # steps that tokens per second are the mean of
 
 
 class TrainingProgress:
@@ -22,6 +25,7 @@ class TrainingProgress:
         self._total, self._label = total, label
         self._line_seconds, self._last_line = line_seconds, -float("inf")
         self._started: tuple[float, int] | None = None
+        self._last: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # tokens, seconds of steps
         self._show = show
         self._bar = None
         if show and sys.stderr.isatty():
@@ -29,13 +33,12 @@ class TrainingProgress:
                 TextColumn("[bold]{task.description}"),
                 BarColumn(),
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("loss {task.fields[loss]:.4f}"),
-                TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+                TextColumn("{task.fields[doing]}"),
                 TimeRemainingColumn(),
                 TextColumn("left"),
                 console=Console(stderr=True),
             )
-            self._task = self._bar.add_task(label, total=total, loss=float("nan"), speed=0.0)
+            self._task = self._bar.add_task(label, total=total, doing="starting")
 
     def __enter__(self) -> "TrainingProgress":
         if self._bar:
@@ -55,19 +58,31 @@ class TrainingProgress:
         else:
             print(text, file=sys.stderr, flush=True)
 
+    def doing(self, what: str) -> None:
+        """Shown in the bar until the next step is done."""
+        if self._bar:
+            self._bar.update(self._task, doing=what)
+
+    def begin(self, step: int) -> None:
+        """So many steps are done already."""
+        self._started = (time.monotonic(), step)
+        if self._bar:
+            self._bar.update(self._task, completed=step)
+
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` is done."""
-        loss, speed = metrics["train/loss"], metrics["throughput/tokens_per_second"]
+        seconds = metrics["throughput/step_seconds"]
+        self._last.append((metrics["throughput/tokens_per_second"] * seconds, seconds))
+        speed = sum(tokens for tokens, _ in self._last) / sum(seconds for _, seconds in self._last)
         now = time.monotonic()
         self._started = self._started or (now, step)
+        shown = f"loss {metrics['train/loss']:.4f} {speed:,.0f} tokens/s"
         if self._bar:
-            self._bar.update(self._task, completed=step, loss=loss, speed=speed)
+            self._bar.update(self._task, completed=step, doing=shown)
         elif step == self._total or now - self._last_line >= self._line_seconds:
             self._last_line = now
-            self.say(
-                f"{self._label} step {step}/{self._total} loss {loss:.4f} "
-                f"{speed:,.0f} tokens/s {self._time_left(now, step)} left"
-            )
+            left = self._time_left(now, step)
+            self.say(f"{self._label} step {step}/{self._total} {shown} {left} left")
 
     def _time_left(self, now: float, step: int) -> str:
         since, first = self._started

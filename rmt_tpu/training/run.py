@@ -34,6 +34,7 @@ class Run(NamedTuple):
     Attributes:
       graphdef: of the decoder.
       mesh: of the devices.
+      abstract: shapes and dtypes of the TrainState.
       init: `() -> TrainState`, to be jitted.
       gradients: `(params, Batch) -> (gradients, mean Loss)`, to be jitted.
       step: `(TrainState, Batch) -> (TrainState, metrics)`, to be jitted.
@@ -44,6 +45,7 @@ class Run(NamedTuple):
 
     graphdef: nnx.GraphDef
     mesh: jax.sharding.Mesh
+    abstract: TrainState
     init: Callable[[], TrainState]
     gradients: Callable[[Any, data.Batch], tuple[Any, Loss]]
     step: Callable[[TrainState, data.Batch], tuple[TrainState, dict[str, jax.Array]]]
@@ -102,6 +104,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
     return Run(
         graphdef=graphdef,
         mesh=mesh,
+        abstract=state,
         init=init,
         gradients=gradients,
         step=make_train_step(config, gradients, optimizer),

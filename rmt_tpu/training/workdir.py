@@ -4,9 +4,12 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
-from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.checkpoint import Checkpointer
+from rmt_tpu.config import RunConfig, overrides, resume_rule
+from rmt_tpu.config.overrides import differences
+from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.roll_call import listed
 from rmt_tpu.errors import UsageError, of_flag
@@ -14,39 +17,29 @@ from rmt_tpu.storage import Folder, Location, open_folder
 
 CONFIG = "config.json"
 CHANGES = "config_changes.jsonl"
-
-# What may differ when a run is resumed: it changes no number of the curve, beyond the order in
-# which devices add up.
-_FREE = frozenset(
-    f"train.{name}"
-    for name in (
-        *("mesh", "microbatches", "virtual_stages"),
-        *("log_every", "eval_every", "eval_batches", "sample_prompt", "sample_tokens"),
-        *("checkpoint_every", "checkpoint_seconds", "checkpoint_compression"),
-        *("keep_checkpoints", "keep_every", "keep_best", "max_bad_steps"),
-    )
-)
-# What may differ if that is wanted: the state fits, and the curve goes on as another one.
-_CHANGEABLE = (
-    "train.steps",
-    "train.batch_size",
-    "train.accumulate",
-    "train.z_loss",
-    "train.optimizer.",
-    "model.compute_dtype",
-    "model.remat",
-    "model.store.dtype",
-    "model.store.key_dim",
-)
+CHECKPOINTS = "checkpoints"
 
 # A network file system may show a new file late.
 _SHARED_SECONDS = 10.0
 
 
-def open_workdir(workdir: Location, config: RunConfig, *, change_config: bool = False) -> list[str]:
+class Opened(NamedTuple):
+    """What is to be changed in the folder's config, on the first process.
+
+    Attributes:
+      changes: lines that say so.
+      anew: the run there has no checkpoint, and begins again.
+    """
+
+    changes: list[str]
+    anew: bool
+
+
+def open_workdir(workdir: Location, config: RunConfig, *, change_config: bool = False) -> Opened:
     """Make the folder this run's if it is nobody's, or check that it is the same run's.
 
-    Of several processes the first one does, and all check that they see the same folder.
+    A run that has no checkpoint yet may be given any config. Of several processes the first one
+    does all this, and all check that they see the same folder.
 
     Args:
       workdir: of the run.
@@ -55,25 +48,23 @@ def open_workdir(workdir: Location, config: RunConfig, *, change_config: bool = 
         a wider D_k.
 
     Returns:
-      What is so to be changed, on the first process; `write_config` does it.
+      What `write_config` is to change.
 
     Raises:
       UsageError: the folder cannot be written, or holds a run with another config, or one whose
         config is damaged; or it is another folder for another process.
     """
-    folder, changes = open_folder(workdir), []
+    folder, opened = open_folder(workdir), Opened([], anew=False)
     if processes.is_first():
         check_access(folder, write=True)
         found = folder.read(CONFIG)
         if found is None:
             write_config(folder, config)
         else:
-            # Through the config's classes: fields that came later have their defaults.
-            old = overrides.to_json(_parsed(folder, found.data))
-            changes = _check_same(folder, old, overrides.to_json(config), change_config)
+            opened = _compare(folder, found.data, config, change_config)
     if processes.num_processes() > 1:
         _check_shared(folder)
-    return changes
+    return opened
 
 
 def write_config(folder: Folder, config: RunConfig, changes: Sequence[str] = ()) -> None:
@@ -142,8 +133,6 @@ def load(workdir: Location, step: int | None = None):
     """
     from flax import nnx
 
-    from rmt_tpu.checkpoint import Checkpointer
-    from rmt_tpu.data import load_saved
     from rmt_tpu.decoder import Decoder
     from rmt_tpu.training.growth import restore_grown
 
@@ -152,7 +141,7 @@ def load(workdir: Location, step: int | None = None):
     graphdef, abstract = nnx.split(
         nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))), nnx.Param
     )
-    checkpoints = Checkpointer(folder.child("checkpoints"))
+    checkpoints = Checkpointer(folder.child(CHECKPOINTS))
     like = {"params": nnx.to_pure_dict(abstract)}
     _, state, _ = restore_grown(checkpoints, like, config.model, step, partial=True)
     return nnx.merge(graphdef, state["params"]), load_saved(folder)
@@ -172,15 +161,20 @@ def _parsed(folder: Folder, content: bytes) -> RunConfig:
         raise UsageError(f"--workdir={folder}: {error}") from None
 
 
-def _check_same(folder: Folder, old: Any, new: Any, change_config: bool) -> list[str]:
-    """What differs in a way that was asked for; raises for any other way."""
-    lines = {line: line.split(" ", 1)[0] for line in overrides.differences(old, new)}
-    different = [line for line, path in lines.items() if path not in _FREE]
+def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: bool) -> Opened:
+    """What differs in a way that may be or was asked for; raises for any other way."""
+    # Through the config's classes: fields that came later have their defaults.
+    old = overrides.to_json(_parsed(folder, found))
+    lines = {line: line.split(" ", 1)[0] for line in differences(old, overrides.to_json(config))}
+    rules = {line: resume_rule(config, path) for line, path in lines.items()}
+    different = [line for line, rule in rules.items() if rule != "free"]
     if not different:
-        return []
-    fixed = [line for line in different if not lines[line].startswith(_CHANGEABLE)]
+        return Opened([], anew=False)
+    if not Checkpointer(folder.child(CHECKPOINTS)).steps():
+        return Opened(different, anew=True)
+    fixed = [line for line in different if rules[line] != "change"]
     if change_config and not fixed:
-        return different
+        return Opened(different, anew=False)
     what = fixed if change_config else different
     shown, more = what[:8], len(what) - 8
     shown += [f"and {more} more"] if more > 0 else []
@@ -191,3 +185,19 @@ def _check_same(folder: Folder, old: Any, new: Any, change_config: bool) -> list
         f"--workdir={folder} holds a run with another config: {'; '.join(shown)}. "
         f"{ways}or another --workdir"
     )
+
+
+def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
+    """
+    Raises:
+      UsageError: the run in the folder has another tokenizer than this one, called `name`.
+    """
+    try:
+        saved = load_saved(folder)
+    except UsageError:  # missing or damaged: it is written again
+        return
+    if saved.fingerprint() != tokenizer.fingerprint():
+        raise UsageError(
+            f"--tokenizer={name} is another one than that of the run in --workdir={folder}; give "
+            "the same one, or another --workdir"
+        )

@@ -1,11 +1,14 @@
-"""The metrics file: rows written twice, rows torn, numbers that are not finite."""
+"""The metrics: rows written twice, torn or damaged, numbers that are not finite, TensorBoard."""
 
 import json
+import struct
 from pathlib import Path
 
-import pytest
+import numpy as np
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
 
-from rmt_tpu.errors import RunError
+from rmt_tpu.training import tensorboard
 from rmt_tpu.training.metrics import MetricsWriter
 from rmt_tpu.training.plots import plot_loss, read_metrics, series
 
@@ -37,10 +40,48 @@ def test_a_torn_last_line_is_left_out_and_then_replaced(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_a_damaged_line_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
-    with pytest.raises(RunError, match=r"metrics.jsonl:2 is not a row"):
-        read_metrics(tmp_path)
+BAD = [
+    b"nonsense",
+    b"",
+    b"\0\0\0",
+    b"\xff\xfe",
+    b'{"train/loss": 1.0}',
+    b'{"step": "abc"}',
+    b'{"step": null}',
+    b'{"step": 1e999}',
+    b'{"step": -1}',
+    b'{"step": 1, "train/loss": [2]}',
+    b'{"step": 1, "train/loss": 1' + 400 * b"0" + b"}",
+    b"[" * 100_000,
+    b"[1, 2]",
+]
+
+
+def test_lines_that_are_no_rows_are_passed_over_and_counted(tmp_path):
+    lines = [b'{"step": 1, "train/loss": 3.0}', *BAD, b'{"step": 2, "train/loss": null}', b""]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    told = []
+    rows = read_metrics(tmp_path, report=told.append)
+    assert rows == [{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": None}]
+    assert len(told) == 1 and f"{len(BAD)} lines are no rows" in told[0] and "line 2" in told[0]
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_written_later(tmp_path, monkeypatch):
+    """For TensorBoard too: here the two are folders, on a full disk it is the same."""
+    monkeypatch.setattr(tensorboard, "new_file", lambda: "board")
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "board").mkdir()
+    told = []
+    writer = MetricsWriter(tmp_path, first_step=1, board=True, report=told.append)
+    for step in range(1, 40):  # more than any queue of TensorBoard's has room for
+        writer.write(step, {"train/loss": 1.0})
+    writer.flush()
+    said = [line for line in told if "goes on, and tries" in line]
+    assert ["metrics.jsonl: Is a directory" in line for line in said] == [True, False]
+    assert ["board: Is a directory" in line for line in said] == [False, True]
+    (tmp_path / "metrics.jsonl").rmdir()
+    writer.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 40))
 
 
 def test_what_is_not_finite_is_null_and_not_in_a_series(tmp_path):
@@ -50,7 +91,30 @@ def test_what_is_not_finite_is_null_and_not_in_a_series(tmp_path):
     assert series(read_metrics(tmp_path), "train/loss") == ([2], [2.0])
 
 
-def test_the_loss_is_drawn_and_boarded(tmp_path):
+def test_the_loss_is_drawn(tmp_path):
     write(tmp_path, 1, [(1, {"train/loss": 3.0, "eval/loss": 3.1}), (2, {"train/loss": 2.0})])
     assert Path(plot_loss(tmp_path)).read_bytes().startswith(b"\x89PNG")
-    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_tensorboard_reads_what_is_written(tmp_path):
+    writer = MetricsWriter(tmp_path, first_step=3, board=True)
+    writer.write(3, {"train/loss": 3.0, "optim/grad_norm": float("nan")})
+    writer.close()
+    (path,) = tmp_path.glob("tensorboard/events.out.tfevents.*")
+    version, start, event = events(path.read_bytes())
+    assert version.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (3, SessionLog.START)
+    values = {value.tag: value.simple_value for value in event.summary.value}
+    assert event.step == 3 and values["train/loss"] == 3.0
+    assert np.isnan(values["optim/grad_norm"])
+
+
+def events(content):
+    """Those of an event file: length, its checksum, the event, its checksum."""
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        data = content[12 : 12 + length]
+        sums = struct.unpack("<I", content[8:12]) + struct.unpack("<I", content[12 + length :][:4])
+        assert sums == (masked_crc32c(content[:8]), masked_crc32c(data))
+        yield Event.FromString(data)
+        content = content[16 + length :]

@@ -1,0 +1,163 @@
+"""What a run leaves for people beside its checkpoints; none of it ends the run."""
+
+import contextlib
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import jax
+
+from rmt_tpu.distributed import processes
+from rmt_tpu.errors import UsageError, one_line
+from rmt_tpu.storage import Folder
+from rmt_tpu.training import tensorboard
+from rmt_tpu.training.environment import describe
+from rmt_tpu.training.metrics import FILE, MetricsWriter
+from rmt_tpu.training.plots import plot_loss
+
+SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
+_OLD_METRICS = "metrics.old.jsonl"
+_HEADING = re.compile(r"^== step (\d+) ==$", re.MULTILINE)
+
+
+class SideFiles:
+    """Metrics, TensorBoard's files, the picture of the loss, samples of text, the starts.
+
+    What cannot be made or written is told in one line, once, and the run goes on. The first
+    process writes; on the others every method does nothing, but for `sample`, where all take part.
+
+    Args:
+      folder: the run folder.
+      step: that the run goes on from.
+      board: "auto", "on" or "off", see `wants_board`.
+      say: prints a line.
+    """
+
+    def __init__(self, folder: Folder, step: int, board: str, say: Callable[[str], None]):
+        self._folder, self._say = folder, say
+        self._told: set[str] = set()
+        self._metrics = None
+        if processes.is_first():
+            self._metrics = MetricsWriter(
+                folder, first_step=step + 1, board=wants_board(board), report=self._tell
+            )
+            with self._harmless(f"{folder}/{STARTS} is not written"):
+                start = json.dumps({"from_step": step} | describe())
+                folder.append(STARTS, f"{start}\n".encode())
+            with self._harmless(f"{folder}/{SAMPLES} keeps what came after step {step}"):
+                self._forget_samples(step)
+
+    def __enter__(self) -> "SideFiles":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._metrics:
+            self._metrics.close()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """A row of metrics."""
+        if self._metrics:
+            self._metrics.write(step, values)
+
+    def flush(self) -> None:
+        """Returns once the rows are in the file, or have been tried; from any thread."""
+        if self._metrics:
+            self._metrics.flush()
+
+    def draw(self) -> None:
+        """The picture of the loss so far."""
+        if self._metrics:
+            with self._harmless("the loss curve is not drawn"):
+                self._metrics.flush()
+                self._say(f"loss curve: {plot_loss(self._folder, report=self._tell)}")
+
+    def sample(self, step: int, make: Callable[[], str | None]) -> None:
+        """Appends the text that `make` returns, on the first process, to `samples.txt`."""
+        with self._harmless("no sample of text"):
+            if (text := make()) is not None:
+                self._say(f"sample after {step} steps ({self._folder}/{SAMPLES}):\n{text}")
+                self._folder.append(SAMPLES, f"== step {step} ==\n{text}\n".encode())
+
+    @contextlib.contextmanager
+    def profile(self) -> Iterator[None]:
+        """Traces into `profile/`; the profiler itself writes to a local disk only."""
+        with tempfile.TemporaryDirectory() as scratch:
+            jax.profiler.start_trace(scratch)
+            try:
+                yield
+            finally:
+                jax.profiler.stop_trace()
+            with self._harmless(f"{self._folder}/profile is not written"):
+                for path in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
+                    name = path.relative_to(scratch).as_posix()
+                    self._folder.write(f"profile/{name}", path.read_bytes())
+
+    def is_complete(self, steps: int) -> bool:
+        """Whether all of `complete` was done for a run of so many steps: the same on all."""
+        found = False
+        if processes.is_first():
+            with self._harmless(f"{self._folder}/{COMPLETE} is passed over"):
+                content = self._folder.read(COMPLETE)
+                found = content is not None and json.loads(content.data)["step"] == steps
+        return processes.from_first(found, "the last step")
+
+    def complete(self, step: int) -> None:
+        """Notes that the last evaluation and sample are done."""
+        if processes.is_first():
+            with self._harmless(f"{self._folder}/{COMPLETE} is not written"):
+                done = json.dumps({"step": step, "time": time.time()})
+                self._folder.write(COMPLETE, f"{done}\n".encode())
+
+    def _forget_samples(self, step: int) -> None:
+        """Leaves out those of later steps, which come again."""
+        found = self._folder.read(SAMPLES)
+        if found is None:
+            return
+        before = found.data.decode(errors="replace")
+        _, *parts = _HEADING.split(before)
+        kept = "".join(
+            f"== step {number} =={text}"
+            for number, text in zip(parts[::2], parts[1::2], strict=True)
+            if int(number) <= step
+        )
+        if not kept:
+            self._folder.delete(SAMPLES)
+        elif kept != before:
+            self._folder.write(SAMPLES, kept.encode())
+
+    @contextlib.contextmanager
+    def _harmless(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong within is a line, be it the store, matplotlib or the device."""
+        try:
+            yield
+        except Exception as error:
+            self._tell(f"note: {what}: {one_line(error)[:300]}; the run goes on")
+
+    def _tell(self, note: str) -> None:
+        if note not in self._told:
+            self._told.add(note)
+            self._say(note)
+
+
+def wants_board(choice: str) -> bool:
+    """Whether to write for TensorBoard: "on", "off", or "auto" where tensorboardX is installed.
+
+    Raises:
+      UsageError: it is "on" and cannot be.
+    """
+    if choice == "on" and not tensorboard.is_installed():
+        raise UsageError(
+            "--tensorboard=on needs tensorboardX: pip install 'rmt_tpu[tensorboard]'; legal "
+            "without it: auto, off"
+        )
+    return choice != "off" and tensorboard.is_installed()
+
+
+def set_aside(folder: Folder) -> None:
+    """Leaves the metrics of a start that no checkpoint is left of to `metrics.old.jsonl`."""
+    if (found := folder.read(FILE)) is not None:
+        folder.write(_OLD_METRICS, found.data)
+        folder.delete(FILE)

@@ -1,0 +1,94 @@
+"""What a run leaves beside its checkpoints, where it cannot be written or made."""
+
+import json
+
+import pytest
+
+from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training import tensorboard
+from rmt_tpu.training.side_files import SideFiles, set_aside, wants_board
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+def side_files(folder, told, step=0, board="off"):
+    return SideFiles(open_folder(folder), step, board, told.append)
+
+
+def test_nothing_of_it_ends_a_run_and_each_is_told_once(tmp_path, told):
+    for name in ("metrics.jsonl", "samples.txt", "starts.jsonl", "complete.json"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "plots").write_text("no folder")
+
+    def fail():
+        raise MemoryError("no room for the cache")
+
+    with side_files(tmp_path, told) as files:
+        for step in (1, 2):
+            files.write(step, {"train/loss": 1.0})
+            files.draw()
+            files.sample(step, fail)
+            files.sample(step, lambda: "text")
+        files.complete(2)
+        assert not files.is_complete(2)
+    notes = [line for line in told if line.startswith("note: ")]
+    for piece in (
+        "metrics.jsonl: Is a directory; the run goes on, and tries this again",
+        "starts.jsonl is not written",
+        "the loss curve is not drawn",
+        "no sample of text: MemoryError: no room for the cache; the run goes on",
+        "no sample of text: " + str(tmp_path),
+        "complete.json is not written",
+    ):
+        assert len([note for note in notes if piece in note]) == 1, (piece, told)
+
+
+def test_samples_of_steps_that_come_again_are_forgotten(tmp_path, told):
+    with side_files(tmp_path, told) as files:
+        for step in (4, 8, 12):
+            files.sample(step, lambda step=step: f"text\nof {step}")
+    with side_files(tmp_path, told, step=8) as files:
+        files.sample(12, lambda: "again")
+    wanted = "== step 4 ==\ntext\nof 4\n== step 8 ==\ntext\nof 8\n== step 12 ==\nagain\n"
+    assert (tmp_path / "samples.txt").read_text() == wanted
+    with side_files(tmp_path, told):
+        assert not (tmp_path / "samples.txt").exists()
+
+
+def test_a_run_is_complete_at_its_own_last_step(tmp_path, told):
+    with side_files(tmp_path, told) as files:
+        assert not files.is_complete(8)
+        files.complete(8)
+        assert files.is_complete(8) and not files.is_complete(12)
+
+
+def test_each_start_leaves_what_it_was_started_with(tmp_path, told):
+    for step in (0, 8):
+        with side_files(tmp_path, told, step=step):
+            pass
+    first, second = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
+    assert (first["from_step"], second["from_step"]) == (0, 8)
+    assert {"jax", "python", "numpy"} <= second["versions"].keys()
+    assert "pytest" in second["command"] or "-c" in second["command"]
+    commit = second["git_commit"]
+    assert commit is None or len(commit.removesuffix("-dirty")) == 40
+
+
+def test_metrics_without_a_checkpoint_are_set_aside(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for _ in range(2):
+        set_aside(open_folder(tmp_path))
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert (tmp_path / "metrics.old.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_tensorboard_is_wanted_where_it_can_be(monkeypatch):
+    assert wants_board("auto") and wants_board("on") and not wants_board("off")
+    monkeypatch.setattr(tensorboard, "is_installed", lambda: False)
+    assert not wants_board("auto") and not wants_board("off")
+    with pytest.raises(UsageError, match=r"--tensorboard=on needs tensorboardX: pip install"):
+        wants_board("on")

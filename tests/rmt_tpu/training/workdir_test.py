@@ -1,0 +1,106 @@
+"""Which run a folder holds, and which config it goes on with."""
+
+import json
+
+import pytest
+
+from rmt_tpu.config import RunConfig, overrides, resume_rule
+from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training import workdir
+
+CONFIG = preset_run("rmt-tiny")
+
+
+def changed(**values) -> RunConfig:
+    return overrides.apply(CONFIG, {name.replace("__", "."): v for name, v in values.items()})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    workdir.open_workdir(tmp_path, CONFIG)
+    return open_folder(tmp_path)
+
+
+def commit(folder, step=4):
+    folder.write(f"checkpoints/{step}/COMMIT", b"{}")
+
+
+def test_without_a_checkpoint_any_config_is_taken_and_said(folder):
+    config = changed(train__seed=1, model__num_layers=7)
+    opened = workdir.open_workdir(folder, config)
+    assert opened.anew
+    assert [line.split(" ")[0] for line in opened.changes] == ["model.num_layers", "train.seed"]
+    # The folder keeps its config until the new one's state is known to fit.
+    assert workdir.read_config(folder) == CONFIG
+
+
+def test_with_a_checkpoint_it_must_be_the_same(folder):
+    commit(folder)
+    with pytest.raises(UsageError, match="train.seed is 0 there, 1 here"):
+        workdir.open_workdir(folder, changed(train__seed=1), change_config=True)
+    bigger = changed(train__batch_size=128)
+    with pytest.raises(UsageError, match="--change_config to go on with these"):
+        workdir.open_workdir(folder, bigger)
+    opened = workdir.open_workdir(folder, bigger, change_config=True)
+    assert opened.changes == ["train.batch_size is 16 there, 128 here"] and not opened.anew
+
+
+def test_paths_of_data_and_tokenizer_are_free(folder):
+    """The tokens' checksum and the tokenizer's fingerprint are what counts."""
+    commit(folder)
+    moved = changed(data__source="/elsewhere/books/", data__tokenizer="/elsewhere/tokenizer.json")
+    assert workdir.open_workdir(folder, moved) == ([], False)
+
+
+def test_another_tokenizer_is_refused(folder):
+    class Other(ByteTokenizer):
+        def fingerprint(self):
+            return "other"
+
+    workdir.check_tokenizer(folder, Other(), "other.json")  # none is saved yet
+    ByteTokenizer().save(folder)
+    workdir.check_tokenizer(folder, ByteTokenizer(), "byte")
+    with pytest.raises(UsageError, match=f"--tokenizer=other.json is another .*{folder}"):
+        workdir.check_tokenizer(folder, Other(), "other.json")
+    folder.write("tokenizer.json", b"damaged")
+    workdir.check_tokenizer(folder, Other(), "other.json")
+
+
+@pytest.mark.parametrize(
+    "path, rule",
+    [
+        ("train.mesh", "free"),
+        ("data.source", "free"),
+        ("train.sample_every", "free"),
+        ("train.optimizer.b1", "change"),
+        ("model.store.key_dim", "change"),
+        ("model.compute_dtype", "change"),
+        ("model.store.kind", "fixed"),
+        ("model.store.dim", "fixed"),
+        ("model.num_layers", "fixed"),
+        ("train.seed", "fixed"),
+        ("data.seq_len", "fixed"),
+    ],
+)
+def test_each_field_says_what_it_means_for_a_resumed_run(path, rule):
+    assert resume_rule(CONFIG, path) == rule
+
+
+def test_a_config_without_fields_that_came_later(folder):
+    commit(folder)
+    values = json.loads(folder.read("config.json").data)
+    del values["train"]["sample_every"], values["train"]["tensorboard"]
+    folder.write("config.json", json.dumps(values).encode())
+    assert workdir.open_workdir(folder, CONFIG) == ([], False)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("sample_tokens", -5), ("sample_tokens", 4 * 10**9), ("sample_every", -1)]
+)
+def test_what_a_sample_is_made_of_is_checked_at_the_start(name, value):
+    with pytest.raises(UsageError, match=f"train.{name}={value}"):
+        overrides.apply(CONFIG, {f"train.{name}": value})
+    assert overrides.apply(CONFIG, {"train.sample_tokens": 0}).train.sample_tokens == 0
