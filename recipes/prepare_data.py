@@ -4,24 +4,25 @@
         --output=stores/books
     python -m recipes.train --data=stores/books --workdir=runs/books
 
---output may be gs://bucket/path. The same command again goes on where it was interrupted. The
-store has its own held-out part, and the tokenizer that it was made with. Should a store be damaged,
-delete its manifest.json: the same command then does the damaged parts again.
+--input and --output may be gs://bucket/..., globs too. The same command again goes on where it was
+interrupted; an input that was edited since is told. The store has its own held-out part, and the
+tokenizer that it was made with. Should a store be damaged, delete its manifest.json: the same
+command then does the damaged parts again. On several hosts, the same command on each, with the
+flags of recipes.train, makes the same store: recipes/README.md.
 """
 
 import signal
-import sys
 import time
 
 from absl import flags
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
 from recipes import common
+from rmt_tpu.progress import ProgressShown
 
 _INPUT = flags.DEFINE_string(
-    "input", None, "stdlib, or comma-separated .txt and .jsonl files and globs, which may end in "
-    ".gz or .zst", required=True,
+    "input", None, "stdlib, or comma-separated .txt and .jsonl files and globs, local or gs://, "
+    "which may end in .gz or .zst", required=True,
 )  # fmt: skip
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "byte", "byte, a folder with encoder.json and vocab.bpe, or a tokenizer.json"
@@ -29,58 +30,47 @@ _TOKENIZER = flags.DEFINE_string(
 _OUTPUT = flags.DEFINE_string("output", None, "folder of the store, or gs://...", required=True)
 _EVAL_FRACTION = flags.DEFINE_float("eval_fraction", 0.02, "share of the documents to hold out")
 _SEED = flags.DEFINE_integer("seed", 0, "of which documents are held out")
-_WORKERS = flags.DEFINE_integer("workers", None, "processes; default one for each CPU")
+_WORKERS = flags.DEFINE_integer("workers", None, "processes on this host; default one for each CPU")
+common.define_distributed_flags()
 
-_LINE_SECONDS = 5.0
 
+class _Progress(ProgressShown):
+    """Bytes of this process's share of the input."""
 
-class _Progress:
-    """A bar on a terminal, elsewhere a line now and then."""
+    def __init__(self, *, line_seconds: float = 5.0, show: bool = True):
+        super().__init__(
+            "starting",
+            None,
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            line_seconds=line_seconds,
+            show=show,
+        )
 
-    def __init__(self):
-        self._last_line = time.monotonic()
-        self._bar = None
-        if sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn("[bold]tokenising"),
-                BarColumn(),
-                DownloadColumn(),
-                TimeRemainingColumn(),
-                TextColumn("left"),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task("tokenising", total=None)
-
-    def __enter__(self) -> "_Progress":
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def update(self, done: int, total: int) -> None:
-        """Show that `done` bytes of `total` are in the store."""
-        now = time.monotonic()
-        if self._bar:
-            self._bar.update(self._task, completed=done, total=total)
-        elif now - self._last_line >= _LINE_SECONDS:
-            self._last_line = now
-            print(
-                f"tokenised {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / total:.0%})",
-                file=sys.stderr,
-                flush=True,
-            )
+    def update(self, done: int, total: int, what: str) -> None:
+        """Show that `done` bytes of `total` are done."""
+        self.show(
+            lambda: (
+                f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / max(total, 1):.0%})"
+            ),
+            completed=done,
+            total=total,
+            description=what,
+        )
 
 
 def main() -> int:
     from rmt_tpu.data.prepare import prepare
+    from rmt_tpu.distributed.team import ProcessTeam
 
     # So that it too leaves neither processes nor semaphores.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    started = time.monotonic()
-    with _Progress() as progress:
+    common.join_processes()
+    started, team = time.monotonic(), ProcessTeam("prepare_data")
+    with _Progress(show=team.number == 0) as progress:
         totals = prepare(
             _INPUT.value,
             _TOKENIZER.value,
@@ -89,7 +79,10 @@ def main() -> int:
             seed=_SEED.value,
             workers=_WORKERS.value,
             progress=progress.update,
+            team=team,
         )
+    if team.number:
+        return 0
     for name, split in {"train": totals.train, "held out": totals.held_out}.items():
         print(f"{name}: {split.tokens:,} tokens of {_count(split.documents, 'document')}")
     kept = f", {totals.kept} of which were there" if totals.kept else ""

@@ -1,29 +1,30 @@
 """Text to train on, as documents: files, or the source of Python's standard library."""
 
-import contextlib
-import glob
-import gzip
-import io
 import json
 import os
-import sysconfig
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
+from rmt_tpu.data.inputs import (
+    COMPRESSED,
+    Problem,
+    Seen,
+    Span,
+    files,
+    opened,
+    problems,
+    readable,
+    unpacked,
+)
 from rmt_tpu.errors import UsageError
 
-STDLIB = "stdlib"
-SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst")
+# In bytes. Each is several times in memory: as bytes, as text, and as tokens.
+_LONGEST_LINE, _LONGEST_DOCUMENT = 2**28, 2**30
 
-_COMPRESSED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
-_BLOCK = 2**16  # bytes, compressed, that are unpacked at a time
-_NOT_STDLIB = frozenset(
-    ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"]
-)
+_PIECE = 2**20  # bytes of a line that is passed over
+_SIGN_OF_LIFE = 2**22  # bytes that are unpacked
 
 
 def documents(source: str) -> list[str]:
@@ -40,274 +41,170 @@ def documents(source: str) -> list[str]:
 
     Raises:
       UsageError: a path has no file, or a file cannot be read as text, or there is no text.
+      RunError: a file was edited meanwhile.
     """
     with problems("data", source):
-        found = [document for path in files(source) for document, _ in read_span(whole(path))]
+        found = [text for span in files(source) for text in read_span(span)]
     if not found:
         raise UsageError(f"--data={source!r} has no text: legal is at least one non-empty document")
     return found
 
 
-class Problem(Exception):
-    """What is wrong with a part of the source; `problems` adds the source itself."""
-
-
-@contextlib.contextmanager
-def problems(flag: str, source: str) -> Iterator[None]:
-    """Turns a Problem with the source that `flag` names into a UsageError."""
-    try:
-        yield
-    except Problem as problem:
-        raise UsageError(f"--{flag}={source!r}: {problem}") from None
-
-
-def files(source: str) -> list[str]:
-    """The files of a source, in order, each once.
-
-    Raises:
-      Problem: a path has no file, or one of an unknown kind.
-    """
-    if source == STDLIB:
-        return _stdlib()
-    found: dict[str, str] = {}
-    for pattern in source.split(","):
-        for path in _matches(pattern.strip()):
-            if not path.lower().endswith(SUFFIXES):
-                raise Problem(f"{path!r} is of an unknown kind; legal: {', '.join(SUFFIXES)}")
-            found.setdefault(os.path.realpath(path), path)
-    return list(found.values())
-
-
-class Span(NamedTuple):
-    """Bytes `start` to `stop` of a file; of a compressed one, or one of a single document, all."""
-
-    path: str
-    start: int
-    stop: int
-
-
-def whole(path: str) -> Span:
-    """All of a file.
-
-    Raises:
-      Problem: it is not there.
-    """
-    with _readable(path):
-        return Span(path, 0, os.path.getsize(path))
-
-
-def spans(path: str, num_bytes: int) -> Iterator[Span]:
-    """A file in spans of about `num_bytes` or more, cut where a document ends.
+def divide(span: Span, num_bytes: int) -> Iterator[Span]:
+    """A whole file in spans of about `num_bytes` or more, cut where a document ends.
 
     Raises:
       Problem: it cannot be read.
     """
-    size, start = whole(path).stop, 0
-    if size <= num_bytes or path.lower().endswith((*_COMPRESSED, ".py")):
-        yield Span(path, 0, size)
+    size, start = span.stop, 0
+    if size <= num_bytes or span.path.lower().endswith((*COMPRESSED, ".py")):
+        yield span
         return
-    with _readable(path), open(path, "rb") as file:
+    with readable(span.path), opened(span, look=True) as file:
         while start < size:
             file.seek(start + num_bytes)
-            file.readline()  # most likely half of one
-            if _kind(path) != ".jsonl":
-                next((line for line in iter(file.readline, b"") if _is_separator(line)), None)
+            _pass(file, to_separator=False)  # most likely half a line
+            if _kind(span.path) != ".jsonl":
+                _pass(file, to_separator=True)
             stop = min(file.tell(), size)
-            yield Span(path, start, stop)
+            yield span._replace(start=start, stop=stop)
             start = stop
 
 
-def read_span(span: Span) -> Iterator[tuple[str, int]]:
-    """Documents that are not only white space, each with the bytes of the file read so far.
+def read_span(span: Span, seen: Seen = lambda block: None) -> Iterator[str]:
+    """Documents that are not only white space. One at a time is in memory.
 
-    One document at a time is in memory.
+    Args:
+      span: of a file.
+      seen: told of the bytes of the span as they lie there, in order and each once, and of none
+        now and then while a long document is unpacked; what it raises ends the reading.
 
     Raises:
-      Problem: the file cannot be read, or is not what its name says.
+      Problem: the file cannot be read, or is not what its name says, or has a line of more than
+        256 MiB or a document of more than 1 GiB.
+      RunError: it was edited meanwhile.
     """
     kind = _kind(span.path)
     if kind == ".py":
-        texts = _module(span)
+        texts = _module(span, seen)
     elif kind == ".jsonl":
-        texts = _json_lines(span)
+        texts = _json_lines(span, seen)
     else:
-        texts = _separated(span)
-    return ((text, position) for text, position in texts if text.strip())
+        texts = _separated(span, seen)
+    return (text for text in texts if text.strip())
 
 
 def _kind(path: str) -> str:
     """The ending of a name, without that of its compression."""
     stem, ending = os.path.splitext(path.lower())
-    return os.path.splitext(stem)[1] if ending in _COMPRESSED else ending
+    return os.path.splitext(stem)[1] if ending in COMPRESSED else ending
 
 
-def _stdlib() -> list[str]:
-    root = Path(sysconfig.get_path("stdlib"))
-    modules = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
-        modules += [Path(folder, name) for name in names if name.endswith(".py")]
-    modules.sort(key=lambda path: path.relative_to(root).as_posix())
-    return [str(path) for path in modules if path.exists()]
-
-
-def _matches(pattern: str) -> list[str]:
-    """The files of one path or glob, sorted."""
-    path = os.path.expanduser(pattern)
-    if os.path.isdir(path):
-        globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
-        raise Problem(f"{pattern!r} is a folder; write which files in it, such as {globs}")
-    if os.path.exists(path):  # before globbing: a name may have brackets in it
-        return [path]
-    paths = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
-    if not paths:
-        raise Problem(
-            f"{pattern!r} matches no file; legal: {STDLIB!r} alone, or existing paths and globs of "
-            f"{', '.join(SUFFIXES)} with commas between"
-        )
-    return paths
+def _pass(file: IO[bytes], *, to_separator: bool) -> None:
+    """Reads to the end of the line, or to that of the next separator."""
+    begins = True
+    while piece := file.readline(_PIECE):
+        if to_separator and begins and _is_separator(piece):
+            return
+        begins = piece.endswith(b"\n")
+        if begins and not to_separator:
+            return
 
 
 class _Line(NamedTuple):
     content: bytes  # with its end
     offset: int  # in the unpacked file
-    position: int  # bytes of the file, as it is, that have been read of the span
 
 
-def _lines(span: Span) -> Iterator[_Line]:
+def _lines(span: Span, seen: Seen) -> Iterator[_Line]:
     """The lines of a span, without a byte order mark."""
-    packed = span.path.lower().endswith(_COMPRESSED)
-    with _readable(span.path), _open(span.path) as (file, raw):
-        offset = span.start
+    packed = span.path.lower().endswith(COMPRESSED)
+    with readable(span.path), unpacked(span, seen) as file:
+        offset = told = span.start
         if offset:
             file.seek(offset)
-        while (packed or offset < span.stop) and (content := file.readline()):
+        while (packed or offset < span.stop) and (content := file.readline(_LONGEST_LINE + 1)):
+            if len(content) > _LONGEST_LINE:
+                raise Problem(
+                    f"{span.path!r} line {_line_number(span, offset)} is longer than "
+                    f"{_LONGEST_LINE} bytes; legal: shorter lines"
+                )
             begin, offset = offset, offset + len(content)
+            if not packed:
+                seen(content)
+            elif offset - told >= _SIGN_OF_LIFE:
+                told = offset
+                seen(b"")
             if begin == 0 and content.startswith(_BOM):
                 content, begin = content[len(_BOM) :], len(_BOM)
-            yield _Line(content, begin, raw.tell() if packed else offset - span.start)
+            yield _Line(content, begin)
 
 
-def _separated(span: Span) -> Iterator[tuple[str, int]]:
+def _separated(span: Span, seen: Seen) -> Iterator[str]:
     """The documents of a .txt file."""
-    parts: list[bytes] = []
-    begin = position = 0
-    for line in _lines(span):
-        position = line.position
+    document, begin = bytearray(), 0
+    for line in _lines(span, seen):
         if _is_separator(line.content):
-            yield _decode(b"".join(parts), span.path, begin), position
-            parts = []
+            yield _decode(document, span, begin)
+            document.clear()
         else:
-            begin = begin if parts else line.offset
-            parts.append(line.content)
-    yield _decode(b"".join(parts), span.path, begin), position
+            begin = begin if document else line.offset
+            document += line.content
+            if len(document) > _LONGEST_DOCUMENT:
+                raise Problem(
+                    f"{span.path!r} has in line {_line_number(span, begin)} the beginning of a "
+                    f"document of more than {_LONGEST_DOCUMENT} bytes; legal: shorter ones, with "
+                    f"lines {_SEPARATOR.decode()} between"
+                )
+    yield _decode(document, span, begin)
 
 
 def _is_separator(line: bytes) -> bool:
     return line.startswith(_SEPARATOR) and line[len(_SEPARATOR) :] in (b"\n", b"\r\n", b"", b"\r")
 
 
-def _json_lines(span: Span) -> Iterator[tuple[str, int]]:
+def _json_lines(span: Span, seen: Seen) -> Iterator[str]:
     # By bytes: JSON strings may hold U+2028 and others that str.splitlines takes for an end.
-    for line in _lines(span):
-        text = _decode(line.content, span.path, line.offset)
+    for line in _lines(span, seen):
+        text = _decode(line.content, span, line.offset)
         if text.strip():
             try:
-                yield _json_text(text), line.position
+                yield _json_text(text)
             except Problem as problem:
-                number = _line_number(span.path, line.offset)
+                number = _line_number(span, line.offset)
                 raise Problem(f"{span.path!r} line {number} {problem}") from None
 
 
-def _module(span: Span) -> Iterator[tuple[str, int]]:
+def _module(span: Span, seen: Seen) -> Iterator[str]:
     """A module of the standard library: of the installation, so nothing for a person to correct."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        yield Path(span.path).read_bytes().decode("utf-8"), span.stop
+    with readable(span.path), opened(span) as file:
+        content = file.read()
+    seen(content)
+    try:
+        yield content.decode("utf-8")
+    except UnicodeDecodeError:
+        return
 
 
-def _decode(content: bytes, path: str, offset: int) -> str:
+def _decode(content: bytes | bytearray, span: Span, offset: int) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = offset + error.start
         raise Problem(
-            f"{path!r} is not UTF-8 at byte {byte}, in line {_line_number(path, byte)} "
+            f"{span.path!r} is not UTF-8 at byte {byte}, in line {_line_number(span, byte)} "
             f"({error.reason}); legal: UTF-8 text"
         ) from None
 
 
-def _line_number(path: str, offset: int) -> int:
-    """From 1, of the line that the byte at `offset` is in."""
+def _line_number(span: Span, offset: int) -> int:
+    """From 1, of the line of the unpacked file that the byte at `offset` is in."""
     number = 1
-    with _open(path) as (file, _):
+    with unpacked(span) as file:
         while offset > 0 and (block := file.read(min(offset, 2**20))):
             number += block.count(b"\n")
             offset -= len(block)
     return number
-
-
-@contextlib.contextmanager
-def _readable(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise Problem(f"{path!r} cannot be read: {reason}; legal: whole, readable files") from None
-
-
-@contextlib.contextmanager
-def _open(path: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The content of a file, and the file itself."""
-    with open(path, "rb") as raw:
-        if path.lower().endswith(".gz"):
-            with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield unpacked, raw
-        elif path.lower().endswith(".zst"):
-            with io.BufferedReader(_Zstandard(raw, path), 2**20) as unpacked:
-                yield unpacked, raw
-        else:
-            yield raw, raw
-
-
-class _Zstandard(io.RawIOBase):
-    """The content of a .zst file, of one frame or more.
-
-    The library's own reader takes a file that is cut off for one that ends.
-    """
-
-    def __init__(self, raw: IO[bytes], path: str):
-        try:
-            import zstandard
-        except ImportError:
-            raise Problem(
-                f"{path!r} needs the zstandard library: pip install 'rmt_tpu[data]'"
-            ) from None
-        self._raw, self._library = raw, zstandard
-        self._frame: Any = None
-        self._packed = b""
-        self._unpacked = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._unpacked:
-            packed = self._packed or self._raw.read(_BLOCK)
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("it ends within a compressed frame")
-                return 0
-            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
-            try:
-                self._unpacked = memoryview(self._frame.decompress(packed))
-            except self._library.ZstdError as error:
-                raise OSError(str(error)) from None
-            self._packed = b""
-            if self._frame.eof:
-                self._packed, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._unpacked))
-        buffer[:count], self._unpacked = self._unpacked[:count], self._unpacked[count:]
-        return count
 
 
 def _json_text(line: str) -> str:
@@ -320,7 +217,8 @@ def _json_text(line: str) -> str:
     if not isinstance(value, dict):
         raise Problem(f"is a JSON {type(value).__name__}, not an object; {legal}")
     if not isinstance(value.get("text"), str):
-        fields = ", ".join(f"{name!r} ({type(v).__name__})" for name, v in value.items()) or "none"
+        shown = [f"{name[:40]!r} ({type(v).__name__})" for name, v in list(value.items())[:8]]
+        fields = ", ".join(shown + ["..."] * (len(value) > 8)) or "none"
         raise Problem(f'has no field "text" that is a string; fields: {fields}; {legal}')
     try:
         value["text"].encode("utf-8")

@@ -2,22 +2,31 @@
 
 What goes into a part depends on the text and the tokenizer alone. It is written under the name of
 an attempt, and counts once its manifest, which is created last, names that attempt. So whatever
-ends a process, and whenever, the parts that count are whole.
+ends a process, and whenever, the parts that count are whole. An attempt has its name from the plan,
+and each of its files is written whole, with bytes that follow from the text: several that do the
+same are not in each other's way, and what one that ended has left is overwritten.
+
+The manifest has a digest of the bytes that each span had, and a part that is there counts only if
+its spans have these bytes still. So a store never has parts of two versions of a file.
 """
 
 import contextlib
-import uuid
+import hashlib
+import json
+import os
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Integer
 
 from rmt_tpu.data.batches import cut, rank
-from rmt_tpu.data.corpus import Span, problems, read_span
+from rmt_tpu.data.corpus import read_span
+from rmt_tpu.data.inputs import Span, check_unchanged, digest_of, new_digest, problems
 from rmt_tpu.data.token_store import (
     MANIFEST,
     SHARD,
@@ -34,11 +43,13 @@ from rmt_tpu.data.token_store import (
 )
 from rmt_tpu.data.tokenizer import Tokenizer
 from rmt_tpu.data.tokenizer_files import load_saved
-from rmt_tpu.errors import RmtError, RunError
+from rmt_tpu.errors import RmtError, RunError, UsageError
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
 
 # Text that is tokenised at a time.
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
+# When it is told how far it is: after so many bytes, or this long.
+_TOLD_BYTES, _TOLD_SECONDS = 2**18, 0.5
 
 
 class Work(NamedTuple):
@@ -77,6 +88,7 @@ class Done(NamedTuple):
       below: documents whose hash is below the fraction.
       lowest: the least rank of its documents of two characters or more; "" if there are none.
       lowest_characters: of documents of that rank.
+      inputs: the digest of each of its spans.
       kept: it was there before.
     """
 
@@ -85,7 +97,49 @@ class Done(NamedTuple):
     below: int
     lowest: str
     lowest_characters: int
+    inputs: list[str]
     kept: bool = False
+
+    @classmethod
+    def from_json(cls, content: dict) -> "Done":
+        """
+        Raises:
+          Fault, KeyError, TypeError: it is not of a part's manifest.
+        """
+        names = {name: content[name] for name in cls._fields}
+        return cls(**names | {"part": Part.from_json(content["part"])})
+
+
+def read_done(folder: Folder, number: int) -> Done | None:
+    """What the manifest of a part says, if there is one."""
+    content = read_sealed(folder, f"{part_name(number)}/{MANIFEST}")
+    return content and Done.from_json(content)
+
+
+def check_inputs(
+    url: str, spans: tuple[Span, ...], digests: list[str], tick: Callable[[int], None]
+) -> None:
+    """
+    Args:
+      url: of the store.
+      spans: from which a part of it was made.
+      digests: that they had then.
+      tick: see `Worker`.
+
+    Raises:
+      UsageError: a file was edited since. That of an object in a bucket is not looked for: an edit
+        makes another generation, with which the plan is another one.
+    """
+    same_number = len(spans) == len(digests)
+    for number, span in enumerate(spans):
+        if span.in_bucket:
+            tick(span.stop - span.start)
+        elif not same_number or digest_of(span, lambda block: tick(len(block))) != digests[number]:
+            raise UsageError(
+                f"--output={url} is of another command: the content of "
+                f"{os.path.basename(span.path)!r} has changed. Give the same input and flags to go "
+                "on, or another --output"
+            )
 
 
 class Worker:
@@ -97,8 +151,9 @@ class Worker:
           work: of all parts.
           tick: told of bytes of the input that are done; what it raises ends the work.
         """
-        self._work, self._tick = work, tick
+        self._work, self._told = work, tick
         self._below = int(work.eval_fraction * 2**128)
+        self._not_told, self._when_told = 0, time.monotonic()
 
     @cached_property
     def _folder(self) -> Folder:
@@ -116,9 +171,10 @@ class Worker:
         """Writes a part, if it is not there, and deletes what attempts that ended have left."""
         name = part_name(job.number)
         if (done := self._finished(job)) is not None:
-            self._tick(job.num_bytes)
+            with problems("input", self._work.source):
+                check_inputs(self._work.url, job.spans, done.inputs, self._tick)
         else:
-            done = self._write(job, uuid.uuid4().hex[:12])
+            done = self._write(job, _attempt(self._work.plan_id, job))
             content = {"plan": self._work.plan_id, "cut": job.cut, **done._asdict()}
             content |= {"part": done.part.json(), "kept": True}
             if not self._folder.create(f"{name}/{MANIFEST}", seal(content)):
@@ -128,7 +184,17 @@ class Worker:
         for attempt in self._folder.names(name):
             if attempt.endswith("/") and attempt != f"{done.part.attempt}/":
                 self._folder.delete_folder(f"{name}/{attempt.rstrip('/')}")
+        self._tell()
         return done
+
+    def _tick(self, count: int) -> None:
+        self._not_told += count
+        if self._not_told >= _TOLD_BYTES or time.monotonic() - self._when_told >= _TOLD_SECONDS:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told(self._not_told)
+        self._not_told, self._when_told = 0, time.monotonic()
 
     def _finished(self, job: Job) -> Done | None:
         """The part, if it is there and whole; it is checked, and deleted if it is damaged."""
@@ -143,7 +209,7 @@ class Worker:
         with contextlib.suppress(Fault, KeyError, TypeError):
             same_plan = content.pop("plan") == self._work.plan_id
             its_cut = content.pop("cut")
-            done = Done(**content | {"part": Part.from_json(content["part"])})
+            done = Done.from_json(content)
             # Without a cut asked for, one that was made earlier is not undone: what has to be
             # known of the part does not depend on it.
             if same_plan and (job.cut is None or its_cut == list(job.cut)):
@@ -153,22 +219,27 @@ class Worker:
         return None
 
     def _write(self, job: Job, attempt: str) -> Done:
+        def check() -> None:
+            for span in job.spans:
+                check_unchanged(span)
+
         writers = {
             split: _SplitWriter(
                 split_folder(self._folder, job.number, attempt, split),
                 self._dtype,
                 self._tokenizer.bos,
+                check,
             )
             for split in SPLITS
         }
-        census = _Census()
-        for texts in self._batches(job.spans):
+        census, inputs = _Census(), []
+        for texts in self._batches(job.spans, inputs):
             divided = [item for text in texts for item in self._divide(text, job.cut, census)]
             encoded = self._tokenizer.encode_all([text for _, text in divided])
             for (split, _), tokens in zip(divided, encoded, strict=True):
                 writers[split].append(tokens)
         splits = {split: writer.finish() for split, writer in writers.items()}
-        return Done(Part(attempt, **splits), **vars(census))
+        return Done(Part(attempt, **splits), **vars(census), inputs=inputs)
 
     def _divide(self, text: str, of_cut: Cut | None, census: "_Census") -> list[tuple[str, str]]:
         """Which split a document is of, with its text; of one that is cut, both."""
@@ -179,23 +250,35 @@ class Worker:
             return list(zip(SPLITS, cut(text, of_cut.share), strict=True))
         return [(SPLITS[is_below], text)]
 
-    def _batches(self, of_part: tuple[Span, ...]) -> Iterator[list[str]]:
-        """The documents of some spans, so many at a time that a tokenizer is busy with them."""
+    def _batches(self, of_part: tuple[Span, ...], inputs: list[str]) -> Iterator[list[str]]:
+        """The documents of some spans, so many at a time that a tokenizer is busy with them.
+
+        When the last ones come, `inputs` has the digest of each span.
+        """
         with problems("input", self._work.source):
             texts: list[str] = []
             size = 0
             for span in of_part:
-                told = 0
-                for text, position in read_span(span):
+                digest = new_digest()
+
+                def seen(block: bytes, digest: Any = digest) -> None:
+                    digest.update(block)
+                    self._tick(len(block))
+
+                for text in read_span(span, seen):
                     texts.append(text)
                     size += len(text)
                     if len(texts) >= _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
                         yield texts
                         texts, size = [], 0
-                        self._tick(position - told)
-                        told = position
-                self._tick(span.stop - span.start - told)
+                inputs.append(digest.hexdigest())
             yield texts
+
+
+def _attempt(plan_id: int, job: Job) -> str:
+    """The name of what is written for a job: the same whoever does it."""
+    of = json.dumps([plan_id, job.number, job.cut])
+    return hashlib.blake2b(of.encode(), digest_size=6).hexdigest()
 
 
 class _Census:
@@ -217,10 +300,10 @@ class _Census:
 class _SplitWriter:
     """Writes one split of a part, document by document."""
 
-    def __init__(self, folder: Folder, dtype: np.dtype, bos: int):
+    def __init__(self, folder: Folder, dtype: np.dtype, bos: int, check: Callable[[], None]):
         self._bos = np.array([bos], dtype)
-        self._tokens = _ArrayWriter(folder, "tokens", dtype)
-        self._offsets = _ArrayWriter(folder, "offsets", dtype)
+        self._tokens = _ArrayWriter(folder, "tokens", dtype, check)
+        self._offsets = _ArrayWriter(folder, "offsets", dtype, check)
         self._documents = self._crc32 = 0
 
     def append(self, tokens: Integer[np.ndarray, " tokens"]) -> None:
@@ -240,13 +323,19 @@ class _SplitWriter:
 
 
 class _ArrayWriter:
-    """An array that grows by whole shards, so that no shard is read to be written."""
+    """An array that grows by whole shards, each of which is a file, written once."""
 
-    def __init__(self, folder: Folder, name: str, dtype: np.dtype):
-        self._folder, self._name, self._dtype = folder, name, dtype
-        self._array: ts.TensorStore | None = None
+    def __init__(self, folder: Folder, name: str, dtype: np.dtype, check: Callable[[], None]):
+        """
+        Args:
+          folder: of the split.
+          name: "tokens" or "offsets".
+          dtype: of the tokens.
+          check: called before each file is written; what it raises ends the work.
+        """
+        self._folder, self._name, self._dtype, self._check = folder, name, dtype, check
         self._held = np.empty(SHARD, dtype if name == "tokens" else np.int64)
-        self._num_held = self.size = 0
+        self._num_held = self._shards = self.size = 0
 
     def append(self, values: Integer[np.ndarray, " n"]) -> None:
         while len(values):
@@ -255,21 +344,34 @@ class _ArrayWriter:
             self._num_held += len(taken)
             self.size += len(taken)
             if self._num_held == SHARD:
-                self.finish()
+                self._write_shard()
 
     def finish(self) -> None:
-        """Writes what is held."""
-        if not self._num_held:
-            return
+        """Writes what is held, and the array's metadata."""
+        if self._num_held:
+            self._write_shard()
+        self._write("zarr.json", self._encoded(self.size, None)["zarr.json"])
+
+    def _write_shard(self) -> None:
+        shard = self._encoded(self._num_held, self._held[: self._num_held])["c/0"]
+        self._write(f"c/{self._shards}", shard)
+        self._shards, self._num_held = self._shards + 1, 0
+
+    def _encoded(self, size: int, values: Integer[np.ndarray, " size"] | None) -> dict[str, bytes]:
+        """The files of an array of such a size, as tensorstore writes them."""
+        memory, context = {"driver": "memory"}, ts.Context()
+        spec = array_spec(self._folder, self._name, self._dtype, size) | {"kvstore": memory}
+        array = ts.open(spec, create=True, context=context).result()
+        if values is not None:
+            array.write(values).result()
+        files = ts.KvStore.open(memory, context=context).result()
+        return {name.decode(): files.read(name).result().value for name in files.list().result()}
+
+    def _write(self, name: str, data: bytes) -> None:
+        self._check()
         with faults(f"{self._folder.url}/{self._name}: "):
-            if self._array is None:
-                spec = array_spec(self._folder, self._name, self._dtype, self.size)
-                # Attempts have folders of their own: what is there is of an answer that was lost.
-                opened = ts.open(spec, create=True, open=True, context=self._folder.context())
-                self._array = opened.result()
-            else:
-                grown = self._array.resize(exclusive_max=[self.size], expand_only=True)
-                self._array = grown.result()
-            rest = self._array[self.size - self._num_held :]
-            rest.write(self._held[: self._num_held]).result()
-        self._num_held = 0
+            self._files.write(f"{self._name}/{name}", data).result()
+
+    @cached_property
+    def _files(self) -> ts.KvStore:
+        return ts.KvStore.open(self._folder.kvstore(), context=self._folder.context()).result()

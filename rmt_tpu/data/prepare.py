@@ -1,41 +1,31 @@
 """Text to a token store: in parts, by several processes, and from where it was after a kill."""
 
-import contextlib
-import itertools
-import math
-import multiprocessing
+import json
 import os
-import signal
-import threading
-import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from rmt_tpu.data.corpus import Span, files, problems, spans, whole
-from rmt_tpu.data.part_writer import Cut, Done, Job, Work, Worker
-from rmt_tpu.data.token_store import (
-    MANIFEST,
-    PLAN,
-    Part,
-    SplitPart,
-    TokenizerOfStore,
-    read_sealed,
-    seal,
-)
+from rmt_tpu.data import plan as plans
+from rmt_tpu.data.inputs import Span, files, problems
+from rmt_tpu.data.part_writer import Cut, Done, Job, Work, check_inputs, read_done
+from rmt_tpu.data.pool import run
+from rmt_tpu.data.token_store import MANIFEST, PLAN, Part, SplitPart, read_sealed, seal
+from rmt_tpu.data.tokenizer import digest
 from rmt_tpu.data.tokenizer_files import load_tokenizer
 from rmt_tpu.errors import RunError, UsageError, of_flag
 from rmt_tpu.storage import Folder, Location, open_folder
 
-# Parts are small enough to be done again and to be shared out, and not so small or so many that
-# their files are in the way.
-_LEAST_PART, _USUAL_PART, _MOST_PARTS = 2**20, 64 * 2**20, 4096
+TOKENISING = "tokenising"
+HOLDING_OUT = "holding out the tail of a document"
+COMPARING = "comparing the input"
 
-_HEAD = 2**16  # bytes of an input by which another one of the same size is noticed
-_POLL_SECONDS = 0.2
+_READERS = 16  # manifests that are read at a time
+_SHARED_SECONDS = 10.0  # a network file system may show a new file late
 
-Progress = Callable[[int, int], None]  # bytes of the input that are done, and all
+# Bytes of the input that are done, all of them, and what is done with them: one of the above.
+Progress = Callable[[int, int, str], None]
 
 
 class Totals(NamedTuple):
@@ -53,6 +43,35 @@ class Totals(NamedTuple):
     held_out: SplitPart
 
 
+@runtime_checkable
+class Team(Protocol):
+    """Processes, such as one on each host, that make a store together.
+
+    Attributes:
+      number: of this one, from 0.
+      count: of all.
+    """
+
+    number: int
+    count: int
+
+    def gather(self, value: str, what: str) -> list[str]:
+        """The `value` of every process, in order; returns when all have come to `what`."""
+
+
+class Alone:
+    """A team of this process."""
+
+    number, count = 0, 1
+
+    def gather(self, value: str, what: str) -> list[str]:
+        """See `Team`."""
+        return [value]
+
+
+_ALONE = Alone()
+
+
 def prepare(
     source: str,
     tokenizer_spec: str,
@@ -62,7 +81,8 @@ def prepare(
     seed: int = 0,
     workers: int | None = None,
     part_bytes: int | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = lambda done, total, what: None,
+    team: Team = _ALONE,
 ) -> Totals:
     """Tokenises text into a token store, or goes on where the same call was interrupted.
 
@@ -70,23 +90,33 @@ def prepare(
     documents stay together. Where that holds out none (there are few), the tail of one is held
     out, of about that share of all the text.
 
+    The store is of the input as it is when this returns, whatever was edited before or meanwhile.
+    Parts that are there count only if the bytes that they were made from, all of them, have the
+    digests that they had then. While this runs, a file is taken for unedited if its size, mtime and
+    ctime are; of an object in a bucket one generation is read, and generation and crc32c are taken
+    from the service.
+
+    Several processes make, byte for byte, the store that one makes.
+
     Args:
-      source: see `documents`.
+      source: see `documents`; `gs://` URLs and globs too.
       tokenizer_spec: see `load_tokenizer`.
-      output: folder of the store.
+      output: folder of the store, the same for the whole team.
       eval_fraction: share of the documents to hold out, above 0, at most 0.5.
       seed: another seed holds out other documents.
-      workers: processes; None is one for each CPU. 1 is this process.
+      workers: processes that this one starts; None is one for each CPU. 1 is this process.
       part_bytes: of the input for each part; None is what suits the input.
-      progress: told now and then how far it is.
+      progress: told now and then how far this process is with its share.
+      team: calls this with the same arguments.
 
     Returns:
       What is in the store.
 
     Raises:
-      UsageError: the input cannot be read or has too little text, or the output cannot be written
-        or holds something else.
-      RunError: the output cannot be written any more, or a process is lost.
+      UsageError: the input cannot be read, has too little text or was edited since, or the output
+        cannot be written or holds something else, or the team does not agree.
+      RunError: the output cannot be written any more, or a process is lost, or the input was edited
+        meanwhile.
     """
     if not 0 < eval_fraction <= 0.5:
         raise UsageError(f"--eval_fraction={eval_fraction} is out of range; legal: above 0, to 0.5")
@@ -94,102 +124,188 @@ def prepare(
         raise UsageError(f"--workers={workers} is out of range; legal: 1 or more")
     tokenizer = load_tokenizer(tokenizer_spec)
     with problems("input", source):
-        paths = files(source)
-        sizes = [whole(path).stop for path in paths]
-        part_bytes = part_bytes or _part_bytes(sum(sizes))
-        parts = list(_parts(paths, part_bytes))
-        plan = {
-            "tokenizer": TokenizerOfStore.of(tokenizer)._asdict(),
-            "eval_fraction": eval_fraction,
-            "seed": seed,
-            "part_bytes": part_bytes,
-            "num_parts": len(parts),
-            "sources": [_source(path) for path in paths],
-        }
+        found = files(source, buckets=True)
+        part_bytes = part_bytes or plans.usual_part_bytes(sum(file.stop for file in found))
+        parts = list(plans.parts(found, part_bytes))
+    plan = plans.plan_of(found, len(parts), part_bytes, tokenizer, eval_fraction, seed)
     with of_flag("output"):
         folder = open_folder(output)
-        folder.check(write=True)
-    if (complete := read_sealed(folder, MANIFEST)) is not None:
-        _check_same(folder, complete.get("plan"), plan)
-        done = [Part.from_json(value) for value in complete.get("parts", ())]
-        return _totals(done, kept=len(done))
-    if not folder.create(PLAN, seal(plan)):
-        _check_same(folder, read_sealed(folder, PLAN), plan)
-    tokenizer.save(folder)
-    work = Work(source, folder.url, seed, eval_fraction, _plan_id(plan))
-    jobs = [Job(number, of_part, None) for number, of_part in enumerate(parts)]
+    _agree(team, plan, parts)
+    if team.number == 0:
+        with of_flag("output"):
+            folder.check(write=True)
+        if (complete := read_sealed(folder, MANIFEST)) is not None:
+            plans.check_same(folder, complete.get("plan"), plan)
+        else:
+            if not folder.create(PLAN, seal(plan)):
+                plans.check_same(folder, read_sealed(folder, PLAN), plan)
+            tokenizer.save(folder)
+    team.gather("", "the plan")
+    _check_shared(folder, plan, team)
     workers = workers or os.cpu_count() or 1
-    done = _run(work, jobs, workers, progress)
-    if not any(d.below for d in done):
-        done = _cut_a_tail(work, jobs, done, workers, progress)
-    totals = _totals([d.part for d in done], kept=sum(d.kept for d in done))
-    _check_totals(source, eval_fraction, seed, totals)
-    content = {"plan": plan, "parts": [d.part.json() for d in done]}
+    own = _share([sum(span.stop - span.start for span in part) for part in parts], team)
+    if (complete := read_sealed(folder, MANIFEST)) is not None:
+        _compare(folder.url, source, parts, complete["inputs"], own, workers, progress)
+        team.gather("", "the input, compared")
+        return _totals([Part.from_json(value) for value in complete["parts"]], len(parts))
+    work = Work(source, folder.url, seed, eval_fraction, plans.plan_id(plan))
+    jobs = [Job(number, parts[number], None) for number in own]
+    done = dict(zip(own, _run(work, jobs, workers, progress, TOKENISING), strict=True))
+    kept = sum(d.kept for d in done.values())
+    if of_cut := _cut(list(done.values()), eval_fraction, team):
+        again = [job._replace(cut=of_cut) for job in jobs if done[job.number].lowest == of_cut.rank]
+        redone = _run(work, again, workers, progress, HOLDING_OUT)
+        done |= {job.number: result for job, result in zip(again, redone, strict=True)}
+        kept = sum(d.kept for d in done.values())
+    with problems("input", source):
+        if files(source, buckets=True) != found:
+            raise RunError(
+                f"--input={source!r} was edited meanwhile: make it again what it was and run the "
+                "same command, or give another --output"
+            )
+    kept = sum(int(value) for value in team.gather(str(kept), "the parts"))
+    told = ""
+    if team.number == 0:
+        totals = _complete(folder, plan, done, kept, source)
+        told = json.dumps(totals)
+    parts_, kept, *splits = json.loads(team.gather(told, "the manifest")[0])
+    return Totals(parts_, kept, *(SplitPart(*split) for split in splits))
+
+
+# Together -------------------------------------------------------------------------------------
+
+
+def _agree(team: Team, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> None:
+    """
+    Raises:
+      UsageError: another process has another plan.
+    """
+    own = {f"--{name}": digest(plan[name]) for name in ("tokenizer", "eval_fraction", "seed")}
+    sizes = [[span[1:3] for span in part] for part in parts]
+    own["--input"] = digest([plan["sources"], plan["part_bytes"], sizes])
+    first, *others = map(json.loads, team.gather(json.dumps(own), "the plan, compared"))
+    for number, other in enumerate(others, 1):
+        for name in own:
+            if other[name] != first[name]:
+                raise UsageError(
+                    f"{name} is not the same on process {number} as on process 0; start all with "
+                    "the same flags and the same files"
+                )
+
+
+def _check_shared(folder: Folder, plan: dict[str, Any], team: Team) -> None:
+    """
+    Raises:
+      UsageError: this process sees another folder than process 0, which wrote the plan into it.
+    """
+    if team.count == 1:
+        return
+    until = time.monotonic() + _SHARED_SECONDS
+    while read_sealed(folder, PLAN) != plan and not read_sealed(folder, MANIFEST):
+        if time.monotonic() > until:
+            raise UsageError(
+                f"--output={folder.url} is another folder on process {team.number} than on process "
+                "0; give one on a file system that all hosts share, or gs://"
+            )
+        time.sleep(0.1)
+
+
+def _share(sizes: list[int], team: Team) -> list[int]:
+    """The parts that this process does: each, from the largest on, is for who has least so far."""
+    loads, own = [0] * team.count, []
+    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        least = loads.index(min(loads))
+        loads[least] += sizes[number]
+        if least == team.number:
+            own.append(number)
+    return sorted(own)
+
+
+def _cut(done: list[Done], eval_fraction: int | float, team: Team) -> Cut | None:
+    """What is held out where no document's hash is below the fraction; the same on the whole team.
+
+    Args:
+      done: by this process.
+      eval_fraction: of the store.
+      team: of all.
+    """
+    lowest = min((d.lowest for d in done if d.lowest), default="")
+    own = {
+        "below": sum(d.below for d in done),
+        "characters": sum(d.characters for d in done),
+        "lowest": lowest,
+        "lowest_characters": sum(d.lowest_characters for d in done if d.lowest == lowest),
+    }
+    every = list(map(json.loads, team.gather(json.dumps(own), "all text, tokenised")))
+    lowest = min((each["lowest"] for each in every if each["lowest"]), default="")
+    if not lowest or any(each["below"] for each in every):
+        return None
+    characters = sum(each["lowest_characters"] for each in every if each["lowest"] == lowest)
+    share = eval_fraction * sum(each["characters"] for each in every) / characters
+    return Cut(lowest, min(share, 0.5))
+
+
+def _complete(
+    folder: Folder, plan: dict[str, Any], done: dict[int, Done], kept: int, source: str
+) -> Totals:
+    """Creates the manifest, of the parts of this process and those of the others."""
+
+    def of_part(number: int) -> Done:
+        if number in done:
+            return done[number]
+        until = time.monotonic() + _SHARED_SECONDS
+        while (found := read_done(folder, number)) is None:
+            if time.monotonic() > until:
+                raise RunError(f"{folder.url} has no part {number}, which another process wrote")
+            time.sleep(0.1)
+        return found
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        every = list(pool.map(of_part, range(plan["num_parts"])))
+    totals = _totals([d.part for d in every], kept)
+    _check_totals(source, plan["eval_fraction"], plan["seed"], totals)
+    content = {
+        "plan": plan,
+        "parts": [d.part.json() for d in every],
+        "inputs": [d.inputs for d in every],
+    }
     if not folder.create(MANIFEST, seal(content)):
-        _check_same(folder, (read_sealed(folder, MANIFEST) or {}).get("plan"), plan)
+        plans.check_same(folder, (read_sealed(folder, MANIFEST) or {}).get("plan"), plan)
     return totals
 
 
-# The plan ------------------------------------------------------------------------------------
+# This process's share -------------------------------------------------------------------------
 
 
-def _part_bytes(total: int) -> int:
-    return max(min(max(total // 64, _LEAST_PART), _USUAL_PART), math.ceil(total / _MOST_PARTS))
+def _run(work: Work, jobs: list[Job], workers: int, progress: Progress, what: str) -> list[Done]:
+    total = sum(job.num_bytes for job in jobs)
+    return run(work, jobs, workers, lambda finished: progress(finished, total, what))
 
 
-def _parts(paths: list[str], part_bytes: int) -> Iterator[tuple[Span, ...]]:
-    """Spans of one file or of several small ones."""
-    part, size = [], 0
-    for span in itertools.chain.from_iterable(spans(path, part_bytes) for path in paths):
-        part.append(span)
-        size += span.stop - span.start
-        if size >= part_bytes:
-            yield tuple(part)
-            part, size = [], 0
-    if part:
-        yield tuple(part)
+def _compare(
+    url: str,
+    source: str,
+    parts: list[tuple[Span, ...]],
+    digests: list[list[str]],
+    own: list[int],
+    workers: int,
+    progress: Progress,
+) -> None:
+    """Compares the input of some parts with what a complete store was made from."""
+    total, finished = sum(span.stop - span.start for n in own for span in parts[n]), 0
 
+    def tick(count: int) -> None:
+        nonlocal finished
+        finished += count  # of several threads, and only shown
+        progress(finished, total, COMPARING)
 
-def _source(path: str) -> list[Any]:
-    """Name, size, and by what else the file is known; not where it lies, which is nobody's."""
-    with open(path, "rb") as file:
-        head = file.read(_HEAD)
-        return [os.path.basename(path), os.fstat(file.fileno()).st_size, zlib.crc32(head)]
-
-
-def _plan_id(plan: dict[str, Any]) -> int:
-    return zlib.crc32(seal(plan))
-
-
-def _check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
-    if old == new:
-        return
-    old = old if isinstance(old, dict) else {}
-    different = [
-        f"{name} {old.get(name)} is now {new[name]}"
-        for name in ("eval_fraction", "seed", "part_bytes")
-        if old.get(name) != new[name]
-    ]
-    if (tokenizer := old.get("tokenizer")) != new["tokenizer"]:
-        tokenizer = tokenizer.get("name") if isinstance(tokenizer, dict) else None
-        again = " of other files" if tokenizer == new["tokenizer"]["name"] else ""
-        different.append(f"tokenizer {tokenizer} is now {new['tokenizer']['name']}{again}")
-    if (sources := old.get("sources")) != new["sources"]:
-        different.append(_different_input(sources, new["sources"]))
-    raise UsageError(
-        f"--output={folder.url} is of another command: {'; '.join(different) or 'another plan'}. "
-        "Give the same input and flags to go on, or another --output"
-    )
-
-
-def _different_input(old: Any, new: list[list[Any]]) -> str:
-    if not isinstance(old, list) or len(old) != len(new):
-        count = len(old) if isinstance(old, list) else 0
-        return f"the input of {count} files is now of {len(new)}"
-    was, now = next((was, now) for was, now in zip(old, new, strict=True) if was != now)
-    if was[:2] == now[:2]:
-        return f"the content of {now[0]!r} has changed"
-    return f"the input {was[0]!r} of {was[1]} bytes is now {now[0]!r} of {now[1]}"
+    pool = ThreadPoolExecutor(workers)
+    try:
+        with problems("input", source):
+            for _ in pool.map(lambda n: check_inputs(url, parts[n], digests[n], tick), own):
+                pass
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _totals(parts: list[Part], kept: int) -> Totals:
@@ -215,99 +331,3 @@ def _check_totals(source: str, eval_fraction: float, seed: int, totals: Totals) 
             f"--eval_fraction={eval_fraction} --seed={seed}; legal: more documents, or less to "
             "hold out, in another --output"
         )
-
-
-# The parts -----------------------------------------------------------------------------------
-
-
-def _cut_a_tail(
-    work: Work, jobs: list[Job], done: list[Done], workers: int, progress: Progress
-) -> list[Done]:
-    """Does those parts again whose document is to lose its tail to the held-out split."""
-    lowest = min((d.lowest for d in done if d.lowest), default="")
-    if not lowest:
-        return done
-    characters = sum(d.lowest_characters for d in done if d.lowest == lowest)
-    share = work.eval_fraction * sum(d.characters for d in done) / characters
-    of_cut = Cut(lowest, min(share, 0.5))
-    again = [job._replace(cut=of_cut) for job in jobs if done[job.number].lowest == lowest]
-    before = sum(job.num_bytes for job in jobs)
-    more = lambda finished, total: progress(before + finished, before + total)
-    for job, result in zip(again, _run(work, again, workers, more), strict=True):
-        done[job.number] = result
-    return done
-
-
-def _run(work: Work, jobs: list[Job], workers: int, progress: Progress) -> list[Done]:
-    """Does the jobs; when it returns or raises, no process is left."""
-    total = sum(job.num_bytes for job in jobs)
-    workers = min(workers, len(jobs))
-    if workers <= 1:
-        finished = 0
-
-        def tick(count: int) -> None:
-            nonlocal finished
-            finished += count
-            progress(finished, total)
-
-        worker = Worker(work, tick)
-        return [worker.do(job) for job in jobs]
-    spawn = multiprocessing.get_context("spawn")  # threads of tensorstore do not survive a fork
-    finished, stop = spawn.Value("Q"), spawn.Event()
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (work, finished, stop))
-    try:
-        with _interrupts_later():
-            futures = [pool.submit(_do_in_worker, job) for job in jobs]
-        waiting = set(futures)
-        while waiting:
-            over, waiting = wait(waiting, _POLL_SECONDS)
-            for future in over:
-                future.result()
-            progress(finished.value, total)
-        return [future.result() for future in futures]
-    except BrokenProcessPool:
-        raise RunError(
-            "a process that tokenises was killed, most likely for want of memory; run the same "
-            "command again, with fewer --workers"
-        ) from None
-    finally:
-        stop.set()
-        pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Processes that are started in here never get a Ctrl-C, which this one tells them of."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_worker(work: Work, finished: Any, stop: Any) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each CPU
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-    def tick(count: int) -> None:
-        if stop.is_set():
-            raise RunError("stopped")
-        with finished.get_lock():
-            finished.value += count
-
-    _worker = Worker(work, tick)
-
-
-_worker: "Worker | None" = None
-
-
-def _do_in_worker(job: Job) -> Done:
-    assert _worker is not None
-    return _worker.do(job)
-
-
-def _end_with_parent() -> None:
-    """A worker would wait for ever for the next job of a process that was killed."""
-    multiprocessing.parent_process().join()
-    os._exit(1)

@@ -27,6 +27,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Int32, Int64
 
+from rmt_tpu.data.inputs import SUFFIXES
 from rmt_tpu.data.tokenizer import Tokenizer
 from rmt_tpu.errors import RunError, UsageError, of_flag
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
@@ -218,7 +219,7 @@ class TokenStream:
         return out
 
     def document(self, number: int) -> Int32[np.ndarray, " tokens"]:
-        """The tokens of one document, with its BOS.
+        """The tokens of one document, with its BOS: for evaluation document by document.
 
         Args:
           number: from 0 to `num_documents - 1`.
@@ -280,11 +281,9 @@ class TokenStream:
 
 
 def is_store(source: str) -> bool:
-    """Whether `--data` names a store, complete or not, and no text: a gs:// URL, or its folder."""
+    """Whether `--data` names a store, complete or not, and no text: a folder, local or gs://."""
     if source.startswith("gs://"):
-        return True
-    if "," in source or "://" in source:
-        return False
+        return not any(piece.strip().lower().endswith(SUFFIXES) for piece in source.split(","))
     folder = os.path.expanduser(source)
     return any(os.path.isfile(os.path.join(folder, name)) for name in (MANIFEST, PLAN))
 

@@ -2,9 +2,22 @@
 
 A folder is what holds small files whole (configs, manifests, COMMITs, pictures). Arrays in it are
 read and written by tensorstore, which `Folder.kvstore` and `Folder.context` tell where and how.
+Files of any size in a bucket are found by `find_objects` and read as streams by `open_object`.
 """
 
-from rmt_tpu.storage.folder import Fault, Folder, Found, Unavailable, faults, join
-from rmt_tpu.storage.open import Location, open_folder
+from rmt_tpu.storage.folder import Fault, Folder, Found, Object, Unavailable, faults, join
+from rmt_tpu.storage.open import Location, find_objects, open_folder, open_object
 
-__all__ = ["Fault", "Folder", "Found", "Location", "Unavailable", "faults", "join", "open_folder"]
+__all__ = [
+    "Fault",
+    "Folder",
+    "Found",
+    "Location",
+    "Object",
+    "Unavailable",
+    "faults",
+    "find_objects",
+    "join",
+    "open_folder",
+    "open_object",
+]

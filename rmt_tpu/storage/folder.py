@@ -43,6 +43,24 @@ class Found(NamedTuple):
     generation: Any
 
 
+class Object(NamedTuple):
+    """A file in a bucket.
+
+    Attributes:
+      url: `gs://bucket/name`.
+      size: in bytes, as it is stored.
+      crc32c: of these, in base64.
+      generation: which of the objects that ever had its name it is.
+      encoding: its Content-Encoding, or "".
+    """
+
+    url: str
+    size: int
+    crc32c: str
+    generation: int
+    encoding: str
+
+
 class Folder(ABC):
     """A folder, which need not exist before something is written into it.
 

@@ -8,7 +8,9 @@ credentials by itself (Application Default Credentials).
 import atexit
 import concurrent.futures
 import contextlib
+import fnmatch
 import functools
+import io
 import mimetypes
 import os
 import re
@@ -33,7 +35,7 @@ from google.cloud.storage.exceptions import DataCorruption
 from google.cloud.storage.retry import DEFAULT_RETRY
 
 from rmt_tpu.errors import UsageError
-from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Unavailable, faults, join
+from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Object, Unavailable, faults, join
 
 _BUCKET = re.compile(r"(?!goog)[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _CHECK_SECONDS = 9.0  # that a first look may take, with all its repetitions
@@ -62,12 +64,7 @@ class GcsFolder(Folder):
         Raises:
           UsageError: `url` names no bucket, or an impossible one; or there are no credentials.
         """
-        bucket, _, path = url.removeprefix("gs://").partition("/")
-        if not _BUCKET.fullmatch(bucket):
-            raise UsageError(
-                f"{url!r} names no bucket that can be; legal: gs://bucket/path, the bucket of 3 to "
-                "222 small letters, digits, dots, dashes and underscores"
-            )
+        bucket, path = _parts(url)
         path = path.rstrip("/")
         return cls(bucket, join(path) + "/" if path else "")
 
@@ -200,6 +197,102 @@ class GcsFolder(Folder):
     def _upload(self, blob: Any, data: bytes, **conditions) -> None:
         kind = mimetypes.guess_type(blob.name)[0] or "application/octet-stream"
         blob.upload_from_string(data, content_type=kind, **conditions, **_patience())
+
+
+def find_objects(url: str) -> list[Object]:
+    """See `rmt_tpu.storage.find_objects`."""
+    bucket, pattern = _parts(url)
+    client = _client()
+    with _told(url, UsageError):
+        # Before globbing: a name may have brackets in it.
+        patience = _patience(_CHECK_SECONDS / 2)
+        look = lambda: client.bucket(bucket).get_blob(pattern, **patience) if pattern else None
+        if (blob := _within(_CHECK_SECONDS, look)) is not None:
+            return [_object(bucket, blob)]
+        parts, prefix = pattern.split("/"), re.split(r"[*?\[]", pattern)[0]
+        # A glob of names alone need not look into the folders beside them.
+        flat = not any(re.search(r"[*?\[]", part) for part in parts[:-1]) and parts[-1] != "**"
+        listed = client.list_blobs(
+            bucket, prefix=prefix, delimiter="/" if flat else None, **_patience()
+        )
+        return [_object(bucket, b) for b in listed if _matches(b.name.split("/"), parts)]
+
+
+def _matches(parts: list[str], pattern: list[str]) -> bool:
+    """Whether the parts of a name are of a glob, part by part; `**` is any number of them."""
+    if not parts or not pattern or not parts[0]:  # the object of a folder itself ends with a slash
+        return parts == pattern
+    if pattern[0] == "**":
+        visible = not parts[0].startswith(".")
+        rest = pattern[1:] or ["*"]
+        return _matches(parts, rest) or (visible and _matches(parts[1:], pattern))
+    hidden = parts[0].startswith(".") and not pattern[0].startswith(".")
+    return (
+        not hidden
+        and fnmatch.fnmatchcase(parts[0], pattern[0])
+        and _matches(parts[1:], pattern[1:])
+    )
+
+
+def _object(bucket: str, blob: Any) -> Object:
+    url = f"gs://{bucket}/{blob.name}"
+    return Object(url, blob.size, blob.crc32c, blob.generation, blob.content_encoding or "")
+
+
+class ObjectReader(io.RawIOBase):
+    """See `rmt_tpu.storage.open_object`."""
+
+    def __init__(self, url: str, size: int, generation: int):
+        bucket, name = _parts(url)
+        self._url, self._size, self._generation = url, size, generation
+        self._blob = _client().bucket(bucket).blob(name)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), self._size - self._at)
+        if count <= 0:
+            return 0
+        with _told(self._url):
+            try:
+                data = self._blob.download_as_bytes(
+                    start=self._at,
+                    end=self._at + count - 1,
+                    if_generation_match=self._generation,
+                    raw_download=True,
+                    checksum=None,  # that of the whole object
+                    **_patience(),
+                )
+            except (NotFound, PreconditionFailed):
+                raise Fault(f"{self._url} was replaced or deleted while it was read") from None
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _parts(url: str) -> tuple[str, str]:
+    """Bucket and name.
+
+    Raises:
+      UsageError: there is no bucket, or an impossible one.
+    """
+    bucket, _, name = url.removeprefix("gs://").partition("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise UsageError(
+            f"{url!r} names no bucket that can be; legal: gs://bucket/path, the bucket of 3 to "
+            "222 small letters, digits, dots, dashes and underscores"
+        )
+    return bucket, name
 
 
 def _client() -> Any:

@@ -1,10 +1,12 @@
 """From what a person writes to a folder."""
 
+import io
 import os
 import re
+from types import ModuleType
 
 from rmt_tpu.errors import UsageError
-from rmt_tpu.storage.folder import Folder
+from rmt_tpu.storage.folder import Folder, Object
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
@@ -25,15 +27,7 @@ def open_folder(url: Location) -> Folder:
         return url
     url = os.fspath(url)
     if url.startswith("gs://"):
-        try:
-            from rmt_tpu.storage.gcs import GcsFolder
-        except ImportError as error:
-            if not (error.name or "").startswith("google"):
-                raise
-            raise UsageError(
-                f"{url} needs google-cloud-storage: pip install 'rmt_tpu[gcs]'"
-            ) from None
-        return GcsFolder.open(url)
+        return _gcs(url).GcsFolder.open(url)
     if _SCHEME.match(url):
         raise UsageError(f"{url!r} cannot be opened; legal: a local path, or gs://bucket/path")
     if not url:
@@ -41,3 +35,39 @@ def open_folder(url: Location) -> Folder:
     from rmt_tpu.storage.local import LocalFolder
 
     return LocalFolder(url)
+
+
+def find_objects(url: str) -> list[Object]:
+    """The object of a `gs://` name, or those that it matches as a glob, sorted; maybe none.
+
+    In a glob `*`, `?` and `[...]` stay within a folder and match no dot at the beginning of a name,
+    as in a shell, and `**` is any depth.
+
+    Raises:
+      UsageError: the bucket cannot be read, or see `open_folder`.
+    """
+    return _gcs(url).find_objects(url)
+
+
+def open_object(url: str, size: int, generation: int) -> io.RawIOBase:
+    """The bytes of an object, by ranges, each of which is a request.
+
+    Args:
+      url: `gs://bucket/name`.
+      size: in bytes.
+      generation: what is read is of this one.
+
+    Returns:
+      What raises Fault if the object is replaced or deleted, or the service does not answer.
+    """
+    return _gcs(url).ObjectReader(url, size, generation)
+
+
+def _gcs(url: str) -> ModuleType:
+    try:
+        from rmt_tpu.storage import gcs
+    except ImportError as error:
+        if not (error.name or "").startswith("google"):
+            raise
+        raise UsageError(f"{url} needs google-cloud-storage: pip install 'rmt_tpu[gcs]'") from None
+    return gcs

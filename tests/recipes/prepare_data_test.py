@@ -111,14 +111,14 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_store(source, store
 # When the first part is done, and at most a few of the others are begun.
 SIGNAL_IN_WORK = """
 import os, signal
-from rmt_tpu.data import prepare
-usual = prepare.wait
+from rmt_tpu.data import pool
+usual = pool.wait
 def wait(*args):
     over, waiting = usual(*args)
     if over:
         {send}
     return over, waiting
-prepare.wait = wait
+pool.wait = wait
 """
 
 
@@ -136,7 +136,7 @@ def test_a_signal_ends_all_processes(source, tmp_path, send):
     wait_until(lambda: not members(process.pid))
     assert process.returncode == 130, said
     # Where the machine is slow, there is progress before.
-    lines = [line for line in said.splitlines() if not line.startswith("tokenised ")]
+    lines = [line for line in said.splitlines() if not line.startswith("tokenising: ")]
     assert lines == ["error: interrupted"]
     assert 0 < len(list(output.glob("parts/*/manifest.json"))) < 10
 
@@ -144,13 +144,12 @@ def test_a_signal_ends_all_processes(source, tmp_path, send):
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
     first = (
         "sys.argv = ['prepare_data']; import recipes.prepare_data as recipe\n"
-        "recipe._LINE_SECONDS = 0.0\n"
-        "with recipe._Progress() as progress:\n"
-        "    progress.update(1_500_000, 3_000_000)\n"
+        "with recipe._Progress(line_seconds=0.0) as progress:\n"
+        "    progress.update(1_500_000, 3_000_000, 'tokenising')\n"
         "sys.exit()\n"
     )
     _, errors = cli.start("prepare_data", first=first).communicate()
-    assert errors == "tokenised 1.5 of 3.0 MB (50%)\n"
+    assert errors == "tokenising: 1.5 of 3.0 MB (50%)\n"
     main, terminal = pty.openpty()
     env = {"TERM": "xterm", "COLUMNS": "100"}
     assert cli.start("prepare_data", first=first, env=env, stderr=terminal).wait() == 0
