@@ -2,6 +2,10 @@
 
 What is chosen depends on the platform being *lowered for*, never on the machine that traces: a step
 compiled for a TPU on a machine without one has the TPU's kernels.
+
+An op has a gradient in reverse mode, once. Kernels have no derivatives of their own, so what an
+implementation computes is not differentiated further where a kernel may be it; plain JAX
+(`implementation="xla"`) can be.
 """
 
 import dataclasses
@@ -14,7 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 Platform = str  # "tpu" or "cuda"
 
@@ -41,9 +45,9 @@ def choose(
     refused = {platform: why for platform, why in refused.items() if why is not None}
     branches = {platform: f for platform, f in kernels.items() if platform not in refused}
     if refused:
-        first, *others = jax.tree.leaves(args)
-        first = _fallback_p.bind(first, refused=tuple(refused.items()))
-        args = jax.tree.unflatten(jax.tree.structure(args), [first, *others])
+        args = _with_first(
+            functools.partial(_fallback_p.bind, refused=tuple(refused.items())), args
+        )
     if not branches:
         return portable(*args)
     return jax.lax.platform_dependent(*args, **branches, default=portable)
@@ -96,7 +100,9 @@ class Implementations:
         `options` are what else `unsupported` is to know of the call.
 
         Raises:
-          UnsupportedImplementation: it is unknown, or cannot serve this call.
+          UnsupportedImplementation: it is unknown, or cannot serve this call, or (when the program
+            is lowered) is not for the platform lowered for.
+          TypeError: what it computes is differentiated, and may be a kernel.
         """
         if implementation not in (None, *self.names):
             raise UnsupportedImplementation(
@@ -108,6 +114,7 @@ class Implementations:
         if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return portable(*args)
         refused = {p: self.kernels[p].unsupported(op, *args, **options) for p in platforms}
+        args = jax.tree.map(functools.partial(_not_differentiated, op), args)
         if implementation in ("mosaic_tpu", "triton"):
             (platform,) = platforms
             if refused[platform] is not None:
@@ -115,17 +122,29 @@ class Implementations:
                     f"implementation={implementation!r} cannot serve this call: "
                     f"{refused[platform]}; use 'xla' or None"
                 )
-            return run(self.kernels[platform], *args)
+            on = functools.partial(_only_p.bind, platform=platform, implementation=implementation)
+            return run(self.kernels[platform], *_with_first(on, args))
         kernels = {p: functools.partial(run, self.kernels[p]) for p in platforms}
         return choose(kernels, portable, *args, refused=refused)
 
 
+def _with_first(identity: Callable[[Any], Any], args: tuple) -> tuple:
+    """`args` with `identity` applied to the first array."""
+    first, *others = jax.tree.leaves(args)
+    return jax.tree.unflatten(jax.tree.structure(args), [identity(first), *others])
+
+
+def _identity(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    batching.defvectorized(primitive)
+    mlir.register_lowering(primitive, lambda context, x, **_: [x])
+    return primitive
+
+
 # An identity whose only effect is a warning when it is lowered for a platform that lost its kernel.
-_fallback_p = Primitive("kernel_fallback")
-_fallback_p.def_impl(lambda x, *, refused: x)
-_fallback_p.def_abstract_eval(lambda x, *, refused: x)
-batching.defvectorized(_fallback_p)
-mlir.register_lowering(_fallback_p, lambda context, x, *, refused: [x])
+_fallback_p = _identity("kernel_fallback")
 
 
 def _warn_on(platform: Platform):
@@ -141,3 +160,62 @@ def _warn_on(platform: Platform):
 
 _warn_on("tpu")
 _warn_on("cuda")
+
+# An identity that can be lowered for the platform of the implementation that was named, alone.
+_only_p = _identity("kernel_platform")
+
+
+@functools.cache
+def _lowered_at_once(**params):
+    return jax.jit(functools.partial(_only_p.bind, **params))
+
+
+_only_p.def_impl(lambda x, **params: _lowered_at_once(**params)(x))
+
+
+def _refuse_platform(context, x, *, platform, implementation):
+    platforms = context.module_context.platforms
+    if tuple(platforms) == (platform,):
+        return [x]
+    raise UnsupportedImplementation(
+        f"implementation={implementation!r} is for {platform}, and this is lowered for "
+        f"{', '.join(platforms)}; use 'xla', 'pallas' or None"
+    )
+
+
+mlir.register_lowering(_only_p, _refuse_platform)
+
+# An identity that has no derivative.
+_operand_p = _identity("kernel_operand")
+
+
+def _not_differentiated(op: str, x: Any) -> Any:
+    return _operand_p.bind(x, op=op) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
+
+def _refuse_derivative(primals, tangents, *, op):
+    raise TypeError(
+        f"what kernels compute for {op!r} has no derivative: an op has a gradient in reverse mode, "
+        "once (jax.grad, jax.vjp); with implementation='xla' that can be differentiated again"
+    )
+
+
+ad.primitive_jvps[_operand_p] = _refuse_derivative
+
+
+def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a `jax.custom_vjp` inside that says in a line that it has no forward mode."""
+
+    @functools.wraps(op)
+    def call(*args, **kwargs):
+        try:
+            return op(*args, **kwargs)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(
+                f"{op.__name__} has derivatives in reverse mode only: jax.grad, jax.vjp and "
+                "jax.jacrev serve; jax.jvp, jax.jacfwd and jax.hessian do not"
+            ) from None
+
+    return call

@@ -5,6 +5,9 @@ key-vector kernels' layout in place; no public one does, or takes ALiBi without 
 "pallas" (that kernel where the program is lowered for a TPU, plain JAX elsewhere) and, of
 `causal_attention` alone, "cudnn" (`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is
 "pallas".
+
+`causal_attention` has a gradient of qkv in reverse mode, once; twice with "xla" alone, forward mode
+never: a TypeError says so.
 """
 
 import functools
@@ -15,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import check_array
 from pallas_kernels.causal_attention import mosaic_tpu, reference
 from pallas_kernels.causal_attention.mosaic_tpu import Rows
-from pallas_kernels.platform import Implementations, UnsupportedImplementation
+from pallas_kernels.platform import Implementations, UnsupportedImplementation, reverse_mode
 
 __all__ = ["attention_backward", "attention_forward", "causal_attention"]
 
@@ -25,6 +29,7 @@ Implementation = Literal["xla", "mosaic_tpu", "pallas", "cudnn"]
 Scale = Float[Array, ""] | int | float
 
 
+@reverse_mode
 def causal_attention(
     qkv: Float[Array, "B N P D"],
     *,
@@ -50,7 +55,10 @@ def causal_attention(
 
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call.
+      ValueError: qkv is not of `3 H` data vectors of floats a token, or slopes not of H.
+      TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
     """
+    _check(qkv, slopes)
     if implementation == "cudnn":
         return _by_cudnn(qkv, scale, slopes, segment_ids)
     call = _Call(rows, implementation)
@@ -67,6 +75,7 @@ def attention_forward(
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
     """`causal_attention`, and the log sum of each softmax; with no gradient of its own."""
+    _check(qkv, slopes)
     return _forward(_Call(rows, implementation), qkv, jnp.asarray(scale), slopes, segment_ids)
 
 
@@ -85,6 +94,14 @@ def attention_backward(
     """The cotangent of qkv, from what `attention_forward` returned."""
     args = (qkv, out, log_sums, d_out, jnp.asarray(scale), slopes, segment_ids)
     return _backward(_Call(rows, implementation), *args)
+
+
+def _check(qkv, slopes) -> None:
+    check_array("qkv", qkv, "B N P D")
+    heads, rest = divmod(qkv.shape[2], 3)
+    if rest or (slopes is not None and slopes.shape != (heads,)):
+        of_slopes = "" if slopes is None else f", slopes [H] are {slopes.shape}"
+        raise ValueError(f"shapes do not fit: qkv [B, N, 3 H, D] is {qkv.shape}{of_slopes}")
 
 
 class _Call(NamedTuple):

@@ -7,9 +7,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-# Logits of a block of queries of one head: at most so many queries, where they divide a sequence.
+# Queries in a block, at most.
 _QUERIES = 1024
 
 
@@ -93,12 +94,23 @@ def _logits(k, scale, slopes, segment_ids, q, positions):
 def _over_blocks(block, carry, arrays):
     """`lax.scan` of `block(carry, (positions, *arrays))` over blocks of the sequence axis."""
     length = arrays[0].shape[1]
-    size = next((n for n in range(min(_QUERIES, length), 0, -1) if length % n == 0), length)
-    positions = jnp.arange(length)
-    if size == length:
-        return block(carry, (positions, *arrays))
-    split = lambda x: x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
-    blocks = (positions.reshape(-1, size), *map(split, arrays))
-    carry, results = jax.lax.scan(block, carry, blocks)
-    join = lambda x: x.swapaxes(0, 1).reshape(x.shape[1], length, *x.shape[3:])
+    blocks = -(-length // _QUERIES)
+    if blocks <= 1:
+        return block(carry, (jnp.arange(length), *arrays))
+    size = -(-length // blocks)
+    missing = blocks * size - length
+    # What fills the last block is at no position, sees no key and gives nothing.
+    positions = np.append(np.arange(length), np.full(missing, -1)).reshape(blocks, size)
+
+    def split(x):
+        if missing:
+            x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(x.shape[0], blocks, size, *x.shape[2:]).swapaxes(0, 1)
+
+    carry, results = jax.lax.scan(block, carry, (jnp.asarray(positions), *map(split, arrays)))
+
+    def join(x):
+        x = x.swapaxes(0, 1)
+        return x.reshape(x.shape[0], blocks * size, *x.shape[3:])[:, :length]
+
     return carry, tuple(map(join, results))

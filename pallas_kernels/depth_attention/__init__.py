@@ -10,7 +10,9 @@ normalised; values are the sources themselves; the query is learned and the same
 sites of a block over the sealed sources at once, reading them once, and `depth_attention_merge`
 adds the running partial sum at each site. `depth_attention_step` is a whole site in one pass.
 
-Implementations: as of `key_vector`.
+Implementations: as of `key_vector`. Every op but `depth_attention_partial_backward` has gradients
+of its arrays of floats in reverse mode, once; twice with "xla" alone, forward mode never: a
+TypeError says so.
 
 `depth_attention_partial`, its backward pass and `depth_attention` take a `key_axis`: the mesh axis
 over whose n devices D is divided, the tokens being the same on all of them; the op is then what one
@@ -23,16 +25,17 @@ float32 a token forward, and one of `2 S N + N + S` backward.
 """
 
 import functools
-from typing import NamedTuple, get_args
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.arguments import check_array, check_epsilon, check_norm
 from pallas_kernels.depth_attention import mosaic_tpu, triton_gpu, xla
 from pallas_kernels.depth_attention.interface import Norm, UnsupportedImplementation, wide
-from pallas_kernels.platform import Implementation, Implementations
+from pallas_kernels.platform import Implementation, Implementations, reverse_mode
 
 __all__ = [
     "PartialGradients",
@@ -59,6 +62,7 @@ class PartialGradients(NamedTuple):
     prior: Prior | None
 
 
+@reverse_mode
 def depth_attention(
     query: Float[Array, " D"],
     sources: Float[Array, "N *tokens D"],
@@ -71,7 +75,14 @@ def depth_attention(
     implementation: Implementation | None = None,
 ) -> Float[Array, "*tokens D"]:
     """The mix h that one site reads: `depth_attention_partial` of one query."""
+    check_array("query", query, "D")
+    if gain is not None:
+        check_array("gain", gain, "D")
+        if gain.shape != query.shape:
+            raise ValueError(f"shapes do not fit: query [D] is {query.shape}, gain {gain.shape}")
     if prior is not None:
+        check_array("prior[0]", prior[0], "... D")
+        check_array("prior[1]", prior[1], "...")
         prior = (prior[0][None], prior[1][None])
     mixed, _ = depth_attention_partial(
         query[None],
@@ -86,6 +97,7 @@ def depth_attention(
     return mixed[0]
 
 
+@reverse_mode
 def depth_attention_partial(
     queries: Float[Array, "S D"],
     sources: Float[Array, "N *tokens D"],
@@ -105,7 +117,7 @@ def depth_attention_partial(
       gains: of the norm of the keys; folded into the queries.
       count: how many sources there are; the rows from there on are empty and are not looked at.
       prior: the results of another call over other sources, to be counted in.
-      epsilon: added to the mean square of a source.
+      epsilon: added to the mean square of a source; 0 or above.
       key_axis: the mesh axis over which D is divided, if any (see the module's docstring).
       implementation: None picks what is best on the platform that the program is lowered for.
 
@@ -115,10 +127,12 @@ def depth_attention_partial(
 
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call.
-      ValueError: shapes do not fit, or count is more than the sources.
+      ValueError: shapes or dtypes do not fit, count is no integer or more than the sources, or
+        epsilon is negative.
+      TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
       NameError: `key_axis` is no axis of a `jax.shard_map` around.
     """
-    _check(queries, sources, count)
+    _check(queries, sources, gains, count, prior, epsilon)
     call = _Call(epsilon, implementation, key_axis=_dividing(key_axis))
     flat = _flat(sources)
     if prior is not None:
@@ -126,7 +140,8 @@ def depth_attention_partial(
     args = (_folded(queries, gains, sources), flat, _count(count, sources), prior)
     mixed, log_sums = _partial(call, *args)
     tokens = sources.shape[1:-1]
-    return mixed.reshape(-1, *sources.shape[1:]), log_sums.reshape(-1, *tokens)
+    S = queries.shape[0]
+    return mixed.reshape(S, *sources.shape[1:]), log_sums.reshape(S, *tokens)
 
 
 def depth_attention_partial_backward(
@@ -150,7 +165,7 @@ def depth_attention_partial_backward(
     What a block's S sites give to the sources is so added once, where differentiating with JAX
     would add once a site.
     """
-    _check(queries, sources, count)
+    _check(queries, sources, gains, count, prior, epsilon)
     tokens, S = sources.shape[1:-1], queries.shape[0]
     rows = lambda x: None if x is None else x.reshape(S, -1)
     prior = None if prior is None else (_flat(prior[0]), rows(prior[1]))
@@ -171,6 +186,7 @@ def depth_attention_partial_backward(
     return PartialGradients(d_queries, d_sources.reshape(sources.shape), d_prior)
 
 
+@reverse_mode
 def depth_attention_merge(
     mixed: Float[Array, "S *tokens D"],
     log_sums: Float[Array, "*tokens"],
@@ -205,23 +221,30 @@ def depth_attention_merge(
       `current`. The gradients of later uses so reach this one, which adds its own to that of
       `current` in the same pass, and puts it in its row of that of `mixed`: a site is merged once.
     """
-    _check_norm(norm)
+    _check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
+    check_array("mixed", mixed, "S ... D")
+    check_array("log_sums", log_sums, "...")
+    if mixed.shape[1:] != current.shape or log_sums.shape != current.shape[:-1]:
+        raise ValueError(
+            f"shapes do not fit: current [..., D] is {current.shape}, mixed [S, ..., D] is "
+            f"{mixed.shape}, log_sums [...] is {log_sums.shape}"
+        )
     call = _Call(epsilon, implementation, norm, norm_epsilon)
     dtype = jnp.result_type(jnp.float32, current)
-    flat = lambda x: x.reshape(-1, x.shape[-1])
     rows, passed, z = _merge(
         call,
         _folded(query, gain, current),
         _flat(mixed),
         log_sums.reshape(-1),
         jnp.asarray(site, jnp.int32),
-        flat(current),
+        _rows(current),
         jnp.asarray(active),
         norm_gain.astype(dtype),
     )
     return rows.reshape(mixed.shape), passed.reshape(current.shape), z.reshape(current.shape)
 
 
+@reverse_mode
 def depth_attention_step(
     bank: Float[Array, "N *tokens D"],
     count: int | Int[Array, ""],
@@ -242,19 +265,25 @@ def depth_attention_step(
     With `seal`, the sum also becomes row `count` of the bank: the block ends here. `count` must
     then be below N. Returns the bank, the sum and z.
     """
-    _check(query[None], bank, count, spare=seal)
-    _check_norm(norm)
+    _check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
+    gains = None if gain is None else gain[None]
+    _check(query[None], bank, gains, count, None, epsilon, spare=seal)
+    check_array("y", y, "... D")
+    if not current.shape == y.shape == bank.shape[1:]:
+        raise ValueError(
+            f"shapes do not fit: bank [N, ..., D] is {bank.shape}, current [..., D] is "
+            f"{current.shape}, y [..., D] is {y.shape}"
+        )
     call = _Call(epsilon, implementation, norm, norm_epsilon)
     dtype = jnp.result_type(jnp.float32, current)
-    flat = lambda x: x.reshape(-1, x.shape[-1])
     new_bank, new, z = _step(
         call,
         seal,
         _folded(query, gain, bank),
         _flat(bank),
         _count(count, bank),
-        flat(current),
-        flat(y),
+        _rows(current),
+        _rows(y),
         norm_gain.astype(dtype),
     )
     new_bank = new_bank.reshape(bank.shape) if seal else bank
@@ -416,17 +445,45 @@ def _count(count, sources):
 
 
 def _flat(x: Array) -> Array:
-    """Exactly one token axis."""
-    return x.reshape(x.shape[0], int(np.prod(x.shape[1:-1])), x.shape[-1])
+    """Exactly one token axis, after that of the sites or sources."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
-def _check(queries, sources, count, *, spare: bool = False) -> None:
-    N, D = sources.shape[0], sources.shape[-1]
-    if sources.ndim < 2 or N == 0 or queries.shape[-1] != D:
+def _rows(x: Array) -> Array:
+    """The same, of an array with no axis before its tokens'."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _check(queries, sources, gains, count, prior, epsilon, *, spare: bool = False) -> None:
+    check_epsilon("epsilon", epsilon)
+    check_array("queries", queries, "S D")
+    check_array("sources", sources, "N ... D")
+    (S, D), N = queries.shape, sources.shape[0]
+    if N == 0 or sources.shape[-1] != D:
         raise ValueError(
             f"shapes do not fit: queries [S, D] are {queries.shape}, "
             f"sources [N, ..., D] are {sources.shape}, and there must be one at least"
         )
+    if gains is not None:
+        check_array("gains", gains, "S D")
+        if gains.shape != queries.shape:
+            raise ValueError(
+                f"shapes do not fit: queries [S, D] are {queries.shape}, gains {gains.shape}"
+            )
+    if prior is not None:
+        mixed, log_sums = prior
+        check_array("prior[0]", mixed, "S ... D")
+        check_array("prior[1]", log_sums, "S ...")
+        wanted = (S, *sources.shape[1:])
+        if mixed.shape != wanted or log_sums.shape != wanted[:-1]:
+            raise ValueError(
+                f"shapes do not fit: prior is of {mixed.shape} and {log_sums.shape}, and has to be "
+                f"of {wanted} and {wanted[:-1]}"
+            )
+    if count is None:
+        return
+    if jnp.shape(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer):
+        raise ValueError(f"count={count!r} must be an integer: how many sources there are")
     if isinstance(count, int) and not 0 <= count <= N - spare:
         raise ValueError(
             f"count={count} must be from 0 to the number of sources, {N}"
@@ -434,6 +491,16 @@ def _check(queries, sources, count, *, spare: bool = False) -> None:
         )
 
 
-def _check_norm(norm) -> None:
-    if norm not in get_args(Norm):
-        raise ValueError(f"norm={norm!r} is unknown; legal: {', '.join(get_args(Norm))}")
+def _check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> None:
+    check_norm(norm)
+    check_epsilon("epsilon", epsilon)
+    check_epsilon("norm_epsilon", norm_epsilon)
+    check_array("current", current, "... D")
+    vectors = {"query": query, "norm_gain": norm_gain} | ({} if gain is None else {"gain": gain})
+    for name, vector in vectors.items():
+        check_array(name, vector, "D")
+        if vector.shape != current.shape[-1:]:
+            raise ValueError(
+                f"shapes do not fit: current [..., D] is {current.shape}, {name} [D] is "
+                f"{vector.shape}"
+            )

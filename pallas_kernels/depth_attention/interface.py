@@ -60,16 +60,15 @@ gradient is 0.
 with a D are then own slices, `delta` is the device's own part of a sum, and d_logit that of all.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.platform import UnsupportedImplementation
 
 __all__ = ["MergeGradients", "Norm", "UnsupportedImplementation", "wide"]
-
-Norm = Literal["layernorm", "rmsnorm"]
 
 
 class MergeGradients(NamedTuple):

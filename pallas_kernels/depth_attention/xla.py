@@ -8,6 +8,8 @@ With a `key_axis` the sources' entries D are divided over the devices along that
 and mean squares are sums over devices, one all-reduce of float32 each way.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,7 @@ def _over_devices(key_axis, *parts):
     """The sums over devices of parts that end in T, in one all-reduce."""
     if key_axis is None:
         return parts
-    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
+    rows = [part.reshape(math.prod(part.shape[:-1]), part.shape[-1]) for part in parts]
     sums = jax.lax.psum(jnp.concatenate(rows), key_axis)
     ends = np.cumsum([row.shape[0] for row in rows])[:-1]
     return [s.reshape(p.shape) for s, p in zip(jnp.split(sums, ends), parts, strict=True)]

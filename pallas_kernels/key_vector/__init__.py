@@ -8,6 +8,10 @@ Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels), "trito
 "pallas" (the kernels of whatever platform the program is lowered for, plain JAX on others). None is
 "xla", but the TPU kernels on a TPU; GPU kernels have to be asked for until they are measured.
 
+`store_norm_retrieve`, `store` and `norm_retrieve` have gradients of every array in reverse mode:
+jax.grad, jax.vjp, jax.jacrev. These are differentiated again only with "xla", and nothing is in
+forward mode first (jax.jvp, jax.jacfwd): a TypeError says so. The others have no gradient.
+
 With a `key_axis` an op is what one device does in `jax.shard_map(.., check_vma=False)`, K being
 divided over that mesh axis of n devices. The residual is then that of the B = n b rows of all the
 axis' devices and of the own slice of K: [B, N, K / n, V]; keys and gain are own slices; data and
@@ -18,13 +22,14 @@ all-gather of the cotangents, a reduce-scatter, and an all-gather as small. See 
 """
 
 import functools
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
+from pallas_kernels.arguments import check_array, check_epsilon, check_norm
 from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
@@ -34,7 +39,7 @@ from pallas_kernels.key_vector.interface import (
     UnsupportedImplementation,
 )
 from pallas_kernels.key_vector.xla import to_fixed_point
-from pallas_kernels.platform import Implementation, Implementations
+from pallas_kernels.platform import Implementation, Implementations, reverse_mode
 
 __all__ = [
     "FRACTION_BITS",
@@ -52,6 +57,7 @@ __all__ = [
 ]
 
 
+@reverse_mode
 def store_norm_retrieve(
     residual: Shaped[Array, "*tokens K V"],
     store_keys: Float[Array, "R K"],
@@ -75,7 +81,7 @@ def store_norm_retrieve(
       gain: the norm's gain; the norm runs over all `K * V` entries of a token together.
       read_keys: r, the key vectors of the P data vectors retrieved.
       norm: "layernorm" subtracts the mean first, "rmsnorm" does not.
-      epsilon: added to the variance (layernorm) or mean square (rmsnorm).
+      epsilon: added to the variance (layernorm) or mean square (rmsnorm); 0 or above.
       key_axis: the mesh axis over which K is divided, if any; there are exactly two token axes
         then, and data and z are of the own rows (see the module's docstring).
       implementation: None picks what is best on the platform that the program is lowered for.
@@ -87,10 +93,11 @@ def store_norm_retrieve(
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call, or an int16
         residual is differentiated: JAX has no gradients of integers (`undo` gives them).
-      ValueError: the shapes do not fit, or the norm is unknown.
+      ValueError: shapes or dtypes do not fit, the norm is unknown, or epsilon is negative.
+      TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
       NameError: `key_axis` is no axis of a `jax.shard_map` around.
     """
-    key_axis = _check(residual, gain, read_keys, norm, key_axis, store_keys, data)
+    key_axis = _check(residual, gain, read_keys, norm, epsilon, key_axis, store_keys, data)
     call = _Call(norm, epsilon, implementation, key_axis=key_axis)
     args = (_flat(residual), store_keys, _flat(data), gain, read_keys)
     stored, retrieved = _store_norm_retrieve(call, *args)
@@ -98,6 +105,7 @@ def store_norm_retrieve(
     return stored.reshape(residual.shape), retrieved.reshape(*lead, *retrieved.shape[2:])
 
 
+@reverse_mode
 def store(
     residual: Shaped[Array, "*tokens K V"],
     store_keys: Float[Array, "R K"],
@@ -107,12 +115,14 @@ def store(
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "*tokens K V"]:
     """The writing half of `store_norm_retrieve`: `X + sum_r w_r (x) y_r` (equations 18 to 23)."""
+    check_array("residual", residual, "... K V", or_int16=True)
     key_axis = _check_axis(residual, key_axis)
     _check_store(residual, store_keys, data, key_axis)
     call = _Call("layernorm", 0.0, implementation, key_axis=key_axis)
     return _store(call, _flat(residual), store_keys, _flat(data)).reshape(residual.shape)
 
 
+@reverse_mode
 def norm_retrieve(
     residual: Shaped[Array, "*tokens K V"],
     gain: Float[Array, "K V"],
@@ -125,7 +135,7 @@ def norm_retrieve(
     implementation: Implementation | None = None,
 ) -> Float[Array, "*own_tokens P V"]:
     """The reading half: `r_p . (gain * norm(X))` (equations 22, 25, 27), in `dtype` or X's."""
-    key_axis = _check(residual, gain, read_keys, norm, key_axis)
+    key_axis = _check(residual, gain, read_keys, norm, epsilon, key_axis)
     call = _Call(norm, epsilon, implementation, jnp.dtype(dtype or residual.dtype), key_axis)
     retrieved = _norm_retrieve(call, _flat(residual), gain, read_keys)[0]
     if key_axis is not None:
@@ -145,7 +155,7 @@ def norm_retrieve_with_statistics(
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "b N P V"], Statistics]:
     """`norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
-    key_axis = _check(residual, gain, read_keys, norm, key_axis)
+    key_axis = _check(residual, gain, read_keys, norm, epsilon, key_axis)
     call = _Call(norm, epsilon, implementation, jnp.dtype(dtype), key_axis)
     return _norm_retrieve(call, residual, gain, read_keys)
 
@@ -175,7 +185,7 @@ def undo(
     Raises:
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
     """
-    key_axis = _check(residual, gain, read_keys, norm, key_axis, store_keys, data)
+    key_axis = _check(residual, gain, read_keys, norm, 0.0, key_axis, store_keys, data)
     call = _Call(norm, 0.0, implementation, key_axis=key_axis)
     read = None
     if key_axis is not None:
@@ -355,10 +365,15 @@ def _flat(x: Array) -> Array:
     return x.reshape(int(np.prod(lead[:-1])), lead[-1], a, b)
 
 
-def _check(residual, gain, read_keys, norm, key_axis, store_keys=None, data=None) -> str | None:
+def _check(
+    residual, gain, read_keys, norm, epsilon, key_axis, store_keys=None, data=None
+) -> str | None:
     """The key axis, or None if it divides nothing."""
-    if norm not in get_args(Norm):
-        raise ValueError(f"norm={norm!r} is unknown; legal: {', '.join(get_args(Norm))}")
+    check_norm(norm)
+    check_epsilon("epsilon", epsilon)
+    check_array("residual", residual, "... K V", or_int16=True)
+    check_array("gain", gain, "K V")
+    check_array("read_keys", read_keys, "P K")
     key_axis = _check_axis(residual, key_axis)
     if gain.shape != residual.shape[-2:] or read_keys.shape[-1] != gain.shape[0]:
         raise ValueError(
@@ -383,6 +398,8 @@ def _check_axis(residual, key_axis) -> str | None:
 
 
 def _check_store(residual, store_keys, data, key_axis) -> None:
+    check_array("store_keys", store_keys, "R K")
+    check_array("data", data, "... R V")
     R, K = store_keys.shape
     *tokens, _, V = residual.shape
     if key_axis is not None:

@@ -19,10 +19,11 @@ and then sums of that are taken over slices; `backward` is given the statistics 
 the whole, where else it takes the means itself.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.platform import UnsupportedImplementation
 
 __all__ = [
@@ -33,8 +34,6 @@ __all__ = [
     "Statistics",
     "UnsupportedImplementation",
 ]
-
-Norm = Literal["layernorm", "rmsnorm"]
 
 # An int16 residual holds X * 2^FRACTION_BITS rounded: steps of 1/512, up to 64. Writes are then
 # sums of integers, which can be taken back without error.

@@ -7,13 +7,11 @@ Cost of `store_norm_retrieve` for T tokens, R stored and P retrieved vectors of 
 once in and the retrieved vectors once out: `T * (2 * K * V + R * V + P * V)` elements.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-Norm = Literal["layernorm", "rmsnorm"]
+from pallas_kernels.key_vector.interface import Norm
 
 
 def _accumulator(*arrays: Array) -> jnp.dtype:

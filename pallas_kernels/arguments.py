@@ -1,0 +1,42 @@
+"""What the ops ask of their arguments: one line that names what does not fit, and what is legal."""
+
+import math
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+
+Norm = Literal["layernorm", "rmsnorm"]
+
+
+def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None:
+    """Raises ValueError if `x` is no array of floats with these axes.
+
+    Args:
+      name: of the argument.
+      x: what was given.
+      axes: names, as in "P K"; "..." is any number of them.
+      or_int16: whether int16 is legal too.
+    """
+    names = axes.split()
+    legal = f"{name} [{', '.join(names)}] must be an array of floats"
+    legal += " or int16" if or_int16 else ""
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise ValueError(f"{legal}, but is a {type(x).__name__}")
+    least = len(names) - ("..." in names)
+    if x.ndim < least or ("..." not in names and x.ndim > least):
+        count = f"{least} {'axis' if least == 1 else 'axes'}"
+        count = f"at least {count}" if "..." in names else count
+        raise ValueError(f"{legal} with {count}, but is of shape {x.shape}")
+    if not (jnp.issubdtype(x.dtype, jnp.floating) or (or_int16 and x.dtype == jnp.int16)):
+        raise ValueError(f"{legal}, but is {x.dtype}")
+
+
+def check_epsilon(name: str, value: Any) -> None:
+    """Raises ValueError if a norm's epsilon is no finite number from 0 on."""
+    if not 0 <= value < math.inf:  # NaN is neither
+        raise ValueError(f"{name}={value} must be a finite number, 0 or above")
+
+
+def check_norm(norm: Any) -> None:
+    if norm not in get_args(Norm):
+        raise ValueError(f"norm={norm!r} is unknown; legal: {', '.join(get_args(Norm))}")

@@ -1,0 +1,227 @@
+"""What the ops say of arguments that do not fit, and which derivatives they have."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import UnsupportedImplementation
+from pallas_kernels.causal_attention import reference
+from tests import cuda
+
+B, N, K, V, R, P = 2, 3, 4, 5, 2, 6
+
+
+@pytest.fixture
+def unannotated():
+    """Without the checks of annotations, which are the tests' alone."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def site(**changes):
+    """Arguments of `store_norm_retrieve`."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    arrays = {
+        "residual": draw(B, N, K, V),
+        "store_keys": draw(R, K),
+        "data": draw(B, N, R, V),
+        "gain": draw(K, V),
+        "read_keys": draw(P, K),
+    }
+    return arrays | changes
+
+
+def bank(**changes):
+    """Arguments of `depth_attention`."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return {"query": draw(8), "sources": draw(3, B, N, 8)} | changes
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int8", "bool", "complex64"])
+@pytest.mark.parametrize(
+    "name, axes", [("residual", "..., K, V"), ("data", "..., R, V"), ("read_keys", "P, K")]
+)
+def test_key_vector_ops_take_floats(name, axes, dtype, unannotated):
+    arrays = site()
+    with pytest.raises(ValueError, match=rf"{name} \[{axes}\] must be .* floats.*but is {dtype}"):
+        pallas_kernels.store_norm_retrieve(**arrays | {name: arrays[name].astype(dtype)})
+
+
+def test_an_int16_residual_is_legal_and_int16_data_are_not(unannotated):
+    fixed = site(residual=jnp.zeros((B, N, K, V), jnp.int16))
+    assert pallas_kernels.store_norm_retrieve(**fixed)[0].dtype == jnp.int16
+    with pytest.raises(ValueError, match=r"data .* must be an array of floats, but is int16"):
+        pallas_kernels.store_norm_retrieve(**site(data=jnp.zeros((B, N, R, V), jnp.int16)))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"read_keys": jnp.ones(K)}, r"read_keys \[P, K\] .* with 2 axes, but is of shape \(4,\)"),
+        ({"store_keys": jnp.ones(K)}, r"store_keys \[R, K\] .* 2 axes, but is of shape \(4,\)"),
+        ({"gain": jnp.ones((1, K, V))}, r"gain \[K, V\] .* 2 axes, but is of shape \(1, 4, 5\)"),
+        ({"residual": jnp.ones(V)}, r"residual \[\.\.\., K, V\] .* at least 2 axes"),
+        ({"data": [1.0]}, r"data \[\.\.\., R, V\] must be an array of floats, but is a list"),
+        ({"gain": jnp.ones((K, V + 1))}, r"shapes do not fit: .* gain \[K, V\] is \(4, 6\)"),
+        ({"epsilon": -100}, "epsilon=-100 must be a finite number, 0 or above"),
+        ({"epsilon": float("nan")}, "epsilon=nan must be a finite number"),
+    ],
+)
+def test_key_vector_ops_name_what_does_not_fit(changes, message, unannotated):
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.store_norm_retrieve(**site(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"query": jnp.ones((1, 8))}, r"query \[D\] .* with 1 axis, but is of shape \(1, 8\)"),
+        ({"query": jnp.ones(7)}, r"shapes do not fit: queries \[S, D\] are \(1, 7\)"),
+        ({"gain": jnp.ones(7)}, r"shapes do not fit: query \[D\] is \(8,\), gain \(7,\)"),
+        ({"gain": jnp.ones((3, 8))}, r"gain \[D\] .* with 1 axis, but is of shape \(3, 8\)"),
+        ({"sources": jnp.ones((3, B, N, 8), jnp.int32)}, "sources .* floats, but is int32"),
+        ({"sources": jnp.ones((0, B, N, 8))}, "there must be one at least"),
+        ({"count": 2.5}, "count=2.5 must be an integer"),
+        ({"count": jnp.ones((2,), jnp.int32)}, "count=.* must be an integer"),
+        ({"count": 4}, "count=4 must be from 0 to the number of sources, 3"),
+        ({"epsilon": -1e-6}, "epsilon=-1e-06 must be a finite number"),
+        ({"prior": (jnp.ones((B, 8)), jnp.ones((B,)))}, r"prior is of \(1, 2, 8\) and \(1, 2\)"),
+    ],
+)
+def test_depth_attention_names_what_does_not_fit(changes, message, unannotated):
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.depth_attention(**bank(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"query": jnp.ones(7)}, r"query \[D\] is \(7,\)"),
+        ({"norm_gain": jnp.ones((1, 8))}, r"norm_gain \[D\] .* 1 axis"),
+        ({"mixed": jnp.ones((2, 4, 8))}, r"mixed \[S, \.\.\., D\] is \(2, 4, 8\)"),
+        ({"norm_epsilon": -1}, "norm_epsilon=-1"),
+        ({"norm": "batch"}, "norm='batch' is unknown; legal: layernorm, rmsnorm"),
+    ],
+)
+def test_merging_names_what_does_not_fit(changes, message, unannotated):
+    arrays = {"mixed": jnp.ones((2, N, 8)), "log_sums": jnp.ones(N), "current": jnp.ones((N, 8))}
+    arrays |= {"query": jnp.ones(8), "norm_gain": jnp.ones(8), "site": 0}
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.depth_attention_merge(**arrays | changes)
+
+
+def test_causal_attention_names_what_does_not_fit(unannotated):
+    with pytest.raises(ValueError, match=r"qkv \[B, N, 3 H, D\] is \(1, 4, 5, 8\)"):
+        pallas_kernels.causal_attention(jnp.ones((1, 4, 5, 8)), scale=1.0)
+    with pytest.raises(ValueError, match=r"slopes \[H\] are \(3,\)"):
+        pallas_kernels.causal_attention(jnp.ones((1, 4, 6, 8)), scale=1.0, slopes=jnp.ones(3))
+    with pytest.raises(UnsupportedImplementation, match="legal: xla, mosaic_tpu, pallas, cudnn"):
+        pallas_kernels.causal_attention(jnp.ones((1, 4, 6, 8)), scale=1.0, implementation="triton")
+
+
+def test_an_empty_batch_is_served_forward_and_backward():
+    none = {name: x[:0] for name, x in site().items() if name in ("residual", "data")}
+    stored, read = pallas_kernels.store_norm_retrieve(**site(**none))
+    assert stored.shape == (0, N, K, V) and read.shape == (0, N, P, V)
+
+    def mixed(query, sources):
+        h = pallas_kernels.depth_attention(query, sources)
+        current = h + 1
+        options = dict(mixed=h[None], log_sums=h[..., 0], site=0, current=current, query=query)
+        _, _, z = pallas_kernels.depth_attention_merge(norm_gain=query, **options)
+        _, _, last = pallas_kernels.depth_attention_step(
+            sources, 2, current, z, query, query, seal=True
+        )
+        assert z.shape == last.shape == (0, N, 8)
+        return jnp.sum(last)
+
+    query, sources = bank()["query"], bank()["sources"][:, :0]
+    gradients = jax.grad(mixed, argnums=(0, 1))(query, sources)
+    assert not gradients[0].any() and gradients[1].shape == sources.shape
+
+
+def norm_retrieve(gain, implementation=None):
+    X, w, y, _, r = site().values()
+    return pallas_kernels.store_norm_retrieve(X, w, y, gain, r, implementation=implementation)[1]
+
+
+def depth_attention(query, implementation=None):
+    return pallas_kernels.depth_attention(query, bank()["sources"], implementation=implementation)
+
+
+def causal_attention(qkv, implementation=None):
+    return pallas_kernels.causal_attention(qkv, scale=0.5, implementation=implementation)
+
+
+OPS = {
+    norm_retrieve: site()["gain"],
+    depth_attention: bank()["query"],
+    causal_attention: jnp.asarray(np.random.default_rng(1).normal(size=(1, 3, 6, 2)), jnp.float32),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_derivatives_but_one_in_reverse_mode_are_refused_in_a_line(op):
+    x, loss = OPS[op], lambda x: jnp.sum(jnp.sin(op(x)))
+    twice = lambda x: jnp.sum(jax.grad(loss)(x) ** 2)
+    with pytest.raises(TypeError, match="in reverse mode only: .* jax.jvp, jax.jacfwd"):
+        jax.jvp(loss, (x,), (x,))
+    for again in (jax.grad(twice), jax.jit(jax.grad(jax.jit(twice)))):
+        with pytest.raises(TypeError, match="in reverse mode, once .* implementation='xla'"):
+            again(x)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_plain_jax_can_be_differentiated_twice(op):
+    x = OPS[op]
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(op(x, "xla")))))
+    direction = jnp.asarray(np.random.default_rng(2).normal(size=x.shape), jnp.float32)
+    second = jax.grad(lambda x: jnp.sum(gradient(x) * direction))(x)
+    # Along the direction, by central differences: float32 is good for about four digits.
+    step = 1e-2
+    near = (gradient(x + step * direction) - gradient(x - step * direction)) / (2 * step)
+    np.testing.assert_allclose(second, near, atol=2e-3 * float(jnp.abs(near).max()))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("implementation, device", [("triton", "cuda"), ("mosaic_tpu", "tpu")])
+def test_a_named_kernel_is_lowered_for_its_own_platform_alone(implementation, device):
+    shape = {"residual": (1, 128, 16, 8), "store_keys": (2, 16), "data": (1, 128, 2, 8)}
+    shape |= {"gain": (16, 8), "read_keys": (3, 16)}
+    arrays = [jnp.ones(size) for size in shape.values()]
+    op = lambda *a: pallas_kernels.store_norm_retrieve(*a, implementation=implementation)
+    message = f"implementation='{implementation}' is for {device}, and this is lowered for cpu"
+    for run in (op, jax.jit(op)):
+        with pytest.raises(UnsupportedImplementation, match=message):
+            run(*arrays)
+    if device == "cuda":
+        assert "triton" in cuda.lowered(op, *arrays)
+    else:
+        program = jax.jit(op).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
+        assert "tpu_custom_call" in program
+
+
+def test_a_prime_length_takes_whole_blocks_and_a_filled_one(monkeypatch):
+    rng = np.random.default_rng(0)
+    qkv = jnp.asarray(rng.normal(size=(2, 13, 6, 4)), jnp.float32)
+    options = dict(
+        slopes=jnp.asarray([0.3, -2.0]), segment_ids=jnp.asarray([[1] * 7 + [2] * 6] * 2)
+    )
+
+    def both(qkv):  # a function of its own each time: traces are cached by it
+        op = lambda qkv: pallas_kernels.causal_attention(qkv, scale=0.5, **options)
+        out, pullback = jax.vjp(op, qkv)
+        return out, pullback(jnp.cos(out))[0]
+
+    whole = jax.jit(lambda qkv: both(qkv))(qkv)
+    monkeypatch.setattr(reference, "_QUERIES", 5)
+    in_blocks = jax.jit(lambda qkv: both(qkv))
+    assert "length=3" in str(jax.make_jaxpr(in_blocks)(qkv))
+    for got, expected in zip(in_blocks(qkv), whole, strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-6)
