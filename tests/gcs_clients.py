@@ -39,7 +39,7 @@ def kvstore(server, path="", **options):
 
 def ask(server, method, path, body=None, **headers):
     """One request as it is on the wire: status, headers, body."""
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=600)
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body=body, headers=headers)
     response = connection.getresponse()

@@ -36,7 +36,7 @@ from tests import gcs_server
 
 KEPT = 2  # steps
 SECONDS = 0.5  # after a saver's first save has begun, within which it is killed
-JOIN_SECONDS = 60.0
+JOIN_SECONDS = 600.0
 PARTNER_SECONDS = 2.0  # that a process waits for another one within a save
 
 # Where in a save it died, from what it left; in the order in which a save gets there.
@@ -258,9 +258,11 @@ def kill(place: Place, processes: int, trials: int, seed: int = 0) -> Kills:
         for victim in victims:
             savers.processes[victim].kill()
         committed, failed = savers.end()
-        # The one that was left alone says so; without process 0, in the words of JAX's client.
-        without_one = ["did not come to 'checkpoint", "missed each other at 'checkpoint"]
-        alone = ["UNAVAILABLE", "CANCELLED"] if 0 in victims else without_one
+        # The one that was left alone says so; without process 0, in the words of JAX's client. On a
+        # slow machine one may also have been late before the kill.
+        alone = ["did not come to 'checkpoint", "missed each other at 'checkpoint"]
+        if 0 in victims:
+            alone += ["UNAVAILABLE", "CANCELLED"]
         assert all(any(words in line for words in alone) for line in failed), failed
         all_killed += len(victims) == processes
         phases[_phase(before, set(place.names()))] += 1
@@ -278,7 +280,7 @@ def kill(place: Place, processes: int, trials: int, seed: int = 0) -> Kills:
     last = _run_to_the_end(place, processes)
     # Nothing is left but the steps to keep: no rest of any of the killed.
     left = {tuple(name.split("/")[:2]) for name in place.names() if not name.endswith("__lock")}
-    assert len(left) == 2 * KEPT and {int(step) for step, _ in left} == {last - 1, last}
+    assert len(left) == 2 * KEPT and {int(step) for step, _ in left} == {last - 1, last}, left
     return Kills(place.name, processes, phases, all_killed, newest, last - first)
 
 

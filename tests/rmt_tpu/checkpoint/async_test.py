@@ -24,7 +24,7 @@ from rmt_tpu.storage import Fault
 from tests.rmt_tpu.checkpoint.checkpoints import assert_same, mesh, sharded, small_tree
 
 REPOSITORY = Path(checkpoint.__file__).parents[2]
-SECONDS = 60  # after which something hangs
+SECONDS = 600  # after which something hangs
 
 
 class Gate:
@@ -279,6 +279,7 @@ def test_a_program_that_ends_finishes_its_save(root, end, code, errors):
 
 MEMBER = """
 import sys, time
+from pathlib import Path
 import jax, numpy as np
 from rmt_tpu.checkpoint import save as checkpoint_save
 from rmt_tpu.distributed import processes
@@ -335,20 +336,25 @@ processes.finish()
 """
 
 ONE_IS_LATE = """
+given_up = Path(root + ".given_up")
 def late(usual, attempt, part, action):
-    if process == 1 and part == "write":
-        time.sleep(4)  # twice the patience of the other
+    if part == "write":
+        processes._timeout = 2
+        while process == 1 and not given_up.exists():
+            time.sleep(0.01)
     return usual(attempt, part, action)
 patch("_together", late)
 saver = Checkpointer(root)
 saver.begin_save(1, {"x": make(1)}, {})
 tell(saver.wait)
-processes.exchange("", "the end", timeout=30)
+given_up.touch()
+processes._timeout = float(timeout)
+processes.exchange("", "the end")
 print(saver.steps())
 """
 
 
-def run_two(code: str, root: str, timeout: int) -> list[str]:
+def run_two(code: str, root: str) -> list[str]:
     """What each of two processes with four devices prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -357,7 +363,7 @@ def run_two(code: str, root: str, timeout: int) -> list[str]:
     command = [sys.executable, "-c", MEMBER + code, str(port)]
     processes = [
         subprocess.Popen(
-            [*command, str(number), root, str(timeout)],
+            [*command, str(number), root, str(SECONDS // 2)],
             cwd=REPOSITORY,
             env=os.environ | devices,
             stdout=subprocess.PIPE,
@@ -384,7 +390,7 @@ def told(output: str) -> list[str]:
 
 
 def test_processes_save_while_their_main_threads_agree_on_other_things(root):
-    outputs = run_two(GO_ON, root, timeout=30)
+    outputs = run_two(GO_ON, root)
     failed = f"error: cannot save step 5 in {root}: process 1: OSError: disk of process 1"
     assert [told(output) for output in outputs] == [["4", failed, "6"]] * 2
     assert Checkpointer(root).steps() == [3, 4, 6]
@@ -392,7 +398,7 @@ def test_processes_save_while_their_main_threads_agree_on_other_things(root):
 
 
 def test_a_process_that_does_not_come_is_named_and_nothing_is_committed(root):
-    first, second = map(told, run_two(ONE_IS_LATE, root, timeout=2))
+    first, second = map(told, run_two(ONE_IS_LATE, root))
     where = f"error: cannot save step 1 in {root}: "
     missing = "did not come to 'checkpoint 1: write' within 2 s; see their logs"
     assert first == [f"{where}process 1 of 2 {missing}", "[]"]

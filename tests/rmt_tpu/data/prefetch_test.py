@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ def take(prefetcher: Prefetcher, count: int) -> list:
 
 def until(condition) -> None:
     """Waits for what another thread does."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -68,17 +69,22 @@ def test_resuming_from_what_was_taken_repeats_and_skips_nothing():
     assert sorted(seen) == list(range(0, 400, 4))
 
 
-def test_waiting_is_measured_and_is_none_when_the_batch_is_there():
-    release = threading.Event()
+def test_waiting_is_measured_and_is_none_when_the_batch_is_there(monkeypatch):
+    waits, now = threading.Event(), 10.0
+
+    def monotonic() -> float:
+        waits.set()
+        return now
 
     def read(position: int) -> int:
-        release.wait(10)
+        nonlocal now
+        waits.wait()
+        now += 0.25 * (position == 0)
         return position
 
+    monkeypatch.setattr("rmt_tpu.data.prefetch.time", SimpleNamespace(monotonic=monotonic))
     with Prefetcher(read, 0, 1, depth=2, threads=1) as ahead:
-        threading.Timer(0.2, release.set).start()
-        batch, seconds = ahead.next()
-        assert batch == 0 and 0.15 < seconds < 5
+        assert ahead.next() == (0, 0.25)
         until(lambda: all(future.done() for future in ahead._ahead))
         assert ahead.next() == (1, 0.0)
 
@@ -96,16 +102,18 @@ def test_an_error_is_raised_in_its_place_and_stays():
                 ahead.next()
 
 
-def test_closing_ends_the_threads_with_nothing_more_read():
-    begun = []
+def test_closing_ends_the_threads_with_nothing_more_read(monkeypatch):
+    monkeypatch.setattr("rmt_tpu.data.prefetch._CLOSE_SECONDS", 600)
+    begun, opened = [], []
 
     def read(position: int) -> int:
         begun.append(position)
-        time.sleep(0.05)
+        until(lambda: opened and opened[0]._ahead[-1].cancelled())  # it is being closed
         return position
 
     before = threading.active_count()
     with Prefetcher(read, 0, 1, depth=4, threads=1) as ahead:
+        opened.append(ahead)
         until(lambda: begun)
     assert threading.active_count() == before
     assert begun == [0]
@@ -114,11 +122,10 @@ def test_closing_ends_the_threads_with_nothing_more_read():
 
 def test_a_read_that_hangs_does_not_keep_a_run_from_ending(monkeypatch):
     monkeypatch.setattr("rmt_tpu.data.prefetch._CLOSE_SECONDS", 0.1)
-    hang = threading.Event()
-    started = time.monotonic()
-    with Prefetcher(lambda position: hang.wait(60), 0, 1):
+    hang, ended = threading.Event(), []
+    with Prefetcher(lambda position: ended.append(hang.wait(600)), 0, 1):
         pass
-    assert time.monotonic() - started < 5
+    assert not ended
     hang.set()
 
 

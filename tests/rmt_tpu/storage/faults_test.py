@@ -16,7 +16,8 @@ from rmt_tpu.errors import UsageError
 from tests import gcs_clients, gcs_server
 
 ROOT = Path(__file__).parents[3]
-LIMIT_SECONDS = 10  # of a first look that fails
+# Of a first look that fails: less than clients try for when nobody tells them otherwise.
+LIMIT_SECONDS = 110
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +147,12 @@ class TestCredentials:
             env=environment | env,
             capture_output=True,
             encoding="utf-8",
-            timeout=60,
+            timeout=600,
         )
         seconds = time.monotonic() - begin
         assert (done.returncode, done.stderr) == (0, "")
         (told,) = done.stdout.splitlines()
-        assert "SECRET" not in told and seconds < LIMIT_SECONDS + 4  # with its start
+        assert "SECRET" not in told and seconds < LIMIT_SECONDS
         return told
 
     def test_none(self, tmp_path):

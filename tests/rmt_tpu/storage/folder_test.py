@@ -146,7 +146,7 @@ class TestCreate:
         for process in processes:
             process.stdin.write("\n")
             process.stdin.flush()
-        won = [eval(process.communicate(timeout=60)[0]) for process in processes]
+        won = [eval(process.communicate(timeout=600)[0]) for process in processes]
         for i, (first, second) in enumerate(zip(*won, strict=True)):
             assert first != second
             assert content(folder, str(i)) == (b"0" if first else b"1")
