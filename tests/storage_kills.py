@@ -157,6 +157,10 @@ def _saver(
             told.send(("committed", checkpoints.wait().step))
         if member:
             processes.finish()
+            # As when a program ends, which these processes do not: else process 0, which holds what
+            # all agreed on, could be gone before the other one has read it.
+            processes._watch.stop()
+            jax.distributed.shutdown()
     except (RmtError, jax.errors.JaxRuntimeError) as error:
         told.send(("failed", str(error).split("\n")[0]))
         told.close()
@@ -287,7 +291,8 @@ def kill(place: Place, processes: int, trials: int, seed: int = 0) -> Kills:
 def _run_to_the_end(place: Place, processes: int) -> int:
     savers = Savers(place, processes, last=KEPT)
     step = savers.first_step() + KEPT
-    assert savers.end() == (step, [])
+    end = savers.end()
+    assert end == (step, []), end
     assert restore(place.checkpoints()) == step
     return step
 

@@ -108,6 +108,7 @@ def one(mesh, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_numbers_of_one(one, two):
     assert [row["step"] for row in numbers(one)] == list(range(1, STEPS + 1))
     assert numbers(two[0]) == numbers(one)
@@ -135,6 +136,7 @@ def test_only_the_first_process_tells_and_writes(two):
     assert not list(workdir.glob(".*")), "a temporary file is left"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_is_as_that_of_one(one, two):
     def files(workdir):
         folder = workdir / f"checkpoints/{STEPS}"

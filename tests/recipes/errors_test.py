@@ -169,6 +169,7 @@ def test_all_checkpoints_damaged(trained, recipe, tmp_path):
     assert "step 20: " in error and "params/unembedding/kernel" in error
 
 
+@pytest.mark.slow
 def test_loss_is_not_finite(tmp_path):
     # The first step is taken; what it makes of the parameters has no finite loss.
     flags = ("--set=train.optimizer.learning_rate=1e30", "--checkpoint_every=1")

@@ -67,6 +67,7 @@ def test_step_is_the_checkpoint(trained):
     assert done.stdout == f"{PROMPT}{wanted}\n"
 
 
+@pytest.mark.slow
 def test_seed(trained, loaded):
     how = {"temperature": 0.8, "max_tokens": 30}
     drawn = [text(loaded, seed=seed, **how) for seed in (3, 3, 4)]

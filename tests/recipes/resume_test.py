@@ -149,6 +149,7 @@ def test_kill_anywhere(preset, uninterrupted, tmp_path):
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_text_that_has_changed_is_refused(tmp_path):
     text, workdir = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(cli.TEXT.read_text())

@@ -77,6 +77,7 @@ def test_no_orbax(tmp_path):
         (["--gigabytes=1e9"], "GB free, and --gigabytes=1e+09 needs 2200000000.0"),
         (["--output=s3://bucket/reports"], "s3://bucket/reports"),
     ],
+    ids=["gigabytes", "rounds", "too large", "output"],
 )
 def test_usage_errors(flags, message, tmp_path):
     assert message in cli.fail("storage_report", *flags_of(tmp_path), *flags)

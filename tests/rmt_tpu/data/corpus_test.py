@@ -211,7 +211,7 @@ def test_no_text_at_all(write):
 texts = st.lists(st.text(st.sampled_from("aé\n\r<|"), max_size=20), max_size=12)
 
 
-@settings(derandomize=True, deadline=5000, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=150)
 @given(texts, st.integers(1, 60), st.sampled_from(["txt", "jsonl"]), st.booleans())
 def test_spans_have_every_document_once_in_order(tmp_path_factory, texts, size, kind, bom):
     path = tmp_path_factory.mktemp("spans") / f"a.{kind}"
