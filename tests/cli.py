@@ -16,11 +16,12 @@ import tempfile
 from pathlib import Path
 
 from rmt_tpu.training.metrics import read_metrics, series
+from tests import programs
 from tests.cli_server import Command
 
 ROOT = Path(__file__).parents[1]
 
-# What the runs of one session share: the text, and what was compiled for an earlier run.
+# What the runs of one session share.
 _SCRATCH = Path(tempfile.mkdtemp(prefix="rmt-cli-"))
 atexit.register(shutil.rmtree, _SCRATCH, ignore_errors=True)
 
@@ -59,17 +60,24 @@ cpu_seconds = 0.0
 
 
 def environment(*, devices: int = 1) -> dict[str, str]:
-    """Of a recipe's process: warnings are errors, and programs are compiled once a session."""
+    """Of a recipe's process: warnings are errors, and programs are compiled once."""
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
     flags.append(f"--xla_force_host_platform_device_count={devices}")
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join(flags),
-        "JAX_COMPILATION_CACHE_DIR": str(_SCRATCH / "cache"),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(_programs()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONWARNINGS": "error",
     }
+
+
+def _programs() -> Path:
+    """Where they are kept: for later sessions too, if these may keep any."""
+    kept = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "1") != "0"
+    return programs.FOLDER if kept else _SCRATCH / "programs"
 
 
 class Process:
@@ -196,9 +204,6 @@ def start(
       stderr: a file for its standard error.
       leads: whether it is the first of a process group of its own.
     """
-    # A killed process would leave half an entry of the cache for the next one.
-    least = "jax_persistent_cache_min_compile_time_secs"
-    first = f"import jax; jax.config.update({least!r}, 1e9)\n{first}"
     return Process(_command(recipe, flags, env, devices, first, leads), stderr)
 
 
@@ -231,11 +236,13 @@ def run_line(
     line: str, env: dict[str, str] | None = None, devices: int = 1
 ) -> subprocess.CompletedProcess[str]:
     """The outcome of a line that a person gives to a shell."""
+    # It would keep programs in halves if it were killed, or another one read meanwhile.
+    keep_none = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
     return subprocess.run(
         line,
         shell=True,
         cwd=ROOT,
-        env=environment(devices=devices) | (env or {}),
+        env=environment(devices=devices) | keep_none | (env or {}),
         capture_output=True,
         encoding="utf-8",
         timeout=TIMEOUT,

@@ -20,6 +20,8 @@ import socket
 import sys
 from typing import NamedTuple
 
+from tests import programs
+
 # What recipes import, other than flags: those a recipe defines are its own.
 PACKAGES = ("rmt_tpu", "pallas_kernels", "sharding")
 MODULES = (
@@ -65,6 +67,7 @@ def import_all() -> None:
         importlib.import_module(module)
     tasks = "/proc/self/task"
     assert not os.path.isdir(tasks) or len(os.listdir(tasks)) == 1, "an import began a thread"
+    programs.keep_whole()
     gc.freeze()  # or the first collection in each process would copy everything
 
 
