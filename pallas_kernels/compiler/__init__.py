@@ -1,7 +1,7 @@
 """What programs and kernels cost, from their compilers and without a device."""
 
 from pallas_kernels.compiler.collectives import Collective, collectives
-from pallas_kernels.compiler.cost import KernelCost, ProgramCost, kernel_cost, program_cost
+from pallas_kernels.compiler.cost import MODELS, KernelCost, ProgramCost, program_cost, work_of
 from pallas_kernels.compiler.memory import Assignment, Buffer
 from pallas_kernels.compiler.programs import (
     CompilerError,
@@ -16,6 +16,7 @@ from pallas_kernels.compiler.topology import DEVICES, TARGETS, Target, parse_top
 
 __all__ = [
     "DEVICES",
+    "MODELS",
     "TARGETS",
     "Assignment",
     "Buffer",
@@ -29,9 +30,9 @@ __all__ = [
     "Target",
     "collectives",
     "compile_jobs",
-    "kernel_cost",
     "lower",
     "parse_topology",
     "program_cost",
     "versions",
+    "work_of",
 ]

@@ -30,6 +30,7 @@ _FREE = {
     "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element",
     "opt-barrier", "parameter", "partition-id", "tuple", "while",
 }  # fmt: skip
+_FREE_CALLS = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"')
 _MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice",
           "concatenate", "pad"}  # fmt: skip
 _SLICES = {"slice", "dynamic-slice", "gather"}
@@ -197,7 +198,7 @@ class Module:
         An asynchronous copy counts where it starts.
         """
         opcode = instruction.opcode
-        if opcode in _FREE or opcode.endswith("-done") or _is_bitcast(instruction):
+        if opcode in _FREE or opcode.endswith("-done") or _is_free_call(instruction):
             return Bytes()
         scope = self.computations[computation]
         if opcode.endswith("-start"):
@@ -355,6 +356,7 @@ def _started(instruction: Instruction) -> Bytes:
     return _bytes((moved,)) + _bytes((target,))
 
 
-def _is_bitcast(instruction: Instruction) -> bool:
-    named = 'custom_call_target="ConcatBitcast"' in instruction.attributes
-    return instruction.opcode == "custom-call" and named
+def _is_free_call(instruction: Instruction) -> bool:
+    """Whether it names memory without touching it."""
+    named = _FREE_CALLS.search(instruction.attributes)
+    return instruction.opcode == "custom-call" and named is not None

@@ -53,7 +53,8 @@ class Program:
     Attributes:
       target: what it was compiled for.
       module: the compiled instructions.
-      schedules: of its kernels, by the name of the instruction; equal kernels share one.
+      schedules: of its kernels and fusions, by the name of the instruction, as far as libtpu left
+        them; equal kernels share one.
       memory: bytes by kind, as in `jax.stages.Compiled.memory_analysis()`.
       seconds: that compiling took.
       warnings: given meanwhile, as by a call that has no kernel.
@@ -181,8 +182,7 @@ def _read(target: Target, folder: Path) -> Program | Failure:
     if "error" in result:
         return Failure(result["error"], result["error_type"], assignment, result["info"])
     module = Module((folder / "hlo.txt").read_text(encoding="utf-8"))
-    kernels = [ran.instruction for ran in module.run() if ran.instruction.is_kernel]
-    schedules = _schedules(target, folder, kernels)
+    schedules = _schedules(target, folder, [ran.instruction for ran in module.run()])
     return Program(
         target=target,
         module=module,
@@ -213,19 +213,27 @@ def _check_installed(target: Target) -> None:
         raise CompilerError("no ptxas on the PATH; pip install nvidia-cuda-nvcc brings it")
 
 
-def _schedules(target: Target, folder: Path, kernels: Sequence[Instruction]) -> dict[str, Schedule]:
-    """Of every kernel; libtpu schedules only one of those that are alike."""
+def _schedules(
+    target: Target, folder: Path, instructions: Sequence[Instruction]
+) -> dict[str, Schedule]:
+    """Of what has one; libtpu schedules only one of the kernels that are alike."""
     parsed = {}
-    by_body = {}
-    for kernel in kernels:
-        bundles = folder / f"{kernel.name}.bundles.txt"
-        if bundles.exists() and kernel.name not in parsed:
-            use = folder / f"{kernel.name}.utilization.txt"
-            parsed[kernel.name] = by_body[kernel.kernel_body] = parse_schedule(
+    for instruction in instructions:
+        bundles = folder / f"{instruction.name}.bundles.txt"
+        if not bundles.exists() or instruction.name in parsed:
+            continue
+        use = folder / f"{instruction.name}.utilization.txt"
+        try:
+            parsed[instruction.name] = parse_schedule(
                 bundles.read_text(encoding="utf-8", errors="replace"),
                 use.read_text(encoding="utf-8"),
                 target.matrix,
             )
+        except ValueError:  # of what is not a kernel there are other views
+            if instruction.is_kernel:
+                raise
+    kernels = [i for i in instructions if i.is_kernel]
+    by_body = {k.kernel_body: parsed[k.name] for k in kernels if k.name in parsed}
     alike = {k.name: by_body[k.kernel_body] for k in kernels if k.kernel_body in by_body}
     return alike | parsed
 

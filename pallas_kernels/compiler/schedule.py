@@ -1,6 +1,6 @@
-"""A kernel's static schedule, as libtpu dumps it, and how many cycles it takes.
+"""The static schedule of a kernel or a fusion, as libtpu dumps it, and the cycles it takes.
 
-`*-<kernel>-<n>-final_bundles.txt` has one line a VLIW bundle, in the order of execution:
+`*-<name>-<n>-final_bundles.txt` has one line a VLIW bundle, in the order of execution:
 
     0x2d LB: >> { ... %s24 = sphi %s39, %s89 ... } /* Start region 88 :: ... */
     ...          %s89 = sadd.s32 2, %s24 ...   %p1 = scmp.ge.s32.totalorder %s89, 4 /* loop exit ..
@@ -36,6 +36,7 @@ _SPILL = re.compile(r"sst \[smem:\[(#\w+_spill)\]\] " + _OPERAND + r"(%\w+)")
 _FILL = re.compile(r"(%\w+) = sld " + _OPERAND + r"\[smem:\[(#\w+_spill)\]\]")
 _CONSTANT = re.compile(r"(%\w+) = smov " + _OPERAND + r"(-?\d+)\b")
 _MATRIX = re.compile(r"(vmatmul|vmatpush|vpop|vdwg|vmatres)([a-z0-9.\[\]]*)\.mxu(\d)")
+_VMEM_COPY = "dma.vmem_to_vmem"
 # A grid runs as a pipeline of three stages (copy in, compute, copy out) over two more iterations.
 _PIPELINE = "iteration index, stage"
 _PIPELINE_EXTRA = 2
@@ -68,14 +69,22 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The schedule of one kernel; figures are for one call on one core."""
+    """The schedule of one instruction; figures are for one call on one core.
+
+    Attributes:
+      program: all of it.
+      slots: of each unit, in a bundle.
+      copies_in_vmem: whether it copies from VMEM to VMEM. A pipeline over a grid does not: of an
+        operand that lies in VMEM, its window is an address there.
+    """
 
     program: Loop
     slots: dict[str, int]
+    copies_in_vmem: bool = False
 
     @property
     def cycles(self) -> int:
-        """Of the whole kernel, with waiting for matrix units and without waiting for HBM."""
+        """Of all of it, with waiting for matrix units and without waiting for HBM."""
         return sum(loop.cycles * times for loop, times in self.program.walk())
 
     @property
@@ -141,7 +150,7 @@ def parse_schedule(bundles_text: str, utilization_text: str, matrix: MatrixUnit)
             inner=tuple(loops),
         )
 
-    return Schedule(build(0, len(bundles) - 1, 1, spans), slots)
+    return Schedule(build(0, len(bundles) - 1, 1, spans), slots, _VMEM_COPY in bundles_text)
 
 
 @dataclasses.dataclass(frozen=True)

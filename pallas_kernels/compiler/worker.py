@@ -2,8 +2,8 @@
 
     python -m pallas_kernels.compiler.worker <folder with request.json>
 
-Leaves result.json, hlo.txt and the schedules of kernels in a folder for each job, and prints a line
-when it is complete.
+Leaves result.json, hlo.txt and the schedules of instructions in a folder for each job, and prints a
+line when it is complete.
 """
 
 import importlib
@@ -21,7 +21,11 @@ from jax.experimental import topologies
 
 from pallas_kernels.compiler.memory import DUMPS
 
-_KERNEL = re.compile(r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"')
+# "<time>-<instruction>-<pass>-<end>.txt": the pass is a number, the end may be of another.
+_SCHEDULE = re.compile(
+    r"\d+-(.+)-\d+-(final_bundles|final_hlo-static-per-bundle-utilization)\.txt"
+)
+_KINDS = {"final_bundles": "bundles", "final_hlo-static-per-bundle-utilization": "utilization"}
 _MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 # A message from the compiler can have a whole program behind its first lines.
 _MESSAGE = 400
@@ -70,15 +74,9 @@ def _compile(
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     (results / "hlo.txt").write_text(text, encoding="utf-8")
-    for kernel in set(_KERNEL.findall(text)):
-        for kind, end in (
-            ("bundles", "final_bundles"),
-            ("utilization", "final_hlo-static-per-bundle-utilization"),
-        ):
-            # "<time>-<kernel>-<pass>-<end>.txt": the pass is a number, the end may be of another.
-            for path in dump.glob(f"*-{kernel}-[0-9]*-{end}.txt"):
-                if re.fullmatch(rf"\d+-{re.escape(kernel)}-\d+-{end}\.txt", path.name):
-                    shutil.copyfile(path, results / f"{kernel}.{kind}.txt")
+    for path in sorted(dump.iterdir()):
+        if (found := _SCHEDULE.fullmatch(path.name)) is not None:
+            path.replace(results / f"{found.group(1)}.{_KINDS[found.group(2)]}.txt")
     memory = compiled.memory_analysis()
     sizes = {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in _MEMORY}
     warned = [" ".join(str(warning.message).split())[:_MESSAGE] for warning in caught]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rmt_tpu import cost as resources
-from rmt_tpu.config import DepthLstm, MhcLite, ModelConfig, RunConfig, VectorStore
+from rmt_tpu.config import MatrixStore, ModelConfig, RunConfig
+from rmt_tpu.residual.vector import output_scale
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training.metrics import read_metrics, series
 from rmt_tpu.training.plots import line_style, save_picture
@@ -14,23 +15,6 @@ from rmt_tpu.training.workdir import read_config
 
 # More curves than this, and those of single steps would hide one another.
 _CURVES_WITH_STEPS = 4
-
-# What a mixer changes beside the equations that name it.
-_ATTENTION = "queries start at zero, so that sites first read a plain mean, and do not decay"
-_MIXER_NOTES = {
-    "full_attention": _ATTENTION,
-    "block_attention": _ATTENTION,
-    "dense": "starts as the plain model; its weights over depth do not decay",
-    "hyper_connections": (
-        "starts as the plain model; no sqrt(m) on outputs, unlike its paper; projections decay, "
-        "static coefficients and scales do not"
-    ),
-    "mhc": "starts as the plain model; no sqrt(m) on outputs; projections decay, biases do not",
-    "mhc_lite": "no sqrt(m) on outputs; projections decay, biases do not",
-    "highway": "gates and values are drawn like other weights, decay and have no biases",
-    "depth_lstm": "W_O and W_2 do not start smaller by depth; gates decay and have no biases",
-    "hierarchical": "nodes, which norm the sum, decay and have no biases",
-}
 
 
 @dataclass(frozen=True)
@@ -148,23 +132,16 @@ def notes(configs: dict[str, RunConfig]) -> str:
 
 
 def _note(config: ModelConfig) -> str:
-    mixer = config.mixer
-    if isinstance(config.store, VectorStore):
-        said = ["W_O and W_2 start smaller by sqrt(2L)"]
-    else:
+    if isinstance(config.store, MatrixStore):
         said = [
             "keys have a scale of their own, smaller by sqrt(2L) where they write",
             "keys decay",
         ]
-    match mixer:
-        case DepthLstm():
-            said = []
-        case MhcLite(init="paper"):
-            said.append("starts as its paper's code does, not as the plain model")
-        case MhcLite():
-            said.append("starts as the plain model")
-    said += [_MIXER_NOTES[mixer.kind]] if mixer.kind in _MIXER_NOTES else []
-    return "; ".join(said)
+    elif output_scale(config) < 1:
+        said = ["W_O and W_2 start smaller by sqrt(2L)"]
+    else:
+        said = []
+    return "; ".join(filter(None, [*said, config.mixer.note]))
 
 
 # The picture ---------------------------------------------------------------------------------

@@ -6,23 +6,23 @@ bytes over the bandwidth. Each counts as often as the loops around it run. Copie
 VMEM that run beside other work are counted in the bytes, not in the cycles. Collectives take no
 cycles here: what they take of the network is for `preflight` to say.
 
-Estimates all: fit to compare programs and to find what to mend, not to say how fast a chip is.
+Estimates all: fit to compare programs and to find what to mend, not to say how fast a chip is. How
+much depends on the way of counting, the other models of `compiler.cost.MODELS` show.
 """
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import sharding
-from pallas_kernels.compiler import Failure, Job, Program, Target, compile_jobs, kernel_cost
-from pallas_kernels.compiler.collectives import only_communicates
+from pallas_kernels.compiler import MODELS, Failure, Job, Program, Target, compile_jobs, work_of
 from pallas_kernels.compiler.hlo import Bytes, Executed, Instruction
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.config.presets import run
@@ -52,12 +52,12 @@ _PART_OF_WORD = {part: part for part in PARTS} | {
     "attention_backward": "attention",
 }
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_ASYNCHRONOUS = ("-start", "-done", "-update")
+_FIRST_MODEL = next(iter(MODELS))
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Instructions that are alike: `cycles` of all of them, in one step.
+    """An instruction, and what all its calls in one step take.
 
     Attributes:
       name: of the instruction, or of the first.
@@ -65,7 +65,7 @@ class Row:
       what: the end of its op_name, with a copy or transpose said to be one.
       result: dtype and shape of its first result.
       calls: in a step.
-      cycles: of all calls.
+      by_model: cycles of all calls, by MODELS.
       bytes: of all calls, in HBM and in VMEM.
       moves: whether it only moves data.
       in_loop: whether a loop over layers or chunks runs it.
@@ -77,11 +77,16 @@ class Row:
     what: str
     result: str
     calls: int
-    cycles: float
+    by_model: dict[str, float]
     bytes: Bytes
     moves: bool
     in_loop: bool
     kernel: bool
+
+    @property
+    def cycles(self) -> float:
+        """By the first model, XLA's estimates."""
+        return self.by_model[_FIRST_MODEL]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +102,7 @@ class StepCost:
       bandwidth: of its HBM in bytes/s.
       tokens: in a step.
       unknown_loops: loops whose trip count could not be read, counted as running once.
+      unscheduled: kernels without a schedule, which count by their bytes alone.
       compile_seconds: what compiling took here.
     """
 
@@ -109,11 +115,18 @@ class StepCost:
     bandwidth: float
     tokens: int
     unknown_loops: int
+    unscheduled: tuple[str, ...]
     compile_seconds: float
 
     @property
     def cycles(self) -> float:
-        return float(sum(row.cycles for row in self.rows))
+        """By the first model, as all figures that name none."""
+        return self.by_model[_FIRST_MODEL]
+
+    @functools.cached_property
+    def by_model(self) -> dict[str, float]:
+        """Cycles of the step, by MODELS."""
+        return {name: float(sum(row.by_model[name] for row in self.rows)) for name in MODELS}
 
     @property
     def seconds(self) -> float:
@@ -134,6 +147,7 @@ class StepCost:
         calls, cycles, moved = self.moves
         return fields | {
             "cycles": self.cycles,
+            "cycles_by_model": self.by_model,
             "seconds": self.seconds,
             "parts": self.parts,
             "kernel_parts": self.kernel_parts,
@@ -245,6 +259,7 @@ def step_cost(preset: str, config: RunConfig, program: Program) -> StepCost:
     executed = list(program.module.run())
     names = _op_names(program)
     rows = [_row(program, ran, names) for ran in executed]
+    kernels = [row.name for row in rows if row.kernel]
     return StepCost(
         preset=preset,
         target=program.target.name,
@@ -254,8 +269,9 @@ def step_cost(preset: str, config: RunConfig, program: Program) -> StepCost:
         clock=program.target.clock,
         bandwidth=program.target.bandwidth,
         tokens=config.train.batch_size * config.data.seq_len,
-        unknown_loops=sum(ran.unknown_trips for ran in executed)
-        + sum(schedule.unknown_loops for schedule in program.schedules.values()),
+        unknown_loops=sum(ran.unknown_trips for ran in executed) 
+        + sum(program.schedules[name].unknown_loops for name in kernels if name in program.schedules),
+        unscheduled=tuple(name for name in kernels if name not in program.schedules),
         compile_seconds=program.seconds,
     )
 
@@ -272,32 +288,19 @@ def part_of(op_name: str) -> str:
 def _row(program: Program, ran: Executed, names: dict[str, str]) -> Row:
     instruction, module = ran.instruction, program.module
     traffic = module.traffic(ran.computation, instruction)
-    op_name = names[instruction.name]
+    op_name, asked = names[instruction.name], work_of(program, ran)
     return Row(
         name=instruction.name,
         part=part_of(op_name),
         what="/".join(op_name.split("/")[-3:]),
         result=instruction.result,
         calls=ran.times,
-        cycles=_cycles(program, ran, traffic) * ran.times,
+        by_model={name: model(asked) * ran.times for name, model in MODELS.items()},
         bytes=Bytes(traffic.hbm * ran.times, traffic.vmem * ran.times),
         moves=module.moves_only(instruction),
         in_loop=ran.depth > 0,
         kernel=instruction.is_kernel,
     )
-
-
-def _cycles(program: Program, ran: Executed, traffic: Bytes) -> float:
-    """Of one call."""
-    target = program.target
-    by_bytes = traffic.hbm / target.bandwidth * target.clock
-    if only_communicates(program.module, ran.instruction):
-        return 0.0
-    if ran.instruction.is_kernel:
-        return max(float(kernel_cost(program, ran).cycles or 0), by_bytes)
-    if ran.instruction.opcode.endswith(_ASYNCHRONOUS):
-        return 0.0
-    return by_bytes if ran.instruction.cycles is None else float(ran.instruction.cycles)
 
 
 def _op_names(program: Program) -> dict[str, str]:
@@ -330,84 +333,3 @@ def _nearest(
                 return scope[near].op_name
         layer = list(dict.fromkeys(layer))
     return ""
-
-
-# Tables and the picture -----------------------------------------------------------------------
-
-
-def step_table(costs: Sequence[StepCost]) -> str:
-    """Markdown: million cycles by part of each model, and of the first model over the second."""
-    columns: list[tuple[str, Callable[[Callable[[StepCost], float]], str]]] = []
-    for target in dict.fromkeys(cost.target for cost in costs):
-        here = [cost for cost in costs if cost.target == target]
-        for cost in here:
-            columns.append((f"{cost.preset}, {target}", _one(cost)))
-        if len(here) > 1:
-            columns.append((f"{here[0].preset} / {here[1].preset}", _ratio(*here[:2])))
-    lines = [
-        f"| million cycles | {' | '.join(name for name, _ in columns)} |",
-        f"|---{'|---' * len(columns)}|",
-    ]
-
-    def line(name: str, figure: Callable[[StepCost], float]) -> None:
-        lines.append(f"| {name} | {' | '.join(cell(figure) for _, cell in columns)} |")
-
-    for part in PARTS:
-        line(part, lambda cost, part=part: cost.parts[part] / 1e6)
-    line("**whole step**", lambda cost: cost.cycles / 1e6)
-    line("without attention", lambda cost: (cost.cycles - cost.parts["attention"]) / 1e6)
-    line("of it, Pallas kernels", lambda cost: sum(cost.kernel_parts.values()) / 1e6)
-    line("of it, moves in loops", lambda cost: cost.moves[1] / 1e6)
-    line("moves in loops, calls", lambda cost: cost.moves[0])
-    line("moves in loops, GB", lambda cost: cost.moves[2] / 1e9)
-    line("HBM traffic, GB", lambda cost: cost.hbm_bytes / 1e9)
-    line("HBM traffic at peak, million cycles", lambda cost: cost.hbm_cycles / 1e6)
-    line("milliseconds", lambda cost: cost.seconds * 1e3)
-    line("temporary memory, GB", lambda cost: cost.temporary_bytes / 1e9)
-    unknown = sum(cost.unknown_loops for cost in costs)
-    note = f"\n{unknown} loops of unknown trip count are counted once.\n" if unknown else ""
-    return "\n".join(lines) + "\n" + note
-
-
-def largest_table(cost: StepCost, count: int = 25) -> str:
-    """Markdown: the instructions that take most of a step."""
-    lines = [
-        "| million cycles | calls | part | instruction | result | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in cost.rows[:count]:
-        kind = "move: " if row.moves else "kernel: " if row.kernel else ""
-        lines.append(
-            f"| {row.cycles / 1e6:.2f} | {row.calls} | {row.part} | {row.name} | {row.result} "
-            f"| {kind}{row.what} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
-    """Draws a bar for each model and chip, stacked by part, in milliseconds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(6, 2.5 + 1.3 * len(costs)), 5), layout="constrained")
-    axes = figure.subplots()
-    names = [f"{cost.preset}\n{cost.target}" for cost in costs]
-    bottom = [0.0] * len(costs)
-    for i, part in enumerate(PARTS):
-        heights = [cost.parts[part] / cost.clock * 1e3 for cost in costs]
-        axes.bar(range(len(costs)), heights, 0.7, bottom=bottom, label=part, color=f"C{i}")
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.set_xticks(range(len(costs)), names, fontsize=8)
-    axes.set(ylabel="milliseconds a step, estimated")
-    axes.grid(axis="y", alpha=0.3)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
-    figure.supxlabel(note, fontsize=7)
-    figure.savefig(path, dpi=150)
-
-
-def _one(cost: StepCost) -> Callable[[Callable[[StepCost], float]], str]:
-    return lambda figure: f"{figure(cost):.1f}"
-
-
-def _ratio(first: StepCost, second: StepCost) -> Callable[[Callable[[StepCost], float]], str]:
-    return lambda figure: f"{figure(first) / figure(second):.2f}" if figure(second) else "-"

@@ -1,7 +1,8 @@
 """Mixers as configs: how what earlier sublayers wrote becomes what the next one reads.
 
 Re-exported by `rmt_tpu.config`. Each is built by a file of `rmt_tpu/residual/`, which has its
-equations and where they come from. `L` layers are `2L` sublayers.
+equations and where they come from. `L` layers are `2L` sublayers. What a mixer changes beside the
+equations that name it, and so differs in a comparison, is its `note`.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ class Sum:
     """All writes are added up: the plain residual stream."""
 
     kind: ClassVar[str] = "sum"
+    note: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class _DepthAttention(Checked):
       epsilon: of the keys' norm.
     """
 
+    note: ClassVar[str] = (
+        "queries start at zero, so that sites first read a plain mean, and do not decay"
+    )
     query: Literal["static", "input", "scalars"] = "static"
     weights: Literal["softmax", "sigmoid"] = "softmax"
     key_norm: bool = True
@@ -148,6 +153,7 @@ class Dense(Checked):
     """
 
     kind: ClassVar[str] = "dense"
+    note: ClassVar[str] = "starts as the plain model; its weights over depth do not decay"
     dilation: Size = 1
     period: Size = 1
 
@@ -162,6 +168,10 @@ class HyperConnections(Checked):
     """
 
     kind: ClassVar[str] = "hyper_connections"
+    note: ClassVar[str] = (
+        "starts as the plain model; no sqrt(m) on outputs, unlike its paper; projections decay, "
+        "static coefficients and scales do not"
+    )
     streams: Size = 4
     dynamic: bool = True
     tanh: bool = True
@@ -172,6 +182,9 @@ class Mhc(Checked):
     """mHC: hyper-connections whose mixing matrix Sinkhorn's iteration makes doubly stochastic."""
 
     kind: ClassVar[str] = "mhc"
+    note: ClassVar[str] = (
+        "starts as the plain model; no sqrt(m) on outputs; projections decay, biases do not"
+    )
     streams: Size = 4
     rounds: Size = 20
 
@@ -187,6 +200,14 @@ class MhcLite(Checked):
     kind: ClassVar[str] = "mhc_lite"
     streams: Size = 4
     init: Literal["paper", "prenorm"] = "paper"
+
+    @property
+    def note(self) -> str:
+        starts = {
+            "paper": "starts as its paper's code does, not as the plain model",
+            "prenorm": "starts as the plain model",
+        }
+        return f"{starts[self.init]}; no sqrt(m) on outputs; projections decay, biases do not"
 
     def __post_init__(self):
         super().__post_init__()
@@ -209,6 +230,9 @@ class Highway:
     """
 
     kind: ClassVar[str] = "highway"
+    note: ClassVar[str] = (
+        "gates and values are drawn like other weights, decay and have no biases"
+    )
     input: Literal["normed", "raw"] = "normed"
     activation: Literal["sigmoid", "tanh"] = "sigmoid"
     form: Literal["add", "carry", "gated"] = "add"
@@ -224,6 +248,9 @@ class DepthLstm(Checked):
     """
 
     kind: ClassVar[str] = "depth_lstm"
+    note: ClassVar[str] = (
+        "W_O and W_2 do not start smaller by depth; gates decay and have no biases"
+    )
     forget_offset: Finite = 0.0
     cell_start: Literal["zero", "embedding"] = "zero"
 
@@ -239,6 +266,7 @@ class Hierarchical(Checked):
     """
 
     kind: ClassVar[str] = "hierarchical"
+    note: ClassVar[str] = "nodes, which norm the sum, decay and have no biases"
     hidden_dim: Size = 128
     every: Size = 2
     shared: bool = False

@@ -1,0 +1,152 @@
+"""Costs of train steps as tables and as a picture."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.compiler import MODELS
+from rmt_tpu.analysis.step_cost import PARTS, StepCost
+
+
+Figure = Callable[[StepCost], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """One step, or that of the first model over that of a second."""
+
+    title: str
+    cost: StepCost
+    over: StepCost | None = None
+
+    def cell(self, figure: Figure) -> str:
+        if self.over is None:
+            return f"{figure(self.cost):.1f}"
+        below = figure(self.over)
+        return f"{figure(self.cost) / below:.2f}" if below else "-"
+
+    def span(self, figures: Sequence[Figure]) -> str:
+        cells = sorted((self.cell(figure) for figure in figures), key=float)
+        return f"{cells[0]} to {cells[-1]}"
+
+
+def step_table(costs: Sequence[StepCost]) -> str:
+    """Markdown: million cycles by part of each model, and of the first model over the second.
+
+    Of the whole step, by every model of cost, and from the least to the most of them.
+    """
+    columns = []
+    for target in dict.fromkeys(cost.target for cost in costs):
+        here = [cost for cost in costs if cost.target == target]
+        columns += [_Column(f"{cost.preset}, {target}", cost) for cost in here]
+        if len(here) > 1:
+            columns.append(_Column(f"{here[0].preset} / {here[1].preset}", *here[:2]))
+    lines = [
+        f"| million cycles | {' | '.join(column.title for column in columns)} |",
+        f"|---{'|---' * len(columns)}|",
+    ]
+
+    def line(name: str, figure: Figure) -> None:
+        lines.append(f"| {name} | {' | '.join(column.cell(figure) for column in columns)} |")
+
+    whole = {name: lambda cost, name=name: cost.by_model[name] / 1e6 for name in MODELS}
+    for part in PARTS:
+        line(part, lambda cost, part=part: cost.parts[part] / 1e6)
+    line("**whole step**", lambda cost: cost.cycles / 1e6)
+    for name in list(MODELS)[1:]:
+        line(f"by {name}", whole[name])
+    spans = (column.span(list(whole.values())) for column in columns)
+    lines.append(f"| **least to most** | {' | '.join(spans)} |")
+    line("without attention", lambda cost: (cost.cycles - cost.parts["attention"]) / 1e6)
+    line("of it, Pallas kernels", lambda cost: sum(cost.kernel_parts.values()) / 1e6)
+    line("of it, moves in loops", lambda cost: cost.moves[1] / 1e6)
+    line("moves in loops, calls", lambda cost: cost.moves[0])
+    line("moves in loops, GB", lambda cost: cost.moves[2] / 1e9)
+    line("HBM traffic, GB", lambda cost: cost.hbm_bytes / 1e9)
+    line("HBM traffic at peak, million cycles", lambda cost: cost.hbm_cycles / 1e6)
+    line("milliseconds", lambda cost: cost.seconds * 1e3)
+    line("temporary memory, GB", lambda cost: cost.temporary_bytes / 1e9)
+    return "\n".join(lines) + "\n" + "".join(f"\n{note}\n" for note in _notes(costs))
+
+
+def ratios(costs: Sequence[StepCost]) -> list[dict[str, Any]]:
+    """Cycles of the first model over those of the second on each chip, by every model of cost."""
+    found = []
+    for target in dict.fromkeys(cost.target for cost in costs):
+        here = [cost for cost in costs if cost.target == target]
+        if len(here) > 1:
+            first, second = here[:2]
+            by_model = {name: first.by_model[name] / second.by_model[name] for name in MODELS}
+            found.append(
+                {
+                    "target": target,
+                    "presets": [first.preset, second.preset],
+                    "by_model": by_model,
+                    "least": min(by_model.values()),
+                    "most": max(by_model.values()),
+                }
+            )
+    return found
+
+
+def model_lines() -> str:
+    """Markdown: what each model of cost is."""
+    return "".join(f"- {name}: {model.__doc__}\n" for name, model in MODELS.items())
+
+
+def _notes(costs: Sequence[StepCost]) -> list[str]:
+    notes = []
+    if unknown := sum(cost.unknown_loops for cost in costs):
+        notes.append(f"{unknown} loops of unknown trip count are counted once.")
+    for cost in costs:
+        if cost.unscheduled:
+            names = ", ".join(cost.unscheduled)
+            notes.append(
+                f"{cost.preset}, {cost.target}: the compiler left no schedule of {names}, which "
+                "count by their bytes alone: too little."
+            )
+    return notes
+
+
+def largest_table(cost: StepCost, count: int = 25) -> str:
+    """Markdown: the instructions that take most of a step."""
+    lines = [
+        "| million cycles | calls | part | instruction | result | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in cost.rows[:count]:
+        kind = "move: " if row.moves else "kernel: " if row.kernel else ""
+        lines.append(
+            f"| {row.cycles / 1e6:.2f} | {row.calls} | {row.part} | {row.name} | {row.result} "
+            f"| {kind}{row.what} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
+    """Draws a bar for each model and chip, stacked by part, in milliseconds.
+
+    A line spans what the models of cost say of the whole step.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(6, 2.5 + 1.3 * len(costs)), 5), layout="constrained")
+    axes = figure.subplots()
+    names = [f"{cost.preset}\n{cost.target}" for cost in costs]
+    bottom = [0.0] * len(costs)
+    for i, part in enumerate(PARTS):
+        heights = [cost.parts[part] / cost.clock * 1e3 for cost in costs]
+        axes.bar(range(len(costs)), heights, 0.7, bottom=bottom, label=part, color=f"C{i}")
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    spans = [[value / cost.clock * 1e3 for value in cost.by_model.values()] for cost in costs]
+    for i, span in enumerate(spans):
+        ends = axes.plot([i, i], [min(span), max(span)], "k_-", linewidth=1)
+    ends[0].set_label("least to most, by model of cost")
+    axes.set_xticks(range(len(costs)), names, fontsize=8)
+    axes.set(ylabel="milliseconds a step, estimated")
+    axes.grid(axis="y", alpha=0.3)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
+    figure.supxlabel(note, fontsize=7)
+    figure.savefig(path, dpi=150)
