@@ -93,7 +93,7 @@ def _report_ops(folder: Path) -> int:
 
 
 def _report_steps(folder: Path) -> int:
-    from rmt_tpu.analysis import step_cost
+    from rmt_tpu.analysis import step_cost, step_report
 
     names = _PRESETS.value
     if not names or len(set(names)) < len(names):
@@ -108,14 +108,23 @@ def _report_steps(folder: Path) -> int:
     note = f"{_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens, bfloat16{changed}. {_versions()}"
     largest = "".join(
         f"\n## Largest instructions: {cost.preset}, {cost.target}\n\n"
-        f"{step_cost.largest_table(cost)}"
+        f"{step_report.largest_table(cost)}"
         for cost in costs
     )
-    text = f"# A train step on one chip\n\n{how}. {note}.\n\n{step_cost.step_table(costs)}{largest}"
+    text = (
+        f"# A train step on one chip\n\n{how}. {note}.\n\n{step_report.step_table(costs)}\n"
+        "Where no model of cost is named, it is the first. The others show how much depends on "
+        f"it:\n\n{step_report.model_lines()}{largest}"
+    )
     picture = folder / "step_cost.png"
     with _writing(folder):
-        step_cost.draw_steps(costs, picture, f"Estimated, not measured. {note}")
-    _write(folder / "step_cost", text, {"how": how, "steps": [cost.json() for cost in costs]})
+        step_report.draw_steps(costs, picture, f"Estimated, not measured. {note}")
+    values = {
+        "how": how,
+        "steps": [cost.json() for cost in costs],
+        "ratios": step_report.ratios(costs),
+    }
+    _write(folder / "step_cost", text, values)
     print(f"picture: {picture}")
     return 0
 

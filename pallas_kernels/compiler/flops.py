@@ -30,7 +30,9 @@ def matmul_flops(module: Module, computation: str, instruction: Instruction) -> 
 def _convolution(instruction: Instruction, left: Array, right: Array) -> int:
     labels = _LABELS.search(instruction.attributes).groups()
     shapes = (left.shape, right.shape, instruction.arrays[0].shape)
-    x, kernel, out = (dict(zip(names, s, strict=True)) for names, s in zip(labels, shapes))
+    x, kernel, out = (
+        dict(zip(names, s, strict=True)) for names, s in zip(labels, shapes, strict=True)
+    )
     written = _WINDOW.search(instruction.attributes)
     window = dict(field.split("=") for field in written.group(1).split()) if written else {}
     flops = 2 * out["b"] * out["f"] * kernel["i"]
@@ -49,7 +51,5 @@ def _pairs(axis: int, window: dict[str, str], size: int, taps: int, out: int) ->
 
     (stride,), (low, _) = of("stride", "1"), of("pad", "0_0")
     (spread,), (gap,) = of("lhs_dilate", "1"), of("rhs_dilate", "1")
-    met = (
-        position * stride + tap * gap - low for position in range(out) for tap in range(taps)
-    )
+    met = (position * stride + tap * gap - low for position in range(out) for tap in range(taps))
     return sum(at % spread == 0 and 0 <= at // spread < size for at in met)

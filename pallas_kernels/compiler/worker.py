@@ -22,9 +22,7 @@ from jax.experimental import topologies
 from pallas_kernels.compiler.memory import DUMPS
 
 # "<time>-<instruction>-<pass>-<end>.txt": the pass is a number, the end may be of another.
-_SCHEDULE = re.compile(
-    r"\d+-(.+)-\d+-(final_bundles|final_hlo-static-per-bundle-utilization)\.txt"
-)
+_SCHEDULE = re.compile(r"\d+-(.+)-\d+-(final_bundles|final_hlo-static-per-bundle-utilization)\.txt")
 _KINDS = {"final_bundles": "bundles", "final_hlo-static-per-bundle-utilization": "utilization"}
 _MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 # A message from the compiler can have a whole program behind its first lines.

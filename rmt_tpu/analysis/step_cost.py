@@ -269,8 +269,10 @@ def step_cost(preset: str, config: RunConfig, program: Program) -> StepCost:
         clock=program.target.clock,
         bandwidth=program.target.bandwidth,
         tokens=config.train.batch_size * config.data.seq_len,
-        unknown_loops=sum(ran.unknown_trips for ran in executed) 
-        + sum(program.schedules[name].unknown_loops for name in kernels if name in program.schedules),
+        unknown_loops=sum(ran.unknown_trips for ran in executed)
+        + sum(
+            program.schedules[name].unknown_loops for name in kernels if name in program.schedules
+        ),
         unscheduled=tuple(name for name in kernels if name not in program.schedules),
         compile_seconds=program.seconds,
     )

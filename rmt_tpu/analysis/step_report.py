@@ -8,7 +8,6 @@ from typing import Any
 from pallas_kernels.compiler import MODELS
 from rmt_tpu.analysis.step_cost import PARTS, StepCost
 
-
 Figure = Callable[[StepCost], float]
 
 

@@ -230,9 +230,7 @@ class Highway:
     """
 
     kind: ClassVar[str] = "highway"
-    note: ClassVar[str] = (
-        "gates and values are drawn like other weights, decay and have no biases"
-    )
+    note: ClassVar[str] = "gates and values are drawn like other weights, decay and have no biases"
     input: Literal["normed", "raw"] = "normed"
     activation: Literal["sigmoid", "tanh"] = "sigmoid"
     form: Literal["add", "carry", "gated"] = "add"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rmt_tpu.analysis.compare import Result, line_style, markdown, notes, over_seeds
-from rmt_tpu.config import MatrixStore
+from rmt_tpu.config import MatrixStore, MhcLite
 from rmt_tpu.config.presets import presets, run
 from rmt_tpu.training.metrics import read_metrics, series
 from tests import cli
@@ -160,6 +160,7 @@ def test_notes_of_every_system():
             assert line.partition(":")[2] != plain
     twice = {"a": configs["gpt2-tiny"], "b": configs["gpt2-tiny"]}
     assert notes(twice).splitlines()[-1].startswith("- a, b: ")
+    assert MhcLite(init="paper").note != MhcLite(init="prenorm").note
     store = replace(configs["gpt2-tiny"].model, store=MatrixStore(8))
     assert "keys have a scale of their own" in notes(
         {"c": replace(configs["gpt2-tiny"], model=store)}

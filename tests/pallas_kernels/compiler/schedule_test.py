@@ -237,6 +237,12 @@ def test_result_waited_for():
     assert schedule(push, multiply).cycles == 1 + MATRIX.push_to_product
 
 
+def test_copies_within_vmem_are_told():
+    fetch = ("  :", "%7 = dma.hbm_to_vmem [thread:$0] %s1")
+    copy = ("  :", "%7 = dma.vmem_to_vmem [thread:$0] %s1")
+    assert not schedule(fetch).copies_in_vmem and schedule(fetch, copy).copies_in_vmem
+
+
 def test_dump_that_is_not_whole():
     with pytest.raises(ValueError, match="0 bundles, and the use of units for 0"):
         schedule()

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from pallas_kernels.compiler import TARGETS, CompilerError, Failure
+from pallas_kernels.compiler import MODELS, TARGETS, CompilerError, Failure
 from pallas_kernels.compiler.hlo import Bytes
 from rmt_tpu import cost as resources
-from rmt_tpu.analysis import step_cost
+from rmt_tpu.analysis import step_cost, step_report
 from rmt_tpu.analysis.step_cost import PARTS, Row, Step, StepCost, part_of, step_costs
 from rmt_tpu.errors import RunError, UsageError
 
@@ -66,23 +66,54 @@ def test_state_is_read_and_written(costs, preset):
 
 def test_tables_and_picture(costs, tmp_path):
     rmt, gpt2 = costs["rmt-tiny"], costs["gpt2-tiny"]
-    table = step_cost.step_table([rmt, gpt2])
+    table = step_report.step_table([rmt, gpt2])
     rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in table.splitlines()}
-    first, second, ratio = map(float, rows["**whole step**"])
-    assert first == round(rmt.cycles / 1e6, 1) and second == round(gpt2.cycles / 1e6, 1)
-    assert ratio == round(rmt.cycles / gpt2.cycles, 2)
+    names = ["**whole step**", *(f"by {model}" for model in list(MODELS)[1:])]
+    for name, model in zip(names, MODELS, strict=True):
+        a, b = rmt.by_model[model], gpt2.by_model[model]
+        assert rows[name] == [f" {a / 1e6:.1f} ", f" {b / 1e6:.1f} ", f" {a / b:.2f} "]
+    (ratio,) = step_report.ratios([rmt, gpt2])
+    assert ratio["by_model"]["compiler"] == rmt.cycles / gpt2.cycles
+    assert rows["**least to most**"][-1] == f" {ratio['least']:.2f} to {ratio['most']:.2f} "
     assert list(rows)[2 : 2 + len(PARTS)] == list(PARTS)
-    largest = step_cost.largest_table(rmt, 3).splitlines()[2:]
+    largest = step_report.largest_table(rmt, 3).splitlines()[2:]
     assert len(largest) == 3 and max(rmt.rows, key=lambda row: row.cycles).name in largest[0]
     picture = tmp_path / "steps.png"
-    step_cost.draw_steps([rmt, gpt2], picture, "estimated")
+    step_report.draw_steps([rmt, gpt2], picture, "estimated")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     values = json.loads(json.dumps(rmt.json()))
     assert values["parts"] == rmt.parts and values["cycles"] == rmt.cycles and "rows" not in values
+    assert values["cycles_by_model"] == rmt.by_model
+
+
+def test_models_of_cost(costs):
+    """What each leaves out or adds is there in a whole step."""
+    for cost in costs.values():
+        by_model = cost.by_model
+        kernels = sum(row.cycles for row in cost.rows if row.kernel)
+        assert by_model["kernels x 1.5"] == pytest.approx(cost.cycles + kernels / 2) and kernels
+        assert by_model["roofline matmuls"] < by_model["bytes"] < cost.cycles
+        assert by_model["roofline matmuls"] < by_model["nothing in VMEM, no overlap in kernels"]
+        assert cost.unscheduled == ()
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.parametrize("target", ["v5e", "v5p"])
+def test_a_step_of_the_rmt_is_cheaper_than_the_transformers(target):
+    """As docs/benchmarks.md says; by the report's own model of cost."""
+    steps = [
+        Step("rmt-305m", changes={"model.remat": "reversible"}),
+        Step("gpt2-405m"),
+    ]
+    rmt, gpt2 = step_costs(steps, TARGETS[target])
+    assert rmt.unscheduled == gpt2.unscheduled == () and rmt.cycles < gpt2.cycles
 
 
 def row(**changes):
-    values = dict(name="f", part="other", what="", result="", calls=2, cycles=10.0)
+    cycles = changes.pop("cycles", 10.0)
+    values = dict(name="f", part="other", what="", result="", calls=2)
+    values |= dict(by_model={model: cycles * (1 + i) for i, model in enumerate(MODELS)})
     values |= dict(bytes=Bytes(3, 4), moves=False, in_loop=False, kernel=False)
     return Row(**values | changes)
 
@@ -94,13 +125,16 @@ def test_figures_of_rows():
         row(moves=True),
         row(in_loop=True, bytes=Bytes(hbm=91)),
     )
-    cost = StepCost("rmt-tiny", "v5e", rows, 1, 2, 4.0, 50.0, 8, 3, 1.0)
+    cost = StepCost("rmt-tiny", "v5e", rows, 1, 2, 4.0, 50.0, 8, 3, ("kernel.7",), 1.0)
     assert cost.cycles == 60 and cost.seconds == 15
+    assert list(cost.by_model.values()) == [60 * (1 + i) for i in range(len(MODELS))]
     assert cost.parts["loss"] == 30 and cost.parts["other"] == 30
     assert cost.kernel_parts["loss"] == 30 and cost.kernel_parts["other"] == 0
     assert cost.moves == (2, 10.0, 7)
     assert cost.hbm_bytes == 100 and cost.hbm_cycles == 8
-    assert "3 loops of unknown trip count" in step_cost.step_table([cost])
+    table = step_report.step_table([cost])
+    assert "3 loops of unknown trip count" in table
+    assert "rmt-tiny, v5e: the compiler left no schedule of kernel.7" in table
 
 
 @pytest.mark.parametrize(

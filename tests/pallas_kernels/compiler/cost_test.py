@@ -1,0 +1,132 @@
+"""What instructions cost by each model, on programs that can be counted by hand."""
+
+import pytest
+
+from pallas_kernels.compiler import MODELS, TARGETS, Program, work_of
+from pallas_kernels.compiler.cost import Work
+from pallas_kernels.compiler.flops import matmul_flops
+from pallas_kernels.compiler.hlo import Bytes, Module
+from pallas_kernels.compiler.schedule import Loop, Schedule
+
+TARGET = TARGETS["v5e"]
+PROGRAM = """
+HloModule m
+
+%fused (p: bf16[256,512], q: bf16[128,512]) -> bf16[256,128] {
+  %p = bf16[256,512]{1,0:T(8,128)(2,1)} parameter(0)
+  %q = bf16[128,512]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %conv = bf16[256,128]{1,0:T(8,128)(2,1)} convolution(%p, %q), dim_labels=bf_oi->bf
+}
+
+ENTRY %main (a: bf16[256,512], b: bf16[128,512]) -> bf16[256,128] {
+  %a = bf16[256,512]{1,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[128,512]{1,0:T(8,128)(2,1)} parameter(1)
+  %stack = bf16[24,256,128]{2,1,0:T(8,128)(2,1)} custom-call(), custom_call_target="AllocateBuffer"
+  %cs = (bf16[128,512]{1,0:T(8,128)(2,1)S(1)}, bf16[128,512]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%b)
+  %cd = bf16[128,512]{1,0:T(8,128)(2,1)S(1)} copy-done(%cs)
+  %f = bf16[256,128]{1,0:T(8,128)(2,1)} fusion(%a, %cd), kind=kOutput, calls=%fused, backend_config={"estimated_cycles":"900"}
+  %e = bf16[256,128]{1,0:T(8,128)(2,1)} exponential(%f), backend_config={"estimated_cycles":"700"}
+  %k = bf16[256,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%e), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"QQ=="}}
+  ROOT %k2 = bf16[256,128]{1,0:T(8,128)(2,1)} custom-call(%k), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"QUE="}}
+}
+"""  # noqa: E501
+ARRAY = 2 * 256 * 128  # bytes of the result
+
+
+def schedule(cycles, *, trips=1, copies_in_vmem=False):
+    return Schedule(Loop(trips, cycles, cycles, 0, {}), {}, copies_in_vmem)
+
+
+def works(**schedules):
+    program = Program(TARGET, Module(PROGRAM), schedules, {}, 0.0, [])
+    return {ran.instruction.name: work_of(program, ran) for ran in program.module.run()}
+
+
+def cycles_of(size):
+    return pytest.approx(size / TARGET.bandwidth * TARGET.clock)
+
+
+def test_what_is_known_of_instructions():
+    found = works(k=schedule(50), e=schedule(300))
+    kinds = {name: work.kind for name, work in found.items()}
+    assert kinds | {"a": "", "b": ""} == {
+        "a": "", "b": "", "stack": "other", "cs": "asynchronous", "cd": "asynchronous",
+        "f": "matmul", "e": "other", "k": "kernel", "k2": "kernel",
+    }  # fmt: skip
+    # Memory that is only set apart costs nothing in any model.
+    assert {model(found["stack"]) for model in MODELS.values()} == {0}
+    flops = 2 * 256 * 128 * 512
+    assert found["f"].matrix == pytest.approx(flops / TARGET.peak_flops * TARGET.clock)
+    assert found["f"].hbm == cycles_of(2 * 256 * 512 + ARRAY)
+    assert found["f"].parked == cycles_of(2 * 128 * 512)
+    assert (found["e"].estimate, found["e"].schedule, found["f"].schedule) == (700, 300, None)
+    assert found["k2"].schedule is None
+
+
+def test_an_operand_in_vmem_costs_a_kernel_what_its_schedule_copies():
+    in_place = works(k2=schedule(50))["k2"]
+    assert (in_place.hbm, in_place.parked) == (cycles_of(ARRAY), cycles_of(ARRAY))
+    copied = works(k2=schedule(50, copies_in_vmem=True))["k2"]
+    assert (copied.hbm, copied.parked) == (cycles_of(2 * ARRAY), 0)
+
+
+def test_a_fusion_of_unknown_trips_counts_by_the_compiler():
+    found = works(e=schedule(300, trips=None), k=schedule(50, trips=None))
+    assert found["e"].schedule is None and found["k"].schedule == 50
+
+
+def work(kind, **changes):
+    values = {"estimate": 700.0, "schedule": 300.0, "matrix": 0.0, "hbm": 200.0, "parked": 150.0}
+    return Work(kind, **values | changes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "cycles"),
+    [
+        # compiler, bytes, kernels x 1.5, roofline matmuls, nothing in VMEM
+        (work("other"), [700, 300, 700, 300, 350]),
+        (work("other", schedule=None), [700, 700, 700, 700, 700]),
+        (work("other", schedule=None, estimate=None), [200, 200, 200, 200, 350]),
+        (work("matmul", matrix=180.0), [700, 700, 700, 200, 350]),
+        (work("kernel", estimate=None), [300, 300, 450, 300, 650]),
+        (work("kernel", estimate=None, schedule=None), [200, 200, 300, 200, 350]),
+        (work("asynchronous", estimate=None), [0, 0, 0, 0, 0]),
+        (work("collective"), [0, 0, 0, 0, 0]),
+    ],
+)
+def test_cycles_by_each_model(asked, cycles):
+    assert [model(asked) for model in MODELS.values()] == cycles
+
+
+@pytest.mark.parametrize(
+    ("text", "flops"),
+    [
+        # A batch is a window that covers all of it: gradients of weights.
+        ("f32[64,32,1]{2,1,0} convolution(%x, %w), window={size=16}, dim_labels=0fb_0io->bf0",
+         2 * 64 * 32 * 16 * 8),
+        # Heads as a window over padding: of 3 x 3 taps three meet the one element that there is.
+        ("f32[4,5,3,7]{3,2,1,0} convolution(%y, %v), window={size=1x3 pad=0_0x2_2 "
+         "rhs_reversal=0x1}, dim_labels=0bf1_1oi0->0b1f", 2 * 4 * 5 * 3 * 7 * 6),
+        ("f32[16,5]{1,0} dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+         2 * 16 * 5 * 9),
+        ("f32[64,32,1]{2,1,0} add(%x, %w)", 0),
+    ],
+)  # fmt: skip
+def test_flops_of_matrix_products(text, flops):
+    module = Module(
+        "ENTRY %main (x: f32[16,8,64]) -> f32[] {\n"
+        "  %x = f32[16,8,64]{2,1,0} parameter(0)\n"
+        "  %w = f32[16,8,32]{2,1,0} parameter(1)\n"
+        "  %y = f32[4,5,6,1]{3,2,1,0} parameter(2)\n"
+        "  %v = f32[3,7,6,1]{3,2,1,0} parameter(3)\n"
+        "  %l = f32[16,9]{1,0} parameter(4)\n"
+        "  %r = f32[9,5]{1,0} parameter(5)\n"
+        f"  ROOT %out = {text}\n"
+        "}\n"
+    )
+    assert matmul_flops(module, "main", module.computations["main"]["out"]) == flops
+
+
+def test_bytes_of_memory_that_is_set_apart():
+    module = Module(PROGRAM)
+    assert module.traffic("main", module.computations["main"]["stack"]) == Bytes()
