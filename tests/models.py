@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -34,8 +35,7 @@ def model(kind: str = "matrix", **changes) -> cfg.ModelConfig:
 
 def split(config: cfg.ModelConfig) -> tuple[nnx.GraphDef, dict]:
     """A decoder's graph and parameters; the same ones for the same config."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    return nnx.split(abstract, nnx.Param)[0], _parameters(replace(config, remat="full"))
+    return graph(config), _parameters(replace(config, remat="full"))
 
 
 @cache
@@ -44,12 +44,38 @@ def _parameters(config: cfg.ModelConfig) -> dict:
     return jax.jit(draw)()  # compiled as a whole: much faster than one by one
 
 
+def random_parameters(config: cfg.ModelConfig, seed: int = 0) -> dict:
+    """A decoder's parameters as after training: no gain is 1, no query 0, no two layers alike.
+
+    Drawn by NumPy, in float64: nothing is compiled.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(path, p):
+        x = rng.normal(size=p.shape) * p.shape[-1] ** -0.5
+        return 1 + x if "gain" in path[-1].key else x
+
+    shapes = nnx.to_pure_dict(nnx.state(abstract(config), nnx.Param))
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+@cache
+def abstract(config: cfg.ModelConfig) -> Decoder:
+    """A decoder of shapes: no parameter is drawn."""
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def graph(config: cfg.ModelConfig) -> nnx.GraphDef:
+    return nnx.split(abstract(config), nnx.Param)[0]
+
+
 def decoder(config: cfg.ModelConfig) -> Decoder:
     return nnx.merge(*split(config))
 
 
 def tokens(batch: int = 2, seq: int = 11, seed: int = 0) -> jax.Array:
-    return jax.random.randint(jax.random.key(seed), (batch, seq), 0, VOCAB)
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(0, VOCAB, (batch, seq), dtype=np.int32))
 
 
 def batch(size: int = 4, seq: int = 11, seed: int = 0) -> Batch:

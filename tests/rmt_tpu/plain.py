@@ -2,34 +2,52 @@
 
 `mix(k, site, written)` is what site k reads, before its norm: `written` are the embedding and what
 each of the k sublayers before it wrote, a vector or a matrix for each token.
+
+In NumPy, of real numbers or complex ones: `derivative` is exact to rounding.
 """
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from rmt_tpu import config as cfg
+
+
+def derivative(f, params, direction):
+    """Of real f(params) along a tree of directions, by a complex step: no difference is taken."""
+    step = 1e-30
+    moved = jax.tree.map(lambda p, d: p + 1j * step * d, params, direction)
+    return np.imag(f(moved)) / step
+
+
+def plain_sum(k, site, written):
+    """What the plain residual holds: equations 2 and 3, and 15 and 16."""
+    return sum(written)
 
 
 def norm(x, gain, config):
     axes = tuple(range(2, x.ndim))
     if config.norm == "layernorm":
         x = x - x.mean(axes, keepdims=True)
-    return gain * x / jnp.sqrt((x**2).mean(axes, keepdims=True) + config.norm_epsilon)
+    return gain * x / np.sqrt((x**2).mean(axes, keepdims=True) + config.norm_epsilon)
 
 
 def attention(q, k, v, layer, config):
-    """Causal, over one document: [batch, seq, heads, head_dim]."""
+    """Equations 8 and 21, causal, over one document: [batch, seq, heads, head_dim]."""
     length = q.shape[1]
-    logits = jnp.einsum("bnhd,bmhd->bhnm", q, k) / jnp.sqrt(q.shape[-1])
+    logits = np.einsum("bnhd,bmhd->bhnm", q, k) / np.sqrt(q.shape[-1])
     if config.attention.inverse_layer_scaling:
         logits = logits / (layer + 1)
-    logits = jnp.where(jnp.tril(jnp.ones((length, length), bool)), logits, -jnp.inf)
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    return jnp.einsum("bhnm,bmhd->bnhd", weights / weights.sum(-1, keepdims=True), v)
+    logits = np.where(np.tril(np.ones((length, length), bool)), logits, -np.inf)
+    return np.einsum("bhnm,bmhd->bnhd", softmax(logits, -1), v)
+
+
+def softmax(logits, axis):
+    weights = np.exp(logits - logits.real.max(axis, keepdims=True))
+    return weights / weights.sum(axis, keepdims=True)
 
 
 def gelu(x):
-    return 0.5 * x * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 class Vector:
@@ -59,13 +77,13 @@ class Matrix:
         self.R, self.V = config.attention.num_heads, config.attention.head_dim
 
     def qkv(self, x, site):
-        return [jnp.einsum("hk,bnkv->bnhv", r, x) for r in jnp.split(site["read_keys"], 3)]
+        return [np.einsum("hk,bnkv->bnhv", r, x) for r in np.split(site["read_keys"], 3)]
 
     def write_heads(self, heads, site):
-        return jnp.einsum("hk,bnhv->bnkv", site["store_keys"], heads)
+        return np.einsum("hk,bnhv->bnkv", site["store_keys"], heads)
 
     def read(self, x, site):
-        vectors = jnp.einsum("hk,bnkv->bnhv", site["read_keys"], x)
+        vectors = np.einsum("hk,bnkv->bnhv", site["read_keys"], x)
         return vectors.swapaxes(-1, -2).reshape(*x.shape[:2], -1)
 
     def write(self, y, site):
@@ -73,8 +91,8 @@ class Matrix:
         return self.write_heads(separate, site)
 
 
-def model(params, tokens, config, mix):
-    """Logits."""
+def model(params, tokens, config, mix=plain_sum):
+    """Logits: equations 1 to 11, and 14 to 27."""
     L = config.num_layers
     store = Matrix(config) if isinstance(config.store, cfg.MatrixStore) else Vector(config)
     layers = [jax.tree.map(lambda p, l=l: p[l], params["layers"]) for l in range(L)]
@@ -96,7 +114,7 @@ def model(params, tokens, config, mix):
 
 def _embedded(params, tokens, first_site, store, config):
     embedding = params["embedding"]
-    rows = embedding["tokens"][tokens]
+    rows = embedding["tokens"][np.asarray(tokens)]
     positions = embedding["positions"][: tokens.shape[1]][None]
     if isinstance(store, Vector):
         return rows + positions

@@ -45,6 +45,7 @@ def compiled():
     return preflight(config(), parse_topology("v5e:2x2"))
 
 
+@pytest.mark.compile
 def test_memory_of_a_step(compiled):
     assert compiled.fits and compiled.devices == 4 and compiled.mesh["data"] == 4
     assert list(compiled.memory) == list(KINDS) and compiled.used == sum(compiled.memory.values())
@@ -63,6 +64,7 @@ def test_memory_of_a_step(compiled):
     assert {"params.layers.feed_forward.w_1", "params.unembedding.kernel"} <= largest
 
 
+@pytest.mark.compile
 def test_gradients_are_added_up_over_the_batch(compiled):
     size = 4 * sum(resources.parameters(compiled.config.model).values())
     reduced = sum(t.bytes for t in compiled.traffic if t.kind == "all-reduce")
@@ -71,6 +73,7 @@ def test_gradients_are_added_up_over_the_batch(compiled):
     assert {t.axes for t in compiled.traffic} == {"data"}
 
 
+@pytest.mark.compile
 def test_time_of_a_step(compiled):
     time = compiled.time
     assert set(time.parts) == set(GROUPS) and all(time.parts[p] > 0 for p in ("cores", "residual"))
@@ -82,6 +85,7 @@ def test_time_of_a_step(compiled):
     assert time.mfu == pytest.approx(3 * forward * 8 * 128 / (4 * 196.6e12 * time.total), rel=1e-3)
 
 
+@pytest.mark.compile
 def test_json_and_text_say_the_same(compiled, tmp_path):
     values = json.loads(json.dumps(compiled.json()))
     assert values["memory_bytes"] == compiled.memory and values["hbm_bytes"] == 15.75 * GIB
@@ -97,6 +101,7 @@ def test_json_and_text_say_the_same(compiled, tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.compile
 def test_a_gpu(monkeypatch):
     """Its compiler does not refuse what does not fit, and nobody here knows its time."""
     target, fsdp = parse_topology("h100:2"), config(**{"train.mesh": "fsdp=2"})

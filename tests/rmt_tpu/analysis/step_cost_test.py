@@ -30,6 +30,7 @@ def costs():
     return dict(zip(LAYERS, step_costs([small(preset) for preset in LAYERS], TARGET), strict=True))
 
 
+@pytest.mark.compile
 def test_every_part_is_found(costs):
     found = {name: {part for part in PARTS if cost.parts[part]} for name, cost in costs.items()}
     assert found["rmt-tiny"] == set(PARTS) - {"projections"}
@@ -40,6 +41,7 @@ def test_every_part_is_found(costs):
         assert cost.unknown_loops == 0 and cost.tokens == 1024
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("preset", LAYERS)
 def test_layers_count_as_often_as_they_run(costs, preset):
     for part in ("attention", "feed_forward"):
@@ -48,6 +50,7 @@ def test_layers_count_as_often_as_they_run(costs, preset):
     assert {row.calls for row in costs[preset].rows if row.part == "optimizer"} == {1}
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("preset", LAYERS)
 def test_no_part_is_faster_than_the_matrix_units(costs, preset):
     cost, config = costs[preset], small(preset).config().model
@@ -56,6 +59,7 @@ def test_no_part_is_faster_than_the_matrix_units(costs, preset):
     assert cost.parts["feed_forward"] > 3 * flops / TARGET.peak_flops * TARGET.clock
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("preset", LAYERS)
 def test_state_is_read_and_written(costs, preset):
     cost = costs[preset]
@@ -64,6 +68,7 @@ def test_state_is_read_and_written(costs, preset):
     assert cost.hbm_bytes > 2 * state
 
 
+@pytest.mark.compile
 def test_tables_and_picture(costs, tmp_path):
     rmt, gpt2 = costs["rmt-tiny"], costs["gpt2-tiny"]
     table = step_report.step_table([rmt, gpt2])

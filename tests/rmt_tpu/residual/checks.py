@@ -1,14 +1,26 @@
 """What is asked of every mixer: its equations, its gradients, its cache."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from rmt_tpu import config as cfg
 from tests import models
+from tests.closeness import assert_close
+from tests.rmt_tpu import plain
+
+
+def later(*cases):
+    """Cases for the night alone."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def model(mixer: cfg.Mixer, **changes) -> cfg.ModelConfig:
@@ -17,101 +29,115 @@ def model(mixer: cfg.Mixer, **changes) -> cfg.ModelConfig:
     return models.model("vector", mixer=mixer, compute_dtype="float64", **changes)
 
 
-def moved_parameters(config: cfg.ModelConfig) -> dict:
-    """Random and away from the symmetric start, which would hide what is in the wrong place."""
-    _, params = models.split(config)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda p: np.asarray(p, np.float64) + 0.1 * rng.normal(size=p.shape), params
-    )
-
-
-def logits_and_gradients(config: cfg.ModelConfig):
-    """A compiled function of the parameters: loss, logits, and the loss's gradients."""
-    graphdef, _ = models.split(config)
-    tokens = models.tokens()
-    weights = np.random.default_rng(2).normal(size=(*tokens.shape, models.VOCAB))
+def gradients_and_logits(config: cfg.ModelConfig):
+    """A compiled function of the parameters: gradients of the logits' weighted sum, and logits."""
+    graphdef, tokens = models.graph(config), models.tokens()
 
     def loss(params):
         logits = nnx.merge(graphdef, params)(tokens)
-        return jnp.sum(weights * logits), logits
+        return jnp.sum(_weights() * logits), logits
 
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return jax.jit(jax.grad(loss, has_aux=True))
 
-    def unpacked(params):
-        (loss, logits), gradients = run(params)
-        return float(loss), np.asarray(logits), gradients
 
-    return unpacked
+def _weights():
+    """Of each logit in the loss."""
+    return np.random.default_rng(2).normal(size=(*models.tokens().shape, models.VOCAB))
+
+
+@cache
+def _expected(config: cfg.ModelConfig, reference):
+    """Logits of `models.random_parameters`, and the loss's derivatives along `_directions`."""
+    params, tokens = models.random_parameters(config), np.asarray(models.tokens())
+    loss = lambda params: np.sum(_weights() * reference(params, tokens, config))
+    directions = _directions(params)
+    along = [plain.derivative(loss, params, direction) for direction in directions]
+    return reference(params, tokens, config), along
+
+
+def _directions(params):
+    """A random one for each array, in which the others stay as they are."""
+    rng = np.random.default_rng(1)
+    leaves, tree = jax.tree.flatten(params)
+    zeros = [np.zeros(p.shape) for p in leaves]
+    moved = lambda i, p: tree.unflatten([*zeros[:i], rng.normal(size=p.shape), *zeros[i + 1 :]])
+    return [moved(i, p) for i, p in enumerate(leaves)]
+
+
+def logits(config: cfg.ModelConfig, params: dict) -> jax.Array:
+    graphdef, tokens = models.graph(config), models.tokens()
+    return jax.jit(lambda p: nnx.merge(graphdef, p)(tokens))(params)
+
+
+def narrow_logits(config: cfg.ModelConfig, reference):
+    """A decoder's logits at its own start, and those of the equations."""
+    _, params = models.split(config)
+    expected = reference(jax.tree.map(np.float64, params), np.asarray(models.tokens()), config)
+    return logits(config, params), expected
 
 
 def assert_logits_follow_equations(config: cfg.ModelConfig, reference) -> None:
-    """Logits are those of `reference(params, tokens, config)`.
+    """Logits are those of `reference(params, tokens, config)`, which is of NumPy.
 
     float64: to 1e-11 of the largest, which is rounding over a few hundred operations in a row.
     """
-    params, (graphdef, _) = moved_parameters(config), models.split(config)
-    tokens = models.tokens()
-    _assert_close(
-        jax.jit(lambda p: nnx.merge(graphdef, p)(tokens))(params), params, reference, config
-    )
-
-
-def assert_follows_equations(config: cfg.ModelConfig, reference) -> None:
-    """So do logits, and the gradients are theirs.
-
-    Every parameter has one; and a directional derivative is, to 1e-6, the central difference over
-    2e-6, whose own error is the step squared times a third derivative, and rounding divided by the
-    step.
-    """
-    params = moved_parameters(config)
-    run = logits_and_gradients(config)
-    _, logits, gradients = run(params)
-    _assert_close(logits, params, reference, config)
-    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
-        assert np.isfinite(gradient).all(), path
-        assert np.abs(gradient).max() > 0, f"{path} has no influence"
-    rng = np.random.default_rng(1)
-    direction = jax.tree.map(lambda p: rng.normal(size=p.shape), params)
-    step = 1e-6
-    moved = lambda by: run(jax.tree.map(lambda p, d: p + by * d, params, direction))[0]
-    difference = (moved(step) - moved(-step)) / (2 * step)
-    products = jax.tree.map(lambda g, d: np.sum(np.asarray(g) * d), gradients, direction)
-    np.testing.assert_allclose(sum(jax.tree.leaves(products)), difference, rtol=1e-6)
-
-
-def _assert_close(logits, params, reference, config):
+    params = models.random_parameters(config)
     expected = reference(params, np.asarray(models.tokens()), config)
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-11 * np.abs(expected).max())
+    assert_close(logits(config, params), expected, 1e-11)
+
+
+def assert_follows_equations(
+    config: cfg.ModelConfig, reference, *, tolerance=1e-11, unused=()
+) -> None:
+    """So do logits, to `tolerance`, and the gradients are theirs.
+
+    Each array's gradient, times a random direction, is the derivative of the reference along it:
+    to 1e-11 of the gradient's norm, or of 1 where that is less. Every array has an influence, but
+    for those named in `unused`.
+    """
+    params = models.random_parameters(config)
+    gradients, got = gradients_and_logits(config)(params)
+    expected, derivatives = _expected(replace(config, remat="full"), reference)
+    assert_close(got, expected, tolerance)
+    gradients = jax.tree_util.tree_leaves_with_path(gradients)
+    directions = _directions(params)
+    for i, (path, gradient) in enumerate(gradients):
+        direction = jax.tree.leaves(directions[i])[i]
+        gradient, name = np.asarray(gradient), jax.tree_util.keystr(path)
+        norm = np.linalg.norm(gradient)
+        assert norm > 0 or path[-1].key in unused, f"{name} has no influence"
+        error = abs(np.sum(gradient * direction) - derivatives[i])
+        assert error <= 1e-11 * max(1, norm), f"{name} is off by {error:g}, its norm is {norm:g}"
 
 
 def assert_remat_changes_nothing(config: cfg.ModelConfig) -> None:
     """Recomputing a layer gives the same gradients, to float64 rounding."""
-    params = moved_parameters(config)
+    params = models.random_parameters(config)
     kept, recomputed = (
-        logits_and_gradients(replace(config, remat=policy))(params)[2]
+        gradients_and_logits(replace(config, remat=policy))(params)[0]
         for policy in ("none", "full")
     )
-    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * np.abs(a).max())
+    assert_close(recomputed, kept, 1e-11)
 
 
-def assert_cached_equals_uncached(mixer: cfg.Mixer) -> None:
-    """A prompt, two tokens one by one, and the rest; to float32 rounding of order-one logits."""
-    decoder = models.decoder(models.model("vector", mixer=mixer, positions=cfg.Rope()))
-    tokens = models.tokens(seq=9)
-    expected = jax.jit(decoder)(tokens)
-    cache, pieces = decoder.empty_cache(2, 12), []
-    decode = jax.jit(decoder.decode)
-    for start, end in [(0, 4), (4, 5), (5, 6), (6, 9)]:
-        logits, cache = decode(tokens[:, start:end], cache)
+def assert_cached_equals_uncached(config: cfg.ModelConfig) -> None:
+    """A prompt, two tokens one by one, and as many as before; to float32 rounding of order one."""
+    params, graphdef = models.random_parameters(config), models.graph(config)
+    params = jax.tree.map(np.float32, params)
+    tokens = models.tokens(seq=10)
+    expected = jax.jit(lambda p, tokens: nnx.merge(graphdef, p)(tokens))(params, tokens)
+    decode = jax.jit(lambda p, tokens, cache: nnx.merge(graphdef, p).decode(tokens, cache))
+    cache, pieces = nnx.merge(graphdef, params).empty_cache(2, 13), []
+    for start, end in [(0, 4), (4, 5), (5, 6), (6, 10)]:
+        logits, cache = decode(params, tokens[:, start:end], cache)
         pieces.append(logits)
-    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), expected, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), expected, rtol=0, atol=2e-5)
+    assert cache.length == 10
 
 
 def normed_output(config: cfg.ModelConfig, params: dict) -> np.ndarray:
     """What the unembedding reads."""
-    graphdef, _ = models.split(config)
+    graphdef = models.graph(config)
     return np.asarray(jax.jit(lambda p: nnx.merge(graphdef, p).features(models.tokens()))(params))
 
 

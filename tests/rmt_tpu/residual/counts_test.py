@@ -1,5 +1,6 @@
 """Parameters and FLOPs of every mixer: exact totals, the formulas, and the compiler."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -50,8 +51,8 @@ label = lambda mixer: f"{mixer.kind}-" + "-".join(str(v) for v in vars(mixer).va
 
 def count(config: cfg.ModelConfig) -> int:
     """Parameters of the decoder itself, none of them allocated."""
-    abstract = nnx.eval_shape(lambda: rmt_tpu.Decoder(config, rngs=nnx.Rngs(0)))
-    return sum(int(np.prod(p.shape)) for p in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
+    params = nnx.state(models.abstract(config), nnx.Param)
+    return sum(int(np.prod(p.shape)) for p in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize("mixer, total", TOTALS, ids=lambda x: x if isinstance(x, int) else x.kind)
@@ -92,18 +93,29 @@ def first_of(stacked: nnx.Module) -> nnx.Module:
     return nnx.merge(graphdef, jax.tree.map(lambda p: p[0], state))
 
 
+@functools.cache
 def site_flops(config: cfg.ModelConfig) -> float:
     """Of the site before a feed-forward layer, for one token, by the compiler."""
-    decoder = models.decoder(config)
-    layer, store, mixer = first_of(decoder.layers), decoder.store, decoder.mixer
-    site = layer.feed_forward_site
-    h, z = jnp.ones((2, 16, config.store.dim)), jnp.ones((2, 16, 1, config.store.dim))
-    y = jnp.ones((2, 16, config.attention.num_heads, config.attention.head_dim))
-    state, _ = mixer.start(store, h, z)
-    if isinstance(config.mixer, cfg.DepthLstm):
-        state, _ = mixer.advance(store, state, z, layer.attention_site, 0)
-    advance = jax.jit(lambda state, y: mixer.advance(store, state, y, site, jnp.int32(1)))
-    return advance.lower(state, y).compile().cost_analysis()["flops"] / 32
+    graphdef, params = nnx.split(models.abstract(config))
+    shape = lambda *sizes: jax.ShapeDtypeStruct((2, 16, *sizes), jnp.float32)
+    z, heads = shape(1, config.store.dim), (config.attention.num_heads, config.attention.head_dim)
+
+    def before(params, h, z):
+        decoder = nnx.merge(graphdef, params)
+        state, _ = decoder.mixer.start(decoder.store, h, z)
+        if isinstance(config.mixer, cfg.DepthLstm):
+            site = first_of(decoder.layers).attention_site
+            state, _ = decoder.mixer.advance(decoder.store, state, z, site, 0)
+        return state
+
+    def advance(params, state, y):
+        decoder = nnx.merge(graphdef, params)
+        site = first_of(decoder.layers).feed_forward_site
+        return decoder.mixer.advance(decoder.store, state, y, site, jnp.int32(1))
+
+    state = jax.eval_shape(before, params, shape(config.store.dim), z)
+    program = jax.jit(advance).lower(params, state, shape(*heads)).compile()
+    return program.cost_analysis()["flops"] / 32
 
 
 @pytest.mark.parametrize(
@@ -135,10 +147,13 @@ def test_flops_of_nodes_are_near_the_compilers():
     config = models.model(
         "vector", num_layers=4, mixer=cfg.Hierarchical(), store=cfg.VectorStore(256)
     )
-    mixer, counted = models.decoder(config).mixer, 0
-    for node, inputs in ((mixer.first, 2), (first_of(mixer.others), 3)):
-        run = jax.jit(lambda x, node=node: node(x)).lower([jnp.ones((2, 16, 256))] * inputs)
-        counted += run.compile().cost_analysis()["flops"] / 32
+    mixer, counted = models.abstract(config).mixer, 0
+    x = jax.ShapeDtypeStruct((2, 16, 256), jnp.float32)
+    for module, inputs, node in ((mixer.first, 2, lambda m: m), (mixer.others, 3, first_of)):
+        graphdef, params = nnx.split(module)
+        apply = lambda p, x, g=graphdef, node=node: node(nnx.merge(g, p))(x)
+        program = jax.jit(apply).lower(params, [x] * inputs).compile()
+        counted += program.cost_analysis()["flops"] / 32
     assert counted == pytest.approx(resources.forward_flops(config, 8)["mixer"], rel=0.05)
 
 

@@ -20,6 +20,8 @@ from rmt_tpu.analysis.step_cost import lower_config
 from rmt_tpu.config.presets import run
 from rmt_tpu.layers.parameters import metadata
 
+pytestmark = pytest.mark.compile
+
 
 def lowered(config: cfg.RunConfig, topology: str, count: int | None = None):
     """The step of a run, lowered for the first chips of a topology, or for all."""

@@ -15,6 +15,8 @@ from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
 from rmt_tpu.training.run import prepare
 
+pytestmark = pytest.mark.compile
+
 
 def config_of(preset: str, *, mesh="data=1", batch_size=None, vocab_size=512, **model) -> RunConfig:
     config = run(preset)
