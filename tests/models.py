@@ -62,7 +62,8 @@ def random_parameters(config: cfg.ModelConfig, seed: int = 0) -> dict:
 @cache
 def abstract(config: cfg.ModelConfig) -> Decoder:
     """A decoder of shapes: no parameter is drawn."""
-    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    with jax.enable_x64(jax.config.jax_enable_x64 or config.compute_dtype == "float64"):
+        return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
 def graph(config: cfg.ModelConfig) -> nnx.GraphDef:

@@ -39,9 +39,9 @@ def test_flops_are_near_the_compilers(store):
     wide = {"matrix": cfg.MatrixStore(16), "vector": cfg.VectorStore(256)}[store]
     config = models.model(store, store=wide, feed_forward=cfg.FeedForward(512), **sizes)
     batch, seq = 2, 32
-    graphdef, params = models.split(config)
+    graphdef, params = nnx.split(models.abstract(config))
     forward = jax.jit(lambda p, t: nnx.merge(graphdef, p)(t))
-    counted = forward.lower(params, jnp.zeros((batch, seq), jnp.int32)).compile()
+    counted = forward.lower(params, jax.ShapeDtypeStruct((batch, seq), jnp.int32)).compile()
     expected = batch * seq * resources.flops_per_token(config, seq)
     assert counted.cost_analysis()["flops"] == pytest.approx(expected, rel=0.15)
 

@@ -15,7 +15,7 @@ from tests import models
 from tests.closeness import assert_close
 from tests.rmt_tpu import plain
 from tests.rmt_tpu.residual import checks
-from tests.rmt_tpu.residual.checks import later
+from tests.tiers import later
 
 STORES = ["matrix", *later("vector")]
 POSITIONS = [cfg.Learned(32), cfg.Alibi(), cfg.Rope(), cfg.NoPositions()]
@@ -122,7 +122,9 @@ def test_no_token_sees_the_future_or_another_document(store, positions):
     tokens = np.asarray(models.tokens(batch=1, seq=12))
     # Documents of 4, 1, 1 and 6 tokens: two starts in a row must not see each other.
     segments = np.asarray([[1, 1, 1, 1, 2, 3, 4, 4, 4, 4, 4, 4]], np.int32)
-    run = jax.jit(lambda p, tokens: nnx.merge(graphdef, p)(tokens, segment_ids=segments))
+    run = jax.jit(
+        lambda p, tokens: nnx.merge(graphdef, p)(tokens, segment_ids=jnp.asarray(segments))
+    )
     logits = lambda tokens: np.asarray(run(params, tokens))
     before = logits(tokens)
     for position in range(12):
@@ -231,8 +233,8 @@ def test_storage_starts_smaller_by_depth():
 def test_mup_multipliers_act_where_they_should():
     mup = cfg.MuP(base_width=9, base_head_dim=4, input_multiplier=2.0, output_multiplier=5.0)
     base = models.model("matrix")
-    params, positions, tokens = narrow(base), np.arange(11)[None], models.tokens()
-    z = np.random.default_rng(0).normal(size=(2, 3, 6)).astype(np.float32)
+    params, positions, tokens = narrow(base), jnp.arange(11)[None], models.tokens()
+    z = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 6)), jnp.float32)
 
     @jax.jit
     def ends(params):

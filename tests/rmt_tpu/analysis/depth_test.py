@@ -14,6 +14,7 @@ from rmt_tpu.analysis import depth
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training.step import batch_loss
 from tests import models
+from tests.tiers import later
 
 MIXERS = {
     "sum": ("vector", cfg.Sum()),
@@ -36,21 +37,21 @@ def float64():
 
 
 def make(kind: str, mixer: cfg.Mixer, *, seed: int | None = 0, **changes):
-    """A decoder in float64, its parameters moved from their symmetric start unless seed is None."""
+    """A decoder in float64, its parameters random, or those that it starts with: seed is None."""
     config = models.model(kind, mixer=mixer, compute_dtype="float64", **changes)
-    graphdef, params = models.split(config)
-    params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params)
-    if seed is not None:
-        rng = np.random.default_rng(seed)
-        params = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape), params)
-    return nnx.merge(graphdef, params)
+    graphdef = models.graph(config)
+    params = models.split(config)[1] if seed is None else models.random_parameters(config, seed)
+    return nnx.merge(graphdef, jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params))
 
 
 def features(decoder, batch):
     return jax.jit(lambda b: decoder.features(b.inputs, segment_ids=b.segment_ids))(batch)
 
 
-@pytest.mark.parametrize("name", MIXERS)
+NOW = ["full", "odd blocks", "hyper-connections"]
+
+
+@pytest.mark.parametrize("name", NOW + later(*(name for name in MIXERS if name not in NOW)))
 def test_unrolled_layers_are_the_decoder(name):
     # To float64 rounding: the mixing over depth is added up in another order.
     decoder, batch = make(*MIXERS[name]), models.batch()
@@ -62,7 +63,7 @@ def test_unrolled_layers_are_the_decoder(name):
     assert shapes == {(4, 11, 20) if decoder.config.store.kind == "vector" else (4, 11, 5, 6)}
 
 
-@pytest.mark.parametrize("name", ["matrix sum", "blocks", "dense", "depth-wise LSTM"])
+@pytest.mark.parametrize("name", ["blocks", *later("matrix sum", "dense", "depth-wise LSTM")])
 def test_gradients_of_taps(name):
     """Of each write, against a central difference over 2e-5 in a random direction.
 
@@ -154,6 +155,7 @@ def test_weights_stand_at_their_sources():
     assert weights.sources == ["E", "B1", "B2"]
 
 
+@pytest.mark.slow
 def test_window():
     mixer = cfg.FullAttention(weights="sigmoid", key_norm=False, window=2)
     weights = depth.measure(make("vector", mixer, num_layers=2), [models.batch()]).weights

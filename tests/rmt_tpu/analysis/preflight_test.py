@@ -46,6 +46,7 @@ def compiled():
 
 
 @pytest.mark.compile
+@pytest.mark.xdist_group("preflight")
 def test_memory_of_a_step(compiled):
     assert compiled.fits and compiled.devices == 4 and compiled.mesh["data"] == 4
     assert list(compiled.memory) == list(KINDS) and compiled.used == sum(compiled.memory.values())
@@ -65,6 +66,7 @@ def test_memory_of_a_step(compiled):
 
 
 @pytest.mark.compile
+@pytest.mark.xdist_group("preflight")
 def test_gradients_are_added_up_over_the_batch(compiled):
     size = 4 * sum(resources.parameters(compiled.config.model).values())
     reduced = sum(t.bytes for t in compiled.traffic if t.kind == "all-reduce")
@@ -74,6 +76,7 @@ def test_gradients_are_added_up_over_the_batch(compiled):
 
 
 @pytest.mark.compile
+@pytest.mark.xdist_group("preflight")
 def test_time_of_a_step(compiled):
     time = compiled.time
     assert set(time.parts) == set(GROUPS) and all(time.parts[p] > 0 for p in ("cores", "residual"))
@@ -86,6 +89,7 @@ def test_time_of_a_step(compiled):
 
 
 @pytest.mark.compile
+@pytest.mark.xdist_group("preflight")
 def test_json_and_text_say_the_same(compiled, tmp_path):
     values = json.loads(json.dumps(compiled.json()))
     assert values["memory_bytes"] == compiled.memory and values["hbm_bytes"] == 15.75 * GIB

@@ -31,6 +31,7 @@ def costs():
 
 
 @pytest.mark.compile
+@pytest.mark.xdist_group("step cost")
 def test_every_part_is_found(costs):
     found = {name: {part for part in PARTS if cost.parts[part]} for name, cost in costs.items()}
     assert found["rmt-tiny"] == set(PARTS) - {"projections"}
@@ -42,6 +43,7 @@ def test_every_part_is_found(costs):
 
 
 @pytest.mark.compile
+@pytest.mark.xdist_group("step cost")
 @pytest.mark.parametrize("preset", LAYERS)
 def test_layers_count_as_often_as_they_run(costs, preset):
     for part in ("attention", "feed_forward"):
@@ -51,6 +53,7 @@ def test_layers_count_as_often_as_they_run(costs, preset):
 
 
 @pytest.mark.compile
+@pytest.mark.xdist_group("step cost")
 @pytest.mark.parametrize("preset", LAYERS)
 def test_no_part_is_faster_than_the_matrix_units(costs, preset):
     cost, config = costs[preset], small(preset).config().model
@@ -60,6 +63,7 @@ def test_no_part_is_faster_than_the_matrix_units(costs, preset):
 
 
 @pytest.mark.compile
+@pytest.mark.xdist_group("step cost")
 @pytest.mark.parametrize("preset", LAYERS)
 def test_state_is_read_and_written(costs, preset):
     cost = costs[preset]
@@ -69,6 +73,7 @@ def test_state_is_read_and_written(costs, preset):
 
 
 @pytest.mark.compile
+@pytest.mark.xdist_group("step cost")
 def test_tables_and_picture(costs, tmp_path):
     rmt, gpt2 = costs["rmt-tiny"], costs["gpt2-tiny"]
     table = step_report.step_table([rmt, gpt2])

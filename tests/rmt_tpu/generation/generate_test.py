@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
@@ -118,7 +119,9 @@ def say(monkeypatch):
 
 
 def pieces(max_tokens: int = 16):
-    decoder = models.decoder(models.model(vocab_size=257))
+    config = models.model(vocab_size=257)
+    params = jax.tree.map(np.float32, models.random_parameters(config))
+    decoder = nnx.merge(models.graph(config), params)
     return generate(decoder, ByteTokenizer(), "ab", Sampling(max_tokens=max_tokens))
 
 

@@ -69,7 +69,7 @@ def test_gelu_exact_and_tanh():
 
 @pytest.mark.parametrize("store", ["vector", "matrix"])
 def test_every_parameter_has_a_role_and_an_axis_name_a_dimension(store):
-    decoder = models.decoder(models.model(store))
+    decoder = models.abstract(models.model(store))
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
     roles, axes = metadata(decoder, "role"), metadata(decoder, "axes")
     assert set(jax.tree.leaves(roles)) <= {"gain", "embedding", "unembedding", "keys", "hidden"}

@@ -6,21 +6,12 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from rmt_tpu import config as cfg
 from tests import models
 from tests.closeness import assert_close
 from tests.rmt_tpu import plain
-
-
-def later(*cases):
-    """Cases for the night alone."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
-    ]
 
 
 def model(mixer: cfg.Mixer, **changes) -> cfg.ModelConfig:

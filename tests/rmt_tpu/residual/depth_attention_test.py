@@ -8,6 +8,7 @@ from rmt_tpu import config as cfg
 from tests import models
 from tests.rmt_tpu import plain
 from tests.rmt_tpu.residual import checks
+from tests.tiers import later
 
 LAYERS = 4
 FULL = {
@@ -138,7 +139,7 @@ EVERY = [(*system, remat) for system in SYSTEMS for remat in ("full", "blocks")]
 
 
 @pytest.mark.parametrize(
-    ("store", "name", "remat"), FAST + checks.later(*(case for case in EVERY if case not in FAST))
+    ("store", "name", "remat"), FAST + later(*(case for case in EVERY if case not in FAST))
 )
 def test_equals_the_equations_and_so_do_its_gradients(store, name, remat):
     """Logits, and the gradients by both backward schedules, in float64."""

@@ -12,7 +12,7 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.layers import stacks
 from tests import models
 from tests.rmt_tpu.residual import checks
-from tests.rmt_tpu.residual.checks import later
+from tests.tiers import later
 
 MIXERS = {
     "full": cfg.FullAttention(),

@@ -12,7 +12,7 @@ from tests import models
 from tests.closeness import assert_close
 from tests.rmt_tpu import plain
 from tests.rmt_tpu.residual import checks
-from tests.rmt_tpu.residual.checks import later
+from tests.tiers import later
 
 # Layers, and a node after every so many: with layers left over, one node, a node a layer.
 CASES = [

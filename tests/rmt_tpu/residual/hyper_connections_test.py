@@ -13,7 +13,7 @@ from rmt_tpu.errors import UsageError
 from tests import models
 from tests.rmt_tpu import plain
 from tests.rmt_tpu.residual import checks
-from tests.rmt_tpu.residual.checks import later
+from tests.tiers import later
 
 CASES = [
     cfg.HyperConnections(streams=2),

@@ -9,14 +9,16 @@ import pytest
 from flax import nnx
 
 import sharding
-from rmt_tpu import Decoder, preset
 from rmt_tpu import config as cfg
+from rmt_tpu import preset
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.training.growth import KEYED, grow, restore_grown, turn
 from rmt_tpu.training.run import prepare
 from tests import models
+from tests.models import random_parameters
+from tests.tiers import later
 
 SLOTS = 6
 MIXERS = {
@@ -45,63 +47,66 @@ def resized(config, key_dim):
 
 
 @functools.cache
-def abstract(config):
-    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-
-
-def random_params(config, seed=0):
-    """Float64, all entries random: no gain is 1 and no query 0, as after training."""
-    rng = np.random.default_rng(seed)
-    state = nnx.state(abstract(config), nnx.Param)
-    draw = lambda p: rng.normal(size=p.shape) * p.shape[-1] ** -0.5
-    return jax.tree.map(draw, nnx.to_pure_dict(state))
-
-
-def graph_of(config):
-    return nnx.split(abstract(config), nnx.Param)[0]
+def expected(config):
+    """Logits of the model that grows, with its `random_parameters`."""
+    return logits(config, random_parameters(config))
 
 
 @functools.cache
-def expected(config):
-    """Logits of the model that grows, with its `random_params`."""
-    return logits(config, random_params(config))
+def applied(config):
+    graphdef = models.graph(config)
+    return jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
 
 
 def logits(config, params):
     with jax.enable_x64(True):
-        graphdef = graph_of(config)
-        apply = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
-        return np.asarray(apply(params, models.tokens() % config.vocab_size))
+        return np.asarray(applied(config)(params, models.tokens() % config.vocab_size))
 
 
 def assert_same_function(before, key_dim):
-    after, params, wanted = resized(before, key_dim), random_params(before), expected(before)
+    after, params, wanted = resized(before, key_dim), random_parameters(before), expected(before)
     assert np.abs(wanted).max() > 0.1
     # Float64 rounding over some thousand sums; every term that counts is above 1e-6.
     np.testing.assert_allclose(logits(after, grow(params, before, after)), wanted, atol=1e-11)
 
 
-@pytest.mark.parametrize("key_dim", [2 * SLOTS, 3 * SLOTS, 2 * SLOTS + 1])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+SIZES = (2 * SLOTS, 3 * SLOTS, 2 * SLOTS + 1)
+NORMS = [("layernorm", 2 * SLOTS + 1), ("rmsnorm", 3 * SLOTS)]
+NORMS += later(
+    *(
+        (norm, size)
+        for norm in ("layernorm", "rmsnorm")
+        for size in SIZES
+        if (norm, size) not in NORMS
+    )
+)
+
+
+@pytest.mark.parametrize("norm, key_dim", NORMS)
 def test_logits_are_the_same(norm, key_dim):
     assert_same_function(model(norm=norm), key_dim)
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("positions", [cfg.Rope(), cfg.Alibi()], ids=["rope", "alibi"])
+@pytest.mark.parametrize("norm", ["layernorm", *later("rmsnorm")])
+@pytest.mark.parametrize("positions", [cfg.Rope(), *later(cfg.Alibi())], ids=lambda p: p.kind)
 def test_logits_are_the_same_without_learned_positions(norm, positions):
     assert_same_function(model(norm=norm, positions=positions), 2 * SLOTS)
 
 
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "sum"])
+NOW = ["blocks", "input query of heads", "dense"]
+
+
+@pytest.mark.parametrize("mixer", NOW + later(*(m for m in MIXERS if m not in ("sum", *NOW))))
 def test_logits_are_the_same_with_every_mixer(mixer):
     assert_same_function(model(mixer), 3 * SLOTS)
 
 
+@pytest.mark.slow
 def test_logits_are_the_same_of_a_residual_that_is_rebuilt():
     assert_same_function(model(remat="reversible"), 2 * SLOTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_logits_of_presets_are_the_same(name):
     config = dataclasses.replace(preset(name), vocab_size=64, compute_dtype="float64")
@@ -122,16 +127,16 @@ def with_empty_slots(params, before, after):
     return jax.tree_util.tree_map_with_path(empty, grown)
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", ["layernorm", *later("rmsnorm")])
 def test_empty_slots_are_another_function(norm):
     before = model(norm=norm)
-    after, params = resized(before, 2 * SLOTS), random_params(before)
+    after, params = resized(before, 2 * SLOTS), random_parameters(before)
     difference = logits(after, with_empty_slots(params, before, after)) - expected(before)
     assert np.abs(difference).max() > 1e-3  # of epsilon for rmsnorm, and of the mean for layernorm
 
 
 def test_growing_twice_is_the_same_function():
-    before, params = model(), random_params(model())
+    before, params = model(), random_parameters(model())
     middle, after = resized(before, 12), resized(before, 25)
     twice = grow(grow(params, before, middle), middle, after)
     np.testing.assert_allclose(logits(after, twice), expected(before), atol=1e-11)
@@ -150,7 +155,10 @@ def test_all_axes_of_slots_are_known():
     """By what parameters say of their axes, and by which shapes differ between two sizes."""
     configs = [*map(model, MIXERS), preset(PRESETS[0])]
     for config in configs:
-        small, large = abstract(config), abstract(resized(config, 2 * config.store.key_dim))
+        small, large = (
+            models.abstract(config),
+            models.abstract(resized(config, 2 * config.store.key_dim)),
+        )
         shapes = lambda module: nnx.to_pure_dict(nnx.state(module, nnx.Param))
         leaves = jax.tree_util.tree_leaves_with_path(shapes(small))
         axes = jax.tree.leaves(metadata(small, "axes"), is_leaf=lambda x: isinstance(x, tuple))
@@ -163,7 +171,7 @@ def test_all_axes_of_slots_are_known():
                 assert [i - len(names) for i, n in enumerate(names) if n == "key"] == list(
                     KEYED[name][0]
                 )
-        grown = grow(random_params(config), config, resized(config, 2 * config.store.key_dim))
+        grown = grow(random_parameters(config), config, resized(config, 2 * config.store.key_dim))
         assert [x.shape for x in jax.tree.leaves(grown)] == [x.shape for x in others]
 
 
@@ -213,6 +221,7 @@ def host(state):
     return jax.device_get(state._replace(key=np.zeros(())))
 
 
+@pytest.mark.xdist_group("grown run")
 def test_moments_of_new_entries(small):
     _, state = small
     before, after = run_config(SLOTS).model, run_config(2 * SLOTS).model
@@ -235,6 +244,7 @@ def size(x):
     return np.sqrt(np.mean(np.square(x)))
 
 
+@pytest.mark.xdist_group("grown run")
 def test_new_slots_are_trained(small):
     before, after = run_config(SLOTS).model, run_config(2 * SLOTS)
     _, state = small
@@ -258,10 +268,10 @@ def test_new_slots_are_trained(small):
 def test_new_queries_of_depth_attention_have_gradients():
     before = model("full", num_layers=1)
     after = resized(before, 2 * SLOTS)
-    graphdef = graph_of(after)
+    graphdef = models.graph(after)
     loss = lambda params: (nnx.merge(graphdef, params)(models.tokens()) ** 2).mean()
     with jax.enable_x64(True):
-        gradient = jax.jit(jax.grad(loss))(grow(random_params(before), before, after))
+        gradient = jax.jit(jax.grad(loss))(grow(random_parameters(before), before, after))
     query = np.asarray(gradient["layers"]["feed_forward_site"]["mix"]["query"])
     # The old ones are times a random gain.
     assert 0.1 < size(query[:, SLOTS:]) / size(query[:, :SLOTS]) < 10
@@ -276,6 +286,7 @@ def assert_state_is(state, wanted):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(value), err_msg=str(path))
 
 
+@pytest.mark.xdist_group("grown run")
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,fsdp=2,key=2", "data=4,key=2"])
 def test_restore_onto_any_mesh(small, mesh, tmp_path):
     _, state = small
@@ -292,6 +303,7 @@ def test_restore_onto_any_mesh(small, mesh, tmp_path):
     )
 
 
+@pytest.mark.xdist_group("grown run")
 def test_a_grown_run_goes_on_over_a_mesh(small, tmp_path):
     run, state = small
     after = run_config(2 * SLOTS, "data=2,fsdp=2,key=2")
@@ -316,21 +328,23 @@ def test_a_grown_run_goes_on_over_a_mesh(small, tmp_path):
     assert_state_is(again, grown)
 
 
+@pytest.mark.xdist_group("grown run")
 def test_parameters_alone_of_a_grown_checkpoint(small, tmp_path):
     _, state = small
     before, after = run_config(SLOTS).model, run_config(3 * SLOTS).model
     checkpoints = Checkpointer(str(tmp_path))
     checkpoints.save(5, state, {})
-    wanted = {"params": nnx.to_pure_dict(nnx.state(abstract(after), nnx.Param))}
+    wanted = {"params": nnx.to_pure_dict(nnx.state(models.abstract(after), nnx.Param))}
     _, tree, _ = restore_grown(checkpoints, wanted, after, partial=True)
     assert isinstance(tree["params"]["final_site"]["gain"], jax.Array)
     apply = lambda config, params: jax.jit(
-        lambda params: nnx.merge(graph_of(config), params)(models.tokens())
+        lambda params: nnx.merge(models.graph(config), params)(models.tokens())
     )(params)
     # Float32 rounding; the logits are about 1.
     np.testing.assert_allclose(apply(after, tree["params"]), apply(before, state.params), atol=2e-5)
 
 
+@pytest.mark.xdist_group("grown run")
 def test_layers_saved_in_stacks_of_virtual_stages_grow(small, tmp_path):
     _, state = small
     before, after = run_config(SLOTS).model, run_config(2 * SLOTS)
@@ -345,6 +359,7 @@ def test_layers_saved_in_stacks_of_virtual_stages_grow(small, tmp_path):
     assert_state_is(grown["params"], grow(params, before, after.model))
 
 
+@pytest.mark.xdist_group("grown run")
 def test_what_cannot_grow_is_refused_in_a_line(small, tmp_path):
     _, state = small
     checkpoints = Checkpointer(str(tmp_path))
@@ -355,7 +370,7 @@ def test_what_cannot_grow_is_refused_in_a_line(small, tmp_path):
             restore_grown(checkpoints, like(prepared(config)), config.model)
     # Of another system altogether, the arrays are listed.
     vector = models.model("vector", num_layers=2)
-    wanted = {"params": nnx.to_pure_dict(nnx.state(abstract(vector), nnx.Param))}
+    wanted = {"params": nnx.to_pure_dict(nnx.state(models.abstract(vector), nnx.Param))}
     with pytest.raises(UsageError, match=r"params/embedding/tokens: checkpoint float32\[61,18\]"):
         restore_grown(checkpoints, wanted, vector, partial=True)
 
