@@ -36,11 +36,14 @@ def float64():
         yield
 
 
-def make(kind: str, mixer: cfg.Mixer, *, seed: int | None = 0, **changes):
-    """A decoder in float64, its parameters random, or those that it starts with: seed is None."""
+def make(kind: str, mixer: cfg.Mixer, *, zero_queries: bool = False, **changes):
+    """A decoder in float64, its parameters random, but for queries if they are to be zero."""
     config = models.model(kind, mixer=mixer, compute_dtype="float64", **changes)
     graphdef = models.graph(config)
-    params = models.split(config)[1] if seed is None else models.random_parameters(config, seed)
+    params = models.random_parameters(config)
+    if zero_queries:
+        zero = lambda path, p: 0 * p if path[-1].key == "query" else p
+        params = jax.tree_util.tree_map_with_path(zero, params)
     return nnx.merge(graphdef, jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params))
 
 
@@ -136,7 +139,7 @@ def test_measures():
 
 
 def test_weights_at_zero_queries_are_equal():
-    weights = depth.measure(make(*MIXERS["full"], seed=None), [models.batch()]).weights
+    weights = depth.measure(make(*MIXERS["full"], zero_queries=True), [models.batch()]).weights
     assert seen(weights) == [list(range(k + 1)) for k in range(7)]
     for row in rows(weights):
         np.testing.assert_allclose(row, 1 / len(row), rtol=1e-12)

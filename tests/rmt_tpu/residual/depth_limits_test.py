@@ -21,9 +21,13 @@ MIXERS = {
     "dense": cfg.Dense(),
     "input query": cfg.BlockAttention(num_blocks=2, query="input"),
 }
-CACHED = [("vector", "full"), ("vector", "input query"), ("matrix", "blocks of 2")]
+CACHED = [("vector", "input query"), ("matrix", "blocks of 2")]
 CACHED += later(
-    ("vector", "blocks of 2"), ("vector", "blocks of 3"), ("vector", "dense"), ("matrix", "full")
+    ("vector", "full"),
+    ("vector", "blocks of 2"),
+    ("vector", "blocks of 3"),
+    ("vector", "dense"),
+    ("matrix", "full"),
 )
 
 

@@ -102,12 +102,13 @@ def test_a_node_without_weights_norms_the_sum():
 
 
 def test_nodes_share_weights_only_when_told_to():
-    drawn = lambda mixer: models.split(models.model("vector", num_layers=6, mixer=mixer))[1]
-    own, shared = (
-        drawn(cfg.Hierarchical(shared=shared))["mixer"]["others"]["w_a"] for shared in (False, True)
+    config = lambda shared: models.model(
+        "vector", num_layers=6, mixer=cfg.Hierarchical(shared=shared)
     )
-    assert own.shape == (2, 3 * 20, 128) and shared.shape == (1, 3 * 20, 128)
+    own = models.split(config(False))[1]["mixer"]["others"]["w_a"]
+    assert own.shape == (2, 3 * 20, 128)
     assert np.abs(own[0] - own[1]).min() > 0
+    assert models.abstract(config(True)).mixer.others.w_a.shape == (1, 3 * 20, 128)
 
 
 def test_more_layers_to_a_node_than_there_are():

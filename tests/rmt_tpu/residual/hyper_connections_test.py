@@ -123,11 +123,13 @@ def test_cached_equals_uncached(mixer):
 @pytest.mark.parametrize(
     "mixer, is_plain",
     [
-        (cfg.HyperConnections(), True),
-        (cfg.Mhc(), True),
         (cfg.MhcLite(init="prenorm"), True),
-        pytest.param(cfg.HyperConnections(dynamic=False), True, marks=pytest.mark.slow),
-        pytest.param(cfg.MhcLite(init="paper"), False, marks=pytest.mark.slow),
+        *later(
+            (cfg.HyperConnections(dynamic=False), True),
+            (cfg.HyperConnections(), True),
+            (cfg.Mhc(), True),
+            (cfg.MhcLite(init="paper"), False),
+        ),
     ],
     ids=lambda x: label(x) if isinstance(x, cfg.Mixer) else "",
 )
