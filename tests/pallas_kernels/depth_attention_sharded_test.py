@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels.depth_attention import UnsupportedImplementation, xla
+from tests.closeness import assert_close, float64
+from tests.pallas_kernels import plain
 
 EPSILON = 1e-5
 COUNT = 3
@@ -35,22 +37,17 @@ def per_device(f, n, in_specs, out_specs):
     return jax.jit(f)
 
 
-def arguments(n, dtype, S=2, N=4):
+def arguments(dtype, S=2, N=4):
     """Queries, gains, sources, a prior's queries and sources; the last source is empty."""
-    rows, tokens, D = 8 // n, 3, 3 * n
+    rows, tokens, D = 4, 3, 24
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
-    sources = draw(N, rows, tokens, D).at[COUNT:].set(jnp.nan)
+    draw = lambda *shape: rng.normal(size=shape).astype(dtype)
+    sources = draw(N, rows, tokens, D)
+    sources[COUNT:] = np.nan
     return draw(S, D), draw(S, D), sources, draw(S, D), draw(2, rows, tokens, D)
 
 
 SPECS = (QUERIES, QUERIES, SOURCES, QUERIES, SOURCES)
-
-
-def largest_error(got, expected):
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    assert got.shape == expected.shape
-    return np.max(np.abs(got - expected)) / np.max(np.abs(expected))
 
 
 def chain(queries, gains, sources, first_queries, first_sources, *, partial):
@@ -67,56 +64,70 @@ def share_of_loss(key_axis, *args, weights):
     )
     (mixed, _), (second, log_sums) = chain(*args, partial=op)
     index = 0 if key_axis is None else jax.lax.axis_index(key_axis)
-    on_sums = jnp.sum(weights[index] * jnp.cos(log_sums))
+    on_sums = jnp.sum(jnp.asarray(weights)[index] * jnp.cos(log_sums))
     return jnp.sum(jnp.sin(second)) + jnp.sum(jnp.sin(mixed) ** 2) + on_sums
 
 
+@functools.cache
+def of_the_whole():
+    """A program that gives the loss and its gradients, in float64."""
+    whole = functools.partial(share_of_loss, None, weights=np.ones(1))
+    return jax.jit(jax.value_and_grad(whole, range(5)))
+
+
+@pytest.mark.xdist_group("depth attention, whole")
 @pytest.mark.parametrize(
-    "n, dtype", [(2, "float64"), (4, "float64"), (8, "float64"), (4, "float32")]
+    "n, dtype",
+    [
+        (2, "float64"),
+        (8, "float64"),
+        (4, "float32"),
+        pytest.param(4, "float64", marks=pytest.mark.slow),
+    ],
 )
 def test_every_gradient_equals_that_of_the_whole(n, dtype):
     """Through a prior too; the shares on the sums differ, and one device has none."""
+    args = arguments(dtype)
+    # In steps of a whole, which add up to 1.
+    weights = (np.arange(n) / np.arange(n).sum()).astype(dtype)
+    share = functools.partial(share_of_loss, weights=weights)
+
+    def local(*args):
+        op = functools.partial(share, "key")
+        value, gradients = jax.value_and_grad(op, range(5))(*args)
+        q, g, v, first_q, first_v = gradients
+        return value[None, None], q[None], g[None], v, first_q[None], first_v
+
+    of_rows = P("data", None, "key")
+    out_specs = (P("data", "key"), of_rows, of_rows, SOURCES, of_rows, SOURCES)
     with jax.enable_x64(dtype == "float64"):
-        args = arguments(n, dtype)
-        weights = jnp.arange(float(n)).astype(dtype)
-        share = functools.partial(share_of_loss, weights=weights)
-
-        def local(*args):
-            op = functools.partial(share, "key")
-            value, gradients = jax.value_and_grad(op, range(5))(*args)
-            q, g, v, first_q, first_v = gradients
-            return value[None, None], q[None], g[None], v, first_q[None], first_v
-
-        of_rows = P("data", None, "key")
-        out_specs = (P("data", "key"), of_rows, of_rows, SOURCES, of_rows, SOURCES)
         got = per_device(local, n, SPECS, out_specs)(*args)
-        value, q, g, v, first_q, first_v = map(np.asarray, got)
-        whole = functools.partial(share_of_loss, None, weights=weights.sum(keepdims=True))
-        expected, gradients = jax.jit(jax.value_and_grad(whole, range(5)))(*args)
+    value, q, g, v, first_q, first_v = float64(got)
+    with jax.enable_x64(True):
+        expected, gradients = of_the_whole()(*float64(args))
     tolerance = TOLERANCE[dtype]
     assert value.sum() == pytest.approx(float(expected), rel=tolerance)
-    got = q.sum(0), g.sum(0), v, first_q.sum(0), first_v
-    errors = [largest_error(a, b) for a, b in zip(got, gradients, strict=True)]
-    assert np.max(errors) <= tolerance, errors
+    assert_close((q.sum(0), g.sum(0), v, first_q.sum(0), first_v), gradients, tolerance)
 
 
 def test_mixes_and_sums_equal_the_whole():
+    queries, gains, sources, *_ = arguments("float64")
+
+    def local(queries, gains, sources):
+        options = dict(count=COUNT, epsilon=EPSILON, key_axis="key")
+        out = pallas_kernels.depth_attention_partial(queries, sources, gains=gains, **options)
+        one = pallas_kernels.depth_attention(queries[0], sources, gain=gains[0], **options)
+        return *out, one
+
+    out_specs = (SOURCES, SAME, P("data", None, "key"))
     with jax.enable_x64(True):
-        queries, gains, sources, *_ = arguments(4, "float64")
-
-        def local(queries, gains, sources):
-            options = dict(count=COUNT, epsilon=EPSILON, key_axis="key")
-            out = pallas_kernels.depth_attention_partial(queries, sources, gains=gains, **options)
-            one = pallas_kernels.depth_attention(queries[0], sources, gain=gains[0], **options)
-            return *out, one
-
-        out_specs = (SOURCES, SAME, P("data", None, "key"))
         got = per_device(local, 4, SPECS[:3], out_specs)(queries, gains, sources)
-        mixed, log_sums = pallas_kernels.depth_attention_partial(
-            queries, sources, gains=gains, count=COUNT, epsilon=EPSILON
-        )
-    for a, b in zip(got, (mixed, log_sums, mixed[0]), strict=True):
-        assert largest_error(a, b) <= TOLERANCE["float64"]
+    N, *tokens, D = sources.shape
+    active = sources[:COUNT].reshape(COUNT, -1, D)
+    zeros = np.zeros((2, *active.shape[1:])), np.zeros((2, active.shape[1]))
+    (mixed, log_sums), _ = plain.partial(queries * gains, active, None, zeros, epsilon=EPSILON)
+    mixed, log_sums = mixed.reshape(2, *tokens, D), log_sums.reshape(2, *tokens)
+    assert_close(got, (mixed, log_sums, mixed[0]), TOLERANCE["float64"])
 
 
 @pytest.mark.parametrize("has_prior", [True, False])
@@ -124,13 +135,13 @@ def test_explicit_backward_is_what_jax_gives_on_each_device(has_prior):
     """Cotangents of the sums differ by device, in and out; those of sources are added up."""
     n = 4
     with jax.enable_x64(True):
-        queries, gains, sources, _, there = arguments(n, "float64")
-        there = jnp.concatenate([there, there])
+        queries, gains, sources, _, there = arguments("float64")
+        there = np.concatenate([there, there])
         rng = np.random.default_rng(1)
         shape = (2, *sources.shape[1:])
-        mixed_prior, d_mixed = (jnp.asarray(rng.normal(size=shape)) for _ in range(2))
-        log_prior = jnp.asarray(rng.normal(size=shape[:-1]))
-        d_log_sums = jnp.asarray(rng.normal(size=(n, *shape[:-1])))
+        mixed_prior, d_mixed = (rng.normal(size=shape) for _ in range(2))
+        log_prior = rng.normal(size=shape[:-1])
+        d_log_sums = rng.normal(size=(n, *shape[:-1]))
 
         def local(queries, gains, sources, there, mixed_prior, log_prior, d_mixed, d_log_sums):
             prior = (mixed_prior, log_prior) if has_prior else None
@@ -164,9 +175,10 @@ def test_explicit_backward_is_what_jax_gives_on_each_device(has_prior):
         args = queries, gains, sources, there, mixed_prior, log_prior, d_mixed, d_log_sums
         got, expected = per_device(local, n, in_specs, P("data", "key"))(*args)
     assert (got[2] is not None) == has_prior
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        for device in np.ndindex(2, n):
-            assert largest_error(a[device], b[device]) <= TOLERANCE["float64"]
+    got, expected = float64((got, expected))
+    for device in np.ndindex(2, n):
+        on_device = lambda tree, device=device: jax.tree.map(lambda x: x[device], tree)
+        assert_close(on_device(got), on_device(expected), TOLERANCE["float64"])
 
 
 def all_reduces(f, n, in_specs, out_specs, *args):
@@ -182,7 +194,7 @@ def all_reduces(f, n, in_specs, out_specs, *args):
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_one_all_reduce_each_way(n):
-    queries, _, sources, *_ = arguments(n, "float32")
+    queries, _, sources, *_ = arguments("float32")
     forward = lambda queries, sources: pallas_kernels.depth_attention_partial(
         queries, sources, key_axis="key"
     )
@@ -204,7 +216,7 @@ def test_one_all_reduce_each_way(n):
 
 @pytest.mark.parametrize("implementation", ["mosaic_tpu", "triton"])
 def test_a_kernel_is_refused(implementation):
-    queries, _, sources, *_ = arguments(4, "float32")
+    queries, _, sources, *_ = arguments("float32")
     op = functools.partial(
         pallas_kernels.depth_attention_partial, key_axis="key", implementation=implementation
     )
@@ -213,7 +225,7 @@ def test_a_kernel_is_refused(implementation):
 
 
 def test_the_platforms_kernels_make_way_for_plain_jax():
-    queries, _, sources, *_ = arguments(4, "float32")
+    queries, _, sources, *_ = arguments("float32")
     run = lambda implementation: per_device(
         lambda q, v: pallas_kernels.depth_attention_partial(
             q, v, count=COUNT, key_axis="key", implementation=implementation
