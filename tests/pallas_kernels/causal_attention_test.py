@@ -74,7 +74,10 @@ def test_plain_attention_and_its_gradient_equal_numpy(added):
     assert_close(got, numpy_attention(qkv, d_out, **options), 1e-14)
 
 
-@pytest.mark.parametrize("queries", [1, 4, 5])  # 5 does not divide 12: blocks of 4
+@pytest.mark.parametrize(
+    "queries",  # 5 does not divide 12: blocks of 4
+    [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))],
+)
 def test_blocks_of_queries_give_the_same_and_never_all_logits(queries, monkeypatch):
     qkv, d_out, options = arguments(2, 12, 3, 4, "float64", alibi=True, segments=True)
     with jax.enable_x64(True):
@@ -148,19 +151,26 @@ COMPILED = [(16, 64), (14, 64), (12, 32), (4, 32)]  # the presets' heads
 
 @pytest.mark.compile
 @pytest.mark.parametrize("rows", ["size_major", "head_major"])
-@pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_kernels_compile_for_tpu(target, rows):
+@pytest.mark.parametrize(
+    "target, heads, size",
+    [
+        *(("v5e:2x2", *of_preset) for of_preset in COMPILED),
+        *((target, *COMPILED[0]) for target in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
+    ],
+)
+def test_kernels_compile_for_tpu(target, heads, size, rows):
     topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    for heads, size in COMPILED if target == "v5e:2x2" else COMPILED[:1]:
-        qkv = jax.ShapeDtypeStruct((2, 512, 3 * heads, size), jnp.bfloat16, sharding=device)
-        ids = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=device)
+    qkv = jax.ShapeDtypeStruct((2, 512, 3 * heads, size), jnp.bfloat16, sharding=device)
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=device)
+
+    def loss(qkv, ids):
         options = dict(scale=0.1, slopes=jnp.full(heads, 0.1), rows=rows)
-        loss = lambda qkv, ids, options=options: jnp.sum(
-            causal_attention(qkv, segment_ids=ids, **options).astype(jnp.float32)
-        )
-        compiled = jax.jit(jax.grad(loss)).lower(qkv, ids).compile()
-        assert compiled.as_text().count("tpu_custom_call") == 2
+        out = causal_attention(qkv, segment_ids=ids, **options)
+        return jnp.sum(out.astype(jnp.float32))
+
+    compiled = jax.jit(jax.grad(loss)).lower(qkv, ids).compile()
+    assert compiled.as_text().count("tpu_custom_call") == 2
 
 
 @pytest.mark.parametrize("platform, kernels", [("tpu", 2), ("cpu", 0), ("cuda", 0)])

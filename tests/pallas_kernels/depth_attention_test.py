@@ -146,7 +146,7 @@ def site(query, gain, norm_gain, bank, current, y, *, seal, count):
     return (bank.at[count].set(current) if seal else bank), current, z
 
 
-@pytest.mark.parametrize("seal", [False, True])
+@pytest.mark.parametrize("seal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_step_and_all_its_gradients(seal):
     shapes = [(7,), (7,), (7,), (5, 2, 3, 7), (2, 3, 7), (2, 3, 7)]
     args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]

@@ -64,6 +64,10 @@ CASES = [
 ]
 
 
+# Tests that run the programs of QUICK[1].
+TWO_CHUNKS = pytest.mark.xdist_group("depth attention, two chunks")
+
+
 def draw(key, *shape, dtype="float32"):
     return np.random.default_rng(key).normal(size=shape).astype(dtype)
 
@@ -97,8 +101,8 @@ def assert_near(got, want, dtype, *, of=None, weights=2.0**-15):
 
 
 def marks_of(case):
-    if case == QUICK[1]:  # whose program another test runs too
-        return pytest.mark.xdist_group("depth attention, two chunks")
+    if case == QUICK[1]:
+        return TWO_CHUNKS
     return () if case in QUICK else pytest.mark.slow
 
 
@@ -151,10 +155,6 @@ def test_partial_and_its_gradients(case):
         assert_near(d_sources[: case.count], want_sources, case.dtype, weights=off)
 
 
-# As little as compiles fast.
-SMALL = {"epsilon": EPSILON, "interpret": True, "block_sizes": BlockSizes(16, 128)}
-
-
 def test_large_scores_are_as_exact_as_float32():
     # None of these scores cancels to little, which would be off by more of itself.
     queries, sources = 4 * draw(27, 2, 256), draw(1, 4, 16, 256, dtype="bfloat16")
@@ -165,29 +165,39 @@ def test_large_scores_are_as_exact_as_float32():
     np.testing.assert_allclose(log_sums, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_one_source_comes_back_bit_for_bit(dtype):
-    queries = draw(0, 3, 128) / np.float32(np.sqrt(128))
-    sources = draw(1, 4, 20, 128, dtype=dtype)
-    sources[1:] = np.nan
-    args = (queries, sources, np.int32(1))
-    mixed, log_sums = partial(*args, None, **SMALL)
+def run_with_count(case, count):
+    """By the programs of `case`: sources, mixes, log sums, their cotangents, and gradients."""
+    queries, sources, _, _ = arguments(case)
+    sources[count:] = np.nan
+    args = queries, sources, np.int32(count)
+    options = {"epsilon": EPSILON, "interpret": True, "block_sizes": blocks_of(case)}
+    mixed, log_sums = partial(*args, None, **options)
+    d_mixed, zeros = draw(2, *mixed.shape, dtype=case.dtype), np.zeros_like(log_sums)
+    gradients = partial_backward(*args, log_sums, zeros, d_mixed, None, **options)
+    return sources, mixed, log_sums, d_mixed, gradients
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(QUICK[1], id="bfloat16", marks=TWO_CHUNKS),
+        pytest.param(Case(3, 4, 20, 128, 4, "bfloat16"), id="3 sites", marks=pytest.mark.slow),
+        pytest.param(Case(3, 4, 20, 128, 4, "float32"), id="float32", marks=pytest.mark.slow),
+    ],
+)
+def test_one_source_comes_back_bit_for_bit(case):
+    sources, mixed, _, d_mixed, (d_queries, d_sources) = run_with_count(case, 1)
     np.testing.assert_array_equal(mixed, np.broadcast_to(sources[0], mixed.shape))
-    d_mixed = draw(2, *mixed.shape, dtype=dtype)
-    d_queries, d_sources = partial_backward(*args, log_sums, None, d_mixed, None, **SMALL)
     # Of one source the score does not matter: the gradient is that of a copy.
     assert np.max(np.abs(d_queries)) < 1e-4
-    assert_near(d_sources[0], np.sum(float64(d_mixed), axis=0), dtype)
+    assert_near(d_sources[0], np.sum(float64(d_mixed), axis=0), case.dtype)
 
 
+@TWO_CHUNKS
 def test_no_source():
-    queries, sources = draw(0, 2, 128), np.full((3, 16, 128), np.nan, "bfloat16")
-    args = (queries, sources, np.int32(0))
-    mixed, log_sums = partial(*args, None, **SMALL)
+    _, mixed, log_sums, _, gradients = run_with_count(QUICK[1], 0)
     assert not np.any(float64(mixed)) and np.all(log_sums == -np.inf)
-    d_mixed = np.ones(mixed.shape, "bfloat16")
-    d_queries, d_sources = partial_backward(*args, log_sums, None, d_mixed, None, **SMALL)
-    assert not np.any(float64(d_queries)) and not np.any(float64(d_sources))
+    assert not any(np.any(g) for g in float64(gradients))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +268,7 @@ def test_step(N, T, D, count, dtype, norm, seal):
     assert_near(z, plain.step(query, bank[:count], total, gain, **options), dtype)
 
 
-@pytest.mark.xdist_group("depth attention, two chunks")
+@TWO_CHUNKS
 def test_backward_twice_is_the_same_bits():
     case = QUICK[1]
     queries, sources, count, _ = arguments(case)
@@ -282,6 +292,7 @@ def plain_mix(queries, sources):
     return plain.partial(queries, sources, None, zeros, epsilon=EPSILON)[0][0]
 
 
+@pytest.mark.slow
 def test_vmap():
     queries = draw(0, 2, 128) / np.float32(np.sqrt(128))
     sources = draw(1, 3, 4, 20, 128)
@@ -381,6 +392,7 @@ def compile_both(topology, S, N, T, D, dtype):
         ("v5p:2x2x1", 8, 9, 8192, 2048, "bfloat16"),
         ("v5e:2x2", 3, 18, 1000, 200, "bfloat16"),
         ("v6e:2x2", 16, 5, 130, 256, "float32"),
+        ("tpu7x:2x2x1", 1, 9, 1024, 2048, "bfloat16"),
     ],
 )
 def test_partial_compiles(topology, S, N, T, D, dtype):
@@ -402,6 +414,7 @@ def test_partial_compiles(topology, S, N, T, D, dtype):
         ("v5p:2x2x1", 33, 7, 7168),
         ("v6e:2x2", 8, 1, 1024),
         ("v6e:2x2", 5, 1000, 200),
+        ("tpu7x:2x2x1", 9, 1024, 2048),
     ],
 )
 def test_merge_and_step_compile(topology, N, T, D):

@@ -328,6 +328,20 @@ def test_compiles_for_each_gpu_without_spilling(K, V, R, target, tmp_path):
                 assert kernels and all(not use.spilled for use in kernels.values()), kernels
 
 
+@pytest.mark.compile
+def test_halves_compile_without_spilling(tmp_path):
+    (_, args), _ = calls(64, 64, 16, 48, DTYPES[2])
+    read = functools.partial(
+        triton_gpu.norm_retrieve, norm="rmsnorm", epsilon=1e-6, dtype=jnp.bfloat16
+    )
+    both = lambda X, w, y, gain, r: (triton_gpu.store(X, w, y), read(X, gain, r))
+    program = cuda.ptx(both, *args, target="sm_90", folder=tmp_path)
+    kernels = cuda.usage(program, tmp_path)
+    kernels = {k: v for k, v in kernels.items() if k.startswith("key_vector")}
+    assert sorted(kernels) == ["key_vector_read", "key_vector_store"]
+    assert all(not use.spilled for use in kernels.values()), kernels
+
+
 LARGE = [
     ((64, 64, 16, 48), DTYPES[0]),
     ((256, 64, 64, 192), DTYPES[2]),
