@@ -9,14 +9,18 @@ comparison.json (every run). The batch, steps and data are those of the first pr
 """
 
 import dataclasses
+import datetime
 import fnmatch
+import sys
+import time
 
 from absl import flags
 
-from recipes import common
-from rmt_tpu.config import RunConfig
+from recipes import common, program
+from rmt_tpu.config import RunConfig, TrainConfig
+from rmt_tpu.config.checks import ranges
 from rmt_tpu.config.presets import presets
-from rmt_tpu.errors import UsageError, of_flag, unknown
+from rmt_tpu.errors import UsageError, of_flag, shown, unknown
 from rmt_tpu.storage import Folder, open_folder
 
 _PRESETS = flags.DEFINE_list(
@@ -51,15 +55,20 @@ def _train_and_compare(runs: dict[str, dict[Folder, RunConfig]], folder: Folder)
     from rmt_tpu.analysis.compare import write_comparison
     from rmt_tpu.training.trainer import train
 
+    started = time.monotonic()
+    total = sum(map(len, runs.values()))
+    numbers = iter(range(1, total + 1))
     for name, of_name in runs.items():
         for workdir, config in of_name.items():
             label = name if len(of_name) == 1 else f"{name} {workdir.name}"
+            print(f"run {next(numbers)} of {total}: {label}", file=sys.stderr, flush=True)
             if stopped_by := train(config, workdir, label=label).stopped_by:
-                print(f"stopped; to go on:\n  {common.resume_command()}")
-                return common.exit_code_of(stopped_by)
+                print(f"stopped; to go on:\n  {program.resume_command()}")
+                return program.exit_code_of(stopped_by)
     workdirs = {name: list(of_name) for name, of_name in runs.items()}
     print(write_comparison(workdirs, folder, by_loss=_BY_LOSS.value))
     print(f"picture: {folder}/comparison.png")
+    print(f"{total} runs in {datetime.timedelta(seconds=round(time.monotonic() - started))}")
     return 0
 
 
@@ -96,6 +105,8 @@ def _seeds() -> list[int] | None:
         seeds = [int(seed) for seed in given]
     except ValueError:
         raise UsageError(f"{text} must be whole numbers, like 0,1,2") from None
+    if illegal := [seed for seed in seeds if seed not in ranges(TrainConfig)["seed"]]:
+        raise UsageError(f"--seeds={shown(illegal[0])} must be {ranges(TrainConfig)['seed'].words}")
     if not seeds or len(set(seeds)) < len(seeds):
         raise UsageError(f"{text} must be different numbers, at least one")
     return seeds
@@ -114,5 +125,9 @@ def _seeded(config: RunConfig, folder: Folder, seeds: list[int] | None) -> dict[
     return {folder.child(f"seed-{seed}"): run for seed, run in with_seed.items()}
 
 
+def run() -> None:
+    program.start(main)
+
+
 if __name__ == "__main__":
-    common.start(main)
+    run()

@@ -20,7 +20,7 @@ import os
 
 from absl import flags
 
-from recipes import common
+from recipes import program
 from rmt_tpu.errors import UsageError, of_flag
 from rmt_tpu.storage import Fault, Folder, open_folder
 
@@ -87,5 +87,9 @@ def _profile(workdir: Folder):
     return measure(decoder, itertools.islice(held_out.batches(), _BATCHES.value))
 
 
+def run() -> None:
+    program.start(main)
+
+
 if __name__ == "__main__":
-    common.start(main)
+    run()

@@ -7,7 +7,7 @@ import sys
 
 from absl import flags
 
-from recipes import common
+from recipes import program
 from rmt_tpu.errors import UsageError
 
 _WORKDIR = flags.DEFINE_string(
@@ -51,5 +51,9 @@ def main() -> int:
     return 0
 
 
+def run() -> None:
+    program.start(main)
+
+
 if __name__ == "__main__":
-    common.start(main)
+    run()

@@ -17,11 +17,13 @@ from typing import Any
 
 from absl import flags
 
-from recipes import common
+from recipes import common, program
 from rmt_tpu.config import overrides
 from rmt_tpu.errors import RunError, UsageError, unknown
 
-_OP = flags.DEFINE_string("op", "all", "an op, or all")
+# Those of pallas_kernels.compiler.ops, which imports jax.
+_OPS = ("key_vector", "attention", "depth_attention")
+_OP = flags.DEFINE_string("op", "all", f"one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string("case", None, "only this case of the ops, like 'H=16 D=64'")
 _TARGETS = flags.DEFINE_list("targets", None, "of v5e, v5p, v6e; all, if there is no device")
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for tables and pictures")
@@ -34,6 +36,7 @@ _SET = flags.DEFINE_multi_string(
     [],
     "path=value in the config, with --step; rmt-305m:path=value only for that preset",
 )
+common.define_list_presets()
 
 
 def main() -> int:
@@ -185,5 +188,9 @@ def _write(path: Path, text: str, values: dict[str, Any]) -> None:
     print(f"table: {path.with_suffix('.md')}")
 
 
+def run() -> None:
+    program.start(main)
+
+
 if __name__ == "__main__":
-    common.start(main)
+    run()

@@ -21,11 +21,10 @@ from pathlib import Path
 
 from absl import flags
 
-from recipes import common
+from recipes import common, program
 from rmt_tpu.errors import RunError, UsageError
 
-_PRESET = flags.DEFINE_string("preset", None, "a model of rmt_tpu.presets(); default rmt-tiny")
-_CONFIG = flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
+common.define_model_flags()
 _TOPOLOGY = flags.DEFINE_string("topology", None, "of devices, like v5e:16x16, v5p:4x4x8, h100:8")
 _JSON = flags.DEFINE_string("json", None, "a file for all figures as JSON; - is stdout, alone")
 _OUTPUT = flags.DEFINE_string("output", None, "folder for preflight.json and preflight.png")
@@ -34,19 +33,17 @@ common.define_run_flags()
 
 
 def main() -> int:
+    name, base = common.model_of_flags()
+    config = common.run_config(base)
     from pallas_kernels.compiler import CompilerError, parse_topology, versions
     from rmt_tpu.analysis.preflight import preflight
     from rmt_tpu.analysis.preflight_advice import advice
     from rmt_tpu.analysis.preflight_report import draw_memory, report_text
 
-    if _CONFIG.value and _PRESET.value:
-        raise UsageError(f"--preset={_PRESET.value} and --config={_CONFIG.value}: give one of them")
     try:
         target = parse_topology(_TOPOLOGY.value or "")
     except ValueError as error:
         raise UsageError(f"--topology={error}") from None
-    name = _CONFIG.value or _PRESET.value or "rmt-tiny"
-    config = common.run_config(common.base_config(name, _CONFIG.value))
     folder = _OUTPUT.value and Path(_OUTPUT.value)
     if folder:
         with _writing("output", _OUTPUT.value):
@@ -86,5 +83,9 @@ def _writing(flag: str, value: str) -> Iterator[None]:
         raise UsageError(f"--{flag}={value} cannot be written: {error.strerror}") from None
 
 
+def run() -> None:
+    program.start(main)
+
+
 if __name__ == "__main__":
-    common.start(main)
+    run()

@@ -17,7 +17,7 @@ import time
 from absl import flags
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
-from recipes import common
+from recipes import common, program
 from rmt_tpu.progress import ProgressShown
 
 _INPUT = flags.DEFINE_string(
@@ -95,5 +95,9 @@ def _count(number: int, of: str) -> str:
     return f"{number:,} {of}" + "s" * (number != 1)
 
 
+def run() -> None:
+    program.start(main)
+
+
 if __name__ == "__main__":
-    common.start(main)
+    run()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from absl import flags
 
-from recipes import common
+from recipes import program
 from rmt_tpu.errors import UsageError, unknown
 
 _FIGURES = ("resource_scaling",)
@@ -35,5 +35,9 @@ def main() -> int:
     return 0
 
 
+def run() -> None:
+    program.start(main)
+
+
 if __name__ == "__main__":
-    common.start(main)
+    run()

@@ -27,12 +27,10 @@ from typing import Any, NamedTuple
 
 from absl import flags, logging
 
-from recipes import common
+from recipes import program
 from rmt_tpu.errors import RunError, UsageError, of_flag
 
-_FOLDER = flags.DEFINE_string(
-    "folder", None, "local or gs:// folder to save in; nothing stays there"
-)
+_FOLDER = flags.DEFINE_string("folder", None, "to save in, local or gs://; nothing stays there")
 _GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "of float32 to save, 10^9 bytes each")
 _ARRAYS = flags.DEFINE_integer("arrays", 16, "that they are in")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "saves and restores of each kind")
@@ -295,5 +293,9 @@ def _versions() -> str:
     return ", ".join(found)
 
 
+def run() -> None:
+    program.start(main)
+
+
 if __name__ == "__main__":
-    common.start(main)
+    run()

@@ -10,12 +10,10 @@ on each: recipes/README.md.
 
 from absl import flags
 
-from recipes import common
-from rmt_tpu.distributed import processes
+from recipes import common, program
 from rmt_tpu.errors import UsageError, of_flag
 
-_PRESET = flags.DEFINE_string("preset", None, "a model of rmt_tpu.presets(); default rmt-tiny")
-_CONFIG = flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
+common.define_model_flags()
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "the run folder, local or gs://bucket/path; default runs/<preset>"
 )
@@ -28,22 +26,30 @@ _CHANGE_CONFIG = flags.DEFINE_bool(
 _PROFILE_STEPS = flags.DEFINE_integer(
     "profile_steps", 0, "trace so many steps into profile/", lower_bound=0
 )
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "say what would be trained, how large it is and on how much, and end"
+)
 common.define_run_flags()
 common.define_distributed_flags()
 
 
 def main() -> int:
+    name, base = common.model_of_flags()
+    config = common.run_config(base)
+    if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:
+        raise UsageError(f"--config={name} needs a --workdir")
     from rmt_tpu.storage import open_folder
+
+    with of_flag("workdir"):
+        folder = open_folder(f"runs/{name}" if _WORKDIR.value is None else _WORKDIR.value)
+    if _DRY_RUN.value:
+        from rmt_tpu.analysis.dry_run import dry_run
+
+        print(dry_run(config, name))
+        return 0
+    from rmt_tpu.distributed import processes
     from rmt_tpu.training.trainer import train
 
-    if _CONFIG.value and _PRESET.value:
-        raise UsageError(f"--preset={_PRESET.value} and --config={_CONFIG.value}: give one of them")
-    if _CONFIG.value and not _WORKDIR.value:
-        raise UsageError(f"--config={_CONFIG.value} needs a --workdir")
-    preset = _PRESET.value or "rmt-tiny"
-    config = common.run_config(common.base_config(preset, _CONFIG.value))
-    with of_flag("workdir"):
-        folder = open_folder(_WORKDIR.value or f"runs/{preset}")
     common.join_processes()
     outcome = train(
         config,
@@ -56,12 +62,16 @@ def main() -> int:
         if processes.is_first():
             everywhere = ", on every host" if processes.num_processes() > 1 else ""
             print(f"stopped at step {outcome.step}, saved in {folder}. To go on{everywhere}:")
-            print(f"  {common.resume_command()}")
-        return common.exit_code_of(outcome.stopped_by)
+            print(f"  {program.resume_command()}")
+        return program.exit_code_of(outcome.stopped_by)
     if processes.is_first():
         print(f"done: {outcome.step} steps in {folder}")
     return 0
 
 
+def run() -> None:
+    program.start(main)
+
+
 if __name__ == "__main__":
-    common.start(main)
+    run()

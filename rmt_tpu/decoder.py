@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
-from rmt_tpu.errors import UsageError
 from rmt_tpu.execution import banked, pipelined, reversible
 from rmt_tpu.execution.remat import rematerialize
 from rmt_tpu.layers import attention as attn
@@ -198,16 +197,7 @@ def _check(tokens):
 
 
 def compute_dtype(name: cfg.DType) -> jnp.dtype:
-    """The dtype of a name; "auto" is float32 on CPU and bfloat16 elsewhere.
-
-    Raises:
-      UsageError: it is float64, of which jax would silently make float32.
-    """
-    if name == "float64" and not jax.config.jax_enable_x64:
-        raise UsageError(
-            "float64, as model.compute_dtype or model.store.dtype, needs JAX_ENABLE_X64=1 in the "
-            "environment; legal without: auto, float32, bfloat16"
-        )
+    """The dtype of a name; "auto" is float32 on CPU and bfloat16 elsewhere."""
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)

@@ -61,7 +61,7 @@ def test_every_program_has_a_name_at_the_root():
     programs = [
         file.stem
         for file in (ROOT / "recipes").glob("*.py")
-        if "__main__" in file.read_text(encoding="utf-8")
+        if '__name__ == "__main__"' in file.read_text(encoding="utf-8")
     ]
     text = (ROOT / "BUILD").read_text(encoding="utf-8")
     (names,) = re.findall(r"for recipe in \[(.*?)\]", text, re.DOTALL)

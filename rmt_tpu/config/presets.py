@@ -175,6 +175,41 @@ def preset(name: str) -> ModelConfig:
     return models[name]
 
 
+_ABOUT = {
+    "gpt2": "Transformer",
+    "rmt": "Residual Matrix Transformer",
+    "highway": "Highway Transformer",
+    "depth-lstm": "depth-wise LSTM in place of residuals",
+    "hierarchical": "hierarchical aggregation of layers",
+    "hc": "hyper-connections",
+    "mhc": "manifold-constrained hyper-connections",
+    "mhc-lite": "hyper-connections that mix by permutations",
+    "denseformer": "DenseFormer: weighted sums of layers' outputs",
+    "attnres": "Block Attention Residuals",
+    "attnres-full": "Full Attention Residuals",
+    "prenorm": "Transformer with RMSNorm and RoPE",
+    "rmt-attnres": "Block Attention Residuals on a residual matrix",
+    "rmt-attnres-full": "Full Attention Residuals on a residual matrix",
+    "rmt-denseformer": "DenseFormer on a residual matrix",
+}
+
+
+def about(name: str) -> str:
+    """One phrase: which system it is, and where its sizes are from."""
+    system = _ABOUT.get(name.rpartition("-")[0])
+    if name in _TINY:
+        return f"{system}; for a laptop, over bytes"
+    if name == "gpt2-405m-attnres":
+        return f"{_ABOUT['attnres']} in gpt2-405m, 8 blocks"
+    if name.startswith("rmt-134m-k"):
+        return f"{_ABOUT['rmt']}; RMT paper, Figure 6, D_k {_MODELS[name].store.key_dim}"
+    if name.rpartition("-")[2] in _DEPTH_ROWS:
+        return f"{system}; dense, after Kimi Team, Table 2"
+    if name in _BUDGETS:
+        return f"{system}; RMT paper, Table {9 if name.startswith('rmt-') else 8}"
+    return f"{system}; {'RMT paper, Table 10' if name.startswith(_SWEEPS) else 'as gpt2-160m'}"
+
+
 def run(name: str) -> RunConfig:
     """The model of that name with the batch, steps and data it is trained with by default."""
     model = preset(name)

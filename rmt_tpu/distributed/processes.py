@@ -26,10 +26,8 @@ from jax._src.distributed import global_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rmt_tpu.distributed import roll_call
-from rmt_tpu.distributed.roll_call import Member
+from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member
 from rmt_tpu.errors import RunError, UsageError
-
-DEFAULT_TIMEOUT = 300.0  # seconds
 
 _LOOK_SECONDS = 1.0  # between looks for a process that has failed
 _FAREWELL_SECONDS = 10.0  # that process 0, which holds the store, stays after a failure

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from rmt_tpu.errors import RunError, UsageError
 
+DEFAULT_TIMEOUT = 300.0  # seconds, to wait for other processes
+
 _LONGEST_LINE = 4096
 _RETRY_SECONDS = 0.2
 _GRACE_SECONDS = 2.0  # for process 0, whose time may end a little later, to name the missing

@@ -31,7 +31,7 @@ def open_folder(url: Location) -> Folder:
     if _SCHEME.match(url):
         raise UsageError(f"{url!r} cannot be opened; legal: a local path, or gs://bucket/path")
     if not url:
-        raise UsageError("the name of a folder is empty; legal: a local path, or gs://bucket/path")
+        raise UsageError("'' names no folder; legal: a local path, or gs://bucket/path")
     from rmt_tpu.storage.local import LocalFolder
 
     return LocalFolder(url)

@@ -55,7 +55,21 @@ class Run(NamedTuple):
 
 
 def resolve_dtypes(config: RunConfig) -> RunConfig:
-    """`config` with "auto" dtypes as they are on this platform."""
+    """`config` with "auto" dtypes as they are on this platform.
+
+    Raises:
+      UsageError: one is float64, of which jax would silently make float32.
+    """
+    model = config.model
+    for path, given in {
+        "model.compute_dtype": model.compute_dtype,
+        "model.store.dtype": model.store.dtype,
+    }.items():
+        if given == "float64" and not jax.config.jax_enable_x64:
+            raise UsageError(
+                f"{path}='float64' needs JAX_ENABLE_X64=1 in the environment; legal without: auto, "
+                "float32, bfloat16"
+            )
     store = dataclasses.replace(config.model.store, dtype=residual_dtype(config.model).name)
     dtype = compute_dtype(config.model.compute_dtype).name
     model = dataclasses.replace(config.model, compute_dtype=dtype, store=store)

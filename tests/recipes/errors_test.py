@@ -31,7 +31,7 @@ TRAIN = {
     "preset": (["--preset=rmt-tinny"], ["'rmt-tinny'", "did you mean 'rmt-tiny'", "gpt2-49m"]),
     "unknown flag": (["--stepz=3"], ["--stepz", "did you mean '--steps'", "--data"]),
     "no number": (["--steps=abc"], ["--steps=abc", "whole number"]),
-    "not positive": (["--steps=0"], ["train.steps=0", "positive"]),
+    "not positive": (["--steps=0"], ["--steps=0", "positive"]),
     "negative": (["--profile_steps=-1"], ["--profile_steps=-1", "non-negative"]),
     "path": (["--set=model.num_layer=3"], ["model 'num_layer'", "did you mean 'num_layers'"]),
     "no value": (["--set=model.num_layers"], ["--set='model.num_layers'", "path=value"]),

@@ -1,0 +1,30 @@
+"""`python -m recipes`: which programs there are, a line each."""
+
+import ast
+from pathlib import Path
+
+from recipes import program
+
+_NO_PROGRAMS = ("__init__", "__main__", "common", "program")
+
+
+def main() -> int:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    programs = {file.stem: _first_line(file) for file in files if file.stem not in _NO_PROGRAMS}
+    width = max(map(len, programs))
+    for name, line in programs.items():
+        print(f"python -m recipes.{name:<{width}}  {line}")
+    print("\nEach tells its flags with --help, and is installed as a command too, like rmt-train.")
+    return 0
+
+
+def _first_line(file: Path) -> str:
+    """Of a program's docstring: read, for its flags would be ours if it were imported."""
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))).partition("\n")[0]
+
+
+def run() -> None:
+    program.start(main)
+
+
+run()

@@ -1,0 +1,196 @@
+"""How a recipe starts, fails and ends. No jax: `--help` and refused flags are answered at once."""
+
+import contextlib
+import faulthandler
+import glob
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from absl import flags
+
+import rmt_tpu
+from rmt_tpu.errors import RmtError, UsageError, shown, unknown
+
+# Exit codes as a shell gives them for SIGINT and SIGPIPE.
+INTERRUPTED, BROKEN_PIPE = 130, 141
+
+# What absl says of a flag, and what a person is told.
+_REWORDED = [
+    (r"=None: Flag --\w+ must have a value other than None\.", " is needed"),
+    (r": invalid literal for int\(\).*", " must be a whole number"),
+    (r": Exceeds the limit \(\d+ digits\).*", " must be a whole number that an array can count"),
+    (r": could not convert string to float.*", " must be a number"),
+]
+# What other programs call our flags.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "bs": "batch_size",
+    "epochs": "steps",
+    "model": "preset",
+    "dataset": "data",
+    "output_dir": "workdir",
+    "output": "workdir",
+}
+
+# Flags that a module of the recipes defines are those of the recipe that has it do so: see --help.
+flags.disclaim_key_flags()
+
+
+class Answer(flags.BooleanFlag):
+    """A flag that prints something and ends the program well, whatever else is given."""
+
+    def __init__(self, name: str, text: str, say: Callable[[], str], **options):
+        super().__init__(name=name, default=False, help=text, **options)
+        self._say = say
+
+    def parse(self, argument: Any) -> None:
+        super().parse(argument)
+        if self.value:
+            sys.exit(_printing(lambda: print(self._say())))
+
+
+def start(main: Callable[[], int | None]) -> NoReturn:
+    """Run a recipe: `main` after the flags are parsed; its return value is the exit code.
+
+    An error that a person can act on is one line and exit code 2 (usage) or 1 (the run).
+    """
+    # Of a program's own module absl knows the path.
+    module = sys.argv[0] if main.__module__ == "__main__" else main.__module__
+    help_of = lambda: f"{sys.modules[main.__module__].__doc__}\nFlags:\n{_flags_of(module)}"
+    flags.DEFINE_flag(Answer("help", "say this, and end", help_of, short_name="h"))
+    flags.DEFINE_flag(Answer("version", "say which version this is, and end", _version))
+    with contextlib.suppress(OSError, RuntimeError):  # of a stderr that is no file
+        faulthandler.enable()
+    # Libraries say much at INFO; what the recipes say themselves is printed.
+    for library in ("jax", "matplotlib"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    _hush_libtpu()
+    argv = _parse_flags(module)
+    sys.exit(_main(main, argv))
+
+
+def _flags_of(module: str) -> str:
+    text = flags.FLAGS.module_help(module).partition(":\n")[2]
+    return re.sub(r"--\[no\](help|version|list_presets)\b", r"--\1", text)
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    return f"rmt_tpu {rmt_tpu.__version__}, jax {version('jax')}, Python {python}"
+
+
+def exit_code_of(stopped_by: signal.Signals) -> int:
+    """Of a run that a signal ended and that is saved: what sends SIGTERM expects nothing else."""
+    return INTERRUPTED if stopped_by == signal.SIGINT else 0
+
+
+def resume_command() -> str:
+    """The command line of this program, for a shell in the same folder."""
+    program = Path(sys.argv[0])
+    if program.suffix != ".py":  # a command like rmt-train
+        return shlex.join(sys.argv)
+    # Not "python": this one may be of an environment that is not activated.
+    return shlex.join([sys.executable, "-m", f"recipes.{program.stem}", *sys.argv[1:]])
+
+
+def _hush_libtpu() -> None:
+    """An installed libtpu without a TPU (the tests use its compiler) would say so at length."""
+    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
+def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
+    try:
+        if argv[1:]:
+            raise UsageError(f"argument {shown(argv[1])} is not a flag; flags are --name=value")
+        code = _printing(main)
+        if processes := _processes():
+            processes.finish()
+        return code
+    except RmtError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except Exception as error:
+        if line := _no_platform():
+            return _fail(line, UsageError.exit_code)
+        processes = _processes()
+        if processes is None or processes.num_processes() == 1:
+            raise
+        import jax
+
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            processes.lost(str(error).split("\n")[0])
+        traceback.print_exc()
+        processes.fail(f"{type(error).__name__}: {error}", RmtError.exit_code)
+
+
+def _printing(say: Callable[[], int | None]) -> int | None:
+    """What `say` returns; a reader of its output who has seen enough, as `head`, is no error."""
+    try:
+        code = say()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _processes() -> ModuleType | None:
+    """`rmt_tpu.distributed.processes`, if the program has got as far as to load it."""
+    return sys.modules.get("rmt_tpu.distributed.processes")
+
+
+def _no_platform() -> str | None:
+    """What is wrong with JAX_PLATFORMS, if jax finds no device by it."""
+    jax = sys.modules.get("jax")
+    wanted = jax and jax.config.jax_platforms
+    if not wanted:
+        return None
+    try:
+        jax.devices()
+        return None
+    except (RuntimeError, AssertionError):  # the latter where a plugin is not installed
+        jax.config.update("jax_platforms", None)
+        there = dict.fromkeys([jax.default_backend(), "cpu"])
+        return (
+            f"JAX_PLATFORMS={wanted} names a platform without a device or a plugin here; legal: "
+            f"{' or '.join(there)}, or leave it out"
+        )
+
+
+def _parse_flags(module: str) -> list[str]:
+    try:
+        return flags.FLAGS(sys.argv)
+    except flags.UnrecognizedFlagError as error:
+        legal = [f"--{flag.name}" for flag in flags.FLAGS.get_key_flags_for_module(module)]
+        meant = f"--{_ELSEWHERE.get(error.flagname)}"
+        close = [meant] if meant in legal else None
+        message = unknown("flag", f"--{error.flagname}", legal, close)
+    except flags.Error as error:
+        message = " and ".join(" ".join(line.split()) for line in str(error).splitlines())
+        for pattern, words in _REWORDED:
+            message = re.sub(pattern, words, message)
+        message = re.sub(r"(\S{100})\S{100,}", r"\1...", message)
+    sys.exit(_fail(message, UsageError.exit_code))
+
+
+def _fail(message: str, code: int) -> int:
+    processes = _processes()
+    if processes and processes.num_processes() > 1:
+        processes.fail(message, code)
+    print(f"error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,183 @@
+"""What every program answers, what its flags refuse, and that neither needs jax."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import rmt_tpu
+from pallas_kernels.compiler.ops import OPS
+from rmt_tpu import cost
+from rmt_tpu.config import ModelConfig, overrides
+from rmt_tpu.config.presets import about
+from tests import cli
+
+PROGRAMS = sorted(
+    file.stem
+    for file in (cli.ROOT / "recipes").glob("*.py")
+    if 'if __name__ == "__main__"' in file.read_text(encoding="utf-8")
+)
+
+# As the process ends, whether it has loaded jax, and its CPU seconds.
+RUN = """
+import atexit, resource, runpy, sys
+@atexit.register
+def tell():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print("jax" in sys.modules, used.ru_utime + used.ru_stime, file=sys.stderr)
+recipe = sys.argv.pop(1)
+runpy.run_module(f"recipes.{recipe}", run_name="__main__", alter_sys=True)
+"""
+
+
+def alone(recipe, *flags):
+    """Exit code and outputs of a program in a process that has loaded nothing before it."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, recipe, *flags],
+        cwd=cli.ROOT,
+        env=cli.environment(),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=cli.TIMEOUT,
+    )
+    *lines, told = done.stderr.splitlines()
+    loaded, seconds = told.split()
+    assert loaded == "False", f"{recipe} {' '.join(flags)} loads jax"
+    assert float(seconds) < 2, "half a second on an idle machine"
+    return done.returncode, done.stdout, lines
+
+
+@pytest.mark.parametrize("recipe", ["train", "storage_report", "depth_report"])
+def test_help_needs_no_jax(recipe):
+    code, out, errors = alone(recipe, "--help")
+    assert code == 0 and not errors
+    assert f"python -m recipes.{recipe}" in out and "  --version:" in out
+
+
+@pytest.mark.parametrize(
+    "recipe, flag",
+    [
+        ("train", "--stepz=3"),
+        ("train", "--mesh=model=2"),
+        ("train", "--set=model.num_layers=two"),
+        ("compare", "--presets=rmt-tinny"),
+    ],
+)
+def test_what_is_refused_needs_no_jax(recipe, flag):
+    code, out, errors = alone(recipe, flag)
+    assert code == 2 and not out
+    assert len(errors) == 1 and errors[0].startswith("error: ")
+
+
+@pytest.mark.parametrize("recipe", PROGRAMS)
+def test_h_is_help(recipe):
+    done = cli.succeed(recipe, "-h")
+    assert done.stdout.splitlines()[0].endswith((".", ",", "for"))
+    assert "  -h,--help:" in done.stdout
+
+
+def test_version():
+    out = cli.succeed("generate", "--version").stdout
+    assert re.fullmatch(rf"rmt_tpu {rmt_tpu.__version__}, jax \d[\d.]+, Python 3\.\d+\.\d+\n", out)
+
+
+def test_index_has_every_program():
+    out = cli.succeed("__main__").stdout
+    listed = re.findall(r"^python -m recipes\.(\w+)  +\S.+\.$", out, re.MULTILINE)
+    assert listed == PROGRAMS
+
+
+@pytest.mark.parametrize("recipe", ["train", "compare", "preflight", "kernel_report"])
+def test_list_presets(recipe):
+    _, *lines = cli.succeed(recipe, "--list_presets").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == rmt_tpu.presets()
+    tiny = lines[rmt_tpu.presets().index("rmt-tiny")]
+    assert re.fullmatch(r"rmt-tiny +596,352 +512  Residual Matrix Transformer; .+", tiny)
+
+
+def test_every_preset_has_a_phrase():
+    phrases = [about(name) for name in rmt_tpu.presets()]
+    assert all(phrases) and not any("None" in phrase for phrase in phrases)
+
+
+def test_kernel_report_names_its_ops():
+    assert f"one of {', '.join(OPS)}, or all" in " ".join(
+        cli.succeed("kernel_report", "--help").stdout.split()
+    )
+
+
+def test_dry_run(tmp_path):
+    workdir = tmp_path / "run"
+    flags = (*cli.TINY, "--learning_rate=0.5", "--mesh=fsdp=2", f"--workdir={workdir}", "--dry_run")
+    out = cli.succeed("train", *flags, devices=2).stdout
+    assert not workdir.exists()
+    text, told = out.split("\n}\n\n")
+    config = json.loads(text + "}")
+    assert config["train"]["optimizer"]["learning_rate"] == 0.5
+    assert config["model"]["compute_dtype"] == "float32"
+    lines = dict(line.split("  ", 1) for line in told.splitlines())
+    model = overrides.from_json(ModelConfig, config["model"])
+    parameters = sum(cost.parameters(model).values())
+    assert lines["parameters"].startswith(f"{parameters:,} (embedding ")
+    assert lines["tokens"].strip().startswith(f"{cli.STEPS * 4 * 16:,} in 48 steps of 4 x 16; ")
+    gradients = float(re.search(r"([\d.]+) MB of gradients", lines["memory"])[1])
+    assert 4e-6 * parameters / 2 - 0.1 < gradients < 4e-6 * parameters
+
+
+REFUSED = {
+    "lr": ("train", ["--lr=1"], "flag '--lr' is unknown; did you mean '--learning_rate'?"),
+    "learning rate": ("train", ["--learning_rate=nan"], "--learning_rate=nan must be positive"),
+    "set": (
+        "train",
+        ["--set=model.num_layers=two"],
+        "--set=model.num_layers='two' must be a whole",
+    ),
+    "seed": ("train", ["--seed=1" + "0" * 29], "--seed=1" + "0" * 29 + " must be at least 0"),
+    "digits": (
+        "train",
+        ["--seed=1" + "0" * 5000],
+        "must be a whole number that an array can count",
+    ),
+    "seeds": ("compare", ["--seeds=0,-1"], "--seeds=-1 must be at least 0, at most 4294967295"),
+    "steps": ("train", ["--steps=99999999999999999999"], "--steps=99999999999999999999 must be"),
+    "nesting": ("train", ["--set=model.store=" + "[" * 3000], "--set=model.store '[[["),
+    "empty preset": ("train", ["--preset="], "--preset= is empty"),
+    "empty config": ("train", ["--config="], "--config= is empty"),
+    "empty workdir": ("train", ["--workdir="], "--workdir='' names no folder"),
+    "generate's": ("generate", ["--workdir="], "--workdir='' names no folder"),
+    "temperature": ("generate", ["--workdir=x", "--temperature=nan"], "--temperature=nan must be"),
+    "generate's seed": ("generate", ["--workdir=x", "--seed=-1"], "--seed=-1 must be at least 0"),
+    "float64": (
+        "train",
+        ["--set=model.compute_dtype=float64"],
+        "model.compute_dtype='float64' needs JAX_ENABLE_X64=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe, flags, message", REFUSED.values(), ids=REFUSED)
+def test_one_line(recipe, flags, message, tmp_path):
+    if recipe == "train" and not flags[0].startswith("--workdir"):
+        flags = [f"--data={cli.TEXT}", f"--workdir={tmp_path / 'new'}", *flags]
+    error = cli.fail(recipe, *flags)
+    assert message in error
+    assert len(error) < 600
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_config_nested_too_deeply(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model": ' + "[" * 100_000, encoding="utf-8")
+    error = cli.fail("train", f"--config={file}", f"--workdir={tmp_path}")
+    assert error.endswith("is not JSON: it is nested too deeply")
+    assert "nested too deeply" in cli.fail("generate", f"--workdir={tmp_path}")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "banana"])
+def test_a_platform_that_is_not_there(platform, tmp_path):
+    env = {"JAX_PLATFORMS": platform}
+    error = cli.fail("train", *cli.TINY, f"--workdir={tmp_path}", env=env)
+    assert error.startswith(f"error: JAX_PLATFORMS={platform} names a platform without a device")
+    assert "legal: cpu, or leave it out" in error
