@@ -1,6 +1,26 @@
 """Metadata of rmt_tpu. Tool settings live in pyproject.toml."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+VERSION = re.search(
+    r'^__version__ = "(.+?)"', (ROOT / "rmt_tpu/__init__.py").read_text(encoding="utf-8"), re.M
+)[1]
+# Commands, which a folder named recipes/ where they are called cannot shadow.
+PROGRAMS = [
+    "compare",
+    "depth_report",
+    "generate",
+    "kernel_report",
+    "preflight",
+    "prepare_data",
+    "report",
+    "storage_report",
+    "train",
+]
 
 # Two version pairs are tested: Python 3.11 has jax 0.10.2 with flax 0.12.8 and nothing newer;
 # Python 3.12 and later have the newest jax that flax supports. flax 0.12.8 cannot be imported
@@ -29,11 +49,18 @@ GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, con
 
 setup(
     name="rmt_tpu",
-    version="0.1.0",
+    version=VERSION,
     description="Residual Matrix Transformers and Attention Residuals for TPU and GPU, in Flax NNX",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["rmt_tpu*", "pallas_kernels*", "sharding*", "recipes*"]),
+    entry_points={
+        "console_scripts": [
+            f"rmt-{name.replace('_', '-')} = recipes.{name}:run" for name in PROGRAMS
+        ]
+    },
     install_requires=INSTALL,
     extras_require={
         "tpu": TPU,

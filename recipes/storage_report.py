@@ -119,8 +119,7 @@ def _opened(flag: flags.FlagHolder) -> Any:
 
 
 def _check_space(path: Path | None) -> None:
-    # Beside the largest copy there is the rest of the one before, for a moment.
-    needed = 2.2e9 * _GIGABYTES.value
+    needed = 2.2e9 * _GIGABYTES.value  # the largest copy, and for a moment the rest of another
     if path and (free := shutil.disk_usage(path).free) < needed:
         raise UsageError(
             f"--folder={_FOLDER.value} has {free / 1e9:.1f} GB free, and --gigabytes="

@@ -57,15 +57,29 @@ def test_a_package_has_one_build_file(package):
     assert list((ROOT / package).rglob("BUILD")) == [ROOT / package / "BUILD"]
 
 
-def test_every_program_has_a_name_at_the_root():
-    programs = [
+SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
+
+
+def programs() -> list[str]:
+    return [
         file.stem
         for file in (ROOT / "recipes").glob("*.py")
         if '__name__ == "__main__"' in file.read_text(encoding="utf-8")
     ]
+
+
+def test_every_program_has_a_name_at_the_root():
     text = (ROOT / "BUILD").read_text(encoding="utf-8")
     (names,) = re.findall(r"for recipe in \[(.*?)\]", text, re.DOTALL)
-    assert re.findall(r'"([^"]+)"', names) == sorted(programs)
+    assert re.findall(r'"([^"]+)"', names) == sorted(programs())
+
+
+def test_every_program_is_a_command():
+    """`setup.py` has the entry point of each, and the function is there."""
+    names = re.findall(r'"([^"]+)"', re.findall(r"PROGRAMS = \[(.*?)\]", SETUP, re.DOTALL)[0])
+    assert names == sorted(programs())
+    for name in names:
+        assert "\ndef run() -> None:\n" in (ROOT / "recipes" / f"{name}.py").read_text("utf-8")
 
 
 @pytest.mark.parametrize("version", ["3_11", "3_12"])
