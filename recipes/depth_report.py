@@ -21,7 +21,7 @@ import os
 from absl import flags
 
 from recipes import program
-from rmt_tpu.errors import UsageError, of_flag
+from rmt_tpu.errors import UsageError, about_flag, of_flag
 from rmt_tpu.storage import Fault, Folder, open_folder
 
 _WORKDIR = flags.DEFINE_list(
@@ -81,7 +81,8 @@ def _profile(workdir: Folder):
     from rmt_tpu.training.workdir import read_config
 
     config = read_config(workdir)
-    decoder, tokenizer = rmt_tpu.load(workdir, _STEP.value)
+    with about_flag("step", "no checkpoint of step"):
+        decoder, tokenizer = rmt_tpu.load(workdir, _STEP.value)
     small = dataclasses.replace(config.train, batch_size=_BATCH_SIZE.value, accumulate=1)
     held_out = load_datasets(dataclasses.replace(config, train=small), tokenizer).held_out
     return measure(decoder, itertools.islice(held_out.batches(), _BATCHES.value))

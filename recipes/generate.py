@@ -8,7 +8,7 @@ import sys
 from absl import flags
 
 from recipes import program
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import UsageError, about_flag
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "a run folder of recipes.train, local or gs://", required=True
@@ -36,8 +36,10 @@ def main() -> int:
         )
     except UsageError as error:
         raise UsageError(str(error).replace("Sampling.", "--")) from None
-    decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
-    prompt_tokens = 1 + len(tokenizer.encode(_PROMPT.value))
+    with about_flag("step", "no checkpoint of step"):
+        decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
+    with about_flag("prompt", "the text has"):
+        prompt_tokens = 1 + len(tokenizer.encode(_PROMPT.value))
     room = fitting_tokens(decoder.config, prompt_tokens, sampling.max_tokens)
     if room < sampling.max_tokens:
         print(

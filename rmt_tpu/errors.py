@@ -27,6 +27,17 @@ def of_flag(name: str) -> Iterator[None]:
         raise UsageError(f"--{name}={error}") from None
 
 
+@contextlib.contextmanager
+def about_flag(name: str, beginning: str) -> Iterator[None]:
+    """A UsageError within that begins so is about this flag, of which it does not speak."""
+    try:
+        yield
+    except UsageError as error:
+        if not str(error).startswith(beginning):
+            raise
+        raise UsageError(f"--{name}: {error}") from None
+
+
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxlong, _short.maxother = 3, 120, 40, 120
 

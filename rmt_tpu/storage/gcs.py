@@ -56,7 +56,7 @@ class GcsFolder(Folder):
         """
         self.url = f"gs://{bucket}/{prefix}".rstrip("/")
         self._bucket_name, self._prefix = bucket, prefix
-        self._bucket = _client().bucket(bucket)
+        self._bucket = _client(self.url).bucket(bucket)
 
     @classmethod
     def open(cls, url: str) -> "GcsFolder":
@@ -202,7 +202,7 @@ class GcsFolder(Folder):
 def find_objects(url: str) -> list[Object]:
     """See `rmt_tpu.storage.find_objects`."""
     bucket, pattern = _parts(url)
-    client = _client()
+    client = _client(url)
     with _told(url, UsageError):
         # Before globbing: a name may have brackets in it.
         patience = _patience(_CHECK_SECONDS / 2)
@@ -245,7 +245,7 @@ class ObjectReader(io.RawIOBase):
     def __init__(self, url: str, size: int, generation: int):
         bucket, name = _parts(url)
         self._url, self._size, self._generation = url, size, generation
-        self._blob = _client().bucket(bucket).blob(name)
+        self._blob = _client(url).bucket(bucket).blob(name)
         self._at = 0
 
     def readable(self) -> bool:
@@ -295,8 +295,11 @@ def _parts(url: str) -> tuple[str, str]:
     return bucket, name
 
 
-def _client() -> Any:
+def _client(url: str) -> Any:
     """The process's client.
+
+    Args:
+      url: what it is to open, for the message.
 
     Raises:
       UsageError: it finds no credentials.
@@ -308,7 +311,10 @@ def _client() -> Any:
         # Both clients or none: half of a run must not go to the real service.
         os.environ["TENSORSTORE_GCS_HTTP_URL"] = emulator
         os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
-    return _client_of(emulator)
+    try:
+        return _client_of(emulator)
+    except UsageError as error:
+        raise UsageError(f"{url} {error}") from None
 
 
 @functools.cache
@@ -323,7 +329,7 @@ def _client_of(emulator: str | None) -> Any:
         file = os.environ.get(_KEY_FILE)
         instead = f"{_KEY_FILE}={file} cannot be used" if file else "none were found"
         raise UsageError(
-            f"gs:// needs credentials, and {instead}: run `gcloud auth application-default login`, "
+            f"needs credentials, and {instead}: run `gcloud auth application-default login`, "
             f"or name a key file in {_KEY_FILE}"
         ) from None
     atexit.register(client.close)

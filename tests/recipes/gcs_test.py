@@ -211,7 +211,7 @@ def test_errors_are_one_line(server):
     server.faults[:] = [gcs_server.fault(gcs_server.LOST_REQUEST)]
     assert f"{new}: the service is not to be reached" in failed("train", *flags(new))
     nowhere = {"STORAGE_EMULATOR_HOST": "", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": "/nowhere"}
-    assert "gs:// needs credentials" in failed("train", *flags(new), env=nowhere)
+    assert " needs credentials, and" in failed("train", *flags(new), env=nowhere)
     assert server.names(BUCKET, "runs/new") == []
 
 

@@ -12,6 +12,8 @@ from pallas_kernels.compiler.ops import OPS
 from rmt_tpu import cost
 from rmt_tpu.config import ModelConfig, overrides
 from rmt_tpu.config.presets import about
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.errors import UsageError, about_flag
 from tests import cli
 
 PROGRAMS = sorted(
@@ -173,6 +175,15 @@ def test_a_config_nested_too_deeply(tmp_path):
     error = cli.fail("train", f"--config={file}", f"--workdir={tmp_path}")
     assert error.endswith("is not JSON: it is nested too deeply")
     assert "nested too deeply" in cli.fail("generate", f"--workdir={tmp_path}")
+
+
+def test_what_a_flag_is_about_is_told(tmp_path):
+    """Errors from below know no flags."""
+    with pytest.raises(UsageError, match="^--prompt: the text has half"):
+        with about_flag("prompt", "the text has"):
+            ByteTokenizer().encode("\udcff")
+    with pytest.raises(UsageError, match="^another"), about_flag("prompt", "the text has"):
+        raise UsageError("another")
 
 
 @pytest.mark.parametrize("platform", ["cuda", "banana"])
