@@ -23,9 +23,10 @@ from rmt_tpu.training.trainer import _Loop
 usual = _Loop._step
 def _step(self, train_step, step, batches):
     usual(self, train_step, step, batches)
-    if step == 10 and self.folder.name == "rmt-tiny":
+    steps.append(step)
+    if steps.count(10) == 2:
         os.kill(os.getpid(), signal.SIGINT)
-_Loop._step = _step
+_Loop._step, steps = _step, []
 """
 
 
