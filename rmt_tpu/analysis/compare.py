@@ -13,8 +13,8 @@ from rmt_tpu.training.metrics import read_metrics, series
 from rmt_tpu.training.plots import line_style, save_picture
 from rmt_tpu.training.workdir import read_config
 
-# More curves than this, and those of single steps would hide one another.
-_CURVES_WITH_STEPS = 4
+# More curves than this in one picture, and they would hide one another.
+_CURVES_IN_ONE = 4
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def write_comparison(
 ) -> str:
     """Writes comparison.png, .md and .json of complete runs; returns the table.
 
+    Of more than four systems, comparison.png has what they reached and curves.png how.
+
     Args:
       runs: run folders by the name of their system, one a seed; the same seeds for all.
       folder: for the three files.
@@ -77,7 +79,7 @@ def write_comparison(
     folder.write("comparison.md", text.encode())
     rows = json.dumps([asdict(r) for of_name in results.values() for r in of_name], indent=2)
     folder.write("comparison.json", (rows + "\n").encode())
-    _draw(runs, folder)
+    _draw(runs, results, folder)
     return text
 
 
@@ -157,13 +159,86 @@ def over_seeds(
     return steps, list(map(_mean, at_steps)), list(map(min, at_steps)), list(map(max, at_steps))
 
 
-def _draw(runs: dict[str, list[Location]], folder: Folder) -> None:
+def _draw(
+    runs: dict[str, list[Location]], results: dict[str, list[Result]], folder: Folder
+) -> None:
+    if len(runs) <= _CURVES_IN_ONE:
+        _draw_curves(runs, folder)
+    else:
+        draw_results(results, folder)
+        _draw_each_curve(runs, folder)
+
+
+def draw_results(results: dict[str, list[Result]], folder: Folder) -> str:
+    """Draws comparison.png of many systems: the loss of each seed, and beside it the FLOPs."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    mean = {name: _mean([r.held_out_loss for r in of]) for name, of in results.items()}
+    names = sorted(results, key=mean.__getitem__)
+    rows = range(len(names))
+    figure = Figure(figsize=(10, 1.4 + 0.32 * len(names)), layout="constrained")
+    by_loss, by_flops = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    for row, name in enumerate(names):
+        losses = [r.held_out_loss for r in results[name]]
+        by_loss.plot([min(losses), max(losses)], [row, row], color="0.75", linewidth=3, zorder=1)
+        by_loss.plot(losses, [row] * len(losses), "o", color="C0", markersize=5, alpha=0.7)
+        by_loss.plot(mean[name], row, "|", color="black", markersize=14, markeredgewidth=2)
+        by_loss.annotate(
+            f"{mean[name]:.3f}", (max(losses), row), (6, 0), textcoords="offset points",
+            va="center", fontsize=8,
+        )  # fmt: skip
+    by_flops.barh(rows, [results[name][0].flops for name in names], 0.6, color="0.7")
+    by_loss.set_yticks(rows, names)
+    by_loss.invert_yaxis()  # of both
+    by_loss.margins(x=0.12)
+    seeds = "; dots: seeds, bar: their mean" if len(results[names[0]]) > 1 else ""
+    by_loss.set(xlabel=f"held-out loss at the end (nats per token){seeds}")
+    by_flops.set(xlabel="training FLOPs (analytic)")
+    by_flops.xaxis.set_major_formatter(EngFormatter())
+    for axes in (by_loss, by_flops):
+        axes.grid(axis="x", alpha=0.3)
+        axes.tick_params(axis="y", length=0)
+    figure.suptitle(f"{results[names[0]][0].tokens:,} tokens each, the best first", fontsize=10)
+    return save_picture(figure, folder, "comparison.png")
+
+
+def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
+    """Draws curves.png: the held-out loss of each system in a panel of its own, over the others."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    columns = 4
+    figure = Figure(figsize=(12, 2.2 * -(-len(runs) // columns)), layout="constrained")
+    panels = figure.subplots(-(-len(runs) // columns), columns, sharex=True, sharey=True)
+    curves = {}
+    for name, workdirs in runs.items():
+        config = read_config(workdirs[0])
+        steps, mean, least, most = over_seeds(workdirs, "eval/loss")
+        per_step = config.train.batch_size * config.data.seq_len
+        curves[name] = [step * per_step for step in steps], mean, least, most
+    for axes, (name, (tokens, mean, least, most)) in zip(panels.flat, curves.items(), strict=False):
+        for other, of_other, *_ in curves.values():
+            axes.plot(other, of_other, color="0.85", linewidth=0.8, zorder=1)
+        axes.fill_between(tokens, least, most, color="C0", alpha=0.2, linewidth=0)
+        axes.plot(tokens, mean, "C0o-", markersize=3, linewidth=1.5)
+        axes.set_title(name, fontsize=9)
+        axes.xaxis.set_major_formatter(EngFormatter())
+    for axes in panels.flat[len(runs) :]:
+        axes.set_axis_off()
+    # The fall of the first steps is the same for all and would take most of the height.
+    panels.flat[0].set_ylim(top=max(mean[0] for _, mean, *_ in curves.values()) + 0.5)
+    figure.supxlabel("tokens; band: min to max over seeds; grey: the other systems", fontsize=9)
+    figure.supylabel("held-out loss", fontsize=9)
+    save_picture(figure, folder, "curves.png")
+
+
+def _draw_curves(runs: dict[str, list[Location]], folder: Folder) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(13, 5), layout="constrained")
     by_tokens, by_flops = figure.subplots(1, 2, sharey=True)
-    with_steps = len(runs) <= _CURVES_WITH_STEPS
     first_held_out = []
     for index, (name, workdirs) in enumerate(runs.items()):
         config, style = read_config(workdirs[0]), line_style(index)
@@ -180,10 +255,9 @@ def _draw(runs: dict[str, list[Location]], folder: Folder) -> None:
                 axes.fill_between(
                     scaled, least, most, color=style["color"], alpha=0.15, linewidth=0
                 )
-            if with_steps:
-                steps_taken, losses, *_ = over_seeds(workdirs, "train/loss")
-                scaled = [step * of_step for step in steps_taken]
-                axes.plot(scaled, losses, color=style["color"], alpha=0.35, linewidth=1)
+            steps_taken, losses, *_ = over_seeds(workdirs, "train/loss")
+            scaled = [step * of_step for step in steps_taken]
+            axes.plot(scaled, losses, color=style["color"], alpha=0.35, linewidth=1)
     by_tokens.set(xlabel="tokens", ylabel="loss (nats per token)")
     by_flops.set(xlabel="training FLOPs (analytic, without embedding look-ups)")
     # The fall of the first steps is the same for all and would take most of the height.
@@ -193,7 +267,7 @@ def _draw(runs: dict[str, list[Location]], folder: Folder) -> None:
         axes.grid(alpha=0.3)
     said = ["held out"]
     said += ["band: min to max over seeds"] if len(next(iter(runs.values()))) > 1 else []
-    said += ["faint: train"] if with_steps else []
+    said += ["faint: train"]
     handles, labels = by_tokens.get_legend_handles_labels()
     figure.legend(handles, labels, title="\n".join(said), loc="outside right upper")
     save_picture(figure, folder, "comparison.png")

@@ -5,8 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from rmt_tpu.analysis.compare import Result, line_style, markdown, notes, over_seeds
-from rmt_tpu.config import MatrixStore, MhcLite
+from rmt_tpu.analysis.compare import (
+    Result,
+    line_style,
+    markdown,
+    notes,
+    over_seeds,
+    write_comparison,
+)
+from rmt_tpu.config import MatrixStore, MhcLite, overrides
 from rmt_tpu.config.presets import presets, run
 from rmt_tpu.training.metrics import read_metrics, series
 from tests import cli
@@ -140,6 +147,26 @@ def test_curves_over_seeds(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("".join(rows))
     got = over_seeds([tmp_path / name for name in curves], "eval/loss")
     assert got == ([10, 20], [2.5, 1.75], [2.0, 1.5], [3.0, 2.0])
+
+
+def test_pictures_of_many_systems(tmp_path):
+    """What each reached, and how in a panel of its own."""
+    names = ["gpt2-tiny", "rmt-tiny", "hc-tiny", "mhc-tiny", "attnres-tiny"]
+    runs = {}
+    for i, name in enumerate(names):
+        runs[name] = [tmp_path / name / f"seed-{seed}" for seed in (0, 1)]
+        for seed, folder in enumerate(runs[name]):
+            folder.mkdir(parents=True)
+            config = overrides.to_json(run(name))
+            (folder / "config.json").write_text(json.dumps(config))
+            rows = [
+                {"step": s, "eval/loss": 3.0 - i / s + seed, "train/loss": 2.0} for s in (10, 20)
+            ]
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / "metrics.jsonl").write_text(lines)
+    write_comparison(runs, tmp_path, by_loss=True)
+    for picture in ("comparison.png", "curves.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_line_styles_differ():
