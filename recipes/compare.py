@@ -4,8 +4,9 @@
     python -m recipes.compare --presets='*-tiny' --seeds=0,1,2 --workdir=runs/systems
 
 Each trains in <workdir>/<preset>, or with several seeds in <workdir>/<preset>/seed-<n>, and resumes
-there. Leaves comparison.png (loss against tokens and against FLOPs; of more than four, what each
-reached, and its curve in curves.png), comparison.md and comparison.json (every run). The batch, steps and data are those of the first preset.
+there. Leaves comparison.png (loss against tokens and against FLOPs; of more than four presets, what
+each reached, and its curve in curves.png), comparison.md and comparison.json (every run). The
+batch, steps and data are those of the first preset.
 """
 
 import dataclasses

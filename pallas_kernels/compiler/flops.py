@@ -3,6 +3,8 @@
 import math
 import re
 
+import numpy as np
+
 from pallas_kernels.compiler.hlo import Array, Instruction, Module
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -51,5 +53,8 @@ def _pairs(axis: int, window: dict[str, str], size: int, taps: int, out: int) ->
 
     (stride,), (low, _) = of("stride", "1"), of("pad", "0_0")
     (spread,), (gap,) = of("lhs_dilate", "1"), of("rhs_dilate", "1")
-    met = (position * stride + tap * gap - low for position in range(out) for tap in range(taps))
-    return sum(at % spread == 0 and 0 <= at // spread < size for at in met)
+    pairs = 0
+    for tap in range(taps):
+        at = np.arange(out) * stride + tap * gap - low
+        pairs += int(np.sum((at % spread == 0) & (at >= 0) & (at < size * spread)))
+    return pairs
