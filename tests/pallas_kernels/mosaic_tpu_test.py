@@ -18,8 +18,8 @@ from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
 from tests.pallas_kernels.plain import numbers
 
-# Most tests run the programs of a few cases.
-pytestmark = pytest.mark.xdist_group("key-vector kernels for TPU")
+# Many tests run the programs of a few cases.
+SHARED = pytest.mark.xdist_group("key-vector kernels for TPU")
 
 EPSILON = 1e-6
 # Largest error relative to the largest value, by dtype of the data: every operand of a bfloat16
@@ -124,15 +124,17 @@ def expected_of(case: Case, args, cotangents):
     return plain.site(args, cotangents, norm=case.norm, epsilon=EPSILON)
 
 
-def quick_first(cases, quick):
-    name = lambda c: "-".join(
-        [c.residual, c.data, c.norm, "x".join(map(str, c[:6]))] + ["slabs"] * (c.blocks == SLABS)
-    )
-    night = lambda case: () if case in quick else pytest.mark.slow
-    return [pytest.param(case, id=name(case), marks=night(case)) for case in cases]
+def name_of(c: Case):
+    sizes = "x".join(map(str, c[:6]))
+    return "-".join([c.residual, c.data, c.norm, sizes] + ["slabs"] * (c.blocks == SLABS))
 
 
-@pytest.mark.parametrize("case", quick_first(CASES, QUICK))
+def marked(case: Case):
+    return pytest.param(case, id=name_of(case), marks=() if case in QUICK else pytest.mark.slow)
+
+
+@SHARED
+@pytest.mark.parametrize("case", [marked(c) for c in CASES])
 def test_values_and_every_gradient_equal_numpy(case):
     args, cotangents = arguments(case), cotangents_of(case)
     stored, retrieved, statistics = forward(case, args)
@@ -147,7 +149,8 @@ def test_values_and_every_gradient_equal_numpy(case):
         assert_close(g.rebuilt, args[0], TOLERANCE[case.residual])
 
 
-@pytest.mark.parametrize("case", quick_first([QUICK[0], CASES[-2]], QUICK))
+@SHARED
+@pytest.mark.parametrize("case", [marked(QUICK[0]), marked(CASES[-2])])
 def test_halves_are_the_whole(case):
     args = arguments(case)
     stored, retrieved, statistics = forward(case, args)
@@ -166,6 +169,7 @@ def test_halves_are_the_whole(case):
     np.testing.assert_allclose(read_statistics.rstd, statistics.rstd, rtol=1e-6)
 
 
+@SHARED
 @pytest.mark.parametrize(
     "data, blocks",
     [
@@ -188,6 +192,7 @@ def test_small_spread_on_a_large_mean(data, blocks):
     np.testing.assert_allclose(statistics.rstd, 1 / np.sqrt(spread**2 + EPSILON), rtol=1e-4)
 
 
+@SHARED
 def test_gradient_with_a_mean_that_is_large_beside_the_spread():
     case = QUICK[5]
     X, w, y, gain, r = arguments(case)
@@ -232,6 +237,7 @@ def test_int16_comes_back_exactly_through_48_sublayers():
     np.testing.assert_array_equal(up(last, (written, statistics)), X)
 
 
+@SHARED
 def test_a_token_out_of_int16_range_reads_nan():
     case = QUICK[3]
     X, w, y, gain, r = arguments(case)
@@ -247,6 +253,7 @@ def test_a_token_out_of_int16_range_reads_nan():
             assert stored[0, 5, 0, 3] == np.sign(written) * (2**15 - 1)
 
 
+@SHARED
 def test_gradients_are_the_same_bits_every_time():
     case = QUICK[5]
     args = arguments(case)
@@ -442,6 +449,7 @@ def test_tuned_block_sizes_come_first(monkeypatch):
     assert choose_block_sizes("backward", sizes, 512) != tuned
 
 
+@SHARED
 @pytest.mark.parametrize("how", ["shard_map", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_kernels_run_batched_and_on_a_mesh(how):
     """Bit for bit as in one call, but for sums over all rows."""
