@@ -21,7 +21,7 @@ import os
 from absl import flags
 
 from recipes import program
-from rmt_tpu.errors import UsageError, about_flag, of_flag
+from rmt_tpu.errors import UsageError, arguments_as_flags, of_flag
 from rmt_tpu.storage import Fault, Folder, open_folder
 
 _WORKDIR = flags.DEFINE_list(
@@ -80,8 +80,8 @@ def _profile(workdir: Folder):
     from rmt_tpu.training.run import load_datasets
     from rmt_tpu.training.workdir import read_config
 
-    config = read_config(workdir)
-    with about_flag("step", "no checkpoint of step"):
+    with arguments_as_flags():
+        config = read_config(workdir)
         decoder, tokenizer = rmt_tpu.load(workdir, _STEP.value)
     small = dataclasses.replace(config.train, batch_size=_BATCH_SIZE.value, accumulate=1)
     held_out = load_datasets(dataclasses.replace(config, train=small), tokenizer).held_out

@@ -8,7 +8,8 @@ import sys
 from absl import flags
 
 from recipes import program
-from rmt_tpu.errors import UsageError, about_flag
+from rmt_tpu import memory
+from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "a run folder of recipes.train, local or gs://", required=True
@@ -36,7 +37,7 @@ def main() -> int:
         )
     except UsageError as error:
         raise UsageError(str(error).replace("Sampling.", "--")) from None
-    with about_flag("step", "no checkpoint of step"):
+    with arguments_as_flags():
         decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
     with about_flag("prompt", "the text has"):
         prompt_tokens = 1 + len(tokenizer.encode(_PROMPT.value))
@@ -47,8 +48,9 @@ def main() -> int:
             file=sys.stderr,
         )
     print(_PROMPT.value, end="", flush=True)
-    for piece in generate(decoder, tokenizer, _PROMPT.value, sampling):
-        print(piece, end="", flush=True)
+    with memory.told_if_out("less is taken with a smaller --max_tokens or a shorter --prompt"):
+        for piece in generate(decoder, tokenizer, _PROMPT.value, sampling):
+            print(piece, end="", flush=True)
     print()
     return 0
 

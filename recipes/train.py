@@ -8,10 +8,13 @@ of each start) and, if tensorboardX is installed, tensorboard/. On several hosts
 on each: recipes/README.md.
 """
 
+import threading
+
 from absl import flags
 
 from recipes import common, program
 from rmt_tpu.errors import UsageError, of_flag
+from rmt_tpu.training import signals
 
 common.define_model_flags()
 _WORKDIR = flags.DEFINE_string(
@@ -32,8 +35,15 @@ _DRY_RUN = flags.DEFINE_bool(
 common.define_run_flags()
 common.define_distributed_flags()
 
+_joined = threading.Event()  # this process is one of several
+
 
 def main() -> int:
+    with signals.between_steps(_end):
+        return _train()
+
+
+def _train() -> int:
     name, base = common.model_of_flags()
     config = common.run_config(base)
     if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:
@@ -51,6 +61,8 @@ def main() -> int:
     from rmt_tpu.training.trainer import train
 
     common.join_processes()
+    if processes.num_processes() > 1:
+        _joined.set()
     outcome = train(
         config,
         folder,
@@ -67,6 +79,15 @@ def main() -> int:
     if processes.is_first():
         print(f"done: {outcome.step} steps in {folder}")
     return 0
+
+
+def _end(line: str, code: int) -> None:
+    """Called by a thread of its own, which must not wait for an import of the main thread."""
+    if _joined.is_set():
+        from rmt_tpu.distributed import processes
+
+        processes.fail(line, code)
+    signals.end_process(line, code)
 
 
 def run() -> None:

@@ -38,6 +38,28 @@ def about_flag(name: str, beginning: str) -> Iterator[None]:
         raise UsageError(f"--{name}: {error}") from None
 
 
+class ArgumentError(UsageError):
+    """An argument of a call cannot be; the message begins with `name=value`."""
+
+
+@contextlib.contextmanager
+def of_argument(name: str) -> Iterator[None]:
+    """A UsageError within is about the value of this argument, and begins with that value."""
+    try:
+        yield
+    except UsageError as error:
+        raise ArgumentError(f"{name}={error}") from None
+
+
+@contextlib.contextmanager
+def arguments_as_flags() -> Iterator[None]:
+    """An ArgumentError within is told of the flag of the same name."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise UsageError(f"--{error}") from None
+
+
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxlong, _short.maxother = 3, 120, 40, 120
 

@@ -1,6 +1,7 @@
 """Out of memory, told in one line."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 from rmt_tpu.errors import RmtError, RunError
@@ -24,7 +25,8 @@ def told_if_out(advice: str) -> Iterator[None]:
     except Exception as error:
         if not is_out(error):
             raise
-        reason = str(error).partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
+        # Without the kinds of error that XLA's layers put in front.
+        reason = re.sub(r"^([A-Z_]+: |Error \w+ \w+: )*", "", str(error).partition("\n")[0])
         reason = f" ({reason[:300].rstrip('. ')})" if reason else ""
         raise RunError(f"out of memory{reason}: {advice}") from None
 

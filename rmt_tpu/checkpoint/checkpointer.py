@@ -13,14 +13,16 @@ Each writes and reads the pieces of arrays that its own devices hold, and proces
 creates the arrays, and commits once every process has written its pieces.
 """
 
+import contextlib
 import itertools
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import tensorstore as ts
-from absl import logging
 
 from rmt_tpu import storage
 from rmt_tpu.checkpoint.arrays import (
@@ -37,12 +39,18 @@ from rmt_tpu.checkpoint.manifest import COMMIT_LIMIT, MANIFEST_LIMIT, Commit, se
 from rmt_tpu.checkpoint.retention import Retention, committed_and_attempts, tidy
 from rmt_tpu.checkpoint.save import Attempt, Background, Saved, blocks_of, snapshot, together
 from rmt_tpu.distributed import processes
-from rmt_tpu.errors import RunError, UsageError, unknown
+from rmt_tpu.errors import ArgumentError, RunError, UsageError, shown, unknown
 from rmt_tpu.storage import Fault, Folder, Unavailable
 
 _RETENTION = Retention()  # the usual one
 
 _channels = itertools.count()
+
+_SLOW_SECONDS = 60.0  # after which a save says that it is still under way
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class Checkpointer:
@@ -67,7 +75,7 @@ class Checkpointer:
         *,
         retention: Retention = _RETENTION,
         compression: str = "none",
-        report: Callable[[str], None] = logging.error,
+        report: Callable[[str], None] = _print,
     ):
         """Opens `root` without touching it: reading needs no right to write.
 
@@ -76,9 +84,10 @@ class Checkpointer:
             retention: Which committed steps stay after a save.
             compression: Of the arrays that are saved: "none" or "zstd". What is restored says for
                 itself.
-            report: Is told in one line about each damaged step that a restore passes over, about
-                old steps that could not be deleted, and at the very end about an error of the
-                background. Called from any thread.
+            report: Is told in one line about each damaged step that a restore passes over, about a
+                save that takes long, about old steps that could not be deleted, and at the very
+                end about an error of the background. Called from any thread; by default prints to
+                standard error.
 
         Raises:
             UsageError: `root` or `compression` cannot be.
@@ -194,7 +203,8 @@ class Checkpointer:
         blocked = time.monotonic() - started
 
         def run() -> Saved:
-            attempt.run()
+            with self._told_if_slow(step):
+                attempt.run()
             self._damaged.pop(step, None)
             if processes.is_first():
                 self._tidy(step)
@@ -203,6 +213,21 @@ class Checkpointer:
 
         self._background.start(run)
         return before
+
+    @contextlib.contextmanager
+    def _told_if_slow(self, step: int) -> Iterator[None]:
+        """Stores are asked again and again for minutes, in which a person may wonder."""
+        line = (
+            f"note: step {step} is not saved yet after {_SLOW_SECONDS:g} s; {self.root} is slow or "
+            "does not answer, and is tried further"
+        )
+        timer = threading.Timer(_SLOW_SECONDS, self._report, [line])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _tidy(self, saved: int) -> None:
         try:
@@ -316,7 +341,10 @@ class Checkpointer:
         """
         if step is not None and step not in steps:
             there = ", ".join(map(str, steps)) or "none"
-            raise UsageError(f"no checkpoint of step {step} in {self.root}; available: {there}")
+            what = (
+                "is no checkpoint" if type(step) is int else "must be a whole number, a checkpoint"
+            )
+            raise ArgumentError(f"step={shown(step)} {what} in {self.root}; available: {there}")
         if not steps:
             raise RunError(f"no checkpoint in {self.root}")
         problems = []

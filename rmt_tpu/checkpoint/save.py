@@ -190,7 +190,7 @@ def commit(folder: Folder, step: int, content: Commit) -> None:
       Fault: another writer has done so, or it failed.
     """
     if not folder.create(f"{step}/COMMIT", content.to_bytes()):
-        raise Fault("another writer committed it first")
+        raise Fault("another writer committed it first; does another process train here?")
 
 
 def together(

@@ -16,7 +16,7 @@ from rmt_tpu.config import Learned, RunConfig, overrides
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import signals, workdir
+from rmt_tpu.training import lease, signals, workdir
 from rmt_tpu.training.evaluation import HeldOutLoss, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.growth import restore_grown
@@ -93,7 +93,12 @@ def train(
                 set_aside(folder)
             workdir.write_config(folder, config, [] if opened.anew else opened.changes)
             tokenizer.save(folder)
-        with SideFiles(folder, start.step, config.train.tensorboard, progress.say) as side_files:
+        with contextlib.ExitStack() as stack:
+            if processes.is_first():
+                stack.enter_context(lease.held(folder, progress.say))
+            side_files = stack.enter_context(
+                SideFiles(folder, start.step, config.train.tensorboard, progress.say)
+            )
             loop = _Loop(config, run, datasets, tokenizer, checkpoints, side_files, progress, start)
             return loop.run(profile_steps, folder)
 
@@ -218,8 +223,9 @@ class _Loop:
         """
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
+            train_step = self._compile()
             with signals.after_the_step(self.progress.say) as stop:
-                stopped_by = self._steps(profile_steps, stop)
+                stopped_by = self._steps(train_step, profile_steps, stop)
         if stopped_by is not None and self.step < steps:
             self.side_files.draw()
             return Outcome(self.step, stopped_by)
@@ -231,10 +237,9 @@ class _Loop:
             self.side_files.complete(steps)
         return Outcome(self.step, None)
 
-    def _steps(self, profile_steps: int, stop: signals.Stop) -> signal.Signals | None:
+    def _steps(self, train_step, profile_steps: int, stop: signals.Stop) -> signal.Signals | None:
         """Steps, to the last one or to a signal, which is returned."""
         steps, first = self.config.train.steps, self.step + 1
-        train_step = self._compile()
         profile_steps = profile_steps if processes.is_first() else 0
         highest = processes.Highest(self.model.mesh)
         stopped_by = None

@@ -6,13 +6,14 @@ import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rmt_tpu import memory
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import RunConfig, overrides, resume_rule
 from rmt_tpu.config.overrides import differences
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.roll_call import listed
-from rmt_tpu.errors import UsageError, of_flag
+from rmt_tpu.errors import UsageError, of_argument, of_flag
 from rmt_tpu.storage import Folder, Location, open_folder
 
 CONFIG = "config.json"
@@ -106,15 +107,15 @@ def read_config(workdir: Location) -> RunConfig:
     """The config of the run in a folder.
 
     Raises:
-      UsageError: there is no run, or its config is not one of this version.
+      ArgumentError: there is no run, or its config is not one of this version.
     """
-    with of_flag("workdir"):
+    with of_argument("workdir"):
         folder = open_folder(workdir)
-    check_access(folder)
-    found = folder.read(CONFIG)
-    if found is None:
-        raise UsageError(f"--workdir={folder} holds no run: there is no {folder}/{CONFIG}")
-    return _parsed(folder, found.data)
+        folder.check()
+        found = folder.read(CONFIG)
+        if found is None:
+            raise UsageError(f"{folder} holds no run: there is no {folder}/{CONFIG}")
+        return _parsed(folder, found.data)
 
 
 def load(workdir: Location, step: int | None = None):
@@ -128,8 +129,8 @@ def load(workdir: Location, step: int | None = None):
       `(decoder, tokenizer)`.
 
     Raises:
-      UsageError: there is no run in the folder, or no such step.
-      RunError: no checkpoint of the run can be read.
+      ArgumentError: there is no run in the folder, or no such step.
+      RunError: no checkpoint of the run can be read, or there is no memory for it.
     """
     from flax import nnx
 
@@ -143,7 +144,8 @@ def load(workdir: Location, step: int | None = None):
     )
     checkpoints = Checkpointer(folder.child(CHECKPOINTS))
     like = {"params": nnx.to_pure_dict(abstract)}
-    _, state, _ = restore_grown(checkpoints, like, config.model, step, partial=True)
+    with memory.told_if_out("the model's parameters do not fit"):
+        _, state, _ = restore_grown(checkpoints, like, config.model, step, partial=True)
     return nnx.merge(graphdef, state["params"]), load_saved(folder)
 
 
@@ -152,19 +154,20 @@ def _parsed(folder: Folder, content: bytes) -> RunConfig:
         values = overrides.parse_json(content)
     except ValueError as error:
         raise UsageError(
-            f"{folder}/{CONFIG} is damaged: it is not JSON: {error}. Put it back, or delete it and "
-            "give the run's own flags again"
+            f"{folder}: {CONFIG} is damaged: it is not JSON: {error}. Put it back, or delete it "
+            "and give the run's own flags again"
         ) from None
     try:
         return overrides.from_json(RunConfig, values)
     except UsageError as error:
-        raise UsageError(f"--workdir={folder}: {error}") from None
+        raise UsageError(f"{folder}: {error}") from None
 
 
 def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: bool) -> Opened:
     """What differs in a way that may be or was asked for; raises for any other way."""
     # Through the config's classes: fields that came later have their defaults.
-    old = overrides.to_json(_parsed(folder, found))
+    with of_flag("workdir"):
+        old = overrides.to_json(_parsed(folder, found))
     lines = {line: line.split(" ", 1)[0] for line in differences(old, overrides.to_json(config))}
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
     different = [line for line, rule in rules.items() if rule != "free"]

@@ -1,0 +1,71 @@
+"""A note where two processes train in one folder, and none where the other one has ended."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training import lease
+
+HERE = socket.gethostname()
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    "host, pid, seen_ago, noted",
+    [
+        (HERE, os.getppid(), 10, True),
+        ("elsewhere", 7, 10, True),
+        ("elsewhere", 7, 10_000, False),
+        (HERE, os.getpid(), 10, False),  # an earlier run of this very process
+    ],
+)
+def test_another_process_is_noted(tmp_path, host, pid, seen_ago, noted):
+    word = {"host": host, "pid": pid, "seen": time.time() - seen_ago}
+    (tmp_path / lease.FILE).write_text(json.dumps(word))
+    told = []
+    with lease.held(open_folder(tmp_path), told.append):
+        pass
+    assert len(told) == noted
+    assert not noted or f"process {pid} on {host} (seen 10 s ago)" in told[0]
+
+
+def test_one_that_was_killed_is_not(tmp_path):
+    word = {"host": HERE, "pid": ended_pid(), "seen": time.time()}
+    (tmp_path / lease.FILE).write_text(json.dumps(word))
+    with lease.held(open_folder(tmp_path), pytest.fail):
+        pass
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"host": "h", "pid": "x", "seen": 1}'])
+def test_what_is_not_understood_is_passed_over(tmp_path, content):
+    (tmp_path / lease.FILE).write_text(content)
+    with lease.held(open_folder(tmp_path), pytest.fail):
+        pass
+
+
+def test_word_is_left_while_it_lasts(tmp_path):
+    path = tmp_path / lease.FILE
+    with lease.held(open_folder(tmp_path), pytest.fail):
+        until = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        said = json.loads(path.read_text())
+        assert (said["host"], said["pid"]) == (HERE, os.getpid())
+    assert not path.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_no_matter(tmp_path):
+    (tmp_path / lease.FILE).mkdir()
+    with lease.held(open_folder(tmp_path), pytest.fail):
+        pass

@@ -1,0 +1,50 @@
+"""Signals, each in a process of its own, for they end it."""
+
+import signal
+import subprocess
+import sys
+
+BUSY = """
+import os, signal, sys, time
+from rmt_tpu.training import signals
+
+def end(line, code):
+    signals.end_process(line, code)
+
+with signals.between_steps(end):
+    {inside}
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+# As in a compiler: the main thread does not come back to Python, where handlers are called.
+DEAF = """
+    import ctypes
+    os.kill(os.getpid(), signal.SIGTERM)
+    ctypes.CDLL(None).sleep(600) and ctypes.CDLL(None).sleep(600)
+"""
+IN_A_STEP = """
+    with signals.after_the_step(print) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+        assert signals.STOPS[stop.wanted] == signal.SIGTERM
+"""
+
+
+def run(inside):
+    return subprocess.run(
+        [sys.executable, "-c", BUSY.format(inside=inside)],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+    )
+
+
+def test_sigterm_while_no_step_is_under_way_is_one_line():
+    done = run(DEAF)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stderr.count("\n") == 1 and "stopped by SIGTERM while no step" in done.stderr
+
+
+def test_sigterm_in_a_step_waits_for_its_end():
+    done = run(IN_A_STEP)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("stopping after this step") and not done.stderr

@@ -1,0 +1,119 @@
+"""The training loop, in this process: what comes before what, and how it ends."""
+
+import json
+
+import jax
+import pytest
+
+import sharding
+from rmt_tpu.checkpoint import Checkpointer
+from rmt_tpu.config import overrides
+from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.errors import RunError
+from rmt_tpu.storage import Fault, open_folder
+from rmt_tpu.storage.local import LocalFolder
+from rmt_tpu.training import side_files, trainer
+from rmt_tpu.training.metrics import read_metrics
+
+TEXT = "the quick brown fox jumps over the lazy dog.\n" * 40
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    one = sharding.make_mesh("data=1", jax.devices()[:1])
+    monkeypatch.setattr(trainer.sharding, "make_mesh", lambda spec: one)
+
+
+@pytest.fixture
+def config(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    return overrides.apply(
+        preset_run("rmt-tiny"),
+        {
+            "model.num_layers": 1,
+            "model.vocab_size": 257,
+            "model.feed_forward.hidden_dim": 32,
+            "data.source": str(text),
+            "data.seq_len": 16,
+            "train.batch_size": 2,
+            "train.steps": 6,
+            "train.checkpoint_every": 2,
+            "train.eval_every": 2,
+            "train.eval_batches": 1,
+            "train.sample_tokens": 2,
+        },
+    )
+
+
+def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch, capsys):
+    """And not even one start after that: the paths may be others, and side files damaged."""
+    run, order = tmp_path / "run", []
+    begin_save, plot_loss, create = (
+        Checkpointer.begin_save,
+        side_files.plot_loss,
+        LocalFolder.create,
+    )
+
+    def save(self, step, *args, **options):
+        order.append(f"save {step}")
+        return begin_save(self, step, *args, **options)
+
+    def plot(*args, **options):
+        order.append("draw")
+        return plot_loss(*args, **options)
+
+    def full(self, name, data):
+        if name == "6/COMMIT":
+            raise Fault(f"{self}/{name}: No space left on device")
+        return create(self, name, data)
+
+    def no_text(*args):
+        raise MemoryError("no room for the cache")
+
+    monkeypatch.setattr(Checkpointer, "begin_save", save)
+    monkeypatch.setattr(side_files, "plot_loss", plot)
+    monkeypatch.setattr(LocalFolder, "create", full)
+    monkeypatch.setattr(trainer, "sample_text", no_text)
+    run.mkdir()
+    (run / "plots").write_text("no folder")
+    (run / "metrics.jsonl").write_bytes(b"\0\0\0\n")
+    with pytest.raises(
+        RunError, match="cannot save step 6 .* No space left .*checkpoint is of st.* 4"
+    ):
+        trainer.train(config, run, label="tiny")
+    assert order == ["save 2", "draw", "save 4", "draw", "save 6"]
+    said = capsys.readouterr().err.splitlines()
+    assert (
+        said[0].startswith("tiny: ") and " parameters on 1 cpu device, 32 tokens a step" in said[0]
+    )
+    assert said[0].endswith("192 in 6 steps; compiling")
+    # Each save that ended well is told, also one that ended between two looks.
+    assert [line.split(":")[0] for line in said if "saved" in line] == [
+        "saved step 2",
+        "saved step 4",
+    ]
+    assert len([line for line in said if "1 line is no row of metrics" in line]) == 1
+    assert len([line for line in said if "the loss curve is not drawn" in line]) == 1
+
+    monkeypatch.setattr(LocalFolder, "create", create)
+    (tmp_path / "moved").mkdir()
+    moved = (tmp_path / "text.txt").rename(tmp_path / "moved" / "text.txt")
+    elsewhere = overrides.apply(config, {"data.source": f"{moved.parent}//text.txt"})
+    outcome = trainer.train(elsewhere, run, label="tiny")
+    said = capsys.readouterr().err
+    assert outcome == (6, None) and f"resuming {run} from step 4" in said
+    assert "note: no sample of text: MemoryError: no room for the cache; the run goes on" in said
+    assert [row["step"] for row in read_metrics(run, report=order.append)] == list(range(1, 7))
+    assert json.loads((run / "config.json").read_text())["data"]["source"].endswith("//text.txt")
+    assert trainer.train(elsewhere, run).step == 6
+    assert f"{run} is complete at step 6" in capsys.readouterr().err
+    assert not (run / "running.json").exists()
+
+
+def test_memory_that_is_out_is_one_line(config, tmp_path):
+    huge = overrides.apply(config, {"model.num_layers": 10**9})
+    with pytest.raises(RunError, match=r"^out of memory \(.*bytes\): less is taken with .*--batch"):
+        trainer.train(huge, tmp_path / "run")
+    # Nothing of it is there, so that a smaller one may take its place.
+    assert not open_folder(tmp_path / "run").names("checkpoints")
