@@ -47,8 +47,10 @@ class SideFiles:
             with self._harmless(f"{folder}/{STARTS} is not written"):
                 start = json.dumps({"from_step": step} | describe())
                 folder.append(STARTS, f"{start}\n".encode())
-            with self._harmless(f"{folder}/{SAMPLES} keeps what came after step {step}"):
+            with self._harmless(f"what came after step {step} is not forgotten"):
                 self._forget_samples(step)
+                if (done := self._completed()) is not None and done > step:
+                    folder.delete(COMPLETE)
 
     def __enter__(self) -> "SideFiles":
         return self
@@ -100,8 +102,7 @@ class SideFiles:
         found = False
         if processes.is_first():
             with self._harmless(f"{self._folder}/{COMPLETE} is passed over"):
-                content = self._folder.read(COMPLETE)
-                found = content is not None and json.loads(content.data)["step"] == steps
+                found = self._completed() == steps
         return processes.from_first(found, "the last step")
 
     def complete(self, step: int) -> None:
@@ -110,6 +111,11 @@ class SideFiles:
             with self._harmless(f"{self._folder}/{COMPLETE} is not written"):
                 done = json.dumps({"step": step, "time": time.time()})
                 self._folder.write(COMPLETE, f"{done}\n".encode())
+
+    def _completed(self) -> int | None:
+        """The step that `complete` was called for."""
+        found = self._folder.read(COMPLETE)
+        return found and json.loads(found.data)["step"]
 
     def _forget_samples(self, step: int) -> None:
         """Leaves out those of later steps, which come again."""

@@ -64,6 +64,10 @@ def test_a_run_is_complete_at_its_own_last_step(tmp_path, told):
         assert not files.is_complete(8)
         files.complete(8)
         assert files.is_complete(8) and not files.is_complete(12)
+    with side_files(tmp_path, told, step=8) as files:
+        assert files.is_complete(8)
+    with side_files(tmp_path, told, step=4) as files:  # its last checkpoint was damaged, say
+        assert not files.is_complete(8)
 
 
 def test_each_start_leaves_what_it_was_started_with(tmp_path, told):
