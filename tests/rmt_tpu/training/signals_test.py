@@ -41,7 +41,7 @@ def run(inside):
 def test_sigterm_while_no_step_is_under_way_is_one_line():
     done = run(DEAF)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert done.stderr.count("\n") == 1 and "stopped by SIGTERM while no step" in done.stderr
+    assert done.stderr.count("\n") == 1 and "stopped by SIGTERM at once" in done.stderr
 
 
 def test_sigterm_in_a_step_waits_for_its_end():
