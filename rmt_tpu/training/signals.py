@@ -72,8 +72,8 @@ def between_steps(end: Callable[[str, int], None]) -> Iterator[None]:
         while number := os.read(ours, 1):
             if number[0] == signal.SIGTERM:
                 end(
-                    "stopped by SIGTERM at once, without a checkpoint: what was saved is there, and "
-                    "the same command goes on",
+                    "stopped by SIGTERM at once, without a checkpoint: what was saved is there, "
+                    "and the same command goes on",
                     TERMINATED,
                 )
 
