@@ -84,8 +84,11 @@ def define_distributed_flags() -> None:
     )
 
 
-def join_processes() -> None:
+def join_processes() -> bool:
     """Joins the other processes, if the flags say that there are any; before devices are touched.
+
+    Returns:
+      Whether they do.
 
     Raises:
       UsageError: the flags do not say which process this is.
@@ -104,7 +107,7 @@ def join_processes() -> None:
 
         member, devices = processes.find_member(timeout)
     else:
-        return
+        return False
     from rmt_tpu.distributed import processes
 
     processes.initialize(member, timeout=timeout, local_device_ids=devices)
@@ -114,6 +117,7 @@ def join_processes() -> None:
         file=sys.stderr,
         flush=True,
     )
+    return True
 
 
 def model_of_flags() -> tuple[str, RunConfig]:

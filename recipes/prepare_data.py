@@ -63,13 +63,16 @@ class _Progress(ProgressShown):
 
 
 def main() -> int:
-    from rmt_tpu.data.prepare import prepare
-    from rmt_tpu.distributed.team import ProcessTeam
+    from rmt_tpu.data.prepare import Alone, prepare
 
     # So that it too leaves neither processes nor semaphores.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    common.join_processes()
-    started, team = time.monotonic(), ProcessTeam("prepare_data")
+    team = Alone()
+    if common.join_processes():
+        from rmt_tpu.distributed.team import ProcessTeam
+
+        team = ProcessTeam("prepare_data")
+    started = time.monotonic()
     with _Progress(show=team.number == 0) as progress:
         totals = prepare(
             _INPUT.value,

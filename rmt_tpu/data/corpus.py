@@ -1,9 +1,10 @@
 """Text to train on, as documents: files, or the source of Python's standard library."""
 
+import io
 import json
 import os
 from collections.abc import Iterator
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from rmt_tpu.data.inputs import (
     COMPRESSED,
@@ -100,7 +101,7 @@ def _kind(path: str) -> str:
     return os.path.splitext(stem)[1] if ending in COMPRESSED else ending
 
 
-def _pass(file: IO[bytes], *, to_separator: bool) -> None:
+def _pass(file: io.BufferedIOBase, *, to_separator: bool) -> None:
     """Reads to the end of the line, or to that of the next separator."""
     begins = True
     while piece := file.readline(_PIECE):

@@ -11,7 +11,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.storage import find_objects, open_object
@@ -120,7 +120,7 @@ def readable(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(span: Span, *, look: bool = False) -> Iterator[IO[bytes]]:
+def opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
     """The bytes of a file as it lies there, all of them, from its first on.
 
     Args:
@@ -142,7 +142,7 @@ def opened(span: Span, *, look: bool = False) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def unpacked(span: Span, seen: Seen = lambda block: None) -> Iterator[IO[bytes]]:
+def unpacked(span: Span, seen: Seen = lambda block: None) -> Iterator[io.BufferedIOBase]:
     """The content of a file.
 
     Args:
@@ -275,7 +275,7 @@ def _no_file(pattern: str) -> _NoFile:
 class _Told:
     """A file that tells what is read of it."""
 
-    def __init__(self, file: IO[bytes], seen: Seen):
+    def __init__(self, file: io.BufferedIOBase, seen: Seen):
         self._file, self._seen = file, seen
 
     def read(self, size: int = -1) -> bytes:
