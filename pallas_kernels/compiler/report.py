@@ -157,10 +157,10 @@ _BANDWIDTHS = {
 
 
 def op_table(rows: Sequence[OpRow]) -> str:
-    """Markdown: a line a call, times in microseconds, bytes in MB."""
+    """Markdown: a line a call, times in microseconds, bytes in MB; what matters most first."""
     lines = [
-        "| op | case | pass | chip | GFLOP | least MB | MB, kernel | MB, xla | us, kernel "
-        "| us, xla | xla / kernel | of bandwidth, kernel | of bandwidth, xla "
+        "| op | case | pass | chip | us, kernel | us, xla | xla / kernel | of bandwidth, kernel "
+        "| of bandwidth, xla | GFLOP | least MB | MB, kernel | MB, xla "
         "| us, xla by XLA's estimate |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -171,15 +171,15 @@ def op_table(rows: Sequence[OpRow]) -> str:
             row.case,
             row.direction,
             row.device,
-            f"{row.work.flops / 1e9:.1f}",
-            f"{row.work.bytes / 1e6:.1f}",
-            _number(cost and cost.bytes, 1e-6),
-            _number(portable and portable.bytes, 1e-6),
             _number(row.seconds, 1e6),
             _number(row.portable_seconds, 1e6),
             _number(row.speedup, 1, ".2f"),
             _number(row.bandwidth_use(row.seconds), 1, ".0%"),
             _number(row.bandwidth_use(row.portable_seconds), 1, ".0%"),
+            f"{row.work.flops / 1e9:.1f}",
+            f"{row.work.bytes / 1e6:.1f}",
+            _number(cost and cost.bytes, 1e-6),
+            _number(portable and portable.bytes, 1e-6),
             _number(portable and portable.estimated_seconds, 1e6),
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -33,27 +33,44 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
     """Draws what a device's memory holds, as one bar stacked by kind, against what there is."""
     from matplotlib.figure import Figure
 
+    unit, name_of_unit = _unit(report)
     figure = Figure(figsize=(8, 2.6), layout="constrained")
     axes = figure.subplots()
     left = 0.0
     for i, kind in enumerate(KINDS):
-        size = report.memory[kind] / 2**30
+        size = report.memory[kind] / unit
         label = f"{kind} {size:.2f}"
         axes.barh([0], [size], 0.5, left=left, label=label, color=f"C{i}")
         left += size
-    limit = report.limit / 2**30
-    axes.axvline(limit, color="black", linestyle="--", label=f"HBM {limit:.2f}")
-    axes.set(xlim=(0, 1.05 * max(left, limit)), ylim=(-0.5, 0.5), yticks=[])
-    axes.set_xlabel("GiB of a device, by the compiler's assignment of buffers")
+    shown = _scale(report) / unit
+    if shown >= report.limit / unit:
+        limit = report.limit / unit
+        axes.axvline(limit, color="black", linestyle="--", label=f"HBM {limit:.2f}")
+    axes.set(xlim=(0, 1.05 * shown), ylim=(-0.5, 0.5), yticks=[])
+    axes.set_xlabel(f"{name_of_unit} of a device, by the compiler's assignment of buffers")
     axes.set_title(f"{name} on {report.target.topology}: {_verdict(report)}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=150)
 
 
+def _unit(report: Preflight) -> tuple[int, str]:
+    """What amounts are written in: MiB where nothing reaches 0.1 GiB."""
+    small = max(report.memory.values()) < 0.1 * 2**30
+    return (2**20, "MiB") if small else (2**30, "GiB")
+
+
+def _scale(report: Preflight) -> int:
+    """Bytes that are the whole length of a bar: where they are few, not the device's memory."""
+    few = _unit(report)[1] == "MiB"
+    return max(report.used, 1) if few else max(report.used, report.limit)
+
+
 def _verdict(report: Preflight) -> str:
     used, limit = report.used / 2**30, report.limit / 2**30
     if report.fits:
-        return f"FITS, {used:.2f} of {limit:.2f} GiB a device ({used / limit:.0%})"
+        unit, name = _unit(report)
+        amount = f"{used:.2f}" if name == "GiB" else f"{report.used / unit:.2f} MiB"
+        return f"FITS, {amount} of {limit:.2f} GiB a device ({used / limit:.0%})"
     return f"DOES NOT FIT, {used:.2f} GiB where a device has {limit:.2f} GiB"
 
 
@@ -70,15 +87,16 @@ def _heading(report: Preflight, name: str) -> str:
 
 
 def _memory(report: Preflight) -> str:
-    scale = max(report.used, report.limit)
+    scale, (unit, name) = _scale(report), _unit(report)
     source = "libtpu leaves to a program"
     if report.target.platform != "tpu":
         source = "it is sold with (JAX takes 75 % of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION is)"
-    lines = [f"memory of a device in GiB, of the {report.limit / 2**30:.2f} that {source}"]
+    there = f"{report.limit / 2**30:.2f} GiB" if name != "GiB" else f"{report.limit / 2**30:.2f}"
+    lines = [f"memory of a device in {name}, of the {there} that {source}"]
     for kind in KINDS:
         size = report.memory[kind]
         unknown = kind == "program" and not report.fits
-        amount = "   ?  " if unknown else f"{size / 2**30:6.2f}"
+        amount = "   ?  " if unknown else f"{size / unit:6.2f}"
         bar = "#" * _length(size, scale)
         lines.append(f"  {kind:12}{amount}  {bar:{_WIDTH}}  {_MEANING[kind]}")
     used, limit = _length(report.used, scale), _length(report.limit, scale)
@@ -86,9 +104,10 @@ def _memory(report: Preflight) -> str:
         "|" if i == limit - 1 else "#" if i < used else "." if i < limit else " "
         for i in range(_WIDTH)
     )
-    free = report.limit - report.used
-    over = f"{free / 2**30:.2f} free" if free >= 0 else f"{-free / 2**30:.2f} too much"
-    lines.append(f"  {'all':12}{report.used / 2**30:6.2f}  {bar}  {over}")
+    free = (report.limit - report.used) / 2**30
+    in_gib = "" if name == "GiB" else " GiB"
+    over = f"{free:.2f}{in_gib} free" if free >= 0 else f"{-free:.2f}{in_gib} too much"
+    lines.append(f"  {'all':12}{report.used / unit:6.2f}  {bar}  {over}")
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from recipes.kernel_report import fitted
 from tests import cli
 
 CASE = "K=64 V=64 R=16 P=16"
@@ -56,6 +57,20 @@ def test_steps(tmp_path):
     assert step["preset"] == "gpt2-tiny" and step["target"] == "v5e" and step["tokens"] == 512
     assert "not measured" in content["how"]
     assert f"| **whole step** | {step['cycles'] / 1e6:.1f} |" in table
+
+
+def test_tables_fit_a_terminal():
+    table = "| op | us, kernel | us, xla |\n|---|---|---|\n| attention | 1.5 | 22.25 |\n"
+    text = f"# Ops\n\n{table}\nEnd\n"
+    assert fitted(text, 40) == (
+        "# Ops\n\n"
+        "| op        | us, kernel | us, xla |\n"
+        "| --------- | ---------- | ------- |\n"
+        "| attention | 1.5        | 22.25   |\n\nEnd\n"
+    )
+    narrow = fitted(text, 30)
+    assert "| attention | 1.5        |\n(1 more in the file)\n" in narrow
+    assert max(map(len, narrow.splitlines())) <= 30
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_json_and_text_say_the_same(compiled, tmp_path):
     assert overrides.from_json(type(compiled.config), values["config"]) == compiled.config
     assert values["config"]["model"]["compute_dtype"] == "bfloat16"
     text = report_text(compiled, "rmt-tiny", 3)
-    assert text.startswith("rmt-tiny on v5e:2x2: FITS, 0.0")
+    assert text.startswith("rmt-tiny on v5e:2x2: FITS, ") and " MiB of 15.75 GiB" in text
     assert "ESTIMATE" in text and "ASSUMED: 200 GB/s" in text and "what to change" not in text
     assert f"MFU {compiled.time.mfu:.1%}" in text and "the 3 largest buffers" in text
     assert f"{compiled.buffers[2].bytes / 2**20:.1f}" in text
@@ -216,6 +216,18 @@ def report(preset="rmt-305m", mesh=None, topology="v5e:4x4", state=3.0, work=20.
         time=None,
         compile_seconds=None,
     )
+
+
+def test_few_bytes_are_told_in_mib(tmp_path):
+    given = dataclasses.replace(report(state=0.03, work=0.02), fits=True, gaps=0)
+    text = report_text(given, "rmt-tiny")
+    assert "FITS, 51.20 MiB of 15.75 GiB a device (0%)" in text
+    assert "memory of a device in MiB, of the 15.75 GiB that" in text
+    assert "optimizer    20.48  ################ " in text  # of 40 characters for all of it
+    assert "15.70 GiB free" in text and "0.00 G" not in text
+    draw_memory(given, tmp_path / "memory.png", "rmt-tiny")
+    large = report_text(dataclasses.replace(report(), fits=True), "rmt-305m")
+    assert "FITS, 23.00 of 15.75 GiB" in large and "memory of a device in GiB" in large
 
 
 def flags(given):
