@@ -42,8 +42,8 @@ def dry_run(config: RunConfig, name: str) -> str:
         "FLOPs": f"{cost.train_flops(flops, tokens):.3g}, forward and backward; "
         f"{flops:.3g} a token forward",
         "devices": f"{len(devices)} {devices[0].device_kind}, {config.train.mesh}",
-        "memory": f"on a device {_megabytes(on_device)} of parameters and optimizer, and "
-        f"{_megabytes(gradients)} of gradients; activations: recipes.preflight",
+        "memory": f"on a device {_told(on_device)} of parameters and optimizer, and "
+        f"{_told(gradients)} of gradients; activations: recipes.preflight",
         "tokens": f"{tokens:,} in {config.train.steps:,} steps of {config.train.batch_size} x "
         f"{config.data.seq_len}; there are {there:,}, each read {tokens / there:.2f} times",
     }
@@ -71,5 +71,6 @@ def _bytes_on_a_device(arrays, shardings) -> int:
     return int(np.sum(jax.tree.leaves(sizes)))
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+def _told(count: int) -> str:
+    size, unit = next((u for u in ((1e9, "GB"), (1e6, "MB")) if count >= u[0]), (1e3, "kB"))
+    return f"{count / size:,.1f} {unit}"

@@ -76,7 +76,7 @@ def test_what_is_refused_needs_no_jax(recipe, flag):
 @pytest.mark.parametrize("recipe", PROGRAMS)
 def test_h_is_help(recipe):
     done = cli.succeed(recipe, "-h")
-    assert done.stdout.splitlines()[0].endswith((".", ",", "for"))
+    assert done.stdout.splitlines()[0].endswith(".")
     assert "  -h,--help:" in done.stdout
 
 
@@ -124,8 +124,8 @@ def test_dry_run(tmp_path):
     parameters = sum(cost.parameters(model).values())
     assert lines["parameters"].startswith(f"{parameters:,} (embedding ")
     assert lines["tokens"].strip().startswith(f"{cli.STEPS * 4 * 16:,} in 48 steps of 4 x 16; ")
-    gradients = float(re.search(r"([\d.]+) MB of gradients", lines["memory"])[1])
-    assert 4e-6 * parameters / 2 - 0.1 < gradients < 4e-6 * parameters
+    gradients = 1e3 * float(re.search(r"([\d.]+) kB of gradients", lines["memory"])[1])
+    assert 4 * parameters / 2 <= gradients < 4 * parameters, "of two devices, but for small ones"
 
 
 REFUSED = {
