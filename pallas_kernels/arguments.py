@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 
 Norm = Literal["layernorm", "rmsnorm"]
+FRACTION_BITS_RANGE = range(0, 21)
 
 
 def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None:
@@ -40,3 +41,9 @@ def check_epsilon(name: str, value: Any) -> None:
 def check_norm(norm: Any) -> None:
     if norm not in get_args(Norm):
         raise ValueError(f"norm={norm!r} is unknown; legal: {', '.join(get_args(Norm))}")
+
+
+def check_fraction_bits(value: Any) -> None:
+    if not isinstance(value, int) or value not in FRACTION_BITS_RANGE:
+        low, high = FRACTION_BITS_RANGE[0], FRACTION_BITS_RANGE[-1]
+        raise ValueError(f"fraction_bits={value!r} must be an integer from {low} to {high}")

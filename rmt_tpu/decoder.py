@@ -207,7 +207,8 @@ def residual_dtype(config: cfg.ModelConfig) -> jnp.dtype:
     """The dtype in which the residual is carried."""
     dtype = compute_dtype(config.compute_dtype)
     if config.store.dtype != "auto":
-        return compute_dtype(config.store.dtype)
+        return jnp.dtype(config.store.dtype)
     if config.remat == "reversible" and dtype == jnp.bfloat16:
-        return jnp.dtype("int16")  # as small as bfloat16, and writes can be taken back exactly
+        # As small as bfloat16, and writes can be taken back exactly; bfloat16 would drift.
+        return jnp.dtype("int16" if residual.fixed_point.holds(config) else "float32")
     return dtype

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
-from pallas_kernels.arguments import check_array, check_epsilon, check_norm
+from pallas_kernels.arguments import check_array, check_epsilon, check_fraction_bits, check_norm
 from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
@@ -67,6 +67,7 @@ def store_norm_retrieve(
     *,
     norm: Norm = "layernorm",
     epsilon: int | float = 1e-6,
+    fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Shaped[Array, "*tokens K V"], Float[Array, "*own_tokens P V"]]:
@@ -74,14 +75,16 @@ def store_norm_retrieve(
 
     Args:
       residual: X, one `K x V` matrix a token, any leading token axes; any float dtype, or int16
-        fixed point (`FRACTION_BITS`), whose range is +-64 and whose writes `undo` takes back
-        exactly. A token whose int16 residual leaves that range reads NaN.
+        fixed point, whose writes `undo` takes back exactly. A token reads NaN if its int16 residual
+        leaves the range, or spreads over less than two steps.
       store_keys: w, the key vectors of the R data vectors written.
       data: y, the R data vectors of each token.
       gain: the norm's gain; the norm runs over all `K * V` entries of a token together.
       read_keys: r, the key vectors of the P data vectors retrieved.
       norm: "layernorm" subtracts the mean first, "rmsnorm" does not.
       epsilon: added to the variance (layernorm) or mean square (rmsnorm); 0 or above.
+      fraction_bits: of an int16 residual: steps of `2^-fraction_bits`, up to 2^15 of them either
+        way; 1/512 and 64 for the default of 9. The same for all calls on a residual.
       key_axis: the mesh axis over which K is divided, if any; there are exactly two token axes
         then, and data and z are of the own rows (see the module's docstring).
       implementation: None picks what is best on the platform that the program is lowered for.
@@ -97,8 +100,10 @@ def store_norm_retrieve(
       TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
       NameError: `key_axis` is no axis of a `jax.shard_map` around.
     """
-    key_axis = _check(residual, gain, read_keys, norm, epsilon, key_axis, store_keys, data)
-    call = _Call(norm, epsilon, implementation, key_axis=key_axis)
+    key_axis = _check(
+        residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis, store_keys, data
+    )
+    call = _Call(norm, epsilon, implementation, None, key_axis, fraction_bits)
     args = (_flat(residual), store_keys, _flat(data), gain, read_keys)
     stored, retrieved = _store_norm_retrieve(call, *args)
     lead = data.shape[:-2]
@@ -111,6 +116,7 @@ def store(
     store_keys: Float[Array, "R K"],
     data: Float[Array, "*own_tokens R V"],
     *,
+    fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "*tokens K V"]:
@@ -118,7 +124,8 @@ def store(
     check_array("residual", residual, "... K V", or_int16=True)
     key_axis = _check_axis(residual, key_axis)
     _check_store(residual, store_keys, data, key_axis)
-    call = _Call("layernorm", 0.0, implementation, key_axis=key_axis)
+    check_fraction_bits(fraction_bits)
+    call = _Call("layernorm", 0.0, implementation, None, key_axis, fraction_bits)
     return _store(call, _flat(residual), store_keys, _flat(data)).reshape(residual.shape)
 
 
@@ -131,12 +138,15 @@ def norm_retrieve(
     norm: Norm = "layernorm",
     epsilon: int | float = 1e-6,
     dtype: DTypeLike | None = None,
+    fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*own_tokens P V"]:
     """The reading half: `r_p . (gain * norm(X))` (equations 22, 25, 27), in `dtype` or X's."""
-    key_axis = _check(residual, gain, read_keys, norm, epsilon, key_axis)
-    call = _Call(norm, epsilon, implementation, jnp.dtype(dtype or residual.dtype), key_axis)
+    key_axis = _check(residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis)
+    call = _Call(
+        norm, epsilon, implementation, jnp.dtype(dtype or residual.dtype), key_axis, fraction_bits
+    )
     retrieved = _norm_retrieve(call, _flat(residual), gain, read_keys)[0]
     if key_axis is not None:
         return retrieved
@@ -151,12 +161,13 @@ def norm_retrieve_with_statistics(
     norm: Norm,
     epsilon: int | float,
     dtype: DTypeLike,
+    fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "b N P V"], Statistics]:
     """`norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
-    key_axis = _check(residual, gain, read_keys, norm, epsilon, key_axis)
-    call = _Call(norm, epsilon, implementation, jnp.dtype(dtype), key_axis)
+    key_axis = _check(residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis)
+    call = _Call(norm, epsilon, implementation, jnp.dtype(dtype), key_axis, fraction_bits)
     return _norm_retrieve(call, residual, gain, read_keys)
 
 
@@ -171,6 +182,7 @@ def undo(
     d_retrieved: Float[Array, "b N P V"],
     *,
     norm: Norm,
+    fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
     retrieved: Float[Array, "b N P V"] | None = None,
     implementation: Implementation | None = None,
@@ -185,8 +197,10 @@ def undo(
     Raises:
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
     """
-    key_axis = _check(residual, gain, read_keys, norm, 0.0, key_axis, store_keys, data)
-    call = _Call(norm, 0.0, implementation, key_axis=key_axis)
+    key_axis = _check(
+        residual, gain, read_keys, norm, 0.0, fraction_bits, key_axis, store_keys, data
+    )
+    call = _Call(norm, 0.0, implementation, None, key_axis, fraction_bits)
     read = None
     if key_axis is not None:
         if retrieved is None:
@@ -206,6 +220,7 @@ class _Call(NamedTuple):
     implementation: str | None
     dtype: jnp.dtype | None = None
     key_axis: str | None = None
+    fraction_bits: int = FRACTION_BITS
 
 
 # The ops over two token axes, with their gradients -------------------------------------------
@@ -247,26 +262,28 @@ _store_norm_retrieve.defvjp(_store_norm_retrieve_forward, _store_norm_retrieve_b
 def _forward(call, in_place, *args):
     def run(module, *args):
         options = {"in_place": in_place} if module is mosaic_tpu else {}
-        options |= {"norm": call.norm, "epsilon": call.epsilon, "scale": call.key_axis is None}
+        options |= _read_options(call)
         return module.store_norm_retrieve(*args, **options)
 
     stored, *read = _run(call, "store_norm_retrieve", run, args)
-    return stored, *_of_all_slices(call, *read, *args[3:])
+    return stored, *_of_all_slices(call, stored.dtype == jnp.int16, *read, *args[3:])
 
 
-def _of_all_slices(call, retrieved, statistics, gain, read_keys):
+def _of_all_slices(call, integer, retrieved, statistics, gain, read_keys):
     """What is retrieved and the statistics of all of K, and what `_backward` takes as `read`."""
     if call.key_axis is None:
         return retrieved, statistics, None
     args = (retrieved, statistics, gain, read_keys, call.key_axis)
-    read, statistics = sharded.all_slices(*args, norm=call.norm)
+    least = xla.least_variance(call.fraction_bits) + call.epsilon if integer else None
+    read, statistics = sharded.all_slices(*args, norm=call.norm, least=least)
     return read.retrieved, statistics, read
 
 
 def _backward(call, rebuild, *args):
     *saved, read, d_residual, d_retrieved = args
     d_retrieved, means = _to_all_slices(call, saved[0], read, d_retrieved)
-    run = lambda module, *args: module.backward(*args, norm=call.norm, rebuild=rebuild)
+    options = {"norm": call.norm, "rebuild": rebuild, "fraction_bits": call.fraction_bits}
+    run = lambda module, *args: module.backward(*args, **options)
     args = (*saved, d_residual, d_retrieved, means)
     g = _run(call, "backward", run, args)
     return g._replace(data=sharded.scatter_sum(g.data, call.key_axis))
@@ -287,7 +304,8 @@ def _store(call, residual, store_keys, data):
 
 
 def _store_all(call, *args):
-    return _run(call, "store", lambda module, *args: module.store(*args), args)
+    run = lambda module, *args: module.store(*args, fraction_bits=call.fraction_bits)
+    return _run(call, "store", run, args)
 
 
 def _store_forward(call, residual, store_keys, data):
@@ -313,10 +331,20 @@ def _norm_retrieve(call, residual, gain, read_keys):
     return _read(call, residual, gain, read_keys)[:2]
 
 
+def _read_options(call):
+    return {
+        "norm": call.norm,
+        "epsilon": call.epsilon,
+        "scale": call.key_axis is None,
+        "fraction_bits": call.fraction_bits,
+    }
+
+
 def _read(call, *args):
-    options = {"norm": call.norm, "epsilon": call.epsilon, "scale": call.key_axis is None}
-    run = lambda module, *args: module.norm_retrieve(*args, dtype=call.dtype, **options)
-    return _of_all_slices(call, *_run(call, "norm_retrieve", run, args), *args[1:])
+    options = {"dtype": call.dtype} | _read_options(call)
+    run = lambda module, *args: module.norm_retrieve(*args, **options)
+    integer = args[0].dtype == jnp.int16
+    return _of_all_slices(call, integer, *_run(call, "norm_retrieve", run, args), *args[1:])
 
 
 def _norm_retrieve_forward(call, residual, gain, read_keys):
@@ -366,10 +394,11 @@ def _flat(x: Array) -> Array:
 
 
 def _check(
-    residual, gain, read_keys, norm, epsilon, key_axis, store_keys=None, data=None
+    residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis, store_keys=None, data=None
 ) -> str | None:
     """The key axis, or None if it divides nothing."""
     check_norm(norm)
+    check_fraction_bits(fraction_bits)
     check_epsilon("epsilon", epsilon)
     check_array("residual", residual, "... K V", or_int16=True)
     check_array("gain", gain, "K V")

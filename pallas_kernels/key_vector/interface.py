@@ -3,13 +3,13 @@
 An implementation is a module with four functions over arrays with exactly two token axes, a batch
 B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
-    store(residual, store_keys, data) -> residual'
-    norm_retrieve(residual, gain, read_keys, *, norm, epsilon, dtype, scale=True)
+    store(residual, store_keys, data, *, fraction_bits) -> residual'
+    norm_retrieve(residual, gain, read_keys, *, norm, epsilon, dtype, scale=True, fraction_bits)
         -> (retrieved, Statistics)
-    store_norm_retrieve(residual, store_keys, data, gain, read_keys, *, norm, epsilon, scale=True)
-        -> (residual', retrieved, Statistics)
+    store_norm_retrieve(residual, store_keys, data, gain, read_keys, *, norm, epsilon, scale=True,
+                        fraction_bits) -> (residual', retrieved, Statistics)
     backward(residual', statistics, store_keys, data, gain, read_keys, d_residual', d_retrieved,
-             means=None, *, norm, rebuild) -> Gradients
+             means=None, *, norm, rebuild, fraction_bits) -> Gradients
 
     residual [B, N, K, V]   store_keys [R, K]   data [B, N, R, V]
     gain [K, V]   read_keys [P, K]   retrieved [B, N, P, V]
@@ -28,6 +28,7 @@ from pallas_kernels.platform import UnsupportedImplementation
 
 __all__ = [
     "FRACTION_BITS",
+    "LEAST_STEPS",
     "Gradients",
     "Means",
     "Norm",
@@ -35,16 +36,18 @@ __all__ = [
     "UnsupportedImplementation",
 ]
 
-# An int16 residual holds X * 2^FRACTION_BITS rounded: steps of 1/512, up to 64. Writes are then
-# sums of integers, which can be taken back without error.
+# An int16 residual holds X * 2^fraction_bits rounded: with 9 in steps of 1/512, up to 64. So writes
+# are sums of integers, which can be taken back without error.
 FRACTION_BITS = 9
+# A token's spread in steps, below which what it reads is mostly what rounding made of it.
+LEAST_STEPS = 2.0
 
 
 class Statistics(NamedTuple):
     """Of each token's stored residual, in its own units: all that the backward pass needs saved.
 
     `mean` is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`, or NaN for a token whose
-    int16 residual has left its range.
+    int16 residual has left its range, or (with `scale`) spreads over less than LEAST_STEPS steps.
     """
 
     mean: Float[Array, "B N"]

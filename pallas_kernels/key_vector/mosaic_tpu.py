@@ -38,6 +38,7 @@ from pallas_kernels.key_vector.block_sizes import (
     choose_block_sizes,
 )
 from pallas_kernels.key_vector.interface import (
+    FRACTION_BITS,
     Gradients,
     Means,
     Norm,
@@ -82,6 +83,7 @@ def store(
     store_keys: Float[Array, "R K"],
     data: Float[Array, "B N R V"],
     *,
+    fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Shaped[Array, "B N K V"]:
@@ -99,6 +101,7 @@ def store(
         "rmsnorm",
         0.0,
         interpret,
+        fraction_bits=fraction_bits,
     )
     return _forward(call, residual, store_keys, data)["residual"]
 
@@ -112,6 +115,7 @@ def norm_retrieve(
     epsilon: int | float,
     dtype: DTypeLike,
     scale: bool = True,
+    fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N P V"], Statistics]:
@@ -128,7 +132,7 @@ def norm_retrieve(
         data_dtype=jnp.dtype(compute).name,
     )
     blocks = _blocks(block_sizes, "forward", sizes, residual, interpret)
-    call = Call(sizes, blocks, norm, epsilon, interpret, scale)
+    call = Call(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
     out = _forward(call, residual, gain=gain, read_keys=read_keys)
     return out["retrieved"].astype(dtype), out["statistics"]
 
@@ -144,6 +148,7 @@ def store_norm_retrieve(
     epsilon: int | float,
     scale: bool = True,
     in_place: bool = True,
+    fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
@@ -159,7 +164,7 @@ def store_norm_retrieve(
     """
     sizes = _sizes_of("store_norm_retrieve", (residual, store_keys, data, gain, read_keys))
     blocks = _blocks(block_sizes, "forward", sizes, residual, interpret)
-    call = Call(sizes, blocks, norm, epsilon, interpret, scale)
+    call = Call(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
     out = _forward(call, residual, store_keys, data, gain, read_keys, in_place=in_place)
     return out["residual"], out["retrieved"], out["statistics"]
 
@@ -177,6 +182,7 @@ def backward(
     *,
     norm: Norm,
     rebuild: bool = False,
+    fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Gradients:
@@ -199,6 +205,7 @@ def backward(
         norm,
         0.0,
         interpret,
+        fraction_bits=fraction_bits,
     )
     if means is not None:
         call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.call import LANES, largest_divisor, widen
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Norm
+from pallas_kernels.key_vector.interface import FRACTION_BITS, LEAST_STEPS, Norm
 
 _LARGEST = 2.0**15 - 1
 # Added to a float32 it leaves no bits for a fraction: the sum's low bits are the rounded integer.
@@ -30,6 +30,7 @@ class Call:
     epsilon: int | float
     interpret: bool
     scale: bool = True
+    fraction_bits: int = FRACTION_BITS
 
     @property
     def integer(self) -> bool:
@@ -38,7 +39,7 @@ class Call:
     @property
     def unit(self) -> float:
         """What 1 in the residual's array means."""
-        return 2.0**-FRACTION_BITS if self.integer else 1.0
+        return 2.0**-self.fraction_bits if self.integer else 1.0
 
     @property
     def centred(self) -> bool:
@@ -300,7 +301,10 @@ def _statistics(call, sums, shift):
     rstd = jax.lax.rsqrt(variance + call.epsilon)
     if call.integer:
         # A NaN fails the comparison too.
-        rstd = jnp.where(sums[2] <= _LARGEST, rstd, jnp.nan)
+        held = sums[2] <= _LARGEST
+        if call.scale:
+            held &= variance >= (LEAST_STEPS * call.unit) ** 2
+        rstd = jnp.where(held, rstd, jnp.nan)
     mean = shift + above
     return mean * call.unit, above if call.shifted else mean, rstd
 

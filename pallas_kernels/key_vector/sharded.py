@@ -75,6 +75,7 @@ def all_slices(
     key_axis: str,
     *,
     norm: Norm,
+    least: float | None = None,
 ) -> tuple[Read, Statistics]:
     """What the own rows read of the whole residual, from what all rows read of the own slice.
 
@@ -84,6 +85,7 @@ def all_slices(
       gain, read_keys: own slices.
       key_axis: the mesh axis.
       norm: of the read.
+      least: a token whose variance and epsilon come to less reads NaN.
 
     Returns:
       What is retrieved, of the own rows in the dtype of `retrieved`; and the statistics of the
@@ -104,6 +106,8 @@ def all_slices(
         above = means - mean
         square = square + jnp.mean(jnp.square(above), axis=0)
     rstd = jax.lax.rsqrt(square)
+    if least is not None:
+        rstd = jnp.where(square >= least, rstd, jnp.nan)
 
     total = scatter_sum(retrieved, key_axis)
     first = jax.lax.axis_index(key_axis) * total.shape[0]

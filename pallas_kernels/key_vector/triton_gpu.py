@@ -26,6 +26,7 @@ from jaxtyping import Array, DTypeLike, Float, Shaped
 
 from pallas_kernels.call import gpu_call
 from pallas_kernels.key_vector.interface import (
+    FRACTION_BITS,
     Gradients,
     Means,
     Norm,
@@ -144,6 +145,7 @@ def store(
     store_keys: Float[Array, "R K"],
     data: Float[Array, "B N R V"],
     *,
+    fraction_bits: int = FRACTION_BITS,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Shaped[Array, "B N K V"]:
@@ -153,7 +155,8 @@ def store(
       UnsupportedImplementation: for what `unsupported` names.
     """
     _refuse("store", residual, store_keys, data)
-    stored, *_ = _forward(residual, store_keys, data, blocks=blocks, interpret=interpret)
+    options = {"fraction_bits": fraction_bits, "blocks": blocks, "interpret": interpret}
+    stored, *_ = _forward(residual, store_keys, data, **options)
     return stored
 
 
@@ -166,6 +169,7 @@ def norm_retrieve(
     epsilon: int | float,
     dtype: DTypeLike,
     scale: bool = True,
+    fraction_bits: int = FRACTION_BITS,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N P V"], Statistics]:
@@ -186,6 +190,7 @@ def norm_retrieve(
         epsilon=epsilon,
         dtype=jnp.dtype(dtype),
         scale=scale,
+        fraction_bits=fraction_bits,
         blocks=blocks,
         interpret=interpret,
     )
@@ -201,6 +206,7 @@ def store_norm_retrieve(
     norm: Norm,
     epsilon: int | float,
     scale: bool = True,
+    fraction_bits: int = FRACTION_BITS,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
@@ -221,6 +227,7 @@ def store_norm_retrieve(
         norm=norm,
         epsilon=epsilon,
         scale=scale,
+        fraction_bits=fraction_bits,
         blocks=blocks,
         interpret=interpret,
     )
@@ -239,6 +246,7 @@ def backward(
     *,
     norm: Norm,
     rebuild: bool = False,
+    fraction_bits: int = FRACTION_BITS,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Gradients:
@@ -262,7 +270,7 @@ def backward(
         d_residual,
         d_retrieved,
     )
-    site = Site.of(residual, store_keys, read_keys, data.dtype, norm)
+    site = Site.of(residual, store_keys, read_keys, data.dtype, norm, fraction_bits)
     name = "key_vector_backward"
     blocks = blocks or _blocks_of(site, name)
     whole = blocks.keys >= site.K and len(site.groups(site.R) + site.groups(site.P)) == 2
@@ -334,12 +342,13 @@ def _forward(
     epsilon=0.0,
     dtype=None,
     scale=True,
+    fraction_bits,
     blocks,
     interpret,
 ):
     """Any of the three forward ops: with what to store, with what to read, or both."""
     dtype = dtype or data.dtype
-    site = Site.of(residual, store_keys, read_keys, dtype, norm)
+    site = Site.of(residual, store_keys, read_keys, dtype, norm, fraction_bits)
     T, K, V = site.T, site.K, site.V
     inputs = {"residual": residual.reshape(T, K, V)}
     outputs = {}

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.key_vector.interface import FRACTION_BITS
+from pallas_kernels.key_vector.interface import LEAST_STEPS
 
-_SCALE = 2.0**FRACTION_BITS
 _LARGEST = 2**15 - 1
 
 # Tiles -----------------------------------------------------------------------------------------
@@ -26,12 +25,18 @@ class Site(NamedTuple):
     P: int
     dtype: jnp.dtype
     norm: str
+    fraction_bits: int
 
     @classmethod
-    def of(cls, residual, store_keys, read_keys, dtype, norm):
+    def of(cls, residual, store_keys, read_keys, dtype, norm, fraction_bits):
         B, N, K, V = residual.shape
-        count = lambda keys: 0 if keys is None else keys.shape[0]
-        return cls(B * N, K, V, count(store_keys), count(read_keys), jnp.dtype(dtype), norm)
+        R, P = (0 if keys is None else keys.shape[0] for keys in (store_keys, read_keys))
+        return cls(B * N, K, V, R, P, jnp.dtype(dtype), norm, fraction_bits)
+
+    @property
+    def steps(self) -> float:
+        """Of an int16 residual, in 1."""
+        return 2.0**self.fraction_bits
 
     def groups(self, count) -> list[tuple[int, int]]:
         """(first, size) of groups of key vectors, few enough for one product."""
@@ -122,10 +127,10 @@ def _each_chunk(chunks, body, carry):
     return body(0, carry) if chunks == 1 else jax.lax.fori_loop(0, chunks, body, carry)
 
 
-def _values(block):
+def _values(site, block):
     """In float32, of what the residual's dtype holds."""
     values = block.astype(jnp.float32)
-    return values / _SCALE if block.dtype == jnp.int16 else values
+    return values / site.steps if block.dtype == jnp.int16 else values
 
 
 def _written(store_keys, data):
@@ -137,11 +142,11 @@ def _written(store_keys, data):
     return sum(_dot(w, y) for w, y in zip(store_keys, data, strict=True))
 
 
-def _steps(written):
+def _steps(site, written):
     """Rounded to steps of an int16 residual, as int32; NaN becomes out of range."""
     # Adding 1.5 * 2^23 leaves no bits for a fraction, so it rounds, ties to even.
     limit, shifter = 2.0**21, 1.5 * 2.0**23
-    steps = _SCALE * written
+    steps = site.steps * written
     outside = jnp.where(steps < 0, -limit, limit)
     steps = jnp.where(jnp.abs(steps) <= limit, steps, outside)
     return ((steps + shifter) - shifter).astype(jnp.int32)
@@ -170,18 +175,18 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         """Values of the chunk as stored, and the largest magnitude there was to store."""
         x = _load(ref.residual, (t,), rows(c), columns)
         if not site.R:
-            return _values(x), 0
+            return _values(site, x), 0
         data = [_load(ref.data, (t,), group, columns) for group in stores]
         written = _written(load_store_keys(c), data)
         largest = 0
         if x.dtype == jnp.int16:
-            total = x.astype(jnp.int32) + _steps(written)
+            total = x.astype(jnp.int32) + _steps(site, written)
             largest = jnp.max(jnp.abs(total))
             x = jnp.clip(total, -_LARGEST, _LARGEST).astype(jnp.int16)
         else:
             x = (x.astype(jnp.float32) + written).astype(x.dtype)
         _save(ref.stored, (t,), rows(c), columns, x)
-        return _values(x), largest
+        return _values(site, x), largest
 
     def token(t, _):
         kept = None
@@ -201,15 +206,19 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         moments, largest = _each_chunk(chunks, chunk, carry)
         if not site.P:
             return
-        mean, rstd = _mean_and_rstd(site, moments, epsilon)
-        rstd = jnp.where(largest <= _LARGEST, rstd, jnp.nan)
+        mean, variance = _mean_and_variance(site, moments)
+        rstd = jax.lax.rsqrt(variance + epsilon)
+        held = largest <= _LARGEST
+        if ref.residual.dtype == jnp.int16 and scale:
+            held &= variance >= (LEAST_STEPS / site.steps) ** 2
+        rstd = jnp.where(held, rstd, jnp.nan)
         ref.mean[t], ref.rstd[t] = mean, rstd
         source = ref.stored if site.R else ref.residual
         if chunks > 1 and site.R:
             ref.barrier()  # Other threads of the program read what this one stored.
 
         def scaled(c):
-            values = kept if chunks == 1 else _values(_load(source, (t,), rows(c), columns))
+            values = kept if chunks == 1 else _values(site, _load(source, (t,), rows(c), columns))
             normalised = (values - mean) * rstd if scale else values - mean
             return (normalised * load_gain(c)).astype(site.dtype)
 
@@ -246,12 +255,11 @@ def _add_moments(site, moments, values, c, rows):
     return shift, total, squares + jnp.sum(jnp.square(values))
 
 
-def _mean_and_rstd(site, moments, epsilon):
+def _mean_and_variance(site, moments):
     shift, total, squares = moments
     size = site.K * site.V
     rest = total / size
-    variance = jnp.maximum(squares / size - jnp.square(rest), 0)
-    return shift + rest, jax.lax.rsqrt(variance + epsilon)
+    return shift + rest, jnp.maximum(squares / size - jnp.square(rest), 0)
 
 
 # Backward --------------------------------------------------------------------------------------
@@ -260,7 +268,7 @@ def _mean_and_rstd(site, moments, epsilon):
 def _normalised(site, ref, t, rows, columns, mean, rstd):
     """`norm(X')` of a block, 0 outside of the residual, and the block as stored."""
     x = _load(ref.stored, (t,), rows, columns)
-    n = (_values(x) - mean) * rstd
+    n = (_values(site, x) - mean) * rstd
     _, _, inside = _index((site.K, site.V), rows, columns)
     return (n if inside is None else jnp.where(inside, n, 0)), x
 
@@ -279,9 +287,9 @@ def _d_stored(site, d_stored, a, n, rstd, means):
     return d_stored.astype(jnp.float32) + rstd * through_norm
 
 
-def _taken_back(stored, written):
+def _taken_back(site, stored, written):
     if stored.dtype == jnp.int16:
-        return (stored.astype(jnp.int32) - _steps(written)).astype(jnp.int16)
+        return (stored.astype(jnp.int32) - _steps(site, written)).astype(jnp.int16)
     return (stored.astype(jnp.float32) - written).astype(stored.dtype)
 
 
@@ -302,7 +310,7 @@ def backward_kernel(site, blocks, ref):
         dz = _load(ref.d_retrieved, (t,), reads, columns)
         if hasattr(ref, "rebuilt"):
             written = _written([store_keys.T], [y])
-            _save(ref.rebuilt, (t,), rows, columns, _taken_back(x, written))
+            _save(ref.rebuilt, (t,), rows, columns, _taken_back(site, x, written))
         d_scaled = _dot(read_keys, dz, transpose_a=True)
         d_gain += d_scaled * n
         d_read_keys += _dot((n * load_gain()).astype(site.dtype), dz, transpose_b=True)
@@ -371,7 +379,9 @@ def backward_tokens_kernel(site, blocks, ref):
             if hasattr(ref, "rebuilt"):
                 keys = [_load(ref.store_keys, (), rows(c), g, transposed=True) for g in stores]
                 data = [_load(ref.data, (t,), group, columns) for group in stores]
-                _save(ref.rebuilt, (t,), rows(c), columns, _taken_back(x, _written(keys, data)))
+                _save(
+                    ref.rebuilt, (t,), rows(c), columns, _taken_back(site, x, _written(keys, data))
+                )
 
         _each_chunk(chunks, write, None)
         ref.barrier()  # Other threads of the program read what this one stored.

@@ -15,9 +15,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int16, Shaped
 
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Gradients, Means, Norm, Statistics
+from pallas_kernels.key_vector.interface import (
+    FRACTION_BITS,
+    LEAST_STEPS,
+    Gradients,
+    Means,
+    Norm,
+    Statistics,
+)
 
-_SCALE = 2.0**FRACTION_BITS
 _LARGEST = 2**15 - 1
 
 
@@ -33,9 +39,11 @@ def store(
     residual: Shaped[Array, "B N K V"],
     store_keys: Float[Array, "R K"],
     data: Float[Array, "B N R V"],
+    *,
+    fraction_bits: int = FRACTION_BITS,
 ) -> Shaped[Array, "B N K V"]:
     """`X + sum_r w_r (x) y_r`, in the residual's dtype."""
-    return _store(residual, store_keys, data).residual
+    return _store(residual, store_keys, data, fraction_bits).residual
 
 
 def norm_retrieve(
@@ -47,12 +55,13 @@ def norm_retrieve(
     epsilon: float,
     dtype: DTypeLike,
     scale: bool = True,
+    fraction_bits: int = FRACTION_BITS,
 ) -> tuple[Float[Array, "B N P V"], Statistics]:
     """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X; over rstd without `scale`."""
-    values = _values(residual, _accumulator(residual, dtype))
+    values = _values(residual, _accumulator(residual, dtype), fraction_bits)
     shift = jnp.mean(values[..., 0], axis=-1)
     stored = _Stored(residual, values, None)
-    return _read(stored, shift, gain, read_keys, norm, epsilon, dtype, scale)
+    return _read(stored, shift, gain, read_keys, norm, epsilon, dtype, scale, fraction_bits)
 
 
 def store_norm_retrieve(
@@ -65,13 +74,15 @@ def store_norm_retrieve(
     norm: Norm,
     epsilon: float,
     scale: bool = True,
+    fraction_bits: int = FRACTION_BITS,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
     """`store`, then `norm_retrieve` of what it stored, in the data's dtype."""
-    stored = _store(residual, store_keys, data)
+    stored = _store(residual, store_keys, data, fraction_bits)
     # From a slice of the inputs: taken from the stored residual it would need a pass of its own.
-    first = _store(residual[..., :1], store_keys, data[..., :1]).values
+    first = _store(residual[..., :1], store_keys, data[..., :1], fraction_bits).values
     shift = jnp.mean(first, axis=(-2, -1))
-    read = _read(stored, shift, gain, read_keys, norm, epsilon, data.dtype, scale)
+    options = (norm, epsilon, data.dtype, scale, fraction_bits)
+    read = _read(stored, shift, gain, read_keys, *options)
     return stored.residual, *read
 
 
@@ -88,6 +99,7 @@ def backward(
     *,
     norm: Norm,
     rebuild: bool = False,
+    fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
     """Cotangents of `store_norm_retrieve`, from the residual that it stored.
 
@@ -96,7 +108,14 @@ def backward(
     """
     dtype = data.dtype
     through_norm, d_gain, d_read_keys = norm_backward(
-        residual, statistics, gain, read_keys, d_retrieved, means, norm=norm
+        residual,
+        statistics,
+        gain,
+        read_keys,
+        d_retrieved,
+        means,
+        norm=norm,
+        fraction_bits=fraction_bits,
     )
     d_stored = d_residual.astype(through_norm.dtype) + through_norm
     rounded = d_stored.astype(dtype)
@@ -106,7 +125,7 @@ def backward(
         store_keys=_einsum("bnrv,bnkv->rk", data, rounded),
         gain=d_gain,
         read_keys=d_read_keys,
-        rebuilt=_take_back(residual, store_keys, data) if rebuild else None,
+        rebuilt=_take_back(residual, store_keys, data, fraction_bits) if rebuild else None,
     )
 
 
@@ -119,6 +138,7 @@ def norm_backward(
     means: Means | None = None,
     *,
     norm: Norm,
+    fraction_bits: int = FRACTION_BITS,
 ) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
     """Cotangents of `norm_retrieve`: of the residual, the gain and the keys, at least float32.
 
@@ -127,7 +147,7 @@ def norm_backward(
     dtype = d_retrieved.dtype
     accumulator = _accumulator(residual, dtype)
     mean, rstd = (s[:, :, None, None].astype(accumulator) for s in statistics)
-    n = (_values(residual, accumulator) - mean) * rstd
+    n = (_values(residual, accumulator, fraction_bits) - mean) * rstd
     gain = gain.astype(accumulator)
     # Rounded: two passes read it, and in float32 it would be the largest array of them all.
     d_scaled = _einsum("pk,bnpv->bnkv", read_keys.astype(dtype), d_retrieved).astype(dtype)
@@ -147,41 +167,44 @@ def norm_backward(
     return rstd * through_norm, d_gain, d_read_keys
 
 
-def to_fixed_point(residual: Float[Array, "*shape"]) -> Int16[Array, "*shape"]:
+def to_fixed_point(
+    residual: Float[Array, "*shape"], fraction_bits: int = FRACTION_BITS
+) -> Int16[Array, "*shape"]:
     """Numbers as an int16 residual holds them; those beyond its range become the nearest."""
-    steps = jnp.round(_SCALE * residual.astype(_accumulator(residual, residual.dtype)))
+    steps = jnp.round(2.0**fraction_bits * residual.astype(_accumulator(residual, residual.dtype)))
     return jnp.clip(steps, -_LARGEST, _LARGEST).astype(jnp.int16)
 
 
-def _store(residual, store_keys, data) -> _Stored:
-    written = _written(residual, store_keys, data)
+def _store(residual, store_keys, data, fraction_bits) -> _Stored:
+    written = _written(residual, store_keys, data, fraction_bits)
     if residual.dtype != jnp.int16:
         stored = (residual.astype(written.dtype) + written).astype(residual.dtype)
         return _Stored(stored, stored.astype(written.dtype), None)
     total = residual.astype(jnp.int32) + written
     in_range = jnp.all(jnp.abs(total) <= _LARGEST, axis=(-2, -1))
     stored = jnp.clip(total, -_LARGEST, _LARGEST).astype(jnp.int16)
-    return _Stored(stored, _values(stored, _accumulator(residual, data.dtype)), in_range)
+    values = _values(stored, _accumulator(residual, data.dtype), fraction_bits)
+    return _Stored(stored, values, in_range)
 
 
-def _take_back(residual, store_keys, data):
-    written = _written(residual, store_keys, data)
+def _take_back(residual, store_keys, data, fraction_bits):
+    written = _written(residual, store_keys, data, fraction_bits)
     wide = jnp.int32 if residual.dtype == jnp.int16 else written.dtype
     return (residual.astype(wide) - written).astype(residual.dtype)
 
 
-def _written(residual, store_keys, data):
+def _written(residual, store_keys, data, fraction_bits):
     """`sum_r w_r (x) y_r`; for an int16 residual rounded to its steps, as int32."""
     written = _einsum("rk,bnrv->bnkv", store_keys.astype(data.dtype), data)
     if residual.dtype != jnp.int16:
         return written
     # Clipped: what is beyond int32 is undefined when converted.
-    steps = jnp.clip(jnp.round(_SCALE * written), -(2.0**24), 2.0**24)
+    steps = jnp.clip(jnp.round(2.0**fraction_bits * written), -(2.0**24), 2.0**24)
     # A NaN written must be seen too, and no integer is one.
     return jnp.where(jnp.isnan(steps), 2**24, steps).astype(jnp.int32)
 
 
-def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype, scale):
+def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype, scale, fraction_bits):
     values, count = stored.values, gain.size
     # Around a shift near the mean: E[x^2] - E[x]^2 would cancel where the mean is large.
     shift = shift if norm == "layernorm" else jnp.zeros_like(shift)
@@ -190,9 +213,12 @@ def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype, scale):
     squares = jnp.sum(jnp.square(shifted), axis=(-2, -1))
     above_shift = total / count if norm == "layernorm" else shift
     mean = above_shift + shift
-    rstd = jax.lax.rsqrt(jnp.maximum(squares / count - jnp.square(above_shift), 0) + epsilon)
+    variance = jnp.maximum(squares / count - jnp.square(above_shift), 0)
+    rstd = jax.lax.rsqrt(variance + epsilon)
     if stored.in_range is not None:
         rstd = jnp.where(stored.in_range, rstd, jnp.nan)
+    if stored.residual.dtype == jnp.int16 and scale:
+        rstd = jnp.where(variance >= least_variance(fraction_bits), rstd, jnp.nan)
 
     normalised = values - mean[..., None, None]
     if scale:
@@ -202,9 +228,14 @@ def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype, scale):
     return retrieved.astype(dtype), Statistics(mean, rstd)
 
 
-def _values(residual, accumulator):
+def least_variance(fraction_bits: int) -> float:
+    """What a token's int16 residual has to have at least."""
+    return (LEAST_STEPS / 2.0**fraction_bits) ** 2
+
+
+def _values(residual, accumulator, fraction_bits):
     if residual.dtype == jnp.int16:
-        return residual.astype(accumulator) / _SCALE
+        return residual.astype(accumulator) / 2.0**fraction_bits
     return residual.astype(accumulator)
 
 

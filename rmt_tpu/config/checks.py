@@ -38,6 +38,7 @@ _LARGEST_FLOAT = 3.4e38  # of float32
 Size = Annotated[int, Range(f"positive, at most {LARGEST_SIZE}", 1, LARGEST_SIZE)]
 Count = Annotated[int, Range(f"at least 0, at most {LARGEST_SIZE}", 0, LARGEST_SIZE)]
 Seed = Annotated[int, Range(f"at least 0, at most {LARGEST_SEED}", 0, LARGEST_SEED)]
+FractionBits = Annotated[int, Range("from 0 to 20", 0, 20)]
 
 _FINITE = f"at most {_LARGEST_FLOAT}"
 Positive = Annotated[float, Range(f"positive, {_FINITE}", 0, _LARGEST_FLOAT, open_low=True)]

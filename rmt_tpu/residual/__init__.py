@@ -27,6 +27,7 @@ from rmt_tpu.residual import (
     depth_ablations,
     depth_attention,
     depth_lstm,
+    fixed_point,
     highway,
     hyper_connections,
     matrix,
@@ -39,7 +40,7 @@ from rmt_tpu.residual.highway import Highway
 from rmt_tpu.residual.hyper_connections import HyperConnections
 from rmt_tpu.residual.sum import Sum
 
-__all__ = ["make_mixer", "make_site", "matrix", "store_module", "vector"]
+__all__ = ["fixed_point", "make_mixer", "make_site", "matrix", "store_module", "vector"]
 
 
 def store_module(store: cfg.Store):

@@ -13,6 +13,7 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.parameters import Before, gain, keys, storage_scale
+from rmt_tpu.residual import fixed_point
 
 
 class Site(nnx.Module):
@@ -59,6 +60,7 @@ class Store(nnx.Module):
     ):
         rank = config.attention.num_heads
         self.dtype, self.compute_dtype = dtype, compute_dtype
+        self.fraction_bits = fixed_point.fraction_bits(config)
         self.key_dim = config.store.key_dim
         self.norm, self.epsilon = config.norm, config.norm_epsilon
         learned = isinstance(config.attention.positions, cfg.Learned)
@@ -90,7 +92,7 @@ class Store(nnx.Module):
     ) -> Shaped[Array, "group seq own_D_k D_v"]:
         """The residual in the dtype it is carried in."""
         if self.dtype == jnp.int16:
-            return pallas_kernels.to_fixed_point(residual)
+            return pallas_kernels.to_fixed_point(residual, self.fraction_bits)
         return residual.astype(self.dtype)
 
     @jax.named_scope("residual")
@@ -171,6 +173,7 @@ class Store(nnx.Module):
             d_residual,
             d_z,
             norm=self.norm,
+            fraction_bits=self.fraction_bits,
             key_axis=_key_axis(),
             retrieved=z,
         )
@@ -178,7 +181,12 @@ class Store(nnx.Module):
         return g.rebuilt, g.residual, g.data, d_site
 
     def _options(self):
-        return {"norm": self.norm, "epsilon": self.epsilon, "key_axis": _key_axis()}
+        return {
+            "norm": self.norm,
+            "epsilon": self.epsilon,
+            "fraction_bits": self.fraction_bits,
+            "key_axis": _key_axis(),
+        }
 
 
 def _key_axis() -> str | None:

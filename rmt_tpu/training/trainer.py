@@ -15,6 +15,7 @@ from rmt_tpu.checkpoint import Checkpointer, Retention, Saved
 from rmt_tpu.config import Learned, RunConfig, overrides
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import lease, signals, workdir
 from rmt_tpu.training.evaluation import HeldOutLoss, sample_text
@@ -402,7 +403,9 @@ class _Loop:
 def _range_hint(config: RunConfig) -> str:
     if config.model.store.dtype != "int16":
         return ""
+    fixed = fixed_point.described(config.model)
     return (
-        "; or the residual has left the range of int16 fixed point, +-64, in which case "
-        "--change_config --set=model.store.dtype=float32 goes on from there"
+        f"; or the residual does not fit int16 fixed point, {fixed}, in which case "
+        "--change_config --set=model.store.dtype=float32 goes on from there, or another "
+        "--set=model.store.fraction_bits, fewer where it grew too large"
     )
