@@ -13,13 +13,12 @@ Each writes and reads the pieces of arrays that its own devices hold, and proces
 creates the arrays, and commits once every process has written its pieces.
 """
 
-import contextlib
 import itertools
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -200,22 +199,25 @@ class Checkpointer:
             self._damaged.get(step),
             self._channel.exchange,
         )
-        blocked = time.monotonic() - started
+        blocked, slow = time.monotonic() - started, self._note_if_slow(step)
 
         def run() -> Saved:
-            with self._told_if_slow(step):
+            try:
                 attempt.run()
+            finally:
+                slow.cancel()
             self._damaged.pop(step, None)
             if processes.is_first():
                 self._tidy(step)
             seconds = time.monotonic() - started
             return Saved(step, sum(a.num_bytes for a in arrays), seconds, blocked)
 
+        # Here, for a thread cannot begin another one when the interpreter is about to end.
+        slow.start()
         self._background.start(run)
         return before
 
-    @contextlib.contextmanager
-    def _told_if_slow(self, step: int) -> Iterator[None]:
+    def _note_if_slow(self, step: int) -> threading.Timer:
         """Stores are asked again and again for minutes, in which a person may wonder."""
         line = (
             f"note: step {step} is not saved yet after {_SLOW_SECONDS:g} s; {self.root} is slow or "
@@ -223,11 +225,7 @@ class Checkpointer:
         )
         timer = threading.Timer(_SLOW_SECONDS, self._report, [line])
         timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+        return timer
 
     def _tidy(self, saved: int) -> None:
         try:

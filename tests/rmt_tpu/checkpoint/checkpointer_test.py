@@ -1,6 +1,7 @@
 """Checkpoints: exact round trips, parts, other meshes, and what cannot be stored."""
 
 import json
+import threading
 from pathlib import Path
 
 import jax
@@ -13,7 +14,8 @@ from flax import nnx
 
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.checkpoint import arrays as checkpoint_arrays
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.checkpoint import checkpointer
+from rmt_tpu.errors import ArgumentError, RunError, UsageError
 from tests.rmt_tpu.checkpoint.checkpoints import (
     array_of_w,
     assert_same,
@@ -437,3 +439,20 @@ def test_arrays_may_be_donated_right_after_save(root):
     # Restored arrays can be donated too, and what is on disk does not change with them.
     overwrite(restored)
     assert_same(saver.restore(expected)[1], expected)
+
+
+def test_a_save_that_takes_long_is_told_and_so_is_the_one_before(root, reports, monkeypatch):
+    monkeypatch.setattr(checkpointer, "_SLOW_SECONDS", 0.0)
+    saver = Checkpointer(str(root), report=reports.append)
+    told = threading.Event()
+    monkeypatch.setattr(saver, "_report", lambda line: (reports.append(line), told.set()))
+    waits = lambda: told.wait(60)
+    assert saver.begin_save(1, small_tree(1), {}, before_commit=waits) is None
+    assert saver.begin_save(2, small_tree(2), {}).step == 1
+    assert saver.wait().step == 2
+    assert reports[0].startswith("note: step 1 is not saved yet after 0 s; ")
+
+
+def test_a_step_is_a_whole_number(saver):
+    with pytest.raises(ArgumentError, match="^step='3' must be a whole number"):
+        saver.arrays("3")
