@@ -12,10 +12,9 @@ import optax
 import pytest
 from flax import nnx
 
-from rmt_tpu.checkpoint import Checkpointer
+from rmt_tpu.checkpoint import Checkpointer, checkpointer
 from rmt_tpu.checkpoint import arrays as checkpoint_arrays
-from rmt_tpu.checkpoint import checkpointer
-from rmt_tpu.errors import ArgumentError, RunError, UsageError
+from rmt_tpu.errors import RunError, UsageError
 from tests.rmt_tpu.checkpoint.checkpoints import (
     array_of_w,
     assert_same,
@@ -451,8 +450,3 @@ def test_a_save_that_takes_long_is_told_and_so_is_the_one_before(root, reports, 
     assert saver.begin_save(2, small_tree(2), {}).step == 1
     assert saver.wait().step == 2
     assert reports[0].startswith("note: step 1 is not saved yet after 0 s; ")
-
-
-def test_a_step_is_a_whole_number(saver):
-    with pytest.raises(ArgumentError, match="^step='3' must be a whole number"):
-        saver.arrays("3")
