@@ -273,7 +273,9 @@ class ObjectReader(io.RawIOBase):
                     checksum=None,  # that of the whole object
                     **_patience(),
                 )
-            except (NotFound, PreconditionFailed):
+            except (NotFound, PreconditionFailed) as error:
+                if error.response is not None:
+                    error.response.close()  # which the client leaves unread
                 raise Fault(f"{self._url} was replaced or deleted while it was read") from None
         buffer[: len(data)] = data
         self._at += len(data)
