@@ -265,21 +265,28 @@ class ObjectReader(io.RawIOBase):
             return 0
         with _told(self._url):
             try:
-                data = self._blob.download_as_bytes(
-                    start=self._at,
-                    end=self._at + count - 1,
-                    if_generation_match=self._generation,
-                    raw_download=True,
-                    checksum=None,  # that of the whole object
-                    **_patience(),
-                )
-            except (NotFound, PreconditionFailed) as error:
-                if error.response is not None:
-                    error.response.close()  # which the client leaves unread
+                data = DEFAULT_RETRY.with_timeout(_SECONDS)(self._read)(count)
+            except (NotFound, PreconditionFailed):
                 raise Fault(f"{self._url} was replaced or deleted while it was read") from None
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+    def _read(self, count: int) -> bytes:
+        try:
+            return self._blob.download_as_bytes(
+                start=self._at,
+                end=self._at + count - 1,
+                if_generation_match=self._generation,
+                raw_download=True,
+                checksum=None,  # that of the whole object
+                retry=None,
+                timeout=_patience()["timeout"],
+            )
+        except GoogleAPICallError as error:
+            if error.response is not None:
+                error.response.close()  # unread, it would hold its connection
+            raise
 
 
 def _parts(url: str) -> tuple[str, str]:
