@@ -29,6 +29,7 @@ def ended_pid() -> int:
         ("elsewhere", 7, 10_000, False),
         (HERE, os.getpid(), 10, False),  # an earlier run of this very process
     ],
+    ids=["here", "elsewhere", "elsewhere, long ago", "itself"],
 )
 def test_another_process_is_noted(tmp_path, host, pid, seen_ago, noted):
     word = {"host": host, "pid": pid, "seen": time.time() - seen_ago}
