@@ -51,7 +51,7 @@ def result(name: str, workdir: Location) -> Result:
         flops=resources.train_flops(
             resources.flops_per_token(config.model, config.data.seq_len), tokens
         ),
-        seconds=sum(series(rows, "throughput/step_seconds")[1]) * config.train.log_every,
+        seconds=sum(series(rows, "throughput/step_seconds")[1], start=0.0) * config.train.log_every,
         train_loss=sum(tail) / len(tail),
         held_out_loss=held_out[-1],
     )

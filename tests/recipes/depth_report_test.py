@@ -66,7 +66,7 @@ ERRORS = {
     "no workdir": ([], ["--workdir is needed"]),
     "no run": (["--workdir={run},{run}/plots"], ["plots", "holds no run", "config.json"]),
     "twice": (["--workdir={run},{run}"], ["--workdir=", "different"]),
-    "step": (["--workdir={run}", "--step=2"], ["step 2", "available: 20, 40, 48"]),
+    "step": (["--workdir={run}", "--step=2"], ["--step=2", "available: 20, 40, 48"]),
     "batches": (["--workdir={run}", "--batches=0"], ["--batches=0", "positive"]),
     "output": (["--workdir={run}", "--output={run}/depth.pdf"], ["--output=", ".png"]),
     "no folder": (

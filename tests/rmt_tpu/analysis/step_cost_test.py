@@ -96,6 +96,8 @@ def test_tables_and_picture(costs, tmp_path):
     assert values["cycles_by_model"] == rmt.by_model
 
 
+@pytest.mark.compile
+@pytest.mark.xdist_group("step cost")
 def test_models_of_cost(costs):
     """What each leaves out or adds is there in a whole step."""
     for cost in costs.values():
