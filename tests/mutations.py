@@ -25,7 +25,7 @@ from tests.slips import SLIPS, Slip
 ROOT = Path(__file__).resolve().parents[1]
 FAST, REST = "not slow and not compile", "slow or compile"
 SECONDS = 1800  # of one run of pytest; a slip may make it wait for ever
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - |$)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class Outcome(NamedTuple):

@@ -1,6 +1,6 @@
 """The slips can be made, and the table counts them right."""
 
-from tests.mutations import ROOT, Outcome, summary, table
+from tests.mutations import FAILED, ROOT, Outcome, summary, table
 from tests.slips import SLIPS, Slip
 
 ALL = [slip for slips in SLIPS.values() for slip in slips]
@@ -15,6 +15,14 @@ def test_every_slip_has_its_place_and_its_tests():
     assert missing == []
     assert [t for slip in ALL for t in slip.tests if not (ROOT / t).is_file()] == []
     assert len(ALL) >= 60 and len({(s.file, s.old) for s in ALL}) == len(ALL)
+
+
+def test_a_failed_test_is_found_by_its_whole_name():
+    lines = "FAILED tests/a_test.py::test_b[one number-x] - AssertionError: 1 - 2\nFAILED tests/c"
+    assert FAILED.findall(lines) == ["tests/a_test.py::test_b[one number-x]", "tests/c"]
+    assert FAILED.findall("ERROR tests/a_test.py::test_b[one number]\n") == [
+        "tests/a_test.py::test_b[one number]"
+    ]
 
 
 def test_a_table_counts_who_noticed():
