@@ -27,7 +27,12 @@ _KERNELS, _MODEL = "tests/pallas_kernels", "tests/rmt_tpu"
 
 # Kernels --------------------------------------------------------------------------------------
 
-_battery = _of("pallas_kernels/key_vector/xla.py", f"{_KERNELS}/key_vector_test.py")
+_battery = _of(
+    "pallas_kernels/key_vector/xla.py",
+    f"{_KERNELS}/key_vector_test.py",
+    f"{_KERNELS}/fixed_point_test.py",
+    f"{_MODEL}/execution/reversible_test.py",
+)
 _KEY_VECTOR = (
     _battery("variance = jnp.maximum(squares", "variance = jnp.maximum(total"),
     _battery("through_norm = a - n * mean_of(a * n, mean_an)", "through_norm = a - mean_of(a * n, mean_an)"),
@@ -89,7 +94,7 @@ _streams = _of(
     f"{_MODEL}/residual/hyper_connections_sites_test.py",
 )
 _RESIDUAL = (
-    _matrix("self.position_keys = keys(rngs, rank, self.key_dim, std=rank**-0.5)", "self.position_keys = keys(rngs, rank, self.key_dim, std=1.0)", f"{_MODEL}/layers/layers_test.py"),
+    _matrix("self.position_keys = keys(rngs, rank, self.key_dim, std=rank**-0.5)", "self.position_keys = keys(rngs, rank, self.key_dim, std=1.0)", f"{_MODEL}/residual/fixed_point_test.py"),
     _matrix("return jnp.broadcast_to(written, shape), tokens", "return jnp.zeros(shape, tokens.dtype), tokens"),
     _vector("return residual + self.written(y, write)", "return self.written(y, write)"),
     _depth("return query if self.key_gain is None else query * self.key_gain[...]", "return query"),
