@@ -104,9 +104,11 @@ def make_gradients(
         else:
             split = lambda x: x.reshape(config.train.accumulate, -1, *x.shape[1:])
             add = lambda carry, part: jax.tree.map(jnp.add, carry, part_gradients(params, part))
-            zeros = jax.tree.map(jnp.zeros_like, (params, Loss(total, total, total)))
+            parts = jax.tree.map(split, batch)
+            like = jax.eval_shape(part_gradients, params, jax.tree.map(lambda x: x[0], parts))
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
             (grads, loss), _ = jax.lax.scan(
-                lambda carry, part: (add(carry, part), None), zeros, jax.tree.map(split, batch)
+                lambda carry, part: (add(carry, part), None), zeros, parts
             )
         return sharding.add_up(grads, specs), sharding.add_up(loss)
 

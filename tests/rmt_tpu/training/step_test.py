@@ -191,6 +191,14 @@ def test_accumulated_parts_are_the_whole_batch(store):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7)
 
 
+def test_parts_add_up_in_float64_too():
+    with jax.enable_x64(True):
+        config = run_config(model=models.model(compute_dtype="float64"), accumulate=2)
+        run = prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))
+        _, metrics = jax.eval_shape(run.step, jax.eval_shape(run.init), models.batch(8))
+    assert metrics["train/loss"].dtype == np.float64
+
+
 def test_loss_metric_leaves_out_the_z_loss_and_padding():
     run, state, step = prepared(run_config(z_loss=0.5))
     batch = models.batch(8)
