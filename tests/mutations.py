@@ -156,7 +156,10 @@ def main() -> int:
             )
             return outcome
 
-        outcomes = {group: list(executor.map(run, slips)) for group, slips in groups.items()}
+        started = {
+            group: [executor.submit(run, s) for s in slips] for group, slips in groups.items()
+        }
+        outcomes = {group: [f.result() for f in found] for group, found in started.items()}
     line, enough = summary(ended)
     text = f"{table(outcomes)}\n\n{line}, in {(time.monotonic() - start) / 60:.0f} minutes."
     print(text)

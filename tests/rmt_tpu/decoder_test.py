@@ -224,6 +224,7 @@ def test_storage_starts_smaller_by_depth():
     w_E, w_FF = np.split(np.asarray(params["layers"]["attention_site"]["store_keys"]), [1])
     assert w_E.std() == pytest.approx(40**-0.5, rel=0.2)
     assert w_FF.std() == pytest.approx(40**-0.5 / 10, rel=0.05)
+    assert params["store"]["position_keys"].std() == pytest.approx(40**-0.5, rel=0.2)
     _, params = models.split(models.model("vector", num_layers=50))
     w_O = params["layers"]["feed_forward_site"]["write"]
     assert w_O.std() == pytest.approx((3 * 6) ** -0.5 / 10, rel=0.05)
