@@ -156,10 +156,8 @@ def main() -> int:
             )
             return outcome
 
-        started = {
-            group: [executor.submit(run, s) for s in slips] for group, slips in groups.items()
-        }
-        outcomes = {group: [f.result() for f in found] for group, found in started.items()}
+        of_all = executor.map(run, [slip for slips in groups.values() for slip in slips])
+        outcomes = {group: [next(of_all) for _ in slips] for group, slips in groups.items()}
     line, enough = summary(ended)
     text = f"{table(outcomes)}\n\n{line}, in {(time.monotonic() - start) / 60:.0f} minutes."
     print(text)
