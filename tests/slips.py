@@ -84,7 +84,7 @@ _decoder = (f"{_MODEL}/decoder_test.py",)
 _matrix = _of("rmt_tpu/residual/matrix.py", *_decoder)
 _vector = _of("rmt_tpu/residual/vector.py", *_decoder)
 _depth = _of("rmt_tpu/residual/depth_attention.py", f"{_MODEL}/residual/depth_attention_test.py")
-_dense = _of("rmt_tpu/residual/dense.py", *_decoder)
+_dense = _of("rmt_tpu/residual/dense.py", f"{_MODEL}/residual/depth_attention_test.py")
 _lstm = _of("rmt_tpu/residual/depth_lstm.py", f"{_MODEL}/residual/depth_lstm_test.py")
 _highway = _of("rmt_tpu/residual/highway.py", f"{_MODEL}/residual/highway_test.py")
 _tree = _of("rmt_tpu/residual/hierarchical.py", f"{_MODEL}/residual/hierarchical_test.py")
@@ -120,7 +120,7 @@ _LAYERS = (
     _of("rmt_tpu/layers/stacks.py", f"{_MODEL}/residual/depth_attention_test.py")("return jax.lax.dynamic_update_index_in_dim(d_stack, d_slice, jnp.asarray(index), 0), None", "return d_stack, None"),
     _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("            residual, d_residual, d_y, gradient[\"attention_site\"] = self.store.undo(\n                residual, y,", "            residual, d_residual, d_y, gradient[\"attention_site\"] = self.store.undo(\n                residual, heads,"),
     _of("rmt_tpu/execution/banked.py", f"{_MODEL}/residual/depth_attention_test.py")("d_shared = d_shared + stacks.run_of(gradients.shared, start, layers)", "d_shared = d_shared + 0"),
-    _of("rmt_tpu/execution/pipelined.py", f"{_MODEL}/training/sharded_test.py", f"{_MODEL}/execution/pipelined_test.py")("around = [(stage, (stage - 1) % stages)", "around = [(stage, (stage + 1) % stages)"),
+    _of("rmt_tpu/execution/pipelined.py", f"{_MODEL}/training/sharded_test.py", f"{_MODEL}/execution/pipelined_test.py")("first = jnp.where(pipeline.is_last(), of_last, first)", "first = of_last"),
 )  # fmt: skip
 
 # Meshes ---------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ _SHARDING = (
     _devices("return jax.lax.all_to_all(x, used, split, join", "return jax.lax.all_to_all(x, used, join, split"),
     _devices("return jax.lax.dynamic_slice_in_dim(x, axis_index(names) * size, size, axis)", "return jax.lax.dynamic_slice_in_dim(x, 0, size, axis)"),
     _pipeline("state = _where(here.chunk == 0,", "state = _where(here.number == 0,"),
-    _pipeline("is_start = here.active & (here.chunk == 0)", "is_start = here.chunk == 0"),
+    _pipeline("is_start = here.active & (here.chunk == 0)", "is_start = here.active"),
     _of("sharding/schedule.py", "tests/sharding/pipeline_test.py")("virtual = within // self.stages", "virtual = within % self.stages"),
     _of("pallas_kernels/key_vector/sharded.py", f"{_KERNELS}/key_vector_sharded_test.py")("every = gather(jnp.stack(own, axis=1), key_axis)", "every = gather(jnp.stack(own[::-1], axis=1), key_axis)", _mesh),
 )  # fmt: skip

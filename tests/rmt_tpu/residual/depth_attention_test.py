@@ -133,7 +133,7 @@ FAST = [
     ("vector", "6 sublayers, 2 left over", "blocks"),
     ("vector", "input query", "full"),
     ("matrix", "3 sublayers", "full"),
-    ("matrix", "dense", "blocks"),
+    ("vector", "dense, dilated", "blocks"),
 ]
 EVERY = [(*system, remat) for system in SYSTEMS for remat in ("full", "blocks")]
 

@@ -16,7 +16,8 @@ from tests.tiers import later
 
 CASES = [
     cfg.Highway(form="gated", activation="tanh"),
-    *later(cfg.Highway(), cfg.Highway(form="carry", input="raw")),
+    cfg.Highway(form="carry", input="raw"),
+    *later(cfg.Highway()),
 ]
 VARIANTS = [
     cfg.Highway(input="raw", activation="tanh"),
