@@ -39,11 +39,11 @@ _joined = threading.Event()  # this process is one of several
 
 
 def main() -> int:
-    with signals.between_steps(_end):
-        return _train()
+    with signals.between_steps(_end) as at_once:
+        return _train(at_once)
 
 
-def _train() -> int:
+def _train(at_once: signals.AtOnce) -> int:
     name, base = common.model_of_flags()
     config = common.run_config(base)
     if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:
@@ -69,6 +69,7 @@ def _train() -> int:
         change_config=_CHANGE_CONFIG.value,
         profile_steps=_PROFILE_STEPS.value,
         label=folder.name,
+        all_is_saved=at_once.all_is_saved,
     )
     if outcome.stopped_by:
         if processes.is_first():

@@ -240,23 +240,23 @@ def fail(line: str, code: int) -> NoReturn:
 
     Args:
       line: to tell.
-      code: of the exit.
+      code: of the exit; 0, where all is saved, is the others' too.
     """
-    _end(line, code, told=f"process {process_id()}: {line}")
+    _end(line, code, told={"line": f"process {process_id()}: {line}", "code": code})
 
 
 _ending = threading.Lock()
 
 
-def _end(line: str, code: int, told: str | None = None) -> NoReturn:
+def _end(line: str, code: int, told: dict[str, Any] | None = None) -> NoReturn:
     """Tells `line` once, in whichever thread comes first."""
     _ending.acquire()  # for ever in a second thread, which ends with the process
     client = global_state.client
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if told:
-            client.key_value_set(f"{_FAILED}{process_id()}", told)
+            client.key_value_set(f"{_FAILED}{process_id()}", json.dumps(told))
     sys.stdout.flush()
-    print(f"error: {line}", file=sys.stderr, flush=True)
+    print(f"error: {line}" if code else line, file=sys.stderr, flush=True)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{_ENDED}{process_id()}", "")
         until = time.monotonic() + _FAREWELL_SECONDS
@@ -293,7 +293,8 @@ class _Watch:
             except jax.errors.JaxRuntimeError:
                 return  # process 0 is gone, of which jax's client tells
             if failed and not self._stop.is_set():
-                _end(min(failed)[1], RunError.exit_code)
+                first = json.loads(min(failed)[1])
+                _end(first["line"], RunError.exit_code if first["code"] else 0)
 
     def stop(self) -> None:
         self._stop.set()

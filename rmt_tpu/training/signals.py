@@ -51,8 +51,28 @@ def after_the_step(say: Callable[[str], None]) -> Iterator[Stop]:
         put_back()
 
 
+class AtOnce:
+    """How a SIGTERM between steps ends the process.
+
+    Attributes:
+      words: a line, and the exit code.
+    """
+
+    def __init__(self):
+        self.words = (
+            "stopped by SIGTERM at once, without a checkpoint: what was saved is there, and the "
+            "same command goes on",
+            TERMINATED,
+        )
+
+    def all_is_saved(self, step: int) -> None:
+        """From now on nothing that was trained would be lost: the process ends well."""
+        line = f"stopped by SIGTERM; step {step} is saved, and the same command does what is left"
+        self.words = line, 0
+
+
 @contextlib.contextmanager
-def between_steps(end: Callable[[str, int], None]) -> Iterator[None]:
+def between_steps(end: Callable[[str, int], None]) -> Iterator[AtOnce]:
     """A SIGTERM ends the process at once, with a line, also while XLA compiles.
 
     Python would call a handler when the compiler returns, which may be minutes later, so a thread
@@ -61,9 +81,10 @@ def between_steps(end: Callable[[str, int], None]) -> Iterator[None]:
     Args:
       end: given a line and the exit code, ends the process; called by that thread.
     """
+    at_once = AtOnce()
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
+        yield at_once
         return
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
@@ -71,18 +92,14 @@ def between_steps(end: Callable[[str, int], None]) -> Iterator[None]:
     def wait() -> None:
         while number := os.read(ours, 1):
             if number[0] == signal.SIGTERM:
-                end(
-                    "stopped by SIGTERM at once, without a checkpoint: what was saved is there, "
-                    "and the same command goes on",
-                    TERMINATED,
-                )
+                end(*at_once.words)
 
     thread = threading.Thread(target=wait, name="signals", daemon=True)
     thread.start()
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     wakeup = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
     try:
-        yield
+        yield at_once
     finally:
         signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -4,7 +4,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -42,6 +42,7 @@ def train(
     change_config: bool = False,
     profile_steps: int = 0,
     label: str = "train",
+    all_is_saved: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
     """Train `config` in `folder`, from its last good checkpoint if there is one.
 
@@ -58,6 +59,8 @@ def train(
       change_config: let the run in the folder go on with what differs, see `workdir.open_workdir`.
       profile_steps: trace so many steps into `<folder>/profile`.
       label: shown with the progress.
+      all_is_saved: given the last step of this call, when its checkpoint is committed; what comes
+        after it is for people.
 
     Raises:
       UsageError, MeshError: the config, its files or the folder cannot be.
@@ -101,7 +104,7 @@ def train(
                 SideFiles(folder, start.step, config.train.tensorboard, progress.say)
             )
             loop = _Loop(config, run, datasets, tokenizer, checkpoints, side_files, progress, start)
-            return loop.run(profile_steps, folder)
+            return loop.run(profile_steps, folder, all_is_saved)
 
 
 def _introduction(config: RunConfig, run: Run) -> str:
@@ -215,19 +218,26 @@ class _Loop:
         self.save_step, self.save_time = start.step, time.monotonic()
         self.good_step: int | None = start.step or None  # of the last checkpoint that is committed
 
-    def run(self, profile_steps: int, folder: Folder) -> Outcome:
+    def run(
+        self, profile_steps: int, folder: Folder, all_is_saved: Callable[[int], None]
+    ) -> Outcome:
         """All that is left to do: steps to the last one or to a signal, and what comes at the end.
 
         Args:
           profile_steps: to trace.
           folder: the run folder, for a line about it.
+          all_is_saved: see `train`.
         """
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
             train_step = self._compile()
             with signals.after_the_step(self.progress.say) as stop:
                 stopped_by = self._steps(train_step, profile_steps, stop)
+                all_is_saved(self.step)
+        else:
+            all_is_saved(self.step)
         if stopped_by is not None and self.step < steps:
+            self._leave_side_files()
             self.side_files.draw()
             return Outcome(self.step, stopped_by)
         if self.side_files.is_complete(steps):
@@ -269,8 +279,6 @@ class _Loop:
                     self._leave_side_files()
         with self._last_good_step_told():
             self._say_saved(self.checkpoints.wait())
-        if stopped_by is not None and self.step < steps:
-            self._leave_side_files()
         return stopped_by
 
     def _compile(self):

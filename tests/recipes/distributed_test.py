@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -208,6 +209,42 @@ def test_text_that_differs_is_noticed(tmp_path):
     assert (first, second) == (1, 2), told + own
     reason = f"--data={cli.TEXT} gives other tokens on process 1 than on process 0"
     assert f"error: process 1: {reason}" in told and f"error: {reason}" in own
+
+
+class Store:
+    """What processes say to each other, as jax's coordination service keeps it."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value):
+        self.values[key] = value
+
+    def key_value_dir_get(self, folder):
+        return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+
+@pytest.mark.parametrize(("code", "others"), [(2, 1), (143, 1), (0, 0)])
+def test_the_others_end_as_one_does(code, others, monkeypatch, capsys):
+    """With exit code 0 where all is saved, as after a SIGTERM to one of them."""
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(processes.global_state, "client", Store())
+    monkeypatch.setattr(processes.global_state, "num_processes", 2)
+    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(os, "_exit", leave)
+    watch = SimpleNamespace(_stop=threading.Event())
+    ends = [lambda: processes.fail("the line", code), lambda: processes._Watch._look(watch)]
+    for process, end, wanted in zip((1, 0), ends, (code, others), strict=True):
+        monkeypatch.setattr(processes, "_ending", threading.Lock())
+        monkeypatch.setattr(processes.global_state, "process_id", process)
+        with pytest.raises(SystemExit) as left:
+            end()
+        assert left.value.code == wanted
+    kind = "error: " if code else ""
+    assert capsys.readouterr().err == f"{kind}the line\n{kind}process 1: the line\n"
 
 
 # The roll call -------------------------------------------------------------------------------

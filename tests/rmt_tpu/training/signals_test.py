@@ -11,7 +11,7 @@ from rmt_tpu.training import signals
 def end(line, code):
     signals.end_process(line, code)
 
-with signals.between_steps(end):
+with signals.between_steps(end) as at_once:
     {inside}
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 """
@@ -21,6 +21,12 @@ DEAF = """
     os.kill(os.getpid(), signal.SIGTERM)
     ctypes.CDLL(None).sleep(600) and ctypes.CDLL(None).sleep(600)
 """
+AFTER_THE_LAST_SAVE = (
+    """
+    at_once.all_is_saved(400)
+"""
+    + DEAF
+)
 IN_A_STEP = """
     with signals.after_the_step(print) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -42,6 +48,13 @@ def test_sigterm_while_no_step_is_under_way_is_one_line():
     done = run(DEAF)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert done.stderr.count("\n") == 1 and "stopped by SIGTERM at once" in done.stderr
+
+
+def test_sigterm_after_the_last_save_says_what_is_saved():
+    done = run(AFTER_THE_LAST_SAVE)
+    assert done.returncode == 0, done.stderr
+    line = "stopped by SIGTERM; step 400 is saved, and the same command does what is left\n"
+    assert done.stderr == line
 
 
 def test_sigterm_in_a_step_waits_for_its_end():

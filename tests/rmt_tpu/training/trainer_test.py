@@ -100,13 +100,22 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
     (tmp_path / "moved").mkdir()
     moved = (tmp_path / "text.txt").rename(tmp_path / "moved" / "text.txt")
     elsewhere = overrides.apply(config, {"data.source": f"{moved.parent}//text.txt"})
-    outcome = trainer.train(elsewhere, run, label="tiny")
+    saved = []  # the steps of which it is told that nothing would be lost any more
+    outcome = trainer.train(
+        elsewhere,
+        run,
+        label="tiny",
+        all_is_saved=lambda step: saved.extend(
+            [step, *Checkpointer(str(run / "checkpoints")).steps()]
+        ),
+    )
+    assert saved == [6, 2, 4, 6] and not (run / "samples.txt").exists()
     said = capsys.readouterr().err
     assert outcome == (6, None) and f"resuming {run} from step 4" in said
     assert "note: no sample of text: MemoryError: no room for the cache; the run goes on" in said
     assert [row["step"] for row in read_metrics(run, report=order.append)] == list(range(1, 7))
     assert json.loads((run / "config.json").read_text())["data"]["source"].endswith("//text.txt")
-    assert trainer.train(elsewhere, run).step == 6
+    assert trainer.train(elsewhere, run, all_is_saved=saved.append).step == saved.pop() == 6
     assert f"{run} is complete at step 6" in capsys.readouterr().err
     assert not (run / "running.json").exists()
 
