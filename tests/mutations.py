@@ -1,13 +1,18 @@
 """Do the tests notice? One slip at a time in a copy of the project, and the tests that should.
 
-    python -m tests.mutations [--group=GROUP ...] [--jobs=2] [--output=FILE]
+    python -m tests.mutations [--group=GROUP ...] [--jobs=2] [--output=docs/mutations.md]
 
-For each slip of `tests.slips`: the test files that should notice, of the fast tier; if they do not,
-all of the fast tier; if that does not, the rest of those files, and at last of all. Prints a table
-in Markdown. Exit code 1 if more than one in twenty is not noticed by the fast tier, or one by none.
+For each slip of `tests.slips`: the tests that should notice, of the fast tier; if they do not, all
+of the fast tier; if that does not, the rest of those files, and at last of all. The tests that
+noticed must pass without a slip. Prints a page in Markdown. Exit code 1 if more than one in twenty
+is not noticed by the fast tier, or one by none.
 """
 
 import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -24,7 +29,9 @@ from tests.slips import SLIPS, Slip
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST, REST = "not slow and not compile", "slow or compile"
-SECONDS = 1800  # of one run of pytest; a slip may make it wait for ever
+SECONDS = 1800  # of the tests that a slip names; it may make them wait for ever
+SECONDS_OF_ALL = 6 * 3600
+NO_END = "(no end)"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -61,17 +68,17 @@ def copy_project(to: Path) -> None:
     (to / ".cache").symlink_to(ROOT / ".cache")
 
 
-def noticed(project: Path, files: Iterable[str], marks: str) -> str | None:
+def noticed(project: Path, files: Iterable[str], marks: str, seconds: int = SECONDS) -> str | None:
     """The first test that fails, of these files."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     # All but the one that looks whether slips have been made.
     command += ["-n", "0", "-m", marks, "--ignore=tests/mutations_test.py", *files]
     try:
         run = subprocess.run(
-            command, cwd=project, capture_output=True, encoding="utf-8", timeout=SECONDS
+            command, cwd=project, capture_output=True, encoding="utf-8", timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        return "(none ends)"
+        return NO_END
     if run.returncode in (0, 5):  # all pass, or there are none of these marks
         return None
     found = FAILED.search(run.stdout)
@@ -101,42 +108,74 @@ def try_slip(project: Path, slip: Slip, *, elsewhere: bool) -> Outcome:
             ("night, another file", ["tests"], REST),
         )
         for tier, files, marks in other if elsewhere else (("fast", slip.tests, FAST),):
-            if test := noticed(project, files, marks):
+            seconds = SECONDS if files == slip.tests else SECONDS_OF_ALL
+            if test := noticed(project, files, marks, seconds):
                 return Outcome(slip, test, tier, time.monotonic() - start)
         return Outcome(slip, None, "", time.monotonic() - start)
     finally:
         file.write_text(text, encoding="utf-8")
 
 
-def table(outcomes: dict[str, list[Outcome]]) -> str:
-    """All slips by group, in Markdown."""
-    lines = ["| slip in | becomes | noticed by | tier |", "|---|---|---|---|"]
-    shown = lambda text: " ".join(text.split()).replace("|", "\\|")
-    for group, found in outcomes.items():
-        lines.append(f"| **{group}** | | | |")
-        for slip, test, tier, _ in found:
-            test = (
-                (test or "**nobody**").removeprefix("tests/").replace("::", " ").replace("|", "/")
-            )
-            where = slip.file.removeprefix("rmt_tpu/")
-            lines.append(f"| {where} | `{shown(slip.new)}` | {test} | {tier} |")
+def table(outcomes: list[Outcome]) -> str:
+    """The slips of a group, in Markdown."""
+    shown = lambda text: f"`{' '.join(text.split())}`".replace("|", "\\|") if text else "nothing"
+    lines = ["| in | was | becomes | noticed by | tier |", "|---|---|---|---|---|"]
+    for slip, test, tier, _ in outcomes:
+        test = (test or "**nobody**").removeprefix("tests/").replace("::", " ").replace("|", "/")
+        where = slip.file.removeprefix("rmt_tpu/")
+        lines.append(f"| {where} | {shown(slip.old)} | {shown(slip.new)} | {test} | {tier} |")
     return "\n".join(lines)
 
 
 def summary(outcomes: list[Outcome]) -> tuple[str, bool]:
     """A line, and whether enough is noticed."""
+    fast, night, nobody = counts = count(outcomes)
+    line = f"{sum(counts)} slips: {fast} noticed by the fast tier, {night} at night, {nobody} not"
+    return line, nobody == 0 and fast >= 0.95 * len(outcomes)
+
+
+def count(outcomes: list[Outcome]) -> tuple[int, int, int]:
+    """Slips that are noticed by the fast tier, at night, and not."""
     fast = sum(outcome.tier.startswith("fast") for outcome in outcomes)
     night = sum(outcome.tier.startswith("night") for outcome in outcomes)
-    nobody = len(outcomes) - fast - night
-    line = f"{len(outcomes)} slips: {fast} noticed by the fast tier, {night} at night, {nobody} not"
-    return line, nobody == 0 and fast >= 0.95 * len(outcomes)
+    return fast, night, len(outcomes) - fast - night
+
+
+def page(outcomes: dict[str, list[Outcome]], conditions: str) -> str:
+    """All slips by group, in Markdown, below what was run, and how long it took."""
+    every = [outcome for of_group in outcomes.values() for outcome in of_group]
+    groups = [f"| {g} | {' | '.join(map(str, count(found)))} |" for g, found in outcomes.items()]
+    totals = ["| group | fast tier | night | nobody |", "|---|---|---|---|", *groups]
+    head = (
+        "# Do the tests notice?\n\n"
+        "One-line slips (`tests/slips.py`), made one at a time in a copy of the project, and the\n"
+        "first test that fails of those that should notice. Without a slip each of these tests\n"
+        "passes. Written by\n\n"
+        "```bash\npython -m tests.mutations --output=docs/mutations.md\n```\n\n"
+        f"{conditions}\n\n{summary(every)[0]}."
+    )
+    tables = [f"## {group[0].upper()}{group[1:]}\n\n{table(o)}" for group, o in outcomes.items()]
+    return "\n\n".join([head, "\n".join(totals), *tables]) + "\n"
+
+
+def conditions(jobs: int, seconds: float) -> str:
+    """Date, versions, commit, machine, time."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    commit = subprocess.run(
+        describe, cwd=ROOT, capture_output=True, check=True, encoding="utf-8"
+    ).stdout.strip()
+    return (
+        f"{datetime.date.today()}, Python {platform.python_version()}, "
+        f"jax {importlib.metadata.version('jax')}, commit {commit}; "
+        f"{seconds / 60:.0f} minutes, {jobs} at a time on {os.cpu_count()} cores."
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--group", action="append", choices=SLIPS, help="only these; default all")
     parser.add_argument("--jobs", type=int, default=2, help="slips tried at a time")
-    parser.add_argument("--output", type=Path, help="file for the table; default none")
+    parser.add_argument("--output", type=Path, help="file for the page; default none")
     arguments = parser.parse_args()
     groups = {g: slips for g, slips in SLIPS.items() if g in (arguments.group or SLIPS)}
     start = time.monotonic()
@@ -167,14 +206,15 @@ def main() -> int:
         print(summary([*found.values()])[0], flush=True)
         left = [slip for slip, outcome in found.items() if outcome.test is None]
         found |= zip(left, executor.map(lambda s: run(s, True), left), strict=True)
-    ended = [*found.values()]
+        tests = {outcome.test for outcome in found.values()} - {None, NO_END}
+        if tests and (failed := noticed(projects.get(), sorted(tests), "", SECONDS_OF_ALL)):
+            raise SystemExit(f"without a slip, too: {failed}")
     outcomes = {group: [found[slip] for slip in of_group] for group, of_group in groups.items()}
-    line, enough = summary(ended)
-    text = f"{table(outcomes)}\n\n{line}, in {(time.monotonic() - start) / 60:.0f} minutes."
+    text = page(outcomes, conditions(arguments.jobs, time.monotonic() - start))
     print(text)
     if arguments.output:
-        arguments.output.write_text(text + "\n", encoding="utf-8")
-    return not enough
+        arguments.output.write_text(text, encoding="utf-8")
+    return not summary([*found.values()])[1]
 
 
 if __name__ == "__main__":

@@ -185,9 +185,8 @@ def own_blocks(source: Any) -> list[tuple[Any, Any]]:
 
     No piece is assembled from others, and each is written by one process alone.
     """
-    if isinstance(source, jax.Array) and not source.is_fully_addressable:
-        return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]
-    if not processes.is_first():  # every process has an array like it
+    shared = isinstance(source, jax.Array) and not source.is_fully_addressable
+    if not shared and not processes.is_first():  # every process has an array like it
         return []
     if not isinstance(source, jax.Array):
         return [(..., source)]

@@ -155,14 +155,22 @@ def test_partial_and_its_gradients(case):
         assert_near(d_sources[: case.count], want_sources, case.dtype, weights=off)
 
 
+@TWO_CHUNKS
 def test_large_scores_are_as_exact_as_float32():
-    # None of these scores cancels to little, which would be off by more of itself.
-    queries, sources = 4 * draw(27, 2, 256), draw(1, 4, 16, 256, dtype="bfloat16")
-    mixed, log_sums = partial(queries, sources, np.int32(4), None, epsilon=EPSILON, interpret=True)
+    # Scores near 60, none of which cancels to little, and the negatives of such: of one chunk, and
+    # of the other in every second token, so that their largest is needed.
+    case = QUICK[1]
+    query = 0.5 * draw(27, 1, case.D)
+    sign = np.where((np.arange(case.N)[:, None] < 16) == (np.arange(case.T) % 2 == 0), 1, -1)
+    sources = sign[..., None] * (query[0] + 0.05 * draw(1, case.N, case.T, case.D))
+    sources = sources.astype(case.dtype)
+    options = {"epsilon": EPSILON, "interpret": True, "block_sizes": blocks_of(case)}
+    mixed, log_sums = partial(query, sources, np.int32(case.N), None, **options)
     zeros = np.zeros(mixed.shape), np.zeros(log_sums.shape)
-    (_, want), _ = plain.partial(queries, sources, None, zeros, epsilon=EPSILON)
-    assert np.max(np.abs(want)) > 50
-    np.testing.assert_allclose(log_sums, want, rtol=1e-6)
+    (want, want_sums), _ = plain.partial(query, sources, None, zeros, epsilon=EPSILON)
+    assert np.min(want_sums) > 50
+    np.testing.assert_allclose(log_sums, want_sums, rtol=1e-6)
+    assert_near(mixed, want, case.dtype, of=np.max(np.abs(float64(sources))))
 
 
 def run_with_count(case, count):
