@@ -1,14 +1,11 @@
 """What a run would be, before it is one: checked as `train` checks it, with nothing computed."""
 
 import json
-import math
-
-import jax
-import numpy as np
 
 import sharding
 from rmt_tpu import cost, data
 from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.training import room
 from rmt_tpu.training.run import load_datasets, prepare, resolve_dtypes
 
 
@@ -32,9 +29,6 @@ def dry_run(config: RunConfig, name: str) -> str:
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
     there = datasets.train.tokens_per_epoch
     flops = cost.flops_per_token(config.model, config.data.seq_len)
-    state = jax.eval_shape(run.init)
-    on_device = _bytes_on_a_device(state, run.state_shardings)
-    gradients = _bytes_on_a_device(state.params, run.state_shardings.params)
     devices = run.mesh.devices.flatten()
     lines = {
         "model": f"{name}, residual {config.model.residual_size:,}",
@@ -42,11 +36,12 @@ def dry_run(config: RunConfig, name: str) -> str:
         "FLOPs": f"{cost.train_flops(flops, tokens):.3g}, forward and backward; "
         f"{flops:.3g} a token forward",
         "devices": f"{len(devices)} {devices[0].device_kind}, {config.train.mesh}",
-        "memory": f"on a device {_told(on_device)} of parameters and optimizer, and "
-        f"{_told(gradients)} of gradients; activations: recipes.preflight",
+        "memory": f"{room.described(room.least(config, run))}; recipes.preflight says all",
         "tokens": f"{tokens:,} in {config.train.steps:,} steps of {config.train.batch_size} x "
         f"{config.data.seq_len}; there are {there:,}, each read {tokens / there:.2f} times",
     }
+    if lack := room.lack(config, run):
+        lines["too large"] = lack
     width = max(map(len, lines))
     told = "\n".join(f"{what:<{width}}  {text}" for what, text in lines.items())
     return f"{json.dumps(overrides.to_json(config), indent=2)}\n\n{told}"
@@ -55,22 +50,3 @@ def dry_run(config: RunConfig, name: str) -> str:
 def _parts(parts: dict[str, int]) -> str:
     listed = ", ".join(f"{name} {count:,}" for name, count in parts.items() if count)
     return f"{sum(parts.values()):,} ({listed})"
-
-
-def _bytes_on_a_device(arrays, shardings) -> int:
-    """Of the arrays' shards; a sharding stands for all arrays below it."""
-    size = lambda array, sharding: (
-        array.dtype.itemsize * math.prod(sharding.shard_shape(array.shape))
-    )
-    sizes = jax.tree.map(
-        lambda s, below: sum(size(a, s) for a in jax.tree.leaves(below)),
-        shardings,
-        arrays,
-        is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding),
-    )
-    return int(np.sum(jax.tree.leaves(sizes)))
-
-
-def _told(count: int) -> str:
-    size, unit = next((u for u in ((1e9, "GB"), (1e6, "MB")) if count >= u[0]), (1e3, "kB"))
-    return f"{count / size:,.1f} {unit}"

@@ -17,7 +17,7 @@ from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import lease, signals, workdir
+from rmt_tpu.training import lease, room, signals, workdir
 from rmt_tpu.training.evaluation import HeldOutLoss, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.growth import restore_grown
@@ -76,6 +76,7 @@ def train(
     with progress, memory.told_if_out(memory.TRAIN_ADVICE):
         run = prepare(config, sharding.make_mesh(config.train.mesh))
         progress.say(f"{label}: {_introduction(config, run)}")
+        room.check(config, run)
         progress.doing("reading data")
         tokenizer = data.load_tokenizer(config.data.tokenizer)
         datasets = load_datasets(config, tokenizer)

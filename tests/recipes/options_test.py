@@ -113,6 +113,7 @@ def test_kernel_report_names_its_ops():
 def test_dry_run(tmp_path):
     workdir = tmp_path / "run"
     flags = (*cli.TINY, "--learning_rate=0.5", "--mesh=fsdp=2", f"--workdir={workdir}", "--dry_run")
+    flags += ("--batch_size=1000000000",)
     out = cli.succeed("train", *flags, devices=2).stdout
     assert not workdir.exists()
     text, told = out.split("\n}\n\n")
@@ -123,9 +124,14 @@ def test_dry_run(tmp_path):
     model = overrides.from_json(ModelConfig, config["model"])
     parameters = sum(cost.parameters(model).values())
     assert lines["parameters"].startswith(f"{parameters:,} (embedding ")
-    assert lines["tokens"].strip().startswith(f"{cli.STEPS * 4 * 16:,} in 48 steps of 4 x 16; ")
+    assert (
+        lines["tokens"]
+        .strip()
+        .startswith(f"{cli.STEPS * 10**9 * 16:,} in 48 steps of 1000000000 x 16; ")
+    )
     gradients = 1e3 * float(re.search(r"([\d.]+) kB of gradients", lines["memory"])[1])
     assert 4 * parameters / 2 <= gradients < 4 * parameters, "of two devices, but for small ones"
+    assert "--batch_size=1000000000 of --seq_len=16 with " in lines["too large"]
 
 
 REFUSED = {

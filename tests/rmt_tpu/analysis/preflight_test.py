@@ -3,8 +3,10 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 
+import sharding
 from pallas_kernels.compiler import (
     Assignment,
     Buffer,
@@ -21,6 +23,8 @@ from rmt_tpu.analysis.preflight_report import draw_memory, report_text
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.training import room
+from rmt_tpu.training.run import prepare
 
 GIB = 2**30
 SMALL = {
@@ -48,6 +52,7 @@ def compiled():
 @pytest.mark.compile
 @pytest.mark.xdist_group("preflight")
 def test_memory_of_a_step(compiled):
+    four = jax.devices()[:4]
     assert compiled.fits and compiled.devices == 4 and compiled.mesh["data"] == 4
     assert list(compiled.memory) == list(KINDS) and compiled.used == sum(compiled.memory.values())
     # All of them on every device: with two moments each, and rounded up to tiles.
@@ -61,6 +66,11 @@ def test_memory_of_a_step(compiled):
         assert sum(b.bytes for b in compiled.buffers if b.kind == kind) == compiled.memory[kind]
     sizes = [buffer.bytes for buffer in compiled.buffers]
     assert sizes == sorted(sizes, reverse=True)
+    least = room.least(
+        compiled.config, prepare(compiled.config, sharding.make_mesh("data=4", four))
+    )
+    assert least.state <= compiled.memory["parameters"] + compiled.memory["optimizer"]
+    assert least.device <= compiled.used
     largest = {b.name for b in compiled.buffers if b.kind == "parameters"}
     assert {"params.layers.feed_forward.w_1", "params.unembedding.kernel"} <= largest
 

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import sharding
+from rmt_tpu import memory
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
@@ -120,7 +121,16 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
     assert not (run / "running.json").exists()
 
 
-def test_memory_that_is_out_is_one_line(config, tmp_path):
+@pytest.mark.parametrize("path", ["train.batch_size", "model.num_layers"])
+def test_what_no_machine_can_hold_is_refused(config, tmp_path, path):
+    huge = overrides.apply(config, {path: 10**9})
+    with pytest.raises(RunError, match=r"^--batch_size=.* needs at least .* GB on this machine"):
+        trainer.train(huge, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_memory_that_is_out_is_one_line(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "of_machine", lambda: 2**80)
     huge = overrides.apply(config, {"model.num_layers": 10**9})
     with pytest.raises(RunError, match=r"^out of memory \(.*bytes\): less is taken with .*--batch"):
         trainer.train(huge, tmp_path / "run")

@@ -1,0 +1,114 @@
+"""Whether a run can fit at all: what it needs at the very least, and the memory that there is.
+
+What a step needs in all only its compiler knows (see `recipes.preflight`); a host that has not even
+the least would end the process without a word.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from rmt_tpu import memory
+from rmt_tpu.config import RunConfig, Sum
+from rmt_tpu.decoder import compute_dtype, residual_dtype
+from rmt_tpu.distributed import processes
+from rmt_tpu.errors import RunError
+from rmt_tpu.training.run import Run
+
+_BYTES_OF_A_TOKEN = 16  # of a batch: three int32 and a float32
+
+
+class Least(NamedTuple):
+    """Bytes that no compiler can do without.
+
+    Attributes:
+      state: of parameters and optimizer, on a device.
+      gradients: on a device; their norm is known before the first is used.
+      activations: on a device: a residual of each token that is trained on at a time, and one of
+        each layer where the backward pass needs them.
+      batch: of a process's part of it, on its host.
+    """
+
+    state: int
+    gradients: int
+    activations: int
+    batch: int
+
+    @property
+    def device(self) -> int:
+        """That are on a device at once: activations may make way for gradients."""
+        return self.state + max(self.gradients, self.activations)
+
+
+def least(config: RunConfig, run: Run) -> Least:
+    """What a run needs at the very least."""
+    train, model = config.train, config.model
+    keeps_residuals = model.remat in ("none", "dots", "full") and isinstance(model.mixer, Sum)
+    tokens = train.batch_size * config.data.seq_len
+    at_a_time = tokens // train.accumulate
+    if run.mesh.shape["stage"] > 1:
+        at_a_time //= train.microbatches or run.mesh.shape["stage"]
+    dtypes = residual_dtype(model), compute_dtype(model.compute_dtype)
+    of_a_token = model.residual_size * min(dtype.itemsize for dtype in dtypes)
+    activations = at_a_time * of_a_token * (model.num_layers if keeps_residuals else 1)
+    return Least(
+        state=_bytes_on_a_device(run.abstract, run.state_shardings),
+        gradients=_bytes_on_a_device(run.abstract.params, run.state_shardings.params),
+        activations=activations // run.mesh.size,
+        batch=tokens * _BYTES_OF_A_TOKEN // processes.num_processes(),
+    )
+
+
+def lack(config: RunConfig, run: Run) -> str | None:
+    """In words, where there is less memory than the least; None if a run may fit."""
+    needs = least(config, run)
+    own = [d for d in run.mesh.devices.flat if d.process_index == processes.process_id()]
+    there = memory.of_machine()
+    if own[0].platform == "cpu":
+        places = {"machine": (len(own) * needs.device + needs.batch, there)}
+    else:
+        limit = (own[0].memory_stats() or {}).get("bytes_limit", math.inf)
+        places = {"device": (needs.device, limit), "machine": (needs.batch, there)}
+    for place, (needed, has) in places.items():
+        if needed > has:
+            parameters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
+            return (
+                f"--batch_size={config.train.batch_size} of --seq_len={config.data.seq_len} with "
+                f"{parameters:,} parameters needs at least {memory.told(needed)} on this {place}, "
+                f"which has {memory.told(has)} ({described(needs)})"
+            )
+    return None
+
+
+def described(needs: Least) -> str:
+    """What takes how much."""
+    return (
+        f"on a device {memory.told(needs.state)} of parameters and optimizer, "
+        f"{memory.told(needs.gradients)} of gradients, at least {memory.told(needs.activations)} "
+        f"of activations; on the host {memory.told(needs.batch)} of a batch"
+    )
+
+
+def check(config: RunConfig, run: Run) -> None:
+    """
+    Raises:
+      RunError: the run does not fit, whatever the compiler makes of it.
+    """
+    if line := lack(config, run):
+        raise RunError(f"{line}: {memory.TRAIN_ADVICE}")
+
+
+def _bytes_on_a_device(arrays: Any, shardings: Any) -> int:
+    """Of the arrays' shards; a sharding stands for all arrays below it."""
+    size = lambda array, sharding: (
+        array.dtype.itemsize * math.prod(sharding.shard_shape(array.shape))
+    )
+    sizes = jax.tree.map(
+        lambda s, below: sum(size(a, s) for a in jax.tree.leaves(below)),
+        shardings,
+        arrays,
+        is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding),
+    )
+    return int(np.sum(jax.tree.leaves(sizes)))
