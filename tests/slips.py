@@ -173,7 +173,7 @@ _STORED = (
     _kept("kept = set(steps[-self.last :])", "kept = set(steps[: self.last])"),
     _kept("keep = step in kept or step > max(kept)", "keep = step in kept"),
     _manifest('if sealed["crc32"] != _checksum(content):', 'if sealed["crc32"] is None:'),
-    _manifest("if len(named) < len(arrays) or", "if"),
+    _of("rmt_tpu/checkpoint/manifest.py", f"{_saved}/damage_test.py::test_a_manifest_that_no_save_writes_is_refused")("if len(named) < len(arrays) or", "if"),
     _of("rmt_tpu/checkpoint/arrays.py", f"{_saved}/async_test.py")("addressable_shards if s.replica_id == 0]", "addressable_shards]"),
     _of("rmt_tpu/checkpoint/arrays.py", f"{_saved}/damage_test.py")('"fill_missing_data_reads": False', '"fill_missing_data_reads": True'),
     _of("rmt_tpu/checkpoint/save.py", f"{_saved}/async_test.py")("return jax.device_put(values, pinned, may_alias=False)", "return values"),
@@ -186,7 +186,7 @@ _STORED = (
     _batches("real[:, :-1] &= (window < self.num_windows)[:, None]", "real[:, :-1] &= True"),
     _batches("if held + sizes[text] <= wanted:", "if held <= wanted:"),
     _of("rmt_tpu/data/permutation.py", f"{_MODEL}/data/permutation_test.py")("while (outside := words >= size).any():", "if (outside := words >= size).any():"),
-    _of("rmt_tpu/data/token_store.py", f"{_MODEL}/data/token_store_test.py")("np.uint16 if self.vocab_size <= 2**16", "np.uint16 if self.vocab_size <= 2**17"),
+    _of("rmt_tpu/data/token_store.py", f"{_MODEL}/data/prepare_test.py::test_tokens_are_as_wide_as_the_vocabulary_needs")("np.uint16 if self.vocab_size <= 2**16", "np.uint16 if self.vocab_size <= 2**17"),
     _of("rmt_tpu/data/token_store.py", f"{_MODEL}/data/token_store_test.py")("pieces.append((at - start, number, at - begin, min(stop, end) - begin))", "pieces.append((at - start, number, at - begin, end - begin))"),
 )  # fmt: skip
 
