@@ -175,6 +175,7 @@ _STORED = (
     _manifest('if sealed["crc32"] != _checksum(content):', 'if sealed["crc32"] is None:'),
     _of("rmt_tpu/checkpoint/manifest.py", f"{_saved}/damage_test.py::test_a_manifest_that_no_save_writes_is_refused")("if len(named) < len(arrays) or", "if"),
     _of("rmt_tpu/checkpoint/arrays.py", f"{_saved}/async_test.py")("addressable_shards if s.replica_id == 0]", "addressable_shards]"),
+    _of("rmt_tpu/checkpoint/arrays.py", f"{_saved}/checkpointer_test.py")("if not shared and not processes.is_first():", "if not processes.is_first():"),
     _of("rmt_tpu/checkpoint/arrays.py", f"{_saved}/damage_test.py")('"fill_missing_data_reads": False', '"fill_missing_data_reads": True'),
     _of("rmt_tpu/checkpoint/save.py", f"{_saved}/async_test.py")("return jax.device_put(values, pinned, may_alias=False)", "return values"),
     _of("rmt_tpu/checkpoint/save.py", f"{_saved}/checkpointer_test.py")("found.generation == self.damaged\n            and", "", f"{_saved}/damage_test.py"),
