@@ -79,17 +79,17 @@ class Checkpointer:
         """Opens `root` without touching it: reading needs no right to write.
 
         Args:
-            root: A local path or a `gs://bucket/path`. It is created by the first save.
-            retention: Which committed steps stay after a save.
-            compression: Of the arrays that are saved: "none" or "zstd". What is restored says for
-                itself.
-            report: Is told in one line about each damaged step that a restore passes over, about a
-                save that takes long, about old steps that could not be deleted, and at the very
-                end about an error of the background. Called from any thread; by default prints to
-                standard error.
+          root: A local path or a `gs://bucket/path`. It is created by the first save.
+          retention: Which committed steps stay after a save.
+          compression: Of the arrays that are saved: "none" or "zstd". What is restored says for
+            itself.
+          report: Is told in one line about each damaged step that a restore passes over, about a
+            save that takes long, about old steps that could not be deleted, and at the very
+            end about an error of the background. Called from any thread; by default prints to
+            standard error.
 
         Raises:
-            UsageError: `root` or `compression` cannot be.
+          UsageError: `root` or `compression` cannot be.
         """
         if compression not in COMPRESSIONS:
             raise UsageError(unknown("compression", compression, COMPRESSIONS))
@@ -108,7 +108,7 @@ class Checkpointer:
         """The committed steps, ascending.
 
         Raises:
-            RunError: `root` cannot be listed.
+          RunError: `root` cannot be listed.
         """
         found = committed_and_attempts(self.root)
         return sorted(step for step, entries in found.items() if "COMMIT" in entries)
@@ -146,20 +146,20 @@ class Checkpointer:
         When the step is committed, the steps that `retention` does not name are deleted.
 
         Args:
-            step: The step's number. It must not be committed yet, unless this object found it
-                damaged in a restore: then it is replaced.
-            tree: A pytree of jax or numpy arrays. Typed PRNG keys are arrays too.
-            meta: A JSON dict. Tuples come back as lists and integer keys as strings.
-            loss: On held-out text, for `retention.best`. One that is not finite is none.
-            before_commit: Called by the thread of process 0 when all else is stored. If it raises,
-                the step is not committed.
+          step: The step's number. It must not be committed yet, unless this object found it
+            damaged in a restore: then it is replaced.
+          tree: A pytree of jax or numpy arrays. Typed PRNG keys are arrays too.
+          meta: A JSON dict. Tuples come back as lists and integer keys as strings.
+          loss: On held-out text, for `retention.best`. One that is not finite is none.
+          before_commit: Called by the thread of process 0 when all else is stored. If it raises,
+            the step is not committed.
 
         Returns:
-            What `wait` says of the save before.
+          What `wait` says of the save before.
 
         Raises:
-            UsageError: The tree or `meta` cannot be stored.
-            RunError: The save before has failed; see `check`.
+          UsageError: The tree or `meta` cannot be stored.
+          RunError: The save before has failed; see `check`.
         """
         return self._begin(step, tree, meta, loss, before_commit, copy=True)
 
@@ -167,8 +167,8 @@ class Checkpointer:
         """The save that has ended since the last call of this or `wait`; None if there is none.
 
         Raises:
-            RunError: It has failed: the step was committed already, or writing failed midway, or a
-                process did not come. All processes are told of what happens to one.
+          RunError: It has failed: the step was committed already, or writing failed midway, or a
+            process did not come. All processes are told of what happens to one.
         """
         return self._background.take()
 
@@ -248,63 +248,59 @@ class Checkpointer:
         those it was saved with.
 
         Args:
-            like: A pytree of arrays or `jax.ShapeDtypeStruct`. Where one has a sharding, the
-                restored array gets it. Where it is a numpy array, so is the restored one. Or a
-                function that returns it, given the arrays that a step has.
-            step: Which step; by default the newest undamaged one.
-            partial: Leave alone what the checkpoint has beyond `like`; else it is refused.
+          like: A pytree of arrays or `jax.ShapeDtypeStruct`. Where one has a sharding, the
+            restored array gets it. Where it is a numpy array, so is the restored one. Or a
+            function that returns it, given the arrays that a step has.
+          step: Which step; by default the newest undamaged one.
+          partial: Leave alone what the checkpoint has beyond `like`; else it is refused.
 
         Returns:
-            The step, the tree, and the `meta` it was saved with.
+          The step, the tree, and the `meta` it was saved with.
 
         Raises:
-            UsageError: The checkpoint's arrays are not those of `like`, or there is no such step.
-            RunError: There is no checkpoint, or none that is undamaged; or the store does not
-                answer or gives no access, where it is not known which step is the last good one.
+          UsageError: The checkpoint's arrays are not those of `like`, or there is no such step.
+          RunError: There is no checkpoint, or none that is undamaged; or the store does not
+            answer or gives no access, where it is not known which step is the last good one.
         """
-
-        def load(found: "_Found") -> tuple[Any, dict]:
-            leaves, treedef = named_leaves(like(found.arrays) if callable(like) else like)
-            wanted = {name: describe(name, leaf) for name, leaf in leaves.items()}
-            compared = wanted.keys() if partial else found.arrays.keys() | wanted.keys()
-            self._check_fit(found.step, found.arrays, wanted, sorted(compared))
-            stores = self._open(found, map(found.arrays.get, leaves))
-            values = [place(leaves[array.name], array, ps) for array, ps in read(stores, leaves)]
-            return treedef.unflatten(values), found.meta
-
-        def load_together(candidate: int) -> tuple[int, Any, dict]:
-            generation, loaded = None, ()
-            self._damaged.pop(candidate, None)
-
-            def try_to_load() -> str:
-                nonlocal generation, loaded
-                commit = self._read(f"{candidate}/COMMIT", COMMIT_LIMIT)
-                generation = commit.generation
-                loaded = load(self._read_manifest(candidate, commit.data))
-                return ""
-
-            try:
-                together(processes.exchange, f"checkpoint {candidate}: restore", try_to_load)
-            except Fault as fault:
-                if generation is not None and not isinstance(fault, Unavailable):
-                    self._damaged[candidate] = generation
-                raise
-            return candidate, *loaded
-
         self._background.join()
         # Process 0's answer, for a file system may show files to one host before another.
         steps = processes.from_first(self.steps(), f"list of checkpoints in {self.root}")
-        return self._newest(steps, step, load_together)
+        load = lambda candidate: self._load_together(candidate, like, partial)
+        return self._newest(steps, step, load)
+
+    def _load_together(self, step: int, like: Any, partial: bool) -> tuple[int, Any, dict]:
+        """A step on all processes; what is damaged for one is so for all."""
+        self._damaged.pop(step, None)
+        commit = None
+        try:
+            with together(processes.exchange, f"checkpoint {step}: restore"):
+                commit = self._read(f"{step}/COMMIT", COMMIT_LIMIT)
+                found = self._read_manifest(step, commit.data)
+                tree = self._load(found, like, partial)
+        except Fault as fault:
+            if commit is not None and not isinstance(fault, Unavailable):
+                self._damaged[step] = commit.generation
+            raise
+        return step, tree, found.meta
+
+    def _load(self, found: "_Found", like: Any, partial: bool) -> Any:
+        leaves, treedef = named_leaves(like(found.arrays) if callable(like) else like)
+        wanted = {name: describe(name, leaf) for name, leaf in leaves.items()}
+        compared = wanted.keys() if partial else found.arrays.keys() | wanted.keys()
+        self._check_fit(found.step, found.arrays, wanted, sorted(compared))
+        stores = self._open(found, map(found.arrays.get, leaves))
+        values = [place(leaves[array.name], array, ps) for array, ps in read(stores, leaves)]
+        return treedef.unflatten(values)
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
         """The arrays of a step, by name, by its manifest alone; this process's own business.
 
         Args:
-            step: Which step; by default the newest one with an undamaged manifest.
+          step: Which step; by default the newest one with an undamaged manifest.
 
         Raises:
-            UsageError: There is no such step.
-            RunError: There is no checkpoint, or none with an undamaged manifest.
+          UsageError: There is no such step.
+          RunError: There is no checkpoint, or none with an undamaged manifest.
         """
         return self._find(step).arrays
 
@@ -312,12 +308,12 @@ class Checkpointer:
         """One array of a step, to be read in part: `array("w")[5:7].read().result()`.
 
         Args:
-            name: One of `arrays`. PRNG keys are stored as their uint32 data.
-            step: As for `arrays`.
+          name: One of `arrays`. PRNG keys are stored as their uint32 data.
+          step: As for `arrays`.
 
         Raises:
-            UsageError: There is no such step or array.
-            RunError: There is none with an undamaged manifest, or its array cannot be opened.
+          UsageError: There is no such step or array.
+          RunError: There is none with an undamaged manifest, or its array cannot be opened.
         """
         found = self._find(step)
         if name not in found.arrays:

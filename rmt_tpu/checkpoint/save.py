@@ -10,7 +10,8 @@ import json
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
@@ -111,32 +112,21 @@ class Attempt(NamedTuple):
           RunError: it is already committed, or something failed on any of the processes.
         """
         name = f"attempt-{uuid.uuid4().hex[:16]}"
-        first = processes.is_first()
-        stores = None
-
-        def begin() -> str:
-            nonlocal stores
-            if first:
-                self._make_way()
-                stores = self._open(name, "create")
-            return name
-
-        def write() -> str:
-            self._write(stores or self._open(name, "write"))
-            return ""
-
-        def finish() -> str:
-            if first:
-                self.folder.write(f"{self.step}/{name}/manifest.json", self.manifest)
-                if self.before_commit:
-                    self.before_commit()
-                commit(self.folder, self.step, Commit(name, self.loss))
-            return ""
-
+        first, stores = processes.is_first(), None
         try:
-            name = self._together("begin", begin)
-            self._together("write", write)
-            self._together("commit", finish)
+            with self._together("begin", name) as names:
+                if first:
+                    self._make_way()
+                    stores = self._open(name, "create")
+            name = names[0]
+            with self._together("write"):
+                self._write(stores or self._open(name, "write"))
+            with self._together("commit"):
+                if first:
+                    self.folder.write(f"{self.step}/{name}/manifest.json", self.manifest)
+                    if self.before_commit:
+                        self.before_commit()
+                    commit(self.folder, self.step, Commit(name, self.loss))
         except Exception as error:
             # Without an answer from all, another process may still be writing.
             if first and isinstance(error, Fault):
@@ -144,9 +134,8 @@ class Attempt(NamedTuple):
             line = f"cannot save step {self.step} in {self.folder}: {one_line(error)}"
             raise RunError(line) from None
 
-    def _together(self, part: str, action: Callable[[], str]) -> str:
-        what = f"checkpoint {self.step}: {part}"
-        return together(self.exchange, what, action, faults=Exception)
+    def _together(self, part: str, said: str = "") -> AbstractContextManager[list[str]]:
+        return together(self.exchange, f"checkpoint {self.step}: {part}", said, faults=Exception)
 
     def _make_way(self) -> None:
         """Deletes the step's COMMIT if it is still the one that was found damaged."""
@@ -193,45 +182,44 @@ def commit(folder: Folder, step: int, content: Commit) -> None:
         raise Fault("another writer committed it first; does another process train here?")
 
 
+@contextlib.contextmanager
 def together(
     exchange: Callable[[str, str], list[str]],
     what: str,
-    action: Callable[[], str],
+    said: str = "",
     *,
     faults: type[Exception] = Fault,
-) -> str:
-    """Does a part of the work on every process; if it fails on one, it fails on all.
+) -> Iterator[list[str]]:
+    """A part of the work that every process does; if it fails on one, it fails on all.
 
     Args:
       exchange: of the thread's channel.
       what: all do here, for messages.
-      action: this process's part.
+      said: by this process to all, short.
       faults: that tell the others, and end it here as a Fault; others end this process alone.
 
-    Returns:
-      What process 0's `action` returned.
+    Yields:
+      What every process said, in order; empty until all have done their parts.
 
     Raises:
       Fault: it failed on some process, which is named if there are several; Unavailable if all
         that failed had no answer from the store.
       RunError: some process did not come.
     """
-    result, fault, unavailable = "", None, False
+    answers, fault, unavailable = [], None, False
     try:
-        result = action()
+        yield answers
     except faults as error:
         fault, unavailable = one_line(error), isinstance(error, Unavailable)
-    if processes.num_processes() == 1:
-        answers = [(result, fault, unavailable)]
-    else:
-        answers = map(json.loads, exchange(json.dumps((result, fault, unavailable)), what))
-    results, found, no_answers = zip(*answers, strict=True)
+    own = json.dumps((said, fault, unavailable))
+    told = [own] if processes.num_processes() == 1 else exchange(own, what)
+    words, found, no_answers = zip(*map(json.loads, told), strict=True)
     failed = [process for process, fault in enumerate(found) if fault is not None]
     if failed:
         where = f"process {failed[0]}: " if len(found) > 1 else ""
         kind = Unavailable if all(no_answers[process] for process in failed) else Fault
-        raise kind(where + found[failed[0]])
-    return results[0]
+        raise kind(where + found[failed[0]]) from None
+    answers += words
 
 
 class Background(Generic[_T]):

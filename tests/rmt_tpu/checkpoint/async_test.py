@@ -337,12 +337,12 @@ processes.finish()
 
 ONE_IS_LATE = """
 given_up = Path(root + ".given_up")
-def late(usual, attempt, part, action):
+def late(usual, attempt, part, *said):
     if part == "write":
         processes._timeout = 2
         while process == 1 and not given_up.exists():
             time.sleep(0.01)
-    return usual(attempt, part, action)
+    return usual(attempt, part, *said)
 patch("_together", late)
 saver = Checkpointer(root)
 saver.begin_save(1, {"x": make(1)}, {})
