@@ -43,6 +43,29 @@ def programs_of_earlier_runs():
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.fixture(scope="module")
+def object_server():
+    """An object server with a bucket named "bucket"; `gs://` leads to it in the whole module."""
+    from tests import gcs_clients, gcs_server
+
+    with gcs_server.running("bucket") as server, pytest.MonkeyPatch.context() as patch:
+        gcs_clients.lead_to(server, patch)
+        yield server
+
+
+@pytest.fixture
+def server(object_server, monkeypatch):
+    """The same for one test: "bucket" is empty, and `server.bucket` has never been there before."""
+    from tests import gcs_clients
+
+    gcs_clients.lead_to(object_server, monkeypatch)
+    for name in object_server.names("bucket"):
+        object_server.remove("bucket", name)
+    object_server.bucket = object_server.new_bucket()
+    yield object_server
+    object_server.faults.clear()
+
+
 @pytest.fixture(autouse=True)
 def programs_for_no_device(request):
     """Those for devices that are not there can be kept, and not be read back."""

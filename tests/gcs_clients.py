@@ -1,34 +1,40 @@
 """What tests against the object server share: where clients find it, and plain requests."""
 
 import concurrent.futures
+import contextlib
 import http.client
 import threading
 
 import tensorstore as ts
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import storage
 
 # What sends clients elsewhere, or makes them look for credentials, unless a test says so.
 _ELSEWHERE = ("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_AUTH_TOKEN_FOR_TESTING")
 
 
-def for_one_test(server, monkeypatch):
-    """The server with a new bucket, and nothing in the environment but where it is."""
+def lead_to(server, monkeypatch):
+    """`gs://` is on the server, and nothing in the environment says otherwise."""
     for name in _ELSEWHERE:
         monkeypatch.setenv(name, "")  # so that what was there comes back at the end
         monkeypatch.delenv(name)
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    server.bucket = server.new_bucket()
-    return server
 
 
-def for_bare_clients(server, monkeypatch):
+def lead_bare_clients_to(server, monkeypatch):
     """The same for clients that `rmt_tpu.storage` has not told where it is."""
-    for_one_test(server, monkeypatch)
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
     # A request of the client's own, at any time, would be counted.
     monkeypatch.setenv("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
-    return server
+
+
+@contextlib.contextmanager
+def client():
+    """The library's own."""
+    with storage.Client(project="project", credentials=AnonymousCredentials()) as client:
+        yield client
 
 
 def kvstore(server, path="", **options):

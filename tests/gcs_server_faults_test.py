@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from google.api_core import exceptions
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import storage
 from google.cloud.storage.retry import DEFAULT_RETRY
 
 from tests import gcs_clients, gcs_server
@@ -35,20 +33,15 @@ SHARDED = {
 }
 
 
-@pytest.fixture(scope="module")
-def module_server():
-    with gcs_server.running() as server:
-        yield server
-
-
 @pytest.fixture
-def server(module_server, monkeypatch):
-    return gcs_clients.for_bare_clients(module_server, monkeypatch)
+def server(server, monkeypatch):
+    gcs_clients.lead_bare_clients_to(server, monkeypatch)
+    return server
 
 
 @pytest.fixture
 def client(server):
-    with storage.Client(project="project", credentials=AnonymousCredentials()) as client:
+    with gcs_clients.client() as client:
         yield client
 
 

@@ -56,24 +56,16 @@ _Loop._step = _step
 """
 
 
-@pytest.fixture(scope="module")
-def module_server():
-    with gcs_server.running(BUCKET) as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment().items():
-            patch.setenv(name, value)
-        yield server
-
-
 @pytest.fixture
-def server(module_server):
-    module_server.faults.clear()
-    module_server.requests.clear()
-    yield module_server
-    module_server.faults.clear()
+def server(object_server):
+    """With all that the module's tests have left in the bucket."""
+    object_server.requests.clear()
+    yield object_server
+    object_server.faults.clear()
 
 
 @pytest.fixture(scope="module")
-def in_bucket(module_server):
+def in_bucket(object_server):
     """A run that nothing has happened to, and what it told."""
     url = f"gs://{BUCKET}/runs/whole"
     done = cli.succeed("train", *flags(url))

@@ -8,24 +8,23 @@ import time
 
 import pytest
 
-from tests import cli, gcs_server
+from tests import cli
 
 pytestmark = pytest.mark.xdist_group("recipes")
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(object_server):
     """With about 3 MB of text in a bucket, in four parts."""
     draw, words = random.Random(0), ["stone ", "river ", "über ", "and ", "lines\n"]
-    with gcs_server.running("bucket") as running:
-        for number in range(3):
-            texts = ("".join(draw.choices(words, k=3000)) + f"{number} {n}" for n in range(60))
-            lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-            running.replace("bucket", f"in/{number}.jsonl", lines.encode())
-        yield running
+    for number in range(3):
+        texts = ("".join(draw.choices(words, k=3000)) + f"{number} {n}" for n in range(60))
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        object_server.replace("bucket", f"in/{number}.jsonl", lines.encode())
+    return object_server
 
 
-def start(server, output: str, *flags: str, first: str = "") -> cli.Process:
+def start(output: str, *flags: str, first: str = "") -> cli.Process:
     return cli.start(
         "prepare_data",
         "--input=gs://bucket/in/*.jsonl",
@@ -34,18 +33,16 @@ def start(server, output: str, *flags: str, first: str = "") -> cli.Process:
         "--workers=1",
         *flags,
         first=first,
-        env=server.environment(),
     )
 
 
-def start_two(server, output: str, *first: str) -> list[cli.Process]:
+def start_two(output: str, *first: str) -> list[cli.Process]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     where = f"--coordinator=127.0.0.1:{port}", "--num_processes=2"
     return [
         start(
-            server,
             output,
             *where,
             f"--process_id={number}",
@@ -73,13 +70,13 @@ def content(server, store: str) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def alone(server):
     """The files of the store that one process makes."""
-    _, errors = (process := start(server, "one")).communicate()
+    _, errors = (process := start("one")).communicate()
     assert process.returncode == 0, errors
     return content(server, "one")
 
 
 def test_two_hosts_make_byte_for_byte_the_store_of_one(server, alone):
-    (first, output, errors), (second, other, other_errors) = ends(start_two(server, "two"))
+    (first, output, errors), (second, other, other_errors) = ends(start_two("two"))
     assert first == second == 0, errors + other_errors
     assert content(server, "two") == alone
     assert "gs://bucket/two is complete: 4 parts" in output and other == ""
@@ -102,14 +99,12 @@ part_writer.Worker._write = write
 
 def test_an_error_on_one_host_is_told_on_both_and_the_same_command_goes_on(server, alone):
     fail = "from rmt_tpu.errors import RunError; raise RunError('the disk is full')"
-    (first, _, errors), (second, _, other) = ends(
-        start_two(server, "failed", "", DIE.format(how=fail))
-    )
+    (first, _, errors), (second, _, other) = ends(start_two("failed", "", DIE.format(how=fail)))
     assert first == second == 1, errors + other
     assert other.splitlines()[-1] == "error: the disk is full"
     assert errors.splitlines()[-1] == "error: process 1: the disk is full"
     assert "/manifest.json" not in content(server, "failed")
-    _, errors = (process := start(server, "failed")).communicate()
+    _, errors = (process := start("failed")).communicate()
     assert process.returncode == 0, errors
     assert content(server, "failed") == alone
 
@@ -120,14 +115,14 @@ def test_after_a_kill_of_any_host_the_same_command_ends_with_the_same_store(serv
     """The other one is ended by JAX, or here, as by whoever runs both."""
     store = f"killed-{number}"
     kill = DIE.format(how="os.kill(os.getpid(), signal.SIGKILL)")
-    processes = start_two(server, store, *(kill if n == number else "" for n in range(2)))
+    processes = start_two(store, *(kill if n == number else "" for n in range(2)))
     processes[number].wait()
     assert processes[number].returncode == -signal.SIGKILL
     time.sleep(0.5)
     processes[1 - number].kill()
     processes[1 - number].wait()
     assert "/manifest.json" not in content(server, store)
-    (first, output, errors), (second, _, other) = ends(start_two(server, store))
+    (first, output, errors), (second, _, other) = ends(start_two(store))
     assert first == second == 0, errors + other
     assert "of which were there" in output
     assert content(server, store) == alone

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests import cli, gcs_server
+from tests import cli
 
 SMALL = ("--gigabytes=0.01", "--arrays=3", "--rounds=1")
 KINDS = ["Checkpointer", "Checkpointer, zstd", "Orbax, zstd (its default)", "Orbax"]
@@ -33,12 +33,11 @@ def test_report(tmp_path):
     assert len(done.stderr.splitlines()) == len(KINDS), done.stderr
 
 
-def test_of_a_bucket(tmp_path):
-    with gcs_server.running("bucket") as server:
-        flags = ("--folder=gs://bucket/scratch", "--output=gs://bucket/reports", *SMALL)
-        done = cli.succeed("storage_report", *flags, env=server.environment())
-        content = json.loads(server.read("bucket", "reports/storage_report.json"))
-        assert server.names("bucket", "scratch/") == []
+def test_of_a_bucket(server):
+    flags = ("--folder=gs://bucket/scratch", "--output=gs://bucket/reports", *SMALL)
+    done = cli.succeed("storage_report", *flags)
+    content = json.loads(server.read("bucket", "reports/storage_report.json"))
+    assert server.names("bucket", "scratch/") == []
     assert [row["name"] for row in content["rows"]] == KINDS[:2]
     assert "picture: gs://bucket/reports/storage_report.png" in done.stdout
 

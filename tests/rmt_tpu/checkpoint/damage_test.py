@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,6 @@ from rmt_tpu.checkpoint import save as checkpoint_save
 from rmt_tpu.checkpoint.manifest import Commit
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.storage import Fault
-from tests import gcs_server
 from tests.rmt_tpu.checkpoint.checkpoints import (
     DAMAGE_NAMES,
     DAMAGES,
@@ -41,23 +39,12 @@ from tests.rmt_tpu.checkpoint.checkpoints import (
 REPOSITORY = Path(checkpoint.__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def bucket():
-    with pytest.MonkeyPatch.context() as patch, gcs_server.running("bucket") as server:
-        # Set by the one from the other, which is to be undone too.
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
-        for name, value in server.environment().items():
-            patch.setenv(name, value)
-        yield server
-
-
 @pytest.fixture(params=["local", "gs"])
 def root(request, tmp_path) -> str:
     """A folder for checkpoints."""
     if request.param == "local":
         return str(tmp_path / "checkpoints")
-    request.getfixturevalue("bucket")
-    return f"gs://bucket/{uuid.uuid4().hex}"
+    return f"gs://{request.getfixturevalue('server').bucket}/checkpoints"
 
 
 @pytest.fixture

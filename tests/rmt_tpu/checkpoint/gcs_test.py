@@ -12,7 +12,6 @@ import pytest
 
 from rmt_tpu.checkpoint import Checkpointer, Retention
 from rmt_tpu.errors import RunError, UsageError
-from tests import gcs_server
 from tests.gcs_server import LOST_ANSWER, LOST_REQUEST, fault
 from tests.rmt_tpu.checkpoint.checkpoints import assert_same, attempt_of, mesh, sharded, small_tree
 
@@ -24,22 +23,10 @@ BUSY = (503, "busy")
 FORBIDDEN = (403, "bot@project does not have storage access")
 
 
-@pytest.fixture(scope="module")
-def running():
-    with pytest.MonkeyPatch.context() as patch, gcs_server.running("bucket") as server:
-        # Set by the one from the other, which is to be undone too.
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
-        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "test")
-        for name, value in server.environment().items():
-            patch.setenv(name, value)
-        yield server
+@pytest.fixture(autouse=True, scope="module")
+def no_socket_is_left_to_other_modules():
+    yield
     gc.collect()
-
-
-@pytest.fixture
-def server(running):
-    yield running
-    running.faults.clear()
 
 
 @pytest.fixture
@@ -261,8 +248,8 @@ def test_arrays_with_names_that_urls_have_no_room_for(prefix):
 
 
 def test_credentials_are_in_no_error(saver, server, reports):
-    assert os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] == "test"
+    assert os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] == "emulator"
     server.faults.append(fault((401, "Invalid Credentials"), url="/2/.*/arrays/"))
     with pytest.raises(RunError, match="Invalid Credentials") as failure:
         saver.restore(small_tree(0))
-    assert not re.search("Bearer|test", str(failure.value))
+    assert not re.search("Bearer|emulator", str(failure.value))

@@ -16,23 +16,6 @@ from rmt_tpu.storage import Fault, Object, find_objects, open_folder
 from tests import gcs_server
 
 
-@pytest.fixture(scope="module")
-def running():
-    with pytest.MonkeyPatch.context() as patch, gcs_server.running("bucket") as server:
-        for name, value in server.environment().items():
-            patch.setenv(name, value)
-        yield server
-
-
-@pytest.fixture
-def server(running):
-    """With an empty bucket and no faults."""
-    yield running
-    running.faults.clear()
-    for name in running.names("bucket"):
-        running.remove("bucket", name)
-
-
 def some_texts(count: int, seed: int) -> list[str]:
     draw = random.Random(seed)
     words = ["stone", "river", "über", "and"]
@@ -104,11 +87,10 @@ def test_processes_read_a_bucket_and_write_into_it(both, tmp_path):
         ("d", ""),
     ],
 )
-def test_globs_match_as_in_a_folder(running, tmp_path_factory, pattern, found):
+def test_globs_match_as_in_a_folder(server, pattern, found):
     names = ["a.txt", "b[1].txt", "d/c.txt", "d/e/f.txt", "d/.hidden.txt", "d/.h/g.txt", "d/"]
     for name in names:
-        if f"globs/{name}" not in running.names("bucket"):
-            running.replace("bucket", f"globs/{name}", b"text")
+        server.replace("bucket", f"globs/{name}", b"text")
     urls = [
         o.url.removeprefix("gs://bucket/globs/")
         for o in find_objects("gs://bucket/globs/" + pattern)

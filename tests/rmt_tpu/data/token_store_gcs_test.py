@@ -18,23 +18,6 @@ BYTE = ByteTokenizer()
 
 
 @pytest.fixture(scope="module")
-def running():
-    with pytest.MonkeyPatch.context() as patch, gcs_server.running("bucket") as server:
-        for name, value in server.environment().items():
-            patch.setenv(name, value)
-        yield server
-
-
-@pytest.fixture
-def server(running):
-    """With an empty bucket and no faults."""
-    yield running
-    running.faults.clear()
-    for name in running.names("bucket"):
-        running.remove("bucket", name)
-
-
-@pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """In about 9 parts."""
     path = tmp_path_factory.mktemp("text") / "a.jsonl"

@@ -13,22 +13,11 @@ import tensorstore as ts
 
 from rmt_tpu import storage
 from rmt_tpu.errors import UsageError
-from tests import gcs_clients, gcs_server
+from tests import gcs_server
 
 ROOT = Path(__file__).parents[3]
 # Of a first look that fails: less than clients try for when nobody tells them otherwise.
 LIMIT_SECONDS = 110
-
-
-@pytest.fixture(scope="module")
-def module_server():
-    with gcs_server.running() as server:
-        yield server
-
-
-@pytest.fixture
-def server(module_server, monkeypatch):
-    return gcs_clients.for_one_test(module_server, monkeypatch)
 
 
 @pytest.fixture

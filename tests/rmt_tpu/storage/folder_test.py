@@ -14,22 +14,10 @@ import tensorstore as ts
 
 from rmt_tpu import storage
 from rmt_tpu.errors import UsageError
-from tests import gcs_clients, gcs_server
 from tests.gcs_clients import at_once
 
 ROOT = Path(__file__).parents[3]
 KINDS = ["local", "gs"]
-
-
-@pytest.fixture(scope="module")
-def module_server():
-    with gcs_server.running() as server:
-        yield server
-
-
-@pytest.fixture
-def server(module_server, monkeypatch):
-    return gcs_clients.for_one_test(module_server, monkeypatch)
 
 
 @pytest.fixture
