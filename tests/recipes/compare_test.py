@@ -1,6 +1,7 @@
 """recipes.compare: models on the same tokens."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -98,7 +99,12 @@ def test_interrupted(done, tmp_path):
 )
 def test_seeds(tmp_path, patterns, presets):
     flags = (f"--presets={patterns}", "--seeds=3,5", *cli.TINY, "--by_loss")
-    out = cli.succeed("compare", *flags, f"--workdir={tmp_path}").stdout
+    done = cli.succeed("compare", *flags, f"--workdir={tmp_path}")
+    runs = [f"{name} seed-{seed}" for name in presets for seed in (3, 5)]
+    told = [line for line in done.stderr.splitlines() if line.startswith("run ")]
+    assert told == [f"run {i} of {len(runs)}: {label}" for i, label in enumerate(runs, start=1)]
+    out = done.stdout
+    assert re.fullmatch(rf"{len(runs)} runs in \d+:\d\d:\d\d", out.splitlines()[-1])
     rows = json.loads((tmp_path / "comparison.json").read_text())
     assert sorted((r["name"], r["seed"]) for r in rows) == [
         (name, seed) for name in presets for seed in (3, 5)
