@@ -96,7 +96,8 @@ class Time:
     """The estimated time of one step, in seconds.
 
     Attributes:
-      parts: by GROUPS, without collectives.
+      parts: by GROUPS, without collectives, by the first model of cost.
+      by_model: of all parts, by every one of `compiler.MODELS`.
       collectives: of all of them, nothing hidden behind other work.
       overlapped: of it, what may be hidden.
       mfu: model FLOPs over those of the devices at their peak, at `total`.
@@ -104,6 +105,7 @@ class Time:
     """
 
     parts: dict[str, float]
+    by_model: dict[str, float]
     collectives: float
     overlapped: float
     mfu: float
@@ -121,7 +123,20 @@ class Time:
     @property
     def least(self) -> float:
         """As if every collective that can be were hidden."""
-        return max(self.compute, self.overlapped) + self.collectives - self.overlapped
+        return self._hidden(self.compute)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """`least` by the model of cost that says least, `total` by that which says most."""
+        shortest, longest = min(self.by_model.values()), max(self.by_model.values())
+        return self._hidden(shortest), longest + self.collectives
+
+    def mfu_of(self, seconds: float) -> float:
+        """`mfu`, if a step takes so long."""
+        return self.mfu * self.total / seconds if seconds else 0.0
+
+    def _hidden(self, compute: float) -> float:
+        return max(compute, self.overlapped) + self.collectives - self.overlapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +183,7 @@ class Preflight:
         time = self.time and dataclasses.asdict(self.time) | {
             "total": self.time.total,
             "least": self.time.least,
+            "range": self.time.range,
         }
         return {
             "topology": self.target.topology,
@@ -346,6 +362,7 @@ def _time(
     assert set(PARTS) == {part for parts in GROUPS.values() for part in parts}
     time = Time(
         parts={group: sum(seconds[p] for p in parts) for group, parts in GROUPS.items()},
+        by_model={name: cycles / target.clock for name, cycles in cost.by_model.items()},
         collectives=sum(c.bytes for c in sent) / target.interconnect,
         overlapped=sum(c.bytes for c in sent if c.overlaps) / target.interconnect,
         mfu=0.0,

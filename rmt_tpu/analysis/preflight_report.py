@@ -151,8 +151,8 @@ def _time(report: Preflight) -> str:
     if time is None:
         return ""
     lines = [
-        "time of a step: ESTIMATE, from XLA's cycles of every instruction and static schedules of "
-        "kernels"
+        "time of a step: ESTIMATE, by parts from XLA's cycles of every instruction and static "
+        "schedules of kernels"
     ]
     parts = time.parts | {"collectives": time.collectives}
     for part, seconds in parts.items():
@@ -162,9 +162,12 @@ def _time(report: Preflight) -> str:
     hidden = (
         f", {time.least * 1e3:.2f} ms if what overlaps costs nothing" if time.overlapped else ""
     )
+    lines.append(f"  {'step':12}{time.total * 1e3:8.2f} ms{hidden}")
+    least, most = time.range
     lines.append(
-        f"  {'step':12}{time.total * 1e3:8.2f} ms{hidden}; {tokens / time.total:,.0f} tokens/s, "
-        f"MFU {time.mfu:.1%}"
+        f"  by {len(time.by_model)} models of cost (recipes.kernel_report --step tells of them): "
+        f"{least * 1e3:.2f} to {most * 1e3:.2f} ms, {tokens / most:,.0f} to {tokens / least:,.0f} "
+        f"tokens/s, MFU {time.mfu_of(most):.1%} to {time.mfu_of(least):.1%}"
     )
     if report.target.assumed:
         lines.append(f"  assumed for kernels: {report.target.assumed}")
