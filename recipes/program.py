@@ -112,6 +112,24 @@ def _hush_libtpu() -> None:
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
+def hush_gloo() -> None:
+    """Gloo, by which CPUs talk, tells of its connections on C++'s stdout, where no errors go.
+
+    To be called by each process when all have joined.
+    """
+    import jax
+
+    if jax.default_backend() != "cpu":
+        return  # NCCL tells on stdout what it is asked to tell
+    sys.stdout.flush()
+    ours = os.dup(sys.stdout.fileno())
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    sys.stdout = open(
+        ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False
+    )
+
+
 def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
     try:
         if argv[1:]:

@@ -63,6 +63,7 @@ def _train(at_once: signals.AtOnce) -> int:
     common.join_processes()
     if processes.num_processes() > 1:
         _joined.set()
+        program.hush_gloo()
     outcome = train(
         config,
         folder,
