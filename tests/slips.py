@@ -196,16 +196,20 @@ _STORED = (
 )  # fmt: skip
 
 _presets = f"{_MODEL}/config/presets_test.py"
-_mixers = _of("rmt_tpu/config/mixers.py", f"{_MODEL}/residual/depth_limits_test.py", _presets)
+_limits = f"{_MODEL}/residual/depth_limits_test.py"
+_mixers = _of(
+    "rmt_tpu/config/mixers.py",
+    f"{_limits}::test_blocks_can_be_counted_in_layers_or_sublayers",
+    f"{_limits}::test_two_block_sizes_are_refused",
+)
 _overrides = _of("rmt_tpu/config/overrides.py", f"{_MODEL}/config/overrides_test.py")
-_model = _of("rmt_tpu/config/model.py", _presets, *_decoder)
 _CONFIG = (
     _mixers("size = -(-sublayers // min(blocks, sublayers))", "size = sublayers // min(blocks, sublayers)"),
     _mixers("if len(given) > 1:", "if len(given) > 2:"),
     _overrides('return None if value in (None, "none") else', "return None if value is None else"),
     _overrides("node = child\n        node[last] = value", "node = child\n        node[last] = node.get(last, value)"),
-    _model('if self.remat != "reversible" and dtype == "int16":', 'if self.remat == "dots" and dtype == "int16":', f"{_MODEL}/execution/reversible_test.py"),
-    _model("return key_dim * self.attention.head_dim", "return key_dim * self.attention.num_heads"),
+    _of("rmt_tpu/config/model.py", f"{_MODEL}/execution/reversible_test.py::test_policies_and_dtypes_that_do_not_fit_are_refused")('if self.remat != "reversible" and dtype == "int16":', 'if self.remat == "dots" and dtype == "int16":'),
+    _of("rmt_tpu/config/model.py", _presets)("return key_dim * self.attention.head_dim", "return key_dim * self.attention.num_heads"),
     _of("sharding/rules.py", "tests/sharding/mesh_test.py", _mesh)("if size % shards:", "if size < shards:"),
 )  # fmt: skip
 

@@ -25,6 +25,7 @@ def test_json_round_trip(name):
 def test_values_are_parsed_by_their_field():
     config = apply(
         "model.store.key_dim=128",
+        "model.store.fraction_bits=none",
         "model.attention.positions=rope",
         "model.attention.positions.base=5e5",
         "train.optimizer.learning_rate=1",

@@ -121,6 +121,9 @@ def test_blocks_can_be_counted_in_layers_or_sublayers():
     ]
     assert sizes == [6, 6, 6]
     assert cfg.BlockAttention().sublayers_a_block(24) == 6
+    # 10 sublayers in eight blocks, or in four: the last one is smaller.
+    sizes = [cfg.BlockAttention(num_blocks=n).sublayers_a_block(5) for n in (None, 4)]
+    assert sizes == [2, 3]
     # 93 layers in blocks of 12: seven full ones after the embedding, and 9 layers in the last.
     config = dataclasses.replace(
         models.model("vector"), num_layers=93, mixer=cfg.BlockAttention(layers_per_block=12)
