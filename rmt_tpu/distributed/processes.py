@@ -25,7 +25,7 @@ from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rmt_tpu.distributed import roll_call
+from rmt_tpu.distributed import gloo, roll_call
 from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member
 from rmt_tpu.errors import RunError, UsageError
 
@@ -97,6 +97,7 @@ def initialize(
         initialization_timeout=max(10, int(timeout - (time.monotonic() - started))),
         coordinator_bind_address=member.coordinator if loopback else None,
     )
+    gloo.scatter_sums_by_all_reduce()
     _timeout = timeout
     _watch = _Watch()
     # Handlers run last first: before jax's, which takes the client away.

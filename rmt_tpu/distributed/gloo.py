@@ -1,0 +1,28 @@
+"""Gloo, by which the CPUs of processes that have joined exchange numbers."""
+
+import jax
+
+# It has no public name.
+from jax._src.lax.parallel import reduce_scatter_p
+from jax.interpreters import mlir
+
+
+def scatter_sums_by_all_reduce() -> None:
+    """From now on a CPU's part of a scattered sum is taken from the whole sum.
+
+    Gloo's reduce-scatter overwrites what it is still sending: now and then some numbers of the
+    first device's part, of gradients with `fsdp` among them, are wrong, and nothing tells (jax
+    issue 40830; jaxlib 0.10 and 0.12). Its all-reduce is right.
+    """
+    lowering = mlir.lower_fun(_part_of_sum, multiple_results=False)
+    mlir.register_lowering(reduce_scatter_p, lowering, platform="cpu")
+
+
+def _part_of_sum(
+    x: jax.Array, *, scatter_dimension: int, axis_name, axis_size: int, tiled: bool, **_
+) -> jax.Array:
+    whole = jax.lax.psum(x, axis_name)
+    size = x.shape[scatter_dimension] // axis_size
+    start = jax.lax.axis_index(axis_name) * size
+    part = jax.lax.dynamic_slice_in_dim(whole, start, size, scatter_dimension)
+    return part if tiled else part.squeeze(scatter_dimension)
