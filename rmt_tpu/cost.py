@@ -9,10 +9,9 @@ Mixers are counted in the same way: products with matrices, and weighted sums an
 residuals. Norms, activations, gates' products of numbers and plain sums are left out.
 """
 
-from math import factorial
+from collections.abc import Iterator
 
-from rmt_tpu import config as cfg
-from rmt_tpu.config import Learned, MatrixStore, ModelConfig, VectorStore
+from rmt_tpu.config import WHOLE, Core, ModelConfig, Port
 
 _PEAK_BF16_FLOPS = {
     "TPU v4": 275e12,
@@ -35,24 +34,22 @@ def peak_flops(device_kind: str) -> float | None:
 
 def parameters(config: ModelConfig) -> dict[str, int]:
     """Number of parameters by part; their sum is the model's."""
-    layers, width = config.num_layers, config.width
-    rank, head_dim = config.attention.num_heads, config.attention.head_dim
-    learned = isinstance(config.attention.positions, Learned)
-    positions = config.attention.positions.max_length * width if learned else 0
-    match config.store:
-        case MatrixStore(key_dim=key_dim):
-            # w_E, r_U, w_PE, and 3R + R + R + R a layer (A.1).
-            reads_and_writes = rank * key_dim * (6 * layers + 2 + learned)
-        case VectorStore(dim=dim):
-            reads_and_writes = layers * 4 * dim * rank * head_dim
-    # A depth-wise LSTM norms what it computes, not what sublayers read.
-    normed_sites = 1 if isinstance(config.mixer, cfg.DepthLstm) else 2 * layers + 1
+    width, store, shape = config.width, config.store, config.data_shape
+    learned = config.learned_positions
+    positions = learned.max_length * width if learned else 0
+    # The embedding writes, the unembedding reads, and learned positions are written too.
+    ports = [*_ports(config), (WHOLE, 2), *([(WHOLE, 1)] if learned else [])]
+    of_cores: dict[str, int] = {}
+    for core, read, count in _cores(config):
+        added = count * core.parameters(width, read)
+        of_cores[core.kind] = of_cores.get(core.kind, 0) + added
+    sites = config.num_sublayers + 1 if config.mixer.adds_up else 1  # that norm what they read
     return {
         "embedding": config.vocab_size * width + positions,
-        "reads_and_writes": reads_and_writes,
-        "feed_forward": layers * _feed_forward_weights(config),
-        "norms": normed_sites * config.residual_size,
-        "mixer": _mixer_parameters(config),
+        "reads_and_writes": sum(n * store.parameters(port, shape) for port, n in ports),
+        **{kind: weights for kind, weights in of_cores.items() if weights},
+        "norms": sites * config.residual_size,
+        "mixer": config.mixer.parameters(config),
         "unembedding": config.vocab_size * width,
     }
 
@@ -63,33 +60,25 @@ def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
     Attention is counted over the whole window, as in the paper, although the mask is causal.
     `embedding` counts looking up as a matrix product (what Figure 1 counts; no machine does it).
     """
-    layers, width, vocab = config.num_layers, config.width, config.vocab_size
-    rank, head_dim = config.attention.num_heads, config.attention.head_dim
-    learned = isinstance(config.attention.positions, Learned)
-    match config.store:
-        case MatrixStore(key_dim=key_dim):
-            # One key vector against one data vector of each token: 2 D_k D_v.
-            per_vector = 2 * key_dim * head_dim
-            reads_and_writes = 6 * layers * rank * per_vector
-            embedding_keys, unembedding_keys = (1 + learned) * rank * per_vector, rank * per_vector
-        case VectorStore(dim=dim):
-            reads_and_writes = layers * 8 * dim * rank * head_dim
-            embedding_keys = unembedding_keys = 0
+    width, vocab, store, shape = config.width, config.vocab_size, config.store, config.data_shape
+    parts: dict[str, int] = {}
+    for core, read, count in _cores(config):
+        parts[core.kind] = parts.get(core.kind, 0) + count * core.flops(width, read, seq_len)
+    whole = store.flops(WHOLE, shape)
+    written = (1 + (config.learned_positions is not None)) * whole
     return {
-        "embedding": 2 * vocab * width + embedding_keys,
-        "reads_and_writes": reads_and_writes,
-        "attention": layers * (4 * seq_len * rank * head_dim + 3 * seq_len * rank),
-        "feed_forward": 2 * layers * _feed_forward_weights(config),
-        "mixer": _mixer_flops(config),
-        "unembedding": 2 * vocab * width + unembedding_keys,
+        "embedding": 2 * vocab * width + written,
+        "reads_and_writes": sum(n * store.flops(port, shape) for port, n in _ports(config)),
+        **parts,
+        "mixer": config.mixer.flops(config),
+        "unembedding": 2 * vocab * width + whole,
     }
 
 
 def non_embedding_flops(config: ModelConfig, seq_len: int) -> int:
     """Forward FLOPs a token without embedding and unembedding: what Tables 3 and 4 count."""
     flops = forward_flops(config, seq_len)
-    parts = ("reads_and_writes", "attention", "feed_forward", "mixer")
-    return sum(flops[part] for part in parts)
+    return sum(flops.values()) - flops["embedding"] - flops["unembedding"]
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -102,104 +91,17 @@ def train_flops(forward: int, tokens: int | float) -> int | float:
     return 3 * forward * tokens
 
 
-# Mixers -----------------------------------------------------------------------------------------
+def _ports(config: ModelConfig) -> list[tuple[Port, int]]:
+    """What cores read and write, and how often."""
+    counts = [(core, count) for core, _, count in _cores(config)]
+    return [(port, n) for core, n in counts for port in (core.reads, core.writes)]
 
 
-def _feed_forward_weights(config: ModelConfig) -> int:
-    """W_1 and W_2. A depth-wise LSTM's W_1 has twice the inputs."""
-    inputs = 2 if isinstance(config.mixer, cfg.DepthLstm) else 1
-    return (inputs + 1) * config.width * config.feed_forward.hidden_dim
-
-
-def _mixer_parameters(config: ModelConfig) -> int:
-    """What the mixer learns, at its sites and beside them."""
-    mixer, layers, size = config.mixer, config.num_layers, config.residual_size
-    match mixer:
-        case cfg.Sum():
-            return 0
-        case cfg.FullAttention() | cfg.BlockAttention():
-            sites = 2 * layers + 1
-            if mixer.query == "scalars":
-                return sum(_sources(config))
-            projection = size**2 if mixer.query == "input" else 0
-            key_gain = size if mixer.key_norm and mixer.key_gain else 0
-            return sites * (size + key_gain + projection)
-        case cfg.Dense():
-            return sum(_averaged(mixer, layers))
-        case cfg.HyperConnections(streams=m):
-            static = m * (m + 2)
-            return 2 * layers * (static + (size + size * (m + 2) + 2) * mixer.dynamic)
-        case cfg.Mhc() | cfg.MhcLite():
-            # The norm's gain, the projection, its biases, and three scales.
-            streams_size, outputs = mixer.streams * size, _projected(mixer)
-            return 2 * layers * (streams_size * (1 + outputs) + outputs + 3)
-        case cfg.Highway():
-            return 2 * layers * 2 * size**2
-        case cfg.DepthLstm():
-            # Gates, their norms, and the norm within the feed-forward layer.
-            return layers * (6 * size**2 + 3 * size + config.feed_forward.hidden_dim)
-        case cfg.Hierarchical():
-            nodes = _node_inputs(mixer, layers)
-            kept = set(nodes) if mixer.shared else nodes
-            return sum((inputs + 1) * size * mixer.hidden_dim + size for inputs in kept)
-
-
-def _mixer_flops(config: ModelConfig) -> int:
-    """What the mixer computes for one token in a forward pass."""
-    mixer, layers, size = config.mixer, config.num_layers, config.residual_size
-    match mixer:
-        case cfg.Sum():
-            return 0
-        case cfg.FullAttention() | cfg.BlockAttention():
-            # A logit and a weighted term of every source.
-            scored = mixer.query != "scalars"
-            projection = (2 * layers + 1) * 2 * size**2 if mixer.query == "input" else 0
-            return sum(_sources(config)) * 2 * size * (1 + scored) + projection
-        case cfg.Dense():
-            return 2 * size * sum(_averaged(mixer, layers))
-        case cfg.HyperConnections(streams=m):
-            projection = 2 * m * size * (m + 2) if mixer.dynamic else 0
-            return 2 * layers * (projection + _streams_flops(m, size))
-        case cfg.Mhc(streams=m):
-            projection = 2 * m * size * _projected(mixer)
-            return 2 * layers * (projection + _streams_flops(m, size))
-        case cfg.MhcLite(streams=m):
-            projection = 2 * m * size * _projected(mixer) + 2 * factorial(m) * m**2
-            return 2 * layers * (projection + _streams_flops(m, size))
-        case cfg.Highway():
-            return 2 * layers * 4 * size**2
-        case cfg.DepthLstm():
-            return layers * 12 * size**2
-        case cfg.Hierarchical():
-            nodes = _node_inputs(mixer, layers)
-            return sum(2 * (inputs + 1) * size * mixer.hidden_dim for inputs in nodes)
-
-
-def _sources(config: ModelConfig) -> list[int]:
-    """How many sources each of the 2L + 1 sites attends over."""
-    block = config.mixer.sublayers_a_block(config.num_layers)
-    window = getattr(config.mixer, "window", None)
-    done = [-(-site // block) for site in range(2 * config.num_layers + 1)]
-    return [1 + (count if window is None else min(count, window)) for count in done]
-
-
-def _averaged(mixer: cfg.Dense, layers: int) -> list[int]:
-    """How many outputs each of a DenseFormer's averages has."""
-    ends = range(mixer.period, layers + 1, mixer.period)
-    return [(end + mixer.dilation) // mixer.dilation for end in ends]
-
-
-def _streams_flops(streams: int, size: int) -> int:
-    """A read, a write and the mixing of hyper-connections."""
-    return 2 * size * (streams**2 + 2 * streams)
-
-
-def _projected(mixer: cfg.Mhc | cfg.MhcLite) -> int:
-    """Coefficients of a site before they are made legal."""
-    m = mixer.streams
-    return 2 * m + (m**2 if isinstance(mixer, cfg.Mhc) else factorial(m))
-
-
-def _node_inputs(mixer: cfg.Hierarchical, layers: int) -> list[int]:
-    """How many residuals each node of hierarchical aggregation has below it."""
-    return [mixer.every + (node > 0) for node in range(layers // mixer.every)]
+def _cores(config: ModelConfig) -> Iterator[tuple[Core, int, int]]:
+    """Of each sublayer of a period: its core, the width of a whole read, and how often it is."""
+    first = 0
+    for stack in config.stacks:
+        for k, core in enumerate(stack.cores):
+            widths = config.mixer.second_input if (first + k) % 2 else 1
+            yield core, config.width * widths, stack.repeat
+        first += stack.num_sublayers

@@ -9,41 +9,21 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu import residual
-from rmt_tpu.execution import banked, pipelined, reversible
-from rmt_tpu.execution.remat import rematerialize
-from rmt_tpu.layers import attention as attn
+from rmt_tpu import cores, residual
+from rmt_tpu.execution import banked, layer, pipelined, reversible, scanned
 from rmt_tpu.layers.embedding import Embedding, Unembedding
-from rmt_tpu.layers.feed_forward import FeedForward
-from rmt_tpu.layers.parameters import stack
 
 
-class KVCache(NamedTuple):
-    """What decoding keeps of the tokens seen so far: no residual, only keys and values.
+class Cache(NamedTuple):
+    """What decoding keeps of the tokens seen so far: no residual, only what the cores need.
 
     Attributes:
-      layers: keys and values, [L, batch, capacity, heads, head_dim].
+      cores: of each stack, of each of its cores: a tree of arrays, [repeat, batch, ...].
       length: how many tokens are in it.
     """
 
-    layers: attn.Cache
+    cores: tuple[tuple[cores.Cache, ...], ...]
     length: Int[Array, ""]
-
-
-class Layer(nnx.Module):
-    """The parameters of one attention and one feed-forward sublayer and the sites before them."""
-
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, layer_index: Int[Array, ""]):
-        at = {"layer_index": layer_index}
-        self.attention_site = residual.make_site(config, rngs, before="attention", **at)
-        self.feed_forward_site = residual.make_site(config, rngs, before="feed_forward", **at)
-        # In an RMT the storage keys are what writes, and they carry the scale.
-        vector = isinstance(config.store, cfg.VectorStore)
-        scale = residual.vector.output_scale(config) if vector else 1.0
-        options = {}
-        if isinstance(config.mixer, cfg.DepthLstm):  # whose cell gives it what attention read too
-            options = {"input_width": 2 * config.width, "norm_hidden": True}
-        self.feed_forward = FeedForward(config, rngs, output_scale=scale, **options)
 
 
 class Decoder(nnx.Module):
@@ -56,7 +36,8 @@ class Decoder(nnx.Module):
     Raises:
       TypeError: `config` or `rngs` is something else.
 
-    Layers are stacked: their parameters have a leading axis L, and a scan runs over it.
+    Layers are stacked: their parameters have a leading axis over a stack's repeats, and a scan runs
+    over it.
     """
 
     def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):
@@ -73,10 +54,8 @@ class Decoder(nnx.Module):
         self.store = store.Store(
             config, rngs, dtype=residual_dtype(config), compute_dtype=self.dtype
         )
-        self.layers = stack(lambda rngs, index: Layer(config, rngs, index), rngs, config.num_layers)
-        self.final_site = residual.make_site(
-            config, rngs, before="unembedding", layer_index=jnp.int32(config.num_layers)
-        )
+        self.stacks = layer.make_stacks(config, rngs)
+        self.final_site = layer.make_final_site(config, rngs)
         self.mixer = residual.make_mixer(config, rngs)
         self.unembedding = Unembedding(config, rngs)
 
@@ -114,12 +93,12 @@ class Decoder(nnx.Module):
         In per-device code (see `sharding.per_device`): of this device's own tokens, and with a
         `schedule` of stages of its part of their rows.
         """
-        context = attn.causal(tokens.shape[1], positions, segment_ids)
+        context = cores.causal(tokens.shape[1], positions, segment_ids)
         return self._run(tokens, context, None, schedule)[0]
 
     def decode(
-        self, tokens: Int[Array, "batch new"], cache: KVCache
-    ) -> tuple[Float[Array, "batch new vocab"], KVCache]:
+        self, tokens: Int[Array, "batch new"], cache: Cache
+    ) -> tuple[Float[Array, "batch new vocab"], Cache]:
         """Logits for the tokens that follow those in the cache, and the cache with them in it.
 
         The caller keeps `cache.length + new` within the cache's capacity.
@@ -128,25 +107,26 @@ class Decoder(nnx.Module):
           TypeError, ValueError: as `__call__`.
         """
         _check(tokens)
-        new, capacity = tokens.shape[1], cache.layers.keys.shape[2]
-        context = attn.cached(cache.length, new, capacity)
-        z, layers = self._run(tokens, context, cache.layers)
-        return self.unembedding(z), KVCache(layers, cache.length + new)
+        new = tokens.shape[1]
+        z, caches = self._run(tokens, cores.cached(cache.length, new), cache.cores)
+        return self.unembedding(z), Cache(caches, cache.length + new)
 
-    def empty_cache(self, batch: int, capacity: int) -> KVCache:
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache for `capacity` tokens of each of `batch` sequences."""
-        heads, head_dim = self.config.attention.num_heads, self.config.attention.head_dim
-        heads //= sharding.axis_size(sharding.RULES["tokens"])
-        shape = (self.config.num_layers, batch, capacity, heads, head_dim)
-        # Two arrays, so that both can be donated.
-        keys, values = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
-        return KVCache(attn.Cache(keys, values), jnp.int32(0))
+
+        def of_stack(stack, repeat):
+            caches = (one.core.empty_cache(batch, capacity, self.dtype) for one in stack)
+            stacked = lambda x: jnp.zeros((repeat, *x.shape), x.dtype)
+            return tuple(jax.tree.map(stacked, cache) for cache in caches)
+
+        repeats = (stack.repeat for stack in self.config.stacks)
+        return Cache(tuple(map(of_stack, self.stacks, repeats)), jnp.int32(0))
 
     def _run(
         self,
         tokens,
-        context: attn.Context,
-        cache: attn.Cache | None,
+        context: cores.Context,
+        caches: tuple | None,
         schedule: sharding.Schedule | None = None,
     ):
         with jax.named_scope("embedding"):
@@ -154,36 +134,13 @@ class Decoder(nnx.Module):
             embedded = self.embedding(own(tokens), own(context.query_positions), self.dtype)
             state, y = self.store.start(*embedded)
         if schedule is not None:
-            return pipelined.run_layers(self, state, y, context, schedule), None
-        if self.config.remat == "reversible" and cache is None:
-            layers = (self.layers, self.final_site)
-            z = reversible.run_layers(self.config, self.store, *layers, state, y, context)
-            return z, None
-        if isinstance(self.config.mixer, cfg.Banked):
-            return banked.run_layers(self, state, y, context, cache)
-        mixer, store = self.mixer, self.store
-        graphdef, layers = nnx.split(self.layers)
-
-        def run_layer(carry, scanned):
-            state, y = carry
-            layer, index, cache = scanned
-            layer = nnx.merge(graphdef, layer)
-            attention = attn.Attention(self.config, context, index)
-            state, z = mixer.advance(store, state, y, layer.attention_site, 2 * index)
-            with jax.named_scope("attention"):
-                y, cache = (attention(z), None) if cache is None else attention.with_cache(z, cache)
-            state, z = mixer.advance(store, state, y, layer.feed_forward_site, 2 * index + 1)
-            with jax.named_scope("feed_forward"):
-                y = layer.feed_forward(z)
-            return (state, y), cache
-
-        (state, y), cache = jax.lax.scan(
-            rematerialize(run_layer, self.config.remat),
-            mixer.start(store, state, y),
-            (layers, jnp.arange(self.config.num_layers), cache),
-        )
-        _, z = mixer.advance(store, state, y, self.final_site, 2 * self.config.num_layers)
-        return z, cache
+            z = pipelined.run_layers(self, state, y, context, schedule)
+        elif self.config.remat == "reversible" and caches is None:
+            z = reversible.run_layers(self, state, y, context)
+        else:
+            run = banked if self.config.mixer.banked else scanned
+            z, caches = run.run_layers(self, state, y, context, caches)
+        return z.whole, caches
 
 
 def _check(tokens):

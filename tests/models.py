@@ -16,21 +16,17 @@ VOCAB = 61
 
 
 def model(kind: str = "matrix", **changes) -> cfg.ModelConfig:
-    """A decoder of 3 layers with odd sizes; `changes` are fields of ModelConfig or Attention."""
+    """A decoder of 3 layers with odd sizes.
+
+    `changes` are fields of ModelConfig, those of its short form too, or of Attention.
+    """
     attention = cfg.Attention(num_heads=3, head_dim=6, positions=cfg.Learned(32))
     names = {"positions", "inverse_layer_scaling", "num_heads", "head_dim"}
     attention = replace(attention, **{k: v for k, v in changes.items() if k in names})
     stores = {"matrix": cfg.MatrixStore(key_dim=5), "vector": cfg.VectorStore(dim=20)}
-    return replace(
-        cfg.ModelConfig(
-            num_layers=3,
-            attention=attention,
-            feed_forward=cfg.FeedForward(hidden_dim=22),
-            store=stores[kind],
-            vocab_size=VOCAB,
-        ),
-        **{k: v for k, v in changes.items() if k not in names},
-    )
+    layer = (attention, cfg.FeedForward(hidden_dim=22))
+    config = cfg.ModelConfig((cfg.Stack(layer, 3),), store=stores[kind], vocab_size=VOCAB)
+    return config.replace(**{k: v for k, v in changes.items() if k not in names})
 
 
 def split(config: cfg.ModelConfig) -> tuple[nnx.GraphDef, dict]:

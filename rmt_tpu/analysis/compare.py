@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rmt_tpu import cost as resources
-from rmt_tpu.config import MatrixStore, ModelConfig, RunConfig
-from rmt_tpu.residual.vector import output_scale
+from rmt_tpu.config import ModelConfig, RunConfig
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training.metrics import read_metrics, series
 from rmt_tpu.training.plots import line_style, save_picture
@@ -134,16 +133,8 @@ def notes(configs: dict[str, RunConfig]) -> str:
 
 
 def _note(config: ModelConfig) -> str:
-    if isinstance(config.store, MatrixStore):
-        said = [
-            "keys have a scale of their own, smaller by sqrt(2L) where they write",
-            "keys decay",
-        ]
-    elif output_scale(config) < 1:
-        said = ["W_O and W_2 start smaller by sqrt(2L)"]
-    else:
-        said = []
-    return "; ".join(filter(None, [*said, config.mixer.note]))
+    starts = config.store.note if config.mixer.adds_up else ""
+    return "; ".join(filter(None, [starts, config.mixer.note]))
 
 
 # The picture ---------------------------------------------------------------------------------

@@ -30,9 +30,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rmt_tpu import config as cfg
+from rmt_tpu.cores import causal
 from rmt_tpu.data import Batch
 from rmt_tpu.decoder import Decoder
-from rmt_tpu.layers import attention as attn
+from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.loss import Loss, next_token_loss
 from rmt_tpu.training.plots import line_style, save_picture
@@ -110,7 +111,7 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
     return DepthProfile(
         tokens=round(tokens),
         loss=float(total["loss"]) / tokens,
-        writes=_names(config.num_layers)[0],
+        writes=_names(config)[0],
         output=rms("output"),
         residual=rms("residual") or None,
         gradient=rms("gradient"),
@@ -146,12 +147,9 @@ def tapped_loss(
 
 def no_taps(decoder: Decoder, batch: int, seq: int) -> list[Float[Array, "batch seq *shape"]]:
     """Zeros for `tapped_loss`."""
-    match decoder.config.store:
-        case cfg.VectorStore(dim=dim):
-            shape = (dim,)
-        case cfg.MatrixStore(key_dim=key_dim):
-            shape = (key_dim, decoder.config.attention.head_dim)
-    return [jnp.zeros((batch, seq, *shape), decoder.dtype)] * (2 * decoder.config.num_layers + 1)
+    config = decoder.config
+    zeros = jnp.zeros((batch, seq, *config.residual_shape), decoder.dtype)
+    return [zeros] * (config.num_sublayers + 1)
 
 
 def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
@@ -195,25 +193,20 @@ def unrolled(
       segment_ids: which document a token is of; None is one a row.
     """
     config = decoder.config
-    context = attn.causal(tokens.shape[1], None, segment_ids)
+    context = causal(tokens.shape[1], None, segment_ids)
     embedded = decoder.embedding(tokens, context.query_positions, decoder.dtype)
     store = _TappedStore(decoder.store, taps)
     state, y = store.start(*embedded)
-    graphdef, stacked = nnx.split(decoder.layers)
-    layers = [
-        nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], stacked))
-        for i in range(config.num_layers)
-    ]
-    sublayers = _sublayers(decoder, layers, context)
+    sublayers = _sublayers(decoder, context)
     weights: list[Array] = []
-    match config.mixer:
-        case cfg.FullAttention() | cfg.BlockAttention():
+    match config.mixer.kind:
+        case "full_attention" | "block_attention":
             z = _attend(decoder, sublayers, store, state, y, weights.append)
-        case cfg.Dense():
+        case "dense":
             z = _add_layers(decoder, sublayers, store, state, y)
         case _:
             z = _advance(decoder, sublayers, store, state, y)
-    return Trace(z, tuple(store.outputs), tuple(store.residuals), tuple(weights))
+    return Trace(z.whole, tuple(store.outputs), tuple(store.residuals), tuple(weights))
 
 
 class _TappedStore:
@@ -250,19 +243,21 @@ class _Sublayer(NamedTuple):
     """`core` between the site that reads for it and the writer of what it gives."""
 
     site: Any
-    core: Callable[[Array], Array]
+    core: Callable[[Read], Array]
     writer: Any
 
 
-def _sublayers(decoder, layers, context) -> list[_Sublayer]:
-    after = [*(layer.attention_site for layer in layers[1:]), decoder.final_site]
-    found = []
-    for index, (layer, next_site) in enumerate(zip(layers, after, strict=True)):
-        attention = attn.Attention(decoder.config, context, jnp.int32(index))
-        writer = layer.feed_forward_site.writer
-        found.append(_Sublayer(layer.attention_site, attention, writer))
-        found.append(_Sublayer(layer.feed_forward_site, layer.feed_forward, next_site.writer))
-    return found
+def _sublayers(decoder, context) -> list[_Sublayer]:
+    unstacked = []
+    for stack, of_stack in zip(decoder.stacks, decoder.config.stacks, strict=True):
+        graphdef, stacked = nnx.split(stack)
+        for i in range(of_stack.repeat):
+            unstacked += nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], stacked))
+    writers = [one.site.writer for one in unstacked[1:]] + [decoder.final_site.writer]
+    return [
+        _Sublayer(one.site, partial(one.core, context=context, index=jnp.int32(k)), writer)
+        for k, (one, writer) in enumerate(zip(unstacked, writers, strict=True))
+    ]
 
 
 def _advance(decoder, sublayers, store, state, y):
@@ -292,7 +287,7 @@ def _add_layers(decoder, sublayers, store, state, y):
 def _attend(decoder, sublayers, store, state, y, record):
     """Attention over depth: equations 2 to 6 of Attention Residuals, and its ablations."""
     config = decoder.config
-    size, sources = config.mixer.sublayers_a_block(config.num_layers), _sources(config)
+    size, sources = config.mixer.sublayers_a_block(config.num_sublayers), _sources(config)
     complete = [store.write(store.hold(state), y, sublayers[0].site.writer)]
     running = jnp.zeros_like(complete[0])
 
@@ -318,7 +313,8 @@ def _attend(decoder, sublayers, store, state, y, record):
 
 def _sources(config: cfg.ModelConfig) -> list[list[int]]:
     """What each site sees, oldest first: the embedding is 0, and block n is n, complete or not."""
-    size, sublayers = config.mixer.sublayers_a_block(config.num_layers), 2 * config.num_layers
+    sublayers = config.num_sublayers
+    size = config.mixer.sublayers_a_block(sublayers)
     window = getattr(config.mixer, "window", None)
     found = []
     for site in range(sublayers + 1):
@@ -354,18 +350,18 @@ def _weights(
 # Weights over depth --------------------------------------------------------------------------
 
 
-def _names(num_layers: int) -> tuple[list[str], list[str]]:
+def _names(config: cfg.ModelConfig) -> tuple[list[str], list[str]]:
     """Of the writes, and of the sites."""
-    sublayers = [f"{kind}{1 + layer}" for layer in range(num_layers) for kind in "AF"]
+    sublayers = [f"{core.letter}{1 + k // 2}" for k, core in enumerate(config.sublayers)]
     return ["E", *sublayers], [*sublayers, "U"]
 
 
 def _depth_weights(decoder: Decoder, means: list[np.ndarray]) -> DepthWeights | None:
     config = decoder.config
-    match config.mixer:
-        case cfg.Dense():
+    match config.mixer.kind:
+        case "dense":
             return _dense_weights(decoder.mixer)
-        case cfg.FullAttention() | cfg.BlockAttention():
+        case "full_attention" | "block_attention":
             return _attention_weights(config, means)
     return None
 
@@ -384,13 +380,13 @@ def _dense_weights(mixer) -> DepthWeights:
 
 def _attention_weights(config: cfg.ModelConfig, means: list[np.ndarray]) -> DepthWeights:
     """A block that is not complete has the column of the one it becomes."""
-    writes, sites = _names(config.num_layers)
+    writes, sites = _names(config)
     seen = _sources(config)
     mean: list[list[float | None]] = [[None] * (1 + seen[-1][-1]) for _ in sites]
     for row, indices, weights in zip(mean, seen, means, strict=True):
         for source, weight in zip(indices, weights, strict=True):
             row[source] = float(weight)
-    blocks = config.mixer.sublayers_a_block(config.num_layers) > 1
+    blocks = config.mixer.sublayers_a_block(config.num_sublayers) > 1
     sources = ["E", *(f"B{n}" for n in range(1, len(mean[0])))] if blocks else writes
     return DepthWeights(sites, sources, mean, signed=False)
 

@@ -124,9 +124,10 @@ def _more_shards(report: Preflight) -> list[Advice]:
         changed = mesh | {"data": mesh["data"] // f, "fsdp": mesh["fsdp"] * f}
         why = f"parameters and optimizer over {f} times as many devices"
         found.append(Advice(_mesh_flag(changed), why, size))
-    parts, heads = report.config.train.accumulate, model.attention.num_heads
-    tokens = 2 * mesh.get("sequence", 1)
-    divides = report.config.data.seq_len % tokens == 0 and heads % tokens == 0
+    parts, tokens = report.config.train.accumulate, 2 * mesh.get("sequence", 1)
+    heads = (count for core in model.cores for count in core.divided_heads.values())
+    sizes = [report.config.data.seq_len, *heads]
+    divides = all(size % tokens == 0 for size in sizes)
     if "sequence" in mesh and _rows(report) == parts and mesh["data"] % 2 == 0 and divides:
         changed = mesh | {"data": mesh["data"] // 2, "sequence": tokens}
         why = "half of each sequence at a time"

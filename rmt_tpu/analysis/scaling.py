@@ -32,10 +32,10 @@ def point(config: ModelConfig) -> Point:
 def resource_scaling() -> dict[str, list[Point]]:
     """GPT-2-medium shapes with residuals of 1024 numbers and more, by vector and by matrix."""
     transformer, rmt = preset("gpt2-405m"), preset("rmt-305m")
-    head_dim = rmt.attention.head_dim
+    _, vector_dim = rmt.data_shape
     return {
         "Transformer": [point(replace(transformer, store=VectorStore(s))) for s in _SIZES],
-        "RMT": [point(replace(rmt, store=MatrixStore(s // head_dim))) for s in _SIZES],
+        "RMT": [point(replace(rmt, store=MatrixStore(s // vector_dim))) for s in _SIZES],
     }
 
 

@@ -48,6 +48,7 @@ _PART_OF_WORD = {part: part for part in PARTS} | {
     "key_vector_read": "residual",
     "key_vector_forward": "residual",
     "key_vector_backward": "residual",
+    "mla": "attention",
     "attention_forward": "attention",
     "attention_backward": "attention",
 }

@@ -33,7 +33,7 @@ DTYPES = frozenset(
 )
 
 # Parameters of layers, and what an optimizer keeps of each, have this in their names.
-_LAYERS = "layers"
+_LAYERS = "stacks"
 
 Index = tuple[tuple[int, int], ...]  # start and stop on each axis: slices have no hash
 
@@ -41,7 +41,8 @@ Index = tuple[tuple[int, int], ...]  # start and stop on each axis: slices have 
 class StoredArray(NamedTuple):
     """What the manifest says about one stored array.
 
-    A typed PRNG key is stored as its uint32 key data, and `prng` names its implementation.
+    A typed PRNG key is stored as its uint32 key data, and `prng` names its implementation. `folder`
+    is where it is stored, if it was saved by another name.
     """
 
     name: str
@@ -50,6 +51,7 @@ class StoredArray(NamedTuple):
     chunk: Sequence[int]
     prng: str | None
     compression: str = "none"
+    folder: str | None = None
 
     def __str__(self) -> str:
         """All that must agree for a restore; how the array is split into chunks need not."""
@@ -68,7 +70,7 @@ class StoredArray(NamedTuple):
         """
         if str(self) == str(other):
             return True
-        if _LAYERS not in self.name.split("/") or (self.dtype, self.prng) != (other.dtype, None):
+        if _LAYERS not in other.name.split("/") or (self.dtype, self.prng) != (other.dtype, None):
             return False
         ours, theirs = stack_axes(self.shape, other.shape)
         if (ours, theirs) == (1, 1) or min(len(self.shape) - ours, len(other.shape) - theirs) < 0:
@@ -95,7 +97,10 @@ def zarr_spec(array: StoredArray, parent: dict[str, Any]) -> dict[str, Any]:
     codecs += [*COMPRESSIONS[array.compression], {"name": "crc32c"}]
     return {
         "driver": "zarr3",
-        "kvstore": {**parent, "path": f"{parent['path']}{storage.join(array.name)}/"},
+        "kvstore": {
+            **parent,
+            "path": f"{parent['path']}{storage.join(array.folder or array.name)}/",
+        },
         "metadata": {
             "shape": array.shape,
             "data_type": array.dtype,

@@ -75,6 +75,7 @@ class Checkpointer:
         retention: Retention = _RETENTION,
         compression: str = "none",
         report: Callable[[str], None] = _print,
+        renamed: Callable[[str], str] = str,
     ):
         """Opens `root` without touching it: reading needs no right to write.
 
@@ -87,6 +88,7 @@ class Checkpointer:
             save that takes long, about old steps that could not be deleted, and at the very
             end about an error of the background. Called from any thread; by default prints to
             standard error.
+          renamed: The name that an array has today, by the one that it was saved with.
 
         Raises:
           UsageError: `root` or `compression` cannot be.
@@ -96,7 +98,7 @@ class Checkpointer:
         self.root = storage.open_folder(root) if isinstance(root, str) else root
         self._context = self.root.context()
         self._retention, self._compression = retention, compression
-        self._report = report
+        self._report, self._renamed = report, renamed
         # Which COMMIT, by its generation, this object found to lead to damaged data.
         self._damaged: dict[int, Any] = {}
         self._channel: processes.Channel | None = None
@@ -356,7 +358,9 @@ class Checkpointer:
     def _read_manifest(self, step: int, commit: bytes) -> "_Found":
         attempt = Commit.from_bytes(commit).attempt
         manifest = self._read(f"{step}/{attempt}/manifest.json", MANIFEST_LIMIT)
-        return _Found(step, attempt, *unseal(manifest.data))
+        arrays, meta = unseal(manifest.data)
+        renamed = (a._replace(name=self._renamed(n), folder=n) for n, a in arrays.items())
+        return _Found(step, attempt, {array.name: array for array in renamed}, meta)
 
     def _check_fit(
         self,

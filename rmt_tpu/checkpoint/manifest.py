@@ -63,7 +63,7 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
         meta = json.loads(json.dumps(meta, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a checkpoint's meta must be JSON: {error}") from None
-    content = {"version": FORMAT_VERSION, "arrays": [a._asdict() for a in arrays], "meta": meta}
+    content = {"version": FORMAT_VERSION, "arrays": list(map(_entry, arrays)), "meta": meta}
     return json.dumps({"crc32": _checksum(content), "content": content}, indent=1).encode()
 
 
@@ -91,6 +91,10 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
     if len(named) < len(arrays) or not isinstance(meta, dict):
         raise Fault("manifest.json is damaged: it names an array twice, or has no meta")
     return named, meta
+
+
+def _entry(array: StoredArray) -> dict:
+    return {name: value for name, value in array._asdict().items() if name != "folder"}
 
 
 def _array(entry: dict) -> StoredArray:

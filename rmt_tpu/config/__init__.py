@@ -5,16 +5,21 @@ Every class of a choice carries a `kind`, the name it has in JSON and on the com
 """
 
 from rmt_tpu.config.cores import (
+    WHOLE,
     Alibi,
     Attention,
+    Core,
     FeedForward,
     Learned,
+    Mla,
     NoPositions,
+    Port,
     Positions,
     Rope,
+    Stack,
+    stacks,
 )
 from rmt_tpu.config.mixers import (
-    Banked,
     BlockAttention,
     Dense,
     DepthLstm,
@@ -53,11 +58,12 @@ from rmt_tpu.config.stores import (
 )
 
 __all__ = [
+    "WHOLE",
     "AdamW",
     "Alibi",
     "Attention",
-    "Banked",
     "BlockAttention",
+    "Core",
     "DType",
     "DataConfig",
     "Dense",
@@ -71,21 +77,25 @@ __all__ = [
     "MatrixStore",
     "Mhc",
     "MhcLite",
+    "Mla",
     "Mixer",
     "ModelConfig",
     "MuP",
     "NoPositions",
     "Parametrization",
+    "Port",
     "Positions",
     "RematPolicy",
     "Role",
     "Rope",
     "RunConfig",
     "Standard",
+    "Stack",
     "StateDType",
     "Store",
     "Sum",
     "TrainConfig",
     "VectorStore",
     "resume_rule",
+    "stacks",
 ]

@@ -1,10 +1,34 @@
-"""What sublayers compute, and how tokens know their positions."""
+"""Cores as configs: what sublayers compute, how tokens know their positions, and stacks of them.
 
+Re-exported by `rmt_tpu.config`. Each is built by a file of `rmt_tpu/cores/`. A core says what it
+reads of the residual and what it writes (its ports), and what it costs.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from rmt_tpu.config.checks import Checked, Positive, Size
 from rmt_tpu.errors import UsageError
+
+
+class Port(NamedTuple):
+    """What a site has to read for a core, or to write of it.
+
+    Attributes:
+      heads: numbers of data vectors of size `head_dim`, group by group, like queries, keys, values;
+        a vector store projects each group by a matrix, a matrix store has a key vector for each.
+      head_dim: their size.
+      whole: whether also, or only, the store's own data vectors: one of size D of a vector store,
+        R of size D_v of a matrix store.
+    """
+
+    heads: tuple[int, ...] = ()
+    head_dim: int = 0
+    whole: bool = False
+
+
+WHOLE = Port(whole=True)
 
 
 @dataclass(frozen=True)
@@ -24,10 +48,14 @@ class Alibi:
 
 @dataclass(frozen=True)
 class Rope(Checked):
-    """Queries and keys are rotated by their position, at frequencies `base^(-2 i / head_dim)`."""
+    """Queries and keys are rotated by their position, at frequencies `base^(-2 i / dims)`.
+
+    `dims` is how many of a head's first numbers are rotated; None is all of them.
+    """
 
     kind: ClassVar[str] = "rope"
     base: Positive = 10_000.0
+    dims: Size | None = None
 
 
 @dataclass(frozen=True)
@@ -42,28 +70,249 @@ Positions = Learned | Alibi | Rope | NoPositions
 
 @dataclass(frozen=True)
 class Attention(Checked):
-    """`num_heads` (H, or R in an RMT) heads of size `head_dim` (D_h, or D_v in an RMT).
+    """`num_heads` (H) heads of size `head_dim` (D_h).
 
-    `inverse_layer_scaling` divides the logits of layer l by l + 1.
+    Attributes:
+      inverse_layer_scaling: divides the logits of layer l by l + 1.
+      num_kv_heads: heads of keys and values, each for `num_heads / num_kv_heads` heads of queries
+        that lie side by side (grouped queries); None is one for each.
+      query_key_norm: queries and keys are RMS-normalised over `head_dim` with a gain, before they
+        are rotated.
+      bias: a vector is added to every query, key and value.
     """
 
+    kind: ClassVar[str] = "attention"
+    letter: ClassVar[str] = "A"
     num_heads: Size
     head_dim: Size
     positions: Positions = Learned()
     inverse_layer_scaling: bool = True
+    num_kv_heads: Size | None = None
+    query_key_norm: bool = False
+    bias: bool = False
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.positions, Rope) and self.head_dim % 2:
+        if isinstance(self.positions, Rope):
+            self._check_rope(self.positions.dims)
+        if self.num_heads % self.kv_heads:
+            legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise UsageError(
+                f"Attention.num_kv_heads={self.num_kv_heads} does not divide num_heads="
+                f"{self.num_heads}; legal: {', '.join(map(str, legal))}"
+            )
+
+    def _check_rope(self, dims: int | None):
+        if dims is None and self.head_dim % 2:
             raise UsageError(
                 f"Attention.head_dim={self.head_dim} must be even for rope positions, "
                 f"like {self.head_dim + 1}"
             )
+        if dims is not None and (dims % 2 or dims > self.head_dim):
+            raise UsageError(
+                f"Attention.positions.dims={dims} must be even and at most head_dim={self.head_dim}"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def reads(self) -> Port:
+        """Queries, keys and values of every head."""
+        heads = (self.num_heads, self.kv_heads, self.kv_heads)
+        return Port(heads=heads, head_dim=self.head_dim)
+
+    @property
+    def writes(self) -> Port:
+        """One vector a head."""
+        return Port(heads=(self.num_heads,), head_dim=self.head_dim)
+
+    @property
+    def divided_heads(self) -> dict[str, int]:
+        """By field, the heads that devices divide where they share tokens."""
+        return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
+
+    def parameters(self, width: int, read_width: int) -> int:
+        """None but gains and biases: what it multiplies with, it has read."""
+        biases = sum(self.reads.heads) if self.bias else 0
+        return (2 * self.query_key_norm + biases) * self.head_dim
+
+    def flops(self, width: int, read_width: int, seq_len: int) -> int:
+        """Of one token: logits and weighted values, and three for each softmax."""
+        return 4 * seq_len * self.num_heads * self.head_dim + 3 * seq_len * self.num_heads
 
 
 @dataclass(frozen=True)
 class FeedForward(Checked):
-    """`W_2 gelu(W_1 z)` with `hidden_dim` (D_FF) hidden neurons."""
+    """`W_2 f(W_1 z)` with `hidden_dim` (D_FF) hidden neurons.
 
+    Attributes:
+      activation: f: gelu, or its approximation by tanh; `relu(x)^2` ("relu2"); or of a gate and an
+        up projection, which are two parts of W_1: `silu(gate) * up` ("swiglu") and
+        `gelu_tanh(gate) * up` ("geglu").
+    """
+
+    kind: ClassVar[str] = "feed_forward"
+    letter: ClassVar[str] = "F"
     hidden_dim: Size
-    activation: Literal["gelu_tanh", "gelu_exact"] = "gelu_tanh"
+    activation: Literal["gelu_tanh", "gelu_exact", "relu2", "swiglu", "geglu"] = "gelu_tanh"
+
+    @property
+    def gated(self) -> bool:
+        """Whether W_1 has a gate beside the up projection."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def reads(self) -> Port:
+        """All of the store's data vectors."""
+        return WHOLE
+
+    @property
+    def writes(self) -> Port:
+        """As it reads."""
+        return WHOLE
+
+    @property
+    def divided_heads(self) -> dict[str, int]:
+        """None: tokens stay where they are."""
+        return {}
+
+    def parameters(self, width: int, read_width: int) -> int:
+        """Of W_1 and W_2, in a model whose store has data vectors of so many numbers in all."""
+        return ((1 + self.gated) * read_width + width) * self.hidden_dim
+
+    def flops(self, width: int, read_width: int, seq_len: int) -> int:
+        """Of one token: two products with matrices."""
+        return 2 * self.parameters(width, read_width)
+
+
+@dataclass(frozen=True)
+class Mla(Checked):
+    """Multi-head latent attention: `num_heads` (H) heads of size `head_dim` (D_h).
+
+    Attributes:
+      kv_rank: of the latent that keys and values of all heads are made from.
+      rope_dim: of a part that queries and keys have beside (D_r), the keys' one for all heads.
+      query_rank: of a latent for the queries; None makes them from what was read.
+      positions: whether these parts are rotated ("rope").
+    """
+
+    kind: ClassVar[str] = "mla"
+    letter: ClassVar[str] = "M"
+    num_heads: Size
+    head_dim: Size
+    kv_rank: Size
+    rope_dim: Size
+    query_rank: Size | None = None
+    positions: Rope | NoPositions = Rope()
+
+    def __post_init__(self):
+        super().__post_init__()
+        rotated = isinstance(self.positions, Rope)
+        if rotated and self.positions.dims not in (None, self.rope_dim):
+            raise UsageError(
+                f"Mla.positions.dims={self.positions.dims} must be rope_dim={self.rope_dim}"
+            )
+        if rotated and self.rope_dim % 2:
+            raise UsageError(
+                f"Mla.rope_dim={self.rope_dim} must be even for rope positions, "
+                f"like {self.rope_dim + 1}"
+            )
+
+    @property
+    def query_dim(self) -> int:
+        """Of a query, and of a key."""
+        return self.head_dim + self.rope_dim
+
+    @property
+    def reads(self) -> Port:
+        """All of the store's data vectors."""
+        return WHOLE
+
+    @property
+    def writes(self) -> Port:
+        """One vector a head."""
+        return Port(heads=(self.num_heads,), head_dim=self.head_dim)
+
+    @property
+    def divided_heads(self) -> dict[str, int]:
+        """By field, the heads that devices divide where they share tokens."""
+        return {"num_heads": self.num_heads}
+
+    def parameters(self, width: int, read_width: int) -> int:
+        """Of its matrices and norms."""
+        return self._weights(read_width) + self.kv_rank + (self.query_rank or 0)
+
+    def flops(self, width: int, read_width: int, seq_len: int) -> int:
+        """Of one token, expanded: products with matrices, logits, softmax and weighted values."""
+        of_head = 2 * self.query_dim + 2 * self.head_dim + 3
+        return 2 * self._weights(read_width) + seq_len * self.num_heads * of_head
+
+    def _weights(self, width: int) -> int:
+        queries = self.num_heads * self.query_dim
+        rank = self.query_rank
+        of_queries = width * queries if rank is None else rank * (width + queries)
+        up = self.kv_rank * 2 * self.num_heads * self.head_dim
+        return of_queries + width * (self.kv_rank + self.rope_dim) + up
+
+
+Core = Attention | FeedForward | Mla
+
+
+@dataclass(frozen=True)
+class Stack(Checked):
+    """The cores of one period's sublayers, `repeat` times over.
+
+    Parameters have a leading axis of size `repeat`, and a scan runs over it with the period
+    unrolled in its body.
+    """
+
+    cores: tuple[Core, ...]
+    repeat: Size = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.cores:
+            raise UsageError("Stack.cores is empty; legal: one core or more")
+
+    @property
+    def num_sublayers(self) -> int:
+        """Of all repeats."""
+        return len(self.cores) * self.repeat
+
+
+def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
+    """A plain list of layers, each a list of cores, as stacks: runs that repeat become one.
+
+    Of the periods that a run can begin with, the one that covers most is taken, the shortest of
+    these. A run of one layer that does not repeat is a stack of its own.
+
+        stacks([[kda, dense]] + 2 * ([[kda, experts]] * 3 + [[mla, experts]]))
+    """
+    layers = [tuple(layer) for layer in layers]
+    found: list[Stack] = []
+    start = 0
+    while start < len(layers):
+        period, repeat = max(
+            (
+                (size, _repeats(layers, start, size))
+                for size in range(1, (len(layers) - start) // 2 + 1)
+            ),
+            key=lambda of: (of[0] * of[1] if of[1] > 1 else 0, -of[0]),
+            default=(1, 1),
+        )
+        period = period if repeat > 1 else 1
+        cores = tuple(core for layer in layers[start : start + period] for core in layer)
+        found.append(Stack(cores, repeat))
+        start += period * repeat
+    return tuple(found)
+
+
+def _repeats(layers: Sequence[tuple[Core, ...]], start: int, size: int) -> int:
+    """How often the `size` layers from `start` on come one after the other."""
+    period, count = layers[start : start + size], 1
+    while layers[start + count * size : start + (count + 1) * size] == period:
+        count += 1
+    return count

@@ -6,22 +6,80 @@ equations that name it, and so differs in a comparison, is its `note`.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from math import factorial
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from rmt_tpu.config.checks import Checked, Finite, Positive, Size
 from rmt_tpu.errors import UsageError
 
 
+@runtime_checkable
+class Sizes(Protocol):
+    """What a mixer's cost depends on of a `ModelConfig`."""
+
+    num_sublayers: int
+    num_layers: int
+    residual_size: int
+
+
+class System(Checked):
+    """What a mixer's config says of it, beside its fields.
+
+    Attributes:
+      note: what it changes beside the equations that name it.
+      on_matrix: whether it is defined for a matrix store.
+      remats: legal values of `ModelConfig.remat`.
+      by_layers: whether it counts layers, of two sublayers each, and not sublayers.
+      banked: whether it keeps what was written in a bank of rows.
+      adds_up: whether what was written is added up over depth: weights that write then start
+        smaller by depth, and what sublayers read is normed.
+      second_input: what a layer's second sublayer reads, in widths of the store's data vectors;
+        beyond 1 its hidden layer is normed.
+    """
+
+    note: ClassVar[str] = ""
+    on_matrix: ClassVar[bool] = False
+    remats: ClassVar[tuple[str, ...]] = ("none", "dots", "full")
+    by_layers: ClassVar[bool] = False
+    banked: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = True
+    second_input: ClassVar[int] = 1
+
+    def check(self, num_sublayers: int, residual_size: int) -> None:
+        """Raises UsageError if the sizes do not fit a model of this depth and residual."""
+
+    def parameters(self, model: Sizes) -> int:
+        """Parameters that it learns, at the sites of a model and beside them."""
+        return 0
+
+    def flops(self, model: Sizes) -> int:
+        """What it computes for one token in a forward pass: see `rmt_tpu.cost`."""
+        return 0
+
+    def chunk_multiple(self, num_sublayers: int) -> int | None:
+        """Of how many sublayers the chunks of a pipeline are multiples; None if it has none."""
+        return 2 if self.by_layers else 1
+
+
+class _BankedSystem(System):
+    """One that keeps what was written in a bank of rows."""
+
+    on_matrix: ClassVar[bool] = True
+    remats: ClassVar[tuple[str, ...]] = ("full", "blocks")
+    banked: ClassVar[bool] = True
+
+
 @dataclass(frozen=True)
-class Sum:
+class Sum(System):
     """All writes are added up: the plain residual stream."""
 
     kind: ClassVar[str] = "sum"
-    note: ClassVar[str] = ""
+    on_matrix: ClassVar[bool] = True
+    remats: ClassVar[tuple[str, ...]] = ("none", "dots", "full", "reversible")
 
 
 @dataclass(frozen=True)
-class _DepthAttention(Checked):
+class _DepthAttention(_BankedSystem):
     """What Full and Block Attention Residuals share; the options are the ablations of Table 4.
 
     Attributes:
@@ -43,6 +101,40 @@ class _DepthAttention(Checked):
     key_gain: bool = True
     num_heads: Size = 1
     epsilon: Positive = 1e-6
+
+    def check(self, num_sublayers: int, residual_size: int) -> None:
+        """Raises UsageError if blocks, or heads, do not fit."""
+        self.sublayers_a_block(num_sublayers)
+        if residual_size % self.num_heads:
+            raise UsageError(
+                f"{type(self).__name__}.num_heads={self.num_heads} does not divide the "
+                f"residual's {residual_size} numbers"
+            )
+
+    def parameters(self, model: Sizes) -> int:
+        """Query and gain of every site; or what an ablation has instead."""
+        size = model.residual_size
+        if self.query == "scalars":
+            return sum(self.sources(model.num_sublayers))
+        projection = size**2 if self.query == "input" else 0
+        key_gain = size if self.key_norm and self.key_gain else 0
+        return (model.num_sublayers + 1) * (size + key_gain + projection)
+
+    def flops(self, model: Sizes) -> int:
+        """A logit and a weighted term of every source."""
+        size, scored = model.residual_size, self.query != "scalars"
+        projection = (model.num_sublayers + 1) * 2 * size**2 if self.query == "input" else 0
+        return sum(self.sources(model.num_sublayers)) * 2 * size * (1 + scored) + projection
+
+    def sources(self, num_sublayers: int) -> list[int]:
+        """How many sources each site attends over."""
+        block, window = self.sublayers_a_block(num_sublayers), getattr(self, "window", None)
+        done = [-(-site // block) for site in range(num_sublayers + 1)]
+        return [1 + (count if window is None else min(count, window)) for count in done]
+
+    def chunk_multiple(self, num_sublayers: int) -> int | None:
+        """A block's, of a model without ablations."""
+        return self.sublayers_a_block(num_sublayers) if self.fused else None
 
     @property
     def fused(self) -> bool:
@@ -69,12 +161,13 @@ class FullAttention(_DepthAttention):
     def fused(self) -> bool:
         return super().fused and self.window is None
 
-    def sublayers_a_block(self, num_layers: int) -> int:
+    def sublayers_a_block(self, num_sublayers: int) -> int:
         """S: every output is a block of its own."""
-        if self.window is not None and self.window > 2 * num_layers:
+        num_layers = num_sublayers // 2
+        if self.window is not None and self.window > num_sublayers:
             raise UsageError(
-                f"FullAttention.window={self.window} is more than the {2 * num_layers} sublayers "
-                f"of num_layers={num_layers}; legal: 1 to {2 * num_layers}, or null for all"
+                f"FullAttention.window={self.window} is more than the {num_sublayers} sublayers "
+                f"of num_layers={num_layers}; legal: 1 to {num_sublayers}, or null for all"
             )
         if self.phase_layers is not None and self.phase_layers > num_layers:
             raise UsageError(
@@ -111,13 +204,13 @@ class BlockAttention(_DepthAttention):
             both = " and ".join(f"{name}={getattr(self, name)}" for name in given)
             raise UsageError(f"BlockAttention.{both} both set the blocks' size; give one of them")
 
-    def sublayers_a_block(self, num_layers: int) -> int:
+    def sublayers_a_block(self, num_sublayers: int) -> int:
         """S, of a model of this depth.
 
         Raises:
           UsageError: the blocks do not fit the depth.
         """
-        sublayers = 2 * num_layers
+        sublayers, num_layers = num_sublayers, num_sublayers // 2
         for name, size in (
             ("sublayers_per_block", self.sublayers_per_block),
             ("layers_per_block", self.layers_per_block and 2 * self.layers_per_block),
@@ -144,7 +237,7 @@ class BlockAttention(_DepthAttention):
 
 
 @dataclass(frozen=True)
-class Dense(Checked):
+class Dense(_BankedSystem):
     """DenseFormer: a layer reads a learned weighted sum of all layers' outputs.
 
     Attributes:
@@ -153,13 +246,23 @@ class Dense(Checked):
     """
 
     kind: ClassVar[str] = "dense"
+    by_layers: ClassVar[bool] = True
     note: ClassVar[str] = "starts as the plain model; its weights over depth do not decay"
     dilation: Size = 1
     period: Size = 1
 
+    def parameters(self, model: Sizes) -> int:
+        """A number for every output that an average has."""
+        ends = range(self.period, model.num_layers + 1, self.period)
+        return sum((end + self.dilation) // self.dilation for end in ends)
+
+    def flops(self, model: Sizes) -> int:
+        """A weighted term of each."""
+        return 2 * model.residual_size * self.parameters(model)
+
 
 @dataclass(frozen=True)
-class HyperConnections(Checked):
+class HyperConnections(System):
     """Hyper-connections: `streams` (m) residual vectors, with learned reads, writes and mixing.
 
     Attributes:
@@ -176,9 +279,41 @@ class HyperConnections(Checked):
     dynamic: bool = True
     tanh: bool = True
 
+    def parameters(self, model: Sizes) -> int:
+        """Static coefficients; a gain, a projection and two scales."""
+        m, size = self.streams, model.residual_size
+        return model.num_sublayers * (m * (m + 2) + (size + size * (m + 2) + 2) * self.dynamic)
+
+    def flops(self, model: Sizes) -> int:
+        """Of the projection and the streams."""
+        m, size = self.streams, model.residual_size
+        projection = 2 * m * size * (m + 2) if self.dynamic else 0
+        return model.num_sublayers * (projection + _streams_flops(m, size))
+
+
+class _Projected(System):
+    """Hyper-connections whose coefficients are of one projection of all streams."""
+
+    @property
+    def coefficients(self) -> int:
+        """Of a site, before they are made legal."""
+        raise NotImplementedError
+
+    def parameters(self, model: Sizes) -> int:
+        """The norm's gain, the projection, its biases, and three scales."""
+        streams_size = self.streams * model.residual_size
+        of_site = streams_size * (1 + self.coefficients) + self.coefficients + 3
+        return model.num_sublayers * of_site
+
+    def flops(self, model: Sizes) -> int:
+        """Of the projection and the streams."""
+        m, size = self.streams, model.residual_size
+        projection = 2 * m * size * self.coefficients
+        return model.num_sublayers * (projection + _streams_flops(m, size))
+
 
 @dataclass(frozen=True)
-class Mhc(Checked):
+class Mhc(_Projected):
     """mHC: hyper-connections whose mixing matrix Sinkhorn's iteration makes doubly stochastic."""
 
     kind: ClassVar[str] = "mhc"
@@ -188,9 +323,14 @@ class Mhc(Checked):
     streams: Size = 4
     rounds: Size = 20
 
+    @property
+    def coefficients(self) -> int:
+        """Reads, writes and the mixing matrix."""
+        return self.streams * (2 + self.streams)
+
 
 @dataclass(frozen=True)
-class MhcLite(Checked):
+class MhcLite(_Projected):
     """mHC-lite: the mixing matrix is a convex combination of all `streams!` permutations.
 
     Attributes:
@@ -217,9 +357,19 @@ class MhcLite(Checked):
                 "legal: 1 to 6"
             )
 
+    @property
+    def coefficients(self) -> int:
+        """Reads, writes and the permutations' weights."""
+        return 2 * self.streams + factorial(self.streams)
+
+    def flops(self, model: Sizes) -> int:
+        """With the sum of the permutations."""
+        permutations = 2 * factorial(self.streams) * self.streams**2
+        return super().flops(model) + model.num_sublayers * permutations
+
 
 @dataclass(frozen=True)
-class Highway:
+class Highway(System):
     """Highway Transformer: a self-gating unit beside every sublayer.
 
     Attributes:
@@ -235,9 +385,17 @@ class Highway:
     activation: Literal["sigmoid", "tanh"] = "sigmoid"
     form: Literal["add", "carry", "gated"] = "add"
 
+    def parameters(self, model: Sizes) -> int:
+        """W_1 and W_2 of every unit."""
+        return model.num_sublayers * 2 * model.residual_size**2
+
+    def flops(self, model: Sizes) -> int:
+        """Products with them."""
+        return 2 * self.parameters(model)
+
 
 @dataclass(frozen=True)
-class DepthLstm(Checked):
+class DepthLstm(System):
     """Depth-wise LSTM: a cell per layer in place of residuals; it holds the feed-forward layer.
 
     Attributes:
@@ -246,15 +404,27 @@ class DepthLstm(Checked):
     """
 
     kind: ClassVar[str] = "depth_lstm"
+    by_layers: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
+    second_input: ClassVar[int] = 2
     note: ClassVar[str] = (
         "W_O and W_2 do not start smaller by depth; gates decay and have no biases"
     )
     forget_offset: Finite = 0.0
     cell_start: Literal["zero", "embedding"] = "zero"
 
+    def parameters(self, model: Sizes) -> int:
+        """Gates, their norms, and the norm within the feed-forward layer."""
+        size = model.residual_size
+        return model.num_layers * (6 * size**2 + 3 * size + model.feed_forward.hidden_dim)
+
+    def flops(self, model: Sizes) -> int:
+        """Of the gates."""
+        return model.num_layers * 12 * model.residual_size**2
+
 
 @dataclass(frozen=True)
-class Hierarchical(Checked):
+class Hierarchical(System):
     """Hierarchical aggregation: a node above every `every` layers feeds the next ones.
 
     Attributes:
@@ -264,10 +434,38 @@ class Hierarchical(Checked):
     """
 
     kind: ClassVar[str] = "hierarchical"
+    by_layers: ClassVar[bool] = True
     note: ClassVar[str] = "nodes, which norm the sum, decay and have no biases"
     hidden_dim: Size = 128
     every: Size = 2
     shared: bool = False
+
+    def check(self, num_sublayers: int, residual_size: int) -> None:
+        """Raises UsageError if the first node is above the last layer."""
+        if self.every > num_sublayers // 2:
+            raise UsageError(
+                f"Hierarchical.every={self.every} is more than num_layers={num_sublayers // 2}"
+            )
+
+    def parameters(self, model: Sizes) -> int:
+        """Of the nodes, or of those that differ."""
+        nodes, size = self.node_inputs(model.num_layers), model.residual_size
+        kept = set(nodes) if self.shared else nodes
+        return sum((inputs + 1) * size * self.hidden_dim + size for inputs in kept)
+
+    def flops(self, model: Sizes) -> int:
+        """Of all nodes."""
+        nodes = self.node_inputs(model.num_layers)
+        return sum(2 * (inputs + 1) * model.residual_size * self.hidden_dim for inputs in nodes)
+
+    def node_inputs(self, num_layers: int) -> list[int]:
+        """How many residuals each node has below it."""
+        return [self.every + (node > 0) for node in range(num_layers // self.every)]
+
+
+def _streams_flops(streams: int, size: int) -> int:
+    """A read, a write and the mixing of hyper-connections."""
+    return 2 * size * (streams**2 + 2 * streams)
 
 
 Mixer = (
@@ -282,5 +480,3 @@ Mixer = (
     | DepthLstm
     | Hierarchical
 )
-# Mixers that keep what was written in a bank of rows.
-Banked = FullAttention | BlockAttention | Dense

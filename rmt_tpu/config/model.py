@@ -1,18 +1,21 @@
 """A decoder, and its parametrisations."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, get_args
 
 from rmt_tpu.config.checks import LARGEST_SIZE, Checked, Positive, Size
-from rmt_tpu.config.cores import Attention, FeedForward
-from rmt_tpu.config.mixers import (
-    Banked,
-    BlockAttention,
-    FullAttention,
-    Hierarchical,
-    Mixer,
-    Sum,
+from rmt_tpu.config.cores import (
+    WHOLE,
+    Attention,
+    Core,
+    FeedForward,
+    Learned,
+    Port,
+    Stack,
 )
+from rmt_tpu.config.mixers import Mixer, Sum
 from rmt_tpu.config.resume import changeable
 from rmt_tpu.config.stores import DType, MatrixStore, Store, VectorStore
 from rmt_tpu.errors import UsageError, shown
@@ -53,7 +56,11 @@ Parametrization = Standard | MuP
 class ModelConfig(Checked):
     """A decoder. Symbols in the paper: `num_layers` L, `vocab_size` V.
 
+    A model of one repeated layer, of two cores of different kinds, has a short form, in JSON and in
+    `replace`: `num_layers` in place of the stack's `repeat`, and each core under its kind.
+
     Attributes:
+      stacks: of the cores that sublayers compute, in the order of depth; see `config.stacks`.
       norm: over a token's whole residual, before every read, with a gain and no bias.
       norm_epsilon: added to the variance or mean square.
       init_std: weights are drawn with standard deviation `init_std / sqrt(fan in)`, embeddings
@@ -68,9 +75,7 @@ class ModelConfig(Checked):
         alone, for a second forward pass.
     """
 
-    num_layers: Size
-    attention: Attention
-    feed_forward: FeedForward
+    stacks: tuple[Stack, ...]
     store: Store
     mixer: Mixer = Sum()
     vocab_size: Size = 50257
@@ -81,11 +86,20 @@ class ModelConfig(Checked):
     compute_dtype: DType = changeable("auto")
     remat: RematPolicy = changeable("full")
 
+    # Names of the short form.
+    short_names: ClassVar[dict[str, Any]] = {
+        "num_layers": int,
+        **{core.kind: core for core in get_args(Core)},
+    }
+
     def __post_init__(self):
         super().__post_init__()
+        if not self.stacks:
+            raise UsageError("ModelConfig.stacks is empty; legal: one stack or more")
+        self._check_ports()
         self._check_sizes()
-        dtype = self.store.dtype
         self._check_mixer()
+        dtype = self.store.dtype
         if self.remat == "reversible" and isinstance(self.store, VectorStore):
             raise UsageError(
                 "ModelConfig.remat='reversible' needs a matrix store; legal for a vector store: "
@@ -102,9 +116,35 @@ class ModelConfig(Checked):
                 f"is {self.remat!r}; legal: auto, float32, bfloat16, float64"
             )
 
+    def _check_ports(self):
+        """What is written and read fits the store, and a stack's first site every repeat."""
+        matrix = isinstance(self.store, MatrixStore)
+        size = self.data_shape[1]
+        before = WHOLE  # the embedding writes
+        for index, stack in enumerate(self.stacks):
+            if stack.repeat > 1 and self._written(before) != self._written(stack.cores[-1].writes):
+                raise UsageError(
+                    f"ModelConfig.stacks.{index} repeats, and its last core writes otherwise than "
+                    "what comes before it; legal: its first period as a stack of its own"
+                )
+            for core in stack.cores:
+                for port in (core.reads, core.writes):
+                    if matrix and port.heads and port.head_dim != size:
+                        raise UsageError(
+                            f"ModelConfig.{core.kind}.head_dim={port.head_dim} must be the size of "
+                            f"the residual's data vectors, store.vector_dim={size}"
+                        )
+                before = core.writes
+
+    def _written(self, port: Port) -> int:
+        """Data vectors of a write: for a matrix store, how many keys it takes."""
+        return sum(port.heads) + port.whole * self.data_shape[0]
+
     def _check_sizes(self):
+        by_heads = isinstance(self.store, MatrixStore) and self.store.vectors is None
+        width = "attention.num_heads * attention.head_dim" if by_heads else "store's width"
         for what, size in {
-            "attention.num_heads * attention.head_dim": self.width,
+            width: self.width,
             "store.key_dim * attention.head_dim": self.residual_size,
         }.items():
             if size > LARGEST_SIZE:
@@ -114,42 +154,144 @@ class ModelConfig(Checked):
 
     def _check_mixer(self):
         mixer, kind = self.mixer, self.mixer.kind
-        banked = isinstance(mixer, Banked)
-        if isinstance(mixer, FullAttention | BlockAttention):
-            mixer.sublayers_a_block(self.num_layers)
-            if self.residual_size % mixer.num_heads:
-                raise UsageError(
-                    f"{type(mixer).__name__}.num_heads={mixer.num_heads} does not divide the "
-                    f"residual's {self.residual_size} numbers"
-                )
-        if isinstance(self.store, MatrixStore) and not (banked or isinstance(mixer, Sum)):
+        if mixer.by_layers and any(len(stack.cores) % 2 for stack in self.stacks):
+            raise UsageError(
+                f"ModelConfig.mixer={kind} counts layers of two sublayers; legal: stacks whose "
+                "periods have an even number of cores"
+            )
+        if mixer.second_input > 1 and any(getattr(c, "gated", False) for c in self.cores):
+            raise UsageError(
+                f"ModelConfig.mixer={kind} norms the hidden layer, which has no gate; legal for "
+                "feed_forward.activation: gelu_tanh, gelu_exact, relu2"
+            )
+        mixer.check(self.num_sublayers, self.residual_size)
+        if isinstance(self.store, MatrixStore) and not mixer.on_matrix:
             raise UsageError(
                 f"ModelConfig.mixer={kind} is defined for a vector store only; legal for a matrix "
-                "store: sum, full_attention, block_attention, dense"
+                f"store: {', '.join(m.kind for m in get_args(Mixer) if m.on_matrix)}"
             )
-        if isinstance(mixer, Hierarchical) and mixer.every > self.num_layers:
-            raise UsageError(
-                f"Hierarchical.every={mixer.every} is more than num_layers={self.num_layers}"
-            )
-        legal: tuple[str, ...] = ("full", "blocks") if banked else ("none", "dots", "full")
-        legal += ("reversible",) if isinstance(mixer, Sum) else ()
-        if self.remat not in legal:
+        if self.remat not in mixer.remats:
             raise UsageError(
                 f"ModelConfig.remat={self.remat!r} is not for mixer={kind}; legal: "
-                f"{', '.join(legal)}"
+                f"{', '.join(mixer.remats)}"
             )
+
+    # The short form -----------------------------------------------------------------------------
+
+    def short_form(self) -> dict[str, Any]:
+        """Fields by name, with those of the short form in place of `stacks` if there is one."""
+        rest = {f.name: getattr(self, f.name) for f in fields(self)}
+        layer = self.stacks[0].cores
+        if len(self.stacks) > 1 or len(layer) != 2 or layer[0].kind == layer[1].kind:
+            return rest
+        del rest["stacks"]
+        return {"num_layers": self.stacks[0].repeat, **{c.kind: c for c in layer}, **rest}
+
+    @classmethod
+    def from_short(cls, **values: Any) -> "ModelConfig":
+        """The config of these fields, of which some may be those of the short form.
+
+        Raises:
+          UsageError: they are no layer of two cores and a number of them.
+        """
+        given = {name: values.pop(name) for name in list(values) if name in cls.short_names}
+        if not given:
+            return cls(**values)
+        if "stacks" in values:
+            raise UsageError(
+                f"ModelConfig.{next(iter(given))} and ModelConfig.stacks both set what sublayers "
+                "compute; give one of them"
+            )
+        num_layers = given.pop("num_layers", None)
+        if num_layers is None or len(given) != 2:
+            raise UsageError(
+                "ModelConfig needs num_layers and the two cores of a layer, like attention and "
+                f"feed_forward, or stacks; it has {', '.join(given) or 'no core'}"
+                + ("" if num_layers is None else f" and num_layers={num_layers}")
+            )
+        try:
+            stack = Stack(tuple(given.values()), num_layers)
+        except UsageError as error:
+            raise UsageError(str(error).replace("Stack.repeat", "ModelConfig.num_layers")) from None
+        return cls(stacks=(stack,), **values)
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        """The config with other values of fields, also of those of the short form."""
+        if "stacks" in changes:
+            return replace(self, **changes)
+        return self.from_short(**(self.short_form() | changes))
+
+    # What follows from it -----------------------------------------------------------------------
+
+    @property
+    def sublayers(self) -> Iterator[Core]:
+        """The core of every sublayer, in the order of depth."""
+        for stack in self.stacks:
+            for _ in range(stack.repeat):
+                yield from stack.cores
+
+    @property
+    def num_sublayers(self) -> int:
+        """Of all stacks: 2L in the papers' models."""
+        return sum(stack.num_sublayers for stack in self.stacks)
+
+    @property
+    def num_layers(self) -> int:
+        """L: a layer is two sublayers."""
+        return self.num_sublayers // 2
+
+    @property
+    def attention(self) -> Attention:
+        """The model's attention, if it has one and no other."""
+        return self._core(Attention)
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """The model's feed-forward layer, if it has one and no other."""
+        return self._core(FeedForward)
+
+    def _core(self, cls: type) -> Any:
+        found = self.of_kind(cls.kind)
+        if len(found) != 1:
+            raise AttributeError(f"the model has {len(found)} different cores {cls.kind!r}")
+        return found[0]
+
+    @property
+    def cores(self) -> tuple[Core, ...]:
+        """The different cores, in the order of depth."""
+        return tuple(dict.fromkeys(core for stack in self.stacks for core in stack.cores))
+
+    def of_kind(self, kind: str) -> tuple[Core, ...]:
+        """Those of a kind."""
+        return tuple(core for core in self.cores if core.kind == kind)
+
+    @property
+    def learned_positions(self) -> Learned | None:
+        """Those that are written with the embedding, if a core asks for them."""
+        asked = {getattr(core, "positions", None) for core in self.cores}
+        learned = [positions for positions in asked if isinstance(positions, Learned)]
+        return max(learned, key=lambda p: p.max_length, default=None)
 
     @property
     def data_shape(self) -> tuple[int, int]:
-        """Number and size of the data vectors that an embedding or feed-forward layer writes.
+        """Number and size of the data vectors that the embedding writes and a whole read gives.
 
         One vector of size D in the Transformer, R vectors of size D_v in an RMT.
         """
         match self.store:
             case VectorStore(dim=dim):
                 return 1, dim
-            case MatrixStore():
-                return self.attention.num_heads, self.attention.head_dim
+            case MatrixStore(vectors=vectors, vector_dim=vector_dim):
+                if vectors is not None and vector_dim is not None:
+                    return vectors, vector_dim
+                ports = (port for core in self.cores for port in (core.reads, core.writes))
+                port = next((port for port in ports if port.heads), None)
+                if port is None:
+                    raise UsageError(
+                        "MatrixStore.vectors and MatrixStore.vector_dim are needed where no core "
+                        "has heads"
+                    )
+                return vectors or port.heads[0], vector_dim or port.head_dim
 
     @property
     def width(self) -> int:
@@ -160,11 +302,16 @@ class ModelConfig(Checked):
     @property
     def residual_size(self) -> int:
         """Numbers in one token's residual: D, or `D_k * D_v` in an RMT."""
+        return math.prod(self.residual_shape)
+
+    @property
+    def residual_shape(self) -> tuple[int, ...]:
+        """Of one token's residual: (D,), or (D_k, D_v) in an RMT."""
         match self.store:
             case VectorStore(dim=dim):
-                return dim
+                return (dim,)
             case MatrixStore(key_dim=key_dim):
-                return key_dim * self.attention.head_dim
+                return key_dim, self.data_shape[1]
 
     @property
     def width_ratio(self) -> float:

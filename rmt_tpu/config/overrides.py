@@ -11,12 +11,26 @@ from rmt_tpu.errors import UsageError, shown, unknown
 Config = TypeVar("Config")
 
 
-def to_json(config: Any) -> Any:
-    """A config as plain JSON values; a class out of a choice carries its `kind`."""
+def to_json(config: Any, *, short: bool = True) -> Any:
+    """A config as plain JSON values; a class out of a choice carries its `kind`.
+
+    `short` takes the short form of what has one (see `ModelConfig`).
+    """
+    if isinstance(config, tuple):
+        return [to_json(item, short=short) for item in config]
     if not dataclasses.is_dataclass(config):
-        return list(config) if isinstance(config, tuple) else config
+        return config
     values = {"kind": config.kind} if hasattr(config, "kind") else {}
-    return values | {f.name: to_json(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    of_short = getattr(type(config), "short_names", {}) if short else {}
+    if of_short:
+        parts = config.short_form()
+    else:
+        parts = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    for name, part in parts.items():
+        values[name] = to_json(part, short=short)
+        if name in of_short and isinstance(values[name], dict):
+            del values[name]["kind"]  # its name says it
+    return values
 
 
 def from_json(cls: type[Config], values: Any) -> Config:
@@ -48,19 +62,56 @@ def apply(config: Config, overrides: dict[str, Any]) -> Config:
     Raises:
       UsageError: a path or value is not legal; the message names it and what is.
     """
-    values = to_json(config)
+    whole = any(_WHOLE_FORM in path.split(".") for path in overrides)
+    values = to_json(config, short=not whole)
     for path, value in overrides.items():
-        *parents, last = path.split(".")
-        node = values
-        for depth, key in enumerate(parents, start=1):
-            child = node.setdefault(key, {})
-            if isinstance(child, str):  # a choice, just given by its kind
-                child = node[key] = {"kind": child}
-            if not isinstance(child, dict):
-                raise UsageError(f"{path}: {'.'.join(parents[:depth])} is a value without fields")
-            node = child
-        node[last] = value
+        for node, key in _places(values, path.split("."), path):
+            node[key] = value
     return from_json(type(config), values)
+
+
+# A part of a path which only the whole form has.
+_WHOLE_FORM = "stacks"
+
+
+def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
+    """Where in `node` the value at a path is: `holder[key]` of each.
+
+    A name that a node does not have stands for all that are of this kind in the lists below it.
+    """
+    if isinstance(node, list):
+        if not keys[0].isdecimal() or int(keys[0]) >= len(node):
+            legal = ", ".join(map(str, range(len(node))))
+            raise UsageError(f"{path}: {keys[0]} is none of the list's; legal: {legal}")
+        found = [(node, int(keys[0]))]
+    elif keys[0] in node:
+        found = [(node, keys[0])]
+    else:
+        found = _of_kind(node, keys[0]) or [(node, keys[0])]
+    if len(keys) == 1:
+        return found
+    places = []
+    for holder, key in found:
+        child = holder.setdefault(key, {}) if isinstance(holder, dict) else holder[key]
+        if isinstance(child, str):  # a choice, just given by its kind
+            child = holder[key] = {"kind": child}
+        if not isinstance(child, dict | list):
+            done = path.split(".")[: 1 - len(keys)]
+            raise UsageError(f"{path}: {'.'.join(done)} is a value without fields")
+        places += _places(child, keys[1:], path)
+    return places
+
+
+def _of_kind(node: Any, kind: str) -> list[tuple[Any, Any]]:
+    """Where the objects of a kind are, in the lists below a node."""
+    found = []
+    for values in (v for v in node.values() if isinstance(v, list)):
+        for index, item in enumerate(values):
+            if isinstance(item, dict) and item.get("kind") == kind:
+                found.append((values, index))
+            elif isinstance(item, dict):
+                found += _of_kind(item, kind)
+    return found
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -87,10 +138,15 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
             for key in keys
             for line in differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        return [line for i, pair in pairs for line in differences(*pair, f"{path}.{i}")]
     return [] if old == new else [f"{path} is {_short(old)} there, {_short(new)} here"]
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return "[...]"
     return "{...}" if isinstance(value, dict) else json.dumps(value)
 
 
@@ -111,7 +167,13 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
         items = [v for v in value.split(",") if v] if isinstance(value, str) else value
         if not isinstance(items, list):
             raise UsageError(f"{path}={shown(value)} must be a list")
-        return tuple(_parse(typing.get_args(annotation)[0], item, path) for item in items)
+        (of_items, *_), named = typing.get_args(annotation), isinstance(value, list)
+        if not dataclasses.is_dataclass(of_items) and typing.get_origin(of_items) is Literal:
+            named = False  # plain values are known by their list's name
+        return tuple(
+            _parse(of_items, item, f"{path}.{index}" if named else path)
+            for index, item in enumerate(items)
+        )
     if dataclasses.is_dataclass(annotation):
         if hasattr(annotation, "kind"):  # a choice of one
             return _parse_choice((annotation,), value, path)
@@ -132,16 +194,20 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
     if not isinstance(values, dict):
         what = f"{path}={shown(values)}" if path else "the config"
         raise UsageError(f"{what} must be an object of fields")
-    hints = typing.get_type_hints(cls)
+    short = getattr(cls, "short_names", {})
+    hints = typing.get_type_hints(cls) | short
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
-        if key not in fields:
-            raise UsageError(unknown(f"field of {path or 'the config'}", key, fields))
+        if key not in fields | short:
+            raise UsageError(unknown(f"field of {path or 'the config'}", key, fields | short))
+    in_short = [name for name in short if name in values]
     needed = [
         name
         for name, f in fields.items()
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
+    if in_short:
+        needed = [name for name in needed if name != _WHOLE_FORM]
     if missing := [name for name in needed if name not in values]:
         if not path:
             raise UsageError(f"the config has no {' and no '.join(missing)}")
@@ -149,9 +215,14 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
         example = json.dumps(kind | dict.fromkeys(missing, 64))
         raise UsageError(f"{path} needs {', '.join(missing)}, like {path}={example}")
     join = lambda name: f"{path}.{name}" if path else name
-    parsed = {name: _parse(hints[name], v, join(name)) for name, v in values.items()}
+    parsed = {}
+    for name, value in values.items():
+        if name in in_short and dataclasses.is_dataclass(hints[name]):  # its name says its kind
+            parsed[name] = _parse_fields(hints[name], value, join(name))
+        else:
+            parsed[name] = _parse(hints[name], value, join(name))
     try:
-        return cls(**parsed)
+        return cls.from_short(**parsed) if in_short else cls(**parsed)
     except UsageError as error:  # it names its class; whoever gave the value knows it by its path
         raise UsageError(str(error).replace(f"{cls.__name__}.", join(""))) from None
 

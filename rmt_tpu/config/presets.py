@@ -11,6 +11,7 @@ and RoPE, and GPT-2's vocabulary. So their parameters and losses are not the pap
 
 from dataclasses import replace
 
+from rmt_tpu import cost
 from rmt_tpu.config import (
     AdamW,
     Alibi,
@@ -32,6 +33,7 @@ from rmt_tpu.config import (
     Positions,
     Rope,
     RunConfig,
+    Stack,
     Store,
     TrainConfig,
     VectorStore,
@@ -50,13 +52,9 @@ def _model(
     positions: Positions = _PAPER_POSITIONS,
     **options,
 ) -> ModelConfig:
-    return ModelConfig(
-        num_layers=layers,
-        attention=Attention(num_heads=heads, head_dim=head_dim, positions=positions),
-        feed_forward=FeedForward(hidden_dim=hidden_dim),
-        store=store,
-        **options,
-    )
+    attention = Attention(num_heads=heads, head_dim=head_dim, positions=positions)
+    layer = (attention, FeedForward(hidden_dim=hidden_dim))
+    return ModelConfig(stacks=(Stack(layer, layers),), store=store, **options)
 
 
 _MODELS = {
@@ -122,6 +120,37 @@ for _size, (_layers, _width, _expert, *_, _block) in _DEPTH_ROWS.items():
         f"attnres-full-{_size}": replace(_row, mixer=FullAttention()),
     }
 
+# What people train today, after Llama 3 (Grattafiori et al. 2024): RMSNorm, RoPE, SwiGLU, grouped
+# queries; with GPT-2's vocabulary and no tied embedding. Layers, width, heads of 64, heads of keys
+# and values, D_FF; D_k of the same on a matrix store, and its parameters. llama-1.2b has the shape
+# of Llama 3.2 1B.
+_LLAMA_ROWS = {
+    "153m": (12, 768, 12, 4, 2048, 32, "134m"),
+    "374m": (24, 1024, 16, 4, 2816, 64, "311m"),
+    "1.2b": (16, 2048, 32, 8, 8192, 64, "1b"),
+}
+
+
+def _llama(layers: int, store: Store, heads: int, kv_heads: int, head_dim: int, hidden_dim: int):
+    attention = Attention(
+        heads, head_dim, Rope(500_000.0), inverse_layer_scaling=False, num_kv_heads=kv_heads
+    )
+    layer = (attention, FeedForward(hidden_dim, "swiglu"))
+    return ModelConfig((Stack(layer, layers),), store, norm="rmsnorm", norm_epsilon=1e-5)
+
+
+_LLAMA_MODELS: dict[str, ModelConfig] = {}
+for _size, (_layers, _width, _heads, _kv_heads, _hidden, _key_dim, _small) in _LLAMA_ROWS.items():
+    _vector = _llama(_layers, VectorStore(_width), _heads, _kv_heads, 64, _hidden)
+    _matrix = replace(_vector, store=MatrixStore(_key_dim))
+    _LLAMA_MODELS |= {
+        f"llama-{_size}": _vector,
+        f"llama-attnres-{_size}": replace(_vector, mixer=BlockAttention(num_blocks=8)),
+        f"rmt-llama-{_small}": _matrix,
+        f"rmt-llama-attnres-{_small}": replace(_matrix, mixer=BlockAttention(num_blocks=8)),
+    }
+_MODELS |= _LLAMA_MODELS
+
 # ALiBi, as in the RMT authors' code: learned positions take longer than these have, and RoPE turns
 # pairs of numbers that key vectors, unlike matrices, cannot choose. Their tokens are bytes and BOS:
 # most of so small a model would be GPT-2's vocabulary.
@@ -141,6 +170,13 @@ _DEPTH_MIXERS = {
 }
 _TINY |= {f"{n}-tiny": replace(_TINY["gpt2-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
 _TINY |= {f"rmt-{n}-tiny": replace(_TINY["rmt-tiny"], mixer=m) for n, m in _DEPTH_MIXERS.items()}
+
+_LLAMA_TINY = replace(_llama(4, VectorStore(128), 4, 2, 32, 352), vocab_size=_BYTES)
+_TINY |= {
+    "llama-tiny": _LLAMA_TINY,
+    "llama-attnres-tiny": replace(_LLAMA_TINY, mixer=BlockAttention(num_blocks=4)),
+    "rmt-llama-tiny": replace(_LLAMA_TINY, store=MatrixStore(16)),
+}
 
 # Batch size and training tokens, at 512 tokens a sequence: of Tables 8 and 9. Figure 6 (C.3) and
 # Table 10 (C.4) are 50,000 steps; C.4 prints 5,000, which are not its 1.6e9 tokens.
@@ -188,6 +224,10 @@ _ABOUT = {
     "attnres": "Block Attention Residuals",
     "attnres-full": "Full Attention Residuals",
     "prenorm": "Transformer with RMSNorm and RoPE",
+    "llama": "Transformer of today: RMSNorm, RoPE, SwiGLU, grouped queries",
+    "llama-attnres": "Block Attention Residuals in a Transformer of today",
+    "rmt-llama": "Residual Matrix Transformer with the cores of today",
+    "rmt-llama-attnres": "Block Attention Residuals on a residual matrix, with the cores of today",
     "rmt-attnres": "Block Attention Residuals on a residual matrix",
     "rmt-attnres-full": "Full Attention Residuals on a residual matrix",
     "rmt-denseformer": "DenseFormer on a residual matrix",
@@ -203,6 +243,8 @@ def about(name: str) -> str:
         return f"{_ABOUT['attnres']} in gpt2-405m, 8 blocks"
     if name.startswith("rmt-134m-k"):
         return f"{_ABOUT['rmt']}; RMT paper, Figure 6, D_k {_MODELS[name].store.key_dim}"
+    if name in _LLAMA_MODELS:
+        return f"{system}; after Llama 3"
     if name.rpartition("-")[2] in _DEPTH_ROWS:
         return f"{system}; dense, after Kimi Team, Table 2"
     if name in _BUDGETS:
@@ -215,8 +257,11 @@ def run(name: str) -> RunConfig:
     model = preset(name)
     if name in _TINY:
         return _tiny_run(model)
-    if isinstance(model.attention.positions, Rope):
-        return _depth_run(model, name.rpartition("-")[2])
+    size = name.rpartition("-")[2]
+    if size in _DEPTH_ROWS:
+        return _depth_run(model, size)
+    if name in _LLAMA_MODELS:
+        return _llama_run(model)
     batch_size, tokens = _BUDGETS.get(name, (64, 1.7e9))
     train = TrainConfig(steps=round(tokens / (batch_size * 512)), batch_size=batch_size)
     if name.startswith(_SWEEPS):
@@ -232,6 +277,17 @@ def _depth_run(model: ModelConfig, size: str) -> RunConfig:
         optimizer=AdamW(learning_rate=rate),
     )
     return RunConfig(model=model, train=train, data=DataConfig(seq_len=8192))
+
+
+def _llama_run(model: ModelConfig) -> RunConfig:
+    """Twenty tokens a parameter, in batches of half a million."""
+    batch_size, seq_len = 256, 2048
+    train = TrainConfig(
+        steps=round(20 * sum(cost.parameters(model).values()) / (batch_size * seq_len)),
+        batch_size=batch_size,
+        optimizer=AdamW(learning_rate=1e-3, weight_decay=0.1),
+    )
+    return RunConfig(model=model, train=train, data=DataConfig(seq_len=seq_len))
 
 
 def _tiny_run(model: ModelConfig) -> RunConfig:

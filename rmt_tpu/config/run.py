@@ -137,7 +137,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self):
-        match self.model.attention.positions:
+        match self.model.learned_positions:
             case Learned(max_length=max_length) if self.data.seq_len > max_length:
                 raise UsageError(
                     f"--seq_len={self.data.seq_len} is beyond the model's {max_length} learned "

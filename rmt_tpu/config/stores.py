@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Checked, FractionBits, Size
+from rmt_tpu.config.cores import Port
 from rmt_tpu.config.resume import changeable
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
@@ -12,18 +13,34 @@ StateDType = Literal["auto", "float32", "bfloat16", "float64", "int16"]
 
 @dataclass(frozen=True)
 class VectorStore(Checked):
-    """A vector of size `dim` (D): the Transformer. `dtype` "auto" is the compute dtype."""
+    """A vector of size `dim` (D): the Transformer. `dtype` "auto" is the compute dtype.
+
+    A store's `note` is what it changes beside its equations, and so differs in a comparison;
+    `has_keys` is whether it has a D_k, which the mesh's axis `key` divides.
+    """
 
     kind: ClassVar[str] = "vector"
+    note: ClassVar[str] = "W_O and W_2 start smaller by sqrt(2L)"
+    has_keys: ClassVar[bool] = False
     dim: Size
     dtype: DType = changeable("auto")
+
+    def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
+        """Of the matrices that read or write a port; the vector itself takes none."""
+        return sum(port.heads) * port.head_dim * self.dim
+
+    def flops(self, port: Port, data_shape: tuple[int, int]) -> int:
+        """Of reading or writing it for one token."""
+        return 2 * self.parameters(port, data_shape)
 
 
 @dataclass(frozen=True)
 class MatrixStore(Checked):
-    """A matrix `key_dim x head_dim` (D_k x D_v): the Residual Matrix Transformer.
+    """A matrix `key_dim x vector_dim` (D_k x D_v): the Residual Matrix Transformer.
 
-    Sublayers write `num_heads` (R) outer products into it and read it with key vectors.
+    Sublayers write outer products into it and read it with key vectors: attention one a head,
+    others `vectors` (R). Where these two sizes are None they are those of the model's attention, as
+    in the paper: `num_heads` and `head_dim`.
     `dtype` "auto" is the compute dtype; for bfloat16 with `remat="reversible"` it is int16, or
     float32 for a residual that starts too small for int16 (see `residual.fixed_point`). "int16" is
     fixed point in steps of `2^-fraction_bits`, up to 2^15 of them; None is from what the model's
@@ -32,9 +49,26 @@ class MatrixStore(Checked):
     """
 
     kind: ClassVar[str] = "matrix"
+    has_keys: ClassVar[bool] = True
+    note: ClassVar[str] = (
+        "keys have a scale of their own, smaller by sqrt(2L) where they write; keys decay"
+    )
     key_dim: Size = changeable()
     dtype: StateDType = changeable("auto")
     fraction_bits: FractionBits | None = changeable(None)
+    vectors: Size | None = None
+    vector_dim: Size | None = None
+
+    def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
+        """Of the key vectors that read or write a port, in a model with data vectors [R, D_v]."""
+        return self._keys(port, data_shape) * self.key_dim
+
+    def flops(self, port: Port, data_shape: tuple[int, int]) -> int:
+        """Of reading or writing it for one token: a key against a data vector is `2 D_k D_v`."""
+        return self._keys(port, data_shape) * 2 * self.key_dim * data_shape[1]
+
+    def _keys(self, port, data_shape):
+        return sum(port.heads) + port.whole * data_shape[0]
 
 
 Store = VectorStore | MatrixStore

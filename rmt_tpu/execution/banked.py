@@ -2,11 +2,13 @@
 
 Rows are written once, so what a layer saw is still there when the backward pass comes to it. The
 forward pass keeps the bank and the running sum before each layer (with `remat="blocks"` the bank
-alone), and the backward pass walks down the layers, computing each again from its rows.
+and the sum before each group), and the backward pass walks down the layers, computing each again.
 
-Layers go in *groups*. Before a group, one pass over the rows that are there gives all its sites
-their share of them (phase one); what the group itself adds is read at each site (phase two). The
-gradients of a group's sites are so added to those of the bank once.
+Layers, each a period of its stack's cores, go in *groups*. Before a group, one pass over the rows
+that are there gives all its sites their share of them (phase one); what the group itself adds is
+read at each site (phase two). The gradients of a group's sites are so added to those of the bank
+once. The running sum is carried from group to group: how often the bank is read, and how often a
+row is sealed, are independent.
 """
 
 from typing import Any, NamedTuple
@@ -16,111 +18,174 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rmt_tpu.layers import attention as attn
+from rmt_tpu.cores import Context
+from rmt_tpu.execution.layer import run_core
 from rmt_tpu.layers import stacks
-
-
-class Sublayers:
-    """The two sublayers of one layer, and what decoding keeps of its attention."""
-
-    def __init__(self, config, layer, index, context, cache):
-        self.layer, self.index, self.cache = layer, index, cache
-        self._attention = attn.Attention(config, context, index)
-
-    @jax.named_scope("attention")
-    def attention(
-        self, z: Float[Array, "batch seq vectors head_dim"]
-    ) -> Float[Array, "batch seq heads head_dim"]:
-        """Heads, and the cache with z's keys and values in it if there is one."""
-        if self.cache is None:
-            return self._attention(z)
-        y, self.cache = self._attention.with_cache(z, self.cache)
-        return y
-
-    @jax.named_scope("feed_forward")
-    def feed_forward(
-        self, z: Float[Array, "batch seq vectors size"]
-    ) -> Float[Array, "batch seq vectors size"]:
-        """`W_2 gelu(W_1 z)`."""
-        return self.layer.feed_forward(z)
+from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.residual.protocols import At, Grouping
 
 
 class Stacked(NamedTuple):
-    """What each layer has, stacked over layers.
+    """What each layer of a stack has, stacked over its repeats.
 
     Attributes:
       layers: parameters, as a pure dict.
-      shared: what its sites score with; see the mixers' `shared`.
-      after: how its second sublayer's output is written; None where that needs nothing.
+      scores: what its sites score with, [repeat, sublayers of the period, ...].
+      after: how its last sublayer's output is written; None where that needs nothing.
     """
 
     layers: Any
-    shared: Array
+    scores: Array
     after: Array | None
+
+
+class Kept(NamedTuple):
+    """Running sums of a stack that the backward pass starts from; None where it needs none.
+
+    Attributes:
+      layers: before each layer.
+      groups: before each group, where it may not be empty.
+    """
+
+    layers: Float[Array, "repeat batch seq *shape"] | None = None
+    groups: Float[Array, "groups batch seq *shape"] | None = None
 
 
 def run_layers(
     decoder: nnx.Module,
     state: Array,
     y: Float[Array, "batch seq vectors size"],
-    context: attn.Context,
-    cache: attn.Cache | None,
-) -> tuple[Float[Array, "batch seq vectors size"], attn.Cache | None]:
-    """All layers of a decoder, and the read for the unembedding."""
-    store, layers, final_site = decoder.store, decoder.layers, decoder.final_site
-    run = Groups(decoder, nnx.graphdef(layers))
-    first = store.write(store.hold(state), y, _first(layers.attention_site.writer))
-    stacked = Stacked(
-        nnx.to_pure_dict(nnx.state(layers, nnx.Param)),
-        decoder.mixer.shared(layers),
-        _after(layers.attention_site.writer, final_site.writer),
-    )
-    if cache is None:
+    context: Context,
+    caches: tuple | None,
+) -> tuple[Read, tuple | None]:
+    """All layers of a decoder, and the read for the unembedding: as `scanned.run_layers`."""
+    store, mixer = decoder.store, decoder.mixer
+    runs, of_stacks, before = [], [], 0
+    scores = mixer.scores([[one.site for one in stack] for stack in decoder.stacks])
+    writers = [stack[0].site.writer for stack in decoder.stacks]
+    for number, (stack, of_stack) in enumerate(
+        zip(decoder.stacks, decoder.config.stacks, strict=True)
+    ):
+        last = number + 1 == len(writers)
+        next_writer = decoder.final_site.writer if last else _first(writers[number + 1])
+        layers = nnx.to_pure_dict(nnx.state(stack, nnx.Param))
+        of_layers = scores[before : before + of_stack.num_sublayers]
+        of_layers = of_layers.reshape(of_stack.repeat, -1, *scores.shape[1:])
+        of_stacks.append(Stacked(layers, of_layers, _after(writers[number], next_writer)))
+        runs.append(Run(decoder, nnx.graphdef(stack), before, of_stack.repeat, len(stack)))
+        before += of_stack.num_sublayers
+    first = store.write(store.hold(state), y, _first(writers[0]))
+    num_rows = max([mixer.num_rows, *(run.end_row for run in runs)])
 
-        @jax.custom_vjp
-        def differentiable(stacked, first, context):
-            return run.forward(stacked, first, context, None, keep=False)[0]
+    def forward(of_stacks, first, context, caches, keep):
+        bank = jax.lax.empty((num_rows, *first.shape), first.dtype)
+        carry, new, kept = (stacks.put(bank, first, 0), jnp.zeros_like(first)), [], []
+        for run, of_stack, of_cores in zip(runs, of_stacks, caches, strict=True):
+            carry, of_cores, sums = run.forward(of_stack, carry, context, of_cores, keep=keep)
+            new.append(of_cores)
+            kept.append(sums)
+        return carry[0], tuple(new), kept
 
-        differentiable.defvjp(run.save, run.backward)
-        bank = differentiable(stacked, first, context)
-    else:
-        bank, cache, _ = run.forward(stacked, first, context, cache, keep=False)
-    return decoder.mixer.final(store, bank, final_site), cache
+    if caches is not None:
+        bank, caches, _ = forward(of_stacks, first, context, caches, False)
+        return mixer.final(store, bank, decoder.final_site), caches
+    none = [None] * len(runs)
+
+    @jax.custom_vjp
+    def differentiable(of_stacks, first, context):
+        return forward(of_stacks, first, context, none, False)[0]
+
+    def save(of_stacks, first, context):
+        bank, _, kept = forward(of_stacks, first, context, none, True)
+        return bank, (of_stacks, context, bank, kept)
+
+    def backward(saved, d_bank):
+        of_stacks, context, bank, kept = saved
+        carry, gradients = (d_bank, jnp.zeros(bank.shape[1:], bank.dtype)), []
+        for run, *of_stack in reversed(list(zip(runs, of_stacks, kept, strict=True))):
+            carry, gradient = run.backward(*of_stack, bank, carry, context)
+            gradients.insert(0, gradient)
+        return gradients, carry[0][0], None
+
+    differentiable.defvjp(save, backward)
+    bank = differentiable(of_stacks, first, context)
+    return mixer.final(store, bank, decoder.final_site), None
 
 
 def _first(writers):
     return None if writers is None else writers[...][0]
 
 
-def _after(writers, final_writer):
+def _after(writers, next_writer):
     """The writer of each layer's last output is the one of the site that follows."""
-    if writers is None:
+    if next_writer is None:
         return None
-    return jnp.concatenate([writers[...][1:], final_writer[...][None]])
+    return jnp.concatenate([writers[...][1:], next_writer[...][None]])
 
 
-class Groups:
-    """Both passes. Loops carry whole stacks and change a slice: nothing is copied to stack it."""
+class Run:
+    """Both passes of a stack, or of a part of one.
 
-    def __init__(self, decoder, graphdef):
+    Loops carry whole stacks of arrays and change a slice: nothing is copied to stack it.
+
+    Args:
+      decoder: a `Decoder`.
+      graphdef: of the stack.
+      first: how many sublayers are before it.
+      repeat: of its period.
+      period: sublayers in it.
+    """
+
+    def __init__(self, decoder, graphdef, first, repeat, period):
         self.config, self.store, self.mixer = decoder.config, decoder.store, decoder.mixer
-        self.graphdef, self.num_layers = graphdef, decoder.config.num_layers
-        self.group = min(self.mixer.group_layers, self.num_layers)
+        self.graphdef, self.first, self.repeat, self.period = graphdef, first, repeat, period
+        self.grouping: Grouping = self.mixer.grouping(first, period, repeat)
+        self.group = self.grouping.layers
 
-    def forward(self, stacked, first, context, cache, *, keep):
-        """The bank, the cache, and the running sums before each layer if they are to be kept."""
-        bank = jax.lax.empty((self.mixer.num_rows, *first.shape), first.dtype)
-        keep = keep and self.mixer.keeps_sum
-        sums = jax.lax.empty((self.num_layers, *first.shape), first.dtype) if keep else None
+    @property
+    def end_row(self) -> int:
+        """Behind the last row that a group takes from the bank."""
+        ends = [0]
+        for start in range(0, self.repeat, self.group):
+            count = min(self.group, self.repeat - start)
+            first_row = self.mixer.first_row(self.first + start * self.period)
+            ends.append(first_row + self.grouping.rows(count * self.period))
+        return max(ends)
+
+    def forward(self, of_stack, carry, context, caches, *, keep, first=None):
+        """The bank and the running sum after all layers, their caches, and what is kept.
+
+        `first` is how many sublayers are before it, if it is not as many as in `__init__`.
+        """
+        bank, current = carry
+        kept = Kept()
+        if keep and self.mixer.keeps_sum:
+            empty = lambda count: jax.lax.empty((count, *current.shape), current.dtype)
+            if self.config.remat == "full":
+                kept = Kept(layers=empty(self.repeat))
+            elif self.grouping.open:
+                kept = Kept(groups=empty(-(-self.repeat // self.group)))
 
         def run(carry, start, layers):
-            return self.group_forward(stacked, context, carry, start, layers)
+            return self._group_forward(of_stack, context, carry, start, layers, first)
 
-        return self.over_groups(run, (stacks.put(bank, first, 0), cache, sums))
+        bank, current, caches, kept = self._over_groups(run, (bank, current, caches, kept))
+        return (bank, current), caches, kept
 
-    def over_groups(self, run, carry, *, reverse=False):
+    def backward(self, of_stack, kept, bank, carry, context, *, first=None):
+        """Cotangents of the bank and of the running sum before, and those of the parameters."""
+
+        def run(carry, start, layers):
+            given = (of_stack, kept, bank, context)
+            return self._group_backward(*given, carry, start, layers, first)
+
+        carry = (*carry, stacks.empty_like(of_stack))
+        *carry, gradients = self._over_groups(run, carry, reverse=True)
+        return tuple(carry), gradients
+
+    def _over_groups(self, run, carry, *, reverse=False):
         """`carry = run(carry, first layer, layers)` for each group; the last may be smaller."""
-        full, left = divmod(self.num_layers, self.group)
+        full, left = divmod(self.repeat, self.group)
 
         def scanned(carry, index):
             return run(carry, index * self.group, self.group), None
@@ -135,110 +200,118 @@ class Groups:
             carry = run(carry, full * self.group, left)
         return carry
 
-    def group_forward(self, stacked, context, carry, start, layers):
-        bank, cache, sums = carry
-        first_row, inside = self.mixer.first_row(start), self.mixer.completes_inside
-        prior = self.mixer.prior(stacks.run_of(stacked.shared, start, layers), bank, first_row)
-        rows = stacks.run_of(bank, first_row, self.mixer.group_rows(layers)) if inside else None
+    def _begin(self, of_stack, bank, start, layers, first):
+        """What a group begins with: its first sublayer and row, prior, and rows of its own."""
+        at = (self.first if first is None else first) + start * self.period
+        first_row = self.mixer.first_row(at)
+        scores = _sites(stacks.run_of(of_stack.scores, start, layers))
+        prior = self.mixer.prior(scores, bank, first_row)
+        count = self.grouping.rows(layers * self.period)
+        rows = None if self.grouping.closed else stacks.run_of(bank, first_row, count)
+        return at, first_row, prior, rows
+
+    def _group_forward(self, of_stack, context, carry, start, layers, first):
+        bank, current, caches, kept = carry
+        at, first_row, prior, rows = self._begin(of_stack, bank, start, layers, first)
+        if kept.groups is not None:
+            kept = kept._replace(groups=stacks.put(kept.groups, current, start // self.group))
+        if not self.grouping.open:
+            current = jnp.zeros_like(current)
 
         def run_layer(carry, offset):
-            rows, current, cache, sums = carry
+            rows, current, caches, sums = carry
             index = start + offset
             if sums is not None:
                 sums = stacks.put(sums, current, index)
+            given = (stacks.at(of_stack, index), at, offset, context)
             _, rows, current, of_layer = self._layer(
-                stacks.at(stacked, index),
-                (index, offset),
-                context,
-                prior,
-                rows,
-                current,
-                stacks.at(cache, index),
+                *given, prior, rows, current, stacks.at(caches, index)
             )
-            return (rows, current, stacks.put(cache, of_layer, index), sums), None
+            return (rows, current, stacks.put(caches, of_layer, index), sums), None
 
-        carry = (rows, jnp.zeros(bank.shape[1:], bank.dtype), cache, sums)
-        (rows, current, cache, sums), _ = jax.lax.scan(run_layer, carry, jnp.arange(layers))
-        complete = rows if inside else current[None]
-        return stacks.put_run(bank, complete, first_row), cache, sums
+        carry = (rows, current, caches, kept.layers)
+        (rows, current, caches, sums), _ = jax.lax.scan(run_layer, carry, jnp.arange(layers))
+        if self.grouping.closed:
+            rows, current = current[None], jnp.zeros_like(current)
+        bank = stacks.put_run(bank, rows, first_row)
+        return bank, current, caches, kept._replace(layers=sums)
 
-    def _layer(self, of_layer, place, context, prior, rows, current, cache):
-        """`place` is the layer's index, and that within its group."""
+    def _layer(self, of_layer, at, offset, context, prior, rows, current, caches):
+        """Each sublayer of a layer: read, compute, write, and seal a row where one is complete.
+
+        `at` is the number of the group's first sublayer, `offset` the layer's within the group.
+        """
         layer = nnx.merge(self.graphdef, of_layer.layers)
-        index, offset = place
-        sublayers = Sublayers(self.config, layer, index, context, cache)
-        prior, rows, current = self.mixer.layer(
-            self.store, sublayers, of_layer, prior, offset, rows, current
-        )
-        return prior, rows, current, sublayers.cache
+        new = []
+        for k, one in enumerate(layer):
+            place = At(at + offset * self.period + k, at)
+            prior, current, z = self.mixer.read(
+                self.store, one.site, of_layer.scores[k], prior, rows, current, place
+            )
+            cache = None if caches is None else caches[k]
+            y, cache = run_core(one.core, z, context, place.sublayer, cache)
+            new.append(cache)
+            writer = layer[k + 1].site.writer if k + 1 < len(layer) else of_layer.after
+            current = self.store.write(current, y, writer)
+            rows, current = self.mixer.seal(one.site, rows, current, place)
+        return prior, rows, current, None if caches is None else tuple(new)
 
-    def save(self, stacked, first, context):
-        """The forward pass where it is differentiated."""
-        keep = self.config.remat == "full"
-        bank, _, sums = self.forward(stacked, first, context, None, keep=keep)
-        return bank, (stacked, context, bank, sums)
-
-    def backward(self, saved, d_bank):
-        """Cotangents of the stacked parameters and of the first row."""
-        stacked, context, bank, sums = saved
-
-        def run(carry, start, layers):
-            return self.group_backward(stacked, context, bank, sums, carry, start, layers)
-
-        carry = (d_bank, stacks.empty_like(stacked))
-        d_bank, gradients = self.over_groups(run, carry, reverse=True)
-        return gradients, d_bank[0], None
-
-    def group_backward(self, stacked, context, bank, sums, carry, start, layers):
-        d_bank, gradients = carry
-        first_row, inside = self.mixer.first_row(start), self.mixer.completes_inside
-        count, keeps_sum = self.mixer.group_rows(layers), self.mixer.keeps_sum
-        shared = stacks.run_of(stacked.shared, start, layers)
-        prior = self.mixer.prior(shared, bank, first_row)
-        rows = stacks.run_of(bank, first_row, count) if inside else None
+    def _group_backward(self, of_stack, kept, bank, context, carry, start, layers, first):
+        d_bank, d_current, gradients = carry
+        at, first_row, prior, rows = self._begin(of_stack, bank, start, layers, first)
         nothing = jnp.zeros(bank.shape[1:], bank.dtype)
-        first_sum = start
-        if sums is None and keeps_sum:
-            sums = self._sums_again(stacked, context, prior, rows, nothing, start, layers)
+        sums, first_sum = kept.layers, start
+        if sums is None and self.mixer.keeps_sum:
+            current = nothing
+            if kept.groups is not None:
+                current = stacks.at(kept.groups, start // self.group)
+            sums = self._sums_again(of_stack, context, prior, rows, current, at, start, layers)
             first_sum = 0
 
         def undo_layer(carry, offset):
             d_prior, d_rows, d_current, gradients = carry
             index = start + offset
-            current = stacks.at(sums, first_sum + offset) if keeps_sum else nothing
+            current = nothing if sums is None else stacks.at(sums, first_sum + offset)
 
             def forward(of_layer, prior, rows, current):
-                place = (index, offset)
-                return self._layer(of_layer, place, context, prior, rows, current, None)[:3]
+                given = (at, offset, context, prior, rows, current, None)
+                return self._layer(of_layer, *given)[:3]
 
-            _, pullback = jax.vjp(forward, stacks.at(stacked, index), prior, rows, current)
+            _, pullback = jax.vjp(forward, stacks.at(of_stack, index), prior, rows, current)
             gradient, *cotangents = pullback((d_prior, d_rows, d_current))
             return (*cotangents, stacks.put(gradients, gradient, index)), None
 
-        d_rows = stacks.run_of(d_bank, first_row, count)
-        # The group's end: its one row is the running sum, or all rows are complete and it is empty.
-        ends = (d_rows, nothing) if inside else (None, d_rows[0])
+        d_rows = stacks.run_of(d_bank, first_row, self.grouping.rows(layers * self.period))
+        # A closed group's one row is the running sum at its end.
+        ends = (None, d_rows[0]) if self.grouping.closed else (d_rows, d_current)
         carry = (stacks.empty_like(prior), *ends, gradients)
-        (d_prior, d_rows, _, gradients), _ = jax.lax.scan(
+        (d_prior, d_rows, d_current, gradients), _ = jax.lax.scan(
             undo_layer, carry, jnp.arange(layers), reverse=True
         )
         if isinstance(first_row, int) and first_row == 0:
-            d_bank = d_rows  # the only group; its rows begin with the one that it did not complete
-        d_shared, d_bank = self.mixer.prior_backward(
-            shared, bank, first_row, prior, d_prior, d_bank
+            d_bank = d_rows  # all rows are the group's; the first is one that it did not complete
+        scores = stacks.run_of(of_stack.scores, start, layers)
+        d_scores, d_bank = self.mixer.prior_backward(
+            _sites(scores), bank, first_row, prior, d_prior, d_bank
         )
-        d_shared = d_shared + stacks.run_of(gradients.shared, start, layers)
-        return d_bank, gradients._replace(shared=stacks.put_run(gradients.shared, d_shared, start))
+        d_scores = d_scores.reshape(scores.shape) + stacks.run_of(gradients.scores, start, layers)
+        gradients = gradients._replace(scores=stacks.put_run(gradients.scores, d_scores, start))
+        if not self.grouping.open:
+            d_current = nothing
+        return d_bank, d_current, gradients
 
-    def _sums_again(self, stacked, context, prior, rows, nothing, start, layers):
+    def _sums_again(self, of_stack, context, prior, rows, current, at, start, layers):
         """The running sums before each layer of a group, by a second forward pass."""
 
         def run_layer(carry, offset):
             rows, current = carry
-            index = start + offset
-            _, rows, after, _ = self._layer(
-                stacks.at(stacked, index), (index, offset), context, prior, rows, current, None
-            )
+            given = (at, offset, context, prior, rows, current, None)
+            _, rows, after, _ = self._layer(stacks.at(of_stack, start + offset), *given)
             return (rows, after), current
 
-        return jax.lax.scan(run_layer, (rows, nothing), jnp.arange(layers))[1]
+        return jax.lax.scan(run_layer, (rows, current), jnp.arange(layers))[1]
+
+
+def _sites(scores):
+    """Of a group's layers, one after the other."""
+    return scores.reshape(-1, *scores.shape[2:])

@@ -8,8 +8,6 @@ The backward pass computes each chunk again, of one microbatch at a time; `remat
 keeps within it.
 """
 
-import copy
-import dataclasses
 from typing import Any
 
 import jax
@@ -19,11 +17,9 @@ from jaxtyping import Array, Float, Shaped
 
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.execution import banked
-from rmt_tpu.execution.remat import rematerialize
-from rmt_tpu.layers import attention as attn
-from rmt_tpu.layers import stacks
-from rmt_tpu.residual.depth_attention import DepthAttention
+from rmt_tpu.cores import Context
+from rmt_tpu.execution import banked, scanned
+from rmt_tpu.layers.data_vectors import Read
 from sharding import pipeline
 
 
@@ -35,7 +31,12 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
       schedule: of the stages.
       sequences: of a batch, that a device has.
     """
-    layers, chunks = config.num_layers, schedule.chunks
+    if len(config.stacks) > 1:
+        raise sharding.MeshError(
+            f"--mesh: stage={schedule.stages} divides the layers of a single stack, and the model "
+            f"has {len(config.stacks)}; legal: stage=1"
+        )
+    layers, chunks = config.stacks[0].repeat, schedule.chunks
     if layers % chunks:
         raise sharding.MeshError(
             f"model.num_layers={layers} is not divisible over stage={schedule.stages} x "
@@ -53,22 +54,21 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
             f"--mesh: stage={schedule.stages} does not go with model.remat='reversible'; legal: "
             "none, dots, full"
         )
-    if not isinstance(config.mixer, cfg.FullAttention | cfg.BlockAttention):
-        return
-    if not config.mixer.fused:
+    period = len(config.stacks[0].cores)
+    legal = config.mixer.chunk_multiple(config.num_sublayers)
+    if legal is None:
         raise sharding.MeshError(
             f"--mesh: stage={schedule.stages} does not go with an ablation of "
             f"{config.mixer.kind}; legal: stage=1"
         )
-    block = config.mixer.sublayers_a_block(layers)
-    if 2 * layers // chunks % block:
-        legal = [
-            n for n in range(1, layers + 1) if layers % n == 0 and 2 * layers // n % block == 0
+    if layers * period // chunks % legal:
+        fit = [
+            n for n in range(1, layers + 1) if layers % n == 0 and layers * period // n % legal == 0
         ]
         raise sharding.MeshError(
             f"--mesh: stage={schedule.stages} x train.virtual_stages={schedule.virtual} chunks are "
-            f"{2 * layers // chunks} sublayers each, no multiple of a block's {block}; legal "
-            f"numbers of chunks: {', '.join(map(str, legal)) or 'none'}"
+            f"{layers * period // chunks} sublayers each, no multiple of a block's {legal}; legal "
+            f"numbers of chunks: {', '.join(map(str, fit)) or 'none'}"
         )
 
 
@@ -76,9 +76,9 @@ def run_layers(
     decoder: nnx.Module,
     state: Float[Array, "group seq *shape"],
     y: Float[Array, "batch seq vectors size"],
-    context: attn.Context,
+    context: Context,
     schedule: sharding.Schedule,
-) -> Float[Array, "part seq reads read_size"]:
+) -> Read:
     """All layers of a decoder, and the read for the unembedding.
 
     Args:
@@ -95,7 +95,7 @@ def run_layers(
       MeshError: see `check`.
     """
     check(decoder.config, schedule, len(y))
-    run = _banked if isinstance(decoder.config.mixer, cfg.Banked) else _carried
+    run = _banked if decoder.config.mixer.banked else _carried
     split = lambda x, groups=1: _microbatches(x, schedule.microbatches, groups)
     groups = len(state) // len(y)  # a residual divided by `key` has the rows of all its devices
     context = jax.tree.map(split, context)
@@ -105,7 +105,8 @@ def run_layers(
         lambda operands: jax.lax.map(lambda result: read(result, operands[1]), operands[0]),
         (results, site),
     )
-    return sharding.scatter_sum(z.reshape(len(y), *z.shape[2:]), "stage", axis=0)
+    shared = lambda x: sharding.scatter_sum(x.reshape(len(y), *x.shape[2:]), "stage", axis=0)
+    return jax.tree.map(shared, z)
 
 
 def _microbatches(
@@ -120,7 +121,7 @@ def _microbatches(
 
 def _own_layers(decoder: nnx.Module, schedule: sharding.Schedule) -> tuple[nnx.GraphDef, Any]:
     """The graph of a layer, and the parameters of this stage's [V, layers of a chunk, ...]."""
-    graphdef, layers = nnx.split(decoder.layers)
+    graphdef, layers = nnx.split(decoder.stacks[0])
     layers = nnx.to_pure_dict(layers)
     if schedule.virtual == 1:
         layers = jax.tree.map(lambda x: x[None], layers)
@@ -132,27 +133,15 @@ def _own_layers(decoder: nnx.Module, schedule: sharding.Schedule) -> tuple[nnx.G
 
 def _carried(decoder, state, y, context, schedule):
     config, store = decoder.config, decoder.store
-    count = config.num_layers // schedule.chunks
+    size = config.num_sublayers // schedule.chunks
     graphdef, layers = _own_layers(decoder, schedule)
     mixer_graph, mixer = nnx.split(decoder.mixer)
     start = jax.vmap(lambda state, y: decoder.mixer.start(store, state, y))
 
     def chunk(layers, mixer, index, carry, context):
-        mixer = nnx.merge(mixer_graph, mixer)
-
-        def run_layer(carry, scanned):
-            state, y = carry
-            layer, index = scanned
-            layer = nnx.merge(graphdef, layer)
-            state, z = mixer.advance(store, state, y, layer.attention_site, 2 * index)
-            with jax.named_scope("attention"):
-                y = attn.Attention(config, context, index)(z)
-            state, z = mixer.advance(store, state, y, layer.feed_forward_site, 2 * index + 1)
-            with jax.named_scope("feed_forward"):
-                return (state, layer.feed_forward(z)), None
-
-        run_layer = rematerialize(run_layer, config.remat)
-        return jax.lax.scan(run_layer, carry, (layers, index * count + jnp.arange(count)))[0]
+        mixer, stack = nnx.merge(mixer_graph, mixer), nnx.merge(graphdef, layers)
+        body = (mixer, store, stack, config.remat)
+        return scanned.scan(*body, carry, context, index * size)[0]
 
     results = pipeline.run_carried(
         chunk, layers, mixer, start(state, y), context, schedule=schedule
@@ -160,7 +149,7 @@ def _carried(decoder, state, y, context, schedule):
 
     def read(result, site):
         mixer, site = nnx.merge(mixer_graph, site[0]), nnx.merge(site_graph, site[1])
-        return mixer.advance(store, *result, site, 2 * config.num_layers)[1]
+        return mixer.advance(store, *result, site, config.num_sublayers)[1]
 
     site_graph, site = nnx.split(decoder.final_site)
     return read, results, (mixer, site)
@@ -170,25 +159,46 @@ def _carried(decoder, state, y, context, schedule):
 
 
 def _banked(decoder, state, y, context, schedule):
-    store, mixer = decoder.store, decoder.mixer
+    store, mixer, config = decoder.store, decoder.mixer, decoder.config
     graphdef, layers = _own_layers(decoder, schedule)
     merged = nnx.merge(graphdef, layers)
+    writers = merged[0].site.writer
     of_chunks = banked.Stacked(
         layers,
-        _shared(mixer, merged, schedule),
-        _after(merged.attention_site.writer, decoder.final_site.writer),
+        _scores(decoder, graphdef, layers, schedule),
+        _after(writers, decoder.final_site.writer),
     )
-    writer = _first(merged.attention_site.writer)
+    writer = _first(writers)
     first = jax.vmap(lambda state, y: store.write(store.hold(state), y, writer))(state, y)
-    run = _Chunk(decoder, graphdef, schedule.chunks)
+    repeat, period = config.stacks[0].repeat // schedule.chunks, len(merged)
+    run, size = banked.Run(decoder, graphdef, 0, repeat, period), repeat * period
+    # A chunk is whole blocks, and takes nothing but rows from what is before it.
+    num_rows = mixer.first_row(size) - 1
+
+    def rows(of_chunk, _, index, bank, context):
+        """Those that chunk `index` completes."""
+        carry, at = (bank, jnp.zeros_like(bank[0])), index * size
+        (bank, _), *_ = run.forward(of_chunk, carry, context, None, keep=False, first=at)
+        return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows)
+
+    def rows_backward(of_chunk, _, index, bank, context, d_bank):
+        """Gradients of the stacked parameters and, added to `d_bank`, of the rows before."""
+        carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
+        kept = banked.Kept()
+        if run.grouping.open:
+            again = (bank, jnp.zeros_like(bank[0]))
+            kept = run.forward(of_chunk, again, context, None, keep=True, first=at)[2]
+        (d_bank, _), gradients = run.backward(of_chunk, kept, bank, carry, context, first=at)
+        return gradients, (), d_bank
+
     banks = pipeline.run_banked(
-        run.rows,
+        rows,
         of_chunks,
         (),
         first,
         context,
-        chunk_rows=run.num_rows,
-        chunk_backward=run.rows_backward,
+        chunk_rows=num_rows,
+        chunk_backward=rows_backward,
         schedule=schedule,
     )
 
@@ -201,16 +211,16 @@ def _banked(decoder, state, y, context, schedule):
     return read, banks, (mixer, site)
 
 
-def _shared(mixer, layers, schedule):
-    """What the sites of own layers score with, [V, layers of a chunk, ...]."""
-    if isinstance(mixer, DepthAttention):
-        sites = (layers.attention_site.mix, layers.feed_forward_site.mix)
-        folded = [site.folded() for site in sites]
-        return jnp.stack([f.reshape(*f.shape[:2], -1) for f in folded], axis=2)
-    # Learned as one matrix, that every stage has.
-    shared = mixer.shared(layers)
-    of_chunks = shared.reshape(schedule.virtual, schedule.stages, -1, *shared.shape[1:])
-    return of_chunks[:, sharding.axis_index("stage")]
+def _scores(decoder, graphdef, layers, schedule):
+    """What the sites of own layers score with, [V, layers of a chunk, sublayers of one, ...]."""
+    of_chunk = lambda v: nnx.merge(graphdef, jax.tree.map(lambda x: x[v], layers))
+    chunks = [of_chunk(v) for v in range(schedule.virtual)]
+    scores = decoder.mixer.scores([[one.site for one in chunk] for chunk in chunks])
+    if len(scores) == decoder.config.num_sublayers:
+        # Learned as one matrix, that every stage has.
+        scores = scores.reshape(schedule.virtual, schedule.stages, -1, *scores.shape[1:])
+        scores = scores[:, sharding.axis_index("stage")]
+    return scores.reshape(schedule.virtual, -1, len(chunks[0]), *scores.shape[-1:])
 
 
 def _first(writers):
@@ -227,7 +237,7 @@ def _after(writers, final_writer):
 
     After a chunk, that is the next stage's.
     """
-    if writers is None:
+    if final_writer is None:
         return None
     writers, final_writer = writers[...], final_writer[...]
     stages = sharding.axis_size("stage")
@@ -236,63 +246,3 @@ def _after(writers, final_writer):
     of_last = jnp.concatenate([first[1:], final_writer[None]])
     first = jnp.where(pipeline.is_last(), of_last, first)
     return jnp.concatenate([writers[:, 1:], first[:, None]], axis=1)
-
-
-class _Chunk(banked.Groups):
-    """The layers of a chunk, which count from 0 here."""
-
-    def __init__(self, decoder, graphdef, chunks):
-        super().__init__(decoder, graphdef)
-        self.num_layers //= chunks
-        divisors = [n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0]
-        self.group = min(divisors, key=lambda n: max(n / self.group, self.group / n))
-        if isinstance(decoder.config.mixer, cfg.FullAttention):
-            mixer = dataclasses.replace(decoder.config.mixer, phase_layers=self.group)
-            self.mixer = DepthAttention(dataclasses.replace(decoder.config, mixer=mixer))
-        self.num_rows = self.mixer.group_rows(self.num_layers)
-        self.first_layer = 0
-
-    def rows(self, stacked, _, index, bank, context):
-        """Those that chunk `index` completes."""
-        chunk = self._at(index)
-
-        def run(carry, start, layers):
-            return chunk.group_forward(stacked, context, carry, start, layers)
-
-        bank, *_ = chunk.over_groups(run, (bank, None, None))
-        return stacks.run_of(bank, chunk.mixer.first_row(0), self.num_rows)
-
-    def rows_backward(self, stacked, _, index, bank, context, d_bank):
-        """Gradients of the stacked parameters and, added to `d_bank`, of the rows before."""
-        chunk = self._at(index)
-
-        def run(carry, start, layers):
-            return chunk.group_backward(stacked, context, bank, None, carry, start, layers)
-
-        carry = (d_bank, stacks.empty_like(stacked))
-        d_bank, gradients = chunk.over_groups(run, carry, reverse=True)
-        return gradients, (), d_bank
-
-    def _at(self, index):
-        """The same for chunk `index`."""
-        chunk = copy.copy(self)
-        chunk.first_layer = index * self.num_layers
-        chunk.mixer = _From(self.mixer, chunk.first_layer)
-        return chunk
-
-    def _layer(self, of_layer, place, *arguments):
-        index, offset = place
-        return super()._layer(of_layer, (self.first_layer + index, offset), *arguments)
-
-
-class _From:
-    """A mixer for layers that count from `first_layer` on."""
-
-    def __init__(self, mixer, first_layer):
-        self.mixer, self.first_layer = mixer, first_layer
-
-    def __getattr__(self, name):
-        return getattr(self.mixer, name)
-
-    def first_row(self, layer):
-        return self.mixer.first_row(self.first_layer + layer)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Key
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import Tokenizer
-from rmt_tpu.decoder import Decoder, KVCache
+from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation.sampling import Sampling, sample
 
@@ -55,17 +55,17 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
     Raises:
       UsageError: none do.
     """
-    match config.attention.positions:
-        case cfg.Learned(max_length=max_length):
-            # The last token generated is never read, so it needs no position.
-            room = max_length + 1 - prompt_tokens
-            if room < 1:
-                raise UsageError(
-                    f"--prompt has {prompt_tokens} tokens (with the start token) and the model "
-                    f"{max_length} learned positions; legal: at most {max_length} tokens"
-                )
-            return min(max_tokens, room)
-    return max_tokens
+    if config.learned_positions is None:
+        return max_tokens
+    max_length = config.learned_positions.max_length
+    # The last token generated is never read, so it needs no position.
+    room = max_length + 1 - prompt_tokens
+    if room < 1:
+        raise UsageError(
+            f"--prompt has {prompt_tokens} tokens (with the start token) and the model "
+            f"{max_length} learned positions; legal: at most {max_length} tokens"
+        )
+    return min(max_tokens, room)
 
 
 @partial(jax.jit, static_argnames=("graphdef", "sampling"), donate_argnames="cache")
@@ -73,9 +73,9 @@ def _next_token(
     graphdef: nnx.GraphDef,
     params: nnx.State,
     tokens: Int[Array, "batch new"],
-    cache: KVCache,
+    cache: Cache,
     key: Key[Array, ""],
     sampling: Sampling,
-) -> tuple[Int[Array, " batch"], KVCache]:
+) -> tuple[Int[Array, " batch"], Cache]:
     logits, cache = nnx.merge(graphdef, params).decode(tokens, cache)
     return sample(logits[:, -1], key, sampling), cache

@@ -5,7 +5,36 @@ vector r. The residual matrix's kernels lay their data out in this order, so tha
 step moves anything; to the weights on either side the order is only a numbering of their rows.
 """
 
+from typing import Literal, NamedTuple
+
 from jaxtyping import Array, Float
+
+
+class HeadsLayout(NamedTuple):
+    """How a store's reads and writes of heads lie.
+
+    Attributes:
+      rows: their order in memory; see `pallas_kernels.causal_attention`.
+      swapped: axes of the mesh over which a device has all heads of its own tokens, and swaps them
+        for its own heads of all tokens.
+      divided: axes over which heads then are divided.
+    """
+
+    rows: Literal["size_major", "head_major"]
+    swapped: tuple[str, ...]
+    divided: tuple[str, ...]
+
+
+class Read(NamedTuple):
+    """What a site has read for a core (z), as the core's port asks; None where it does not.
+
+    Attributes:
+      heads: vectors of head size, the port's groups one after the other.
+      whole: the store's own: [..., 1, D] of a vector, [..., R, D_v] of a matrix.
+    """
+
+    heads: Float[Array, "batch seq vectors head_dim"] | None = None
+    whole: Float[Array, "batch seq vectors size"] | None = None
 
 
 def concatenate(x: Float[Array, "*tokens vectors size"]) -> Float[Array, "*tokens width"]:

@@ -23,8 +23,8 @@ class Embedding(nnx.Module):
             role="embedding",
             axes=("vocab", "embed"),
         )
-        learned = isinstance(config.attention.positions, cfg.Learned)
-        self.positions = self._positions(config, rngs) if learned else None
+        learned = config.learned_positions
+        self.positions = self._positions(config, rngs, learned) if learned else None
 
     def __call__(
         self,
@@ -43,10 +43,10 @@ class Embedding(nnx.Module):
         table = sharding.gather(self.positions[...], "fsdp", axis=1)
         return tokens, separate(self._look_up(table, positions, dtype), self.vectors)
 
-    def _positions(self, config, rngs):
+    def _positions(self, config, rngs, learned):
         return parameter(
             rngs,
-            (config.attention.positions.max_length, config.width),
+            (learned.max_length, config.width),
             std=config.init_std,
             role="embedding",
             axes=("position", "embed"),

@@ -1,7 +1,7 @@
 """How parameters are made, named and stacked."""
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from flax import nnx
 from rmt_tpu.config import Role
 
 Module = TypeVar("Module", bound=nnx.Module)
-Before = Literal["attention", "feed_forward", "unembedding"]  # what a site comes before
 
 
 def parameter(
@@ -29,9 +28,9 @@ def parameter(
     return nnx.Param(value, role=role, axes=axes)
 
 
-def storage_scale(num_layers: int) -> float:
+def storage_scale(num_sublayers: int) -> float:
     """`1 / sqrt(2L)`: weights that write to the residual start smaller by this."""
-    return (2 * num_layers) ** -0.5
+    return num_sublayers**-0.5
 
 
 def gain(shape: tuple[int, ...], axes: tuple) -> nnx.Param:

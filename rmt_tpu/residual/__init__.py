@@ -4,25 +4,24 @@
     state, y = mixer.start(store, state, y)
     state, z = mixer.advance(store, state, y, site, index)
 
-There are `2L + 1` sites: one before each of the `2L` sublayers and one before the unembedding. A
-site owns the parameters of what happens there: how what has just been produced is written, the
-norm, how the next sublayer reads, and in `site.mix` what the mixer learns there. The embedding is
-the first thing written. A sublayer is a plain function `y = core(z)` of data vectors
-`[..., vectors, size]` and knows nothing of all this.
+There is a site before each sublayer and one before the unembedding: `2L + 1` for L layers. A site
+owns the parameters of what happens there: how what has just been produced is written, the norm, how
+the next sublayer reads, and in `site.mix` what the mixer learns there. It is made from the ports of
+what is on its two sides. The embedding is the first thing written. A sublayer is `y = core(z)`, of
+the data vectors that its site has read, and knows nothing of all this.
 
 Two choices compose:
 - the *store*, what one token's residual is: `vector` (Transformer) or `matrix` (RMT);
 - the *mixer*, how what was written becomes what is read: `sum`, attention over depth, ...
 
-Mixers that keep what was written as rows of a bank (`config.Banked`) run by a schedule of their
-own, `rmt_tpu.execution.banked`, whose backward pass needs little beside the bank.
+Mixers that keep what was written as rows of a bank (`banked`) run by a schedule of their own,
+`rmt_tpu.execution.banked`, whose backward pass needs little beside the bank.
 """
 
 from flax import nnx
-from jaxtyping import Array, Int
 
 from rmt_tpu import config as cfg
-from rmt_tpu.layers.parameters import Before
+from rmt_tpu.layers.data_vectors import HeadsLayout
 from rmt_tpu.residual import (
     depth_ablations,
     depth_attention,
@@ -38,9 +37,18 @@ from rmt_tpu.residual.depth_lstm import DepthLstm
 from rmt_tpu.residual.hierarchical import Hierarchical
 from rmt_tpu.residual.highway import Highway
 from rmt_tpu.residual.hyper_connections import HyperConnections
+from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.sum import Sum
 
-__all__ = ["fixed_point", "make_mixer", "make_site", "matrix", "store_module", "vector"]
+__all__ = [
+    "Place",
+    "fixed_point",
+    "heads_layout",
+    "make_mixer",
+    "make_site",
+    "output_scale",
+    "store_module",
+]
 
 
 def store_module(store: cfg.Store):
@@ -73,21 +81,31 @@ def make_mixer(config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
             return Hierarchical(config, rngs)
 
 
-def make_site(
-    config: cfg.ModelConfig, rngs: nnx.Rngs, *, before: Before, layer_index: Int[Array, ""]
-) -> nnx.Module:
+def make_site(config: cfg.ModelConfig, rngs: nnx.Rngs, place: Place) -> nnx.Module:
     """A site of the configured store, with what the configured mixer learns there."""
-    site = store_module(config.store).Site(config, rngs, before=before, layer_index=layer_index)
-    index = 2 * layer_index + (before == "feed_forward")
-    last = before == "unembedding"
+    site = store_module(config.store).Site(config, rngs, place)
     match config.mixer:
         case cfg.FullAttention() | cfg.BlockAttention():
             module = depth_attention if config.mixer.fused else depth_ablations
             site.mix = module.Mix(config, rngs)
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
-            site.mix = None if last else hyper_connections.make_mix(config, rngs, index=index)
+            index = place.index
+            site.mix = None if place.last else hyper_connections.make_mix(config, rngs, index=index)
         case cfg.Highway():
-            site.mix = None if last else highway.Mix(config, rngs)
+            site.mix = None if place.last else highway.Mix(config, rngs)
         case cfg.DepthLstm():
-            site.mix = depth_lstm.Mix(config, rngs) if before == "feed_forward" else None
+            site.mix = depth_lstm.Mix(config, rngs) if place.within else None
     return site
+
+
+def heads_layout(config: cfg.ModelConfig) -> HeadsLayout:
+    """Of the configured store."""
+    return store_module(config.store).HEADS
+
+
+def output_scale(config: cfg.ModelConfig) -> float:
+    """Of the weights that make what is written to the residual, at the start.
+
+    Small where many writes are added up; in an RMT the storage keys carry the scale.
+    """
+    return store_module(config.store).output_scale(config)

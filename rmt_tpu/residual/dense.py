@@ -9,14 +9,17 @@ if p divides i, and else `Y_i = X_i`. The a_ij are free numbers: `a_ii = 1` and 
 start, which is the plain model. The unembedding reads Y_L.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import stacks
+from rmt_tpu.residual.protocols import Grouping, Index
 
 
 class Dense(nnx.Module):
@@ -26,7 +29,7 @@ class Dense(nnx.Module):
       weights: all a_ij that there are, row after row.
     """
 
-    completes_inside, keeps_sum = True, False
+    keeps_sum = False
 
     def __init__(self, config: cfg.ModelConfig):
         self.num_layers, self.num_rows = config.num_layers, config.num_layers + 1
@@ -39,22 +42,18 @@ class Dense(nnx.Module):
             jnp.asarray((i == j)[learned], jnp.float32), role="gain", axes=("source",)
         )
 
-    @property
-    def group_layers(self) -> int:
-        """Layers that take the outputs before them in one pass."""
-        return max(1, round(self.num_layers**0.5))
+    def grouping(self, first: int, period: int, repeat: int) -> Grouping:
+        """About as many layers as there are groups."""
+        layers = max(1, round(2 * round(self.num_layers**0.5) / period))
+        return Grouping(min(layers, repeat), False, False, lambda sublayers: sublayers // 2)
 
-    def first_row(self, layer: Int[Array, ""] | int) -> Int[Array, ""] | int:
-        """The row of a layer's output."""
-        return layer + 1
+    def first_row(self, sublayer: Index) -> Index:
+        """The row of its layer's output."""
+        return sublayer // 2 + 1
 
-    def group_rows(self, layers: int) -> int:
-        """Rows that a group of so many layers completes."""
-        return layers
-
-    def shared(self, layers: nnx.Module) -> Float[Array, "layers rows"]:
-        """Row i of the matrix a is what layer i + 1 reads with."""
-        return self.matrix()[:-1]
+    def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers rows"]:
+        """Row i of the matrix a is what layer i + 1 reads with, at the first of its two sites."""
+        return jnp.repeat(self.matrix()[:-1], 2, axis=0)
 
     def matrix(self) -> Float[Array, "rows rows"]:
         """a_ij; where none is learned, 1 on the diagonal and else 0."""
@@ -64,35 +63,36 @@ class Dense(nnx.Module):
 
     def prior(
         self,
-        shared: Float[Array, "layers rows"],
+        scores: Float[Array, "sites rows"],
         bank: Float[Array, "rows batch seq *shape"],
-        count: Int[Array, ""] | int,
+        count: Index,
     ) -> Float[Array, "layers batch seq *shape"]:
         """What the rows before a group give to each of its layers."""
-        return _mix(shared, bank, jnp.arange(self.num_rows) < count)
+        return _mix(scores[::2], bank, jnp.arange(self.num_rows) < count)
 
-    def prior_backward(self, shared, bank, count, prior, d_prior, d_bank):
+    def prior_backward(self, scores, bank, count, prior, d_prior, d_bank):
         """Cotangents of what `prior` was given, that of the bank added to `d_bank`."""
-        _, pullback = jax.vjp(lambda shared, bank: self.prior(shared, bank, count), shared, bank)
-        d_shared, of_prior = pullback(d_prior)
-        return d_shared, d_bank + of_prior
+        _, pullback = jax.vjp(lambda scores, bank: self.prior(scores, bank, count), scores, bank)
+        d_scores, of_prior = pullback(d_prior)
+        return d_scores, d_bank + of_prior
 
-    def layer(self, store, sublayers, of_layer, prior, offset, rows, current):
-        """One layer of the plain model on what it reads; its output is a row."""
-        layer, index = sublayers.layer, sublayers.index
-        first = index - offset + 1
-        # Behind the last row is nothing: a slice that reached beyond it would be moved back.
-        padded = jnp.pad(of_layer.shared, (0, len(rows)))
-        weights = jax.lax.dynamic_slice_in_dim(padded, first, len(rows), 0)
-        own = _mix(weights[None], rows, jnp.arange(len(rows)) < offset)[0]
-        prior, earlier = stacks.take(prior, offset)
-        residual = earlier + own
-        z = store.read(residual, layer.attention_site, store.compute_dtype)
-        y = sublayers.attention(z)
-        residual = store.write(residual, y, layer.feed_forward_site.writer)
-        z = store.read(residual, layer.feed_forward_site, store.compute_dtype)
-        residual = store.write(residual, sublayers.feed_forward(z), of_layer.after)
-        return prior, stacks.put(rows, residual, offset), current
+    def read(self, store, site, score, prior, rows, current, at):
+        """A layer begins with what it reads, and goes on as in the plain model."""
+        if site.begins_layer:
+            offset = (at.sublayer - at.group) // 2
+            # Behind the last row is nothing: a slice that reached beyond it would be moved back.
+            padded = jnp.pad(score, (0, len(rows)))
+            weights = jax.lax.dynamic_slice_in_dim(padded, self.first_row(at.group), len(rows), 0)
+            own = _mix(weights[None], rows, jnp.arange(len(rows)) < offset)[0]
+            prior, earlier = stacks.take(prior, offset)
+            current = earlier + own
+        return prior, current, store.read(current, site, store.compute_dtype)
+
+    def seal(self, site, rows, current, at):
+        """The output of a layer is a row."""
+        if not site.begins_layer:
+            rows = stacks.put(rows, current, (at.sublayer - at.group) // 2)
+        return rows, current
 
     def final(self, store, bank, final_site):
         """What the unembedding reads: Y_L."""

@@ -9,15 +9,18 @@ The paper names them and gives their losses; what they compute is our reading:
 - a window: the embedding and the last rows only.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.parameters import parameter
 from rmt_tpu.residual import depth_attention
+from rmt_tpu.residual.protocols import Grouping, Index
 
 
 class Mix(depth_attention.Mix):
@@ -41,11 +44,9 @@ class DepthAblation(depth_attention.DepthAttention):
       logits: of "scalars": those of the sources of site 0, then of site 1, and so on.
     """
 
-    completes_inside = True
-
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
         super().__init__(config)
-        sites = range(2 * config.num_layers + 1)
+        sites = range(config.num_sublayers + 1)
         # Static, and a tuple: the sources of each site.
         self.sources = tuple(self._num_sources(k) for k in sites)
         scalars = config.mixer.query == "scalars"
@@ -56,30 +57,23 @@ class DepthAblation(depth_attention.DepthAttention):
 
     def _num_sources(self, site: int) -> int:
         """The embedding, the complete blocks, and a running sum if there is one."""
-        if site == 2 * self.num_layers:
+        if site == self.num_sublayers:
             return self.num_rows
         return site // self.block + 1 + (site % self.block > 0)
 
     # One group, whose rows are the whole bank.
 
-    @property
-    def group_layers(self) -> int:
+    def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """All layers: an ablation has no phase one."""
-        return self.num_layers
+        return Grouping(repeat, False, first % self.block > 0, lambda _: self.num_rows)
 
-    def first_row(self, layer: Int[Array, ""] | int) -> int:
+    def first_row(self, sublayer: Index) -> int:
         """The bank's first."""
         return 0
 
-    def group_rows(self, layers: int) -> int:
-        """All of the bank's."""
-        return self.num_rows
-
-    def shared(self, layers: nnx.Module) -> Float[Array, "layers 2 scored"]:
-        """Of each layer, what its two sites score with: queries, or logits."""
-        if self.logits is None:
-            return super().shared(layers)
-        return self._table()[:-1].reshape(self.num_layers, 2, -1)
+    def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers scored"]:
+        """What all sites score with: queries, or logits."""
+        return super().scores(sites) if self.logits is None else self._table()[:-1]
 
     def _table(self) -> Float[Array, "sites sources"]:
         """The learned logits; behind a site's last source, that one's again."""
@@ -90,13 +84,13 @@ class DepthAblation(depth_attention.DepthAttention):
         ]
         return self.logits[...][jnp.asarray(places)]
 
-    def prior(self, shared, bank, count):
+    def prior(self, scores, bank, count):
         """Nothing: there is no phase one."""
         return None
 
-    def prior_backward(self, shared, bank, count, prior, d_prior, d_bank):
+    def prior_backward(self, scores, bank, count, prior, d_prior, d_bank):
         """Nothing to add."""
-        return jnp.zeros_like(shared), d_bank
+        return jnp.zeros_like(scores), d_bank
 
     def final(self, store, bank, final_site):
         """What the unembedding reads: the last aggregation, over all rows."""
@@ -106,11 +100,11 @@ class DepthAblation(depth_attention.DepthAttention):
         h = self._mix(final_site, shared, bank, self.num_rows, nothing, jnp.bool(False))
         return store.read(h, final_site, store.compute_dtype)
 
-    def _read(self, store, at, site, shared, prior, rows, current):
-        number, _ = site
-        running = jnp.asarray(number % self.block > 0)
-        h = self._mix(at, shared, rows, number // self.block + 1, current, running)
-        return prior, current, store.read(h, at, store.compute_dtype)
+    def read(self, store, site, score, prior, rows, current, at):
+        """One look at the whole bank: see `protocols.Banked`."""
+        running = jnp.asarray(at.sublayer % self.block > 0)
+        h = self._mix(site, score, rows, self._row(at.sublayer), current, running)
+        return prior, current, store.read(h, site, store.compute_dtype)
 
     @jax.named_scope("residual")
     def _mix(self, at, shared, rows, count, current, running):

@@ -10,18 +10,20 @@ Every site has a query, zero at the start (a plain mean), and a gain. Full AttnR
 matrix store, v and the query are matrices `D_k x D_v`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.parameters import gain, parameter
+from rmt_tpu.residual.protocols import Grouping, Index
 
 
 class Prior(NamedTuple):
@@ -39,9 +41,8 @@ class Mix(nnx.Module):
     """
 
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
-        vector = isinstance(config.store, cfg.VectorStore)
-        shape = (config.store.dim,) if vector else (config.store.key_dim, config.attention.head_dim)
-        axes = ("width",) if vector else ("key", "head")
+        shape = config.residual_shape
+        axes = ("width",) if len(shape) == 1 else ("key", "head")
         self.query = parameter(rngs, shape, std=0.0, role="gain", axes=axes)
         with_gain = config.mixer.key_norm and config.mixer.key_gain
         self.key_gain = gain(shape, axes=axes) if with_gain else None
@@ -56,42 +57,54 @@ class DepthAttention(nnx.Module):
     """The mixer of `FullAttention` and `BlockAttention`, by the schedule of `execution.banked`."""
 
     def __init__(self, config: cfg.ModelConfig):
-        self.mixer, self.num_layers = config.mixer, config.num_layers
-        self.vector = isinstance(config.store, cfg.VectorStore)
+        self.mixer, self.num_sublayers = config.mixer, config.num_sublayers
+        # Of a vector, phase two and the norm are one kernel.
+        self.merges = len(config.residual_shape) == 1
         self.norm, self.norm_epsilon = config.norm, config.norm_epsilon
-        self.block = config.mixer.sublayers_a_block(config.num_layers)
-        self.num_rows = 1 - (-2 * config.num_layers // self.block)
+        self.block = config.mixer.sublayers_a_block(config.num_sublayers)
+        self.num_rows = 1 - (-config.num_sublayers // self.block)
 
     # The schedule -------------------------------------------------------------------------------
 
-    @property
-    def group_layers(self) -> int:
-        """Layers whose sites take the sources before them in one pass; whole blocks."""
-        if self.block % 2 == 0:
-            return self.block // 2
+    def grouping(self, first: int, period: int, repeat: int) -> Grouping:
+        """Whole blocks where they are whole periods; else some periods, which seal rows inside."""
+        ends_whole = (repeat * period) % self.block == 0
+        last = first + repeat * period == self.num_sublayers
+        if (
+            self.block > 1
+            and self.block % period == first % self.block == 0
+            and (ends_whole or last)
+        ):
+            return Grouping(min(self.block // period, repeat), True, False, lambda _: 1)
+        layers = self._phase_layers(period, repeat)
+        # Where a group begins within a block: the furthest of all.
+        group = layers * period
+        into = max((first + start) % self.block for start in range(0, repeat * period, group))
+        rows = lambda sublayers: -(-(into + sublayers) // self.block)
+        return Grouping(layers, False, into > 0, rows)
+
+    def _phase_layers(self, period: int, repeat: int) -> int:
+        """Layers whose sites take the sources before them in one pass."""
         if self.block > 1:
-            return min(self.block, self.num_layers)
+            return min(-(-2 * self.block // period), repeat)
         layers = getattr(self.mixer, "phase_layers", None)
         if layers is not None:
-            return layers
-        # A site reads about L / 2G earlier sources (its share of a pass) and G of its own group.
-        best = (self.num_layers / 2) ** 0.5
-        divisors = [g for g in range(1, self.num_layers + 1) if self.num_layers % g == 0]
+            return min(max(1, round(2 * layers / period)), repeat)
+        # A site reads about K / 2M earlier sources (its share of a pass) and M / 2 of its own
+        # group's, of K sublayers in groups of M.
+        best = self.num_sublayers**0.5 / period
+        divisors = [g for g in range(1, repeat + 1) if repeat % g == 0]
         nearest = min(divisors, key=lambda g: max(g / best, best / g))
-        return nearest if 0.5 <= nearest / best <= 2 else max(1, round(best))
+        within = 0.5 <= nearest / best <= 2
+        return nearest if within else min(max(1, round(best)), repeat)
 
-    def first_row(self, layer: Int[Array, ""] | int) -> Int[Array, ""] | int:
-        """The first row that a group beginning with this layer completes."""
-        return 2 * layer // self.block + 1
+    def first_row(self, sublayer: Index) -> Index:
+        """The first row that a group beginning with this sublayer completes."""
+        return self._row(sublayer)
 
-    def group_rows(self, layers: int) -> int:
-        """Rows that a group of so many layers completes."""
-        return -(-2 * layers // self.block)
-
-    @property
-    def completes_inside(self) -> bool:
-        """Whether rows are complete before their group's end, so that its later sites read them."""
-        return self.block % 2 == 1
+    def _row(self, sublayer: Index) -> Index:
+        """The row that a sublayer's output becomes a part of."""
+        return sublayer // self.block + 1
 
     @property
     def keeps_sum(self) -> bool:
@@ -100,33 +113,37 @@ class DepthAttention(nnx.Module):
 
     # What a group's sites have in common --------------------------------------------------------
 
-    def shared(self, layers: nnx.Module) -> Float[Array, "layers 2 scored"]:
-        """Of each layer, what its two sites score with."""
-        sites = (layers.attention_site.mix, layers.feed_forward_site.mix)
-        return jnp.stack([m.folded().reshape(self.num_layers, -1) for m in sites], axis=1)
+    def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers scored"]:
+        """The folded queries of all sites."""
+        in_order = []
+        for of_stack in sites:
+            folded = [site.mix.folded() for site in of_stack]
+            folded = jnp.stack([x.reshape(len(x), -1) for x in folded], axis=1)
+            in_order.append(folded.reshape(-1, folded.shape[-1]))
+        return jnp.concatenate(in_order)
 
     def prior(
         self,
-        shared: Float[Array, "layers 2 scored"],
+        scores: Float[Array, "sites scored"],
         bank: Float[Array, "rows batch seq *shape"],
-        count: Int[Array, ""] | int,
+        count: Index,
     ) -> Prior:
         """Phase one: all sites of a group over the rows before it."""
-        return Prior(*self._partial(_queries(shared), bank, count))
+        return Prior(*self._partial(scores, bank, count))
 
     def prior_backward(
         self,
-        shared: Float[Array, "layers 2 scored"],
+        scores: Float[Array, "sites scored"],
         bank: Float[Array, "rows batch seq *shape"],
-        count: Int[Array, ""] | int,
+        count: Index,
         prior: Prior,
         d_prior: Prior,
         d_bank: Float[Array, "rows batch seq *shape"],
-    ) -> tuple[Float[Array, "layers 2 scored"], Float[Array, "rows batch seq *shape"]]:
+    ) -> tuple[Float[Array, "sites scored"], Float[Array, "rows batch seq *shape"]]:
         """Cotangents of what `prior` was given, that of the bank added to `d_bank`."""
         with jax.named_scope("residual"):
             g = pallas_kernels.depth_attention_partial_backward(
-                _queries(shared),
+                scores,
                 _flat(bank),
                 *prior,
                 *d_prior,
@@ -135,7 +152,7 @@ class DepthAttention(nnx.Module):
                 epsilon=self.mixer.epsilon,
                 **self._divided(),
             )
-        return g.queries.reshape(shared.shape), g.sources.reshape(d_bank.shape)
+        return g.queries, g.sources.reshape(d_bank.shape)
 
     @jax.named_scope("residual")
     def _partial(self, queries, rows, count, prior=None):
@@ -152,33 +169,7 @@ class DepthAttention(nnx.Module):
         """The axis of the mesh that divides a source, if there is one."""
         return {"key_axis": "key"} if sharding.axis_size("key") > 1 else {}
 
-    # A layer ------------------------------------------------------------------------------------
-
-    def layer(self, store, sublayers, of_layer, prior, offset, rows, current):
-        """Both sublayers of one layer, with phase two before each.
-
-        Args:
-          store: of the residual.
-          sublayers, of_layer: of this layer, from `rmt_tpu.execution.banked`.
-          prior: of all sites of its group; each is read once.
-          offset: of the layer within its group.
-          rows: those that its group completes, so far; None if that is one row, at the end.
-          current: the running sum.
-
-        Returns:
-          prior, rows and current, as the next layer gets them.
-        """
-        layer, index = sublayers.layer, sublayers.index
-        halves = (
-            (layer.attention_site, sublayers.attention, layer.feed_forward_site.writer),
-            (layer.feed_forward_site, sublayers.feed_forward, of_layer.after),
-        )
-        for half, (at, core, writer) in enumerate(halves):
-            site, query = (2 * index + half, 2 * offset + half), of_layer.shared[half]
-            prior, current, z = self._read(store, at, site, query, prior, rows, current)
-            current = store.write(current, core(z), writer)
-            rows, current = self._seal(rows, current, site[0] + 1)
-        return prior, rows, current
+    # A site --------------------------------------------------------------------------------------
 
     def final(self, store, bank, final_site):
         """What the unembedding reads: the last aggregation, over all rows."""
@@ -186,26 +177,23 @@ class DepthAttention(nnx.Module):
         h = self._partial(query, bank, self.num_rows)[0][0]
         return store.read(h.reshape(bank.shape[1:]), final_site, store.compute_dtype)
 
-    def _read(self, store, at, site, query, prior, rows, current):
-        """The mix of one site, normed and read: prior and running sum as passed on, and z.
-
-        `site` is its number, and that within its group.
-        """
-        number, place = site
-        shape, dtype, active = current.shape, store.compute_dtype, number % self.block > 0
-        if self.vector and rows is None:
-            prior, current, z = self._merge(prior, place, current, query, at.gain[...], active)
-            return prior, current, store.project(z.astype(dtype), at)
+    def read(self, store, site, score, prior, rows, current, at):
+        """Phase two: see `protocols.Banked`."""
+        shape, dtype, place = current.shape, store.compute_dtype, at.sublayer - at.group
+        active = at.sublayer % self.block > 0
+        if self.merges and rows is None:
+            prior, current, z = self._merge(prior, place, current, score, site.gain[...], active)
+            return prior, current, store.project(z.astype(dtype), site)
         mixed, own_mixed = stacks.take(prior.mixed, place)
         log_sums, own_log_sums = stacks.take(prior.log_sums, place)
         own = Prior(own_mixed[None], own_log_sums[None])
         if rows is not None:
-            count = number // self.block + 1 - self._first_row_at(number)
-            own = Prior(*self._partial(query[None], rows, count, tuple(own)))
+            count = self._row(at.sublayer) - self.first_row(at.group)
+            own = Prior(*self._partial(score[None], rows, count, tuple(own)))
         if self.block > 1:
             running = jnp.asarray(active, jnp.int32)
-            own = Prior(*self._partial(query[None], current[None], running, tuple(own)))
-        z = store.read(own.mixed[0].reshape(shape), at, dtype)
+            own = Prior(*self._partial(score[None], current[None], running, tuple(own)))
+        z = store.read(own.mixed[0].reshape(shape), site, dtype)
         return Prior(mixed, log_sums), current, z
 
     @jax.named_scope("residual")
@@ -228,26 +216,19 @@ class DepthAttention(nnx.Module):
         z = jax.lax.optimization_barrier(z)
         return Prior(mixed, log_sums), current, z
 
-    def _seal(self, rows, current, done):
-        """After `done` sublayers: a block that is complete becomes a row, and its sum is empty."""
+    def seal(self, site, rows, current, at):
+        """A block that is complete becomes a row, and its sum is empty: see `protocols.Banked`."""
         if rows is None:
             return rows, current
-        at = -(-done // self.block) - self._first_row_at(done - 1)
-        sealed = (done % self.block == 0) | (done == 2 * self.num_layers)
-        there = jax.lax.dynamic_index_in_dim(rows, at, keepdims=False)
+        done = at.sublayer + 1
+        own = self._row(at.sublayer) - self.first_row(at.group)
+        sealed = (done % self.block == 0) | (done == self.num_sublayers)
+        there = jax.lax.dynamic_index_in_dim(rows, own, keepdims=False)
         row = current if self.block == 1 else jnp.where(sealed, current, there)
-        rows = jax.lax.dynamic_update_index_in_dim(rows, row, at, 0)
+        rows = jax.lax.dynamic_update_index_in_dim(rows, row, own, 0)
         empty = jnp.zeros_like(current)
         return rows, empty if self.block == 1 else jnp.where(sealed, empty, current)
-
-    def _first_row_at(self, site):
-        """`first_row` of the group that a site is in."""
-        return self.first_row(site // 2 // self.group_layers * self.group_layers)
 
 
 def _flat(rows: Float[Array, "rows batch seq *shape"]) -> Float[Array, "rows batch seq D"]:
     return rows.reshape(*rows.shape[:3], -1)
-
-
-def _queries(shared: Float[Array, "layers 2 scored"]) -> Float[Array, "sites scored"]:
-    return shared.reshape(-1, shared.shape[-1])

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter
 
@@ -79,7 +80,7 @@ class DepthLstm(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: int | Int[Array, ""],
-    ) -> tuple[State | Cell, Float[Array, "batch z_seq reads read_size"]]:
+    ) -> tuple[State | Cell, Read]:
         """Finish a cell and read its output, or open the gates of the next one."""
         written = store.written(y, site.write)
         if site.mix is None:

@@ -28,7 +28,7 @@ _FEWEST_STEPS = 64
 def expected_sizes(config: cfg.ModelConfig) -> tuple[float, float]:
     """Of a new model's residual at the first and at the last read."""
     embedding = config.init_std * getattr(config.parametrization, "input_multiplier", 1.0)
-    writes = 2 if isinstance(config.attention.positions, cfg.Learned) else 1
+    writes = 1 if config.learned_positions is None else 2
     first = embedding * math.sqrt(writes)
     # E[gelu(x)^2] for x of this size: x^2/4 where it is small, x^2/2 where it is large.
     hidden = config.init_std

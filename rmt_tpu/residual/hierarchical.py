@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter, stack
 
@@ -103,10 +104,10 @@ class Hierarchical(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: int | Int[Array, ""],
-    ) -> tuple[State, Float[Array, "batch z_seq reads read_size"]]:
+    ) -> tuple[State, Read]:
         """Write y; after every few layers, pass the residual on through a node."""
         h, inputs = store.write(state.residual, y, site.write), state.inputs
-        if site.write is None:  # a layer, or the embedding, is complete
+        if site.begins_layer:  # the one before it, or the embedding, is complete
             done = index // 2
             h = self._aggregate(h, inputs, done, y.dtype)
             inputs = jax.lax.dynamic_update_index_in_dim(inputs, h, done % self.every, 0)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import parameter
 
 
@@ -60,7 +61,7 @@ class Highway(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: int | Int[Array, ""],
-    ) -> tuple[State, Float[Array, "batch z_seq reads read_size"]]:
+    ) -> tuple[State, Read]:
         """Write y; add all of the next sublayer's equation that does not wait for its output."""
         h, passed = state
         written = store.written(y, site.write).astype(h.dtype)

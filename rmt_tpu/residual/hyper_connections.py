@@ -37,6 +37,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import gain, parameter
 
 # Not one array: a TPU would copy all of it to put the streams together, and to take them apart.
@@ -81,7 +82,7 @@ class HyperConnections(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
         index: int | Int[Array, ""],
-    ) -> tuple[State, Float[Array, "batch z_seq reads read_size"]]:
+    ) -> tuple[State, Read]:
         """Mix the streams and write y to them; read them with the coefficients that they give."""
         streams = _written(state, store.written(y, site.write))
         if site.mix is None:

@@ -7,45 +7,65 @@ Every sublayer writes it as outer products with R storage keys and reads it with
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int, Shaped
+from jaxtyping import Array, DTypeLike, Float, Shaped
 
 import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.layers.parameters import Before, gain, keys, storage_scale
+from rmt_tpu.layers.data_vectors import HeadsLayout, Read
+from rmt_tpu.layers.parameters import gain, keys, storage_scale
 from rmt_tpu.residual import fixed_point
+from rmt_tpu.residual.place import Place
 
 
 class Site(nnx.Module):
     """One place where the matrix is written by one sublayer and read by the next.
 
     Attributes:
-      store_keys: w_O, w_FF, or w_E in the first site: [R, D_k].
+      store_keys: w_O of the heads before it; w_FF, or w_E in the first site: [R, D_k].
       gain: of the norm, [D_k, D_v].
-      read_keys: r_Q, r_K, r_V as [3 R, D_k] before attention; r_FF or r_U, [R, D_k], elsewhere.
+      read_keys: r_Q, r_K, r_V as [3 H, D_k] before heads, and r_FF or r_U, [R, D_k], where the
+        whole is read.
     """
 
-    def __init__(
-        self,
-        config: cfg.ModelConfig,
-        rngs: nnx.Rngs,
-        *,
-        before: Before,
-        layer_index: Int[Array, ""],
-    ):
-        rank, key_dim = config.attention.num_heads, config.store.key_dim
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, place: Place):
+        rank, size = config.data_shape
+        key_dim = config.store.key_dim
+        count = lambda port: sum(port.heads) + port.whole * rank
         # The first site is written by the embedding, which is one write and not one of 2L.
-        first = (layer_index == 0) & (before == "attention")
-        scale = jnp.where(first, 1.0, storage_scale(config.num_layers))
-        self.store_keys = keys(rngs, rank, key_dim, std=scale * rank**-0.5)
-        self.gain = gain((key_dim, config.attention.head_dim), axes=("key", "head"))
-        reads = 3 * rank if before == "attention" else rank
-        self.read_keys = keys(rngs, reads, key_dim, std=key_dim**-0.5)
+        scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
+        writes = count(place.writes)
+        self.store_keys = keys(rngs, writes, key_dim, std=scale * writes**-0.5)
+        self.gain = gain((key_dim, size), axes=("key", "head"))
+        self.read_keys = keys(rngs, count(place.reads), key_dim, std=key_dim**-0.5)
+        self.begins_layer, self.reads = place.within == 0, place.reads
 
     @property
     def writer(self) -> nnx.Param:
         """How what was produced before this site is written."""
         return self.store_keys
+
+    def split(self, vectors: Float[Array, "batch seq reads D_v"]) -> Read:
+        """What its keys have read, as the core's port asks for it."""
+        heads = sum(self.reads.heads)
+        if not self.reads.whole:
+            return Read(heads=vectors)
+        if not heads:
+            return Read(whole=vectors)
+        return Read(vectors[:, :, :heads], vectors[:, :, heads:])
+
+    def join(self, read: Read) -> Float[Array, "batch seq reads D_v"]:
+        """`split` undone."""
+        return jnp.concatenate([part for part in read if part is not None], axis=2)
+
+
+# A device has all heads of its own tokens.
+HEADS = HeadsLayout("size_major", *2 * (("sequence", "tensor"),))
+
+
+def output_scale(config: cfg.ModelConfig) -> float:
+    """1: the storage keys are what writes, and they carry the scale."""
+    return 1.0
 
 
 class Store(nnx.Module):
@@ -58,12 +78,12 @@ class Store(nnx.Module):
     def __init__(
         self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike, compute_dtype: DTypeLike
     ):
-        rank = config.attention.num_heads
+        rank, _ = config.data_shape
         self.dtype, self.compute_dtype = dtype, compute_dtype
         self.fraction_bits = fixed_point.fraction_bits(config)
         self.key_dim = config.store.key_dim
         self.norm, self.epsilon = config.norm, config.norm_epsilon
-        learned = isinstance(config.attention.positions, cfg.Learned)
+        learned = config.learned_positions is not None
         self.position_keys = keys(rngs, rank, self.key_dim, std=rank**-0.5) if learned else None
 
     def start(
@@ -101,12 +121,13 @@ class Store(nnx.Module):
         residual: Shaped[Array, "group seq own_D_k D_v"],
         y: Float[Array, "batch seq R D_v"],
         site: Site,
-    ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Float[Array, "batch seq reads D_v"]]:
+    ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read]:
         """Write y with the site's storage keys, norm, read with its retrieval keys."""
         store_keys, gain, read_keys = _parameters(site)
-        return pallas_kernels.store_norm_retrieve(
+        residual, z = pallas_kernels.store_norm_retrieve(
             residual, store_keys, y, gain, read_keys, **self._options()
         )
+        return residual, site.split(z)
 
     @jax.named_scope("residual")
     def write(
@@ -121,12 +142,11 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def read(
         self, residual: Float[Array, "group seq own_D_k D_v"], site: Site, dtype: DTypeLike
-    ) -> Float[Array, "batch seq reads D_v"]:
+    ) -> Read:
         """`r norm(X)`."""
         _, gain, read_keys = _parameters(site)
-        return pallas_kernels.norm_retrieve(
-            residual, gain, read_keys, dtype=dtype, **self._options()
-        )
+        z = pallas_kernels.norm_retrieve(residual, gain, read_keys, dtype=dtype, **self._options())
+        return site.split(z)
 
     @jax.named_scope("residual")
     def read_with_statistics(
@@ -134,12 +154,13 @@ class Store(nnx.Module):
         residual: Shaped[Array, "group seq own_D_k D_v"],
         site: Site,
         dtype: DTypeLike,
-    ) -> tuple[Float[Array, "batch seq reads D_v"], pallas_kernels.Statistics]:
+    ) -> tuple[Read, pallas_kernels.Statistics]:
         """What `add_and_read` has read from the residual that it left, and its statistics."""
         _, gain, read_keys = _parameters(site)
-        return pallas_kernels.norm_retrieve_with_statistics(
+        z, statistics = pallas_kernels.norm_retrieve_with_statistics(
             residual, gain, read_keys, dtype=dtype, **self._options()
         )
+        return site.split(z), statistics
 
     @jax.named_scope("residual")
     def undo(
@@ -147,10 +168,10 @@ class Store(nnx.Module):
         residual: Shaped[Array, "group seq own_D_k D_v"],
         y: Float[Array, "batch seq R D_v"],
         site: Site,
-        z: Float[Array, "batch seq reads D_v"],
+        z: Read,
         statistics: pallas_kernels.Statistics,
         d_residual: Float[Array, "group seq own_D_k D_v"],
-        d_z: Float[Array, "batch seq reads D_v"],
+        d_z: Read,
     ) -> tuple[
         Shaped[Array, "group seq own_D_k D_v"],
         Float[Array, "group seq own_D_k D_v"],
@@ -171,11 +192,11 @@ class Store(nnx.Module):
             gain,
             read_keys,
             d_residual,
-            d_z,
+            site.join(d_z),
             norm=self.norm,
             fraction_bits=self.fraction_bits,
             key_axis=_key_axis(),
-            retrieved=z,
+            retrieved=site.join(z),
         )
         d_site = {"store_keys": g.store_keys, "gain": g.gain, "read_keys": g.read_keys}
         return g.rebuilt, g.residual, g.data, d_site

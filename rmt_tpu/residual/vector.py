@@ -1,18 +1,20 @@
 """The vector store: a token's residual is a vector of size D, as in the Transformer.
 
-Attention reads it with matrices W_Q, W_K, W_V and writes it with W_O (equations 7 and 9);
-feed-forward, embedding and unembedding layers read and write the vector itself.
+Heads read it with matrices W_Q, W_K, W_V and write it with W_O (equations 7 and 9); feed-forward,
+embedding and unembedding layers read and write the vector itself.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 import sharding
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import Before, gain, parameter, storage_scale
+from rmt_tpu.layers.parameters import gain, parameter, storage_scale
+from rmt_tpu.residual.place import Place
 
 
 class Site(nnx.Module):
@@ -21,51 +23,48 @@ class Site(nnx.Module):
     Matrices have two axes: with heads of 64 minor, a TPU would pad each row of 64 to 128.
 
     Attributes:
-      write: W_O [H * D_h, D] after attention; None where the vector itself is written.
+      write: W_O [H * D_h, D] after heads; None where the vector itself is written.
       gain: of the norm, [D]; None where what is read is not normed.
-      read: W_Q, W_K and W_V, [3, D, H * D_h], before attention; None where the vector itself is
-        read.
+      read: W_Q, W_K and W_V, [3, D, H * D_h], before heads; W_Q alone, [1, D, H * D_h], where keys
+        and values have fewer; None where the vector itself is read.
+      read_fewer: these W_K and W_V, [2, D, G * D_h].
     """
 
-    def __init__(
-        self,
-        config: cfg.ModelConfig,
-        rngs: nnx.Rngs,
-        *,
-        before: Before,
-        layer_index: Int[Array, ""],
-    ):
-        self.write = self._write(config, rngs) if before == "feed_forward" else None
-        # A depth-wise LSTM norms its gates and not what a sublayer reads.
-        plain = isinstance(config.mixer, cfg.DepthLstm) and before != "unembedding"
-        self.gain = None if plain else gain((config.store.dim,), axes=("width",))
-        self.read = self._read(config, rngs) if before == "attention" else None
+    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, place: Place):
+        self.begins_layer, self.reads = place.within == 0, place.reads
+        self.write = self._write(config, rngs, place.writes) if place.writes.heads else None
+        normed = config.mixer.adds_up or place.last
+        self.gain = gain((config.store.dim,), axes=("width",)) if normed else None
+        heads, same = place.reads.heads, len(set(place.reads.heads)) == 1
+        self.read = self._read(config, rngs, heads if same else heads[:1]) if heads else None
+        self.read_fewer = None if same or not heads else self._read(config, rngs, heads[1:])
 
     @property
     def writer(self) -> nnx.Param | None:
         """How what was produced before this site is written."""
         return self.write
 
-    def _write(self, config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
-        dim, heads_width = config.store.dim, _heads_width(config)
+    def _write(self, config: cfg.ModelConfig, rngs: nnx.Rngs, port: cfg.Port) -> nnx.Param:
+        dim, heads_width = config.store.dim, sum(port.heads) * port.head_dim
         std = output_scale(config) * config.init_std * heads_width**-0.5
         axes = ("heads", "embed")
         return parameter(rngs, (heads_width, dim), std=std, role="hidden", axes=axes)
 
-    def _read(self, config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
-        dim, heads_width = config.store.dim, _heads_width(config)
+    def _read(self, config: cfg.ModelConfig, rngs: nnx.Rngs, heads: tuple[int, ...]) -> nnx.Param:
+        dim = config.store.dim
         std = config.init_std * dim**-0.5
         axes = ("projection", "embed", "heads")
-        return parameter(rngs, (3, dim, heads_width), std=std, role="hidden", axes=axes)
+        shape = (len(heads), dim, heads[0] * self.reads.head_dim)
+        return parameter(rngs, shape, std=std, role="hidden", axes=axes)
+
+
+# A projection gives a device its heads of the tokens of all devices of `tensor`.
+HEADS = HeadsLayout("head_major", swapped=("sequence",), divided=("tensor", "sequence"))
 
 
 def output_scale(config: cfg.ModelConfig) -> float:
     """Of the weights that write to the residual: small where many writes are added up."""
-    return 1.0 if isinstance(config.mixer, cfg.DepthLstm) else storage_scale(config.num_layers)
-
-
-def _heads_width(config: cfg.ModelConfig) -> int:
-    return config.attention.num_heads * config.attention.head_dim
+    return storage_scale(config.num_sublayers) if config.mixer.adds_up else 1.0
 
 
 class Store(nnx.Module):
@@ -79,7 +78,6 @@ class Store(nnx.Module):
         self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike, compute_dtype: DTypeLike
     ):
         self.dtype, self.compute_dtype = dtype, compute_dtype
-        self.head_dim = config.attention.head_dim
         self.norm, self.epsilon = config.norm, config.norm_epsilon
 
     def start(
@@ -102,7 +100,7 @@ class Store(nnx.Module):
         residual: Float[Array, "batch seq D"],
         y: Float[Array, "batch y_seq vectors size"],
         site: Site,
-    ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch z_seq reads read_size"]]:
+    ) -> tuple[Float[Array, "batch seq D"], Read]:
         """Write y, then norm and read, at one site."""
         residual = self.write(residual, y, site.write)
         return residual, self.read(residual, site, y.dtype)
@@ -132,9 +130,7 @@ class Store(nnx.Module):
             return sharding.scatter_sum(jnp.dot(y, write), "tensor", axis=1)
 
     @jax.named_scope("residual")
-    def read(
-        self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike
-    ) -> Float[Array, "batch z_seq reads read_size"]:
+    def read(self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike) -> Read:
         """`W_QKV norm(h)`, or `norm(h)` where the vector itself is read."""
         return self.project(self.norm_of(residual, site, dtype), site)
 
@@ -147,13 +143,15 @@ class Store(nnx.Module):
         gain = site.gain[...]
         return normalize(residual, gain, norm=self.norm, epsilon=self.epsilon, dtype=dtype)
 
-    def project(
-        self, x: Float[Array, "batch seq D"], site: Site
-    ) -> Float[Array, "batch z_seq reads read_size"]:
+    def project(self, x: Float[Array, "batch seq D"], site: Site) -> Read:
         """What the sublayer gets of the normed x."""
+        whole = x[..., None, :] if site.reads.whole else None
         if site.read is None:
-            return x[..., None, :]
+            return Read(whole=whole)
         with jax.named_scope("projection"):
-            read = sharding.gather(site.read.astype(x.dtype), "fsdp", axis=1)
-            x = jnp.dot(sharding.gather(x, "tensor", axis=1), jnp.concatenate(list(read), axis=-1))
-        return x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
+            kept = (w for w in (site.read, site.read_fewer) if w is not None)
+            whole = (sharding.gather(w.astype(x.dtype), "fsdp", axis=1) for w in kept)
+            read = jnp.concatenate([w for group in whole for w in group], axis=-1)
+            x = jnp.dot(sharding.gather(x, "tensor", axis=1), read)
+        head_dim = site.reads.head_dim
+        return Read(x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim), whole)

@@ -39,7 +39,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rmt_tpu.checkpoint import Checkpointer, StoredArray
-from rmt_tpu.config import MatrixStore, ModelConfig, overrides
+from rmt_tpu.config import ModelConfig, overrides
 from rmt_tpu.errors import UsageError
 
 New = Literal["turned", "zeros", "ones"]
@@ -113,7 +113,7 @@ def restore_grown(
     def ungrown(stored: Mapping[str, StoredArray]) -> Any:
         nonlocal slots
         slots, size = None, key_dim(stored)
-        if not isinstance(model.store, MatrixStore) or size in (None, model.store.key_dim):
+        if not model.store.has_keys or size in (None, model.store.key_dim):
             return like
         store = dataclasses.replace(model.store, key_dim=size)
         slots = _Slots(dataclasses.replace(model, store=store), model)
@@ -155,7 +155,7 @@ class _Slots:
         _check(before, after)
         self.parts = getattr(after.mixer, "num_heads", 1)
         self.size, self.size_after = before.store.key_dim, after.store.key_dim
-        self.head_dim = after.attention.head_dim
+        self.vector_dim = after.data_shape[1]
         part, part_after = self.size // self.parts, self.size_after // self.parts
         self.turn = turn(part, part_after - part) if part_after > part else np.zeros((0, part))
 
@@ -199,7 +199,7 @@ class _Slots:
     def _with_slots(self, path: Sequence[Any], shape: Sequence[int], size: int) -> tuple[int, ...]:
         if _name(path) != "project":
             return tuple(shape)
-        return (*shape[:-2], *2 * (size, self.head_dim))
+        return (*shape[:-2], *2 * (size, self.vector_dim))
 
     def _stored(self, path: Sequence[Any], shape: Sequence[int]) -> tuple[int, ...]:
         if _name(path) != "project":
@@ -208,7 +208,7 @@ class _Slots:
 
 
 def _check(before: ModelConfig, after: ModelConfig) -> None:
-    if not (isinstance(before.store, MatrixStore) and isinstance(after.store, MatrixStore)):
+    if not (before.store.has_keys and after.store.has_keys):
         raise UsageError("only the residual of a matrix store has a D_k that can be grown")
     old, new = overrides.to_json(before), overrides.to_json(after)
     different = overrides.differences(old, new | {name: old[name] for name in _FREE}, "model")

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rmt_tpu import memory
-from rmt_tpu.config import RunConfig, Sum
+from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import compute_dtype, residual_dtype
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
@@ -45,14 +45,15 @@ class Least(NamedTuple):
 def least(config: RunConfig, run: Run) -> Least:
     """What a run needs at the very least."""
     train, model = config.train, config.model
-    keeps_residuals = model.remat in ("none", "dots", "full") and isinstance(model.mixer, Sum)
+    keeps_residuals = model.remat in ("none", "dots", "full") and model.mixer.kind == "sum"
     tokens = train.batch_size * config.data.seq_len
     at_a_time = tokens // train.accumulate
     if run.mesh.shape["stage"] > 1:
         at_a_time //= train.microbatches or run.mesh.shape["stage"]
     dtypes = residual_dtype(model), compute_dtype(model.compute_dtype)
     of_a_token = model.residual_size * min(dtype.itemsize for dtype in dtypes)
-    activations = at_a_time * of_a_token * (model.num_layers if keeps_residuals else 1)
+    repeats = sum(stack.repeat for stack in model.stacks)  # of layers, each a step of a scan
+    activations = at_a_time * of_a_token * (repeats if keeps_residuals else 1)
     return Least(
         state=_bytes_on_a_device(run.abstract, run.state_shardings),
         gradients=_bytes_on_a_device(run.abstract.params, run.state_shardings.params),

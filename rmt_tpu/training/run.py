@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
 from rmt_tpu import data
-from rmt_tpu.config import MatrixStore, RunConfig
+from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.errors import UsageError
 from rmt_tpu.execution import pipelined
@@ -157,9 +157,10 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
     sharding.check_divides(mesh, "--batch_size", train.batch_size, "batch", parts=parts)
     sharding.check_divides(mesh, "--seq_len", config.data.seq_len, "tokens")
     # Each of the devices that share tokens attends with some of the heads.
-    heads = model.attention.num_heads
-    sharding.check_divides(mesh, "model.attention.num_heads", heads, "tokens")
-    if mesh.shape["key"] > 1 and not isinstance(model.store, MatrixStore):
+    for core in model.cores:
+        for name, heads in core.divided_heads.items():
+            sharding.check_divides(mesh, f"model.{core.kind}.{name}", heads, "tokens")
+    if mesh.shape["key"] > 1 and not model.store.has_keys:
         raise sharding.MeshError(
             f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
             "legal: key=1, or a model with a matrix store, as rmt-*"

@@ -12,7 +12,7 @@ import jax
 import sharding
 from rmt_tpu import data, memory
 from rmt_tpu.checkpoint import Checkpointer, Retention, Saved
-from rmt_tpu.config import Learned, RunConfig, overrides
+from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.residual import fixed_point
@@ -122,8 +122,8 @@ def _introduction(config: RunConfig, run: Run) -> str:
 
 def _checkpointer(folder: Folder, config: RunConfig, progress: TrainingProgress) -> Checkpointer:
     train = config.train
-    return Checkpointer(
-        folder.child(workdir.CHECKPOINTS),
+    return workdir.open_checkpoints(
+        folder,
         retention=Retention(train.keep_checkpoints, train.keep_every, train.keep_best),
         compression=train.checkpoint_compression,
         report=progress.say,
@@ -149,13 +149,13 @@ def _check_agreement(config: RunConfig, data_checksum: int) -> None:
 
 
 def _untrained_positions(config: RunConfig) -> str | None:
-    match config.model.attention.positions:
-        case Learned(max_length=max_length) if config.data.seq_len < max_length:
-            return (
-                f"note: learned positions {config.data.seq_len} to {max_length - 1} are not "
-                f"trained at --seq_len={config.data.seq_len}; text beyond them will be poor"
-            )
-    return None
+    learned, seq_len = config.model.learned_positions, config.data.seq_len
+    if learned is None or seq_len >= learned.max_length:
+        return None
+    return (
+        f"note: learned positions {seq_len} to {learned.max_length - 1} are not "
+        f"trained at --seq_len={seq_len}; text beyond them will be poor"
+    )
 
 
 class _Start(NamedTuple):

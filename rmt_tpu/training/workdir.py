@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rmt_tpu import memory
 from rmt_tpu.checkpoint import Checkpointer
@@ -24,6 +24,14 @@ CHECKPOINTS = "checkpoints"
 _SHARED_SECONDS = 10.0
 
 
+# How the parameters of models were named that had one stack, of attention and feed-forward layers.
+_RENAMED = {
+    "layers/attention_site": "stacks/0/0/site",
+    "layers/feed_forward_site": "stacks/0/1/site",
+    "layers/feed_forward": "stacks/0/1/core",
+}
+
+
 class Opened(NamedTuple):
     """What is to be changed in the folder's config, on the first process.
 
@@ -34,6 +42,19 @@ class Opened(NamedTuple):
 
     changes: list[str]
     anew: bool
+
+
+def open_checkpoints(folder: Folder, **options: Any) -> Checkpointer:
+    """Those of a run, with any `options` of `Checkpointer`; also of a run by older code."""
+    return Checkpointer(folder.child(CHECKPOINTS), renamed=_renamed, **options)
+
+
+def _renamed(name: str) -> str:
+    for old, new in _RENAMED.items():
+        before, found, after = f"/{name}".partition(f"/{old}/")
+        if found:
+            return f"{before}/{new}/{after}".removeprefix("/")
+    return name
 
 
 def open_workdir(workdir: Location, config: RunConfig, *, change_config: bool = False) -> Opened:
@@ -142,7 +163,7 @@ def load(workdir: Location, step: int | None = None):
     graphdef, abstract = nnx.split(
         nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))), nnx.Param
     )
-    checkpoints = Checkpointer(folder.child(CHECKPOINTS))
+    checkpoints = open_checkpoints(folder)
     like = {"params": nnx.to_pure_dict(abstract)}
     with memory.told_if_out("the model's parameters do not fit"):
         _, state, _ = restore_grown(checkpoints, like, config.model, step, partial=True)
@@ -173,7 +194,7 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
     different = [line for line, rule in rules.items() if rule != "free"]
     if not different:
         return Opened([], anew=False)
-    if not Checkpointer(folder.child(CHECKPOINTS)).steps():
+    if not open_checkpoints(folder).steps():
         return Opened(different, anew=True)
     fixed = [line for line in different if rules[line] != "change"]
     if change_config and not fixed:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rmt_tpu import Decoder
+from rmt_tpu import Decoder, cores
 from rmt_tpu import config as cfg
-from rmt_tpu.layers import attention as attn
+from rmt_tpu.cores import attention as attn
 from tests import models
 from tests.closeness import assert_close
 from tests.rmt_tpu import plain
@@ -55,23 +55,21 @@ def test_scanned_equals_unrolled(store):
     config = models.model(store, num_layers=2)
     graphdef, params = models.graph(config), narrow(config)
     tokens = models.tokens()
-    context = attn.causal(tokens.shape[1], None, None)
+    context = cores.causal(tokens.shape[1], None, None)
 
     def unrolled(params):
         decoder = nnx.merge(graphdef, params)
-        layers_graphdef, _ = nnx.split(decoder.layers)
+        graph, layers = nnx.split(decoder.stacks[0])
         mixer, store = decoder.mixer, decoder.store
         embedded = decoder.embedding(tokens, context.query_positions, decoder.dtype)
         state, y = mixer.start(store, *store.start(*embedded))
         for index in range(config.num_layers):
-            of_layer = jax.tree.map(lambda p, index=index: p[index], params["layers"])
-            layer = nnx.merge(layers_graphdef, of_layer)
-            state, z = mixer.advance(store, state, y, layer.attention_site, 2 * index)
-            y = attn.Attention(config, context, jnp.int32(index))(z)
-            state, z = mixer.advance(store, state, y, layer.feed_forward_site, 2 * index + 1)
-            y = layer.feed_forward(z)
+            layer = nnx.merge(graph, jax.tree.map(lambda p, index=index: p[index], layers))
+            for k, (site, core) in enumerate((one.site, one.core) for one in layer):
+                state, z = mixer.advance(store, state, y, site, 2 * index + k)
+                y = core(z, context, jnp.int32(2 * index + k))
         _, z = mixer.advance(store, state, y, decoder.final_site, 2 * config.num_layers)
-        return decoder.unembedding(z)
+        return decoder.unembedding(z.whole)
 
     def with_gradients(logits):
         def objective(params):
@@ -199,9 +197,9 @@ def test_first_residual_is_far_above_the_norms_epsilon(store, init_std):
         state, y = decoder.store.start(
             *decoder.embedding(models.tokens(), jnp.arange(11)[None], decoder.dtype)
         )
-        graphdef, layers = nnx.split(decoder.layers)
-        first_layer = nnx.merge(graphdef, jax.tree.map(lambda p: p[0], layers))
-        residual, _ = decoder.store.add_and_read(state, y, first_layer.attention_site)
+        graphdef, sites = nnx.split(decoder.stacks[0][0].site)
+        site = nnx.merge(graphdef, jax.tree.map(lambda p: p[0], sites))
+        residual, _ = decoder.store.add_and_read(state, y, site)
         return jnp.mean(jnp.square(residual))
 
     assert jax.jit(mean_square)() > 100 * config.norm_epsilon
@@ -221,14 +219,14 @@ def test_norms_epsilon_does_not_matter_at_the_start(store):
 def test_storage_starts_smaller_by_depth():
     config = models.model("matrix", num_layers=50, num_heads=40)
     _, params = models.split(config)
-    w_E, w_FF = np.split(np.asarray(params["layers"]["attention_site"]["store_keys"]), [1])
+    w_E, w_FF = np.split(np.asarray(params["stacks"][0][0]["site"]["store_keys"]), [1])
     assert w_E.std() == pytest.approx(40**-0.5, rel=0.2)
     assert w_FF.std() == pytest.approx(40**-0.5 / 10, rel=0.05)
     assert params["store"]["position_keys"].std() == pytest.approx(40**-0.5, rel=0.2)
     _, params = models.split(models.model("vector", num_layers=50))
-    w_O = params["layers"]["feed_forward_site"]["write"]
+    w_O = params["stacks"][0][1]["site"]["write"]
     assert w_O.std() == pytest.approx((3 * 6) ** -0.5 / 10, rel=0.05)
-    assert params["layers"]["feed_forward"]["w_2"].std() == pytest.approx(22**-0.5 / 10, rel=0.05)
+    assert params["stacks"][0][1]["core"]["w_2"].std() == pytest.approx(22**-0.5 / 10, rel=0.05)
 
 
 def test_mup_multipliers_act_where_they_should():
@@ -253,8 +251,8 @@ def test_mup_multipliers_act_where_they_should():
     # width 18 over base width 9
     np.testing.assert_allclose(scaled_logits, 2.5 * logits, rtol=1e-6)
     scaled = dataclasses.replace(base, parametrization=mup)
-    assert attn.logit_scale(scaled) == pytest.approx(0.25 * 2 / 6)
-    assert attn.logit_scale(base) == pytest.approx(6**-0.5)
+    assert attn.logit_scale(scaled, scaled.attention) == pytest.approx(0.25 * 2 / 6)
+    assert attn.logit_scale(base, base.attention) == pytest.approx(6**-0.5)
 
 
 def test_dtypes():

@@ -31,12 +31,10 @@ def norm(x, gain, config):
     return gain * x / np.sqrt((x**2).mean(axes, keepdims=True) + config.norm_epsilon)
 
 
-def attention(q, k, v, layer, config):
+def attention(q, k, v, divisor=1):
     """Equations 8 and 21, causal, over one document: [batch, seq, heads, head_dim]."""
     length = q.shape[1]
-    logits = np.einsum("bnhd,bmhd->bhnm", q, k) / np.sqrt(q.shape[-1])
-    if config.attention.inverse_layer_scaling:
-        logits = logits / (layer + 1)
+    logits = np.einsum("bnhd,bmhd->bhnm", q, k) / np.sqrt(q.shape[-1]) / divisor
     logits = np.where(np.tril(np.ones((length, length), bool)), logits, -np.inf)
     return np.einsum("bhnm,bmhd->bnhd", softmax(logits, -1), v)
 
@@ -50,15 +48,43 @@ def gelu(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def relu(x):
+    return np.where(x.real > 0, x, 0)
+
+
+ACTIVATIONS = {
+    "gelu_tanh": gelu,
+    "relu2": lambda x: relu(x) ** 2,
+    "swiglu": lambda gate: gate / (1 + np.exp(-gate)),
+    "geglu": gelu,
+}
+
+
+def rms_norm(x, gain, config):
+    return gain * x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon)
+
+
+def rotated(x, positions, dims=None):
+    """Pairs of the first `dims` numbers of each head, turned by how far the token is."""
+    if not isinstance(positions, cfg.Rope):
+        return x
+    dims = dims or x.shape[-1]
+    angles = np.arange(x.shape[1])[:, None] * positions.base ** (-2 * np.arange(dims // 2) / dims)
+    turn = np.exp(1j * angles)[:, None]  # as cos and sin: x may be complex itself
+    a, b = x[..., : dims // 2], x[..., dims // 2 : dims]
+    turned = [a * turn.real - b * turn.imag, b * turn.real + a * turn.imag]
+    return np.concatenate([*turned, x[..., dims:]], axis=-1)
+
+
 class Vector:
     """Reads and writes of the Transformer: equations 7 and 9."""
 
     def __init__(self, config):
-        self.heads = config.attention.num_heads
+        pass
 
-    def qkv(self, x, site):
-        split = lambda x: x.reshape(*x.shape[:2], self.heads, -1)
-        return [split(x @ w) for w in site["read"]]
+    def heads(self, x, site, core):
+        split = lambda x: x.reshape(*x.shape[:2], -1, core.head_dim)
+        return [split(x @ w) for w in (*site["read"], *site.get("read_fewer", ()))]
 
     def write_heads(self, heads, site):
         return heads.reshape(*heads.shape[:2], -1) @ site["write"]
@@ -74,10 +100,12 @@ class Matrix:
     """Reads and writes of the RMT: equations 12, 13 and 18 to 27."""
 
     def __init__(self, config):
-        self.R, self.V = config.attention.num_heads, config.attention.head_dim
+        self.R, self.V = config.data_shape
 
-    def qkv(self, x, site):
-        return [np.einsum("hk,bnkv->bnhv", r, x) for r in np.split(site["read_keys"], 3)]
+    def heads(self, x, site, core):
+        ends = np.cumsum(core.reads.heads)[:-1]
+        keys = np.split(site["read_keys"], ends)
+        return [np.einsum("hk,bnkv->bnhv", r, x) for r in keys]
 
     def write_heads(self, heads, site):
         return np.einsum("hk,bnhv->bnkv", site["store_keys"], heads)
@@ -91,30 +119,72 @@ class Matrix:
         return self.write_heads(separate, site)
 
 
+def attention_core(core, params, store, site, x, index, config):
+    q, k, v = store.heads(x, site, core)
+    if core.bias:
+        ends = np.cumsum(core.reads.heads)[:-1]
+        q, k, v = (a + b for a, b in zip((q, k, v), np.split(params["bias"], ends), strict=True))
+    if core.query_key_norm:
+        q = rms_norm(q, params["query_gain"], config)
+        k = rms_norm(k, params["key_gain"], config)
+    q, k = (rotated(a, core.positions, getattr(core.positions, "dims", None)) for a in (q, k))
+    each = core.num_heads // core.kv_heads
+    k, v = (a.repeat(each, axis=2) for a in (k, v))
+    return attention(q, k, v, index // 2 + 1 if core.inverse_layer_scaling else 1)
+
+
+def mla_core(core, params, store, site, x, index, config):
+    x = store.read(x, site)
+    split = lambda x: x.reshape(*x.shape[:2], core.num_heads, -1)
+    q = x
+    if core.query_rank is not None:
+        q = rms_norm(x @ params["w_q_down"], params["q_gain"], config)
+    q, down, own = split(q @ params["w_q"]), x @ params["w_kv_down"], core.head_dim
+    latent = rms_norm(down[..., : core.kv_rank], params["kv_gain"], config)
+    k, v = (split(latent @ w) for w in params["w_kv_up"])
+    turned = lambda x: rotated(x, core.positions)
+    k_rope = turned(down[:, :, None, core.kv_rank :]).repeat(core.num_heads, axis=2)
+    q = np.concatenate([q[..., :own], turned(q[..., own:])], axis=-1)
+    return attention(q, np.concatenate([k, k_rope], axis=-1), v)
+
+
+def feed_forward_core(core, params, store, site, x, index, config):
+    x, activation = store.read(x, site), ACTIVATIONS[core.activation]
+    if core.gated:
+        gate, up = params["w_1"]
+        return (activation(x @ gate) * (x @ up)) @ params["w_2"]
+    return activation(x @ params["w_1"]) @ params["w_2"]
+
+
+CORES = {"attention": attention_core, "mla": mla_core, "feed_forward": feed_forward_core}
+
+
 def model(params, tokens, config, mix=plain_sum):
-    """Logits: equations 1 to 11, and 14 to 27."""
-    L = config.num_layers
+    """Logits: equations 1 to 11, and 14 to 27; of any cores."""
     store = Matrix(config) if isinstance(config.store, cfg.MatrixStore) else Vector(config)
-    layers = [jax.tree.map(lambda p, l=l: p[l], params["layers"]) for l in range(L)]
-    last = params["final_site"]
-    written = [_embedded(params, tokens, layers[0]["attention_site"], store, config)]
-    for l, layer in enumerate(layers):
-        site = layer["attention_site"]
-        x = norm(mix(2 * l, site, written), site["gain"], config)
-        heads = attention(*store.qkv(x, site), l, config)
-        site = layer["feed_forward_site"]
-        written.append(store.write_heads(heads, site))
-        x = norm(mix(2 * l + 1, site, written), site["gain"], config)
-        hidden = gelu(store.read(x, site) @ layer["feed_forward"]["w_1"])
-        after = layers[l + 1]["attention_site"] if l + 1 < L else last
-        written.append(store.write(hidden @ layer["feed_forward"]["w_2"], after))
-    x = norm(mix(2 * L, last, written), last["gain"], config)
+    sublayers = [
+        jax.tree.map(lambda p, l=l: p[l], stack[k])
+        for stack, of_stack in zip(params["stacks"].values(), config.stacks, strict=True)
+        for l in range(of_stack.repeat)
+        for k in range(len(of_stack.cores))
+    ]
+    sites = [sublayer["site"] for sublayer in sublayers] + [params["final_site"]]
+    written = [_embedded(params, tokens, sites[0], store, config)]
+    for k, (core, sublayer) in enumerate(zip(config.sublayers, sublayers, strict=True)):
+        x = norm(mix(k, sites[k], written), sites[k]["gain"], config)
+        y = CORES[core.kind](core, sublayer.get("core"), store, sites[k], x, k, config)
+        write = store.write_heads if core.writes.heads else store.write
+        written.append(write(y, sites[k + 1]))
+    last = sites[-1]
+    x = norm(mix(len(sublayers), last, written), last["gain"], config)
     return store.read(x, last) @ params["unembedding"]["kernel"]
 
 
 def _embedded(params, tokens, first_site, store, config):
     embedding = params["embedding"]
     rows = embedding["tokens"][np.asarray(tokens)]
+    if config.learned_positions is None:
+        return store.write(rows, first_site)
     positions = embedding["positions"][: tokens.shape[1]][None]
     if isinstance(store, Vector):
         return rows + positions

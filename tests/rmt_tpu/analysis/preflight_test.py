@@ -73,7 +73,7 @@ def test_memory_of_a_step(compiled):
     assert least.state <= compiled.memory["parameters"] + compiled.memory["optimizer"]
     assert least.device <= compiled.used
     largest = {b.name for b in compiled.buffers if b.kind == "parameters"}
-    assert {"params.layers.feed_forward.w_1", "params.unembedding.kernel"} <= largest
+    assert {"params.stacks[0][1].core.w_1", "params.unembedding.kernel"} <= largest
 
 
 @pytest.mark.compile
@@ -143,7 +143,7 @@ def test_a_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("op_name", "name"),
     [
-        ("state.params['layers']['feed_forward']['w_1']", "params.layers.feed_forward.w_1"),
+        ("state.params['stacks'][0][1]['core']['w_1']", "params.stacks[0][1].core.w_1"),
         ("args[0].optimizer[1].mu['embedding']['tokens']", "optimizer[1].mu.embedding.tokens"),
         ("batch.inputs", "inputs"),
         ("jit(f)/shard_map/jvp()/while/body/closed_call/residual/cond/branch_0_fun/"

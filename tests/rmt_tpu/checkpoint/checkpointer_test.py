@@ -173,15 +173,15 @@ LAYERS = np.arange(96, dtype=np.float32).reshape(24, 4)
 def test_layers_come_back_in_stacks_of_any_height(root, stored, wanted):
     """On each device exactly its rows, with any axis divided."""
     saver = Checkpointer(str(root))
-    saver.save(1, {"layers": {"w": LAYERS.reshape(stored)}}, {})
+    saver.save(1, {"stacks": {"w": LAYERS.reshape(stored)}}, {})
     expected = LAYERS.reshape(wanted)
     for place in [None, *(sharded(mesh(2, 2), *axes) for axes in _divided(wanted))]:
         like = jax.ShapeDtypeStruct(wanted, np.float32, sharding=place)
-        found = saver.restore({"layers": {"w": like}})[1]["layers"]["w"]
+        found = saver.restore({"stacks": {"w": like}})[1]["stacks"]["w"]
         assert place is None or found.sharding == place
         for shard in found.addressable_shards:
             np.testing.assert_array_equal(shard.data, expected[shard.index])
-    host = saver.restore({"layers": {"w": np.zeros(wanted, np.float32)}})[1]["layers"]["w"]
+    host = saver.restore({"stacks": {"w": np.zeros(wanted, np.float32)}})[1]["stacks"]["w"]
     assert_same(host, expected)
 
 
@@ -194,14 +194,14 @@ def _divided(shape: tuple[int, ...]) -> list[tuple[str | None, ...]]:
 
 def test_only_layers_are_stacked_otherwise(root):
     saver = Checkpointer(str(root))
-    saver.save(1, {"layers": {"w": LAYERS}, "table": LAYERS}, {})
+    saver.save(1, {"stacks": {"w": LAYERS}, "table": LAYERS}, {})
     shape = lambda *sizes: np.zeros(sizes, np.float32)
     for tree, reason in [
-        ({"layers": {"w": shape(48, 2)}}, r"layers/w: checkpoint float32\[24,4\], model .*48,2"),
-        ({"layers": {"w": shape(2, 10, 4)}}, "layers/w: "),
-        ({"layers": {"w": shape(2, 12, 2, 2)}}, "layers/w: "),
-        ({"layers": {"w": shape(2, 3, 4, 4)}}, "layers/w: "),
-        ({"layers": {"w": np.zeros((2, 12, 4), np.int32)}}, "layers/w: "),
+        ({"stacks": {"w": shape(48, 2)}}, r"stacks/w: checkpoint float32\[24,4\], model .*48,2"),
+        ({"stacks": {"w": shape(2, 10, 4)}}, "stacks/w: "),
+        ({"stacks": {"w": shape(2, 12, 2, 2)}}, "stacks/w: "),
+        ({"stacks": {"w": shape(2, 3, 4, 4)}}, "stacks/w: "),
+        ({"stacks": {"w": np.zeros((2, 12, 4), np.int32)}}, "stacks/w: "),
         ({"table": shape(2, 12, 4)}, r"table: checkpoint float32\[24,4\], model float32\[2,12,4"),
     ]:
         with pytest.raises(UsageError, match=reason):

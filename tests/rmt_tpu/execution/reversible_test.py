@@ -108,7 +108,7 @@ def test_a_residual_beyond_its_range_makes_the_loss_nan():
     _, params = models.split(config)
     assert np.isfinite(gradients(config, params=params)[0])
     params = jax.tree.map(lambda p: p, params)
-    sites = params["layers"]["feed_forward_site"]
+    sites = params["stacks"][0][1]["site"]
     sites["store_keys"] = sites["store_keys"].at[1].mul(1000.0)
     assert np.isnan(gradients(config, params=params)[0])
     # A float residual has no such range.

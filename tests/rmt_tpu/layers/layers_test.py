@@ -8,8 +8,10 @@ from flax import nnx
 from scipy.special import erf
 
 from rmt_tpu import config as cfg
-from rmt_tpu.layers import positions
-from rmt_tpu.layers.feed_forward import FeedForward
+from rmt_tpu import cores
+from rmt_tpu.cores import positions
+from rmt_tpu.cores.feed_forward import FeedForward
+from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import metadata
 from tests import models
@@ -55,14 +57,18 @@ def test_gelu_exact_and_tanh():
     z = draw(2, 1, 20)
     layers = {}
     for activation in ("gelu_exact", "gelu_tanh"):
-        changed = models.model("vector", feed_forward=cfg.FeedForward(22, activation))
-        layers[activation] = FeedForward(changed, nnx.Rngs(0), output_scale=1.0)
+        core = cfg.FeedForward(22, activation)
+        layers[activation] = FeedForward(
+            config, core, nnx.Rngs(0), output_scale=1.0, input_width=config.width
+        )
     layer = layers["gelu_exact"]
     hidden = np.asarray(z)[:, 0] @ np.asarray(layer.w_1[...])
     exact = hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))
     expected = exact @ np.asarray(layer.w_2[...])
-    np.testing.assert_allclose(layer(z)[:, 0], expected, rtol=1e-4, atol=1e-5)
-    gap = np.abs(layers["gelu_tanh"](z) - layer(z)).max()
+    context = cores.causal(1, None, None)
+    given = {name: core(Read(whole=z[:, None]), context, 1) for name, core in layers.items()}
+    np.testing.assert_allclose(given["gelu_exact"][:, 0, 0], expected, rtol=1e-4, atol=1e-5)
+    gap = np.abs(given["gelu_tanh"] - given["gelu_exact"]).max()
     assert 0 < gap < 1e-2
     assert config.feed_forward.activation == "gelu_tanh"
 
@@ -76,4 +82,4 @@ def test_every_parameter_has_a_role_and_an_axis_name_a_dimension(store):
     is_names = lambda leaf: isinstance(leaf, tuple)
     jax.tree.map(lambda names, p: np.testing.assert_equal(len(names), p.ndim), axes, params,
                  is_leaf=is_names)  # fmt: skip
-    assert all(names[0] == "layer" for names in jax.tree.leaves(axes["layers"], is_leaf=is_names))
+    assert all(names[0] == "layer" for names in jax.tree.leaves(axes["stacks"], is_leaf=is_names))

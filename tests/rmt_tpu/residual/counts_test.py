@@ -104,13 +104,13 @@ def site_flops(config: cfg.ModelConfig) -> float:
         decoder = nnx.merge(graphdef, params)
         state, _ = decoder.mixer.start(decoder.store, h, z)
         if isinstance(config.mixer, cfg.DepthLstm):
-            site = first_of(decoder.layers).attention_site
+            site = first_of(decoder.stacks[0][0]).site
             state, _ = decoder.mixer.advance(decoder.store, state, z, site, 0)
         return state
 
     def advance(params, state, y):
         decoder = nnx.merge(graphdef, params)
-        site = first_of(decoder.layers).feed_forward_site
+        site = first_of(decoder.stacks[0][1]).site
         return decoder.mixer.advance(decoder.store, state, y, site, jnp.int32(1))
 
     state = jax.eval_shape(before, params, shape(config.store.dim), z)

@@ -46,8 +46,8 @@ ABLATIONS = {
 }
 
 
-def of_blocks(mixer: cfg.Mixer) -> int:
-    return mixer.sublayers_a_block(LAYERS)
+def of_blocks(mixer: cfg.Mixer, depth: int = 2 * LAYERS) -> int:
+    return mixer.sublayers_a_block(depth)
 
 
 def plain_weights(k, sources, site, params, mixer, epsilon=1e-6):
@@ -76,18 +76,18 @@ def plain_weights(k, sources, site, params, mixer, epsilon=1e-6):
     return plain.softmax(logits, 0)
 
 
-def plain_sources_of(k, S, last=2 * LAYERS):
+def plain_sources_of(k, S):
     """Which sublayers' outputs (from 1; 0 is the embedding) each source of site k adds up."""
     blocks = [range(n * S + 1, min((n + 1) * S, k) + 1) for n in range(-(-k // S))]
     return [range(0, 1), *blocks]
 
 
-def attention_over_depth(mixer, params):
+def attention_over_depth(mixer, params, depth=2 * LAYERS):
     """`mix(k, site, written)` for `plain.model`: equations 2 to 6 with all that was written."""
 
     def mix(k, site, written):
         shape = written[0].shape
-        parts = plain_sources_of(k, of_blocks(mixer))
+        parts = plain_sources_of(k, of_blocks(mixer, depth))
         sources = [sum(written[i] for i in part).reshape(*shape[:2], -1) for part in parts]
         w = plain_weights(k, sources, site, params, mixer)
         heads = w.shape[-1]
@@ -98,18 +98,18 @@ def attention_over_depth(mixer, params):
     return mix
 
 
-def dense(mixer, params):
+def dense(mixer, params, depth=2 * LAYERS):
     """DenseFormer's Y of the layer that a site is in, and what that layer has added to it."""
-    weights = iter(params["mixer"]["weights"])
-    a = np.eye(LAYERS + 1).tolist()
-    for i in range(1, LAYERS + 1):
+    weights, layers = iter(params["mixer"]["weights"]), depth // 2
+    a = np.eye(layers + 1).tolist()
+    for i in range(1, layers + 1):
         for j in range(i + 1):
             if i % mixer.period == 0 and (i - j) % mixer.dilation == 0:
                 a[i][j] = next(weights)
 
     def mix(k, site, written):
         outputs = [written[0]]
-        for layer in range(LAYERS + 1):
+        for layer in range(layers + 1):
             given = sum(a[layer][j] * outputs[j] for j in range(layer + 1))
             inside = written[2 * layer + 1 : 2 * layer + 3]
             if layer == k // 2:
@@ -121,7 +121,8 @@ def dense(mixer, params):
 
 def reference(params, tokens, config):
     system = dense if isinstance(config.mixer, cfg.Dense) else attention_over_depth
-    return plain.model(params, tokens, config, system(config.mixer, params))
+    mix = system(config.mixer, params, config.num_sublayers)
+    return plain.model(params, tokens, config, mix)
 
 
 ALL = FULL | BLOCKS | DENSE | ABLATIONS

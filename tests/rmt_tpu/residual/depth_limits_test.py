@@ -57,7 +57,7 @@ def test_the_first_query_is_never_used():
     config = models.model("vector", mixer=cfg.BlockAttention(layers_per_block=1))
     params = jax.tree.map(np.float32, models.random_parameters(config))
     gradient, _ = checks.gradients_and_logits(config)(params)
-    of_layers = np.asarray(gradient["layers"]["attention_site"]["mix"]["query"])
+    of_layers = np.asarray(gradient["stacks"][0][0]["site"]["mix"]["query"])
     assert (of_layers[0] == 0).all()
     assert (np.abs(of_layers[1:]).max(axis=1) > 1e-4).all()
 
@@ -116,16 +116,14 @@ def test_mixers_and_policies_that_do_not_go_together_are_refused():
 
 def test_blocks_can_be_counted_in_layers_or_sublayers():
     sizes = [
-        cfg.BlockAttention(**{name: size}).sublayers_a_block(24)
+        cfg.BlockAttention(**{name: size}).sublayers_a_block(48)
         for name, size in [("num_blocks", 8), ("sublayers_per_block", 6), ("layers_per_block", 3)]
     ]
     assert sizes == [6, 6, 6]
-    assert cfg.BlockAttention().sublayers_a_block(24) == 6
+    assert cfg.BlockAttention().sublayers_a_block(48) == 6
     # 10 sublayers in eight blocks, or in four: the last one is smaller.
-    sizes = [cfg.BlockAttention(num_blocks=n).sublayers_a_block(5) for n in (None, 4)]
+    sizes = [cfg.BlockAttention(num_blocks=n).sublayers_a_block(10) for n in (None, 4)]
     assert sizes == [2, 3]
     # 93 layers in blocks of 12: seven full ones after the embedding, and 9 layers in the last.
-    config = dataclasses.replace(
-        models.model("vector"), num_layers=93, mixer=cfg.BlockAttention(layers_per_block=12)
-    )
-    assert -(-2 * 93 // config.mixer.sublayers_a_block(93)) == 8
+    config = models.model("vector", num_layers=93, mixer=cfg.BlockAttention(layers_per_block=12))
+    assert -(-2 * 93 // config.mixer.sublayers_a_block(2 * 93)) == 8

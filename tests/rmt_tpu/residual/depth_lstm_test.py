@@ -20,9 +20,9 @@ def reference(params, tokens, config):
     o = embedding["tokens"][tokens] + embedding["positions"][: tokens.shape[1]]
     c = o if config.mixer.cell_start == "embedding" else np.zeros_like(o)
     for l in range(config.num_layers):
-        layer = jax.tree.map(lambda p, l=l: p[l], params["layers"])
-        attention_site, site = layer["attention_site"], layer["feed_forward_site"]
-        a = plain.attention(*store.qkv(o, attention_site), l, config)
+        layer = jax.tree.map(lambda p, l=l: p[l], params["stacks"][0])
+        attention_site, site = layer[0]["site"], layer[1]["site"]
+        a = plain.attention(*store.heads(o, attention_site, config.attention), divisor=l + 1)
         a = a.reshape(o.shape[:2] + (-1,)) @ site["write"]
         z = np.concatenate([a, o], axis=-1)
         W_i, W_f, W_o = np.split(site["mix"]["gates"], 3, axis=-1)
@@ -30,7 +30,7 @@ def reference(params, tokens, config):
         i = s(norm(z @ W_i, gain_i))
         g = s(norm(z @ W_f, gain_f) + config.mixer.forget_offset)
         q = s(norm(z @ W_o, gain_o))
-        feed_forward = layer["feed_forward"]
+        feed_forward = layer[1]["core"]
         hidden = norm(z @ feed_forward["w_1"], feed_forward["hidden_gain"])
         t = plain.gelu(hidden) @ feed_forward["w_2"]
         c = g * c + i * t
@@ -67,17 +67,17 @@ def test_no_weight_starts_smaller_by_depth():
     """There is no sum over depth to keep small. Fan in of the gates and of W_1 is 2 D."""
     sizes = {"store": cfg.VectorStore(120), "feed_forward": cfg.FeedForward(160), "num_layers": 12}
     params = models.split(models.model("vector", mixer=cfg.DepthLstm(), num_heads=20, **sizes))[1]
-    layers = params["layers"]
-    gates = layers["feed_forward_site"]["mix"]["gates"]
+    layer = params["stacks"][0]
+    gates = layer[1]["site"]["mix"]["gates"]
     # At least 170,000 samples each: a standard deviation is known to 0.2%.
     for weights, fan_in in (
-        (layers["feed_forward_site"]["write"], 120),
-        (layers["feed_forward"]["w_1"], 240),
-        (layers["feed_forward"]["w_2"], 160),
+        (layer[1]["site"]["write"], 120),
+        (layer[1]["core"]["w_1"], 240),
+        (layer[1]["core"]["w_2"], 160),
         (gates, 240),
     ):
         assert weights.std() == pytest.approx(fan_in**-0.5, rel=0.01)
-    assert "gain" not in layers["attention_site"] and "gain" in params["final_site"]
+    assert "gain" not in layer[0]["site"] and "gain" in params["final_site"]
 
 
 def test_a_forget_gate_far_open_keeps_the_cell():
@@ -85,8 +85,8 @@ def test_a_forget_gate_far_open_keeps_the_cell():
     with jax.enable_x64(True):
         config = checks.model(cfg.DepthLstm(cell_start="embedding", forget_offset=1e3))
         params = models.random_parameters(config)
-        params["layers"]["feed_forward"]["w_2"] *= 0
-        mix = params["layers"]["feed_forward_site"]["mix"]
+        params["stacks"][0][1]["core"]["w_2"] *= 0
+        mix = params["stacks"][0][1]["site"]["mix"]
         mix["gate_gains"][:, 2] = 0  # q = s(0) = 1/2, which the final norm takes out again
         got = checks.normed_output(config, params)[..., 0, :]
         embedding = params["embedding"]

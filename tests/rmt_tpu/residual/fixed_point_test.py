@@ -35,12 +35,12 @@ def test_steps_follow_the_size_of_the_residual_and_those_of_the_papers_are_one_i
 
 
 def test_expected_sizes_are_those_of_a_new_model():
-    config = replace(reversible(0.5), remat="full", compute_dtype="float32", num_layers=3)
+    config = reversible(0.5).replace(remat="full", compute_dtype="float32", num_layers=3)
     first, last = fixed_point.expected_sizes(config)
     decoder = models.decoder(config)
     tokens, positions = decoder.embedding(models.tokens(8), jnp.arange(11)[None], jnp.float32)
     state, y = decoder.store.start(tokens, positions)
-    site = jax.tree.map(lambda x: x[0], nnx.state(decoder.layers.attention_site))
+    site = jax.tree.map(lambda x: x[0], nnx.state(decoder.stacks[0][0].site))
     written = jnp.einsum("rk,bnrv->bnkv", site.store_keys[...], y)
     rms = float(jnp.sqrt(jnp.mean(jnp.square(state + written))))
     # Of 3 x 5 keys and 61 tokens: they are drawn, and few.

@@ -81,8 +81,8 @@ def test_without_values_it_is_the_plain_model():
     """`W_2 = 0` leaves `h + y`: exactly, for what is added is 0."""
     config = models.model("vector", mixer=cfg.Highway())
     params = jax.tree.map(np.float32, models.random_parameters(config))
-    for site in ("attention_site", "feed_forward_site"):
-        params["layers"][site]["mix"]["gate_and_value"][..., config.store.dim :] = 0
+    for sublayer in params["stacks"][0].values():
+        sublayer["site"]["mix"]["gate_and_value"][..., config.store.dim :] = 0
     plain_config = dataclasses.replace(config, mixer=cfg.Sum())
     expected = checks.normed_output(plain_config, checks.plain_parameters(params))
     np.testing.assert_array_equal(checks.normed_output(config, params), expected)
@@ -91,7 +91,7 @@ def test_without_values_it_is_the_plain_model():
 def test_starts_as_linear_layers_do():
     config = models.model("vector", mixer=cfg.Highway(), store=cfg.VectorStore(300), init_std=0.5)
     params = models.split(config)[1]
-    w = params["layers"]["attention_site"]["mix"]["gate_and_value"]
+    w = params["stacks"][0][0]["site"]["mix"]["gate_and_value"]
     assert w.shape == (3, 300, 600) and "mix" not in params["final_site"]
     # 540,000 samples: the estimate's own standard deviation is 0.1%.
     assert jnp.std(w) == pytest.approx(0.5 * 300**-0.5, rel=0.01)

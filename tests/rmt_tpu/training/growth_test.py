@@ -230,7 +230,7 @@ def test_moments_of_new_entries(small):
     a = turn(SLOTS, SLOTS)
     for name, axis in (("store_keys", -1), ("read_keys", -1), ("gain", -2)):
         at = lambda tree, name=name, axis=axis: np.moveaxis(
-            tree["layers"]["attention_site"][name], axis, -1
+            tree["stacks"][0][0]["site"][name], axis, -1
         )
         np.testing.assert_array_equal(at(adam.mu)[..., :SLOTS], at(old.mu))
         np.testing.assert_array_equal(at(adam.nu)[..., :SLOTS], at(old.nu))
@@ -251,12 +251,12 @@ def test_new_slots_are_trained(small):
     run = prepared(after)
     grown = grow(host(state), before, after.model)._replace(key=state.key)
     first, _ = trained(run, grown, 1, first=5)
-    read = lambda state: np.asarray(state.optimizer[1].mu["layers"]["attention_site"]["read_keys"])
+    read = lambda state: np.asarray(state.optimizer[1].mu["stacks"][0][0]["site"]["read_keys"])
     gradient = (read(first) - 0.9 * read(grown)) / 0.1
     new, old = gradient[..., SLOTS:], gradient[..., :SLOTS]
     assert 0.5 < size(new) / size(old) < 2  # turned, not smaller
     later, _ = trained(run, first, 19, first=6)
-    stored = lambda state: np.asarray(state.params["layers"]["attention_site"]["store_keys"])
+    stored = lambda state: np.asarray(state.params["stacks"][0][0]["site"]["store_keys"])
     moved = np.abs(stored(later) - stored(grown))[..., SLOTS:]
     # Twenty steps at a rate of 1e-2; the least of all entries has moved.
     assert moved.min() > 1e-5 and np.median(moved) > 1e-3
@@ -272,7 +272,7 @@ def test_new_queries_of_depth_attention_have_gradients():
     loss = lambda params: (nnx.merge(graphdef, params)(models.tokens()) ** 2).mean()
     with jax.enable_x64(True):
         gradient = jax.jit(jax.grad(loss))(grow(random_parameters(before), before, after))
-    query = np.asarray(gradient["layers"]["feed_forward_site"]["mix"]["query"])
+    query = np.asarray(gradient["stacks"][0][1]["site"]["mix"]["query"])
     # The old ones are times a random gain.
     assert 0.1 < size(query[:, SLOTS:]) / size(query[:, :SLOTS]) < 10
 
@@ -352,7 +352,7 @@ def test_layers_saved_in_stacks_of_virtual_stages_grow(small, tmp_path):
     params = host(state).params
     checkpoints = Checkpointer(str(tmp_path))
     checkpoints.save(
-        5, {"params": params | {"layers": jax.tree.map(stacked, params["layers"])}}, {}
+        5, {"params": params | {"stacks": jax.tree.map(stacked, params["stacks"])}}, {}
     )
     wanted = {"params": like(prepared(after)).params}
     _, grown, _ = restore_grown(checkpoints, wanted, after.model)

@@ -34,7 +34,7 @@ def on_accelerator(preset: str, mesh: str, batch_size: int, seq_len: int = 512, 
     model = {"compute_dtype": "bfloat16"} | model
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, **model),
+        model=config.model.replace(**model),
         train=dataclasses.replace(config.train, mesh=mesh, batch_size=batch_size),
         data=dataclasses.replace(config.data, seq_len=seq_len),
     )
@@ -75,10 +75,9 @@ BLOCKS, WIDTH = 8, 7168
 
 def lower_features(devices, *, mesh, seq_len, blocks=BLOCKS):
     """A forward pass of one sequence, in blocks of one layer."""
+    attention = cfg.Attention(num_heads=8, head_dim=128, positions=cfg.NoPositions())
     model = cfg.ModelConfig(
-        num_layers=blocks,
-        attention=cfg.Attention(num_heads=8, head_dim=128, positions=cfg.NoPositions()),
-        feed_forward=cfg.FeedForward(hidden_dim=1024),
+        (cfg.Stack((attention, cfg.FeedForward(hidden_dim=1024)), blocks),),
         store=cfg.VectorStore(dim=WIDTH),
         mixer=cfg.BlockAttention(sublayers_per_block=2),
         vocab_size=512,

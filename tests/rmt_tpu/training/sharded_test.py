@@ -54,8 +54,16 @@ MIXERS = {
     "lstm": cfg.DepthLstm(),
     "hierarchical": cfg.Hierarchical(hidden_dim=10),
 }
+# One period of every core, on a plain residual.
+CORES = (
+    cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, query_key_norm=True, bias=True),
+    cfg.FeedForward(10, "swiglu"),
+    cfg.Mla(num_heads=4, head_dim=6, kv_rank=4, rope_dim=2, query_rank=2),
+    cfg.FeedForward(6, "relu2"),
+)
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
-SYSTEMS = [("vector", name) for name in MIXERS] + [("matrix", name) for name in ON_MATRICES]
+SYSTEMS = [("vector", name) for name in (*MIXERS, "cores")]
+SYSTEMS += [("matrix", name) for name in (*ON_MATRICES, "cores")]
 # One of each kind: what is carried from layer to layer, a bank, an ablation of it, and what is
 # rebuilt.
 LEADERS = [
@@ -69,6 +77,7 @@ FAST = [
     ("vector", "sum"),
     ("vector", "input query"),
     ("vector", "lstm"),
+    ("vector", "cores"),
     ("matrix", "reversible"),
     ("matrix", "blocks"),
 ]
@@ -139,6 +148,8 @@ def run_config(store, name, mesh):
         compute_dtype="float64",
         **remat,
     )
+    if name == "cores":
+        model = model.replace(stacks=(cfg.Stack(CORES, repeat=2),))
     train = cfg.TrainConfig(steps=2, batch_size=8, mesh=mesh)
     return cfg.RunConfig(model=model, train=train, data=cfg.DataConfig(seq_len=12))
 
@@ -184,10 +195,10 @@ def test_each_device_has_its_part_of_the_parameters():
         shapes,
         is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding),
     )
-    layers = sizes["layers"]
-    assert layers["feed_forward"]["w_1"] == (2, 12, 5)  # [layers, width / fsdp, ff / tensor]
-    assert layers["attention_site"]["gain"] == (2, 3, 6)  # [layers, D_k / key, D_v]
-    assert layers["attention_site"]["read_keys"] == (2, 12, 3)
+    attention, feed_forward = sizes["stacks"][0].values()
+    assert feed_forward["core"]["w_1"] == (2, 12, 5)  # [layers, width / fsdp, ff / tensor]
+    assert attention["site"]["gain"] == (2, 3, 6)  # [layers, D_k / key, D_v]
+    assert attention["site"]["read_keys"] == (2, 12, 3)
     assert sizes["unembedding"]["kernel"] == (12, models.VOCAB + 1)
     moments = run.state_shardings.optimizer[1]
     assert jax.tree.leaves(moments.mu) == jax.tree.leaves(run.state_shardings.params)

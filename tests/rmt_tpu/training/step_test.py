@@ -165,11 +165,11 @@ def test_mup_reaches_the_optimizer():
     for name, (_, state, step) in {"standard": standard, "scaled": scaled}.items():
         new, _ = step(state, models.batch(8))
         delta = jax.tree.map(lambda a, b: np.abs(a - b).max(), new.params, state.params)
-        moved[name] = delta["layers"]
+        moved[name] = delta["stacks"][0][1]
     ratio = lambda *path: np.divide(*(leaf(moved[n], path) for n in ("scaled", "standard")))
     leaf = lambda tree, path: leaf(tree[path[0]], path[1:]) if path else tree
-    assert ratio("feed_forward", "w_1") == pytest.approx(1 / 3, rel=0.02)
-    assert ratio("feed_forward_site", "store_keys") == pytest.approx(1.0, rel=0.02)
+    assert ratio("core", "w_1") == pytest.approx(1 / 3, rel=0.02)
+    assert ratio("site", "store_keys") == pytest.approx(1.0, rel=0.02)
 
 
 @pytest.mark.parametrize("store", ["matrix", *later("vector")])

@@ -29,9 +29,7 @@ def config_of(preset: str, *, mesh="data=1", batch_size=None, vocab_size=512, **
     train = dataclasses.replace(
         config.train, mesh=mesh, batch_size=batch_size or config.train.batch_size
     )
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, **model), train=train
-    )
+    return dataclasses.replace(config, model=config.model.replace(**model), train=train)
 
 
 def compiled(config: RunConfig, devices: int = 1, topology: str = "v5e:2x2"):

@@ -14,8 +14,15 @@ def rotate(
     positions: Int[Array, "batch_or_1 seq"],
     *,
     base: float,
+    dims: int | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """RoPE: pairs (x_i, x_{i + head_dim / 2}) turned by `position * base^(-2 i / head_dim)`."""
+    """RoPE: pairs (x_i, x_{i + dims / 2}) turned by `position * base^(-2 i / dims)`.
+
+    Of the first `dims` numbers of a head, or of all; the others stay as they are.
+    """
+    if dims is not None and dims < x.shape[-1]:
+        turned = rotate(x[..., :dims], positions, base=base)
+        return jnp.concatenate([turned, x[..., dims:]], axis=-1)
     half = x.shape[-1] // 2
     dtype = jnp.result_type(x, jnp.float32)
     frequencies = base ** (-jnp.arange(half, dtype=dtype) / half)

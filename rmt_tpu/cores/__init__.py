@@ -1,0 +1,31 @@
+"""Cores: what sublayers compute, one file each; see `core` for what all of them have."""
+
+from flax import nnx
+
+from rmt_tpu import config as cfg
+from rmt_tpu import residual
+from rmt_tpu.cores.attention import Attention
+from rmt_tpu.cores.core import Cache, Context, Core, cached, causal
+from rmt_tpu.cores.feed_forward import FeedForward
+from rmt_tpu.cores.mla import Mla
+
+__all__ = ["Cache", "Context", "Core", "cached", "causal", "make_core"]
+
+
+def make_core(config: cfg.ModelConfig, core: cfg.Core, rngs: nnx.Rngs, within: int) -> Core:
+    """The core of a config, for a sublayer `within` its layer of two."""
+    match core:
+        case cfg.Attention():
+            return Attention(config, core, residual.heads_layout(config))
+        case cfg.Mla():
+            return Mla(config, core, rngs, residual.heads_layout(config))
+        case cfg.FeedForward():
+            widths = config.mixer.second_input if within else 1
+            return FeedForward(
+                config,
+                core,
+                rngs,
+                output_scale=residual.output_scale(config),
+                input_width=widths * config.width,
+                norm_hidden=widths > 1,
+            )

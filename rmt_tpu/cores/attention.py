@@ -1,0 +1,222 @@
+"""Causal attention within documents, over data vectors that the residual's store has read."""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+import pallas_kernels
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu.cores import positions as pos
+from rmt_tpu.cores.core import Context, Core, Index
+from rmt_tpu.layers.data_vectors import HeadsLayout, Read
+from rmt_tpu.layers.norm import normalize
+from rmt_tpu.layers.parameters import gain
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens seen so far. Stacked over layers, both get a leading axis."""
+
+    keys: Float[Array, "*layer batch keys heads head_dim"]
+    values: Float[Array, "*layer batch keys heads head_dim"]
+
+
+class Attention(Core):
+    """Softmax attention (equations 8 and 21), with grouped queries (Ainslie et al. 2023).
+
+    Args:
+      config: of the model; the scale's parametrisation, the norm's epsilon.
+      core: heads, positions.
+      layout: of the heads that its site reads and the next one writes.
+
+    It reads `[batch, seq, H + 2 G, head_dim]`: H queries, G keys and G values. Where tokens are
+    divided over devices, each attends with a part of the heads over all of them.
+
+    Attributes:
+      query_gain, key_gain: of the norms of queries and keys, [head_dim]; None without these.
+      bias: of what is read, [H + 2 G, head_dim]; None without.
+    """
+
+    name: ClassVar[str] = "attention"
+
+    def __init__(self, config: cfg.ModelConfig, core: cfg.Attention, layout: HeadsLayout):
+        self.core, self.layout = core, layout
+        self.scale, self.epsilon = logit_scale(config, core), config.norm_epsilon
+        normed, size = core.query_key_norm, (core.head_dim,)
+        self.query_gain = gain(size, axes=("head_dim",)) if normed else None
+        self.key_gain = gain(size, axes=("head_dim",)) if normed else None
+        zeros = jnp.zeros((sum(core.reads.heads), core.head_dim), jnp.float32)
+        axes = ("head", "head_dim")
+        self.bias = nnx.Param(zeros, role="gain", axes=axes) if core.bias else None
+
+    def __call__(
+        self, z: Read, context: Context, index: Index
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        """One data vector a head, in z's dtype. Logits and softmax are at least float32."""
+        if context.mask is not None:
+            positions = context.query_positions
+            qkv = self._turned(z.heads, context)
+            y = self._masked(*qkv, index, positions, positions, context.mask)
+        else:
+            qkv = self._packed(z.heads, context)
+            y = self._attend(pallas_kernels.causal_attention, context, index, qkv)
+        return self._to_tokens(y)
+
+    def forward(
+        self, z: Read, context: Context, index: Index
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch all_seq own_heads"]]:
+        """The same, and the logarithm of each softmax's sum.
+
+        With an explicit mask `pull_back` attends again, and there are no sums (of 0 heads).
+        """
+        if context.mask is not None:
+            y = self(z, context, index)
+            return y, jnp.zeros((*y.shape[:2], 0), y.dtype)
+        qkv = self._packed(z.heads, context)
+        y, log_sums = self._attend(pallas_kernels.attention_forward, context, index, qkv)
+        return self._to_tokens(y), log_sums
+
+    def pull_back(
+        self,
+        z: Read,
+        y: Float[Array, "batch seq heads head_dim"],
+        saved: Float[Array, "batch all_seq own_heads"],
+        context: Context,
+        index: Index,
+        d_y: Float[Array, "batch seq heads head_dim"],
+    ) -> tuple[dict, Read]:
+        """Cotangents from that of y, without attending again but for an explicit mask."""
+        if context.mask is not None:
+            return super().pull_back(z, y, saved, context, index, d_y)
+        graphdef, parameters = nnx.split(self, nnx.Param)
+
+        def packed(parameters: Any, heads: Array) -> Array:
+            return nnx.merge(graphdef, parameters)._packed(heads, context)
+
+        qkv, turn_back = jax.vjp(packed, nnx.to_pure_dict(parameters), z.heads)
+        y, d_y = self._to_heads(y), self._to_heads(d_y)
+        backward = pallas_kernels.attention_backward
+        d_qkv = self._attend(backward, context, index, qkv, y, saved, d_y)
+        d_parameters, d_heads = turn_back(d_qkv)
+        return d_parameters, Read(heads=d_heads)
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+        """Keys and values of own heads."""
+        heads = self.core.kv_heads // sharding.axis_size(sharding.RULES["tokens"])
+        shape = (batch, capacity, heads, self.core.head_dim)
+        # Two arrays, so that both can be donated.
+        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def step(
+        self, z: Read, context: Context, index: Index, cache: Cache
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
+        """The same, over what the cache has and z."""
+        q, k, v = self._turned(z.heads, context)
+        zero = jnp.zeros_like(context.start)  # of its dtype, whatever that of a Python int is
+        at = (zero, context.start, zero, zero)
+        k = jax.lax.dynamic_update_slice(cache.keys, k.astype(cache.keys.dtype), at)
+        v = jax.lax.dynamic_update_slice(cache.values, v.astype(cache.values.dtype), at)
+        queries, keys = context.query_positions, jnp.arange(k.shape[1])[None]
+        mask = queries[:, :, None] >= keys[:, None, :]
+        return self._to_tokens(self._masked(q, k, v, index, queries, keys, mask)), Cache(k, v)
+
+    def _attend(self, function, context, index, *arrays):
+        shared = {"scale": self._scale(index), "slopes": self._slopes()}
+        rows = self.layout.rows
+        return function(*arrays, segment_ids=context.segment_ids, rows=rows, **shared)
+
+    def _scale(self, index):
+        scale = jnp.asarray(self.scale)
+        return scale / (index // 2 + 1) if self.core.inverse_layer_scaling else scale
+
+    def _slopes(self):
+        if not isinstance(self.core.positions, cfg.Alibi):
+            return None
+        slopes = pos.alibi_slopes(self.core.num_heads)
+        return sharding.own_part(slopes, self.layout.divided, axis=0)
+
+    def _to_heads(self, x, groups=1):
+        """From all heads of own tokens to own heads of all tokens; `groups` of heads are alike."""
+        if sharding.axis_size(self.layout.swapped) == 1:
+            return x
+        x = x.reshape(*x.shape[:2], groups, -1, x.shape[-1])
+        x = sharding.swap(x, self.layout.swapped, split=3, join=1)
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    def _to_tokens(self, y):
+        """`_to_heads` undone."""
+        return sharding.swap(y, self.layout.swapped, split=1, join=2)
+
+    def _packed(self, z, context):
+        """Queries, keys and values of own heads, as many of each, side by side."""
+        as_read = isinstance(self.core.positions, cfg.Learned | cfg.Alibi | cfg.NoPositions)
+        if as_read and self.query_gain is None and self.bias is None and self._alike:
+            return self._to_heads(z, groups=3)
+        q, k, v = self._turned(z, context)
+        each = q.shape[2] // k.shape[2]
+        if each > 1:
+            k, v = jnp.repeat(k, each, axis=2), jnp.repeat(v, each, axis=2)
+        return jnp.concatenate([q, k, v], axis=2)
+
+    @property
+    def _alike(self):
+        """Whether there are as many keys and values as queries."""
+        return self.core.kv_heads == self.core.num_heads
+
+    def _turned(self, z, context):
+        """Queries, keys and values of own heads, with norms and positions in the first two."""
+        q, k, v = self._own_heads(z)
+        if self.query_gain is not None:
+            norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": z.dtype}
+            q = normalize(q, self.query_gain[...], **norm)
+            k = normalize(k, self.key_gain[...], **norm)
+        match self.core.positions:
+            case cfg.Rope(base=base, dims=dims):
+                q = pos.rotate(q, context.query_positions, base=base, dims=dims)
+                k = pos.rotate(k, context.query_positions, base=base, dims=dims)
+        return q, k, v
+
+    def _own_heads(self, z):
+        """The three groups, with their biases."""
+        if self._alike:  # in one exchange
+            groups = jnp.split(self._to_heads(z, groups=3), 3, axis=2)
+        else:
+            layout = self.layout
+            devices = sharding.axis_size(layout.divided) // sharding.axis_size(layout.swapped)
+            queries, keys, _ = (count // devices for count in self.core.reads.heads)
+            groups = jnp.split(z, [queries, queries + keys], axis=2)
+            groups = [self._to_heads(group) for group in groups]
+        if self.bias is None:
+            return groups
+        h, g = self.core.num_heads, self.core.kv_heads
+        biases = jnp.split(self.bias[...].astype(z.dtype), [h, h + g])
+        own = (sharding.own_part(b, self.layout.divided, axis=0) for b in biases)
+        return [group + b for group, b in zip(groups, own, strict=True)]
+
+    def _masked(self, q, k, v, index, query_positions, key_positions, mask):
+        """By an explicit mask: for caches and for positions of the caller's."""
+        dtype = jnp.result_type(q, jnp.float32)
+        each = q.shape[2] // k.shape[2]
+        if each > 1:
+            k, v = jnp.repeat(k, each, axis=2), jnp.repeat(v, each, axis=2)
+        logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
+        logits = logits * self._scale(index)
+        slopes = self._slopes()
+        if slopes is not None:
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
+            logits = logits - slopes[:, None, None] * distance[:, None]
+        logits = jnp.where(mask[:, None], logits, jnp.finfo(dtype).min)
+        weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+        return jnp.einsum("bhnm,bmhd->bnhd", weights, v)
+
+
+def logit_scale(config: cfg.ModelConfig, core: cfg.Attention) -> float:
+    """`1 / sqrt(head_dim)`, or in muP `attention_multiplier * sqrt(base_head_dim) / head_dim`."""
+    match config.parametrization:
+        case cfg.MuP(attention_multiplier=multiplier, base_head_dim=base_head_dim):
+            return multiplier * base_head_dim**0.5 / core.head_dim
+        case cfg.Standard():
+            return core.head_dim**-0.5

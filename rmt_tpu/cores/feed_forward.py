@@ -1,0 +1,98 @@
+"""The feed-forward layer."""
+
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu.cores.core import Context, Core, Index
+from rmt_tpu.layers.data_vectors import Read, concatenate, separate
+from rmt_tpu.layers.norm import normalize
+from rmt_tpu.layers.parameters import gain, parameter
+
+
+class FeedForward(Core):
+    """`W_2 f(W_1 z)` over the concatenated data vectors (equations 10, 23 to 25).
+
+    Gate and up projection of a gated one are W_1 [2, D, D_FF], used as one matrix (Shazeer 2020).
+
+    Args:
+      config: of the model; width, norm.
+      core: hidden size, activation.
+      rngs: draws the weights.
+      output_scale: of W_2 at the start.
+      input_width: of z.
+      norm_hidden: whether `W_1 z` is normed, with the model's norm and a gain.
+    """
+
+    name: ClassVar[str] = "feed_forward"
+
+    def __init__(
+        self,
+        config: cfg.ModelConfig,
+        core: cfg.FeedForward,
+        rngs: nnx.Rngs,
+        *,
+        output_scale: float,
+        input_width: int,
+        norm_hidden: bool = False,
+    ):
+        # A norm needs all of `W_1 z`: it is then not divided.
+        hidden = "width" if norm_hidden else "ff"
+        width, hidden_dim = config.width, core.hidden_dim
+        self.vectors, self.activation = config.data_shape[0], core.activation
+        self.norm, self.epsilon = config.norm, config.norm_epsilon
+        self.gated = core.gated
+        shape, axes = (input_width, hidden_dim), ("embed", hidden)
+        if self.gated:
+            shape, axes = (2, *shape), ("projection", *axes)
+        std = config.init_std * input_width**-0.5
+        self.w_1 = parameter(rngs, shape, std=std, role="hidden", axes=axes)
+        self.hidden_gain = gain((hidden_dim,), axes=(hidden,)) if norm_hidden else None
+        self.w_2 = parameter(
+            rngs,
+            (hidden_dim, width),
+            std=output_scale * config.init_std * hidden_dim**-0.5,
+            role="hidden",
+            axes=(hidden, "embed"),
+        )
+
+    def __call__(
+        self, z: Read, context: Context, index: Index
+    ) -> Float[Array, "batch seq vectors size"]:
+        """Each token by itself."""
+        z = z.whole
+        w_1 = sharding.gather(self.w_1.astype(z.dtype), "fsdp", axis=self.w_1.ndim - 2)
+        if self.gated:
+            w_1 = jnp.concatenate(list(w_1), axis=-1)
+        w_2 = sharding.gather(self.w_2.astype(z.dtype), "fsdp", axis=1)
+        x = concatenate(z)
+        if self.hidden_gain is None:
+            # Own columns of `W_1 z` for the tokens of all devices of `tensor`, and back.
+            hidden = self._activated(jnp.dot(sharding.gather(x, "tensor", axis=1), w_1))
+            y = sharding.scatter_sum(jnp.dot(hidden, w_2), "tensor", axis=1)
+        else:
+            norm = {"norm": self.norm, "epsilon": self.epsilon}
+            hidden = normalize(jnp.dot(x, w_1), self.hidden_gain[...], **norm, dtype=z.dtype)
+            y = jnp.dot(self._activated(hidden), w_2)
+        return separate(y, self.vectors)
+
+    def _activated(self, hidden):
+        if not self.gated:
+            return _ACTIVATIONS[self.activation](hidden)
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        return _ACTIVATIONS[self.activation](gate) * up
+
+
+_ACTIVATIONS = {
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "swiglu": jax.nn.silu,
+    "geglu": functools.partial(jax.nn.gelu, approximate=True),
+}

@@ -1,0 +1,102 @@
+"""A period of sublayers: its parameters, and the one body that every schedule runs."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rmt_tpu import config as cfg
+from rmt_tpu import residual
+from rmt_tpu.cores import Cache, Context, Core, make_core
+from rmt_tpu.cores.core import Index
+from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.parameters import stack
+
+
+class Sublayer(nnx.Module):
+    """A core, and the site before it."""
+
+    def __init__(self, site: nnx.Module, core: Core):
+        self.site, self.core = site, core
+
+
+def make_stacks(config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.List:
+    """The stacks of a model, in the order of depth.
+
+    Each is an `nnx.List` of its period's `Sublayer`s, whose parameters have a leading axis "layer"
+    over the stack's repeats. So the parameters of a gain are `stacks/0/1/site/gain`.
+    """
+    stacks, first, writes = [], 0, cfg.WHOLE
+    for of_stack in config.stacks:
+        places = []
+        for k, core in enumerate(of_stack.cores):
+            places.append(((first + k) % 2, writes, core))
+            writes = core.writes
+
+        def period(
+            rngs: nnx.Rngs, repeat: jax.Array, first: int = first, places: list = places
+        ) -> nnx.List:
+            sublayers = []
+            for k, (within, writes, core) in enumerate(places):
+                index = first + repeat * len(places) + k
+                place = residual.Place(index, within, writes, core.reads)
+                site = residual.make_site(config, rngs, place)
+                sublayers.append(Sublayer(site, make_core(config, core, rngs, within)))
+            return nnx.List(sublayers)
+
+        stacks.append(stack(period, rngs, of_stack.repeat))
+        first += of_stack.num_sublayers
+    return nnx.List(stacks)
+
+
+def make_final_site(config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """The site before the unembedding."""
+    depth = config.num_sublayers
+    place = residual.Place(
+        jax.numpy.int32(depth), depth % 2, config.stacks[-1].cores[-1].writes, cfg.WHOLE, last=True
+    )
+    return residual.make_site(config, rngs, place)
+
+
+def run_core(
+    core: Core, z: Read, context: Context, index: Index, cache: Cache | None
+) -> tuple[Float[Array, "batch y_seq vectors size"], Cache | None]:
+    """What a core writes; with a cache, for the tokens that follow those in it."""
+    with jax.named_scope(core.name):
+        if cache is None:
+            return core(z, context, index), None
+        return core.step(z, context, index, cache)
+
+
+def run_layer(
+    mixer: nnx.Module,
+    store: nnx.Module,
+    sublayers: nnx.List,
+    carry: tuple[Any, Float[Array, "batch y_seq vectors size"]],
+    context: Context,
+    first: Index,
+    caches: tuple[Cache, ...] | None = None,
+) -> tuple[tuple[Any, Float[Array, "batch y_seq vectors size"]], tuple[Cache, ...] | None]:
+    """One period: each sublayer's site, then its core.
+
+    Args:
+      mixer: of the model; carries a state from site to site.
+      store: of the residual.
+      sublayers: of one period.
+      carry: the mixer's state, and what was written last.
+      context: who may see whom.
+      first: how many sublayers are before the period.
+      caches: of its cores, when decoding.
+
+    Returns:
+      The carry and the caches after it.
+    """
+    state, y = carry
+    new = []
+    for k, sublayer in enumerate(sublayers):
+        state, z = mixer.advance(store, state, y, sublayer.site, first + k)
+        cache = None if caches is None else caches[k]
+        y, cache = run_core(sublayer.core, z, context, first + k, cache)
+        new.append(cache)
+    return (state, y), None if caches is None else tuple(new)

@@ -1,0 +1,69 @@
+"""The layers of a mixer that carries a state: a scan over the repeats of each stack."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rmt_tpu import config as cfg
+from rmt_tpu.cores import Context
+from rmt_tpu.cores.core import Index
+from rmt_tpu.execution.layer import run_layer
+from rmt_tpu.execution.remat import rematerialize
+from rmt_tpu.layers.data_vectors import Read
+
+
+def run_layers(
+    decoder: nnx.Module,
+    state: Array,
+    y: Float[Array, "batch seq vectors size"],
+    context: Context,
+    caches: tuple | None,
+) -> tuple[Read, tuple | None]:
+    """All layers of a decoder, and the read for the unembedding.
+
+    Args:
+      decoder: a `Decoder`.
+      state, y: from its store's `start`.
+      context: who may see whom.
+      caches: of each stack those of its cores, when decoding.
+
+    Returns:
+      The read, and the caches with the new tokens in them.
+    """
+    mixer, store, config = decoder.mixer, decoder.store, decoder.config
+    carry, new, first = mixer.start(store, state, y), [], 0
+    for number, (of_stack, stack) in enumerate(zip(config.stacks, decoder.stacks, strict=True)):
+        of_cores = None if caches is None else caches[number]
+        body = (mixer, store, stack, config.remat)
+        carry, of_cores = scan(*body, carry, context, first, of_cores)
+        new.append(of_cores)
+        first += of_stack.num_sublayers
+    _, z = mixer.advance(store, *carry, decoder.final_site, first)
+    return z, None if caches is None else tuple(new)
+
+
+def scan(
+    mixer: nnx.Module,
+    store: nnx.Module,
+    stack: nnx.List,
+    remat: cfg.RematPolicy,
+    carry: tuple[Any, Array],
+    context: Context,
+    first: Index,
+    caches: tuple | None = None,
+) -> tuple[tuple[Any, Array], tuple | None]:
+    """All repeats of a stack, or of a part of one, whose first sublayer is number `first`."""
+    graphdef, layers = nnx.split(stack)
+    repeat = len(jax.tree.leaves(layers)[0])
+
+    def body(carry, scanned):
+        layer, index, caches = scanned
+        layer = nnx.merge(graphdef, layer)
+        at = first + len(stack) * index
+        return run_layer(mixer, store, layer, carry, context, at, caches)
+
+    body = rematerialize(body, remat)
+    return jax.lax.scan(body, carry, (layers, jnp.arange(repeat), caches))

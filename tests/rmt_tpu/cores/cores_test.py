@@ -1,0 +1,167 @@
+"""Cores of any kind in one model: against their equations, in every schedule, from caches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rmt_tpu import config as cfg
+from rmt_tpu.analysis import depth
+from rmt_tpu.errors import UsageError
+from tests import models
+from tests.closeness import assert_close
+from tests.rmt_tpu import plain
+from tests.rmt_tpu.residual import checks
+from tests.rmt_tpu.residual import depth_attention_test as over_depth
+from tests.tiers import later
+
+GROUPED = cfg.Attention(
+    4, 4, cfg.Rope(dims=2), False, num_kv_heads=2, query_key_norm=True, bias=True
+)
+LATENT = cfg.Mla(num_heads=2, head_dim=4, kv_rank=6, rope_dim=2, query_rank=5)
+UNTURNED = cfg.Mla(num_heads=2, head_dim=4, kv_rank=6, rope_dim=2, positions=cfg.NoPositions())
+GATED, SQUARED = cfg.FeedForward(10, "swiglu"), cfg.FeedForward(7, "relu2")
+STACKS = (
+    cfg.Stack((GROUPED, GATED), repeat=2),
+    cfg.Stack((LATENT, SQUARED, UNTURNED, cfg.FeedForward(6, "geglu")), repeat=2),
+)
+STORES = {
+    "vector": cfg.VectorStore(12),
+    "matrix": cfg.MatrixStore(6, vectors=3, vector_dim=4),
+}
+MIXERS = {
+    "sum": (cfg.Sum(), "full"),
+    "reversible": (cfg.Sum(), "reversible"),
+    "blocks of a period": (cfg.BlockAttention(sublayers_per_block=4), "full"),
+    "blocks of 5": (cfg.BlockAttention(sublayers_per_block=5), "blocks"),
+    "blocks of 3": (cfg.BlockAttention(sublayers_per_block=3), "full"),
+    "full": (cfg.FullAttention(), "full"),
+    "dense": (cfg.Dense(), "full"),
+}
+
+
+def model(store, name, **changes):
+    mixer, remat = MIXERS[name]
+    given = {"store": STORES[store], "mixer": mixer, "remat": remat, "norm": "rmsnorm"}
+    return cfg.ModelConfig(
+        STACKS, vocab_size=models.VOCAB, **given | {"compute_dtype": "float64"} | changes
+    )
+
+
+def reference(params, tokens, config):
+    if config.mixer.kind == "sum":
+        return plain.model(params, tokens, config)
+    return over_depth.reference(params, tokens, config)
+
+
+@pytest.mark.parametrize(
+    "store, name",
+    [
+        ("vector", "sum"),
+        ("matrix", "blocks of 5"),
+        *later(
+            *[("vector", name) for name in MIXERS if name not in ("sum", "reversible")],
+            *[("matrix", name) for name in MIXERS if name != "blocks of 5"],
+        ),
+    ],
+)
+def test_a_model_of_many_cores_follows_their_equations(store, name):
+    with jax.enable_x64(True):
+        checks.assert_follows_equations(model(store, name), reference)
+
+
+@pytest.mark.parametrize("store", ["matrix", *later("vector")])
+def test_decoding_and_unrolled_layers_are_the_model(store):
+    """In float64: MLA decodes with W_kvb absorbed, and is expanded without a cache."""
+    with jax.enable_x64(True):
+        config = model(store, "blocks of 5")
+        graphdef, tokens = models.graph(config), models.tokens()
+
+        @jax.jit
+        def three_ways(params):
+            decoder = nnx.merge(graphdef, params)
+            cache, pieces = decoder.empty_cache(2, 13), []
+            for start, end in [(0, 4), (4, 5), (5, 11)]:
+                logits, cache = decoder.decode(tokens[:, start:end], cache)
+                pieces.append(logits)
+            unrolled = decoder.unembedding(depth.unrolled(decoder, tokens).z)
+            return decoder(tokens), jnp.concatenate(pieces, axis=1), unrolled
+
+        whole, decoded, unrolled = three_ways(models.random_parameters(config))
+        assert_close(decoded, whole, 1e-12)
+        assert_close(unrolled, whole, 1e-12)
+
+
+def test_a_caller_s_positions_are_those_that_are_rotated():
+    """Moved all alike they change nothing, for heads see only how far tokens are apart."""
+    with jax.enable_x64(True):
+        config = model("vector", "sum")
+        graphdef, tokens, order = models.graph(config), models.tokens(), jnp.arange(11)[None]
+
+        @jax.jit
+        def logits(params, positions):
+            return nnx.merge(graphdef, params)(tokens, positions=positions)
+
+        params = models.random_parameters(config)
+        params = jax.tree.map(jnp.asarray, params)
+        whole = logits(params, order)
+        assert_close(logits(params, order + 7), whole, 1e-10)
+        assert np.abs(logits(params, 2 * order) - whole).max() > 1e-3
+
+
+# Configs ---------------------------------------------------------------------------------------
+
+
+def test_a_list_of_layers_becomes_stacks():
+    a, b, c = (GROUPED, GATED), (LATENT, GATED), (UNTURNED, SQUARED)
+    found = cfg.stacks([a, *3 * [b, b, c], b])
+    assert found == (cfg.Stack(a), cfg.Stack((*b, *b, *c), 3), cfg.Stack(b))
+    assert cfg.stacks(5 * [a]) == (cfg.Stack(a, 5),)
+    assert cfg.stacks([a, b, c]) == (cfg.Stack(a), cfg.Stack(b), cfg.Stack(c))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda: cfg.Attention(4, 4, num_kv_heads=3),
+            "num_kv_heads=3 does not divide num_heads=4; legal: 1, 2, 4",
+        ),
+        (
+            lambda: cfg.Attention(4, 4, cfg.Rope(dims=6)),
+            "positions.dims=6 must be even and at most head_dim=4",
+        ),
+        (lambda: cfg.Mla(2, 4, 6, 3), "Mla.rope_dim=3 must be even for rope positions"),
+        (
+            lambda: cfg.Mla(2, 4, 6, 2, None, cfg.Rope(dims=4)),
+            "positions.dims=4 must be rope_dim=2",
+        ),
+        (lambda: cfg.Stack(()), "Stack.cores is empty"),
+        (
+            lambda: cfg.ModelConfig(STACKS, cfg.MatrixStore(6, vectors=3, vector_dim=8)),
+            "attention.head_dim=4 must be the size of the residual's data vectors, store.vec",
+        ),
+        (
+            lambda: cfg.ModelConfig((cfg.Stack((GROUPED,), 2),), STORES["vector"]),
+            "stacks.0 repeats, and its last core writes otherwise than what comes before it",
+        ),
+        (
+            lambda: cfg.ModelConfig(
+                (cfg.Stack((GROUPED, GATED, GATED), 2),), STORES["vector"], cfg.Dense()
+            ),
+            "mixer=dense counts layers of two sublayers",
+        ),
+        (
+            lambda: model("vector", "sum", mixer=cfg.DepthLstm()),
+            "mixer=depth_lstm norms the hidden layer, which has no gate",
+        ),
+        (
+            lambda: cfg.ModelConfig((cfg.Stack((GATED,)),), cfg.MatrixStore(6)),
+            "MatrixStore.vectors and MatrixStore.vector_dim are needed where no core has heads",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()

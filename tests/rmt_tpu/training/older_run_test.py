@@ -1,0 +1,48 @@
+"""A run folder that an older version wrote: its config opens, and its checkpoint."""
+
+import zipfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rmt_tpu
+import sharding
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training import workdir
+from rmt_tpu.training.run import prepare
+
+# Of 6 steps of an RMT of two layers, as it was after 4. Written on 2026-11-22, when parameters were
+# named layers/attention_site, layers/feed_forward_site and layers/feed_forward.
+RUN = Path(__file__).parent / "run_2026_11.zip"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("older")
+    with zipfile.ZipFile(RUN) as files:
+        files.extractall(folder)
+    return str(folder)
+
+
+def test_its_model_is_the_same_function(run):
+    decoder, tokenizer = rmt_tpu.load(run)
+    assert decoder.config.num_layers == 2 and decoder.config.data_shape == (2, 4)
+    tokens = jnp.asarray(tokenizer.encode("the quick brown"))[None]
+    logits = jax.jit(lambda tokens: decoder(tokens)[0, -1, 100:106])(tokens)
+    # As the version that wrote it printed them.
+    expected = [0.954833, 1.264984, 0.040041, 0.05544, -0.643101, 0.355667]
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_its_training_state_is_all_of_todays(run):
+    config = workdir.read_config(run)
+    state = prepare(config, sharding.make_mesh(config.train.mesh, jax.devices()[:1])).abstract
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    checkpoints = workdir.open_checkpoints(open_folder(run))
+    step, restored, _ = checkpoints.restore(state)
+    assert step == int(restored.step) == 4
+    moment = restored.optimizer[1].mu["stacks"][0][1]["core"]["w_2"]
+    assert moment.shape == (2, 8, 8) and np.abs(moment).max() > 0
