@@ -39,7 +39,7 @@ def programs_of_earlier_runs():
 
     programs.keep_whole()
     jax.config.update("jax_compilation_cache_dir", str(programs.FOLDER))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
@@ -69,15 +69,13 @@ def server(object_server, monkeypatch):
 @pytest.fixture(autouse=True)
 def programs_for_no_device(request):
     """Those for devices that are not there can be kept, and not be read back."""
+    from tests import programs
+
     if request.node.get_closest_marker("compile") is None:
         yield
         return
-    import jax
-
-    kept = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", kept)
+    with programs.not_kept():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,8 @@
 """Programs that are compiled once, and read back by later processes and runs."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / ".cache" / "jax"
@@ -18,3 +20,19 @@ def keep_whole() -> None:
             part.replace(path)
 
     LRUCache.put = put
+
+
+@contextlib.contextmanager
+def not_kept() -> Iterator[None]:
+    """Programs are neither read back nor kept. JAX asks its config once, and remembers."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
