@@ -136,9 +136,11 @@ class ModelConfig(Checked):
                         )
                 before = core.writes
 
-    def _written(self, port: Port) -> int:
-        """Data vectors of a write: for a matrix store, how many keys it takes."""
-        return sum(port.heads) + port.whole * self.data_shape[0]
+    def _written(self, port: Port) -> Any:
+        """What must be alike of two writes at one site: for a matrix store, how many keys."""
+        if isinstance(self.store, MatrixStore):
+            return sum(port.heads) + port.whole * self.data_shape[0]
+        return port
 
     def _check_sizes(self):
         by_heads = isinstance(self.store, MatrixStore) and self.store.vectors is None

@@ -11,6 +11,7 @@ once. The running sum is carried from group to group: how often the bank is read
 row is sealed, are independent.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +20,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rmt_tpu.cores import Context
+from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.layer import run_core
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import At, Grouping
+
+Bank = Float[Array, "_ batch seq *shape"]
+Row = Float[Array, "batch seq *shape"]
 
 
 class Stacked(NamedTuple):
@@ -112,11 +117,11 @@ def run_layers(
     return mixer.final(store, bank, decoder.final_site), None
 
 
-def _first(writers):
+def _first(writers: nnx.Param | None) -> Array | None:
     return None if writers is None else writers[...][0]
 
 
-def _after(writers, next_writer):
+def _after(writers: nnx.Param | None, next_writer: nnx.Param | Array | None) -> Array | None:
     """The writer of each layer's last output is the one of the site that follows."""
     if next_writer is None:
         return None
@@ -136,7 +141,9 @@ class Run:
       period: sublayers in it.
     """
 
-    def __init__(self, decoder, graphdef, first, repeat, period):
+    def __init__(
+        self, decoder: nnx.Module, graphdef: nnx.GraphDef, first: int, repeat: int, period: int
+    ):
         self.config, self.store, self.mixer = decoder.config, decoder.store, decoder.mixer
         self.graphdef, self.first, self.repeat, self.period = graphdef, first, repeat, period
         self.grouping: Grouping = self.mixer.grouping(first, period, repeat)
@@ -152,7 +159,16 @@ class Run:
             ends.append(first_row + self.grouping.rows(count * self.period))
         return max(ends)
 
-    def forward(self, of_stack, carry, context, caches, *, keep, first=None):
+    def forward(
+        self,
+        of_stack: Stacked,
+        carry: tuple[Bank, Row],
+        context: Context,
+        caches: tuple | None,
+        *,
+        keep: bool,
+        first: Index | None = None,
+    ) -> tuple[tuple[Bank, Row], tuple | None, Kept]:
         """The bank and the running sum after all layers, their caches, and what is kept.
 
         `first` is how many sublayers are before it, if it is not as many as in `__init__`.
@@ -169,21 +185,35 @@ class Run:
         def run(carry, start, layers):
             return self._group_forward(of_stack, context, carry, start, layers, first)
 
-        bank, current, caches, kept = self._over_groups(run, (bank, current, caches, kept))
-        return (bank, current), caches, kept
+        started = current if self.grouping.open else None
+        bank, ended, caches, kept = self._over_groups(run, (bank, started, caches, kept))
+        return (bank, jnp.zeros_like(current) if ended is None else ended), caches, kept
 
-    def backward(self, of_stack, kept, bank, carry, context, *, first=None):
+    def backward(
+        self,
+        of_stack: Stacked,
+        kept: Kept,
+        bank: Bank,
+        carry: tuple[Bank, Row],
+        context: Context,
+        *,
+        first: Index | None = None,
+    ) -> tuple[tuple[Bank, Row], Stacked]:
         """Cotangents of the bank and of the running sum before, and those of the parameters."""
 
         def run(carry, start, layers):
             given = (of_stack, kept, bank, context)
             return self._group_backward(*given, carry, start, layers, first)
 
-        carry = (*carry, stacks.empty_like(of_stack))
-        *carry, gradients = self._over_groups(run, carry, reverse=True)
-        return tuple(carry), gradients
+        d_bank, d_current = carry
+        ended = d_current if self.grouping.open else None
+        carry = (d_bank, ended, stacks.empty_like(of_stack))
+        d_bank, started, gradients = self._over_groups(run, carry, reverse=True)
+        return (d_bank, jnp.zeros_like(d_current) if started is None else started), gradients
 
-    def _over_groups(self, run, carry, *, reverse=False):
+    def _over_groups(
+        self, run: Callable[[tuple, Index, int], tuple], carry: tuple, *, reverse: bool = False
+    ) -> tuple:
         """`carry = run(carry, first layer, layers)` for each group; the last may be smaller."""
         full, left = divmod(self.repeat, self.group)
 
@@ -200,7 +230,9 @@ class Run:
             carry = run(carry, full * self.group, left)
         return carry
 
-    def _begin(self, of_stack, bank, start, layers, first):
+    def _begin(
+        self, of_stack: Stacked, bank: Bank, start: Index, layers: int, first: Index | None
+    ) -> tuple[Index, Index, Any, Bank | None]:
         """What a group begins with: its first sublayer and row, prior, and rows of its own."""
         at = (self.first if first is None else first) + start * self.period
         first_row = self.mixer.first_row(at)
@@ -210,13 +242,21 @@ class Run:
         rows = None if self.grouping.closed else stacks.run_of(bank, first_row, count)
         return at, first_row, prior, rows
 
-    def _group_forward(self, of_stack, context, carry, start, layers, first):
+    def _group_forward(
+        self,
+        of_stack: Stacked,
+        context: Context,
+        carry: tuple[Bank, Row | None, tuple | None, Kept],
+        start: Index,
+        layers: int,
+        first: Index | None,
+    ) -> tuple[Bank, Row | None, tuple | None, Kept]:
         bank, current, caches, kept = carry
         at, first_row, prior, rows = self._begin(of_stack, bank, start, layers, first)
         if kept.groups is not None:
             kept = kept._replace(groups=stacks.put(kept.groups, current, start // self.group))
-        if not self.grouping.open:
-            current = jnp.zeros_like(current)
+        if current is None:
+            current = jnp.zeros(bank.shape[1:], bank.dtype)
 
         def run_layer(carry, offset):
             rows, current, caches, sums = carry
@@ -231,12 +271,21 @@ class Run:
 
         carry = (rows, current, caches, kept.layers)
         (rows, current, caches, sums), _ = jax.lax.scan(run_layer, carry, jnp.arange(layers))
-        if self.grouping.closed:
-            rows, current = current[None], jnp.zeros_like(current)
-        bank = stacks.put_run(bank, rows, first_row)
-        return bank, current, caches, kept._replace(layers=sums)
+        bank = stacks.put_run(bank, current[None] if rows is None else rows, first_row)
+        ended = current if self.grouping.open else None
+        return bank, ended, caches, kept._replace(layers=sums)
 
-    def _layer(self, of_layer, at, offset, context, prior, rows, current, caches):
+    def _layer(
+        self,
+        of_layer: Stacked,
+        at: Index,
+        offset: Index,
+        context: Context,
+        prior: Any,
+        rows: Bank | None,
+        current: Row,
+        caches: tuple | None,
+    ) -> tuple[Any, Bank | None, Row, tuple | None]:
         """Each sublayer of a layer: read, compute, write, and seal a row where one is complete.
 
         `at` is the number of the group's first sublayer, `offset` the layer's within the group.
@@ -256,7 +305,17 @@ class Run:
             rows, current = self.mixer.seal(one.site, rows, current, place)
         return prior, rows, current, None if caches is None else tuple(new)
 
-    def _group_backward(self, of_stack, kept, bank, context, carry, start, layers, first):
+    def _group_backward(
+        self,
+        of_stack: Stacked,
+        kept: Kept,
+        bank: Bank,
+        context: Context,
+        carry: tuple[Bank, Row | None, Stacked],
+        start: Index,
+        layers: int,
+        first: Index | None,
+    ) -> tuple[Bank, Row | None, Stacked]:
         d_bank, d_current, gradients = carry
         at, first_row, prior, rows = self._begin(of_stack, bank, start, layers, first)
         nothing = jnp.zeros(bank.shape[1:], bank.dtype)
@@ -283,7 +342,9 @@ class Run:
 
         d_rows = stacks.run_of(d_bank, first_row, self.grouping.rows(layers * self.period))
         # A closed group's one row is the running sum at its end.
-        ends = (None, d_rows[0]) if self.grouping.closed else (d_rows, d_current)
+        ends = (d_rows, nothing if d_current is None else d_current)
+        if self.grouping.closed:
+            ends = (None, d_rows[0])
         carry = (stacks.empty_like(prior), *ends, gradients)
         (d_prior, d_rows, d_current, gradients), _ = jax.lax.scan(
             undo_layer, carry, jnp.arange(layers), reverse=True
@@ -296,11 +357,19 @@ class Run:
         )
         d_scores = d_scores.reshape(scores.shape) + stacks.run_of(gradients.scores, start, layers)
         gradients = gradients._replace(scores=stacks.put_run(gradients.scores, d_scores, start))
-        if not self.grouping.open:
-            d_current = nothing
-        return d_bank, d_current, gradients
+        return d_bank, d_current if self.grouping.open else None, gradients
 
-    def _sums_again(self, of_stack, context, prior, rows, current, at, start, layers):
+    def _sums_again(
+        self,
+        of_stack: Stacked,
+        context: Context,
+        prior: Any,
+        rows: Bank | None,
+        current: Row,
+        at: Index,
+        start: Index,
+        layers: int,
+    ) -> Float[Array, "layers batch seq *shape"]:
         """The running sums before each layer of a group, by a second forward pass."""
 
         def run_layer(carry, offset):
@@ -312,6 +381,6 @@ class Run:
         return jax.lax.scan(run_layer, (rows, current), jnp.arange(layers))[1]
 
 
-def _sites(scores):
+def _sites(scores: Float[Array, "layers period *scored"]) -> Float[Array, "sites *scored"]:
     """Of a group's layers, one after the other."""
     return scores.reshape(-1, *scores.shape[2:])

@@ -8,6 +8,7 @@ The backward pass computes each chunk again, of one microbatch at a time; `remat
 keeps within it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -131,7 +132,10 @@ def _own_layers(decoder: nnx.Module, schedule: sharding.Schedule) -> tuple[nnx.G
 # Mixers that carry a state -------------------------------------------------------------------
 
 
-def _carried(decoder, state, y, context, schedule):
+def _carried(
+    decoder: nnx.Module, state: Array, y: Array, context: Context, schedule: sharding.Schedule
+) -> tuple[Callable, Any, tuple]:
+    """How the results are read, they themselves, and the mixer and the site to read them with."""
     config, store = decoder.config, decoder.store
     size = config.num_sublayers // schedule.chunks
     graphdef, layers = _own_layers(decoder, schedule)
@@ -158,7 +162,10 @@ def _carried(decoder, state, y, context, schedule):
 # Mixers that read a bank ---------------------------------------------------------------------
 
 
-def _banked(decoder, state, y, context, schedule):
+def _banked(
+    decoder: nnx.Module, state: Array, y: Array, context: Context, schedule: sharding.Schedule
+) -> tuple[Callable, Array, tuple]:
+    """The same; the results are banks."""
     store, mixer, config = decoder.store, decoder.mixer, decoder.config
     graphdef, layers = _own_layers(decoder, schedule)
     merged = nnx.merge(graphdef, layers)
@@ -211,7 +218,9 @@ def _banked(decoder, state, y, context, schedule):
     return read, banks, (mixer, site)
 
 
-def _scores(decoder, graphdef, layers, schedule):
+def _scores(
+    decoder: nnx.Module, graphdef: nnx.GraphDef, layers: Any, schedule: sharding.Schedule
+) -> Float[Array, "virtual layers period *scored"]:
     """What the sites of own layers score with, [V, layers of a chunk, sublayers of one, ...]."""
     of_chunk = lambda v: nnx.merge(graphdef, jax.tree.map(lambda x: x[v], layers))
     chunks = [of_chunk(v) for v in range(schedule.virtual)]
@@ -223,7 +232,7 @@ def _scores(decoder, graphdef, layers, schedule):
     return scores.reshape(schedule.virtual, -1, len(chunks[0]), *scores.shape[-1:])
 
 
-def _first(writers):
+def _first(writers: nnx.Param | None) -> Array | None:
     """The writer of the embedding: that of the first stage's first site."""
     if writers is None:
         return None
@@ -232,7 +241,7 @@ def _first(writers):
     return sharding.total(mine, "stage")
 
 
-def _after(writers, final_writer):
+def _after(writers: nnx.Param | None, final_writer: nnx.Param | None) -> Array | None:
     """The writer of each layer's last output is the one of the site that follows.
 
     After a chunk, that is the next stage's.

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rmt_tpu.cores import Context
+from rmt_tpu.cores import Context, Core
+from rmt_tpu.cores.core import Index
 from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.stacks import scan
 
 
 def run_layers(
@@ -45,12 +47,15 @@ def run_layers(
 class _Layers:
     """Both passes; parameters are pure dicts, those of a stack stacked."""
 
-    def __init__(self, decoder, dtype):
+    def __init__(self, decoder: nnx.Module, dtype: jnp.dtype):
         self.config, self.store, self.dtype = decoder.config, decoder.store, dtype
         self.graphs = [nnx.graphdef(stack) for stack in decoder.stacks]
         self.site_graph = nnx.graphdef(decoder.final_site)
 
-    def forward(self, stacks, final_site, residual, y, context):
+    def forward(
+        self, stacks: dict, final_site: dict, residual: Array, y: Array, context: Context
+    ) -> tuple[Read, tuple]:
+        """The read for the unembedding, and what `backward` needs."""
         carry, written, first = (self.store.hold(residual), y), [], 0
         for number, stack in enumerate(self.config.stacks):
 
@@ -67,7 +72,7 @@ class _Layers:
                 return carry, kept
 
             repeats = jnp.arange(stack.repeat)
-            carry, of_stack = jax.lax.scan(run_layer, carry, (stacks[number], repeats))
+            carry, of_stack = scan(run_layer, carry, (stacks[number], repeats))
             written.append(of_stack)
             first += stack.num_sublayers
         site = nnx.merge(self.site_graph, final_site)
@@ -75,7 +80,8 @@ class _Layers:
         like = jnp.zeros((0,), residual.dtype)
         return z, (stacks, final_site, held, carry[1], written, context, like)
 
-    def backward(self, saved, d_z):
+    def backward(self, saved: tuple, d_z: Read) -> tuple:
+        """Cotangents of what `forward` was given."""
         stacks, final_site, residual, y, written, context, like = saved
         site = nnx.merge(self.site_graph, final_site)
         d_residual = jnp.zeros(residual.shape, self.dtype)
@@ -107,11 +113,13 @@ class _Layers:
                 return carry, gradient
 
             scanned = (stacks[number], jnp.arange(stack.repeat), written[number])
-            carry, d_stacks[number] = jax.lax.scan(undo_layer, carry, scanned, reverse=True)
+            carry, d_stacks[number] = scan(undo_layer, carry, scanned, reverse=True)
         _, _, d_residual, d_y = carry
         return d_stacks, d_final_site, d_residual.astype(like.dtype), d_y, None
 
-    def _layer(self, number, first, parameters, index):
+    def _layer(
+        self, number: int, first: int, parameters: dict, index: Index
+    ) -> tuple[list[tuple[nnx.Module, Core]], Index]:
         """Sites and cores of one period, and the number of its first sublayer."""
         layer = nnx.merge(self.graphs[number], parameters)
         return [(one.site, one.core) for one in layer], first + len(layer) * index

@@ -12,6 +12,7 @@ from rmt_tpu.cores import Context
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.layer import run_layer
 from rmt_tpu.execution.remat import rematerialize
+from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
 
 
@@ -66,4 +67,4 @@ def scan(
         return run_layer(mixer, store, layer, carry, context, at, caches)
 
     body = rematerialize(body, remat)
-    return jax.lax.scan(body, carry, (layers, jnp.arange(repeat), caches))
+    return stacks.scan(body, carry, (layers, jnp.arange(repeat), caches))

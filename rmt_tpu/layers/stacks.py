@@ -1,5 +1,6 @@
 """Slices of stacked arrays, for loops that change one slice at a time and copy nothing."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +32,16 @@ def run_of(stack: Float[Array, "count *shape"], start: Index, size: int) -> Arra
 def put_run(stack: Float[Array, "count *shape"], values: Array, start: Index) -> Array:
     """`run_of` the other way."""
     return jax.lax.dynamic_update_slice_in_dim(stack, values.astype(stack.dtype), start, 0)
+
+
+def scan(
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, scanned: Any, *, reverse: bool = False
+) -> tuple[Any, Any]:
+    """`jax.lax.scan`; of one slice without a loop, so that the carry may change its shape."""
+    if len(jax.tree.leaves(scanned)[0]) > 1:
+        return jax.lax.scan(body, carry, scanned, reverse=reverse)
+    carry, given = body(carry, jax.tree.map(lambda x: x[0], scanned))
+    return carry, jax.tree.map(lambda x: x[None], given)
 
 
 def empty_like(stacks: Any) -> Any:

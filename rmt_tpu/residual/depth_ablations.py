@@ -65,7 +65,8 @@ class DepthAblation(depth_attention.DepthAttention):
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """All layers: an ablation has no phase one."""
-        return Grouping(repeat, False, first % self.block > 0, lambda _: self.num_rows)
+        ends = self._ends(first, period, repeat)
+        return Grouping(repeat, False, any(ends), lambda _: self.num_rows)
 
     def first_row(self, sublayer: Index) -> int:
         """The bank's first."""

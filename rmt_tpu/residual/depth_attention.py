@@ -68,20 +68,20 @@ class DepthAttention(nnx.Module):
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """Whole blocks where they are whole periods; else some periods, which seal rows inside."""
-        ends_whole = (repeat * period) % self.block == 0
-        last = first + repeat * period == self.num_sublayers
-        if (
-            self.block > 1
-            and self.block % period == first % self.block == 0
-            and (ends_whole or last)
-        ):
+        begun, goes_on = self._ends(first, period, repeat)
+        if self.block > 1 and self.block % period == 0 and not (begun or goes_on):
             return Grouping(min(self.block // period, repeat), True, False, lambda _: 1)
         layers = self._phase_layers(period, repeat)
         # Where a group begins within a block: the furthest of all.
         group = layers * period
         into = max((first + start) % self.block for start in range(0, repeat * period, group))
         rows = lambda sublayers: -(-(into + sublayers) // self.block)
-        return Grouping(layers, False, into > 0, rows)
+        return Grouping(layers, False, into > 0 or goes_on, rows)
+
+    def _ends(self, first: int, period: int, repeat: int) -> tuple[bool, bool]:
+        """Whether a stack begins within a block, and whether it ends within one."""
+        end = first + period * repeat
+        return first % self.block > 0, end % self.block > 0 and end < self.num_sublayers
 
     def _phase_layers(self, period: int, repeat: int) -> int:
         """Layers whose sites take the sources before them in one pass."""

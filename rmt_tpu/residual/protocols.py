@@ -17,7 +17,7 @@ class Grouping(NamedTuple):
     Attributes:
       layers: of a group; the last one may have fewer.
       closed: whether a group is one whole block, from an empty running sum to a sealed row.
-      open: whether a group may begin with a running sum that is not empty.
+      open: whether a group may begin or end with a running sum that is not empty.
       rows: how many rows a group of so many sublayers takes from the bank, from `first_row` on:
         those that it seals, or 1 if it is closed.
     """

@@ -38,6 +38,7 @@ MIXERS = {
     "blocks of 3": (cfg.BlockAttention(sublayers_per_block=3), "full"),
     "full": (cfg.FullAttention(), "full"),
     "dense": (cfg.Dense(), "full"),
+    "input query": (cfg.BlockAttention(sublayers_per_block=5, query="input"), "blocks"),
 }
 
 
