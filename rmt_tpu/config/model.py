@@ -1,7 +1,7 @@
 """A decoder, and its parametrisations."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -204,18 +204,24 @@ class ModelConfig(Checked):
                 f"ModelConfig.{next(iter(given))} and ModelConfig.stacks both set what sublayers "
                 "compute; give one of them"
             )
-        num_layers = given.pop("num_layers", None)
-        if num_layers is None or len(given) != 2:
-            raise UsageError(
-                "ModelConfig needs num_layers and the two cores of a layer, like attention and "
-                f"feed_forward, or stacks; it has {', '.join(given) or 'no core'}"
-                + ("" if num_layers is None else f" and num_layers={num_layers}")
-            )
+        cls.check_short(given)
+        num_layers = given.pop("num_layers")
         try:
             stack = Stack(tuple(given.values()), num_layers)
         except UsageError as error:
             raise UsageError(str(error).replace("Stack.repeat", "ModelConfig.num_layers")) from None
         return cls(stacks=(stack,), **values)
+
+    @classmethod
+    def check_short(cls, names: Iterable[str]) -> None:
+        """Raises UsageError unless these names of the short form are one layer's."""
+        cores = [name for name in names if name != "num_layers"]
+        if len(cores) != 2 or "num_layers" not in names:
+            raise UsageError(
+                "a model of one repeated layer has num_layers and two cores, like attention and "
+                f"feed_forward, and this has {', '.join(names)}; legal: these three, or "
+                "model.stacks"
+            )
 
     def replace(self, **changes: Any) -> "ModelConfig":
         """The config with other values of fields, also of those of the short form."""

@@ -207,6 +207,7 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if in_short:
+        cls.check_short(in_short)
         needed = [name for name in needed if name != _WHOLE_FORM]
     if missing := [name for name in needed if name not in values]:
         if not path:

@@ -10,10 +10,21 @@ import pytest
 from jax.experimental import topologies
 
 import sharding
-from rmt_tpu.config import Alibi, BlockAttention, Learned, RunConfig
+from rmt_tpu.config import (
+    Alibi,
+    Attention,
+    BlockAttention,
+    FeedForward,
+    Learned,
+    Mla,
+    Rope,
+    RunConfig,
+    Stack,
+)
 from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
 from rmt_tpu.training.run import prepare
+from tests.tiers import later
 
 pytestmark = pytest.mark.compile
 
@@ -53,6 +64,32 @@ def moves(program: str, elements: int) -> list[str]:
         if match and np.prod([int(n) for n in match.group(1).split(",")]) == elements:
             found.append(line.strip()[:160])
     return found
+
+
+# Heads of 32 and 64, as of the presets, and what the papers' decoders have not.
+CORES = (
+    Attention(4, 32, Rope(dims=16), False, num_kv_heads=2, query_key_norm=True, bias=True),
+    FeedForward(96, "swiglu"),
+    Mla(num_heads=4, head_dim=32, kv_rank=48, rope_dim=16, query_rank=64),
+    FeedForward(96, "relu2"),
+)
+
+
+@pytest.mark.parametrize(
+    "preset, topology, mesh, remat",
+    [
+        ("rmt-llama-tiny", "v5e:2x2", "data=2,fsdp=2", "reversible"),
+        ("llama-attnres-tiny", "v6e:2x2", "data=2,tensor=2", "full"),
+        *later(
+            ("llama-tiny", "v5p:2x2x1", "fsdp=2,sequence=2", "full"),
+            ("rmt-llama-tiny", "v6e:2x2", "data=2,key=2", "full"),
+        ),
+    ],
+)
+def test_cores_compile_for_a_slice(preset, topology, mesh, remat):
+    stacks = (Stack(CORES[:2]), Stack(CORES, repeat=2))
+    config = config_of(preset, mesh=mesh, remat=remat, stacks=stacks)
+    compiled(config, devices=4, topology=topology)
 
 
 @pytest.mark.parametrize(
