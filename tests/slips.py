@@ -123,6 +123,25 @@ _LAYERS = (
     _of("rmt_tpu/execution/pipelined.py", f"{_MODEL}/execution/pipelined_test.py")("first = jnp.where(pipeline.is_last(), of_last, first)", "first = of_last"),
 )  # fmt: skip
 
+# Cores ----------------------------------------------------------------------------------------
+
+_cores = f"{_MODEL}/cores/cores_test.py"
+_equations = f"{_cores}::test_a_model_of_many_cores_follows_their_equations"
+_ways = f"{_cores}::test_decoding_and_unrolled_layers_are_the_model"
+_attention = _of("rmt_tpu/cores/attention.py", _equations)
+_mla = _of("rmt_tpu/cores/mla.py", _equations)
+_CORES = (
+    _attention("            k, v = jnp.repeat(k, each, axis=2), jnp.repeat(v, each, axis=2)\n        return jnp.concatenate", "            k, v = jnp.tile(k, (1, 1, each, 1)), jnp.tile(v, (1, 1, each, 1))\n        return jnp.concatenate"),
+    _attention("k = normalize(k, self.key_gain[...], **norm)", "k = normalize(k, self.query_gain[...], **norm)"),
+    _mla("first = x.shape[-1] - self.core.rope_dim", "first = self.core.rope_dim"),
+    _of("rmt_tpu/cores/mla.py", _ways)("latent, k_rope = jnp.split(down, [self.core.kv_rank], axis=-1)\n        return q, normalize(latent, self.kv_gain[...], **norm), k_rope", "latent, k_rope = jnp.split(down, [self.core.kv_rank], axis=-1)\n        return q, latent, k_rope", _equations),
+    _of("rmt_tpu/cores/feed_forward.py", _equations)("return _ACTIVATIONS[self.activation](gate) * up", "return gate * _ACTIVATIONS[self.activation](up)"),
+    _of("rmt_tpu/residual/depth_attention.py", _equations)("return Grouping(layers, False, into > 0 or goes_on, rows)", "return Grouping(layers, False, into > 0, rows)"),
+    _of("rmt_tpu/residual/vector.py", _equations)("kept = (w for w in (site.read, site.read_fewer) if w is not None)", "kept = (w for w in (site.read_fewer, site.read) if w is not None)"),
+    _of("rmt_tpu/config/cores.py", _cores)("found.append(Stack(cores, repeat))", "found.append(Stack(cores, max(1, repeat - 1)))"),
+    _of("rmt_tpu/training/workdir.py", f"{_MODEL}/training/older_run_test.py")('"layers/feed_forward": "stacks/0/1/core",', '"layers/feed_forward": "stacks/0/0/core",'),
+)  # fmt: skip
+
 # Meshes ---------------------------------------------------------------------------------------
 
 _mesh = f"{_MODEL}/training/sharded_test.py"
@@ -217,6 +236,7 @@ SLIPS: dict[str, tuple[Slip, ...]] = {
     "kernels": _KEY_VECTOR + _KEY_VECTOR_TPU + _DEPTH + _CAUSAL,
     "residual systems": _RESIDUAL,
     "layers and schedules": _LAYERS,
+    "cores": _CORES,
     "meshes": _SHARDING,
     "training and generation": _TRAINING,
     "checkpoints, storage, data": _STORED,
