@@ -196,7 +196,7 @@ def _save_on_full_disk(told: Connection, place: Place, limit: int) -> None:
 
 def _full_disk(place: Place, rng: random.Random) -> None:
     read, write = forked.Pipe(duplex=False)
-    limit = rng.choice([0, 300, 1000])  # nothing; no array of a matrix; no manifest
+    limit = rng.choice([0, 200, 800])  # nothing; no array; no manifest
     process = forked.Process(target=_save_on_full_disk, args=(write, place, limit))
     process.start()
     write.close()
