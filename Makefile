@@ -9,9 +9,9 @@ BIN := $(VENV)/bin
 train: $(VENV)/installed
 	$(BIN)/python -m recipes.train --preset=$(PRESET) --data=stdlib --workdir=runs/$(PRESET)
 
-# With every commit. What compiles for TPUs and GPUs is marked compile, and the rest of the night slow.
+# With every commit; three workers on two cores, for some tests wait. What compiles for TPUs and GPUs is marked compile, and the rest of the night slow.
 test: lint $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not compile"
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow and not compile"
 
 # Kernels and small steps, compiled for every TPU generation and for GPUs.
 test-compile: $(VENV)/installed-test
