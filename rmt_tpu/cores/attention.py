@@ -11,7 +11,7 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import positions as pos
-from rmt_tpu.cores.core import Context, Core, Index
+from rmt_tpu.cores.core import Context, Core, Index, logit_scale
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain
@@ -44,7 +44,7 @@ class Attention(Core):
 
     def __init__(self, config: cfg.ModelConfig, core: cfg.Attention, layout: HeadsLayout):
         self.core, self.layout = core, layout
-        self.scale, self.epsilon = logit_scale(config, core), config.norm_epsilon
+        self.scale, self.epsilon = logit_scale(config, core.head_dim), config.norm_epsilon
         normed, size = core.query_key_norm, (core.head_dim,)
         self.query_gain = gain(size, axes=("head_dim",)) if normed else None
         self.key_gain = gain(size, axes=("head_dim",)) if normed else None
@@ -211,12 +211,3 @@ class Attention(Core):
         logits = jnp.where(mask[:, None], logits, jnp.finfo(dtype).min)
         weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
         return jnp.einsum("bhnm,bmhd->bnhd", weights, v)
-
-
-def logit_scale(config: cfg.ModelConfig, core: cfg.Attention) -> float:
-    """`1 / sqrt(head_dim)`, or in muP `attention_multiplier * sqrt(base_head_dim) / head_dim`."""
-    match config.parametrization:
-        case cfg.MuP(attention_multiplier=multiplier, base_head_dim=base_head_dim):
-            return multiplier * base_head_dim**0.5 / core.head_dim
-        case cfg.Standard():
-            return core.head_dim**-0.5

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 
 Index = Int[Array, ""] | int
@@ -53,6 +54,18 @@ def causal(
 def cached(start: Int[Array, ""], new: int) -> Context:
     """`new` tokens from position `start` on; each sees itself and what is before it."""
     return Context(start + jnp.arange(new)[None], start=start)
+
+
+def logit_scale(config: cfg.ModelConfig, size: int) -> float:
+    """Of queries and keys of a size: `1 / sqrt(size)`.
+
+    In muP `attention_multiplier * sqrt(base_head_dim) / size`.
+    """
+    match config.parametrization:
+        case cfg.MuP(attention_multiplier=multiplier, base_head_dim=base_head_dim):
+            return multiplier * base_head_dim**0.5 / size
+        case cfg.Standard():
+            return size**-0.5
 
 
 class Core(nnx.Module):

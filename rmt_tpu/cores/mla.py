@@ -25,7 +25,7 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import positions as pos
-from rmt_tpu.cores.core import Context, Core, Index
+from rmt_tpu.cores.core import Context, Core, Index, logit_scale
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter
@@ -53,7 +53,7 @@ class Mla(Core):
 
     def __init__(self, config: cfg.ModelConfig, core: cfg.Mla, rngs: nnx.Rngs, layout: HeadsLayout):
         self.core, self.layout, self.epsilon = core, layout, config.norm_epsilon
-        self.scale = logit_scale(config, core)
+        self.scale = logit_scale(config, core.query_dim)
         width, heads = config.width, core.num_heads
 
         def weights(*shape: int, axes: tuple) -> nnx.Param:
@@ -171,12 +171,3 @@ class Mla(Core):
 
 def _softmax(logits, mask):
     return jax.nn.softmax(jnp.where(mask[:, None], logits, jnp.finfo(logits.dtype).min), axis=-1)
-
-
-def logit_scale(config: cfg.ModelConfig, core: cfg.Mla) -> float:
-    """`1 / sqrt(D_h + D_r)`; in muP `attention_multiplier * sqrt(base_head_dim) / (D_h + D_r)`."""
-    match config.parametrization:
-        case cfg.MuP(attention_multiplier=multiplier, base_head_dim=base_head_dim):
-            return multiplier * base_head_dim**0.5 / core.query_dim
-        case cfg.Standard():
-            return core.query_dim**-0.5

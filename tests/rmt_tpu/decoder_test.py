@@ -10,7 +10,7 @@ from flax import nnx
 
 from rmt_tpu import Decoder, cores
 from rmt_tpu import config as cfg
-from rmt_tpu.cores import attention as attn
+from rmt_tpu.cores.core import logit_scale
 from tests import models
 from tests.closeness import assert_close
 from tests.rmt_tpu import plain
@@ -251,8 +251,8 @@ def test_mup_multipliers_act_where_they_should():
     # width 18 over base width 9
     np.testing.assert_allclose(scaled_logits, 2.5 * logits, rtol=1e-6)
     scaled = dataclasses.replace(base, parametrization=mup)
-    assert attn.logit_scale(scaled, scaled.attention) == pytest.approx(0.25 * 2 / 6)
-    assert attn.logit_scale(base, base.attention) == pytest.approx(6**-0.5)
+    assert logit_scale(scaled, size=6) == pytest.approx(0.25 * 2 / 6)
+    assert logit_scale(base, size=6) == pytest.approx(6**-0.5)
 
 
 def test_dtypes():
