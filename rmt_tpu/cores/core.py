@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.stacks import Index
 
-Index = Int[Array, ""] | int
 # Of one core, stacked over its stack's repeats: a tree of arrays, () if decoding needs nothing.
 Cache = Any
 

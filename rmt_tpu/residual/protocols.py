@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from rmt_tpu.layers.data_vectors import Read
-
-Index = Int[Array, ""] | int
+from rmt_tpu.layers.stacks import Index
 
 
 class Grouping(NamedTuple):
