@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 train: $(VENV)/installed
 	$(BIN)/python -m recipes.train --preset=$(PRESET) --data=stdlib --workdir=runs/$(PRESET)
 
+# Python keeps what it compiled of the tests, whatever it does otherwise: to collect them takes half.
+test test-compile test-all: export PYTHONDONTWRITEBYTECODE =
+
 # With every commit; three workers on two cores, for some tests wait. What compiles for TPUs and GPUs is marked compile, and the rest of the night slow.
 test: lint $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow and not compile"

@@ -140,8 +140,8 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
         return code
     except RmtError as error:
         return _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        return _fail(str(interrupt) or "interrupted", INTERRUPTED)
     except Exception as error:
         if line := _no_platform():
             return _fail(line, UsageError.exit_code)

@@ -130,6 +130,8 @@ def become(own: socket.socket) -> Command:
         command = Command(*json.loads(lines.readline()))
     if command.leads:
         os.setsid()
+    # Where the tests run in a shell's background, they were started without it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(command.environment)
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())

@@ -52,54 +52,72 @@ def after_the_step(say: Callable[[str], None]) -> Iterator[Stop]:
 
 
 class AtOnce:
-    """How a SIGTERM between steps ends the process.
+    """How a signal between steps ends the process.
 
     Attributes:
-      words: a line, and the exit code.
+      after: what is left of the run, as the rest of a line.
+      terminated: the exit code after SIGTERM.
     """
 
     def __init__(self):
-        self.words = (
-            "stopped by SIGTERM at once, without a checkpoint: what was saved is there, and the "
-            "same command goes on",
-            TERMINATED,
+        self.after = (
+            " at once, without a checkpoint: what was saved is there, and the same command goes on"
         )
+        self.terminated = TERMINATED
 
     def all_is_saved(self, step: int) -> None:
         """From now on nothing that was trained would be lost: the process ends well."""
-        line = f"stopped by SIGTERM; step {step} is saved, and the same command does what is left"
-        self.words = line, 0
+        self.after = f"; step {step} is saved, and the same command does what is left"
+        self.terminated = 0
 
 
 @contextlib.contextmanager
 def between_steps(end: Callable[[str, int], None]) -> Iterator[AtOnce]:
-    """A SIGTERM ends the process at once, with a line, also while XLA compiles.
+    """A signal ends the process at once, with a line; SIGTERM also while XLA compiles.
 
     Python would call a handler when the compiler returns, which may be minutes later, so a thread
     looks at what the signal writes into a pipe.
 
     Args:
       end: given a line and the exit code, ends the process; called by that thread.
+
+    Raises:
+      KeyboardInterrupt: Ctrl-C, with that line.
     """
     at_once = AtOnce()
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield at_once
-        return
+    with _interrupted(at_once):
+        if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield at_once
+            return
+        with _terminated(at_once, end):
+            yield at_once
+
+
+@contextlib.contextmanager
+def _interrupted(at_once: AtOnce) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted{at_once.after}") from None
+
+
+@contextlib.contextmanager
+def _terminated(at_once: AtOnce, end: Callable[[str, int], None]) -> Iterator[None]:
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
 
     def wait() -> None:
         while number := os.read(ours, 1):
             if number[0] == signal.SIGTERM:
-                end(*at_once.words)
+                end(f"stopped by SIGTERM{at_once.after}", at_once.terminated)
 
     thread = threading.Thread(target=wait, name="signals", daemon=True)
     thread.start()
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     wakeup = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
     try:
-        yield at_once
+        yield
     finally:
         signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

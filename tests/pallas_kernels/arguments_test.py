@@ -22,6 +22,11 @@ def unannotated():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def ones(shape, dtype=np.float32):
+    """Of NumPy: they are made while tests are collected, and JAX would compile a program."""
+    return np.ones(shape, dtype)
+
+
 def site(**changes):
     """Arguments of `store_norm_retrieve`."""
     rng = np.random.default_rng(0)
@@ -64,12 +69,12 @@ def test_an_int16_residual_is_legal_and_int16_data_are_not(unannotated):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"read_keys": jnp.ones(K)}, r"read_keys \[P, K\] .* with 2 axes, but is of shape \(4,\)"),
-        ({"store_keys": jnp.ones(K)}, r"store_keys \[R, K\] .* 2 axes, but is of shape \(4,\)"),
-        ({"gain": jnp.ones((1, K, V))}, r"gain \[K, V\] .* 2 axes, but is of shape \(1, 4, 5\)"),
-        ({"residual": jnp.ones(V)}, r"residual \[\.\.\., K, V\] .* at least 2 axes"),
+        ({"read_keys": ones(K)}, r"read_keys \[P, K\] .* with 2 axes, but is of shape \(4,\)"),
+        ({"store_keys": ones(K)}, r"store_keys \[R, K\] .* 2 axes, but is of shape \(4,\)"),
+        ({"gain": ones((1, K, V))}, r"gain \[K, V\] .* 2 axes, but is of shape \(1, 4, 5\)"),
+        ({"residual": ones(V)}, r"residual \[\.\.\., K, V\] .* at least 2 axes"),
         ({"data": [1.0]}, r"data \[\.\.\., R, V\] must be an array of floats, but is a list"),
-        ({"gain": jnp.ones((K, V + 1))}, r"shapes do not fit: .* gain \[K, V\] is \(4, 6\)"),
+        ({"gain": ones((K, V + 1))}, r"shapes do not fit: .* gain \[K, V\] is \(4, 6\)"),
         ({"epsilon": -100}, "epsilon=-100 must be a finite number, 0 or above"),
         ({"epsilon": float("nan")}, "epsilon=nan must be a finite number"),
     ],
@@ -82,17 +87,17 @@ def test_key_vector_ops_name_what_does_not_fit(changes, message, unannotated):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"query": jnp.ones((1, 8))}, r"query \[D\] .* with 1 axis, but is of shape \(1, 8\)"),
-        ({"query": jnp.ones(7)}, r"shapes do not fit: queries \[S, D\] are \(1, 7\)"),
-        ({"gain": jnp.ones(7)}, r"shapes do not fit: query \[D\] is \(8,\), gain \(7,\)"),
-        ({"gain": jnp.ones((3, 8))}, r"gain \[D\] .* with 1 axis, but is of shape \(3, 8\)"),
-        ({"sources": jnp.ones((3, B, N, 8), jnp.int32)}, "sources .* floats, but is int32"),
-        ({"sources": jnp.ones((0, B, N, 8))}, "there must be one at least"),
+        ({"query": ones((1, 8))}, r"query \[D\] .* with 1 axis, but is of shape \(1, 8\)"),
+        ({"query": ones(7)}, r"shapes do not fit: queries \[S, D\] are \(1, 7\)"),
+        ({"gain": ones(7)}, r"shapes do not fit: query \[D\] is \(8,\), gain \(7,\)"),
+        ({"gain": ones((3, 8))}, r"gain \[D\] .* with 1 axis, but is of shape \(3, 8\)"),
+        ({"sources": ones((3, B, N, 8), np.int32)}, "sources .* floats, but is int32"),
+        ({"sources": ones((0, B, N, 8))}, "there must be one at least"),
         ({"count": 2.5}, "count=2.5 must be an integer"),
-        ({"count": jnp.ones((2,), jnp.int32)}, "count=.* must be an integer"),
+        ({"count": ones((2,), np.int32)}, "count=.* must be an integer"),
         ({"count": 4}, "count=4 must be from 0 to the number of sources, 3"),
         ({"epsilon": -1e-6}, "epsilon=-1e-06 must be a finite number"),
-        ({"prior": (jnp.ones((B, 8)), jnp.ones((B,)))}, r"prior is of \(1, 2, 8\) and \(1, 2\)"),
+        ({"prior": (ones((B, 8)), ones((B,)))}, r"prior is of \(1, 2, 8\) and \(1, 2\)"),
     ],
 )
 def test_depth_attention_names_what_does_not_fit(changes, message, unannotated):
@@ -103,9 +108,9 @@ def test_depth_attention_names_what_does_not_fit(changes, message, unannotated):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"query": jnp.ones(7)}, r"query \[D\] is \(7,\)"),
-        ({"norm_gain": jnp.ones((1, 8))}, r"norm_gain \[D\] .* 1 axis"),
-        ({"mixed": jnp.ones((2, 4, 8))}, r"mixed \[S, \.\.\., D\] is \(2, 4, 8\)"),
+        ({"query": ones(7)}, r"query \[D\] is \(7,\)"),
+        ({"norm_gain": ones((1, 8))}, r"norm_gain \[D\] .* 1 axis"),
+        ({"mixed": ones((2, 4, 8))}, r"mixed \[S, \.\.\., D\] is \(2, 4, 8\)"),
         ({"norm_epsilon": -1}, "norm_epsilon=-1"),
         ({"norm": "batch"}, "norm='batch' is unknown; legal: layernorm, rmsnorm"),
     ],

@@ -4,6 +4,10 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
+from rmt_tpu.training import signals
+
 BUSY = """
 import os, signal, sys, time
 from rmt_tpu.training import signals
@@ -55,6 +59,16 @@ def test_sigterm_after_the_last_save_says_what_is_saved():
     assert done.returncode == 0, done.stderr
     line = "stopped by SIGTERM; step 400 is saved, and the same command does what is left\n"
     assert done.stderr == line
+
+
+def test_ctrl_c_between_steps_says_what_is_saved():
+    with pytest.raises(KeyboardInterrupt, match="interrupted at once, without a checkpoint"):
+        with signals.between_steps(signals.end_process):
+            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt, match="interrupted; step 400 is saved"):
+        with signals.between_steps(signals.end_process) as at_once:
+            at_once.all_is_saved(400)
+            raise KeyboardInterrupt
 
 
 def test_sigterm_in_a_step_waits_for_its_end():
