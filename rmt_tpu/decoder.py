@@ -26,6 +26,19 @@ class Cache(NamedTuple):
     length: Int[Array, ""]
 
 
+class Features(NamedTuple):
+    """What a loss is made of.
+
+    Attributes:
+      z: what the unembedding reads.
+      aux: scalars of the cores by name, added up over depth and over tokens; {} if they have none.
+        That named "loss" belongs to the objective.
+    """
+
+    z: Float[Array, "part own_seq vectors size"]
+    aux: cores.Aux
+
+
 class Decoder(nnx.Module):
     """A causal language model over any residual system.
 
@@ -78,7 +91,8 @@ class Decoder(nnx.Module):
           ValueError: they are not [batch, seq].
         """
         _check(tokens)
-        return self.unembedding(self.features(tokens, segment_ids=segment_ids, positions=positions))
+        features = self.features(tokens, segment_ids=segment_ids, positions=positions)
+        return self.unembedding(features.z)
 
     def features(
         self,
@@ -87,14 +101,15 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         positions: Int[Array, "batch_or_1 seq"] | None = None,
         schedule: sharding.Schedule | None = None,
-    ) -> Float[Array, "part own_seq vectors size"]:
-        """What the unembedding reads, for a loss that never holds all logits.
+    ) -> Features:
+        """What the unembedding reads, for a loss that never holds all logits, and cores' scalars.
 
         In per-device code (see `sharding.per_device`): of this device's own tokens, and with a
-        `schedule` of stages of its part of their rows.
+        `schedule` of stages z of its part of their rows, and the scalars of its own cores.
         """
         context = cores.causal(tokens.shape[1], positions, segment_ids)
-        return self._run(tokens, context, None, schedule)[0]
+        z, _, aux = self._run(tokens, context, None, schedule)
+        return Features(z, aux)
 
     def decode(
         self, tokens: Int[Array, "batch new"], cache: Cache
@@ -108,7 +123,7 @@ class Decoder(nnx.Module):
         """
         _check(tokens)
         new = tokens.shape[1]
-        z, caches = self._run(tokens, cores.cached(cache.length, new), cache.cores)
+        z, caches, _ = self._run(tokens, cores.cached(cache.length, new), cache.cores)
         return self.unembedding(z), Cache(caches, cache.length + new)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
@@ -134,13 +149,13 @@ class Decoder(nnx.Module):
             embedded = self.embedding(own(tokens), own(context.query_positions), self.dtype)
             state, y = self.store.start(*embedded)
         if schedule is not None:
-            z = pipelined.run_layers(self, state, y, context, schedule)
+            z, aux = pipelined.run_layers(self, state, y, context, schedule)
         elif self.config.remat == "reversible" and caches is None:
-            z = reversible.run_layers(self, state, y, context)
+            z, aux = reversible.run_layers(self, state, y, context)
         else:
             run = banked if self.config.mixer.banked else scanned
-            z, caches = run.run_layers(self, state, y, context, caches)
-        return z.whole, caches
+            z, caches, aux = run.run_layers(self, state, y, context, caches)
+        return z.whole, caches, aux
 
 
 def _check(tokens):

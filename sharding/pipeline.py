@@ -9,6 +9,8 @@ is compiled once. Two kinds of model:
   every stage caches those that it has, and is sent only those that it lacks, "cross-stage caching"
   (Kimi Team 2026, section 4.1). Row 0 every stage computes itself.
 
+Chunks may also give numbers that each stage adds up for itself, and that are not sent.
+
 The backward pass runs all ticks in reverse, each chunk computed again. Where a stage sent a row on,
 it gets back the gradient that the receiver collected for it. A gradient of what every stage has
 (`shared`, the starts) is the stage's own part of a sum over the stages.
@@ -24,8 +26,8 @@ from jaxtyping import Array, Float, Int
 
 from sharding.schedule import Caching, Schedule
 
-Chunk = Callable[[Any, Any, Int[Array, ""], Any, Any], Any]
-ChunkBackward = Callable[[Any, Any, Int[Array, ""], Array, Any, Array], tuple[Any, Any, Array]]
+Chunk = Callable[[Any, Any, Int[Array, ""], Any, Any], tuple[Any, Any]]
+ChunkBackward = Callable[[Any, Any, Int[Array, ""], Array, Any, Array, Any], tuple[Any, Any, Array]]
 
 
 def run_carried(
@@ -35,25 +37,27 @@ def run_carried(
     starts: Any,
     context: Any,
     *,
+    sums: Any = (),
     schedule: Schedule,
     axis: str = "stage",
-) -> Any:
-    """States after all chunks.
+) -> tuple[Any, Any]:
+    """States after all chunks, and sums over what this stage's own chunks gave.
 
     Args:
-      chunk: `chunk(parameters, shared, index, state, context) -> state` of chunk `index`.
+      chunk: `chunk(parameters, shared, index, state, context) -> state, terms` of chunk `index`.
       parameters: tree of arrays [V, ...], of this stage's own chunks.
       shared: tree that all chunks get.
       starts: tree of states before the first chunk, [M, ...]; only those of stage 0 are read.
       context: tree of what the chunks of each microbatch get, [M, ...]; has no gradient.
+      sums: shapes and dtypes of the terms, as a tree.
       schedule: of the stages.
       axis: of the mesh.
 
     Returns:
-      A tree like `starts`, on the last stage. On the others it is zeros, and its gradient is not
-      to be anything else.
+      A tree like `starts`, on the last stage: on the others it is zeros, and its gradient is not
+      to be anything else. And a tree like `sums`, on every stage its own part of a sum over them.
     """
-    run = _Carried(chunk, schedule, axis)
+    run = _Carried(chunk, sums, schedule, axis)
     return run(parameters, shared, starts, context)
 
 
@@ -66,33 +70,35 @@ def run_banked(
     *,
     chunk_rows: int,
     chunk_backward: ChunkBackward | None = None,
+    sums: Any = (),
     schedule: Schedule,
     axis: str = "stage",
     caching: Caching = "all",
-) -> Float[Array, "microbatches rows *shape"]:
-    """Banks with the rows of all chunks.
+) -> tuple[Float[Array, "microbatches rows *shape"], Any]:
+    """Banks with the rows of all chunks, and sums over what this stage's own chunks gave.
 
     Args:
-      chunk: `chunk(parameters, shared, index, bank, context) -> rows` of chunk `index`, which are
-        [chunk_rows, ...] from the rows before them, those below `1 + index * chunk_rows`; the
+      chunk: `chunk(parameters, shared, index, bank, context) -> rows, terms` of chunk `index`; rows
+        are [chunk_rows, ...] from the rows before them, those below `1 + index * chunk_rows`; the
         others are finite.
       parameters: tree of arrays [V, ...], of this stage's own chunks.
       shared: tree that all chunks get.
       first: row 0; all stages have it.
       context: tree of what the chunks of each microbatch get, [M, ...]; has no gradient.
       chunk_rows: how many rows a chunk completes.
-      chunk_backward: `chunk_backward(parameters, shared, index, bank, context, d_bank)` gives the
-        gradients of parameters and shared, and d_bank with those of the rows before the chunk's
-        added. Bank and d_bank have the chunk's own rows. None differentiates `chunk`.
+      chunk_backward: `chunk_backward(parameters, shared, index, bank, context, d_bank, d_terms)`
+        gives the gradients of parameters and shared, and d_bank with those of the rows before the
+        chunk's added. Bank and d_bank have the chunk's own rows. None differentiates `chunk`.
+      sums: shapes and dtypes of the terms, as a tree.
       schedule: of the stages.
       axis: of the mesh.
       caching: which rows stages keep, see `Schedule.spans`: communication, not results.
 
     Returns:
-      `1 + C * chunk_rows` rows, complete on the last stage. On the others some are zeros, and their
-      gradient is not to be anything else.
+      `1 + C * chunk_rows` rows, complete on the last stage: on the others some are zeros, and their
+      gradient is not to be anything else. And a tree like `sums`, on every stage its own part.
     """
-    run = _Banked(chunk, schedule, axis, caching, chunk_rows, chunk_backward)
+    run = _Banked(chunk, sums, schedule, axis, caching, chunk_rows, chunk_backward)
     return run(parameters, shared, first, context)
 
 
@@ -127,8 +133,8 @@ def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage
 class _Pipeline:
     """What both kinds have in common: the loop over ticks, and what happens in one."""
 
-    def __init__(self, chunk, schedule, axis, spans):
-        self.chunk, self.schedule, self.axis = chunk, schedule, axis
+    def __init__(self, chunk, sums, schedule, axis, spans):
+        self.chunk, self.sums, self.schedule, self.axis = chunk, sums, schedule, axis
         self.slots, self.spans = int(spans.max()), jnp.asarray(spans)
         self.messages, kind_at = schedule.messages(spans)
         self.kind_at = jnp.asarray(kind_at)
@@ -150,14 +156,19 @@ class _Pipeline:
         """Where this stage is in a tick."""
         return self.schedule.place(tick, jax.lax.axis_index(self.axis))
 
-    def work(self, here, parameters, shared, context, inputs, otherwise):
-        """What the chunk makes of `inputs()`; no time is spent on it where the stage is idle."""
+    def work(self, here, parameters, shared, context, inputs, sums, otherwise):
+        """What the chunk makes of `inputs()`, and the sums with its terms.
+
+        No time is spent on it where the stage is idle.
+        """
 
         def run():
             of_chunk, of_microbatch = _at(parameters, here.virtual), _at(context, here.microbatch)
-            return self.chunk(of_chunk, shared, here.chunk, inputs(), of_microbatch)
+            given = (of_chunk, shared, here.chunk, inputs(), of_microbatch)
+            value, terms = self.chunk(*given)
+            return value, _add(sums, terms)
 
-        return jax.lax.cond(here.active, run, otherwise)
+        return jax.lax.cond(here.active, run, lambda: (otherwise(), sums))
 
     def undo(self, here, parameters, shared, context, gradients, backward, otherwise):
         """Gradients with the chunk's added, and that of what the chunk was given.
@@ -207,10 +218,10 @@ class _Pipeline:
 class _Carried(_Pipeline):
     """One slot: the state. The input of each piece of work is saved."""
 
-    def __init__(self, chunk, schedule, axis):
+    def __init__(self, chunk, sums, schedule, axis):
         spans = np.ones(schedule.chunks, int)
         spans[-1] = 0
-        super().__init__(chunk, schedule, axis, spans)
+        super().__init__(chunk, sums, schedule, axis, spans)
 
     def forward(self, parameters, shared, starts, context):
         """Results, and what the backward pass needs."""
@@ -219,20 +230,22 @@ class _Carried(_Pipeline):
         saved = jax.tree.map(lambda x: jnp.zeros((work, *x.shape), x.dtype), nothing)
 
         def run(carry, tick):
-            arrived, saved, results = carry
+            arrived, saved, results, sums = carry
             here = self.here(tick)
             state = _where(here.chunk == 0, _at(starts, here.microbatch), arrived)
             saved = _put(saved, state, here.number, where=here.active)
-            state = self.work(here, parameters, shared, context, lambda: state, lambda: nothing)
+            given = (parameters, shared, context, lambda: state, sums, lambda: nothing)
+            state, sums = self.work(here, *given)
             results = _put(results, state, here.microbatch, where=self._is_result(here))
-            return self._pass_on(state, tick), saved, results
+            return self._pass_on(state, tick), saved, results, sums
 
-        _, saved, results = self.over_ticks(run, (nothing, saved, _zeros(starts)))
-        return results, (parameters, shared, context, saved)
+        carry = (nothing, saved, _zeros(starts), _zeros(self.sums))
+        _, saved, results, sums = self.over_ticks(run, carry)
+        return (results, sums), (parameters, shared, context, saved)
 
-    def backward(self, residuals, d_results):
+    def backward(self, residuals, cotangents):
         """Cotangents of all arguments."""
-        *arguments, saved = residuals
+        (*arguments, saved), (d_results, d_sums) = residuals, cotangents
 
         def run(carry, tick):
             d_state, d_starts, gradients = carry
@@ -241,8 +254,8 @@ class _Carried(_Pipeline):
             d_after = _where(self._is_result(here), _at(d_results, here.microbatch), d_after)
 
             def backward(of_chunk, shared, of_microbatch):
-                state = _at(saved, here.number)
-                return self.pullback(here, of_chunk, shared, state, of_microbatch, d_after)
+                given = (of_chunk, shared, _at(saved, here.number), of_microbatch)
+                return self.pullback(here, *given, (d_after, d_sums))
 
             nothing = lambda: _zeros(d_after)
             gradients, d_state = self.undo(here, *arguments, gradients, backward, nothing)
@@ -265,8 +278,8 @@ class _Carried(_Pipeline):
 class _Banked(_Pipeline):
     """Slot j is the rows of a chunk: 0 of the one that was just completed, 1 of that before, ..."""
 
-    def __init__(self, chunk, schedule, axis, caching, chunk_rows, chunk_backward):
-        super().__init__(chunk, schedule, axis, schedule.spans(caching))
+    def __init__(self, chunk, sums, schedule, axis, caching, chunk_rows, chunk_backward):
+        super().__init__(chunk, sums, schedule, axis, schedule.spans(caching))
         self.chunk_rows, self.chunk_backward = chunk_rows, chunk_backward
 
     def forward(self, parameters, shared, first, context):
@@ -274,19 +287,20 @@ class _Banked(_Pipeline):
         num_rows = 1 + self.schedule.chunks * self.chunk_rows
         banks = jnp.zeros((len(first), num_rows, *first.shape[1:]), first.dtype)
 
-        def run(banks, tick):
-            here = self.here(tick)
+        def run(carry, tick):
+            (banks, sums), here = carry, self.here(tick)
             bank, there = (lambda: _at(banks, here.microbatch)), (lambda: self._rows(banks, here))
-            rows = self.work(here, parameters, shared, context, bank, there)
+            rows, sums = self.work(here, parameters, shared, context, bank, sums, there)
             banks = self._with_rows(banks, here, rows)
-            return self._send(banks, tick) if self.slots else banks
+            return (self._send(banks, tick) if self.slots else banks), sums
 
-        banks = self.over_ticks(run, banks.at[:, 0].set(first))
-        return banks, (parameters, shared, context, banks)
+        carry = (banks.at[:, 0].set(first), _zeros(self.sums))
+        banks, sums = self.over_ticks(run, carry)
+        return (banks, sums), (parameters, shared, context, banks)
 
-    def backward(self, residuals, d_banks):
+    def backward(self, residuals, cotangents):
         """Cotangents of all arguments."""
-        *arguments, banks = residuals
+        (*arguments, banks), (d_banks, d_sums) = residuals, cotangents
 
         def run(carry, tick):
             d_banks, gradients = carry
@@ -297,10 +311,10 @@ class _Banked(_Pipeline):
             def backward(of_chunk, shared, of_microbatch):
                 bank = _at(banks, here.microbatch)
                 if self.chunk_backward is not None:
-                    given = (of_chunk, shared, here.chunk, bank, of_microbatch, d_bank)
+                    given = (of_chunk, shared, here.chunk, bank, of_microbatch, d_bank, d_sums)
                     return self.chunk_backward(*given)
                 d_rows = self._rows(d_bank[None], here._replace(microbatch=0))
-                given = (of_chunk, shared, bank, of_microbatch, d_rows)
+                given = (of_chunk, shared, bank, of_microbatch, (d_rows, d_sums))
                 *gradient, d_earlier = self.pullback(here, *given)
                 return *gradient, d_bank + d_earlier
 

@@ -130,6 +130,7 @@ _equations = f"{_cores}::test_a_model_of_many_cores_follows_their_equations"
 _ways = f"{_cores}::test_decoding_and_unrolled_layers_are_the_model"
 _attention = _of("rmt_tpu/cores/attention.py", _equations)
 _mla = _of("rmt_tpu/cores/mla.py", _equations)
+_scalars = lambda file, old, new: Slip(file, old, new, (f"{_MODEL}/cores/aux_test.py",))
 _CORES = (
     _attention("            k, v = jnp.repeat(k, each, axis=2), jnp.repeat(v, each, axis=2)\n        return jnp.concatenate", "            k, v = jnp.tile(k, (1, 1, each, 1)), jnp.tile(v, (1, 1, each, 1))\n        return jnp.concatenate"),
     _attention("k = normalize(k, self.key_gain[...], **norm)", "k = normalize(k, self.query_gain[...], **norm)"),
@@ -138,6 +139,10 @@ _CORES = (
     _of("rmt_tpu/cores/feed_forward.py", _equations)("return _ACTIVATIONS[self.activation](gate) * up", "return gate * _ACTIVATIONS[self.activation](up)"),
     _of("rmt_tpu/residual/depth_attention.py", _equations)("return Grouping(layers, False, into > 0 or goes_on, rows)", "return Grouping(layers, False, into > 0, rows)"),
     _of("rmt_tpu/residual/vector.py", _equations)("kept = (w for w in (site.read, site.read_fewer) if w is not None)", "kept = (w for w in (site.read_fewer, site.read) if w is not None)"),
+    _scalars("rmt_tpu/cores/core.py", "return pullback((d_y, {name: d_aux[name].astype", "return pullback((d_y, {name: 0 * d_aux[name].astype"),
+    _scalars("rmt_tpu/execution/layer.py", "return y, None, add_aux(aux, of_core)", "return y, None, aux | of_core"),
+    _scalars("rmt_tpu/execution/banked.py", "= pullback((d_prior, d_rows, d_current, d_aux))", "= pullback((d_prior, d_rows, d_current, zeros))"),
+    _scalars("rmt_tpu/training/loss.py", 'objective = loss.objective + aux["loss"] if', 'objective = loss.objective + sum(aux.values()) if'),
     _of("rmt_tpu/config/cores.py", _cores)("found.append(Stack(cores, repeat))", "found.append(Stack(cores, max(1, repeat - 1)))"),
     _of("rmt_tpu/training/workdir.py", f"{_MODEL}/training/older_run_test.py")('"layers/feed_forward": "stacks/0/1/core",', '"layers/feed_forward": "stacks/0/0/core",'),
 )  # fmt: skip
@@ -152,6 +157,7 @@ _SHARDING = (
     _devices("return jax.lax.all_to_all(x, used, split, join", "return jax.lax.all_to_all(x, used, join, split"),
     _devices("return jax.lax.dynamic_slice_in_dim(x, axis_index(names) * size, size, axis)", "return jax.lax.dynamic_slice_in_dim(x, 0, size, axis)"),
     _pipeline("state = _where(here.chunk == 0,", "state = _where(here.number == 0,"),
+    _pipeline("return value, _add(sums, terms)", "return value, terms"),
     _pipeline("is_start = here.active & (here.chunk == 0)", "is_start = here.active"),
     _of("sharding/schedule.py", "tests/sharding/pipeline_test.py")("virtual = within // self.stages", "virtual = within % self.stages"),
     _of("pallas_kernels/key_vector/sharded.py", f"{_KERNELS}/key_vector_sharded_test.py")("every = gather(jnp.stack(own, axis=1), key_axis)", "every = gather(jnp.stack(own[::-1], axis=1), key_axis)", _mesh),

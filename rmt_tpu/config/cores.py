@@ -68,8 +68,18 @@ class NoPositions:
 Positions = Learned | Alibi | Rope | NoPositions
 
 
+class Computes(Checked):
+    """What a core's config may say of it, beside its fields, ports and costs.
+
+    Attributes:
+      aux: names of the scalars that it gives beside what it writes; see `rmt_tpu.cores.core`.
+    """
+
+    aux: ClassVar[tuple[str, ...]] = ()
+
+
 @dataclass(frozen=True)
-class Attention(Checked):
+class Attention(Computes):
     """`num_heads` (H) heads of size `head_dim` (D_h).
 
     Attributes:
@@ -145,7 +155,7 @@ class Attention(Checked):
 
 
 @dataclass(frozen=True)
-class FeedForward(Checked):
+class FeedForward(Computes):
     """`W_2 f(W_1 z)` with `hidden_dim` (D_FF) hidden neurons.
 
     Attributes:
@@ -189,7 +199,7 @@ class FeedForward(Checked):
 
 
 @dataclass(frozen=True)
-class Mla(Checked):
+class Mla(Computes):
     """Multi-head latent attention: `num_heads` (H) heads of size `head_dim` (D_h).
 
     Attributes:

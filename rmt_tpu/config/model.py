@@ -269,6 +269,11 @@ class ModelConfig(Checked):
         """The different cores, in the order of depth."""
         return tuple(dict.fromkeys(core for stack in self.stacks for core in stack.cores))
 
+    @property
+    def aux(self) -> tuple[str, ...]:
+        """Names of the scalars that its cores give beside what they write, in order."""
+        return tuple(sorted({name for core in self.cores for name in core.aux}))
+
     def of_kind(self, kind: str) -> tuple[Core, ...]:
         """Those of a kind."""
         return tuple(core for core in self.cores if core.kind == kind)

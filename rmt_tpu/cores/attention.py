@@ -11,7 +11,7 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import positions as pos
-from rmt_tpu.cores.core import Context, Core, Index, logit_scale
+from rmt_tpu.cores.core import Aux, Context, Core, Index, logit_scale
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain
@@ -67,17 +67,19 @@ class Attention(Core):
 
     def forward(
         self, z: Read, context: Context, index: Index
-    ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch all_seq own_heads"]]:
+    ) -> tuple[
+        Float[Array, "batch seq heads head_dim"], Aux, Float[Array, "batch all_seq own_heads"]
+    ]:
         """The same, and the logarithm of each softmax's sum.
 
         With an explicit mask `pull_back` attends again, and there are no sums (of 0 heads).
         """
         if context.mask is not None:
             y = self(z, context, index)
-            return y, jnp.zeros((*y.shape[:2], 0), y.dtype)
+            return y, {}, jnp.zeros((*y.shape[:2], 0), y.dtype)
         qkv = self._packed(z.heads, context)
         y, log_sums = self._attend(pallas_kernels.attention_forward, context, index, qkv)
-        return self._to_tokens(y), log_sums
+        return self._to_tokens(y), {}, log_sums
 
     def pull_back(
         self,
@@ -87,10 +89,11 @@ class Attention(Core):
         context: Context,
         index: Index,
         d_y: Float[Array, "batch seq heads head_dim"],
+        d_aux: Aux,
     ) -> tuple[dict, Read]:
         """Cotangents from that of y, without attending again but for an explicit mask."""
         if context.mask is not None:
-            return super().pull_back(z, y, saved, context, index, d_y)
+            return super().pull_back(z, y, saved, context, index, d_y, d_aux)
         graphdef, parameters = nnx.split(self, nnx.Param)
 
         def packed(parameters: Any, heads: Array) -> Array:

@@ -3,6 +3,11 @@
 A core is told which token may see which (`Context`) and its number in depth; of the residual it
 knows what its site has read (`Read`), nothing else. What it reads and writes its config says, by
 ports, and there too is what it costs.
+
+Beside what it writes a core may give *scalars* (`Aux`), which are added up over depth. Each is a
+sum over this device's own tokens, so that devices, microbatches and accumulated parts add up to the
+whole batch. That named "loss" is added to the objective; the others are for people. A model whose
+cores have none has nothing of this in its program.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +23,8 @@ from rmt_tpu.layers.stacks import Index
 
 # Of one core, stacked over its stack's repeats: a tree of arrays, () if decoding needs nothing.
 Cache = Any
+# By the names that the core's config has as `aux`, at least float32; {} for most.
+Aux = dict[str, Float[Array, ""]]
 
 
 class Context(NamedTuple):
@@ -69,7 +76,7 @@ def logit_scale(config: cfg.ModelConfig, size: int) -> float:
 
 
 class Core(nnx.Module):
-    """A core with no cache, that is undone by running it again.
+    """A core with no cache and no scalars, that is undone by running it again.
 
     Attributes:
       name: of its scope in a compiled program, by which reports group it.
@@ -89,11 +96,17 @@ class Core(nnx.Module):
         """
         raise NotImplementedError
 
+    def with_aux(
+        self, z: Read, context: Context, index: Index
+    ) -> tuple[Float[Array, "batch y_seq vectors size"], Aux]:
+        """The same, and the core's scalars: sums over own tokens. Decoding has no use for them."""
+        return self(z, context, index), {}
+
     def forward(
         self, z: Read, context: Context, index: Index
-    ) -> tuple[Float[Array, "batch y_seq vectors size"], Any]:
+    ) -> tuple[Float[Array, "batch y_seq vectors size"], Aux, Any]:
         """The same, and what `pull_back` needs beside z and y not to compute all again."""
-        return self(z, context, index), ()
+        return *self.with_aux(z, context, index), ()
 
     def pull_back(
         self,
@@ -103,15 +116,19 @@ class Core(nnx.Module):
         context: Context,
         index: Index,
         d_y: Float[Array, "batch y_seq vectors size"],
+        d_aux: Aux,
     ) -> tuple[Any, Read]:
-        """Cotangents of the core's parameters, as a pure dict, and of z, from that of y."""
+        """Cotangents of the core's parameters, as a pure dict, and of z, from those given.
+
+        Those of its scalars are in `d_aux`, with those of the model's other cores.
+        """
         graphdef, parameters = nnx.split(self, nnx.Param)
 
-        def run(parameters: Any, z: Read) -> Array:
-            return nnx.merge(graphdef, parameters)(z, context, index)
+        def run(parameters: Any, z: Read) -> tuple[Array, Aux]:
+            return nnx.merge(graphdef, parameters).with_aux(z, context, index)
 
-        _, pullback = jax.vjp(run, nnx.to_pure_dict(parameters), z)
-        return pullback(d_y)
+        (_, aux), pullback = jax.vjp(run, nnx.to_pure_dict(parameters), z)
+        return pullback((d_y, {name: d_aux[name].astype(x.dtype) for name, x in aux.items()}))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """For `capacity` tokens of each of `batch` sequences."""

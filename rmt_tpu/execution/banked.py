@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rmt_tpu.cores import Context
+from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.layer import run_core
+from rmt_tpu.execution.layer import no_aux, run_core
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import At, Grouping
@@ -62,7 +62,7 @@ def run_layers(
     y: Float[Array, "batch seq vectors size"],
     context: Context,
     caches: tuple | None,
-) -> tuple[Read, tuple | None]:
+) -> tuple[Read, tuple | None, Aux]:
     """All layers of a decoder, and the read for the unembedding: as `scanned.run_layers`."""
     store, mixer = decoder.store, decoder.mixer
     runs, of_stacks, before = [], [], 0
@@ -84,16 +84,18 @@ def run_layers(
 
     def forward(of_stacks, first, context, caches, keep):
         bank = jax.lax.empty((num_rows, *first.shape), first.dtype)
-        carry, new, kept = (stacks.put(bank, first, 0), jnp.zeros_like(first)), [], []
+        aux = no_aux(decoder.config, y.dtype)
+        carry, new, kept = (stacks.put(bank, first, 0), jnp.zeros_like(first), aux), [], []
         for run, of_stack, of_cores in zip(runs, of_stacks, caches, strict=True):
             carry, of_cores, sums = run.forward(of_stack, carry, context, of_cores, keep=keep)
             new.append(of_cores)
             kept.append(sums)
-        return carry[0], tuple(new), kept
+        bank, _, aux = carry
+        return (bank, aux), tuple(new), kept
 
     if caches is not None:
-        bank, caches, _ = forward(of_stacks, first, context, caches, False)
-        return mixer.final(store, bank, decoder.final_site), caches
+        (bank, aux), caches, _ = forward(of_stacks, first, context, caches, False)
+        return mixer.final(store, bank, decoder.final_site), caches, aux
     none = [None] * len(runs)
 
     @jax.custom_vjp
@@ -101,20 +103,20 @@ def run_layers(
         return forward(of_stacks, first, context, none, False)[0]
 
     def save(of_stacks, first, context):
-        bank, _, kept = forward(of_stacks, first, context, none, True)
-        return bank, (of_stacks, context, bank, kept)
+        (bank, aux), _, kept = forward(of_stacks, first, context, none, True)
+        return (bank, aux), (of_stacks, context, bank, kept)
 
-    def backward(saved, d_bank):
-        of_stacks, context, bank, kept = saved
+    def backward(saved, cotangents):
+        (of_stacks, context, bank, kept), (d_bank, d_aux) = saved, cotangents
         carry, gradients = (d_bank, jnp.zeros(bank.shape[1:], bank.dtype)), []
         for run, *of_stack in reversed(list(zip(runs, of_stacks, kept, strict=True))):
-            carry, gradient = run.backward(*of_stack, bank, carry, context)
+            carry, gradient = run.backward(*of_stack, bank, carry, context, d_aux)
             gradients.insert(0, gradient)
         return gradients, carry[0][0], None
 
     differentiable.defvjp(save, backward)
-    bank = differentiable(of_stacks, first, context)
-    return mixer.final(store, bank, decoder.final_site), None
+    bank, aux = differentiable(of_stacks, first, context)
+    return mixer.final(store, bank, decoder.final_site), None, aux
 
 
 def _first(writers: nnx.Param | None) -> Array | None:
@@ -162,18 +164,18 @@ class Run:
     def forward(
         self,
         of_stack: Stacked,
-        carry: tuple[Bank, Row],
+        carry: tuple[Bank, Row, Aux],
         context: Context,
         caches: tuple | None,
         *,
         keep: bool,
         first: Index | None = None,
-    ) -> tuple[tuple[Bank, Row], tuple | None, Kept]:
-        """The bank and the running sum after all layers, their caches, and what is kept.
+    ) -> tuple[tuple[Bank, Row, Aux], tuple | None, Kept]:
+        """Bank, running sum and sums of scalars after all layers, their caches, and what is kept.
 
         `first` is how many sublayers are before it, if it is not as many as in `__init__`.
         """
-        bank, current = carry
+        bank, current, aux = carry
         kept = Kept()
         if keep and self.mixer.keeps_sum:
             empty = lambda count: jax.lax.empty((count, *current.shape), current.dtype)
@@ -186,8 +188,9 @@ class Run:
             return self._group_forward(of_stack, context, carry, start, layers, first)
 
         started = current if self.grouping.open else None
-        bank, ended, caches, kept = self._over_groups(run, (bank, started, caches, kept))
-        return (bank, jnp.zeros_like(current) if ended is None else ended), caches, kept
+        carry = (bank, started, caches, kept, aux)
+        bank, ended, caches, kept, aux = self._over_groups(run, carry)
+        return (bank, jnp.zeros_like(current) if ended is None else ended, aux), caches, kept
 
     def backward(
         self,
@@ -196,13 +199,14 @@ class Run:
         bank: Bank,
         carry: tuple[Bank, Row],
         context: Context,
+        d_aux: Aux,
         *,
         first: Index | None = None,
     ) -> tuple[tuple[Bank, Row], Stacked]:
         """Cotangents of the bank and of the running sum before, and those of the parameters."""
 
         def run(carry, start, layers):
-            given = (of_stack, kept, bank, context)
+            given = (of_stack, kept, bank, context, d_aux)
             return self._group_backward(*given, carry, start, layers, first)
 
         d_bank, d_current = carry
@@ -246,12 +250,12 @@ class Run:
         self,
         of_stack: Stacked,
         context: Context,
-        carry: tuple[Bank, Row | None, tuple | None, Kept],
+        carry: tuple[Bank, Row | None, tuple | None, Kept, Aux],
         start: Index,
         layers: int,
         first: Index | None,
-    ) -> tuple[Bank, Row | None, tuple | None, Kept]:
-        bank, current, caches, kept = carry
+    ) -> tuple[Bank, Row | None, tuple | None, Kept, Aux]:
+        bank, current, caches, kept, aux = carry
         at, first_row, prior, rows = self._begin(of_stack, bank, start, layers, first)
         if kept.groups is not None:
             kept = kept._replace(groups=stacks.put(kept.groups, current, start // self.group))
@@ -259,21 +263,21 @@ class Run:
             current = jnp.zeros(bank.shape[1:], bank.dtype)
 
         def run_layer(carry, offset):
-            rows, current, caches, sums = carry
+            rows, current, caches, sums, aux = carry
             index = start + offset
             if sums is not None:
                 sums = stacks.put(sums, current, index)
             given = (stacks.at(of_stack, index), at, offset, context)
-            _, rows, current, of_layer = self._layer(
-                *given, prior, rows, current, stacks.at(caches, index)
+            _, rows, current, of_layer, aux = self._layer(
+                *given, prior, rows, current, stacks.at(caches, index), aux
             )
-            return (rows, current, stacks.put(caches, of_layer, index), sums), None
+            return (rows, current, stacks.put(caches, of_layer, index), sums, aux), None
 
-        carry = (rows, current, caches, kept.layers)
-        (rows, current, caches, sums), _ = jax.lax.scan(run_layer, carry, jnp.arange(layers))
+        carry = (rows, current, caches, kept.layers, aux)
+        (rows, current, caches, sums, aux), _ = jax.lax.scan(run_layer, carry, jnp.arange(layers))
         bank = stacks.put_run(bank, current[None] if rows is None else rows, first_row)
         ended = current if self.grouping.open else None
-        return bank, ended, caches, kept._replace(layers=sums)
+        return bank, ended, caches, kept._replace(layers=sums), aux
 
     def _layer(
         self,
@@ -285,7 +289,8 @@ class Run:
         rows: Bank | None,
         current: Row,
         caches: tuple | None,
-    ) -> tuple[Any, Bank | None, Row, tuple | None]:
+        aux: Aux,
+    ) -> tuple[Any, Bank | None, Row, tuple | None, Aux]:
         """Each sublayer of a layer: read, compute, write, and seal a row where one is complete.
 
         `at` is the number of the group's first sublayer, `offset` the layer's within the group.
@@ -298,12 +303,12 @@ class Run:
                 self.store, one.site, of_layer.scores[k], prior, rows, current, place
             )
             cache = None if caches is None else caches[k]
-            y, cache = run_core(one.core, z, context, place.sublayer, cache)
+            y, cache, aux = run_core(one.core, z, context, place.sublayer, cache, aux)
             new.append(cache)
             writer = layer[k + 1].site.writer if k + 1 < len(layer) else of_layer.after
             current = self.store.write(current, y, writer)
             rows, current = self.mixer.seal(one.site, rows, current, place)
-        return prior, rows, current, None if caches is None else tuple(new)
+        return prior, rows, current, None if caches is None else tuple(new), aux
 
     def _group_backward(
         self,
@@ -311,6 +316,7 @@ class Run:
         kept: Kept,
         bank: Bank,
         context: Context,
+        d_aux: Aux,
         carry: tuple[Bank, Row | None, Stacked],
         start: Index,
         layers: int,
@@ -318,13 +324,14 @@ class Run:
     ) -> tuple[Bank, Row | None, Stacked]:
         d_bank, d_current, gradients = carry
         at, first_row, prior, rows = self._begin(of_stack, bank, start, layers, first)
-        nothing = jnp.zeros(bank.shape[1:], bank.dtype)
+        nothing, zeros = jnp.zeros(bank.shape[1:], bank.dtype), jax.tree.map(jnp.zeros_like, d_aux)
         sums, first_sum = kept.layers, start
         if sums is None and self.mixer.keeps_sum:
             current = nothing
             if kept.groups is not None:
                 current = stacks.at(kept.groups, start // self.group)
-            sums = self._sums_again(of_stack, context, prior, rows, current, at, start, layers)
+            given = (prior, rows, current, at, start, layers, zeros)
+            sums = self._sums_again(of_stack, context, *given)
             first_sum = 0
 
         def undo_layer(carry, offset):
@@ -333,11 +340,12 @@ class Run:
             current = nothing if sums is None else stacks.at(sums, first_sum + offset)
 
             def forward(of_layer, prior, rows, current):
-                given = (at, offset, context, prior, rows, current, None)
-                return self._layer(of_layer, *given)[:3]
+                given = (at, offset, context, prior, rows, current, None, zeros)
+                prior, rows, current, _, aux = self._layer(of_layer, *given)
+                return prior, rows, current, aux
 
             _, pullback = jax.vjp(forward, stacks.at(of_stack, index), prior, rows, current)
-            gradient, *cotangents = pullback((d_prior, d_rows, d_current))
+            gradient, *cotangents = pullback((d_prior, d_rows, d_current, d_aux))
             return (*cotangents, stacks.put(gradients, gradient, index)), None
 
         d_rows = stacks.run_of(d_bank, first_row, self.grouping.rows(layers * self.period))
@@ -369,13 +377,14 @@ class Run:
         at: Index,
         start: Index,
         layers: int,
+        aux: Aux,
     ) -> Float[Array, "layers batch seq *shape"]:
         """The running sums before each layer of a group, by a second forward pass."""
 
         def run_layer(carry, offset):
             rows, current = carry
-            given = (at, offset, context, prior, rows, current, None)
-            _, rows, after, _ = self._layer(stacks.at(of_stack, start + offset), *given)
+            given = (at, offset, context, prior, rows, current, None, aux)
+            _, rows, after, *_ = self._layer(stacks.at(of_stack, start + offset), *given)
             return (rows, after), current
 
         return jax.lax.scan(run_layer, (rows, current), jnp.arange(layers))[1]

@@ -3,12 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
-from rmt_tpu.cores import Cache, Context, Core, make_core
+from rmt_tpu.cores import Aux, Cache, Context, Core, make_core
 from rmt_tpu.cores.core import Index
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import stack
@@ -54,37 +55,51 @@ def make_final_site(config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
     """The site before the unembedding."""
     depth = config.num_sublayers
     place = residual.Place(
-        jax.numpy.int32(depth), depth % 2, config.stacks[-1].cores[-1].writes, cfg.WHOLE, last=True
+        jnp.int32(depth), depth % 2, config.stacks[-1].cores[-1].writes, cfg.WHOLE, last=True
     )
     return residual.make_site(config, rngs, place)
 
 
+def no_aux(config: cfg.ModelConfig, dtype: jnp.dtype) -> Aux:
+    """Zeros for the sums of what a model's cores give, whose data vectors are of a dtype."""
+    return {name: jnp.zeros((), jnp.promote_types(dtype, jnp.float32)) for name in config.aux}
+
+
+def add_aux(total: Aux, of_core: Aux) -> Aux:
+    """The sums with a core's scalars; those of another name are a KeyError."""
+    return total | {name: total[name] + x.astype(total[name].dtype) for name, x in of_core.items()}
+
+
 def run_core(
-    core: Core, z: Read, context: Context, index: Index, cache: Cache | None
-) -> tuple[Float[Array, "batch y_seq vectors size"], Cache | None]:
-    """What a core writes; with a cache, for the tokens that follow those in it."""
+    core: Core, z: Read, context: Context, index: Index, cache: Cache | None, aux: Aux
+) -> tuple[Float[Array, "batch y_seq vectors size"], Cache | None, Aux]:
+    """What a core writes, and the sums with its scalars.
+
+    With a cache, for the tokens that follow those in it, and without scalars.
+    """
     with jax.named_scope(core.name):
-        if cache is None:
-            return core(z, context, index), None
-        return core.step(z, context, index, cache)
+        if cache is not None:
+            return *core.step(z, context, index, cache), aux
+        y, of_core = core.with_aux(z, context, index)
+        return y, None, add_aux(aux, of_core)
 
 
 def run_layer(
     mixer: nnx.Module,
     store: nnx.Module,
     sublayers: nnx.List,
-    carry: tuple[Any, Float[Array, "batch y_seq vectors size"]],
+    carry: tuple[Any, Float[Array, "batch y_seq vectors size"], Aux],
     context: Context,
     first: Index,
     caches: tuple[Cache, ...] | None = None,
-) -> tuple[tuple[Any, Float[Array, "batch y_seq vectors size"]], tuple[Cache, ...] | None]:
+) -> tuple[tuple[Any, Float[Array, "batch y_seq vectors size"], Aux], tuple[Cache, ...] | None]:
     """One period: each sublayer's site, then its core.
 
     Args:
       mixer: of the model; carries a state from site to site.
       store: of the residual.
       sublayers: of one period.
-      carry: the mixer's state, and what was written last.
+      carry: the mixer's state, what was written last, and the sums of cores' scalars.
       context: who may see whom.
       first: how many sublayers are before the period.
       caches: of its cores, when decoding.
@@ -92,11 +107,11 @@ def run_layer(
     Returns:
       The carry and the caches after it.
     """
-    state, y = carry
+    state, y, aux = carry
     new = []
     for k, sublayer in enumerate(sublayers):
         state, z = mixer.advance(store, state, y, sublayer.site, first + k)
         cache = None if caches is None else caches[k]
-        y, cache = run_core(sublayer.core, z, context, first + k, cache)
+        y, cache, aux = run_core(sublayer.core, z, context, first + k, cache, aux)
         new.append(cache)
-    return (state, y), None if caches is None else tuple(new)
+    return (state, y, aux), None if caches is None else tuple(new)

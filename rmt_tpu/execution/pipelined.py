@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Shaped
 
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.cores import Context
+from rmt_tpu.cores import Aux, Context
 from rmt_tpu.execution import banked, scanned
+from rmt_tpu.execution.layer import no_aux
 from rmt_tpu.layers.data_vectors import Read
 from sharding import pipeline
 
@@ -79,8 +80,8 @@ def run_layers(
     y: Float[Array, "batch seq vectors size"],
     context: Context,
     schedule: sharding.Schedule,
-) -> Read:
-    """All layers of a decoder, and the read for the unembedding.
+) -> tuple[Read, Aux]:
+    """All layers of a decoder: the read for the unembedding, and sums of cores' scalars.
 
     Args:
       decoder: with this stage's own layers: [L / P, ...], or with several virtual stages
@@ -90,7 +91,8 @@ def run_layers(
       schedule: of the stages.
 
     Returns:
-      This stage's part of the rows that the last stage has read: for a loss that all share.
+      This stage's part of the rows that the last stage has read, for a loss that all share; and of
+      all rows the scalars of this stage's own cores.
 
     Raises:
       MeshError: see `check`.
@@ -100,14 +102,15 @@ def run_layers(
     split = lambda x, groups=1: _microbatches(x, schedule.microbatches, groups)
     groups = len(state) // len(y)  # a residual divided by `key` has the rows of all its devices
     context = jax.tree.map(split, context)
-    read, results, site = run(decoder, split(state, groups), split(y), context, schedule)
+    given = (split(state, groups), split(y), context, schedule)
+    read, (results, aux), site = run(decoder, *given)
 
     z = pipeline.on_last(
         lambda operands: jax.lax.map(lambda result: read(result, operands[1]), operands[0]),
         (results, site),
     )
     shared = lambda x: sharding.scatter_sum(x.reshape(len(y), *x.shape[2:]), "stage", axis=0)
-    return jax.tree.map(shared, z)
+    return jax.tree.map(shared, z), aux
 
 
 def _microbatches(
@@ -134,8 +137,8 @@ def _own_layers(decoder: nnx.Module, schedule: sharding.Schedule) -> tuple[nnx.G
 
 def _carried(
     decoder: nnx.Module, state: Array, y: Array, context: Context, schedule: sharding.Schedule
-) -> tuple[Callable, Any, tuple]:
-    """How the results are read, they themselves, and the mixer and the site to read them with."""
+) -> tuple[Callable, tuple[Any, Aux], tuple]:
+    """How results are read; they and the sums of scalars; mixer and site to read them with."""
     config, store = decoder.config, decoder.store
     size = config.num_sublayers // schedule.chunks
     graphdef, layers = _own_layers(decoder, schedule)
@@ -144,11 +147,13 @@ def _carried(
 
     def chunk(layers, mixer, index, carry, context):
         mixer, stack = nnx.merge(mixer_graph, mixer), nnx.merge(graphdef, layers)
-        body = (mixer, store, stack, config.remat)
-        return scanned.scan(*body, carry, context, index * size)[0]
+        body, carry = (mixer, store, stack, config.remat), (*carry, no_aux(config, y.dtype))
+        (*carry, aux), _ = scanned.scan(*body, carry, context, index * size)
+        return tuple(carry), aux
 
+    sums = jax.eval_shape(lambda: no_aux(config, y.dtype))
     results = pipeline.run_carried(
-        chunk, layers, mixer, start(state, y), context, schedule=schedule
+        chunk, layers, mixer, start(state, y), context, sums=sums, schedule=schedule
     )
 
     def read(result, site):
@@ -164,7 +169,7 @@ def _carried(
 
 def _banked(
     decoder: nnx.Module, state: Array, y: Array, context: Context, schedule: sharding.Schedule
-) -> tuple[Callable, Array, tuple]:
+) -> tuple[Callable, tuple[Array, Aux], tuple]:
     """The same; the results are banks."""
     store, mixer, config = decoder.store, decoder.mixer, decoder.config
     graphdef, layers = _own_layers(decoder, schedule)
@@ -183,19 +188,20 @@ def _banked(
     num_rows = mixer.first_row(size) - 1
 
     def rows(of_chunk, _, index, bank, context):
-        """Those that chunk `index` completes."""
-        carry, at = (bank, jnp.zeros_like(bank[0])), index * size
-        (bank, _), *_ = run.forward(of_chunk, carry, context, None, keep=False, first=at)
-        return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows)
+        """Those that chunk `index` completes, and its cores' scalars."""
+        carry, at = (bank, jnp.zeros_like(bank[0]), no_aux(config, y.dtype)), index * size
+        (bank, _, aux), *_ = run.forward(of_chunk, carry, context, None, keep=False, first=at)
+        return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
-    def rows_backward(of_chunk, _, index, bank, context, d_bank):
+    def rows_backward(of_chunk, _, index, bank, context, d_bank, d_aux):
         """Gradients of the stacked parameters and, added to `d_bank`, of the rows before."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
         kept = banked.Kept()
         if run.grouping.open:
-            again = (bank, jnp.zeros_like(bank[0]))
+            again = (bank, jnp.zeros_like(bank[0]), no_aux(config, y.dtype))
             kept = run.forward(of_chunk, again, context, None, keep=True, first=at)[2]
-        (d_bank, _), gradients = run.backward(of_chunk, kept, bank, carry, context, first=at)
+        given = (of_chunk, kept, bank, carry, context, d_aux)
+        (d_bank, _), gradients = run.backward(*given, first=at)
         return gradients, (), d_bank
 
     banks = pipeline.run_banked(
@@ -206,6 +212,7 @@ def _banked(
         context,
         chunk_rows=num_rows,
         chunk_backward=rows_backward,
+        sums=jax.eval_shape(lambda: no_aux(config, y.dtype)),
         schedule=schedule,
     )
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rmt_tpu.cores import Context, Core
+from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
+from rmt_tpu.execution.layer import add_aux, no_aux
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import scan
 
@@ -24,8 +25,8 @@ def run_layers(
     residual: Float[Array, "group seq own_D_k D_v"],
     y: Float[Array, "batch seq R D_v"],
     context: Context,
-) -> Read:
-    """All layers of a decoder, and the read for the unembedding.
+) -> tuple[Read, Aux]:
+    """All layers of a decoder: the read for the unembedding, and the sums of cores' scalars.
 
     Args:
       decoder: a `Decoder` with a matrix store, which holds the residual in its own dtype.
@@ -54,21 +55,21 @@ class _Layers:
 
     def forward(
         self, stacks: dict, final_site: dict, residual: Array, y: Array, context: Context
-    ) -> tuple[Read, tuple]:
-        """The read for the unembedding, and what `backward` needs."""
-        carry, written, first = (self.store.hold(residual), y), [], 0
+    ) -> tuple[tuple[Read, Aux], tuple]:
+        """What `run_layers` gives, and what `backward` needs."""
+        carry, written, first = (self.store.hold(residual), y, no_aux(self.config, y.dtype)), [], 0
         for number, stack in enumerate(self.config.stacks):
 
             def run_layer(carry, scanned, number=number, first=first):
                 layer, index = self._layer(number, first, *scanned)
                 kept = []
                 for k, (site, core) in enumerate(layer):
-                    residual, y = carry
+                    residual, y, aux = carry
                     residual, z = self.store.add_and_read(residual, y, site)
                     with jax.named_scope(core.name):
-                        given, saved = core.forward(z, context, index + k)
+                        given, of_core, saved = core.forward(z, context, index + k)
                     kept.append((y, saved))
-                    carry = residual, given
+                    carry = residual, given, add_aux(aux, of_core)
                 return carry, kept
 
             repeats = jnp.arange(stack.repeat)
@@ -76,12 +77,14 @@ class _Layers:
             written.append(of_stack)
             first += stack.num_sublayers
         site = nnx.merge(self.site_graph, final_site)
-        held, z = self.store.add_and_read(*carry, site)
+        held, y, aux = carry
+        held, z = self.store.add_and_read(held, y, site)
         like = jnp.zeros((0,), residual.dtype)
-        return z, (stacks, final_site, held, carry[1], written, context, like)
+        return (z, aux), (stacks, final_site, held, y, written, context, like)
 
-    def backward(self, saved: tuple, d_z: Read) -> tuple:
+    def backward(self, saved: tuple, cotangents: tuple[Read, Aux]) -> tuple:
         """Cotangents of what `forward` was given."""
+        d_z, d_aux = cotangents
         stacks, final_site, residual, y, written, context, like = saved
         site = nnx.merge(self.site_graph, final_site)
         d_residual = jnp.zeros(residual.shape, self.dtype)
@@ -103,7 +106,8 @@ class _Layers:
                     residual, given, d_residual, d_y = carry
                     z, statistics = self.store.read_with_statistics(residual, site, self.dtype)
                     with jax.named_scope(core.name):
-                        d_core, d_z = core.pull_back(z, given, saved, context, index + k, d_y)
+                        place = (context, index + k)
+                        d_core, d_z = core.pull_back(z, given, saved, *place, d_y, d_aux)
                     residual, d_residual, d_y, d_site = self.store.undo(
                         residual, y, site, z, statistics, d_residual, d_z
                     )

@@ -8,9 +8,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rmt_tpu import config as cfg
-from rmt_tpu.cores import Context
+from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.layer import run_layer
+from rmt_tpu.execution.layer import no_aux, run_layer
 from rmt_tpu.execution.remat import rematerialize
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
@@ -22,7 +22,7 @@ def run_layers(
     y: Float[Array, "batch seq vectors size"],
     context: Context,
     caches: tuple | None,
-) -> tuple[Read, tuple | None]:
+) -> tuple[Read, tuple | None, Aux]:
     """All layers of a decoder, and the read for the unembedding.
 
     Args:
@@ -32,18 +32,19 @@ def run_layers(
       caches: of each stack those of its cores, when decoding.
 
     Returns:
-      The read, and the caches with the new tokens in them.
+      The read, the caches with the new tokens in them, and the sums of cores' scalars.
     """
     mixer, store, config = decoder.mixer, decoder.store, decoder.config
-    carry, new, first = mixer.start(store, state, y), [], 0
+    carry, new, first = (*mixer.start(store, state, y), no_aux(config, y.dtype)), [], 0
     for number, (of_stack, stack) in enumerate(zip(config.stacks, decoder.stacks, strict=True)):
         of_cores = None if caches is None else caches[number]
         body = (mixer, store, stack, config.remat)
         carry, of_cores = scan(*body, carry, context, first, of_cores)
         new.append(of_cores)
         first += of_stack.num_sublayers
+    *carry, aux = carry
     _, z = mixer.advance(store, *carry, decoder.final_site, first)
-    return z, None if caches is None else tuple(new)
+    return z, None if caches is None else tuple(new), aux
 
 
 def scan(
@@ -51,11 +52,11 @@ def scan(
     store: nnx.Module,
     stack: nnx.List,
     remat: cfg.RematPolicy,
-    carry: tuple[Any, Array],
+    carry: tuple[Any, Array, Aux],
     context: Context,
     first: Index,
     caches: tuple | None = None,
-) -> tuple[tuple[Any, Array], tuple | None]:
+) -> tuple[tuple[Any, Array, Aux], tuple | None]:
     """All repeats of a stack, or of a part of one, whose first sublayer is number `first`."""
     graphdef, layers = nnx.split(stack)
     repeat = len(jax.tree.leaves(layers)[0])

@@ -1,6 +1,6 @@
 """What a trained model is asked for during and after a run: its loss on held-out text, a sample."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,13 @@ from rmt_tpu.training.global_arrays import on_one_device, put_batch
 from rmt_tpu.training.run import Run
 
 
+class HeldOut(NamedTuple):
+    """Means per token: the loss in nats, and the scalars of the model's cores."""
+
+    loss: float
+    aux: dict[str, float]
+
+
 class HeldOutLoss:
     """The mean loss over the first batches of held-out text, in nats per token.
 
@@ -29,21 +36,22 @@ class HeldOutLoss:
         self._windows = windows
         self._batches = min(batches, windows.num_batches)
         self._batch_sharding = run.batch_sharding
-        # Sums that every process has, and so the same loss on all.
-        self._sums = jax.jit(
-            lambda params, batch: (run.loss(params, batch).cross_entropy, jnp.sum(batch.weights)),
-            out_shardings=sharding.replicated(run.mesh),
-        )
 
-    def __call__(self, params: Any) -> float:
-        total, weight = 0.0, 0.0
-        shape = self._windows.batch_size, self._windows.seq_len
+        def sums(params, batch):
+            loss = run.loss(params, batch)
+            return loss.cross_entropy, loss.aux, jnp.sum(batch.weights)
+
+        # Every process has them, and so the same loss on all.
+        self._sums = jax.jit(sums, out_shardings=sharding.replicated(run.mesh))
+
+    def __call__(self, params: Any) -> HeldOut:
+        shape, sums = (self._windows.batch_size, self._windows.seq_len), []
         for number in range(self._batches):
             read = lambda rows, number=number: self._windows.in_order(number, rows)
-            sums = self._sums(params, put_batch(read, shape, self._batch_sharding))
-            total += float(sums[0])
-            weight += float(sums[1])
-        return total / weight
+            batch = put_batch(read, shape, self._batch_sharding)
+            sums.append(jax.tree.map(float, self._sums(params, batch)))
+        *totals, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
+        return HeldOut(*jax.tree.map(lambda total: total / weight, totals))
 
 
 def sample_text(run: Run, params: Any, tokenizer: data.Tokenizer, config: RunConfig) -> str | None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import sharding
+from rmt_tpu.cores import Aux
 from rmt_tpu.layers.data_vectors import concatenate
 
 # Logits held at a time: 2^27 float32 are 512 MB.
@@ -22,12 +23,14 @@ _LOGITS = 2**27
 class Loss(NamedTuple):
     """Sums over the tokens that count, in nats; divide by the sum of their weights.
 
-    `objective` is `cross_entropy + z_loss * z`; it alone has a gradient.
+    `objective` is `cross_entropy + z_loss * z`, and what the model's cores add as `aux["loss"]`; it
+    alone has a gradient. `aux` are the scalars of these cores, which are of all tokens.
     """
 
     objective: Float[Array, ""]
     cross_entropy: Float[Array, ""]
     z: Float[Array, ""]
+    aux: Aux = {}
 
 
 def next_token_loss(
@@ -52,7 +55,17 @@ def next_token_loss(
     """
     static = (multiplier, z_loss, _chunks(z.shape[0], z.shape[1], kernel.shape[1]))
     loss = _chunked_loss(static, concatenate(z), kernel, targets, weights)
-    return Loss(loss.objective, *map(jax.lax.stop_gradient, loss[1:]))
+    return _objective_alone(loss)
+
+
+def with_aux(loss: Loss, aux: Aux) -> Loss:
+    """The loss of a model whose cores have scalars."""
+    objective = loss.objective + aux["loss"] if "loss" in aux else loss.objective
+    return _objective_alone(loss._replace(objective=objective, aux=aux))
+
+
+def _objective_alone(loss: Loss) -> Loss:
+    return Loss(loss.objective, *jax.lax.stop_gradient(loss[1:]))
 
 
 def _chunks(batch: int, seq: int, vocab: int) -> int:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Key
 import sharding
 from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
-from rmt_tpu.training.loss import Loss, next_token_loss
+from rmt_tpu.training.loss import Loss, next_token_loss, with_aux
 from rmt_tpu.training.optimizer import learning_rate
 
 
@@ -57,11 +57,11 @@ def batch_loss(
     With a `schedule` of stages, each stage has the loss of a part of their rows.
     """
     decoder = nnx.merge(graphdef, params)
-    z = decoder.features(batch.inputs, segment_ids=batch.segment_ids, schedule=schedule)
+    z, aux = decoder.features(batch.inputs, segment_ids=batch.segment_ids, schedule=schedule)
     rows = lambda x: sharding.own_part(x, "stage", axis=0)
     own = lambda x: sharding.own_part(rows(x), sharding.RULES["tokens"], axis=1)
     with jax.named_scope("loss"):
-        return next_token_loss(
+        loss = next_token_loss(
             z,
             decoder.unembedding.kernel[...],
             own(batch.targets),
@@ -69,6 +69,7 @@ def batch_loss(
             multiplier=decoder.unembedding.multiplier,
             z_loss=z_loss,
         )
+        return with_aux(loss, aux)
 
 
 def make_gradients(
@@ -148,6 +149,7 @@ def make_train_step(
             "train/skipped_in_a_row": new.skipped_in_a_row,
             "optim/learning_rate": schedule(state.step),
             "optim/grad_norm": grad_norm,
+            **{f"train/aux/{name}": value for name, value in loss.aux.items()},
         }
         return new, metrics
 

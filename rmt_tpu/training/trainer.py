@@ -386,9 +386,10 @@ class _Loop:
         """Write the loss on held-out text."""
         self._report()
         self.progress.doing("evaluating")
-        loss = self.held_out_loss(self.state.params)
+        loss, aux = self.held_out_loss(self.state.params)
         self.evaluated = {self.step: loss}
-        self.side_files.write(self.step, {"eval/loss": loss})
+        row = {f"eval/aux/{name}": value for name, value in aux.items()}
+        self.side_files.write(self.step, {"eval/loss": loss, **row})
         self.progress.say(f"step {self.step}: loss on held-out text {loss:.4f}")
         self.throughput.restart()
 

@@ -29,21 +29,23 @@ class State(NamedTuple):
 def carried_chunk(weights, shared, index, state, noise):
     """Its gradient is NaN for a state of zeros, which a stage without work has."""
     scaled = noise[:, None] * weights["q"].sum()
+    term = jnp.sum(state.x * weights["q"][0])
     x = jnp.tanh(state.x @ weights["w"] + shared * state.y[:, 0] + scaled)
     norm = jnp.sqrt(jnp.sum(state.x**2, axis=-1))
-    return State(x, state.y / (1 + index) + x[:, None] / norm[:, None, None])
+    return State(x, state.y / (1 + index) + x[:, None] / norm[:, None, None]), term
 
 
 def banked_chunk(weights, shared, index, bank, noise):
     """Every row attends to those before it, like the sites of attention over depth."""
     first = 1 + index * CHUNK_ROWS
+    term = jnp.sum(bank[0] * weights["q"][0])
     for i in range(CHUNK_ROWS):
         there = jnp.arange(len(bank))[:, None] < first + i
         logits = jnp.where(there, bank @ weights["q"][i], -jnp.inf)
         mixed = jnp.sum(jax.nn.softmax(logits, axis=0)[..., None] * bank, axis=0)
         row = jnp.tanh(mixed @ weights["w"] + shared) + noise[:, None]
         bank = jax.lax.dynamic_update_index_in_dim(bank, row, first + i, 0)
-    return jax.lax.dynamic_slice_in_dim(bank, first, CHUNK_ROWS)
+    return jax.lax.dynamic_slice_in_dim(bank, first, CHUNK_ROWS), term
 
 
 class Case(NamedTuple):
@@ -83,18 +85,17 @@ def one_after_the_other(kind, case):
         def step(value, of_chunk):
             index, parameters = of_chunk
             if kind == "carried":
-                return carried_chunk(parameters, shared, index, value, noise), None
-            rows, first = (
-                banked_chunk(parameters, shared, index, value, noise),
-                1 + index * CHUNK_ROWS,
-            )
-            return jax.lax.dynamic_update_slice_in_dim(value, rows, first, 0), None
+                return carried_chunk(parameters, shared, index, value, noise)
+            rows, term = banked_chunk(parameters, shared, index, value, noise)
+            first = 1 + index * CHUNK_ROWS
+            return jax.lax.dynamic_update_slice_in_dim(value, rows, first, 0), term
 
-        return jax.lax.scan(step, value, (jnp.arange(chunks), parameters))[0]
+        return jax.lax.scan(step, value, (jnp.arange(chunks), parameters))
 
     def objective(parameters, shared, start):
         over = jax.vmap(microbatch, in_axes=(None, None, 0, 0))
-        return loss(over(parameters, shared, start, case.noise), case.weights)
+        results, terms = over(parameters, shared, start, case.noise)
+        return loss(results, case.weights) + 0.5 * jnp.sum(terms)
 
     return jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2)))(*case[:3])
 
@@ -104,13 +105,13 @@ def own_part(kind, schedule, options, parameters, shared, start, noise, weights)
 
     def objective(parameters, shared, start):
         arguments = (jax.tree.map(lambda w: w[:, 0], parameters), shared, start, noise)
+        given = {"sums": jax.ShapeDtypeStruct((), shared.dtype), "schedule": schedule}
         if kind == "carried":
-            results = pipeline.run_carried(carried_chunk, *arguments, schedule=schedule)
+            results, total = pipeline.run_carried(carried_chunk, *arguments, **given)
         else:
-            results = pipeline.run_banked(
-                banked_chunk, *arguments, chunk_rows=CHUNK_ROWS, schedule=schedule, **options
-            )
-        return pipeline.on_last(lambda results: loss(results, weights), results)
+            given |= {"chunk_rows": CHUNK_ROWS, **options}
+            results, total = pipeline.run_banked(banked_chunk, *arguments, **given)
+        return pipeline.on_last(lambda results: loss(results, weights), results) + 0.5 * total
 
     value, gradients = jax.value_and_grad(objective, argnums=(0, 1, 2))(parameters, shared, start)
     value, of_shared = jax.lax.psum((value, gradients[1]), ("stage", "data"))

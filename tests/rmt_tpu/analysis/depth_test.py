@@ -48,7 +48,7 @@ def make(kind: str, mixer: cfg.Mixer, *, zero_queries: bool = False, **changes):
 
 
 def features(decoder, batch):
-    return jax.jit(lambda b: decoder.features(b.inputs, segment_ids=b.segment_ids))(batch)
+    return jax.jit(lambda b: decoder.features(b.inputs, segment_ids=b.segment_ids).z)(batch)
 
 
 NOW = ["full", "odd blocks", "hyper-connections"]

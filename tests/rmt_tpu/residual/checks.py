@@ -38,15 +38,14 @@ def _weights():
 
 @cache
 def _expected(config: cfg.ModelConfig, reference):
-    """Logits of `models.random_parameters`, and the loss's derivatives along `_directions`."""
+    """Logits of `models.random_parameters`, and the loss's derivatives along `directions`."""
     params, tokens = models.random_parameters(config), np.asarray(models.tokens())
     loss = lambda params: np.sum(_weights() * reference(params, tokens, config))
-    directions = _directions(params)
-    along = [plain.derivative(loss, params, direction) for direction in directions]
+    along = [plain.derivative(loss, params, direction) for direction in directions(params)]
     return reference(params, tokens, config), along
 
 
-def _directions(params):
+def directions(params):
     """A random one for each array, in which the others stay as they are."""
     rng = np.random.default_rng(1)
     leaves, tree = jax.tree.flatten(params)
@@ -91,9 +90,9 @@ def assert_follows_equations(
     expected, derivatives = _expected(replace(config, remat="full"), reference)
     assert_close(got, expected, tolerance)
     gradients = jax.tree_util.tree_leaves_with_path(gradients)
-    directions = _directions(params)
+    of_each = directions(params)
     for i, (path, gradient) in enumerate(gradients):
-        direction = jax.tree.leaves(directions[i])[i]
+        direction = jax.tree.leaves(of_each[i])[i]
         gradient, name = np.asarray(gradient), jax.tree_util.keystr(path)
         norm = np.linalg.norm(gradient)
         assert norm > 0 or path[-1].key in unused, f"{name} has no influence"
@@ -129,7 +128,8 @@ def assert_cached_equals_uncached(config: cfg.ModelConfig) -> None:
 def normed_output(config: cfg.ModelConfig, params: dict) -> np.ndarray:
     """What the unembedding reads."""
     graphdef = models.graph(config)
-    return np.asarray(jax.jit(lambda p: nnx.merge(graphdef, p).features(models.tokens()))(params))
+    run = jax.jit(lambda p: nnx.merge(graphdef, p).features(models.tokens()).z)
+    return np.asarray(run(params))
 
 
 def plain_parameters(params: dict) -> dict:

@@ -93,7 +93,7 @@ def lower_features(devices, *, mesh, seq_len, blocks=BLOCKS):
     params = jax.tree.map(placed, params, specs)
     tokens = placed(jax.ShapeDtypeStruct((1, seq_len), jnp.int32), PartitionSpec())
     forward = sharding.per_device(
-        lambda params, tokens: nnx.merge(graphdef, params).features(tokens),
+        lambda params, tokens: nnx.merge(graphdef, params).features(tokens).z,
         mesh,
         (specs, PartitionSpec()),
         PartitionSpec(None, sharding.RULES["tokens"]),
