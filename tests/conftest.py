@@ -21,7 +21,8 @@ if version("jaxlib").startswith("0.10."):  # later ones have not the emitter tha
 CUDA = Path(sys.prefix) / "cuda"
 if CUDA.is_dir():
     sys.path.append(str(CUDA))
-    os.environ["PATH"] += os.pathsep + str(CUDA / "nvidia" / "cu13" / "bin")
+    # Before a ptxas of the machine's, which may be too old for this compiler.
+    os.environ["PATH"] = str(CUDA / "nvidia" / "cu13" / "bin") + os.pathsep + os.environ["PATH"]
 os.environ |= {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
