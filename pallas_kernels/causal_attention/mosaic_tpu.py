@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tuned
 from pallas_kernels.call import LANES, VMEM_LIMIT, largest_divisor, round_up, tpu_call
 
 Rows = Literal["size_major", "head_major"]
@@ -85,8 +86,7 @@ def attention_forward(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
     """The output, and the logarithm of each softmax's sum in float32."""
-    # Fewer, longer products hide the matrix unit's latency better than skipping masked blocks pays.
-    call = _call_of(qkv, slopes, segment_ids, rows, queries or _divisor(qkv.shape[1], 512))
+    call = _call_of("attention_forward", qkv, slopes, segment_ids, rows, queries)
     B, H, D, N = qkv.shape[0], call.heads, call.size, call.length
     inputs = {"scale": (_scalars(scale), _in_smem())}
     inputs |= _shared_inputs(call, slopes, segment_ids)
@@ -122,7 +122,7 @@ def attention_backward(
     interpret: bool = False,
 ) -> Float[Array, "B N P D"]:
     """The cotangent of qkv. With weights p: `ds = p (d_out v - sum(out d_out))`."""
-    call = _call_of(qkv, slopes, segment_ids, rows, queries or _divisor(qkv.shape[1], 256))
+    call = _call_of("attention_backward", qkv, slopes, segment_ids, rows, queries)
     B, H, D, N = qkv.shape[0], call.heads, call.size, call.length
     inputs = {"scale": (_scalars(scale), _in_smem())}
     inputs |= _shared_inputs(call, slopes, segment_ids)
@@ -355,9 +355,9 @@ def _divisor(length: int, most: int) -> int:
     return LANES * largest_divisor(length // LANES, most // LANES)
 
 
-def _call_of(qkv, slopes, segment_ids, rows, queries) -> _Call:
+def _call_of(kernel: str, qkv, slopes, segment_ids, rows, queries: int | None) -> _Call:
     N, P, D = qkv.shape[1:]
-    return _Call(
+    call = _Call(
         heads=P // 3,
         size=D,
         length=N,
@@ -365,8 +365,48 @@ def _call_of(qkv, slopes, segment_ids, rows, queries) -> _Call:
         rows=rows,
         alibi=slopes is not None,
         segments=segment_ids is not None,
-        queries=queries,
+        queries=queries or default_blocks(kernel, N).queries,
     )
+    if queries is not None:
+        return call
+    key = {name: getattr(call, name) for name in KERNELS[kernel].key}
+    key["dtype"] = jnp.dtype(qkv.dtype).name
+    return call._replace(
+        queries=tuned.look_up(KERNELS[kernel], key, N, default_blocks(kernel, N)).queries
+    )
+
+
+class Blocks(NamedTuple):
+    """`queries`: of a head that are attended with at a time."""
+
+    queries: int
+
+
+def default_blocks(kernel: str, N: int) -> Blocks:
+    """By rule."""
+    # Fewer, longer products hide the matrix unit's latency better than skipping masked blocks pays.
+    return Blocks(_divisor(N, 512 if kernel == "attention_forward" else 256))
+
+
+def _refused(key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
+    if blocks.queries % LANES or tokens % blocks.queries:
+        return f"blocks of {blocks.queries} queries, of {tokens}"
+    return None
+
+
+KERNELS = {
+    name: tuned.register(
+        tuned.Kernel(
+            platform="tpu",
+            name=name,
+            version=1,
+            blocks=Blocks,
+            key=("heads", "size", "dtype", "rows", "alibi", "segments"),
+            refused=_refused,
+        )
+    )
+    for name in ("attention_forward", "attention_backward")
+}
 
 
 def _shared_inputs(call: _Call, slopes, segment_ids):

@@ -162,7 +162,9 @@ def lower(
     anyhow = Format(Layout.AUTO, here)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(arguments))
     jitted = jax.jit(function, in_shardings=anyhow, out_shardings=anyhow, donate_argnums=donate)
-    return jitted.lower(*shapes)
+    # Block sizes are looked up by the device of the mesh in use.
+    with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh):
+        return jitted.lower(*shapes)
 
 
 @functools.cache

@@ -28,7 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.call import LANES, nbytes, round_up, tpu_call
+from pallas_kernels import tuned
+from pallas_kernels.call import LANES, VMEM_LIMIT, nbytes, round_up, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.depth_attention import mosaic_tpu_merge_kernels as merge_kernels
 from pallas_kernels.depth_attention.interface import (
@@ -55,10 +56,6 @@ __all__ = [
 
 # What `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 54 * 2**20
-
-# Tuned on a device: consulted first, by (op, device kind, N, S, D, dtype); a device kind of None is
-# any.
-TUNED: dict[tuple[str, str | None, int, int, int, str], BlockSizes] = {}
 
 
 def partial(
@@ -364,14 +361,14 @@ def unsupported(op: str, *args: Any) -> str | None:
         return "arrays that are neither bfloat16 nor float32"
     if op in ("merge", "merge_backward"):
         T, D = args[4].shape
-        if choose_block_sizes(op, 0, 1, T, D, "float32") is None:
+        if default_block_sizes(op, 0, 1, T, D, "float32") is None:
             return f"D={D}: {GROUP} tokens do not fit VMEM"
         return None
     queries, sources = args[:2]
     S, (N, T, D) = (1 if op == "step" else queries.shape[0]), sources.shape
     if op == "step" and args[3].dtype != sources.dtype:
         return f"a sum of {args[3].dtype} beside a bank of {sources.dtype}"
-    if choose_block_sizes(op, N, S, T, D, sources.dtype.name) is None:
+    if default_block_sizes(op, N, S, T, D, sources.dtype.name) is None:
         return f"N={N}, S={S}, D={D}: {GROUP} tokens of all sources do not fit VMEM"
     return None
 
@@ -451,12 +448,16 @@ def _score_scratch(call: Call):
 
 
 def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
-    """The tuned sizes if there are any, else the heuristic's; None if nothing fits VMEM."""
-    device = jax.devices()[0]
-    for kind in (device.device_kind, None) if device.platform == "tpu" else (None,):
-        tuned = TUNED.get((op, kind, N, S, D, dtype))
-        if tuned is not None:
-            return tuned
+    """A table's for the device lowered for, else the rule's; None if nothing fits VMEM."""
+    default = default_block_sizes(op, N, S, T, D, dtype)
+    if default is None:
+        return None
+    key = {"N": N, "S": S, "D": D, "dtype": dtype}
+    return tuned.look_up(KERNELS[op], key, T, default)
+
+
+def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
+    """By rule; None if nothing fits VMEM."""
     tokens = round_up(T, GROUP)
     if op in ("merge", "merge_backward"):
         sizes, unroll = (256, 128, 64, 32, 16), 2
@@ -493,6 +494,33 @@ def vmem_bytes(op: str, N: int, S: int, D: int, dtype: str, tokens: int) -> int:
     left = round_up(2 * S * GROUP + rows + GROUP, LANES)
     scratch = groups * lanes * (4 * round_up(S + 8, 8) + 4 * S * GROUP + item * (left + rows))
     return 2 * (2 * N + S) * row * item + scratch + rows * width * (2 * item + 8)
+
+
+def _refused(op: str, key: dict[str, tuned.Value], tokens: int, blocks: BlockSizes) -> str | None:
+    rule = default_block_sizes(op, T=tokens, **key)
+    # These round otherwise.
+    same = rule and (blocks.lanes, blocks.weight_pieces) == (rule.lanes, rule.weight_pieces)
+    if not same:
+        return f"{blocks.lanes} lanes at a time and weights of {blocks.weight_pieces} pieces"
+    if blocks.tokens % GROUP:
+        return f"tiles of {blocks.tokens} tokens"
+    need = vmem_bytes(op, tokens=blocks.tokens, **key)
+    return f"{need >> 20} MiB of VMEM" if need > VMEM_LIMIT else None
+
+
+KERNELS = {
+    op: tuned.register(
+        tuned.Kernel(
+            platform="tpu",
+            name=f"depth_attention_{op}",
+            version=1,
+            blocks=BlockSizes,
+            key=("N", "S", "D", "dtype"),
+            refused=functools.partial(_refused, op),
+        )
+    )
+    for op in ("partial", "partial_backward", "merge", "merge_backward", "step")
+}
 
 
 # Operands ---------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from pallas_kernels.call import gpu_call
+from pallas_kernels import tuned
+from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.depth_attention.interface import (
     MergeGradients,
     Norm,
@@ -49,7 +50,6 @@ from pallas_kernels.depth_attention.triton_gpu_kernels import (
 
 __all__ = [
     "MOST_SITES",
-    "TUNED",
     "Blocks",
     "default_blocks",
     "fits",
@@ -89,11 +89,6 @@ class Blocks(NamedTuple):
     ahead: int = 1
 
 
-# Measured choices, looked up before the rule in `default_blocks`: by kernel name, N, S, D and the
-# name of the sources' dtype.
-TUNED: dict[tuple[str, int, int, int, str], Blocks] = {}
-
-
 def unsupported(op: str, *args) -> str | None:
     """Why these kernels cannot serve the op named, called with `args`; None if they can."""
     held = {
@@ -114,15 +109,12 @@ def unsupported(op: str, *args) -> str | None:
 
 
 def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeLike) -> Blocks:
-    """Blocks that compile without spilled registers, from `TUNED` or by rule.
+    """Blocks that compile without spilled registers, by rule.
 
     16 entries of a source a thread, 8 where it holds vectors of several sites. Tokens are grouped
     where parameter gradients are summed: about 1024 programs fill today's largest GPUs (some 150
     multiprocessors) and leave little to be summed.
     """
-    tuned = TUNED.get((kernel, N, S, D, jnp.dtype(dtype).name))
-    if tuned is not None:
-        return tuned
     width = padded(D)
     warps = lambda entries, most=16: min(most, max(1, width // (32 * entries)))
     group = lambda parts: min(32, max(1, T * parts // 1024))
@@ -474,7 +466,54 @@ def _call_of(queries, sources, epsilon) -> Call:
 
 
 def _blocks_of(call: Call, kernel: str, sources: Array) -> Blocks:
-    return default_blocks(kernel, N=call.N, S=call.S, T=call.T, D=call.D, dtype=sources.dtype)
+    key = {"N": call.N, "S": call.S, "D": call.D, "dtype": sources.dtype.name}
+    return tuned.look_up(KERNELS[kernel], key, call.T, default_blocks(kernel, T=call.T, **key))
+
+
+# Of these, logits are summed in the same order forward and backward.
+_ALIKE = ("depth_attention_partial", "depth_attention_scores", "depth_attention_backward")
+
+
+def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
+    rule, width = default_blocks(kernel, T=tokens, **key), padded(key["D"])
+    if not (is_power_of_2(blocks.rows) and is_power_of_2(blocks.columns)):
+        return f"tiles of {blocks.rows} rows of {blocks.columns}"
+    if blocks.columns != width and kernel != "depth_attention_gradients":
+        return f"{blocks.columns} of {width} columns"
+    if blocks.columns > width:
+        return f"{blocks.columns} of {width} columns"
+    one_program = kernel in ("depth_attention_backward", "depth_attention_gradients")
+    if blocks.sites > key["S"] or (one_program and blocks.sites != key["S"]):
+        return f"{blocks.sites} of {key['S']} sites"
+    if not is_power_of_2(blocks.warps) or blocks.warps > 32 or blocks.ahead > 8:
+        return f"{blocks.warps} warps, {blocks.ahead} tiles ahead"
+    if kernel in _ALIKE and blocks.warps != rule.warps:
+        return f"{blocks.warps} warps"
+    if rule.tokens == 1 and blocks.tokens > 1:
+        return f"{blocks.tokens} tokens of a program"
+    return None
+
+
+KERNELS = {
+    name: tuned.register(
+        tuned.Kernel(
+            platform="cuda",
+            name=name,
+            version=1,
+            blocks=Blocks,
+            key=("N", "S", "D", "dtype"),
+            refused=functools.partial(_refused, name),
+        )
+    )
+    for name in (
+        *_ALIKE,
+        "depth_attention_gradients",
+        "depth_attention_step",
+        "depth_attention_decode",
+        "depth_attention_merge",
+        "depth_attention_merge_backward",
+    )
+}
 
 
 def _scalar(value: Array) -> Array:

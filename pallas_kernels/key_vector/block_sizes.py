@@ -1,12 +1,13 @@
 """How the TPU kernels cut their work into blocks, and whether it then fits VMEM."""
 
 import dataclasses
+import functools
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 
-from pallas_kernels.call import LANES, divisors, largest_divisor, round_up
+from pallas_kernels import tuned
+from pallas_kernels.call import LANES, VMEM_LIMIT, divisors, largest_divisor, round_up
 
 # What `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 58 * 2**20
@@ -59,17 +60,16 @@ class BlockSizes:
     keep: bool = False
 
 
-# Tuned on a device: consulted first, by (op, device kind, Sizes); a device kind of None is any.
-TUNED: dict[tuple[Op, str | None, Sizes], BlockSizes] = {}
-
-
 def choose_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
-    """The tuned sizes if there are any, else the heuristic's; None if nothing fits VMEM."""
-    device = jax.devices()[0]
-    for kind in (device.device_kind, None) if device.platform == "tpu" else (None,):
-        tuned = TUNED.get((op, kind, sizes))
-        if tuned is not None and tuned.tokens <= N:
-            return tuned
+    """A table's for the device lowered for, else the rule's; None if nothing fits VMEM."""
+    default = default_block_sizes(op, sizes, N)
+    if default is None:
+        return None
+    return tuned.look_up(KERNELS[op], dataclasses.asdict(sizes), N, default)
+
+
+def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
+    """By rule; None if nothing fits VMEM."""
 
     def cost(tokens):
         return -(-N // tokens) * tokens * _TILES[tokens]
@@ -133,3 +133,37 @@ def _grouped(op: Op, s: Sizes, tokens: int, slab: int) -> BlockSizes | None:
 def sublanes(dtype) -> int:
     """Rows of a tile of this dtype."""
     return 32 // jnp.dtype(dtype).itemsize
+
+
+def _refused(op: Op, key: dict[str, tuned.Value], tokens: int, blocks: BlockSizes) -> str | None:
+    sizes, b = Sizes(**key), blocks
+    rule = _grouped(op, sizes, LANES, sizes.V)
+    if b.tokens % LANES or b.tokens > tokens:
+        return f"tiles of {b.tokens} tokens, of {tokens}"
+    if sizes.V % b.slab or b.slab % b.store_group or b.slab % b.read_group:
+        return f"slabs of {b.slab}, groups of {b.store_group} and {b.read_group}, of {sizes.V}"
+    # What is taken back has to be the very product that was stored.
+    if rule is None or b.store_group != rule.store_group or (sizes.K % 8 and b.read_group > 1):
+        return f"groups of {b.store_group} and {b.read_group}"
+    if b.tokens * sizes.K * max(b.store_group, b.read_group) > _LARGEST_INTERMEDIATE:
+        return "intermediates that are too large"
+    if b.keep and (op == "forward" or b.slab != sizes.V):
+        return "nothing to keep"
+    if vmem_bytes(op, sizes, b) > VMEM_LIMIT:
+        return f"{vmem_bytes(op, sizes, b) >> 20} MiB of VMEM"
+    return None
+
+
+KERNELS: dict[Op, tuned.Kernel] = {
+    op: tuned.register(
+        tuned.Kernel(
+            platform="tpu",
+            name=f"key_vector_{op}",
+            version=1,
+            blocks=BlockSizes,
+            key=tuple(f.name for f in dataclasses.fields(Sizes)),
+            refused=functools.partial(_refused, op),
+        )
+    )
+    for op in ("forward", "backward", "rebuild")
+}

@@ -36,6 +36,7 @@ from pallas_kernels.key_vector.block_sizes import (
     BlockSizes,
     Sizes,
     choose_block_sizes,
+    default_block_sizes,
 )
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
@@ -73,7 +74,7 @@ def unsupported(op: str, *args: Any) -> str | None:
     sizes = _sizes_of(op, args)
     # A backward pass in slabs reads forward too.
     needed = ("forward", "rebuild") if op == "backward" else ("forward",)
-    if any(choose_block_sizes(each, sizes, N) is None for each in needed):
+    if any(default_block_sizes(each, sizes, N) is None for each in needed):
         return f"K={K}, V={sizes.V}, R={sizes.R}, P={sizes.P}: a tile of tokens does not fit VMEM"
     return None
 

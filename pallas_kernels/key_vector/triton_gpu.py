@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
-from pallas_kernels.call import gpu_call
+from pallas_kernels import tuned
+from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
@@ -43,7 +44,6 @@ from pallas_kernels.key_vector.triton_gpu_kernels import (
 )
 
 __all__ = [
-    "TUNED",
     "Blocks",
     "backward",
     "default_blocks",
@@ -72,11 +72,6 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
     programs: int
-
-
-# Measured choices, looked up before the rule in `default_blocks`: by kernel name, K, V, R, P and
-# the name of the data's dtype.
-TUNED: dict[tuple[str, int, int, int, int, str], Blocks] = {}
 
 
 def unsupported(op: str, *args) -> str | None:
@@ -114,15 +109,12 @@ def unsupported(op: str, *args) -> str | None:
 def default_blocks(
     kernel: str, *, K: int, V: int, R: int, P: int, dtype: DTypeLike, tokens: int
 ) -> Blocks:
-    """Blocks that compile without spilled registers, from `TUNED` or by rule.
+    """Blocks that compile without spilled registers, by rule.
 
     32 values of a tile a thread in the forward kernels, 16 in the backward ones, which hold sums
     and cotangents too. The grid fills every multiprocessor of today's largest GPUs (about 150)
     twice over and more; the backward one is smaller, as each program writes sums of its own.
     """
-    tuned = TUNED.get((kernel, K, V, R, P, jnp.dtype(dtype).name))
-    if tuned is not None:
-        return tuned
     columns, narrow = padded(V), jnp.dtype(dtype) == jnp.bfloat16
     backward_ = kernel.startswith("key_vector_backward")
     # Each thread's share of a tile; a float32 takes three registers' worth of tensor core operands.
@@ -399,6 +391,36 @@ def _run(name, kernel, inputs, outputs, blocks: Blocks, flops, *more_grid, inter
 
 
 def _blocks_of(site: Site, kernel: str) -> Blocks:
-    return default_blocks(
-        kernel, K=site.K, V=site.V, R=site.R, P=site.P, dtype=site.dtype, tokens=site.T
+    key = {"K": site.K, "V": site.V, "R": site.R, "P": site.P, "dtype": jnp.dtype(site.dtype).name}
+    default = default_blocks(kernel, tokens=site.T, **key)
+    blocks = tuned.look_up(KERNELS[kernel], key, site.T, default)
+    return blocks._replace(programs=min(blocks.programs, site.T))
+
+
+def _refused(key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
+    if not (is_power_of_2(blocks.keys) and 16 <= blocks.keys <= padded(key["K"])):
+        return f"tiles of {blocks.keys} keys, of {key['K']}"
+    if not is_power_of_2(blocks.warps) or blocks.warps > 32 or blocks.stages > 8:
+        return f"{blocks.warps} warps, {blocks.stages} stages"
+    return None
+
+
+KERNELS = {
+    name: tuned.register(
+        tuned.Kernel(
+            platform="cuda",
+            name=name,
+            version=1,
+            blocks=Blocks,
+            key=("K", "V", "R", "P", "dtype"),
+            refused=_refused,
+        )
     )
+    for name in (
+        "key_vector_store",
+        "key_vector_read",
+        "key_vector_forward",
+        "key_vector_backward",
+        "key_vector_backward_sums",
+    )
+}

@@ -391,15 +391,6 @@ def test_what_is_unsupported_is_said():
         partial(queries, half, count, None)
 
 
-def test_tuned_blocks_come_first(monkeypatch):
-    tuned = Blocks(8, 1, 2, 1024, 2)
-    key = ("depth_attention_partial", 9, 1, 1000, "bfloat16")
-    monkeypatch.setitem(triton_gpu.TUNED, key, tuned)
-    rule = functools.partial(triton_gpu.default_blocks, key[0], N=9, S=1, T=64, dtype="bfloat16")
-    assert rule(D=1000) == tuned
-    assert rule(D=1024) == Blocks(2, 1, 1, 1024, 2)
-
-
 # Compilation -----------------------------------------------------------------------------------
 
 SIZES = [(9, 1, 2048), (9, 1, 7168), (33, 1, 1024), (9, 8, 2048)]

@@ -354,15 +354,6 @@ def test_what_is_not_served():
         jax.eval_shape(mix, query, large, count)
 
 
-def test_tuned_sizes_come_first(monkeypatch):
-    tuned = BlockSizes(32, 128, 1)
-    assert mosaic_tpu.choose_block_sizes("partial", 9, 1, 8192, 2048, "bfloat16") != tuned
-    key = ("partial", None, 9, 1, 2048, "bfloat16")
-    monkeypatch.setitem(mosaic_tpu.TUNED, key, tuned)
-    assert mosaic_tpu.choose_block_sizes("partial", 9, 1, 8192, 2048, "bfloat16") == tuned
-    assert mosaic_tpu.choose_block_sizes("partial", 8, 1, 8192, 2048, "bfloat16") != tuned
-
-
 # Compilation for TPUs that are not there -------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels.key_vector import block_sizes, mosaic_tpu
+from pallas_kernels.key_vector import mosaic_tpu
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
 from pallas_kernels.key_vector.interface import FRACTION_BITS, Statistics
 from tests.closeness import assert_close, float64
@@ -438,15 +438,6 @@ def test_the_residual_is_read_once_where_a_tile_fits(K, V):
     sizes = Sizes(K, V, 16, 48, "bfloat16", "bfloat16")
     for op in ("forward", "backward"):
         assert choose_block_sizes(op, sizes, 512).slab == V
-
-
-def test_tuned_block_sizes_come_first(monkeypatch):
-    sizes = Sizes(64, 64, 16, 48, "bfloat16", "bfloat16")
-    tuned = BlockSizes(256, 64, 4, 1)
-    monkeypatch.setitem(block_sizes.TUNED, ("forward", None, sizes), tuned)
-    assert choose_block_sizes("forward", sizes, 512) == tuned
-    assert choose_block_sizes("forward", sizes, 128) != tuned
-    assert choose_block_sizes("backward", sizes, 512) != tuned
 
 
 @SHARED

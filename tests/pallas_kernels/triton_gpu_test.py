@@ -257,16 +257,6 @@ def test_what_is_unsupported_is_said():
         jax.eval_shape(read, X, gain, r)
 
 
-def test_tuned_blocks_come_first(monkeypatch):
-    tuned = Blocks(32, 2, 3, 5)
-    monkeypatch.setitem(triton_gpu.TUNED, ("key_vector_forward", 64, 64, 16, 48, "bfloat16"), tuned)
-    rule = functools.partial(
-        triton_gpu.default_blocks, "key_vector_forward", K=64, V=64, R=16, dtype=jnp.bfloat16
-    )
-    assert rule(P=48, tokens=100) == tuned
-    assert rule(P=16, tokens=100) == Blocks(64, 4, 2, 100)
-
-
 # Compilation -----------------------------------------------------------------------------------
 
 # K, V, R of the named models; what is read is R or 3 R vectors.

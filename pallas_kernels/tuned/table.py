@@ -1,0 +1,175 @@
+"""Tables of block sizes: JSON with one entry a line, read so that a bad entry costs only itself."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+Value = str | int | bool
+Items = tuple[tuple[str, Value], ...]  # a mapping, sorted by name
+Source = Literal["measured", "estimated", "heuristic"]
+
+_FORMAT = 1
+# Blocks of one number of tokens say little of ones that are further away than this factor.
+_NEAR = 4
+_SLUG = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
+
+
+def slug(device_kind: str) -> str:
+    """A device kind as tables have it: "TPU v5 lite" is tpu_v5_lite."""
+    return device_kind.lower().replace(" ", "_")
+
+
+def items(values: Mapping[str, Value]) -> Items:
+    return tuple(sorted(values.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The blocks of one kernel at one size.
+
+    Attributes:
+      device: the slug of the device kind.
+      kernel, kernel_version: what they are blocks of; they may mean other things to another
+        version.
+      key: what the kernel is specialised to, but for tokens.
+      tokens: that they were chosen for.
+      blocks: by name.
+      source: "measured" on a device, "estimated" from compiled programs, or the "heuristic".
+      seconds, default_seconds: of a call by these blocks and by the heuristic's, every measurement
+        or the one estimate.
+      default_blocks: the heuristic's when this was found.
+      implementation: that wins here, where that is not the kernel that the entry is of; on a GPU.
+      versions: of what compiled and measured, by name.
+      date: of the search, as YYYY-MM-DD.
+    """
+
+    device: str
+    kernel: str
+    kernel_version: int
+    key: Items
+    tokens: int
+    blocks: Items
+    source: Source
+    seconds: tuple[float, ...] = ()
+    default_seconds: tuple[float, ...] = ()
+    default_blocks: Items = ()
+    implementation: str | None = None
+    versions: Items = ()
+    date: str = ""
+
+    @property
+    def identity(self) -> tuple[str, str, Items, int]:
+        """Of entries with the same a table has one."""
+        return self.device, self.kernel, self.key, self.tokens
+
+    def json(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values |= {name: dict(values[name]) for name in _MAPPINGS}
+        return {k: v for k, v in values.items() if k in _REQUIRED or v not in (None, "", (), {})}
+
+
+_MAPPINGS = ("key", "blocks", "default_blocks", "versions")
+_REQUIRED = ("device", "kernel", "kernel_version", "key", "tokens", "blocks", "source")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Entries, and where they come from.
+
+    Attributes:
+      name: of the file or whatever it is, for messages.
+      entries: at most one of an identity.
+      exact: whether an entry serves its own number of tokens alone.
+      faults: what is wrong with entries that were left out, a line each.
+    """
+
+    name: str
+    entries: tuple[Entry, ...] = ()
+    exact: bool = False
+    faults: tuple[str, ...] = ()
+
+    def candidates(self, device: str, kernel: str, key: Items, tokens: int) -> list[Entry]:
+        """Entries that may serve, the nearest in tokens first."""
+        found = [e for e in self.entries if (e.device, e.kernel, e.key) == (device, kernel, key)]
+        if self.exact:
+            return [e for e in found if e.tokens == tokens]
+        distance = lambda e: abs(math.log2(e.tokens / tokens))
+        return sorted((e for e in found if distance(e) <= math.log2(_NEAR)), key=distance)
+
+    def merged(self, entries: Iterable[Entry]) -> "Table":
+        """With these in place of those of the same identity."""
+        of = {e.identity: e for e in (*self.entries, *entries)}
+        return dataclasses.replace(self, entries=tuple(sorted(of.values(), key=_order)))
+
+    def text(self) -> str:
+        """The file's content."""
+        lines = ",\n".join(
+            json.dumps(e.json(), sort_keys=True) for e in sorted(self.entries, key=_order)
+        )
+        return f'{{"format": {_FORMAT}, "entries": [\n{lines}\n]}}\n'
+
+
+def _order(entry: Entry) -> tuple[str, str, str, int]:
+    return entry.device, entry.kernel, json.dumps(entry.key), entry.tokens
+
+
+def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
+    """The table in a file's content; what cannot be read is in its `faults`, and nothing raises."""
+    try:
+        values = json.loads(content)
+        if not isinstance(values, dict) or values.get("format") != _FORMAT:
+            raise ValueError(f'it is no table of "format": {_FORMAT}')
+        listed = values.get("entries")
+        if not isinstance(listed, list):
+            raise ValueError("it has no list of entries")
+    except (ValueError, RecursionError) as error:
+        return Table(name, (), exact, (f"{name} is passed over: {error}",))
+    entries, faults = {}, []
+    for number, value in enumerate(listed, 1):
+        try:
+            entry = _entry(value)
+            entries[entry.identity] = entry
+        except (ValueError, TypeError, KeyError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            faults.append(f"{name}: entry {number} is passed over: {why}")
+    return Table(name, tuple(sorted(entries.values(), key=_order)), exact, tuple(faults))
+
+
+def _entry(value: Any) -> Entry:
+    if not isinstance(value, dict):
+        raise ValueError("it is no object")
+    names = {f.name for f in dataclasses.fields(Entry)}
+    if extra := sorted(value.keys() - names):
+        raise ValueError(f"{extra[0]!r} is no field of an entry")
+    for name, kind in (("device", str), ("kernel", str), ("kernel_version", int), ("tokens", int)):
+        if type(value[name]) is not kind or (kind is int and value[name] < 1):
+            raise ValueError(f"{name}={value[name]!r}")
+    if not _SLUG.fullmatch(value["device"]):
+        raise ValueError(f"device={value['device']!r} is no device kind in small letters")
+    if value["source"] not in get_args(Source):
+        raise ValueError(f"source={value['source']!r}; legal: {', '.join(get_args(Source))}")
+    made = {name: _items(name, value.get(name, {})) for name in _MAPPINGS}
+    if not made["blocks"] and not value.get("implementation"):
+        raise ValueError("its blocks are empty")
+    for name in ("seconds", "default_seconds"):
+        times = value.get(name, [])
+        if not isinstance(times, list) or not all(_is_time(t) for t in times):
+            raise ValueError(f"{name}={times!r}")
+        made[name] = tuple(times)
+    for name in ("implementation", "date"):
+        if name in value and not isinstance(value[name], str):
+            raise ValueError(f"{name}={value[name]!r}")
+    return Entry(**(value | made))
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def _items(name: str, value: Any) -> Items:
+    if not isinstance(value, dict) or not all(type(v) in (str, int, bool) for v in value.values()):
+        raise ValueError(f"{name}={value!r} is no object of numbers and words")
+    return items(value)

@@ -1,0 +1,279 @@
+"""Tables of block sizes: what is read of them, which entry serves, and for which device."""
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import json
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import tuned
+from pallas_kernels.key_vector.block_sizes import KERNELS, BlockSizes, Sizes, default_block_sizes
+from pallas_kernels.tuned import Entry, Table
+
+SIZES = Sizes(64, 64, 16, 48, "bfloat16", "bfloat16")
+KEY = dataclasses.asdict(SIZES)
+FORWARD = KERNELS["forward"]
+BLOCKS = BlockSizes(128, 64, 8, 2, 2, 2)
+V5E = "tpu_v5_lite"
+
+
+def entry(tokens: int = 512, with_: BlockSizes = BLOCKS, **changes) -> Entry:
+    made = Entry(
+        V5E,
+        FORWARD.name,
+        FORWARD.version,
+        tuned.items(KEY),
+        tokens,
+        tuned.items(tuned.fields(with_)),
+        "estimated",
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def mesh_of(kind: str) -> jax.sharding.AbstractMesh:
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="any")
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.AbstractMesh((1,), ("all",), axis_types=auto, abstract_device=device)
+
+
+def chosen(tokens: int = 512, kind: str = "TPU v5 lite") -> BlockSizes:
+    with jax.sharding.use_abstract_mesh(mesh_of(kind)):
+        default = default_block_sizes("forward", SIZES, tokens)
+        return tuned.look_up(FORWARD, KEY, tokens, default)
+
+
+def default(tokens: int = 512) -> BlockSizes:
+    return default_block_sizes("forward", SIZES, tokens)
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    tuned.read_anew()
+    yield
+    tuned.read_anew()
+
+
+def test_an_entry_serves_its_device_key_and_tokens_near_it():
+    table = Table("mine", (entry(), entry(2048, dataclasses.replace(BLOCKS, read_unroll=8))))
+    assert chosen() == default()
+    with tuned.tuned(table):
+        assert chosen() == BLOCKS
+        assert chosen(kind="TPU v6 lite") == default()
+        assert chosen(kind="NVIDIA H200") == default()
+        assert chosen(kind="cpu") == default()
+        assert chosen(256) == BLOCKS
+        assert chosen(1024).read_unroll == 2  # as near to one as to the other: the first
+        assert chosen(1500).read_unroll == 8
+        assert chosen(64 * 512) == default(64 * 512)
+        with tuned.tuned(Table("none"), Table("inner", (entry(with_=default()),))):
+            assert chosen() == default()
+    assert chosen() == default()
+
+
+def test_blocks_that_do_not_fit_fewer_tokens_are_left_to_the_next():
+    wide = dataclasses.replace(BLOCKS, tokens=256)
+    with tuned.tuned(Table("mine", (entry(256, wide), entry(512)))):
+        assert chosen(256) == wide
+        assert chosen(128) == BLOCKS
+
+
+def test_a_table_for_one_number_of_tokens_alone():
+    with tuned.tuned(Table("run", (entry(),), exact=True)):
+        assert (chosen(), chosen(1024)) == (BLOCKS, default(1024))
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"kernel_version": 99}, "version 99 of the kernel, which is at 1; recipes.autotune"),
+        ({"blocks": (("tokens", 128),)}, "blocks of tokens, and not of tokens, slab"),
+        ({"blocks": tuned.items(tuned.fields(BLOCKS) | {"keep": 1})}, "keep=1"),
+        ({"blocks": tuned.items(tuned.fields(BLOCKS) | {"tokens": 100})}, "tiles of 100 tokens"),
+        ({"blocks": tuned.items(tuned.fields(BLOCKS) | {"store_group": 4})}, "groups of 4"),
+        ({"blocks": tuned.items(tuned.fields(BLOCKS) | {"tokens": 0})}, "tokens=0"),
+    ],
+)
+def test_an_entry_that_cannot_serve_is_passed_over_with_one_warning(changes, why):
+    with tuned.tuned(Table("mine", (entry(**changes),))):
+        with pytest.warns(UserWarning, match=f"^mine: an entry of key_vector_forward.*{why}"):
+            assert chosen() == default()
+        assert chosen() == default()  # and is not told of again
+
+
+def test_a_table_is_what_it_was_written_as():
+    table = Table(
+        "mine", (entry(seconds=(1e-3, 2e-3), default_seconds=(3e-3,), date="2026-11-22"),)
+    )
+    text = table.merged([entry(1024)]).text()
+    assert text.count("\n") == 4  # a line an entry
+    read = tuned.parse(text, "mine")
+    assert read == table.merged([entry(1024)]) and not read.faults
+    again = read.merged([entry(with_=default())])
+    assert [dict(e.blocks)["read_unroll"] for e in again.entries] == [default().read_unroll, 2]
+
+
+@pytest.mark.parametrize(
+    "content, fault",
+    [
+        ("{", "mine is passed over"),
+        ("[" * 100_000, "mine is passed over"),
+        ('{"format": 2, "entries": []}', "no table of"),
+        ('{"format": 1}', "no list of entries"),
+        ('{"format": 1, "entries": [1]}', "entry 1 is passed over: it is no object"),
+        ('{"format": 1, "entries": [{}]}', "entry 1 is passed over: it has no 'device'"),
+    ],
+)
+def test_what_is_no_table_is_an_empty_one(content, fault):
+    table = tuned.parse(content, "mine")
+    assert table.entries == () and fault in table.faults[0]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("device", "../up"),
+        ("kernel_version", 1.0),
+        ("tokens", 0),
+        ("key", [1]),
+        ("blocks", {"tokens": None}),
+        ("blocks", {}),
+        ("source", "guessed"),
+        ("seconds", [float("nan")]),
+        ("date", 3),
+        ("colour", "red"),
+    ],
+)
+def test_a_bad_entry_costs_itself_alone(field, value):
+    good, bad = entry().json(), entry(1024).json() | {field: value}
+    table = tuned.parse(json.dumps({"format": 1, "entries": [bad, good]}), "mine")
+    assert table.entries == (entry(),)
+    assert table.faults[0].startswith("mine: entry 1 is passed over: ")
+
+
+def test_the_users_file_comes_before_the_packages(tmp_path, monkeypatch):
+    file = tmp_path / "table.json"
+    monkeypatch.setenv("RMT_TPU_TUNED", str(file))
+    with pytest.warns(UserWarning, match="table.json is not there"):
+        assert chosen() == default()
+    package = dataclasses.replace(BLOCKS, read_unroll=4)
+    shipped = {(V5E, FORWARD.name): Table("package", (entry(with_=package),))}
+    table_of = functools.cache(lambda *where: shipped.get(where, Table("")))
+    monkeypatch.setattr("pallas_kernels.tuned.lookup.package_table", table_of)
+    assert chosen() == package
+    before = tuned.fingerprint()
+    file.write_text(Table("", (entry(),)).text())
+    tuned.read_anew()
+    assert chosen() == BLOCKS and tuned.fingerprint() != before
+    file.write_text("{")
+    tuned.read_anew()
+    with pytest.warns(UserWarning, match="table.json is passed over"):
+        assert chosen() == package
+    monkeypatch.setenv("RMT_TPU_TUNED", "off")
+    assert chosen() == package and tuned.fingerprint() == before
+    monkeypatch.delenv("RMT_TPU_TUNED")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert chosen() == package
+    (tmp_path / "rmt_tpu").mkdir()
+    (tmp_path / "rmt_tpu" / "tuned.json").write_text(Table("", (entry(),)).text())
+    tuned.read_anew()
+    assert chosen() == BLOCKS
+
+
+def test_files_elsewhere_are_read_by_who_can(monkeypatch):
+    monkeypatch.setenv("RMT_TPU_TUNED", "gs://bucket/table.json")
+    monkeypatch.setattr(tuned.lookup, "READERS", {})
+    with pytest.warns(UserWarning, match="gs:// needs rmt_tpu"):
+        assert chosen() == default()
+    read = {"gs": lambda url: Table("", (entry(),)).text().encode()}
+    monkeypatch.setattr(tuned.lookup, "READERS", read)
+    tuned.read_anew()
+    assert chosen() == BLOCKS
+
+
+def lowered_blocks(kind: str, *tables: Table) -> list[tuned.Look]:
+    """What is looked up when a call is lowered for a TPU, on this machine."""
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+    args = (
+        shape(jnp.bfloat16, 1, 512, 64, 64),
+        shape(jnp.float32, 16, 64),
+        shape(jnp.bfloat16, 1, 512, 16, 64),
+        shape(jnp.float32, 64, 64),
+        shape(jnp.float32, 48, 64),
+    )
+    with jax.sharding.use_abstract_mesh(mesh_of(kind)), tuned.tuned(*tables):
+        with tuned.collecting() as looks:
+            CALL.trace(*args).lower(lowering_platforms=("tpu",))
+    return looks
+
+
+CALL = jax.jit(pallas_kernels.store_norm_retrieve)
+
+
+def test_a_program_for_a_tpu_takes_that_tpus_entry_whatever_machine_compiles_it():
+    table = Table("mine", (entry(),))
+    (look,) = lowered_blocks("TPU v5 lite", table)
+    assert (look.chosen, look.source, look.table) == (BLOCKS, "estimated", "mine")
+    assert look.entry() == entry()
+    (look,) = lowered_blocks("TPU v6 lite", table)
+    assert (look.chosen, look.source) == (default(), "heuristic")
+    # What was traced without a table is traced again with one, and the other way round.
+    (look,) = lowered_blocks("TPU v5 lite")
+    assert look.chosen == default()
+
+
+# A hash of the code that a kernel runs, without comments, and the version of its entries. Where the
+# first changes, entries that were tuned for what was there before may not be the best, or mean
+# something else: count the version in `Kernel.version` up, and put both here.
+SOURCES = {
+    ("tpu", "key_vector"): (1, "2114cea712575a88", "mosaic_tpu_kernels.py"),
+    ("tpu", "depth_attention"): (
+        1,
+        "7a19a3815c1889bd",
+        "mosaic_tpu_kernels.py",
+        "mosaic_tpu_merge_kernels.py",
+    ),
+    ("tpu", "attention"): (1, "e4738de3448a68ec", "mosaic_tpu.py"),
+    ("cuda", "key_vector"): (1, "29bf9d3820a4677e", "triton_gpu_kernels.py"),
+    ("cuda", "depth_attention"): (1, "dd2b2fe41ed270e0", "triton_gpu_kernels.py"),
+}
+
+
+def code(file: Path) -> str:
+    """Without comments and docstrings."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and isinstance(body[0], ast.Expr):
+            if isinstance(body[0].value, ast.Constant):
+                body[0].value = ast.Constant(0)
+    return ast.unparse(tree)
+
+
+@pytest.mark.parametrize("platform, op", SOURCES)
+def test_a_kernel_that_has_changed_has_another_version(platform, op):
+    version, known, *files = SOURCES[platform, op]
+    folder = Path(pallas_kernels.__file__).parent / {"attention": "causal_attention"}.get(op, op)
+    text = "".join(code(folder / name) for name in files)
+    kernels = [k for (p, n), k in tuned.KERNELS.items() if p == platform and n.startswith(op)]
+    assert kernels and {k.version for k in kernels} == {version}
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == known
+
+
+def test_what_is_shipped_is_legal():
+    for device, name in tuned.shipped():
+        kernel = tuned.KERNELS[tuned.platform_of(device), name]
+        table = tuned.package_table(device, name)
+        assert table.entries and not table.faults
+        for shipped in table.entries:
+            assert (shipped.device, shipped.kernel) == (device, name)
+            assert tuple(sorted(kernel.key)) == tuple(name for name, _ in shipped.key)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert tuned.usable(shipped, kernel, shipped.tokens, table.name) is not None
