@@ -22,10 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from sharding.schedule import Caching, Schedule
+from sharding.schedule import Caching, Place, Schedule
 
+Tick = Int[Array, ""]
+Banks = Float[Array, "microbatches rows *shape"]
+Rows = Float[Array, "chunk_rows *shape"]
 Chunk = Callable[[Any, Any, Int[Array, ""], Any, Any], tuple[Any, Any]]
 ChunkBackward = Callable[[Any, Any, Int[Array, ""], Array, Any, Array, Any], tuple[Any, Any, Array]]
 
@@ -133,13 +136,15 @@ def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage
 class _Pipeline:
     """What both kinds have in common: the loop over ticks, and what happens in one."""
 
-    def __init__(self, chunk, sums, schedule, axis, spans):
+    def __init__(
+        self, chunk: Chunk, sums: Any, schedule: Schedule, axis: str, spans: Int[np.ndarray, " C"]
+    ):
         self.chunk, self.sums, self.schedule, self.axis = chunk, sums, schedule, axis
         self.slots, self.spans = int(spans.max()), jnp.asarray(spans)
         self.messages, kind_at = schedule.messages(spans)
         self.kind_at = jnp.asarray(kind_at)
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments: Any) -> tuple[Any, Any]:
         @jax.custom_vjp
         def differentiable(*arguments):
             return self.forward(*arguments)[0]
@@ -147,16 +152,27 @@ class _Pipeline:
         differentiable.defvjp(self.forward, self.backward)
         return differentiable(*arguments)
 
-    def over_ticks(self, run, carry, *, reverse=False):
+    def over_ticks(
+        self, run: Callable[[Any, Tick], Any], carry: Any, *, reverse: bool = False
+    ) -> Any:
         """`carry = run(carry, tick)` for all ticks."""
         ticks = jnp.arange(self.schedule.ticks)
         return jax.lax.scan(lambda c, t: (run(c, t), None), carry, ticks, reverse=reverse)[0]
 
-    def here(self, tick):
+    def here(self, tick: Tick) -> Place:
         """Where this stage is in a tick."""
         return self.schedule.place(tick, jax.lax.axis_index(self.axis))
 
-    def work(self, here, parameters, shared, context, inputs, sums, otherwise):
+    def work(
+        self,
+        here: Place,
+        parameters: Any,
+        shared: Any,
+        context: Any,
+        inputs: Callable[[], Any],
+        sums: Any,
+        otherwise: Callable[[], Any],
+    ) -> tuple[Any, Any]:
         """What the chunk makes of `inputs()`, and the sums with its terms.
 
         No time is spent on it where the stage is idle.
@@ -170,7 +186,16 @@ class _Pipeline:
 
         return jax.lax.cond(here.active, run, lambda: (otherwise(), sums))
 
-    def undo(self, here, parameters, shared, context, gradients, backward, otherwise):
+    def undo(
+        self,
+        here: Place,
+        parameters: Any,
+        shared: Any,
+        context: Any,
+        gradients: tuple[Any, Any],
+        backward: Callable[[Any, Any, Any], tuple[Any, Any, Any]],
+        otherwise: Callable[[], Any],
+    ) -> tuple[tuple[Any, Any], Any]:
         """Gradients with the chunk's added, and that of what the chunk was given.
 
         `backward(of_chunk, shared, of_microbatch)` gives the chunk's.
@@ -186,7 +211,15 @@ class _Pipeline:
         (d_chunk, d_shared), d_inputs = jax.lax.cond(here.active, run, rest)
         return (_put(gradients[0], d_chunk, here.virtual), d_shared), d_inputs
 
-    def pullback(self, here, of_chunk, shared, inputs, of_microbatch, d_outputs):
+    def pullback(
+        self,
+        here: Place,
+        of_chunk: Any,
+        shared: Any,
+        inputs: Any,
+        of_microbatch: Any,
+        d_outputs: tuple[Any, Any],
+    ) -> tuple[Any, Any, Any]:
         """Gradients of a chunk's parameters, shared and inputs."""
 
         def forward(of_chunk, shared, inputs):
@@ -194,7 +227,7 @@ class _Pipeline:
 
         return jax.vjp(forward, of_chunk, shared, inputs)[1](d_outputs)
 
-    def transfer(self, slots, tick, *, back=False):
+    def transfer(self, slots: Any, tick: Tick, *, back: bool = False) -> Any:
         """Each stage's slots to the next one, or `back`; zeros where none are sent.
 
         Exactly the pairs of stages and the slots that the schedule has for this tick take part. The
@@ -218,12 +251,14 @@ class _Pipeline:
 class _Carried(_Pipeline):
     """One slot: the state. The input of each piece of work is saved."""
 
-    def __init__(self, chunk, sums, schedule, axis):
+    def __init__(self, chunk: Chunk, sums: Any, schedule: Schedule, axis: str):
         spans = np.ones(schedule.chunks, int)
         spans[-1] = 0
         super().__init__(chunk, sums, schedule, axis, spans)
 
-    def forward(self, parameters, shared, starts, context):
+    def forward(
+        self, parameters: Any, shared: Any, starts: Any, context: Any
+    ) -> tuple[tuple[Any, Any], tuple]:
         """Results, and what the backward pass needs."""
         nothing = _zeros(_at(starts, 0))
         work = self.schedule.microbatches * self.schedule.virtual
@@ -243,7 +278,7 @@ class _Carried(_Pipeline):
         _, saved, results, sums = self.over_ticks(run, carry)
         return (results, sums), (parameters, shared, context, saved)
 
-    def backward(self, residuals, cotangents):
+    def backward(self, residuals: tuple, cotangents: tuple[Any, Any]) -> tuple:
         """Cotangents of all arguments."""
         (*arguments, saved), (d_results, d_sums) = residuals, cotangents
 
@@ -267,10 +302,10 @@ class _Carried(_Pipeline):
         _, d_starts, gradients = self.over_ticks(run, carry, reverse=True)
         return *gradients, d_starts, None
 
-    def _is_result(self, here):
+    def _is_result(self, here: Place) -> Bool[Array, ""]:
         return here.active & (here.chunk == self.schedule.chunks - 1)
 
-    def _pass_on(self, state, tick, *, back=False):
+    def _pass_on(self, state: Any, tick: Tick, *, back: bool = False) -> Any:
         one = jax.tree.map(lambda x: x[None], state)
         return _at(self.transfer(one, tick, back=back), 0)
 
@@ -278,11 +313,26 @@ class _Carried(_Pipeline):
 class _Banked(_Pipeline):
     """Slot j is the rows of a chunk: 0 of the one that was just completed, 1 of that before, ..."""
 
-    def __init__(self, chunk, sums, schedule, axis, caching, chunk_rows, chunk_backward):
+    def __init__(
+        self,
+        chunk: Chunk,
+        sums: Any,
+        schedule: Schedule,
+        axis: str,
+        caching: Caching,
+        chunk_rows: int,
+        chunk_backward: ChunkBackward | None,
+    ):
         super().__init__(chunk, sums, schedule, axis, schedule.spans(caching))
         self.chunk_rows, self.chunk_backward = chunk_rows, chunk_backward
 
-    def forward(self, parameters, shared, first, context):
+    def forward(
+        self,
+        parameters: Any,
+        shared: Any,
+        first: Float[Array, "microbatches *shape"],
+        context: Any,
+    ) -> tuple[tuple[Banks, Any], tuple]:
         """Banks, and what the backward pass needs: the banks."""
         num_rows = 1 + self.schedule.chunks * self.chunk_rows
         banks = jnp.zeros((len(first), num_rows, *first.shape[1:]), first.dtype)
@@ -298,7 +348,7 @@ class _Banked(_Pipeline):
         banks, sums = self.over_ticks(run, carry)
         return (banks, sums), (parameters, shared, context, banks)
 
-    def backward(self, residuals, cotangents):
+    def backward(self, residuals: tuple, cotangents: tuple[Any, Any]) -> tuple:
         """Cotangents of all arguments."""
         (*arguments, banks), (d_banks, d_sums) = residuals, cotangents
 
@@ -325,7 +375,7 @@ class _Banked(_Pipeline):
         d_banks, gradients = self.over_ticks(run, carry, reverse=True)
         return *gradients, d_banks[:, 0], None
 
-    def _send(self, banks, tick):
+    def _send(self, banks: Banks, tick: Tick) -> Banks:
         """The rows that the next stages lack; the tick's own work is done."""
         here, after = self.here(tick), self.here(tick + 1)
         slots = jnp.stack([self._rows(banks, here, before=j) for j in range(self.slots)])
@@ -335,7 +385,7 @@ class _Banked(_Pipeline):
             banks = self._with_rows(banks, after, rows, before=j + 1)
         return banks
 
-    def _send_back(self, d_banks, tick):
+    def _send_back(self, d_banks: Banks, tick: Tick) -> Banks:
         """Moves the gradients of the rows that `_send` sent to where they came from."""
         here, after, moved = self.here(tick), self.here(tick + 1), []
         for j in range(self.slots):
@@ -349,45 +399,47 @@ class _Banked(_Pipeline):
             d_banks = self._with_rows(d_banks, here, rows, before=j)
         return d_banks
 
-    def _comes(self, tick, slot):
+    def _comes(self, tick: Tick, slot: int) -> Bool[Array, ""]:
         """Whether the stage before this one sends the slot after a tick."""
         stage, stages = jax.lax.axis_index(self.axis), self.schedule.stages
         sender = self.schedule.place(tick, (stage - 1) % stages)
         return sender.active & (slot < self.spans[sender.chunk])
 
-    def _start(self, bank, place, before):
+    def _start(self, banks: Banks, place: Place, before: int) -> tuple:
         row = 1 + (place.chunk - before) * self.chunk_rows
         # Slots that reach back beyond the first chunk are never sent.
-        return (place.microbatch, jnp.maximum(row, 1), *(0,) * (bank.ndim - 2))
+        return (place.microbatch, jnp.maximum(row, 1), *(0,) * (banks.ndim - 2))
 
-    def _rows(self, banks, place, *, before=0):
+    def _rows(self, banks: Banks, place: Place, *, before: int = 0) -> Rows:
         """Of a microbatch, the rows of the chunk `before` that at `place`."""
         sizes = (1, self.chunk_rows, *banks.shape[2:])
         return jax.lax.dynamic_slice(banks, self._start(banks, place, before), sizes)[0]
 
-    def _with_rows(self, banks, place, rows, *, before=0):
+    def _with_rows(self, banks: Banks, place: Place, rows: Rows, *, before: int = 0) -> Banks:
         start = self._start(banks, place, before)
         return jax.lax.dynamic_update_slice(banks, rows[None], start)
 
 
-def _at(stacks, index):
+def _at(stacks: Any, index: Int[Array, ""] | int) -> Any:
     take = lambda stack: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
     return jax.tree.map(take, stacks)
 
 
-def _put(stacks, values, index, *, where=True):
+def _put(
+    stacks: Any, values: Any, index: Int[Array, ""], *, where: Bool[Array, ""] | bool = True
+) -> Any:
     values = values if where is True else _where(where, values, _at(stacks, index))
     put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
     return jax.tree.map(put, stacks, values)
 
 
-def _where(condition, a, b):
+def _where(condition: Bool[Array, ""], a: Any, b: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
 
 
-def _add(a, b):
+def _add(a: Any, b: Any) -> Any:
     return jax.tree.map(jnp.add, a, b)
 
 
-def _zeros(tree):
+def _zeros(tree: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, tree)

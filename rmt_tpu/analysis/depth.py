@@ -34,6 +34,7 @@ from rmt_tpu.cores import causal
 from rmt_tpu.data import Batch
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.residual.protocols import Stepwise, Store
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.loss import Loss, next_token_loss
 from rmt_tpu.training.plots import line_style, save_picture
@@ -210,15 +211,19 @@ def unrolled(
 
 
 class _TappedStore:
-    """A store that records every write and adds a tap to it."""
+    """A store that records every write and adds a tap to it.
 
-    def __init__(self, store, taps):
+    Stepwise if the store itself is.
+    """
+
+    def __init__(self, store: Store, taps: Sequence[Array] | None):
         self._store, self._taps = store, taps
+        self.dtype, self.compute_dtype = store.dtype, store.compute_dtype
+        self.start, self.hold, self.read = store.start, store.hold, store.read
+        if isinstance(store, Stepwise):
+            self.norm_of, self.project = store.norm_of, store.project
         self.outputs: list[Array] = []
         self.residuals: list[Array] = []
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
 
     def write(self, residual, y, writer):
         written = self._store.write(jnp.zeros_like(residual), y, writer)

@@ -21,13 +21,10 @@ from jaxtyping import Array, Float
 
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.layer import no_aux, run_core
+from rmt_tpu.execution.layer import Model, no_aux, run_core
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import At, Grouping
-
-Bank = Float[Array, "_ batch seq *shape"]
-Row = Float[Array, "batch seq *shape"]
+from rmt_tpu.residual.protocols import At, Bank, Banked, Grouping, Row
 
 
 class Stacked(NamedTuple):
@@ -57,7 +54,7 @@ class Kept(NamedTuple):
 
 
 def run_layers(
-    decoder: nnx.Module,
+    decoder: Model,
     state: Array,
     y: Float[Array, "batch seq vectors size"],
     context: Context,
@@ -144,9 +141,10 @@ class Run:
     """
 
     def __init__(
-        self, decoder: nnx.Module, graphdef: nnx.GraphDef, first: int, repeat: int, period: int
+        self, decoder: Model, graphdef: nnx.GraphDef, first: int, repeat: int, period: int
     ):
-        self.config, self.store, self.mixer = decoder.config, decoder.store, decoder.mixer
+        self.config, self.store = decoder.config, decoder.store
+        self.mixer: Banked = decoder.mixer
         self.graphdef, self.first, self.repeat, self.period = graphdef, first, repeat, period
         self.grouping: Grouping = self.mixer.grouping(first, period, repeat)
         self.group = self.grouping.layers

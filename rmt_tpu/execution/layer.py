@@ -1,6 +1,6 @@
 """A period of sublayers: its parameters, and the one body that every schedule runs."""
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,23 @@ from rmt_tpu.cores import Aux, Cache, Context, Core, make_core
 from rmt_tpu.cores.core import Index
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import stack
+from rmt_tpu.residual.protocols import Banked, Carried, Store
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What schedules ask of a decoder.
+
+    Attributes:
+      stacks: from `make_stacks`; in per-device code this stage's own layers.
+      final_site: from `make_final_site`.
+    """
+
+    config: cfg.ModelConfig
+    store: Store
+    mixer: Carried | Banked
+    stacks: nnx.List
+    final_site: nnx.Module
 
 
 class Sublayer(nnx.Module):
@@ -85,8 +102,8 @@ def run_core(
 
 
 def run_layer(
-    mixer: nnx.Module,
-    store: nnx.Module,
+    mixer: Carried,
+    store: Store,
     sublayers: nnx.List,
     carry: tuple[Any, Float[Array, "batch y_seq vectors size"], Aux],
     context: Context,
@@ -96,7 +113,7 @@ def run_layer(
     """One period: each sublayer's site, then its core.
 
     Args:
-      mixer: of the model; carries a state from site to site.
+      mixer: of the model.
       store: of the residual.
       sublayers: of one period.
       carry: the mixer's state, what was written last, and the sums of cores' scalars.

@@ -20,7 +20,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.execution import banked, scanned
-from rmt_tpu.execution.layer import no_aux
+from rmt_tpu.execution.layer import Model, no_aux
 from rmt_tpu.layers.data_vectors import Read
 from sharding import pipeline
 
@@ -75,7 +75,7 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
 
 
 def run_layers(
-    decoder: nnx.Module,
+    decoder: Model,
     state: Float[Array, "group seq *shape"],
     y: Float[Array, "batch seq vectors size"],
     context: Context,
@@ -123,7 +123,7 @@ def _microbatches(
     return x.reshape(count, -1, *x.shape[3:])
 
 
-def _own_layers(decoder: nnx.Module, schedule: sharding.Schedule) -> tuple[nnx.GraphDef, Any]:
+def _own_layers(decoder: Model, schedule: sharding.Schedule) -> tuple[nnx.GraphDef, Any]:
     """The graph of a layer, and the parameters of this stage's [V, layers of a chunk, ...]."""
     graphdef, layers = nnx.split(decoder.stacks[0])
     layers = nnx.to_pure_dict(layers)
@@ -136,7 +136,7 @@ def _own_layers(decoder: nnx.Module, schedule: sharding.Schedule) -> tuple[nnx.G
 
 
 def _carried(
-    decoder: nnx.Module, state: Array, y: Array, context: Context, schedule: sharding.Schedule
+    decoder: Model, state: Array, y: Array, context: Context, schedule: sharding.Schedule
 ) -> tuple[Callable, tuple[Any, Aux], tuple]:
     """How results are read; they and the sums of scalars; mixer and site to read them with."""
     config, store = decoder.config, decoder.store
@@ -168,7 +168,7 @@ def _carried(
 
 
 def _banked(
-    decoder: nnx.Module, state: Array, y: Array, context: Context, schedule: sharding.Schedule
+    decoder: Model, state: Array, y: Array, context: Context, schedule: sharding.Schedule
 ) -> tuple[Callable, tuple[Array, Aux], tuple]:
     """The same; the results are banks."""
     store, mixer, config = decoder.store, decoder.mixer, decoder.config
@@ -226,7 +226,7 @@ def _banked(
 
 
 def _scores(
-    decoder: nnx.Module, graphdef: nnx.GraphDef, layers: Any, schedule: sharding.Schedule
+    decoder: Model, graphdef: nnx.GraphDef, layers: Any, schedule: sharding.Schedule
 ) -> Float[Array, "virtual layers period *scored"]:
     """What the sites of own layers score with, [V, layers of a chunk, sublayers of one, ...]."""
     of_chunk = lambda v: nnx.merge(graphdef, jax.tree.map(lambda x: x[v], layers))

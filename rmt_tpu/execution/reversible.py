@@ -15,13 +15,14 @@ from jaxtyping import Array, Float
 
 from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.layer import add_aux, no_aux
+from rmt_tpu.execution.layer import Model, add_aux, no_aux
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import scan
+from rmt_tpu.residual.protocols import Invertible
 
 
 def run_layers(
-    decoder: nnx.Module,
+    decoder: Model,
     residual: Float[Array, "group seq own_D_k D_v"],
     y: Float[Array, "batch seq R D_v"],
     context: Context,
@@ -34,7 +35,7 @@ def run_layers(
       y: what is written first.
       context: who may see whom.
     """
-    run = _Layers(decoder, y.dtype)
+    run = _Layers(decoder, decoder.store, y.dtype)
 
     @jax.custom_vjp
     def differentiable(stacks, final_site, residual, y, context):
@@ -48,8 +49,8 @@ def run_layers(
 class _Layers:
     """Both passes; parameters are pure dicts, those of a stack stacked."""
 
-    def __init__(self, decoder: nnx.Module, dtype: jnp.dtype):
-        self.config, self.store, self.dtype = decoder.config, decoder.store, dtype
+    def __init__(self, decoder: Model, store: Invertible, dtype: jnp.dtype):
+        self.config, self.store, self.dtype = decoder.config, store, dtype
         self.graphs = [nnx.graphdef(stack) for stack in decoder.stacks]
         self.site_graph = nnx.graphdef(decoder.final_site)
 

@@ -10,14 +10,15 @@ from jaxtyping import Array, Float
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.layer import no_aux, run_layer
+from rmt_tpu.execution.layer import Model, no_aux, run_layer
 from rmt_tpu.execution.remat import rematerialize
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.residual.protocols import Carried, Store
 
 
 def run_layers(
-    decoder: nnx.Module,
+    decoder: Model,
     state: Array,
     y: Float[Array, "batch seq vectors size"],
     context: Context,
@@ -48,8 +49,8 @@ def run_layers(
 
 
 def scan(
-    mixer: nnx.Module,
-    store: nnx.Module,
+    mixer: Carried,
+    store: Store,
     stack: nnx.List,
     remat: cfg.RematPolicy,
     carry: tuple[Any, Array, Aux],

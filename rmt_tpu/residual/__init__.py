@@ -15,8 +15,11 @@ Two choices compose:
 - the *mixer*, how what was written becomes what is read: `sum`, attention over depth, ...
 
 Mixers that keep what was written as rows of a bank (`banked`) run by a schedule of their own,
-`rmt_tpu.execution.banked`, whose backward pass needs little beside the bank.
+`rmt_tpu.execution.banked`, whose backward pass needs little beside the bank. What is asked of
+stores and mixers is in `protocols`.
 """
+
+from types import ModuleType
 
 from flax import nnx
 
@@ -38,6 +41,7 @@ from rmt_tpu.residual.hierarchical import Hierarchical
 from rmt_tpu.residual.highway import Highway
 from rmt_tpu.residual.hyper_connections import HyperConnections
 from rmt_tpu.residual.place import Place
+from rmt_tpu.residual.protocols import Banked, Carried
 from rmt_tpu.residual.sum import Sum
 
 __all__ = [
@@ -51,7 +55,7 @@ __all__ = [
 ]
 
 
-def store_module(store: cfg.Store):
+def store_module(store: cfg.Store) -> ModuleType:
     """The module (with `Store` and `Site`) of a configured store."""
     match store:
         case cfg.VectorStore():
@@ -60,7 +64,7 @@ def store_module(store: cfg.Store):
             return matrix
 
 
-def make_mixer(config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+def make_mixer(config: cfg.ModelConfig, rngs: nnx.Rngs) -> Carried | Banked:
     """The configured mixer, with what it learns beside its sites' parameters."""
     match config.mixer:
         case cfg.Sum():

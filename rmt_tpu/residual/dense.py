@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float
 
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import stacks
-from rmt_tpu.residual.protocols import Grouping, Index
+from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.residual.protocols import At, Bank, Grouping, Index, Row, Store
 
 
 class Dense(nnx.Module):
@@ -64,19 +65,36 @@ class Dense(nnx.Module):
     def prior(
         self,
         scores: Float[Array, "sites rows"],
-        bank: Float[Array, "rows batch seq *shape"],
+        bank: Bank,
         count: Index,
     ) -> Float[Array, "layers batch seq *shape"]:
         """What the rows before a group give to each of its layers."""
         return _mix(scores[::2], bank, jnp.arange(self.num_rows) < count)
 
-    def prior_backward(self, scores, bank, count, prior, d_prior, d_bank):
+    def prior_backward(
+        self,
+        scores: Float[Array, "sites scored"],
+        bank: Bank,
+        count: Index,
+        prior: Array,
+        d_prior: Array,
+        d_bank: Bank,
+    ) -> tuple[Float[Array, "sites scored"], Bank]:
         """Cotangents of what `prior` was given, that of the bank added to `d_bank`."""
         _, pullback = jax.vjp(lambda scores, bank: self.prior(scores, bank, count), scores, bank)
         d_scores, of_prior = pullback(d_prior)
         return d_scores, d_bank + of_prior
 
-    def read(self, store, site, score, prior, rows, current, at):
+    def read(
+        self,
+        store: Store,
+        site: nnx.Module,
+        score: Float[Array, " scored"],
+        prior: Array,
+        rows: Bank | None,
+        current: Row,
+        at: At,
+    ) -> tuple[Array, Row, Read]:
         """A layer begins with what it reads, and goes on as in the plain model."""
         if site.begins_layer:
             offset = (at.sublayer - at.group) // 2
@@ -88,13 +106,15 @@ class Dense(nnx.Module):
             current = earlier + own
         return prior, current, store.read(current, site, store.compute_dtype)
 
-    def seal(self, site, rows, current, at):
+    def seal(
+        self, site: nnx.Module, rows: Bank | None, current: Row, at: At
+    ) -> tuple[Bank | None, Row]:
         """The output of a layer is a row."""
         if not site.begins_layer:
             rows = stacks.put(rows, current, (at.sublayer - at.group) // 2)
         return rows, current
 
-    def final(self, store, bank, final_site):
+    def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """What the unembedding reads: Y_L."""
         residual = _mix(self.matrix()[-1:], bank, jnp.ones(self.num_rows, bool))[0]
         return store.read(residual, final_site, store.compute_dtype)

@@ -18,9 +18,10 @@ from jaxtyping import Array, Float
 
 import sharding
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import parameter
 from rmt_tpu.residual import depth_attention
-from rmt_tpu.residual.protocols import Grouping, Index
+from rmt_tpu.residual.protocols import At, Bank, Grouping, Index, Row, Store
 
 
 class Mix(depth_attention.Mix):
@@ -85,15 +86,23 @@ class DepthAblation(depth_attention.DepthAttention):
         ]
         return self.logits[...][jnp.asarray(places)]
 
-    def prior(self, scores, bank, count):
+    def prior(self, scores: Float[Array, "sites scored"], bank: Bank, count: Index) -> None:
         """Nothing: there is no phase one."""
         return None
 
-    def prior_backward(self, scores, bank, count, prior, d_prior, d_bank):
+    def prior_backward(
+        self,
+        scores: Float[Array, "sites scored"],
+        bank: Bank,
+        count: Index,
+        prior: None,
+        d_prior: None,
+        d_bank: Bank,
+    ) -> tuple[Float[Array, "sites scored"], Bank]:
         """Nothing to add."""
         return jnp.zeros_like(scores), d_bank
 
-    def final(self, store, bank, final_site):
+    def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """What the unembedding reads: the last aggregation, over all rows."""
         scalars = self.logits is not None
         shared = self._table()[-1] if scalars else final_site.mix.folded().reshape(-1)
@@ -101,7 +110,16 @@ class DepthAblation(depth_attention.DepthAttention):
         h = self._mix(final_site, shared, bank, self.num_rows, nothing, jnp.bool(False))
         return store.read(h, final_site, store.compute_dtype)
 
-    def read(self, store, site, score, prior, rows, current, at):
+    def read(
+        self,
+        store: Store,
+        site: nnx.Module,
+        score: Float[Array, " scored"],
+        prior: None,
+        rows: Bank | None,
+        current: Row,
+        at: At,
+    ) -> tuple[None, Row, Read]:
         """One look at the whole bank: see `protocols.Banked`."""
         running = jnp.asarray(at.sublayer % self.block > 0)
         h = self._mix(site, score, rows, self._row(at.sublayer), current, running)

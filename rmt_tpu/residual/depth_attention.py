@@ -22,8 +22,9 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import stacks
+from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import gain, parameter
-from rmt_tpu.residual.protocols import Grouping, Index
+from rmt_tpu.residual.protocols import At, Bank, Grouping, Index, Row, Store
 
 
 class Prior(NamedTuple):
@@ -125,7 +126,7 @@ class DepthAttention(nnx.Module):
     def prior(
         self,
         scores: Float[Array, "sites scored"],
-        bank: Float[Array, "rows batch seq *shape"],
+        bank: Bank,
         count: Index,
     ) -> Prior:
         """Phase one: all sites of a group over the rows before it."""
@@ -134,12 +135,12 @@ class DepthAttention(nnx.Module):
     def prior_backward(
         self,
         scores: Float[Array, "sites scored"],
-        bank: Float[Array, "rows batch seq *shape"],
+        bank: Bank,
         count: Index,
         prior: Prior,
         d_prior: Prior,
-        d_bank: Float[Array, "rows batch seq *shape"],
-    ) -> tuple[Float[Array, "sites scored"], Float[Array, "rows batch seq *shape"]]:
+        d_bank: Bank,
+    ) -> tuple[Float[Array, "sites scored"], Bank]:
         """Cotangents of what `prior` was given, that of the bank added to `d_bank`."""
         with jax.named_scope("residual"):
             g = pallas_kernels.depth_attention_partial_backward(
@@ -171,13 +172,22 @@ class DepthAttention(nnx.Module):
 
     # A site --------------------------------------------------------------------------------------
 
-    def final(self, store, bank, final_site):
+    def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """What the unembedding reads: the last aggregation, over all rows."""
         query = final_site.mix.folded().reshape(1, -1)
         h = self._partial(query, bank, self.num_rows)[0][0]
         return store.read(h.reshape(bank.shape[1:]), final_site, store.compute_dtype)
 
-    def read(self, store, site, score, prior, rows, current, at):
+    def read(
+        self,
+        store: Store,
+        site: nnx.Module,
+        score: Float[Array, " scored"],
+        prior: Prior,
+        rows: Bank | None,
+        current: Row,
+        at: At,
+    ) -> tuple[Prior, Row, Read]:
         """Phase two: see `protocols.Banked`."""
         shape, dtype, place = current.shape, store.compute_dtype, at.sublayer - at.group
         active = at.sublayer % self.block > 0
@@ -216,7 +226,9 @@ class DepthAttention(nnx.Module):
         z = jax.lax.optimization_barrier(z)
         return Prior(mixed, log_sums), current, z
 
-    def seal(self, site, rows, current, at):
+    def seal(
+        self, site: nnx.Module, rows: Bank | None, current: Row, at: At
+    ) -> tuple[Bank | None, Row]:
         """A block that is complete becomes a row, and its sum is empty: see `protocols.Banked`."""
         if rows is None:
             return rows, current

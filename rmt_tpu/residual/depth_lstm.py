@@ -18,13 +18,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter
+from rmt_tpu.residual.protocols import Index, Stepwise
 
 _GATES = 3
 
@@ -67,7 +68,9 @@ class DepthLstm(nnx.Module):
         self.mixer = config.mixer
         self.norm, self.epsilon = config.norm, config.norm_epsilon
 
-    def start(self, store, state: Float[Array, "batch seq D"], y: Array) -> tuple[State, Array]:
+    def start(
+        self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
+    ) -> tuple[State, Array]:
         """A cell that waits for the tokens' embedding, so that all of it is shown as o_0."""
         kept = store.hold(state)
         return State(kept, jnp.ones_like(kept), jnp.ones_like(kept)), y
@@ -75,11 +78,11 @@ class DepthLstm(nnx.Module):
     @jax.named_scope("residual")
     def advance(
         self,
-        store,
+        store: Stepwise,
         state: State | Cell,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
-        index: int | Int[Array, ""],
+        index: Index,
     ) -> tuple[State | Cell, Read]:
         """Finish a cell and read its output, or open the gates of the next one."""
         written = store.written(y, site.write)

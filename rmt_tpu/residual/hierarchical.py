@@ -16,13 +16,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter, stack
+from rmt_tpu.residual.protocols import Index, Store
 
 
 class State(NamedTuple):
@@ -91,7 +92,9 @@ class Hierarchical(nnx.Module):
         count = min(count, 1) if shared else count
         self.others = stack(make, rngs, count, axis="node") if count else None
 
-    def start(self, store, state: Float[Array, "batch seq D"], y: Array) -> tuple[State, Array]:
+    def start(
+        self, store: Store, state: Float[Array, "batch seq D"], y: Array
+    ) -> tuple[State, Array]:
         """State before the first write, and that write."""
         residual = store.hold(state)
         return State(residual, jnp.zeros((self.every, *residual.shape), residual.dtype)), y
@@ -99,11 +102,11 @@ class Hierarchical(nnx.Module):
     @jax.named_scope("residual")
     def advance(
         self,
-        store,
+        store: Store,
         state: State,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
-        index: int | Int[Array, ""],
+        index: Index,
     ) -> tuple[State, Read]:
         """Write y; after every few layers, pass the residual on through a node."""
         h, inputs = store.write(state.residual, y, site.write), state.inputs

@@ -16,12 +16,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import parameter
+from rmt_tpu.residual.protocols import Index, Stepwise
 
 
 class State(NamedTuple):
@@ -48,7 +49,9 @@ class Highway(nnx.Module):
         self.mixer = config.mixer
         self.activation = {"sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh}[self.mixer.activation]
 
-    def start(self, store, state: Float[Array, "batch seq D"], y: Array) -> tuple[State, Array]:
+    def start(
+        self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
+    ) -> tuple[State, Array]:
         """State before the first write, and that write."""
         residual = store.hold(state)
         return State(residual, jnp.ones_like(residual) if self.mixer.form == "gated" else None), y
@@ -56,11 +59,11 @@ class Highway(nnx.Module):
     @jax.named_scope("residual")
     def advance(
         self,
-        store,
+        store: Stepwise,
         state: State,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
-        index: int | Int[Array, ""],
+        index: Index,
     ) -> tuple[State, Read]:
         """Write y; add all of the next sublayer's equation that does not wait for its output."""
         h, passed = state

@@ -39,6 +39,7 @@ from jaxtyping import Array, Float, Int
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import gain, parameter
+from rmt_tpu.residual.protocols import Index, Stepwise
 
 # Not one array: a TPU would copy all of it to put the streams together, and to take them apart.
 Streams = tuple[Float[Array, "batch seq D"], ...]
@@ -66,7 +67,9 @@ class HyperConnections(nnx.Module):
     def __init__(self, config: cfg.ModelConfig):
         self.streams = config.mixer.streams
 
-    def start(self, store, state: Float[Array, "batch seq D"], y: Array) -> tuple[State, Array]:
+    def start(
+        self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
+    ) -> tuple[State, Array]:
         """Equal streams; the tokens' embedding will be written to all of them, without mixing."""
         held = store.hold(state)
         m, dtype = self.streams, jnp.result_type(held, jnp.float32)
@@ -77,11 +80,11 @@ class HyperConnections(nnx.Module):
     @jax.named_scope("residual")
     def advance(
         self,
-        store,
+        store: Stepwise,
         state: State,
         y: Float[Array, "batch y_seq vectors size"],
         site: nnx.Module,
-        index: int | Int[Array, ""],
+        index: Index,
     ) -> tuple[State, Read]:
         """Mix the streams and write y to them; read them with the coefficients that they give."""
         streams = _written(state, store.written(y, site.write))

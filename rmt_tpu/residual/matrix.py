@@ -134,10 +134,10 @@ class Store(nnx.Module):
         self,
         residual: Float[Array, "group seq own_D_k D_v"],
         y: Float[Array, "batch seq R D_v"],
-        store_keys: Float[Array, "R own_D_k"] | nnx.Param,
+        writer: Float[Array, "R own_D_k"] | nnx.Param,
     ) -> Float[Array, "group seq own_D_k D_v"]:
         """`X + w^T y`."""
-        return pallas_kernels.store(residual, store_keys[...], y, key_axis=_key_axis())
+        return pallas_kernels.store(residual, writer[...], y, key_axis=_key_axis())
 
     @jax.named_scope("residual")
     def read(

@@ -1,13 +1,118 @@
-"""What a mixer that keeps a bank of rows must have, as `rmt_tpu.execution.banked` asks for it."""
+"""What schedules and mixers ask of a store, and schedules of a mixer.
+
+A *store* holds what was written; an `Invertible` one can take a write back, and a `Stepwise` one
+gives the steps of its writes and reads. A *mixer* is `Carried`, by a state that goes from site to
+site, or `Banked`.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float, Shaped
 
+from pallas_kernels import Statistics
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import Index
+
+# A row is what a store holds of each token, and a bank has one after the other.
+Row = Float[Array, "batch seq *shape"]
+Bank = Float[Array, "_ batch seq *shape"]
+# What a core or the embedding has produced; of heads, it may be of other tokens than the residual.
+Written = Float[Array, "_ y_seq vectors size"]
+# How it is written, of the site after it.
+Writer = Float[Array, "..."] | nnx.Param | None
+
+
+@runtime_checkable
+class Store(Protocol):
+    """What one token's residual is, and how it is written and read.
+
+    Attributes:
+      dtype: that it is held in.
+      compute_dtype: of what is read.
+    """
+
+    dtype: DTypeLike
+    compute_dtype: DTypeLike
+
+    def start(
+        self,
+        tokens: Float[Array, "batch seq vectors size"],
+        positions: Float[Array, "batch_or_1 seq vectors size"] | None,
+    ) -> tuple[Float[Array, "group seq *shape"], Float[Array, "batch seq vectors size"]]:
+        """The residual before the first write, and what that is to be."""
+
+    def hold(self, residual: Float[Array, "group seq *shape"]) -> Shaped[Array, "group seq *shape"]:
+        """The residual in the dtype it is carried in."""
+
+    def write(
+        self, residual: Float[Array, "group seq *shape"], y: Written, writer: Writer
+    ) -> Float[Array, "group seq *shape"]:
+        """The residual with y in it."""
+
+    def read(
+        self, residual: Float[Array, "group seq *shape"], site: nnx.Module, dtype: DTypeLike
+    ) -> Read:
+        """What a site reads of it, with its norm."""
+
+    def add_and_read(
+        self, residual: Shaped[Array, "group seq *shape"], y: Written, site: nnx.Module
+    ) -> tuple[Shaped[Array, "group seq *shape"], Read]:
+        """Both, at one site, of a residual that is held."""
+
+
+@runtime_checkable
+class Invertible(Store, Protocol):
+    """A store whose residual before a write can be had from that after it."""
+
+    def read_with_statistics(
+        self, residual: Shaped[Array, "group seq *shape"], site: nnx.Module, dtype: DTypeLike
+    ) -> tuple[Read, Statistics]:
+        """What `add_and_read` has read of the residual that it left, and the norm's statistics."""
+
+    def undo(
+        self,
+        residual: Shaped[Array, "group seq *shape"],
+        y: Written,
+        site: nnx.Module,
+        z: Read,
+        statistics: Statistics,
+        d_residual: Float[Array, "group seq *shape"],
+        d_z: Read,
+    ) -> tuple[
+        Shaped[Array, "group seq *shape"], Float[Array, "group seq *shape"], Written, dict[str, Any]
+    ]:
+        """The residual that `add_and_read` was given, and cotangents of residual, y and site."""
+
+
+@runtime_checkable
+class Stepwise(Store, Protocol):
+    """A store that gives each step of a write and of a read."""
+
+    def written(self, y: Written, writer: Writer) -> Row:
+        """What a write adds."""
+
+    def norm_of(self, residual: Row, site: nnx.Module, dtype: DTypeLike) -> Row:
+        """A read's first step."""
+
+    def project(self, x: Row, site: nnx.Module) -> Read:
+        """Its second."""
+
+
+@runtime_checkable
+class Carried(Protocol):
+    """A mixer that carries a state from site to site."""
+
+    def start(
+        self, store: Store, state: Float[Array, "group seq *shape"], y: Written
+    ) -> tuple[Any, Written]:
+        """Its state before the first write, and that write, from what `Store.start` gives."""
+
+    def advance(
+        self, store: Store, state: Any, y: Written, site: nnx.Module, index: Index
+    ) -> tuple[Any, Read]:
+        """At a site with `index` sublayers before it: the state with y in it, and what is read."""
 
 
 class Grouping(NamedTuple):
@@ -39,6 +144,7 @@ class At(NamedTuple):
     group: Index
 
 
+@runtime_checkable
 class Banked(Protocol):
     """A mixer whose sites read rows of a bank.
 
@@ -62,56 +168,42 @@ class Banked(Protocol):
         `sites` are of each stack those of its period, stacked over repeats.
         """
 
-    def prior(
-        self,
-        scores: Float[Array, "sites *scored"],
-        bank: Float[Array, "rows batch seq *shape"],
-        count: Index,
-    ) -> Any:
+    def prior(self, scores: Float[Array, "sites *scored"], bank: Bank, count: Index) -> Any:
         """Phase one: what the first `count` rows give to each site of a group."""
 
     def prior_backward(
         self,
         scores: Float[Array, "sites *scored"],
-        bank: Float[Array, "rows batch seq *shape"],
+        bank: Bank,
         count: Index,
         prior: Any,
         d_prior: Any,
-        d_bank: Float[Array, "rows batch seq *shape"],
-    ) -> tuple[Float[Array, "sites *scored"], Float[Array, "rows batch seq *shape"]]:
+        d_bank: Bank,
+    ) -> tuple[Float[Array, "sites *scored"], Bank]:
         """Cotangents of what `prior` was given, that of the bank added to `d_bank`."""
 
     def read(
         self,
-        store: nnx.Module,
+        store: Store,
         site: nnx.Module,
         score: Float[Array, "*scored"],
         prior: Any,
-        rows: Float[Array, "own_rows batch seq *shape"] | None,
-        current: Float[Array, "batch seq *shape"],
+        rows: Bank | None,
+        current: Row,
         at: At,
-    ) -> tuple[Any, Float[Array, "batch seq *shape"], Read]:
+    ) -> tuple[Any, Row, Read]:
         """Phase two at one site: prior and running sum as passed on, and what the core gets.
 
         `rows` are those of the group, of which the sealed ones count; None where it is closed.
         """
 
     def seal(
-        self,
-        site: nnx.Module,
-        rows: Float[Array, "own_rows batch seq *shape"] | None,
-        current: Float[Array, "batch seq *shape"],
-        at: At,
-    ) -> tuple[Float[Array, "own_rows batch seq *shape"] | None, Float[Array, "batch seq *shape"]]:
+        self, site: nnx.Module, rows: Bank | None, current: Row, at: At
+    ) -> tuple[Bank | None, Row]:
         """After the sublayer's write: rows and running sum; a row that is complete is put there.
 
         `site` is the one before the sublayer.
         """
 
-    def final(
-        self,
-        store: nnx.Module,
-        bank: Float[Array, "rows batch seq *shape"],
-        final_site: nnx.Module,
-    ) -> Read:
+    def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """What the unembedding gets: the last mix, over all rows."""

@@ -110,22 +110,22 @@ class Store(nnx.Module):
         self,
         residual: Float[Array, "batch seq D"],
         y: Float[Array, "batch y_seq vectors size"],
-        write: Float[Array, "heads_width D"] | nnx.Param | None,
+        writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq D"]:
         """`h + W_O y`, or `h + y` where the vector itself is written."""
-        return residual + self.written(y, write).astype(residual.dtype)
+        return residual + self.written(y, writer).astype(residual.dtype)
 
     def written(
         self,
         y: Float[Array, "batch y_seq vectors size"],
-        write: Float[Array, "heads_width D"] | nnx.Param | None,
+        writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq D"]:
         """What a write adds."""
         y = y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
-        if write is None:
+        if writer is None:
             return y
         with jax.named_scope("projection"):
-            write = sharding.gather(write[...].astype(y.dtype), "fsdp", axis=1)
+            write = sharding.gather(writer[...].astype(y.dtype), "fsdp", axis=1)
             # Of own heads, for the tokens of all devices of `tensor`.
             return sharding.scatter_sum(jnp.dot(y, write), "tensor", axis=1)
 

@@ -4,7 +4,7 @@
 """
 
 CORE_CONFIG = '''@dataclass(frozen=True)
-class Average(Checked):
+class Average(Computes):
     """A token gets the mean of what the tokens up to it have read, over the whole window."""
 
     kind: ClassVar[str] = "average"
