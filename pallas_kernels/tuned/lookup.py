@@ -113,6 +113,7 @@ class Look:
             self.tokens,
             items(fields(self.chosen)),
             self.source,
+            table=self.table,
         )
 
 

@@ -44,6 +44,7 @@ class Entry:
       implementation: that wins here, where that is not the kernel that the entry is of; on a GPU.
       versions: of what compiled and measured, by name.
       date: of the search, as YYYY-MM-DD.
+      table: that it was taken from, where a run keeps it.
     """
 
     device: str
@@ -59,6 +60,7 @@ class Entry:
     implementation: str | None = None
     versions: Items = ()
     date: str = ""
+    table: str = ""
 
     @property
     def identity(self) -> tuple[str, str, Items, int]:
@@ -159,7 +161,7 @@ def _entry(value: Any) -> Entry:
         if not isinstance(times, list) or not all(_is_time(t) for t in times):
             raise ValueError(f"{name}={times!r}")
         made[name] = tuple(times)
-    for name in ("implementation", "date"):
+    for name in ("implementation", "date", "table"):
         if name in value and not isinstance(value[name], str):
             raise ValueError(f"{name}={value[name]!r}")
     return Entry(**(value | made))

@@ -80,13 +80,15 @@ def initialize(
       UsageError: `member` cannot be, or the timeout is not positive.
       RunError: some are missing when the time is over, or do not fit together.
     """
+    from rmt_tpu import kernel_tables
+
     global _timeout, _watch
     roll_call.check(member)
     if not timeout > 0:
         raise UsageError(f"--distributed_timeout={timeout:g} must be positive")
     started = time.monotonic()
     versions = f"Python {platform.python_version()} with jax {jax.__version__}"
-    roll_call.hold(member, versions, timeout)
+    roll_call.hold(member, versions, timeout, kernel_tables.known())
     # Its handler would take SIGTERM, which the training loop answers with a checkpoint.
     jax.config.update("jax_enable_preemption_service", False)
     loopback = roll_call.is_loopback(member.host_and_port()[0])

@@ -60,13 +60,24 @@ def check(member: Member) -> None:
         )
 
 
-def hold(member: Member, versions: str, timeout: int | float) -> None:
+class Tables(NamedTuple):
+    """Tables of block sizes, by which programs differ: a hash of them, and the user's file."""
+
+    fingerprint: str = ""
+    file: str | None = None
+
+
+_NO_TABLES = Tables()
+
+
+def hold(member: Member, versions: str, timeout: int | float, tables: Tables = _NO_TABLES) -> None:
     """Returns once every process is there.
 
     Args:
       member: this process.
       versions: what must be the same on all, in words.
       timeout: in seconds, from now.
+      tables: whose hash must be the same on all.
 
     Raises:
       RunError: some are missing when the time is over, or do not fit together; or process 0 cannot
@@ -78,6 +89,7 @@ def hold(member: Member, versions: str, timeout: int | float) -> None:
         "of": member.num_processes,
         "versions": versions,
         "host": socket.gethostname(),
+        "tables": tables,
     }
     if member.process_id == 0:
         _Caller(member, hello, timeout).call(deadline)
@@ -168,6 +180,14 @@ class _Caller:
             self._give_up(
                 f"process {process} on {hello['host']} runs {hello['versions']} and process 0 "
                 f"{self._hello['versions']}; install the same everywhere",
+                connection,
+            )
+        theirs, own = Tables(*hello["tables"]), Tables(*self._hello["tables"])
+        if theirs.fingerprint != own.fingerprint:
+            self._give_up(
+                f"process {process} on {hello['host']} has other block sizes for kernels, with "
+                f"{theirs.file or 'no file'}, than process 0, with {own.file or 'no file'}; give "
+                "all the same RMT_TPU_TUNED, in one version of rmt_tpu",
                 connection,
             )
         self._there[process] = connection, hello

@@ -121,6 +121,14 @@ class Folder(ABC):
         """
 
     @abstractmethod
+    def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
+        """A whole file in place of the one of this generation, which was read before.
+
+        Returns:
+          Whether the file is there with this very content: False if another writer was quicker.
+        """
+
+    @abstractmethod
     def append(self, name: str, data: bytes) -> None:
         """More bytes at the end of a file, all or none of them. One writer at a time."""
 

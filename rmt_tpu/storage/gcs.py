@@ -126,6 +126,15 @@ class GcsFolder(Folder):
                 found = self.read(name)
                 return found is not None and found.data == data
 
+    def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
+        with _told(self._of(name)):
+            try:
+                self._upload(self._blob(name), data, if_generation_match=generation)
+                return True
+            except PreconditionFailed:  # perhaps by itself, after an answer was lost
+                found = self.read(name)
+                return found is not None and found.data == data
+
     def append(self, name: str, data: bytes) -> None:
         with _told(self._of(name)):
             whole = self._bucket.get_blob(self._key(name), **_patience())

@@ -77,6 +77,13 @@ class LocalFolder(Folder):
                     return True
             return bytes(self._kv.read(name).result().value) == data
 
+    def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
+        with self._told(name):
+            # A refused write does not raise: it has no generation.
+            if self._kv.write(join(name), data, if_equal=generation).result().generation:
+                return True
+            return bytes(self._kv.read(name).result().value) == data
+
     def append(self, name: str, data: bytes) -> None:
         path = self.local_path / join(name)
         with self._told(name):

@@ -17,7 +17,7 @@ from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import lease, room, signals, workdir
+from rmt_tpu.training import kernel_blocks, lease, room, signals, workdir
 from rmt_tpu.training.evaluation import HeldOutLoss, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.growth import restore_grown
@@ -73,7 +73,7 @@ def train(
     wants_board(config.train.tensorboard)
     config = resolve_dtypes(config)
     progress = TrainingProgress(config.train.steps, label, show=processes.is_first())
-    with progress, memory.told_if_out(memory.TRAIN_ADVICE):
+    with progress, memory.told_if_out(memory.TRAIN_ADVICE), contextlib.ExitStack() as stack:
         run = prepare(config, sharding.make_mesh(config.train.mesh))
         progress.say(f"{label}: {_introduction(config, run)}")
         room.check(config, run)
@@ -90,6 +90,7 @@ def train(
             progress.say(note)
         checkpoints = _checkpointer(folder, config, progress)
         progress.doing("compiling")
+        blocks = stack.enter_context(kernel_blocks.kept(folder, progress.say, anew=opened.anew))
         start = _restore_or_init(config, run, folder, checkpoints, tokenizer, data_checksum)
         if start.step:
             progress.say(f"resuming {folder} from step {start.step}")
@@ -98,14 +99,15 @@ def train(
                 set_aside(folder)
             workdir.write_config(folder, config, [] if opened.anew else opened.changes)
             tokenizer.save(folder)
-        with contextlib.ExitStack() as stack:
-            if processes.is_first():
-                stack.enter_context(lease.held(folder, progress.say))
-            side_files = stack.enter_context(
-                SideFiles(folder, start.step, config.train.tensorboard, progress.say)
-            )
-            loop = _Loop(config, run, datasets, tokenizer, checkpoints, side_files, progress, start)
-            return loop.run(profile_steps, folder, all_is_saved)
+        if processes.is_first():
+            stack.enter_context(lease.held(folder, progress.say))
+        side_files = stack.enter_context(
+            SideFiles(folder, start.step, config.train.tensorboard, progress.say)
+        )
+        loop = _Loop(
+            config, run, datasets, tokenizer, checkpoints, side_files, blocks, progress, start
+        )
+        return loop.run(profile_steps, folder, all_is_saved)
 
 
 def _introduction(config: RunConfig, run: Run) -> str:
@@ -204,11 +206,13 @@ class _Loop:
         tokenizer: data.Tokenizer,
         checkpoints: Checkpointer,
         side_files: SideFiles,
+        blocks: kernel_blocks.KernelBlocks,
         progress: TrainingProgress,
         start: _Start,
     ):
         self.config, self.model, self.datasets, self.tokenizer = config, run, datasets, tokenizer
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
+        self.blocks = blocks
         self.state, self.step, self.windows_read = start
         self.data_checksum = datasets.train.checksum()
         self.throughput = Throughput(config, run.mesh)
@@ -287,6 +291,7 @@ class _Loop:
         started = time.monotonic()
         batch = self._batch_at(self.windows_read)
         step = jax.jit(self.model.step, donate_argnums=0).lower(self.state, batch).compile()
+        self.blocks.write()
         self.progress.say(f"compiled the train step in {time.monotonic() - started:.1f} s")
         return step
 

@@ -155,9 +155,11 @@ def load(workdir: Location, step: int | None = None):
     """
     from flax import nnx
 
+    from rmt_tpu import kernel_tables
     from rmt_tpu.decoder import Decoder
     from rmt_tpu.training.growth import restore_grown
 
+    kernel_tables.use_storage()
     config = read_config(workdir)
     folder = open_folder(workdir)
     graphdef, abstract = nnx.split(

@@ -220,7 +220,7 @@ def test_a_program_for_a_tpu_takes_that_tpus_entry_whatever_machine_compiles_it(
     table = Table("mine", (entry(),))
     (look,) = lowered_blocks("TPU v5 lite", table)
     assert (look.chosen, look.source, look.table) == (BLOCKS, "estimated", "mine")
-    assert look.entry() == entry()
+    assert look.entry() == entry(table="mine")
     (look,) = lowered_blocks("TPU v6 lite", table)
     assert (look.chosen, look.source) == (default(), "heuristic")
     # What was traced without a table is traced again with one, and the other way round.

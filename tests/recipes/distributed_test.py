@@ -249,10 +249,10 @@ def test_the_others_end_as_one_does(code, others, monkeypatch, capsys):
 # The roll call -------------------------------------------------------------------------------
 
 
-def outcome(member: Member, timeout: float, versions: str = "same") -> str:
+def outcome(member: Member, timeout: float, versions: str = "same", tables=()) -> str:
     """What the roll call says to one process: its error, or "all there"."""
     try:
-        roll_call.hold(member, versions, timeout)
+        roll_call.hold(member, versions, timeout, roll_call.Tables(*tables))
     except RunError as error:
         assert "\n" not in str(error)
         return str(error)
@@ -264,12 +264,12 @@ SHORT, LONG = 3.0, 300.0
 
 
 def outcomes(*calls: tuple, timeout: float = LONG) -> list[str]:
-    """The same for processes that call at the same time: (count, id) and maybe versions."""
+    """The same for processes that call at the same time: (count, id), maybe versions, tables."""
     coordinator = f"127.0.0.1:{free_port()}"
     found: list[str] = [""] * len(calls)
 
-    def call(number: int, count: int, process: int, *versions: str) -> None:
-        found[number] = outcome(Member(coordinator, count, process), timeout, *versions)
+    def call(number: int, count: int, process: int, *own) -> None:
+        found[number] = outcome(Member(coordinator, count, process), timeout, *own)
 
     threads = [threading.Thread(target=call, args=(n, *c)) for n, c in enumerate(calls)]
     for thread in threads:
@@ -311,6 +311,14 @@ def test_two_of_the_same_number():
 def test_other_versions():
     told = outcomes((2, 0, "jax 1"), (2, 1, "jax 2"))
     assert all("runs jax 2 and process 0 jax 1" in line for line in told), told
+
+
+def test_other_block_sizes():
+    told = outcomes((2, 0, "same", ("a", "gs://b/tuned.json")), (2, 1, "same", ("b", None)))
+    words = (
+        "has other block sizes for kernels, with no file, than process 0, with gs://b/tuned.json"
+    )
+    assert all(words in line for line in told), told
 
 
 def test_a_taken_port_and_a_stranger():

@@ -90,6 +90,14 @@ class TestFiles:
 
         at_once(lambda index: write(index) if index == 0 else read(index), 3)
 
+    def test_a_file_is_replaced_only_as_it_was_read(self, folder):
+        folder.write("a", b"1")
+        old = folder.read("a").generation
+        assert folder.replace("a", b"2", generation=old)
+        assert not folder.replace("a", b"3", generation=old)
+        assert folder.replace("a", b"2", generation=old)  # said twice: its answer was lost
+        assert content(folder, "a") == b"2"
+
     def test_generations_are_of_the_file_as_it_was_read(self, folder):
         folder.write("a", b"1")
         first = folder.read("a").generation

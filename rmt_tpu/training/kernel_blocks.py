@@ -1,0 +1,77 @@
+"""A run keeps the block sizes of its kernels, so that another table does not change its curve."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from pallas_kernels import tuned
+from rmt_tpu import kernel_tables
+from rmt_tpu.distributed import processes
+from rmt_tpu.errors import RunError
+from rmt_tpu.storage import Folder
+
+FILE = "kernel_blocks.json"
+
+
+class KernelBlocks:
+    """What the kernels of a run are compiled with, in its folder.
+
+    Args:
+      folder: of the run.
+      say: prints a line.
+      own: what is in the folder.
+      looks: grows as kernels are traced.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        say: Callable[[str], None],
+        own: tuned.Table,
+        looks: list[tuned.Look],
+    ):
+        self._folder, self._say, self._own, self._looks = folder, say, own, looks
+
+    def write(self) -> None:
+        """Adds what has been looked up since, on the first process; never the end of a run."""
+        known = {entry.identity for entry in self._own.entries}
+        new = [e for e in (look.entry() for look in self._looks) if e.identity not in known]
+        if not new or not processes.is_first():
+            return
+        self._own = self._own.merged(new)
+        try:
+            self._folder.write(FILE, self._own.text().encode())
+        except RunError as error:
+            self._say(f"note: block sizes of kernels are not kept: {error}; the run goes on")
+        if found := [e for e in new if e.source != "heuristic"]:
+            names = ", ".join(dict.fromkeys(f"{e.kernel} ({e.source})" for e in found))
+            self._say(f"block sizes of tables, kept in {self._folder}/{FILE}: {names}")
+
+
+@contextlib.contextmanager
+def kept(folder: Folder, say: Callable[[str], None], *, anew: bool) -> Iterator[KernelBlocks]:
+    """Kernels within take the run's own blocks where it has any, on all processes the same.
+
+    Args:
+      folder: of the run.
+      say: prints a line.
+      anew: the run begins again, and its blocks are not kept.
+    """
+    kernel_tables.use_storage()
+    text = ""
+    if processes.is_first():
+        if anew:
+            folder.delete(FILE)
+        text = _read(folder, say).text()
+    own = tuned.parse(processes.from_first(text, "block sizes of kernels"), FILE, exact=True)
+    with tuned.tuned(own), tuned.collecting() as looks:
+        yield KernelBlocks(folder, say, own, looks)
+
+
+def _read(folder: Folder, say: Callable[[str], None]) -> tuned.Table:
+    found = folder.read(FILE)
+    if found is None:
+        return tuned.Table(FILE)
+    table = tuned.parse(found.data, f"{folder}/{FILE}")
+    for fault in table.faults[:1]:
+        say(f"note: {fault}; those block sizes are chosen again")
+    return table
