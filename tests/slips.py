@@ -96,10 +96,11 @@ _streams = _of(
 _RESIDUAL = (
     _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/decoder_test.py::test_storage_starts_smaller_by_depth")("self.position_keys = keys(rngs, rank, self.key_dim, std=rank**-0.5)", "self.position_keys = keys(rngs, rank, self.key_dim, std=1.0)"),
     _matrix("return jnp.broadcast_to(written, shape), tokens", "return jnp.zeros(shape, tokens.dtype), tokens"),
-    _vector("return residual + self.written(y, write)", "return self.written(y, write)"),
+    _vector("return residual + self.written(y, writer)", "return self.written(y, writer)"),
     _depth("return query if self.key_gain is None else query * self.key_gain[...]", "return query"),
     _depth("return sublayer // self.block + 1", "return sublayer // self.block"),
     _depth("active = at.sublayer % self.block > 0", "active = at.sublayer % self.block > 1"),
+    _of("rmt_tpu/residual/depth_ablations.py", f"{_MODEL}/residual/counts_test.py")("return every if window is None else [0, *every[1:][-window:]]", "return every"),
     _dense("matrix = jnp.eye(self.num_rows", "matrix = jnp.ones(2 * (self.num_rows,)"),
     _lstm("cell = state.kept + state.admitted * written", "cell = state.kept + written"),
     _highway("return State(closed * h + added, None), z", "return State(h + added, None), z"),

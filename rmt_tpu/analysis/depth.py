@@ -7,8 +7,8 @@ sublayer writes to the residual):
 - residual: the same of the residual that it was added to, the write included. With attention over
   depth that is the running sum of a block, which starts anew after each (with Full AttnRes, at
   each write);
-- gradient: the root mean square of `dLoss / d(write)`, with the loss summed over a batch's tokens
-  (nats), so that its size does not depend on the batch's.
+- gradient: the root mean square of `dLoss / d(write)`, with the cross-entropy summed over a batch's
+  tokens (nats), so that its size does not depend on the batch's.
 
 And for each site of a mixer with weights over depth, the mean over tokens and heads of the weight
 of each source: `alpha` of Attention Residuals, `a_ij` of DenseFormer.
@@ -18,7 +18,7 @@ is added to every write, and its gradient is that of the write.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,28 +33,10 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores import causal
 from rmt_tpu.data import Batch
 from rmt_tpu.decoder import Decoder
-from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import Stepwise, Store
+from rmt_tpu.residual.protocols import DepthWeights, Stepwise, Store, Unstacked
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.loss import Loss, next_token_loss
 from rmt_tpu.training.plots import line_style, save_picture
-
-
-@dataclass(frozen=True)
-class DepthWeights:
-    """Mean weights of sources.
-
-    Attributes:
-      sites: who reads: sublayers ("A1", "F1", "A2", ...) and the unembedding ("U"), or layers.
-      sources: what is read: the embedding ("E"), and sublayers, blocks or layers.
-      mean: by site and source; None where the site does not see the source.
-      signed: whether weights may be negative.
-    """
-
-    sites: list[str]
-    sources: list[str]
-    mean: list[list[float | None]]
-    signed: bool
 
 
 @dataclass(frozen=True)
@@ -112,7 +94,7 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
     return DepthProfile(
         tokens=round(tokens),
         loss=float(total["loss"]) / tokens,
-        writes=_names(config)[0],
+        writes=["E", *_names(config)],
         output=rms("output"),
         residual=rms("residual") or None,
         gradient=rms("gradient"),
@@ -193,20 +175,16 @@ def unrolled(
       taps: what is added to each write, of the residual's shape and dtype.
       segment_ids: which document a token is of; None is one a row.
     """
-    config = decoder.config
     context = causal(tokens.shape[1], None, segment_ids)
     embedded = decoder.embedding(tokens, context.query_positions, decoder.dtype)
     store = _TappedStore(decoder.store, taps)
     state, y = store.start(*embedded)
     sublayers = _sublayers(decoder, context)
-    weights: list[Array] = []
-    match config.mixer.kind:
-        case "full_attention" | "block_attention":
-            z = _attend(decoder, sublayers, store, state, y, weights.append)
-        case "dense":
-            z = _add_layers(decoder, sublayers, store, state, y)
-        case _:
-            z = _advance(decoder, sublayers, store, state, y)
+    if decoder.config.mixer.banked:
+        unrolled = decoder.mixer.unrolled
+        z, weights = unrolled(store, state, y, sublayers, decoder.final_site)
+    else:
+        z, weights = _advance(decoder, sublayers, store, state, y), ()
     return Trace(z.whole, tuple(store.outputs), tuple(store.residuals), tuple(weights))
 
 
@@ -244,15 +222,7 @@ class _TappedStore:
         return written
 
 
-class _Sublayer(NamedTuple):
-    """`core` between the site that reads for it and the writer of what it gives."""
-
-    site: Any
-    core: Callable[[Read], Array]
-    writer: Any
-
-
-def _sublayers(decoder, context) -> list[_Sublayer]:
+def _sublayers(decoder, context) -> list[Unstacked]:
     unstacked = []
     for stack, of_stack in zip(decoder.stacks, decoder.config.stacks, strict=True):
         graphdef, stacked = nnx.split(stack)
@@ -260,7 +230,7 @@ def _sublayers(decoder, context) -> list[_Sublayer]:
             unstacked += nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], stacked))
     writers = [one.site.writer for one in unstacked[1:]] + [decoder.final_site.writer]
     return [
-        _Sublayer(one.site, partial(one.core, context=context, index=jnp.int32(k)), writer)
+        Unstacked(one.site, partial(one.core, context=context, index=jnp.int32(k)), writer)
         for k, (one, writer) in enumerate(zip(unstacked, writers, strict=True))
     ]
 
@@ -275,125 +245,18 @@ def _advance(decoder, sublayers, store, state, y):
     return mixer.advance(store, state, y, decoder.final_site, len(sublayers))[1]
 
 
-def _add_layers(decoder, sublayers, store, state, y):
-    """DenseFormer: a layer reads a weighted sum of what layers gave, and gives its residual."""
-    matrix = decoder.mixer.matrix()
-    given = [store.write(store.hold(state), y, sublayers[0].site.writer)]
-    read = lambda row: sum(a * x for a, x in zip(row, given, strict=False))
-    for layer, row in zip(range(0, len(sublayers), 2), matrix, strict=False):
-        residual = read(row)
-        for site, core, writer in sublayers[layer : layer + 2]:
-            y = core(store.read(residual, site, store.compute_dtype))
-            residual = store.write(residual, y, writer)
-        given.append(residual)
-    return store.read(read(matrix[-1]), decoder.final_site, store.compute_dtype)
-
-
-def _attend(decoder, sublayers, store, state, y, record):
-    """Attention over depth: equations 2 to 6 of Attention Residuals, and its ablations."""
-    config = decoder.config
-    size, sources = config.mixer.sublayers_a_block(config.num_sublayers), _sources(config)
-    complete = [store.write(store.hold(state), y, sublayers[0].site.writer)]
-    running = jnp.zeros_like(complete[0])
-
-    def read(k, site):
-        values = jnp.stack([[*complete, running][source] for source in sources[k]])
-        logits = decoder.mixer.logits if config.mixer.query == "scalars" else None
-        if logits is not None:
-            start = sum(map(len, sources[:k]))
-            logits = logits[...][start : start + len(values)]
-        weights = _weights(config.mixer, site.mix, values, logits)
-        record(weights)
-        parts = values.reshape(*weights.shape, -1)
-        h = jnp.sum(weights[..., None] * parts, axis=0).reshape(running.shape)
-        return store.read(h, site, store.compute_dtype)
-
-    for k, (site, core, writer) in enumerate(sublayers):
-        running = store.write(running, core(read(k, site)), writer)
-        if (k + 1) % size == 0 or k + 1 == len(sublayers):
-            complete.append(running)
-            running = jnp.zeros_like(running)
-    return read(len(sublayers), decoder.final_site)
-
-
-def _sources(config: cfg.ModelConfig) -> list[list[int]]:
-    """What each site sees, oldest first: the embedding is 0, and block n is n, complete or not."""
-    sublayers = config.num_sublayers
-    size = config.mixer.sublayers_a_block(sublayers)
-    window = getattr(config.mixer, "window", None)
-    found = []
-    for site in range(sublayers + 1):
-        newest = -(-site // size)
-        oldest = 1 if window is None else max(1, newest + 1 - window)
-        found.append([0, *range(oldest, newest + 1)])
-    return found
-
-
-def _weights(
-    mixer: cfg.FullAttention | cfg.BlockAttention,
-    mix: nnx.Module,
-    values: Float[Array, "sources batch seq *shape"],
-    logits: Float[Array, " sources"] | None,
-) -> Float[Array, "sources batch seq heads"]:
-    """Of one site; `logits` are learned ones, or None."""
-    flat = values.reshape(*values.shape[:3], -1)
-    mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
-    normed = flat * jax.lax.rsqrt(mean_square + mixer.epsilon)
-    if logits is None:
-        query = mix.folded().reshape(-1)
-        if mixer.query == "input":
-            projected = jnp.dot(normed[-1], mix.project[...])
-            gained = 1 if mix.key_gain is None else mix.key_gain[...].reshape(-1)
-            query = query + gained * projected
-        products = query * (normed if mixer.key_norm else flat)
-        logits = products.reshape(*flat.shape[:3], mixer.num_heads, -1).sum(-1)
-    else:
-        logits = jnp.broadcast_to(logits[:, None, None, None], (*flat.shape[:3], 1))
-    return jax.nn.sigmoid(logits) if mixer.weights == "sigmoid" else jax.nn.softmax(logits, axis=0)
-
-
 # Weights over depth --------------------------------------------------------------------------
 
 
-def _names(config: cfg.ModelConfig) -> tuple[list[str], list[str]]:
-    """Of the writes, and of the sites."""
-    sublayers = [f"{core.letter}{1 + k // 2}" for k, core in enumerate(config.sublayers)]
-    return ["E", *sublayers], [*sublayers, "U"]
+def _names(config: cfg.ModelConfig) -> list[str]:
+    """Of the sublayers."""
+    return [f"{core.letter}{1 + k // 2}" for k, core in enumerate(config.sublayers)]
 
 
 def _depth_weights(decoder: Decoder, means: list[np.ndarray]) -> DepthWeights | None:
-    config = decoder.config
-    match config.mixer.kind:
-        case "dense":
-            return _dense_weights(decoder.mixer)
-        case "full_attention" | "block_attention":
-            return _attention_weights(config, means)
-    return None
-
-
-def _dense_weights(mixer) -> DepthWeights:
-    """The learned numbers themselves: row i is what layer i + 1 reads, the last the unembedding."""
-    matrix, learned = np.asarray(mixer.matrix()), np.asarray(mixer.learned)
-    there = learned | np.eye(len(matrix), dtype=bool)
-    layers = [str(1 + layer) for layer in range(len(matrix) - 1)]
-    mean = [
-        [float(w) if shown else None for w, shown in zip(*row, strict=True)]
-        for row in zip(matrix, there, strict=True)
-    ]
-    return DepthWeights([*layers, "U"], ["E", *layers], mean, signed=True)
-
-
-def _attention_weights(config: cfg.ModelConfig, means: list[np.ndarray]) -> DepthWeights:
-    """A block that is not complete has the column of the one it becomes."""
-    writes, sites = _names(config)
-    seen = _sources(config)
-    mean: list[list[float | None]] = [[None] * (1 + seen[-1][-1]) for _ in sites]
-    for row, indices, weights in zip(mean, seen, means, strict=True):
-        for source, weight in zip(indices, weights, strict=True):
-            row[source] = float(weight)
-    blocks = config.mixer.sublayers_a_block(config.num_sublayers) > 1
-    sources = ["E", *(f"B{n}" for n in range(1, len(mean[0])))] if blocks else writes
-    return DepthWeights(sites, sources, mean, signed=False)
+    if not decoder.config.mixer.banked:
+        return None
+    return decoder.mixer.depth_weights(_names(decoder.config), means)
 
 
 # Showing -------------------------------------------------------------------------------------

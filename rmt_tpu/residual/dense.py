@@ -20,7 +20,17 @@ from jaxtyping import Array, Bool, Float
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import At, Bank, Grouping, Index, Row, Store
+from rmt_tpu.residual.protocols import (
+    At,
+    Bank,
+    DepthWeights,
+    Grouping,
+    Index,
+    Row,
+    Store,
+    Unstacked,
+    Written,
+)
 
 
 class Dense(nnx.Module):
@@ -118,6 +128,39 @@ class Dense(nnx.Module):
         """What the unembedding reads: Y_L."""
         residual = _mix(self.matrix()[-1:], bank, jnp.ones(self.num_rows, bool))[0]
         return store.read(residual, final_site, store.compute_dtype)
+
+    def unrolled(
+        self,
+        store: Store,
+        state: Float[Array, "batch seq *shape"],
+        y: Written,
+        sublayers: Sequence[Unstacked],
+        final_site: nnx.Module,
+    ) -> tuple[Read, tuple]:
+        """All layers one by one: see `protocols.Banked`. Weights are not of tokens."""
+        matrix = self.matrix()
+        given = [store.write(store.hold(state), y, sublayers[0].site.writer)]
+        read = lambda row: sum(a * x for a, x in zip(row, given, strict=False))
+        for layer, row in zip(range(0, len(sublayers), 2), matrix, strict=False):
+            residual = read(row)
+            for site, core, writer in sublayers[layer : layer + 2]:
+                y = core(store.read(residual, site, store.compute_dtype))
+                residual = store.write(residual, y, writer)
+            given.append(residual)
+        return store.read(read(matrix[-1]), final_site, store.compute_dtype), ()
+
+    def depth_weights(
+        self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
+    ) -> DepthWeights:
+        """a_ij itself: row i is what layer i + 1 reads, the last the unembedding."""
+        matrix, learned = np.asarray(self.matrix()), np.asarray(self.learned)
+        there = learned | np.eye(len(matrix), dtype=bool)
+        layers = [str(1 + layer) for layer in range(self.num_layers)]
+        mean = [
+            [float(w) if shown else None for w, shown in zip(*row, strict=True)]
+            for row in zip(matrix, there, strict=True)
+        ]
+        return DepthWeights([*layers, "U"], ["E", *layers], mean, signed=True)
 
 
 @jax.named_scope("residual")

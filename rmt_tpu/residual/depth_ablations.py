@@ -47,20 +47,11 @@ class DepthAblation(depth_attention.DepthAttention):
 
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
         super().__init__(config)
-        sites = range(config.num_sublayers + 1)
-        # Static, and a tuple: the sources of each site.
-        self.sources = tuple(self._num_sources(k) for k in sites)
         scalars = config.mixer.query == "scalars"
-        shape = (sum(self.sources),)
+        shape = (sum(len(self.seen(k)) for k in range(config.num_sublayers + 1)),)
         self.logits = (
             parameter(rngs, shape, std=0.0, role="gain", axes=("source",)) if scalars else None
         )
-
-    def _num_sources(self, site: int) -> int:
-        """The embedding, the complete blocks, and a running sum if there is one."""
-        if site == self.num_sublayers:
-            return self.num_rows
-        return site // self.block + 1 + (site % self.block > 0)
 
     # One group, whose rows are the whole bank.
 
@@ -78,12 +69,12 @@ class DepthAblation(depth_attention.DepthAttention):
         return super().scores(sites) if self.logits is None else self._table()[:-1]
 
     def _table(self) -> Float[Array, "sites sources"]:
-        """The learned logits; behind a site's last source, that one's again."""
-        starts = [sum(self.sources[:k]) for k in range(len(self.sources))]
-        places = [
-            [start + min(i, count - 1) for i in range(self.num_rows + 1)]
-            for start, count in zip(starts, self.sources, strict=True)
-        ]
+        """The learned logits; in place of a source that a site does not see, that of its last."""
+        places, start = [], 0
+        for k in range(self.num_sublayers + 1):
+            of_source = {source: start + i for i, source in enumerate(self.seen(k))}
+            start += len(of_source)
+            places.append([of_source.get(i, start - 1) for i in range(self.num_rows + 1)])
         return self.logits[...][jnp.asarray(places)]
 
     def prior(self, scores: Float[Array, "sites scored"], bank: Bank, count: Index) -> None:
@@ -182,6 +173,35 @@ class DepthAblation(depth_attention.DepthAttention):
         square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
         mean_square = sharding.total(square, "key") / (x.shape[-1] * sharding.axis_size("key"))
         return x * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
+
+    # For analysis --------------------------------------------------------------------------------
+
+    def seen(self, site: int) -> list[int]:
+        """Of a window: the embedding and the last ones."""
+        every, window = super().seen(site), getattr(self.mixer, "window", None)
+        return every if window is None else [0, *every[1:][-window:]]
+
+    def plain_weights(
+        self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
+    ) -> Float[Array, "sources batch seq heads"]:
+        """Of the site before sublayer `index`, over the sources that it sees."""
+        flat = values.reshape(*values.shape[:3], -1)
+        mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
+        normed = flat * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
+        if self.logits is not None:
+            logits = self._table()[index][jnp.asarray(self.seen(index))]
+            logits = jnp.broadcast_to(logits[:, None, None, None], (*flat.shape[:3], 1))
+        else:
+            query = site.mix.folded().reshape(-1)
+            if self.mixer.query == "input":
+                projected = jnp.dot(normed[-1], site.mix.project[...])
+                gained = 1 if site.mix.key_gain is None else site.mix.key_gain[...].reshape(-1)
+                query = query + gained * projected
+            products = query * (normed if self.mixer.key_norm else flat)
+            logits = products.reshape(*flat.shape[:3], self.mixer.num_heads, -1).sum(-1)
+        if self.mixer.weights == "sigmoid":
+            return jax.nn.sigmoid(logits)
+        return jax.nn.softmax(logits, axis=0)
 
 
 def _flat(rows: Float[Array, "rows batch seq *shape"]) -> Float[Array, "rows batch seq D"]:

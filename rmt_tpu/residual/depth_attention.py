@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -24,7 +25,17 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import gain, parameter
-from rmt_tpu.residual.protocols import At, Bank, Grouping, Index, Row, Store
+from rmt_tpu.residual.protocols import (
+    At,
+    Bank,
+    DepthWeights,
+    Grouping,
+    Index,
+    Row,
+    Store,
+    Unstacked,
+    Written,
+)
 
 
 class Prior(NamedTuple):
@@ -240,6 +251,61 @@ class DepthAttention(nnx.Module):
         rows = jax.lax.dynamic_update_index_in_dim(rows, row, own, 0)
         empty = jnp.zeros_like(current)
         return rows, empty if self.block == 1 else jnp.where(sealed, empty, current)
+
+    # For analysis --------------------------------------------------------------------------------
+
+    def unrolled(
+        self,
+        store: Store,
+        state: Float[Array, "group seq *shape"],
+        y: Written,
+        sublayers: Sequence[Unstacked],
+        final_site: nnx.Module,
+    ) -> tuple[Read, list[Array]]:
+        """Equations 2 to 6 as they are: see `protocols.Banked`."""
+        complete = [store.write(store.hold(state), y, sublayers[0].site.writer)]
+        running, recorded = jnp.zeros_like(complete[0]), []
+
+        def read(k, site):
+            values = jnp.stack([[*complete, running][source] for source in self.seen(k)])
+            weights = self.plain_weights(k, site, values)
+            recorded.append(weights)
+            parts = values.reshape(*weights.shape, -1)
+            h = jnp.sum(weights[..., None] * parts, axis=0).reshape(running.shape)
+            return store.read(h, site, store.compute_dtype)
+
+        for k, (site, core, writer) in enumerate(sublayers):
+            running = store.write(running, core(read(k, site)), writer)
+            if (k + 1) % self.block == 0 or k + 1 == len(sublayers):
+                complete.append(running)
+                running = jnp.zeros_like(running)
+        return read(len(sublayers), final_site), recorded
+
+    def depth_weights(
+        self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
+    ) -> DepthWeights:
+        """A block that is not complete has the column of the one it becomes."""
+        sites, last = [*names, "U"], self.seen(self.num_sublayers)[-1]
+        mean: list[list[float | None]] = [[None] * (1 + last) for _ in sites]
+        for k, (row, weights) in enumerate(zip(mean, means, strict=True)):
+            for source, weight in zip(self.seen(k), weights, strict=True):
+                row[source] = float(weight)
+        blocks = [f"B{n}" for n in range(1, 1 + last)]
+        return DepthWeights(sites, ["E", *(blocks if self.block > 1 else names)], mean, False)
+
+    def seen(self, site: int) -> list[int]:
+        """Its sources, oldest first: the embedding is 0, block n is n, complete or not."""
+        return list(range(1 - (-site // self.block)))
+
+    def plain_weights(
+        self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
+    ) -> Float[Array, "sources batch seq heads"]:
+        """Of the site before sublayer `index`, over the sources that it sees."""
+        flat = values.reshape(*values.shape[:3], -1)
+        mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
+        normed = flat * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
+        logits = jnp.sum(site.mix.folded().reshape(-1) * normed, axis=-1, keepdims=True)
+        return jax.nn.softmax(logits, axis=0)
 
 
 def _flat(rows: Float[Array, "rows batch seq *shape"]) -> Float[Array, "rows batch seq D"]:

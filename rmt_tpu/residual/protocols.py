@@ -6,8 +6,10 @@ site, or `Banked`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
@@ -144,6 +146,31 @@ class At(NamedTuple):
     group: Index
 
 
+class Unstacked(NamedTuple):
+    """One sublayer: `core` between the site that reads for it and the writer of what it gives."""
+
+    site: nnx.Module
+    core: Callable[[Read], Written]
+    writer: Writer
+
+
+@dataclass(frozen=True)
+class DepthWeights:
+    """Mean weights of sources.
+
+    Attributes:
+      sites: who reads: sublayers ("A1", "F1", "A2", ...) and the unembedding ("U"), or layers.
+      sources: what is read: the embedding ("E"), and sublayers, blocks or layers.
+      mean: by site and source; None where the site does not see the source.
+      signed: whether weights may be negative.
+    """
+
+    sites: list[str]
+    sources: list[str]
+    mean: list[list[float | None]]
+    signed: bool
+
+
 @runtime_checkable
 class Banked(Protocol):
     """A mixer whose sites read rows of a bank.
@@ -207,3 +234,24 @@ class Banked(Protocol):
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """What the unembedding gets: the last mix, over all rows."""
+
+    # For analysis.
+
+    def unrolled(
+        self,
+        store: Store,
+        state: Float[Array, "group seq *shape"],
+        y: Written,
+        sublayers: Sequence[Unstacked],
+        final_site: nnx.Module,
+    ) -> tuple[Read, Sequence[Float[Array, "_ batch seq heads"]]]:
+        """All layers one by one, as the equations say: no bank, no groups, no kernels.
+
+        Also the weights over depth of each site, of the sources that it sees, oldest first; none
+        where weights are not of tokens.
+        """
+
+    def depth_weights(
+        self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
+    ) -> DepthWeights:
+        """The weights over depth, from the names of sublayers and the means of `unrolled`'s."""

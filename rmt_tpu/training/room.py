@@ -45,7 +45,8 @@ class Least(NamedTuple):
 def least(config: RunConfig, run: Run) -> Least:
     """What a run needs at the very least."""
     train, model = config.train, config.model
-    keeps_residuals = model.remat in ("none", "dots", "full") and model.mixer.kind == "sum"
+    # What a mixer carries from layer to layer has a residual in it; of a bank, rows are kept.
+    keeps_residuals = model.remat != "reversible" and not model.mixer.banked
     tokens = train.batch_size * config.data.seq_len
     at_a_time = tokens // train.accumulate
     if run.mesh.shape["stage"] > 1:

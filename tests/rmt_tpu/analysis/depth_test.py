@@ -23,6 +23,8 @@ MIXERS = {
     "blocks": ("vector", cfg.BlockAttention(sublayers_per_block=4)),
     "odd blocks": ("matrix", cfg.BlockAttention(sublayers_per_block=3)),
     "scalars": ("vector", cfg.BlockAttention(sublayers_per_block=4, query="scalars")),
+    "scalars of a window": ("vector", cfg.FullAttention(query="scalars", window=2)),
+    "input query": ("vector", cfg.BlockAttention(sublayers_per_block=3, query="input")),
     "dense": ("matrix", cfg.Dense()),
     "hyper-connections": ("vector", cfg.HyperConnections()),
     "depth-wise LSTM": ("vector", cfg.DepthLstm()),

@@ -1,4 +1,4 @@
-"""Who may ask what class a core, a store or a mixer is: its config, and where one is made."""
+"""Who may ask which core, store or mixer one is: its config, and where one is made."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,17 @@ from rmt_tpu import config as cfg
 ROOT = Path(__file__).parents[3]
 MADE = {"rmt_tpu/cores/__init__.py", "rmt_tpu/residual/__init__.py"}
 MADE |= {"rmt_tpu/residual/hyper_connections.py"}  # whose kinds share a module
-CHOICES = [choice.__name__ for choice in get_args(cfg.Core | cfg.Store | cfg.Mixer)]
-ASKS = re.compile(rf"(isinstance\(.*|case )(cfg\.)?\b({'|'.join(CHOICES)})\b")
+CHOICES = get_args(cfg.Core | cfg.Store | cfg.Mixer)
+CLASSES = "|".join(choice.__name__ for choice in CHOICES)
+KINDS = "|".join(choice.kind for choice in CHOICES)
+ASKS = re.compile(
+    rf"""(isinstance\(.*|case\ )(cfg\.)?\b({CLASSES})\b  # by its class
+    | \bmatch\ [\w.]*\b(core|store|mixer)(\.kind)?:
+    | \bkind\b[^"]*["']({KINDS})["']  # by its name: compared, or in a tuple
+    | ["']({KINDS})["']\ *[!=]=
+    | \bcase\ .*["']({KINDS})["']""",
+    re.VERBOSE,
+)
 
 
 def askers(root):
@@ -29,7 +38,18 @@ def test_nobody_else_asks():
 
 def test_who_asks_is_found(tmp_path):
     (tmp_path / "rmt_tpu").mkdir()
-    for number, line in enumerate(["if isinstance(x.store, cfg.MatrixStore):", "case Mla():"]):
+    asks = [
+        "if isinstance(x.store, cfg.MatrixStore):",
+        "case Mla():",
+        "match config.mixer.kind:",
+        "match store:",
+        "return model.mixer.kind == 'sum'",
+        'if kind in ("mla", "highway"):',
+        'if "dense" != system:',
+        'case "none" | "full_attention":',
+    ]
+    for number, line in enumerate(asks):
         (tmp_path / "rmt_tpu" / f"{number}.py").write_text(line)
-    (tmp_path / "rmt_tpu" / "not.py").write_text("store = cfg.MatrixStore(8)")
-    assert askers(tmp_path) == {"rmt_tpu/0.py", "rmt_tpu/1.py"}
+    no = ["store = cfg.MatrixStore(8)", "match mixer.form:", 'if work.kind == "matmul":']
+    (tmp_path / "rmt_tpu" / "not.py").write_text("\n".join(no))
+    assert askers(tmp_path) == {f"rmt_tpu/{number}.py" for number in range(len(asks))}

@@ -33,6 +33,7 @@ OPTIONS = [
     cfg.FullAttention(key_gain=False),
     cfg.FullAttention(query="input", window=2),
     cfg.FullAttention(query="scalars"),
+    cfg.FullAttention(query="scalars", window=2),
     cfg.FullAttention(key_norm=False),
     cfg.BlockAttention(sublayers_per_block=4, query="scalars"),
     cfg.BlockAttention(num_blocks=3, query="input"),

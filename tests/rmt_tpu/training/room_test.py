@@ -29,12 +29,15 @@ def test_the_least(tiny):
     parameters = 4 * sum(cost.parameters(config.model).values())
     assert parameters / 2 <= needs.gradients < 0.55 * parameters, "small ones are on both"
     assert 3 * needs.gradients <= needs.state < 3 * needs.gradients + 64
+    vector = {"kind": "vector", "dim": config.model.residual_size}
     residuals = 8 * 16 * config.model.residual_size * 4
     assert needs.activations == 3 * residuals / 2 and needs.batch == 8 * 16 * (3 * 4 + 4)
     for changes, kept in [
         ({"model.remat": "reversible"}, residuals / 2),
         ({"train.accumulate": 4}, 3 * residuals / 8),
         ({"model.compute_dtype": "bfloat16"}, 3 * residuals / 4),
+        ({"model.mixer": {"kind": "block_attention"}}, residuals / 2),
+        ({"model.store": vector, "model.mixer": {"kind": "mhc"}}, 3 * residuals / 2),
     ]:
         assert room.least(overrides.apply(config, changes), run).activations == kept
 
