@@ -139,11 +139,11 @@ class Decoder(nnx.Module):
 
     def _run(
         self,
-        tokens,
+        tokens: Int[Array, "batch seq"],
         context: cores.Context,
         caches: tuple | None,
         schedule: sharding.Schedule | None = None,
-    ):
+    ) -> tuple[Float[Array, "part own_seq vectors size"], tuple | None, cores.Aux]:
         with jax.named_scope("embedding"):
             own = lambda x: sharding.own_part(x, sharding.RULES["tokens"], axis=1)
             embedded = self.embedding(own(tokens), own(context.query_positions), self.dtype)
