@@ -15,6 +15,7 @@ from rmt_tpu.config.presets import about
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError, about_flag
 from tests import cli
+from tests.tiers import later
 
 PROGRAMS = sorted(
     file.stem
@@ -192,7 +193,7 @@ def test_what_a_flag_is_about_is_told(tmp_path):
         raise UsageError("another")
 
 
-@pytest.mark.parametrize("platform", ["cuda", "banana"])
+@pytest.mark.parametrize("platform", ["cuda", *later("banana")])
 def test_a_platform_that_is_not_there(platform, tmp_path):
     env = {"JAX_PLATFORMS": platform}
     error = cli.fail("train", *cli.TINY, f"--workdir={tmp_path}", env=env)
