@@ -11,6 +11,7 @@ VERSION = re.search(
 )[1]
 # Commands, which a folder named recipes/ where they are called cannot shadow.
 PROGRAMS = [
+    "autotune",
     "compare",
     "depth_report",
     "generate",

@@ -8,10 +8,11 @@ implementation computes is not differentiated further where a kernel may be it; 
 (`implementation="xla"`) can be.
 """
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
@@ -62,6 +63,16 @@ _PLATFORMS: dict[str, tuple[Platform, ...]] = {
 }
 
 
+_preferred = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def preferring(implementation: str) -> Iterator[None]:
+    """Within, None is this implementation, of the ops that have it."""
+    with _preferred(implementation):
+        yield
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementations:
     """The modules of an op's implementations.
@@ -104,6 +115,8 @@ class Implementations:
             is lowered) is not for the platform lowered for.
           TypeError: what it computes is differentiated, and may be a kernel.
         """
+        if implementation is None and _preferred.value in self.names:
+            implementation = _preferred.value
         if implementation not in (None, *self.names):
             raise UnsupportedImplementation(
                 f"implementation={implementation!r} is unknown; legal: "

@@ -10,7 +10,6 @@ instructions, a picture. Leaves Markdown and JSON in --output. Estimates need th
 """
 
 import contextlib
-import itertools
 import json
 import shutil
 import sys
@@ -182,6 +181,7 @@ def _tell(line: str) -> None:
 
 def _write(path: Path, text: str, values: dict[str, Any]) -> None:
     from pallas_kernels.compiler import versions
+    from rmt_tpu.analysis.tables import fitted
 
     content = json.dumps(values | {"versions": versions()}, indent=1)
     terminal = sys.stdout.isatty()
@@ -194,27 +194,6 @@ def _write(path: Path, text: str, values: dict[str, Any]) -> None:
 
 def run() -> None:
     program.start(main)
-
-
-def fitted(text: str, width: int) -> str:
-    """Markdown with aligned tables, without those of their last columns that a line cannot hold."""
-    lines = []
-    for is_table, block in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")):
-        if not is_table:
-            lines += block
-            continue
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block]
-        columns = [[row[i] for row in rows] for i in range(len(rows[0]))]
-        widths = [max(map(len, column)) for column in columns]
-        ends = itertools.accumulate((size + 3 for size in widths), initial=1)
-        kept = max(1, sum(end <= width for end in ends) - 1)
-        for row in rows:
-            fill = "-" if set("".join(row)) == {"-"} else " "
-            cells = (cell.ljust(size, fill) for cell, size in zip(row, widths, strict=True))
-            lines.append(f"| {' | '.join(list(cells)[:kept])} |")
-        if kept < len(widths):
-            lines.append(f"({len(widths) - kept} more in the file)")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

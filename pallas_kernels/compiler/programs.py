@@ -6,16 +6,21 @@ the jobs one by one. What to compile is named, not passed: `"package.module:func
 tuple of that and of JSON values (a dict) that are handed back with what becomes of it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
 import json
 import os
+import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +65,7 @@ class Program:
       warnings: given meanwhile, as by a call that has no kernel.
       assignment: what lies in memory, if it was asked for.
       info: what the job's function gave beside the program.
+      ptx: of a GPU's kernels.
     """
 
     target: Target
@@ -70,6 +76,7 @@ class Program:
     warnings: list[str]
     assignment: Assignment | None = None
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ptx: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,38 +111,121 @@ def compile_jobs(
     Raises:
       CompilerError: the compiler is missing, or its process ended early.
     """
-    _check_installed(target)
-    with tempfile.TemporaryDirectory(prefix="tpu-compile-") as name:
-        folder = Path(name)
-        dump, errors = folder / "dump", folder / "stderr.txt"
-        environment = os.environ | compiler_environment(target, str(dump), buffers=buffers)
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        request = {
-            "topology": target.options,
-            "folder": name,
-            "jobs": [dataclasses.asdict(job) for job in jobs],
-        }
-        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        worker = [sys.executable, "-m", "pallas_kernels.compiler.worker", str(folder)]
-        with errors.open("w") as stderr:
-            process = subprocess.Popen(
-                worker, env=environment, stdout=subprocess.PIPE, stderr=stderr, encoding="utf-8"
-            )
+    with contextlib.closing(Worker(target, buffers=buffers)) as worker:
+        for i, job in enumerate(jobs):
+            outcome = worker.compile(job)
+            if progress is not None:
+                progress(_told(target, job, i, len(jobs), outcome))
+            yield outcome
+
+
+class Worker:
+    """A process of its own that compiles for one target, a job at a time; to be closed.
+
+    Args:
+      target: the device to compile for.
+      buffers: whether to read how memory is assigned.
+      schedules: whether to have those of TPU instructions, which takes longer than to compile.
+
+    Raises:
+      CompilerError: the compiler is missing.
+    """
+
+    def __init__(self, target: Target, *, buffers: bool = False, schedules: bool = True):
+        _check_installed(target)
+        self._target, self._buffers, self._schedules = target, buffers, schedules
+        self._process: subprocess.Popen | None = None
+
+    def compile(self, job: Job, limit: float | None = None) -> Program | Failure:
+        """What becomes of a job.
+
+        Args:
+          job: what to compile.
+          limit: in seconds, after which the process is killed with all that it has started, and
+            the job a Failure with the error "TimeLimit"; the next job gets a new process.
+
+        Raises:
+          CompilerError: the process ended early; the next job gets a new one.
+        """
+        if self._process is None:
+            self._start()
+        number, self._number = self._number, self._number + 1
         try:
-            for i, job in enumerate(jobs):
-                # A line for each job; what libraries print beside them does not matter.
-                ended = any(line.strip() == f"ended {i}" for line in process.stdout)
-                if not ended:
-                    process.wait()
-                    raise CompilerError(_last_words(errors, process.returncode, target))
-                outcome = _read(target, folder / str(i))
-                if progress is not None:
-                    progress(_told(target, job, i, len(jobs), outcome))
-                yield outcome
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+            self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:  # it says why below
+            pass
+        until = None if limit is None else time.monotonic() + limit
+        # A line for each job; what libraries print beside them does not matter.
+        while True:
+            try:
+                line = self._lines.get(timeout=until and max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                self.close()
+                return Failure(f"no result within {limit:g} s", "TimeLimit")
+            if line is None:
+                self._lines.put(None)  # for `close`
+                code = self._process.wait()
+                words = _last_words(self._folder / "stderr.txt", code, self._target)
+                self.close()
+                raise CompilerError(words)
+            if line.strip() == f"ended {number}":
+                results = self._folder / str(number)
+                outcome = _read(self._target, results)
+                shutil.rmtree(results)
+                return outcome
+
+    def _start(self) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="tpu-compile-")
+        self._folder, self._number = Path(self._scratch.name), 0
+        options = compiler_environment(
+            self._target,
+            str(self._folder / "dump"),
+            buffers=self._buffers,
+            schedules=self._schedules,
+        )
+        environment = os.environ | options
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        request = json.dumps({"topology": self._target.options})
+        (self._folder / "request.json").write_text(request, encoding="utf-8")
+        with (self._folder / "stderr.txt").open("w") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pallas_kernels.compiler.worker", str(self._folder)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,  # a group, which is killed as one, and by nobody else
+            )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        reading = (self._process.stdout, self._lines)
+        threading.Thread(target=_read_lines, args=reading, daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the process and all that it has started."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        while self._lines.get() is not None:  # until the thread has closed what it reads
+            pass
+        self._process = None
+        self._scratch.cleanup()
+
+
+def _read_lines(stream, lines) -> None:
+    """Puts every line in the queue, and None at the end."""
+    try:
+        with stream:
+            for line in stream:
+                lines.put(line)
+    finally:
+        lines.put(None)
 
 
 def lower(
@@ -194,6 +284,7 @@ def _read(target: Target, folder: Path) -> Program | Failure:
         warnings=result["warnings"],
         assignment=assignment,
         info=result["info"],
+        ptx="\n".join(path.read_text() for path in sorted(folder.glob("*.ptx"))),
     )
 
 

@@ -41,8 +41,9 @@ class Target:
 
     `hbm` is what libtpu's out-of-memory error says is available to a program (on a GPU, the
     maker's capacity). `interconnect` is what the maker states for all links of a chip together, in
-    one direction. `most` devices or chips make up the largest topology. `matrix` is None where
-    there is no model of time. `assumed` says of what a figure is that nobody states.
+    one direction. `most` devices or chips make up the largest topology. `kind` is the device kind,
+    as jax says it. `matrix` is None where there is no model of time. `assumed` says of what a
+    figure is that nobody states.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Target:
     hbm: int
     interconnect: float
     most: int
+    kind: str
     platform: str = "tpu"
     assumed: str = ""
 
@@ -98,15 +100,15 @@ TARGETS = {
     for t in (
         Target(
             "v5e", "v5e:2x2", "v5litepod-4", 1, 1.5e9, 819e9, 128 * _MIB, _MATRIX_128,
-            hbm=16128 * _MIB, interconnect=200e9, most=256,
+            hbm=16128 * _MIB, interconnect=200e9, most=256, kind="TPU v5 lite",
         ),
         Target(
             "v5p", "v5p:2x2x1", "v5p-8", 2, 1.75e9, 2765e9, 64 * _MIB, _MATRIX_128,
-            hbm=int(95.74 * _GIB), interconnect=600e9, most=6144,
+            hbm=int(95.74 * _GIB), interconnect=600e9, most=6144, kind="TPU v5",
         ),
         Target(
             "v6e", "v6e:2x2", "v6e-4", 1, 1.75e9, 1640e9, 128 * _MIB, _MATRIX_256,
-            hbm=32000 * _MIB, interconnect=400e9, most=256,
+            hbm=32000 * _MIB, interconnect=400e9, most=256, kind="TPU v6 lite",
         ),
     )
 }  # fmt: skip
@@ -118,16 +120,17 @@ DEVICES = TARGETS | {
     for t in (
         Target(
             "tpu7x", "tpu7x:2x2x1", "tpu7x-8", 1, 2.2e9, 3690e9, 64 * _MIB, _MATRIX_256,
-            hbm=97024 * _MIB, interconnect=300e9, most=9216,
+            hbm=97024 * _MIB, interconnect=300e9, most=9216, kind="TPU7x",
             assumed="matrix units as those of v6e, at the clock that gives the maker's peak",
         ),
         Target(
             "h100", "h100:1", "9.0", 132, 1.755e9, 3352e9, 0, None,
             hbm=80 * 10**9, interconnect=450e9, most=8, platform="cuda",
+            kind="NVIDIA H100 80GB HBM3",
         ),
         Target(
             "h200", "h200:1", "9.0", 132, 1.755e9, 4800e9, 0, None,
-            hbm=141 * 10**9, interconnect=450e9, most=8, platform="cuda",
+            hbm=141 * 10**9, interconnect=450e9, most=8, kind="NVIDIA H200", platform="cuda",
         ),
     )
 }  # fmt: skip
@@ -178,7 +181,7 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 7 }}
-device_description_str: "NVIDIA {target.name.upper()}"
+device_description_str: "{target.kind}"
 """
     return {
         "platform": "cuda",
@@ -189,26 +192,35 @@ device_description_str: "NVIDIA {target.name.upper()}"
 
 
 def compiler_environment(
-    target: Target, dump_folder: str | None = None, *, buffers: bool = False
+    target: Target,
+    dump_folder: str | None = None,
+    *,
+    buffers: bool = False,
+    schedules: bool = True,
 ) -> dict[str, str]:
     """Variables with which a process that has not loaded a compiler compiles for a device.
 
     Args:
       target: the device.
-      dump_folder: libtpu writes there the final schedule of every instruction.
-      buffers: XLA writes there too how it assigned memory (see `memory`).
+      dump_folder: for what follows.
+      buffers: XLA writes there how it assigned memory (see `memory`).
+      schedules: libtpu writes there the final schedule of every instruction, and XLA a GPU's PTX.
     """
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    if dump_folder is not None:
+    if dump_folder is not None and schedules:
         # All passes of a train step would be gigabytes.
         flags += (
             f" --xla_jf_dump_to={dump_folder} --xla_jf_dump_llo_text=true"
             " --xla_jf_dump_llo_pass_label_regex=^final_(bundles|hlo.*)$"
         )
-    dump = f"--xla_dump_to={dump_folder} --xla_dump_hlo_as_text"
+    dump = [f"--xla_dump_to={dump_folder}"]
+    dump += ["--xla_dump_hlo_as_text"] * buffers
+    # Newer XLA dumps nothing else then, and no PTX unasked.
+    dump += ["--xla_dump_emitter_re=ptx"] * (schedules and not buffers)
+    wanted = dump_folder and (buffers or (schedules and target.platform == "cuda"))
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": dump if dump_folder and buffers else "",
+        "XLA_FLAGS": " ".join(dump) if wanted else "",
         # Programs for a device that is not there can be kept in a cache, and not be read back.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }

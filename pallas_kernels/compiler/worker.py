@@ -1,9 +1,9 @@
-"""The process that compiles for one target; `compiler.compile_jobs` starts it with its environment.
+"""The process that compiles for one target; `compiler.Worker` starts it with its environment.
 
     python -m pallas_kernels.compiler.worker <folder with request.json>
 
-Leaves result.json, hlo.txt and the schedules of instructions in a folder for each job, and prints a
-line when it is complete.
+Reads a job a line. Leaves result.json, hlo.txt, the schedules of instructions and a GPU's PTX in a
+folder for each job, and prints a line when it is complete.
 """
 
 import importlib
@@ -34,7 +34,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     devices = topologies.get_topology_desc(**request["topology"]).devices
-    for i, job in enumerate(request["jobs"]):
+    for i, line in enumerate(sys.stdin):
+        job = json.loads(line)
         results = folder / str(i)
         results.mkdir()
         result: dict[str, Any] = {"info": {}}
@@ -44,8 +45,8 @@ def main() -> None:
         except Exception as error:  # told of the job, and the next one goes on
             message = " ".join(f"{type(error).__name__}: {error}".split())
             result |= {"error": message[:_MESSAGE], "error_type": type(error).__name__}
-        for path in (folder / "dump").glob("*.txt"):
-            if path.name.endswith(tuple(DUMPS.values())):
+        for path in (folder / "dump").glob("*.*"):
+            if path.name.endswith((*DUMPS.values(), ".ptx")):
                 shutil.copyfile(path, results / path.name)
         shutil.rmtree(folder / "dump", ignore_errors=True)
         (results / "result.json").write_text(json.dumps(result), encoding="utf-8")

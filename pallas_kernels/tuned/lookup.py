@@ -129,6 +129,17 @@ def tuned(*tables: Table) -> Iterator[None]:
         yield
 
 
+# The kind that `device_lowered_for` gives, whatever devices there are.
+_kind = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def lowering_for(device_kind: str) -> Iterator[None]:
+    """What is traced within is for such devices, which need not be there or in a mesh."""
+    with _kind(device_kind):
+        yield
+
+
 _collectors = threading.local()
 
 
@@ -148,6 +159,8 @@ def device_lowered_for() -> str:
 
     That of the mesh in use, be it of devices that are not there; else the default device's.
     """
+    if _kind.value is not None:
+        return _kind.value
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         default = jax.config.jax_default_device

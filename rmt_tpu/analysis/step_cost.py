@@ -245,6 +245,15 @@ def lower_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
     Raises:
       MeshError: the run's mesh does not fit the devices, or a size does not divide over it.
     """
+    return trace_config(config, devices).lower()
+
+
+def trace_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages.Traced:
+    """The same, no further than traced.
+
+    Raises:
+      MeshError: see `lower_config`.
+    """
     prepared = prepare(config, sharding.make_mesh(config.train.mesh, devices))
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, jax.eval_shape(prepared.init), prepared.state_shardings)
@@ -252,7 +261,7 @@ def lower_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=prepared.batch_sharding)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=prepared.batch_sharding)
     step = jax.jit(prepared.step, donate_argnums=0)
-    return step.lower(state, Batch(ids, ids, ids, weights))
+    return step.trace(state, Batch(ids, ids, ids, weights))
 
 
 def step_cost(preset: str, config: RunConfig, program: Program) -> StepCost:

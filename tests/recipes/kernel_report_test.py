@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from recipes.kernel_report import fitted
+from rmt_tpu.analysis.tables import fitted
 from tests import cli
 
 CASE = "K=64 V=64 R=16 P=16"

@@ -1,0 +1,230 @@
+"""Search for a kernel's block sizes: compile the candidates, rank them, time the best, accept one.
+
+Nothing here compiles or times: what does is given, and the clock too. The rule's blocks are always
+the first candidate, and win every tie.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+Blocks = Any
+# What an estimate, and what a measurement, has to gain before it is believed.
+ESTIMATED_GAIN = 0.05
+MEASURED_GAIN = 0.02
+SPREADS = 3
+# Candidates whose estimates are this close are taken for equal.
+_TIE = 0.01
+# Of the estimates, those up to this factor behind the best may be the fastest on a device.
+_HOPEFUL = 1.3
+
+Fate = Literal[
+    "compiled",  # and rated
+    "unrated",  # compiled, but with nothing to rate it by
+    "no room",  # needs more memory on chip than there is
+    "skipped",  # is larger than one that had no room
+    "time limit",
+    "failed",
+    "wrong",  # gives other results than plain JAX
+    "timed",
+]
+
+
+class Rating(NamedTuple):
+    """What a compiler says of a candidate.
+
+    Attributes:
+      seconds: of a call, estimated; None if nothing is known.
+      on_chip: bytes that it takes there.
+      words: how it came to that.
+      floor: seconds that moving its bytes takes at least; 0 if that is not known.
+    """
+
+    seconds: float | None
+    on_chip: int = 0
+    words: str = ""
+    floor: float = 0.0
+
+
+class Refusal(NamedTuple):
+    """Why a candidate did not compile."""
+
+    fate: Fate
+    why: str
+
+
+class Timing(NamedTuple):
+    """Of a candidate on a device: seconds of calls; or why it is not to be taken."""
+
+    seconds: tuple[float, ...] = ()
+    wrong: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One candidate, and what became of it.
+
+    Attributes:
+      blocks: the candidate.
+      fate: see `Fate`.
+      why: in words.
+      estimate: seconds of a call by the compiler; None if there is none.
+      on_chip: bytes, for ties.
+      floor: of the estimate.
+      seconds: of calls on a device.
+    """
+
+    blocks: Blocks
+    fate: Fate
+    why: str = ""
+    estimate: float | None = None
+    on_chip: int = 0
+    floor: float = 0.0
+    seconds: tuple[float, ...] = ()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether no blocks can be estimated clearly faster, for its bytes take as long."""
+        return self.estimate is not None and self.estimate * (1 - ESTIMATED_GAIN) < self.floor
+
+    @property
+    def time(self) -> float | None:
+        """Measured if it is, else estimated."""
+        return statistics.median(self.seconds) if self.seconds else self.estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Of one search.
+
+    Attributes:
+      default: the trial of the rule's blocks.
+      best: of what is to be taken; the default if nothing is clearly faster.
+      trials: all, in the order of the candidates.
+      left: candidates that were not tried: the time was over, or the default's bytes already take
+        its whole time and there is no device.
+      measured: whether times are of a device.
+    """
+
+    default: Trial
+    best: Trial
+    trials: tuple[Trial, ...]
+    left: int
+    measured: bool
+
+    @property
+    def gain(self) -> float | None:
+        """Of the best over the default, 0.1 for a tenth less time; None if that has no time."""
+        if not self.default.time or not self.best.time:
+            return None
+        return 1 - self.best.time / self.default.time
+
+    @property
+    def spread(self) -> float:
+        """Of the default's own times."""
+        return spread(self.default.seconds)
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """Between the quartiles, over the median."""
+    if len(seconds) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return (high - low) / middle
+
+
+def search(
+    candidates: Sequence[Blocks],
+    compile: Callable[[Blocks], Rating | Refusal],
+    *,
+    fields: Callable[[Blocks], Mapping[str, Any]],
+    grows: Iterable[str],
+    clock: Callable[[], float],
+    until: float,
+    log: Callable[[Trial], None] = lambda trial: None,
+    known: Mapping[Blocks, Trial] | None = None,
+    time: Callable[[Sequence[Blocks]], Mapping[Blocks, Timing]] | None = None,
+    top: int = 5,
+) -> Result:
+    """Compiles the candidates one by one, and times the best on a device, if there is one.
+
+    Args:
+      candidates: the rule's first.
+      compile: what becomes of one.
+      fields: of a candidate, by name.
+      grows: names of fields with which a program needs more memory on chip.
+      clock: seconds.
+      until: on the clock, when no other candidate is begun; the first always is.
+      log: is given every trial once it is known; one that is timed, again.
+      known: trials of an earlier search, which are not compiled again.
+      time: on a device; `wrong` results count for nothing.
+      top: how many to time beside the default.
+    """
+    known, grows = known or {}, tuple(grows)
+    trials: dict[Blocks, Trial] = {}
+    for number, blocks in enumerate(candidates):
+        if number and time is None and trials[candidates[0]].is_bound:
+            continue
+        if (trial := known.get(blocks)) is None:
+            if number and clock() >= until:
+                continue
+            trial = _tried(blocks, compile, fields, grows, trials.values())
+            log(trial)
+        trials[blocks] = trial
+    left = len(candidates) - len(trials)
+    default = trials[candidates[0]]
+    if time is None:
+        best = _accepted(default, trials.values(), ESTIMATED_GAIN)
+        return Result(default, best, tuple(trials.values()), left, False)
+    chosen = hopeful(default, trials.values(), top)
+    for blocks, timing in time([trial.blocks for trial in chosen]).items():
+        fate = "wrong" if timing.wrong else "timed"
+        trials[blocks] = dataclasses.replace(
+            trials[blocks], fate=fate, why=timing.wrong, seconds=tuple(timing.seconds)
+        )
+        log(trials[blocks])
+    default = trials[candidates[0]]
+    timed = [trial for trial in trials.values() if trial.fate == "timed"]
+    threshold = max(MEASURED_GAIN, SPREADS * spread(default.seconds))
+    best = _accepted(default, timed, threshold)
+    return Result(default, best, tuple(trials.values()), left, True)
+
+
+def hopeful(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
+    """What is worth timing: the default, and of the others the `top` that may be the fastest."""
+    others = [t for t in trials if t.fate in ("compiled", "unrated", "timed") and t != default]
+    rated = sorted((t for t in others if t.estimate is not None), key=lambda t: t.estimate)
+    near = [t for t in rated if t.estimate <= _HOPEFUL * rated[0].estimate]
+    return [default, *(near or others)[:top]]
+
+
+def _tried(blocks, compile, fields, grows, before: Iterable[Trial]) -> Trial:
+    for trial in before:
+        if trial.fate == "no room" and _contains(fields(blocks), fields(trial.blocks), grows):
+            return Trial(blocks, "skipped", f"larger than {dict(fields(trial.blocks))}")
+    outcome = compile(blocks)
+    if isinstance(outcome, Refusal):
+        return Trial(blocks, outcome.fate, outcome.why)
+    fate = "unrated" if outcome.seconds is None else "compiled"
+    return Trial(blocks, fate, outcome.words, outcome.seconds, outcome.on_chip, outcome.floor)
+
+
+def _contains(larger: Mapping[str, Any], smaller: Mapping[str, Any], grows: tuple) -> bool:
+    return all(
+        larger[name] >= smaller[name] if name in grows else larger[name] == smaller[name]
+        for name in larger
+    )
+
+
+def _accepted(default: Trial, trials: Iterable[Trial], threshold: float) -> Trial:
+    """The fastest, of equals the one that takes the least on chip; or the default."""
+    rated = [trial for trial in trials if trial.time is not None and trial.fate != "wrong"]
+    if not rated:
+        return default
+    fastest = min(trial.time for trial in rated)
+    equal = [trial for trial in rated if trial.time <= fastest * (1 + _TIE)]
+    best = min(equal, key=lambda trial: (trial.on_chip, trial.time))
+    if default.time is None or default.fate == "wrong":
+        return best
+    return best if best.time <= default.time * (1 - threshold) else default

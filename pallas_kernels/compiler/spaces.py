@@ -1,0 +1,413 @@
+"""What can be tuned of each kernel: its candidates, and a call that runs it and little else.
+
+A new kernel is an entry of `SPACES`.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuned
+from pallas_kernels.causal_attention import mosaic_tpu as attention_tpu
+from pallas_kernels.causal_attention import reference as attention_portable
+from pallas_kernels.compiler.programs import lower
+from pallas_kernels.depth_attention import mosaic_tpu as depth_tpu
+from pallas_kernels.depth_attention import triton_gpu as depth_gpu
+from pallas_kernels.depth_attention import xla as depth_portable
+from pallas_kernels.key_vector import block_sizes as key_vector_blocks
+from pallas_kernels.key_vector import mosaic_tpu as key_vector_tpu
+from pallas_kernels.key_vector import triton_gpu as key_vector_gpu
+from pallas_kernels.key_vector import xla as key_vector_portable
+from pallas_kernels.key_vector.interface import Statistics
+
+Values = dict[str, tuned.Value]
+# Tokens of a call, at least: enough to fill a chip.
+_TOKENS = 8192
+_EPSILON = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A kernel at one size, on one kind of device."""
+
+    device: str
+    platform: tuned.Platform
+    kernel: str
+    key: tuned.Items
+    tokens: int
+
+    @property
+    def of(self) -> tuned.Kernel:
+        return tuned.KERNELS[self.platform, self.kernel]
+
+    @property
+    def name(self) -> str:
+        """For a line of text."""
+        return f"{self.kernel} {' '.join(f'{k}={v}' for k, v in self.key)} tokens={self.tokens}"
+
+    def default(self) -> tuned.Blocks | None:
+        """The rule's blocks; None if the kernel cannot serve this size."""
+        return SPACES[self.platform, self.kernel].default(dict(self.key), self.tokens)
+
+    def candidates(self) -> list[tuned.Blocks]:
+        """The rule's blocks, and then all others that arithmetic allows, the most alike first."""
+        default, key = self.default(), dict(self.key)
+        space = SPACES[self.platform, self.kernel]
+        others = []
+        for values in space.values(key, self.tokens, tuned.fields(default)):
+            blocks = self.of.made(tuned.fields(default) | values)
+            if blocks != default and self.of.refused(key, self.tokens, blocks) is None:
+                others.append(blocks)
+        return [default, *sorted(dict.fromkeys(others), key=functools.partial(_unlike, default))]
+
+    def entry(self, blocks: tuned.Blocks, source: tuned.Source, **more: Any) -> tuned.Entry:
+        return tuned.Entry(
+            self.device,
+            self.kernel,
+            self.of.version,
+            self.key,
+            self.tokens,
+            tuned.items(tuned.fields(blocks)),
+            source,
+            **more,
+        )
+
+
+def _unlike(default: tuned.Blocks, blocks: tuned.Blocks) -> tuple[int, float]:
+    """Fields that differ, and by how many powers of two."""
+    pairs = list(zip(tuned.fields(default).values(), tuned.fields(blocks).values(), strict=True))
+    far = sum(abs(math.log2((int(b) + 1) / (int(a) + 1))) for a, b in pairs)
+    return sum(a != b for a, b in pairs), far
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A function of arrays that runs a kernel, of a module of kernels or of plain JAX.
+
+    Attributes:
+      function: of the module.
+      kernels, portable: the modules.
+      arguments: shapes and dtypes, in trees.
+      donated: which of the arguments the results may overwrite.
+      counts: values of arguments that are whole numbers; of others 0, and of truths True.
+    """
+
+    function: Callable[[ModuleType], Callable[..., Any]]
+    kernels: ModuleType
+    portable: ModuleType
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+    counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """Of one kernel.
+
+    Attributes:
+      default: `(key, tokens)`, the rule's blocks.
+      values: `(key, tokens, default)`, fields that may be otherwise.
+      grows: fields with which a program takes more memory on chip.
+      call: `(key, tokens)`.
+    """
+
+    default: Callable[[Values, int], tuned.Blocks | None]
+    values: Callable[[Values, int, Values], Iterable[Values]]
+    grows: tuple[str, ...]
+    call: Callable[[Values, int], Call]
+
+
+def problem_of(look: tuned.Look) -> Problem:
+    return Problem(look.device, look.kernel.platform, look.kernel.name, look.key, look.tokens)
+
+
+def lower_candidate(
+    device: jax.Device, problem: Mapping[str, Any], blocks: Values
+) -> jax.stages.Lowered:
+    """A problem's call with these blocks, lowered for a device that need not exist.
+
+    Args:
+      device: of the problem's kind.
+      problem: fields of a Problem, as JSON.
+      blocks: by name.
+    """
+    given = Problem(**(dict(problem) | {"key": tuned.items(dict(problem["key"]))}))
+    call = SPACES[given.platform, given.kernel].call(dict(given.key), given.tokens)
+    return lower_call(device, given, call, given.of.made(blocks))
+
+
+def lower_call(
+    device: jax.Device, problem: Problem, call: Call, blocks: tuned.Blocks | None
+) -> jax.stages.Lowered:
+    """The call by its kernel with these blocks; by plain JAX, where these are None.
+
+    Raises:
+      RuntimeError: the kernel does not take these blocks.
+    """
+    if blocks is None:
+        return lower(call.function(call.portable), call.arguments, device, donate=call.donated)
+    own = tuned.Table("candidate", (problem.entry(blocks, "heuristic"),), exact=True)
+    with tuned.tuned(own), tuned.collecting() as looks:
+        function = call.function(call.kernels)
+        lowered = lower(lambda *a: function(*a), call.arguments, device, donate=call.donated)
+    taken = [look.chosen for look in looks if problem_of(look) == problem]
+    if taken != [blocks]:
+        raise RuntimeError(f"{problem.name} is compiled with {taken or 'no look-up'}, not {blocks}")
+    return lowered
+
+
+# Arguments and candidates ------------------------------------------------------------------------
+
+
+def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _product(**choices: Iterable[tuned.Value]) -> Iterator[Values]:
+    for values in itertools.product(*choices.values()):
+        yield dict(zip(choices, values, strict=True))
+
+
+def _powers(first: int, last: int) -> list[int]:
+    return [2**n for n in range(first.bit_length() - 1, last.bit_length()) if first <= 2**n <= last]
+
+
+def _around(value: int, most: int) -> list[int]:
+    """A number, half of it and twice it."""
+    return sorted({max(1, value // 2), value, min(most, 2 * value)})
+
+
+# Key-vector ops ----------------------------------------------------------------------------------
+
+
+def _key_vector_tpu_values(op, key: Values, tokens: int, default: Values) -> Iterator[Values]:
+    V, group = key["V"], default["read_group"]
+    yield from _product(
+        tokens=(128, 256, 512),
+        slab=[V // n for n in (1, 2, 4, 8) if V % n == 0],
+        read_group=_around(group, V),
+        store_unroll=_around(default["store_unroll"], 16),
+        read_unroll=_around(default["read_unroll"], 16),
+        keep=(False,) if op == "forward" else (True, False),
+    )
+
+
+def _key_vector_tpu_default(op, key: Values, tokens: int):
+    return key_vector_blocks.default_block_sizes(op, key_vector_blocks.Sizes(**key), tokens)
+
+
+def _key_vector_gpu_values(key: Values, tokens: int, default: Values) -> Iterator[Values]:
+    yield from _product(
+        keys=_powers(16, max(16, key_vector_gpu.padded(key["K"]))),
+        warps=(2, 4, 8, 16),
+        stages=(1, 2, 3),
+        programs=_around(default["programs"], tokens),
+    )
+
+
+def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
+    """`rows`: of tokens in a call, a TPU's in sequences of so many and a GPU's all in one."""
+    K, V, R, P = (key[name] for name in "KVRP")
+    data = key.get("data_dtype", key.get("dtype"))
+    residual = key.get("residual_dtype", data)
+    B, N = rows(tokens)
+    X, y, z = (
+        _array(B, N, K, V, dtype=residual),
+        _array(B, N, R, V, dtype=data),
+        _array(B, N, P, V, dtype=data),
+    )
+    w, gain, r = _array(R, K), _array(K, V), _array(P, K)
+    norm = {"norm": "layernorm", "epsilon": _EPSILON, "fraction_bits": 9}
+    if op in ("backward", "rebuild"):
+        statistics = Statistics(_array(B, N), _array(B, N))
+        options = {"norm": "layernorm", "rebuild": op == "rebuild", "fraction_bits": 9}
+        cotangent = _array(B, N, K, V, dtype=data)
+        arguments = (X, statistics, w, y, gain, r, cotangent, z)
+        return Call(lambda m: functools.partial(m.backward, **options), *modules, arguments, (6,))
+    if not P:
+        store = lambda m: functools.partial(m.store, fraction_bits=9)
+        return Call(store, *modules, (X, w, y), (0,))
+    if not R:
+        read = lambda m: functools.partial(m.norm_retrieve, **norm, dtype=jnp.dtype(data))
+        return Call(read, *modules, (X, gain, r))
+    both = lambda m: functools.partial(m.store_norm_retrieve, **norm)
+    return Call(both, *modules, (X, w, y, gain, r), (0,))
+
+
+_in_sequences = lambda tokens: (max(2, _TOKENS // tokens), tokens)
+_in_one = lambda tokens: (1, tokens)
+
+
+def _key_vector() -> Iterator[tuple[tuple[str, str], Space]]:
+    for op in ("forward", "backward", "rebuild"):
+        modules = key_vector_tpu, key_vector_portable
+        yield (
+            ("tpu", f"key_vector_{op}"),
+            Space(
+                functools.partial(_key_vector_tpu_default, op),
+                functools.partial(_key_vector_tpu_values, op),
+                ("tokens", "slab", "read_group", "store_unroll", "read_unroll", "keep"),
+                functools.partial(_key_vector_call, op, modules, _in_sequences),
+            ),
+        )
+    for name in key_vector_gpu.KERNELS:
+        modules = key_vector_gpu, key_vector_portable
+        op = "backward" if "backward" in name else "forward"
+        rule = functools.partial(key_vector_gpu.default_blocks, name)
+        yield (
+            ("cuda", name),
+            Space(
+                lambda key, tokens, rule=rule: rule(tokens=tokens, **key),
+                _key_vector_gpu_values,
+                ("keys", "stages"),
+                functools.partial(_key_vector_call, op, modules, _in_one),
+            ),
+        )
+
+
+# Depth attention ---------------------------------------------------------------------------------
+
+
+def _depth_tpu_values(key: Values, tokens: int, default: Values) -> Iterator[Values]:
+    yield from _product(
+        tokens=(16, 32, 48, 64, 96, 128, 192, 256, 512),
+        unroll=(1, 2, 4, 8, 16),
+    )
+
+
+def _depth_gpu_values(name, key: Values, tokens: int, default: Values) -> Iterator[Values]:
+    summed = name.endswith(("backward", "gradients"))
+    yield from _product(
+        rows=(1, 2, 4, 8),
+        sites=sorted({default["sites"], 1, *_around(default["sites"], key["S"])}),
+        tokens=_around(default["tokens"], 64) if summed else (1,),
+        columns=_around(default["columns"], depth_gpu.padded(key["D"])),
+        warps=_around(default["warps"], 16),
+        ahead=(1, 2, 3),
+    )
+
+
+def _depth_call(op, modules, key: Values, tokens: int) -> Call:
+    N, S, D, T = key["N"], key["S"], key["D"], tokens
+    dtype = "bfloat16" if op.startswith("merge") else key["dtype"]
+    row, count = functools.partial(_array, dtype=dtype), _array(dtype=jnp.int32)
+    epsilon = {"epsilon": _EPSILON}
+    norm = epsilon | {"norm": "rmsnorm", "norm_epsilon": _EPSILON}
+    if op == "partial":
+        function = lambda m: lambda *a: m.partial(*a, None, **epsilon)
+        return Call(function, *modules, (_array(S, D), row(N, T, D), count), counts={2: N})
+    if op == "partial_backward":
+        function = lambda m: functools.partial(m.partial_backward, **epsilon)
+        sums = _array(S, T)
+        arguments = (_array(S, D), row(N, T, D), count, sums, sums, row(S, T, D), row(N, T, D))
+        return Call(function, *modules, arguments, (6,), {2: N})
+    if op == "step":
+        function = lambda m: functools.partial(m.step, seal=False, **norm)
+        arguments = (_array(D), row(N, T, D), count, row(T, D), row(T, D), _array(D))
+        return Call(function, *modules, arguments, (3,), {2: N})
+    given = (
+        _array(D),
+        row(2, T, D),
+        _array(T),
+        count,
+        row(T, D),
+        _array(dtype=jnp.bool_),
+        _array(D),
+    )
+    if op == "merge":
+        return Call(lambda m: functools.partial(m.merge, **norm), *modules, given)
+    function = lambda m: functools.partial(m.merge_backward, **norm)
+    return Call(function, *modules, (*given, row(T, D), row(2, T, D), row(T, D)), (8, 9))
+
+
+_DEPTH_OPS = {
+    "scores": "partial_backward",
+    "backward": "partial_backward",
+    "gradients": "partial_backward",
+    "decode": "step",
+}
+
+
+def _depth() -> Iterator[tuple[tuple[str, str], Space]]:
+    for op in depth_tpu.KERNELS:
+        rule = functools.partial(depth_tpu.default_block_sizes, op)
+        yield (
+            ("tpu", f"depth_attention_{op}"),
+            Space(
+                lambda key, tokens, rule=rule: rule(T=tokens, **key),
+                _depth_tpu_values,
+                ("tokens", "unroll"),
+                functools.partial(_depth_call, op, (depth_tpu, depth_portable)),
+            ),
+        )
+    for name in depth_gpu.KERNELS:
+        kind = name.removeprefix("depth_attention_")
+        op = _DEPTH_OPS.get(kind, kind)
+        rule = functools.partial(depth_gpu.default_blocks, name)
+        yield (
+            ("cuda", name),
+            Space(
+                lambda key, tokens, rule=rule: rule(T=tokens, **key),
+                functools.partial(_depth_gpu_values, name),
+                ("rows", "sites", "columns", "ahead"),
+                functools.partial(_depth_call, op, (depth_gpu, depth_portable)),
+            ),
+        )
+
+
+# Attention ---------------------------------------------------------------------------------------
+
+
+def _attention_values(key: Values, tokens: int, default: Values) -> Iterator[Values]:
+    yield from _product(queries=range(128, tokens + 1, 128))
+
+
+def _attention_call(op, key: Values, tokens: int) -> Call:
+    B, N, H, D = max(2, _TOKENS // tokens), tokens, key["heads"], key["size"]
+    data = functools.partial(_array, dtype=key["dtype"])
+    slopes = (_array(H),) if key["alibi"] else ()
+    segments = (_array(B, N, dtype=jnp.int32),) if key["segments"] else ()
+    others = {"scale": D**-0.5}
+
+    def function(module):
+        of_kernel = {} if module is attention_portable else {"rows": key["rows"]}
+
+        def run(*args):
+            arrays, rest = list(args[: len(args) - len(slopes + segments)]), list(args)
+            rest = rest[len(arrays) :]
+            given = others | of_kernel
+            given |= {"slopes": rest.pop(0)} if slopes else {}
+            given |= {"segment_ids": rest.pop(0)} if segments else {}
+            return getattr(module, op)(*arrays, **given)
+
+        return run
+
+    arrays = (data(B, N, 3 * H, D),)
+    if op == "attention_backward":
+        arrays += (data(B, N, H, D), _array(B, N, H), data(B, N, H, D))
+    modules = attention_tpu, attention_portable
+    return Call(function, *modules, (*arrays, *slopes, *segments))
+
+
+def _attention() -> Iterator[tuple[tuple[str, str], Space]]:
+    for op in attention_tpu.KERNELS:
+        rule = functools.partial(attention_tpu.default_blocks, op)
+        yield (
+            ("tpu", op),
+            Space(
+                lambda key, tokens, rule=rule: rule(tokens),
+                _attention_values,
+                ("queries",),
+                functools.partial(_attention_call, op),
+            ),
+        )
+
+
+SPACES: dict[tuple[str, str], Space] = dict((*_key_vector(), *_depth(), *_attention()))

@@ -1,0 +1,150 @@
+"""Rate a kernel's candidates by the compiler of a target, in processes with a time limit."""
+
+import dataclasses
+import math
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from pallas_kernels import tuned
+from pallas_kernels.compiler.cost import program_cost
+from pallas_kernels.compiler.programs import (
+    CompilerError,
+    Failure,
+    Job,
+    Program,
+    Worker,
+)
+from pallas_kernels.compiler.search import Rating, Refusal
+from pallas_kernels.compiler.spaces import Problem
+from pallas_kernels.compiler.topology import Target
+
+# Words of errors of programs that take more memory on chip than there is.
+_NO_ROOM = re.compile(r"vmem|smem|shared memory|scoped|out of memory|RESOURCE_EXHAUSTED", re.I)
+# Of a GPU's multiprocessor: registers, warps that hide the latency of memory, bytes of a spill that
+# cost as much as all the rest.
+_REGISTERS, _WARPS, _SPILLED = 65536, 8, 128
+
+
+class Compiler:
+    """Rates candidates for one target; to be closed.
+
+    Args:
+      target: to compile for.
+      limit: seconds for a candidate.
+
+    Raises:
+      CompilerError: the compiler is missing.
+    """
+
+    def __init__(self, target: Target, limit: float):
+        self._target, self._limit = target, limit
+        self._worker = Worker(target)
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def rate(self, problem: Problem, blocks: tuned.Blocks) -> Rating | Refusal:
+        """What becomes of a candidate; a process that crashes or hangs ends with it alone."""
+        given = dataclasses.asdict(problem) | {"key": dict(problem.key)}
+        arguments = {"problem": given, "blocks": tuned.fields(blocks)}
+        job = Job("pallas_kernels.compiler.spaces:lower_candidate", arguments)
+        try:
+            outcome = self._worker.compile(job, self._limit)
+        except CompilerError as error:
+            return Refusal("failed", str(error))
+        if isinstance(outcome, Failure):
+            return _refusal(outcome)
+        if self._target.platform == "cuda":
+            found = ptxas_usage(outcome.ptx)
+            use = next((u for name, u in found.items() if name.startswith(problem.kernel)), None)
+            moved = outcome.memory["argument"] + outcome.memory["output"]
+            return gpu_rating(use, moved, self._target.bandwidth)
+        return tpu_rating(outcome)
+
+
+def _refusal(failure: Failure) -> Refusal:
+    if failure.error == "TimeLimit":
+        return Refusal("time limit", failure.message)
+    no_room = failure.error != "RuntimeError" and _NO_ROOM.search(failure.message)
+    return Refusal("no room" if no_room else "failed", failure.message)
+
+
+def tpu_rating(program: Program) -> Rating:
+    """The longer of schedule and bytes of all its kernels."""
+    target, kernels = program.target, program_cost(program).kernels
+    if not kernels or any(kernel.cycles is None for kernel in kernels):
+        return Rating(None, words="a kernel has no schedule")
+    floor = sum(kernel.bytes.total * kernel.calls for kernel in kernels) / target.bandwidth
+    return Rating(
+        sum(kernel.seconds * kernel.calls for kernel in kernels),
+        max(kernel.vmem_bytes for kernel in kernels),
+        f"{sum(k.cycles * k.calls for k in kernels):,} cycles, bytes {floor * 1e6:.1f} us",
+        floor,
+    )
+
+
+def gpu_rating(use: "Usage | None", moved: int, bandwidth: float) -> Rating:
+    """The time of its bytes, longer where few warps run at a time or registers are spilled.
+
+    Fit to rank candidates, and for nothing else.
+    """
+    if use is None:
+        return Rating(None, words="ptxas says nothing of the kernel")
+    floor = moved / bandwidth
+    few = max(1.0, _WARPS / max(use.warps_at_a_time, 1))
+    seconds = floor * few * (1 + use.spilled / _SPILLED)
+    words = (
+        f"{use.registers} registers, {use.spilled} bytes spilled, {use.warps_at_a_time} warps "
+        "at a time"
+    )
+    return Rating(seconds, use.registers * use.threads * 4, words, floor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a kernel takes of a multiprocessor; `spilled` in bytes a thread."""
+
+    registers: int
+    spilled: int
+    threads: int
+
+    @property
+    def warps_at_a_time(self) -> int:
+        """By registers alone."""
+        blocks = _REGISTERS // max(1, math.ceil(self.registers / 8) * 8 * self.threads)
+        return blocks * self.threads // 32
+
+
+def ptxas_usage(ptx: str) -> dict[str, Usage]:
+    """What `ptxas` assigns, by the kernel's name."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for module in re.split(r"(?m)^(?=\.version)", ptx)[1:]:
+            path = Path(folder) / "kernel.ptx"
+            path.write_text(module)
+            target = re.search(r"\.target (\w+)", module)[1]
+            command = [shutil.which("ptxas") or "ptxas", "-v", f"-arch={target}"]
+            log = subprocess.run(
+                [*command, "-o", "/dev/null", str(path)], capture_output=True, encoding="utf-8"
+            ).stderr
+            found |= parse_usage(module, log)
+    return found
+
+
+def parse_usage(ptx: str, log: str) -> dict[str, Usage]:
+    """The same, from a module and from what `ptxas -v` says of it."""
+    threads = dict(re.findall(r"\.entry (\w+)\([^{]*?\.(?:req|max)ntid (\d+)", ptx, re.DOTALL))
+    pattern = r"entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+    return {
+        name: Usage(int(registers), int(spilled), int(threads.get(name, 128)))
+        for name, spilled, registers in re.findall(pattern, log, re.DOTALL)
+    }
+
+
+def target_of(device_kind: str, targets: Mapping[str, Target]) -> Target | None:
+    """The target that describes a device that is there; None if there is none."""
+    return next((t for t in targets.values() if t.kind == device_kind), None)

@@ -1,0 +1,210 @@
+"""Find block sizes for kernels: by the compiler of a device that is not there, or on this device.
+
+    python -m recipes.autotune --from_preset=rmt-305m --target=v5e --dry_run
+    python -m recipes.autotune --op=attention --target=v5e,v6e --out=tuned.json
+    python -m recipes.autotune --from_preset=rmt-305m --device
+
+Candidates are compiled one by one in a process with a time limit. Without a device the longer of
+schedule and bytes ranks them (a GPU's: bytes, warps at a time and spilled registers), and with one
+the best are held to plain JAX and timed in turn. What is clearly faster than the default goes into
+--out, which is by default the table that training looks into. Every candidate's fate is a line of
+--out with .log.jsonl behind; the same command goes on where it was stopped.
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from recipes import common, program
+from rmt_tpu.errors import RunError, UsageError, of_flag, unknown
+
+# Those of pallas_kernels.compiler.ops, which imports jax.
+_OPS = ("key_vector", "attention", "depth_attention")
+_OP = flags.DEFINE_list("op", None, f"kernels of the papers' sizes: {', '.join(_OPS)}, or all")
+_PRESET = flags.DEFINE_string(
+    "from_preset", None, "kernels of a model's train and decode steps, see --list_presets"
+)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "sequences in a step", lower_bound=1)
+_SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "tokens in a sequence", lower_bound=1)
+_TARGET = flags.DEFINE_list(
+    "target", None, "devices that need not be there, like v5e,v5p,v6e,tpu7x,h100,h200"
+)
+_DEVICE = flags.DEFINE_bool("device", False, "time candidates on the device of this machine")
+_TOP = flags.DEFINE_integer("top", 5, "how many candidates to time", lower_bound=1)
+_BUDGET = flags.DEFINE_float(
+    "budget_minutes", 30.0, "in all, shared by the kernels; the first candidate of each is free",
+    lower_bound=0.0,
+)  # fmt: skip
+_LIMIT = flags.DEFINE_float(
+    "limit_seconds", 120.0, "for a candidate to compile, after which it is left", lower_bound=1.0
+)
+_OUT = flags.DEFINE_string(
+    "out",
+    None,
+    "the table, local or gs://; default $RMT_TPU_TUNED, or else tuned.json in the user's cache",
+)
+_RESUME = flags.DEFINE_bool("resume", True, "go on with what the log has; else begin anew")
+_REFRESH = flags.DEFINE_bool("refresh", False, "tune again what the table has already")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "say what would be tuned, and end")
+_JSON = flags.DEFINE_bool("json", False, "print JSON alone; progress goes to standard error")
+_CASE = flags.DEFINE_multi_string("kernel", None, "only kernels whose name has this in it")
+common.define_list_presets()
+
+
+def main() -> int:
+    targets, device = _targets()
+    problems = {target: _problems(target) for target in targets}
+    if _DRY_RUN.value:
+        return _dry_run(problems)
+    from pallas_kernels.compiler import CompilerError
+    from rmt_tpu.analysis import autotune
+
+    out = _out()
+    with of_flag("out"):
+        autotune.check_table(out)
+    log = autotune.Log(out, _RESUME.value)
+    done: list[autotune.Tuned] = []
+    try:
+        for number, (target, found) in enumerate(problems.items()):
+            seconds = 60 * _BUDGET.value / (len(problems) - number)
+            _tune(target, found, device, out, log, seconds, done)
+    except CompilerError as error:
+        raise RunError(str(error)) from None
+    except KeyboardInterrupt:
+        _report(done, out)
+        raise KeyboardInterrupt(
+            f"stopped; what is done is kept in {out} and {log.name} beside it, and the same "
+            "command goes on"
+        ) from None
+    _report(done, out)
+    return 0
+
+
+def _tune(target, problems, device, out, log, seconds, done: list[Any]) -> None:
+    """The kernels of one target, added to `done` as they come."""
+    from pallas_kernels.compiler.tuning import Compiler
+    from rmt_tpu.analysis.autotune import Tuner
+
+    timer = None
+    if device is not None:
+        from pallas_kernels.compiler.timing import time_candidates
+
+        timer = lambda problem, chosen: time_candidates(problem, chosen, device)
+    with contextlib.closing(Compiler(target, _LIMIT.value)) as compiler:
+        tuner = Tuner(out, log, compiler.rate, timer, _TOP.value, _REFRESH.value, _tell)
+        for each in tuner.run(problems, seconds):
+            if each.note:
+                _tell(f"{each.problem.device}: {each.problem.name}: {each.note}")
+            done.append(each)
+
+
+def _targets() -> tuple[list[Any], Any]:
+    """What to compile for, and the device of this machine with --device."""
+    if _DEVICE.value == (_TARGET.value is not None):
+        raise UsageError("give either --target=v5e,... or --device, for this machine's own")
+    from pallas_kernels.compiler import DEVICES
+
+    if not _DEVICE.value:
+        for name in _TARGET.value:
+            if name not in DEVICES:
+                raise UsageError(unknown("--target", name, DEVICES))
+        if not _TARGET.value:
+            raise UsageError(f"--target= names no target; legal: {', '.join(DEVICES)}")
+        return [DEVICES[name] for name in dict.fromkeys(_TARGET.value)], None
+    import jax
+
+    from pallas_kernels.compiler.tuning import target_of
+
+    device = jax.devices()[0]
+    target = target_of(device.device_kind, DEVICES)
+    if target is None:
+        kinds = ", ".join(t.kind for t in DEVICES.values())
+        raise UsageError(
+            f"--device: this machine has {device.device_kind}, which is none that can be tuned "
+            f"on; legal: {kinds}"
+        )
+    return [target], device
+
+
+def _problems(target) -> list[Any]:
+    from rmt_tpu.analysis import kernel_problems
+    from rmt_tpu.analysis.step_cost import Step
+
+    if (_OP.value is None) == (_PRESET.value is None):
+        raise UsageError(f"give either --op={','.join(_OPS)} or --from_preset=rmt-305m")
+    if _PRESET.value is not None:
+        step = Step(_PRESET.value, _BATCH_SIZE.value, _SEQ_LEN.value)
+        found = kernel_problems.of_preset(step, target)
+    else:
+        for name in _OP.value or [""]:
+            if name not in (*_OPS, "all"):
+                raise UsageError(unknown("--op", name, (*_OPS, "all")))
+        ops = _OPS if "all" in _OP.value else tuple(dict.fromkeys(_OP.value))
+        found = kernel_problems.of_ops(ops, target)
+    for part in _CASE.value or ():
+        found = [p for p in found if part in p.kernel]
+    if not found:
+        raise UsageError(f"--target={target.name}: no kernel is taken by what was asked for")
+    return found
+
+
+def _out() -> str:
+    from pallas_kernels import tuned
+
+    out = _OUT.value if _OUT.value is not None else tuned.user_path()
+    if not out:
+        raise UsageError(f"--out is needed where {tuned.VARIABLE} is off")
+    return out
+
+
+def _dry_run(problems: dict[Any, list[Any]]) -> int:
+    from pallas_kernels import tuned
+
+    if _JSON.value:
+        listed = [
+            {"target": target.name, "kernel": p.kernel, "key": dict(p.key), "tokens": p.tokens,
+             "default": tuned.fields(p.default()), "candidates": len(p.candidates())}
+            for target, found in problems.items() for p in found
+        ]  # fmt: skip
+        print(json.dumps(listed, indent=1))
+        return 0
+    for target, found in problems.items():
+        print(f"{target.name} ({target.kind}): {len(found)} kernels")
+        for p in found:
+            default = " ".join(f"{k}={v}" for k, v in tuned.fields(p.default()).items())
+            print(f"  {p.name}: {len(p.candidates())} candidates; default {default}")
+    return 0
+
+
+def _report(done: list[Any], out: str) -> None:
+    if not done:
+        return
+    from rmt_tpu.analysis import autotune_report as report
+    from rmt_tpu.analysis.tables import fitted
+
+    if _JSON.value:
+        print(json.dumps(report.values(done), indent=1))
+    else:
+        print(f"\n{fitted(report.table(done), 10**6)}\n{report.summary(done, out)}")
+    picture = Path(f"{Path(out).name if '://' in out else Path(out).expanduser()}.png")
+    try:
+        if report.draw(done, picture):
+            _tell(f"picture: {picture}")
+    except OSError as error:
+        _tell(f"note: {picture} is not drawn: {error.strerror}")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr if _JSON.value else sys.stdout, flush=True)
+
+
+def run() -> None:
+    program.start(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,238 @@
+"""Tune kernels one after the other: with a log of every candidate, into a table."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import rmt_tpu
+from pallas_kernels import tuned
+from pallas_kernels.compiler import versions
+from pallas_kernels.compiler.search import Rating, Refusal, Result, Timing, Trial, search
+from pallas_kernels.compiler.spaces import SPACES, Problem
+from rmt_tpu import kernel_tables
+from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.storage import open_folder
+
+Rate = Callable[[Problem, tuned.Blocks], Rating | Refusal]
+Time = Callable[[Problem, Sequence[tuned.Blocks]], Mapping[tuned.Blocks, Timing]]
+
+
+class Tuned(NamedTuple):
+    """What became of a kernel.
+
+    Attributes:
+      problem: the kernel and its size.
+      result: of the search; None if it was left out.
+      entry: that the table has now, from this search or from before; None is the rule.
+      note: why it was left out, or that its entry is old.
+    """
+
+    problem: Problem
+    result: Result | None
+    entry: tuned.Entry | None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuner:
+    """How kernels are tuned.
+
+    Attributes:
+      out: the table, local or gs://.
+      log: every trial.
+      rate: by a compiler.
+      timer: of candidates on a device; None if there is none.
+      top: how many candidates to time.
+      refresh: tune again what the table has already.
+      progress: is told of each candidate.
+      clock: seconds.
+    """
+
+    out: str
+    log: "Log"
+    rate: Rate
+    timer: Time | None = None
+    top: int = 5
+    refresh: bool = False
+    progress: Callable[[str], None] = lambda line: None
+    clock: Callable[[], float] = time.monotonic
+
+    def run(self, problems: Sequence[Problem], seconds: float) -> Iterator[Tuned]:
+        """Each kernel when it is done, and what it came to is in the table; all in so much time.
+
+        Raises:
+          RunError: the table cannot be written.
+        """
+        end = self.clock() + seconds
+        for number, problem in enumerate(problems):
+            now = self.clock()
+            yield self.tune(problem, now + (end - now) / (len(problems) - number))
+
+    def tune(self, problem: Problem, until: float) -> Tuned:
+        """One kernel, until then on the clock."""
+        found = self._found(problem)
+        if found is not None and not self.refresh:
+            old = "" if dict(found.versions) == _versions() else " by other versions: --refresh"
+            return Tuned(problem, None, found, f"in the table already{old}")
+        candidates = problem.candidates()
+        told = []
+
+        def log(trial: Trial) -> None:
+            self.log.write(problem, trial)
+            told.append(trial)
+            self.progress(_told(problem, trial, len(told), len(candidates)))
+
+        result = search(
+            candidates,
+            lambda blocks: self.rate(problem, blocks),
+            fields=tuned.fields,
+            grows=SPACES[problem.platform, problem.kernel].grows,
+            clock=self.clock,
+            until=until,
+            log=log,
+            known=self.log.known(problem),
+            time=self.timer and (lambda chosen: self.timer(problem, chosen)),
+            top=self.top,
+        )
+        if result.best.blocks == result.default.blocks:
+            return Tuned(problem, result, None)
+        entry = _entry(problem, result)
+        kernel_tables.add(self.out, [entry])
+        return Tuned(problem, result, entry)
+
+    def _found(self, problem: Problem) -> tuned.Entry | None:
+        """The table's, if it is of this version of the kernel."""
+        identity = problem.entry(problem.default(), "heuristic").identity
+        for entry in kernel_tables.read(self.out).entries:
+            if entry.identity == identity and entry.kernel_version == problem.of.version:
+                measured = entry.source == "measured" or self.timer is None
+                return entry if measured else None
+        return None
+
+
+def check_table(out: str) -> None:
+    """
+    Raises:
+      UsageError: no table can be written there, or what is there is none.
+    """
+    parent, name = os.path.split(os.path.expanduser(out))
+    if not name:
+        raise UsageError(f"{out} names no file")
+    open_folder(parent or ".").check(write=True)
+    try:
+        table = kernel_tables.read(out)
+    except RunError as error:
+        raise UsageError(f"{out} cannot be read: {error}") from None
+    if table.faults:
+        raise UsageError(f"{table.faults[0]}; mend the file, or move it away")
+
+
+def _entry(problem: Problem, result: Result) -> tuned.Entry:
+    times = lambda trial: trial.seconds or (trial.estimate,) * (trial.estimate is not None)
+    return problem.entry(
+        result.best.blocks,
+        "measured" if result.measured else "estimated",
+        seconds=times(result.best),
+        default_seconds=times(result.default),
+        default_blocks=tuned.items(tuned.fields(result.default.blocks)),
+        versions=tuned.items(_versions()),
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+    )
+
+
+def _versions() -> dict[str, str]:
+    return versions() | {"rmt_tpu": rmt_tpu.__version__}
+
+
+def changed(default: tuned.Blocks, blocks: tuned.Blocks) -> str:
+    """What of a candidate is other than the rule's, for a line of text."""
+    before, now = tuned.fields(default), tuned.fields(blocks)
+    different = [f"{name}={now[name]}" for name in now if now[name] != before[name]]
+    return " ".join(different) or "default"
+
+
+def _told(problem: Problem, trial: Trial, number: int, count: int) -> str:
+    seconds = "" if trial.time is None else f" {trial.time * 1e6:.1f} us"
+    why = f" ({trial.why[:120]})" if trial.why else ""
+    what = changed(problem.default(), trial.blocks)
+    return (
+        f"{problem.device}: {problem.name}: {number} of {count}, {what}: {trial.fate}{seconds}{why}"
+    )
+
+
+class Log:
+    """Every trial, a line each, beside the table that it leads to.
+
+    Args:
+      out: the table's location.
+      resume: whether what is in the log counts; else it begins anew.
+
+    Raises:
+      RunError: it cannot be read or written.
+    """
+
+    def __init__(self, out: str, resume: bool):
+        parent, name = os.path.split(os.path.expanduser(out))
+        self._folder, self.name = open_folder(parent or "."), f"{name}.log.jsonl"
+        found = self._folder.read(self.name) if resume else None
+        self._lines = list(_parsed(found.data)) if found else []
+        if not resume:
+            self._folder.delete(self.name)
+
+    def known(self, problem: Problem) -> dict[tuned.Blocks, Trial]:
+        """Trials of a problem by this version of the kernel and of the compiler.
+
+        Times on a device are left out: those of another hour say little beside those of this one.
+        """
+        head, found = _head(problem), {}
+        for line in self._lines:
+            if {name: line.get(name) for name in head} == head:
+                # Of older code, or mended by hand.
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    trial = _trial(problem, line)
+                    found[trial.blocks] = trial
+        return found
+
+    def write(self, problem: Problem, trial: Trial) -> None:
+        """Adds a trial."""
+        values = {f.name: getattr(trial, f.name) for f in dataclasses.fields(trial)}
+        line = _head(problem) | values | {"blocks": tuned.fields(trial.blocks)}
+        self._folder.append(self.name, (json.dumps(line, sort_keys=True) + "\n").encode())
+
+
+def _parsed(content: bytes) -> Iterator[dict[str, Any]]:
+    """Lines that are whole."""
+    for text in content.decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                yield line
+
+
+def _head(problem: Problem) -> dict[str, Any]:
+    return {
+        "device": problem.device,
+        "kernel": problem.kernel,
+        "kernel_version": problem.of.version,
+        "key": dict(problem.key),
+        "tokens": problem.tokens,
+        "versions": versions(),
+    }
+
+
+def _trial(problem: Problem, line: Mapping[str, Any]) -> Trial:
+    fate, estimate = line["fate"], line["estimate"]
+    if fate in ("timed", "wrong"):
+        fate = "unrated" if estimate is None else "compiled"
+    return Trial(
+        problem.of.made(line["blocks"]),
+        fate,
+        line["why"],
+        None if estimate is None else float(estimate),
+        int(line["on_chip"]),
+        float(line["floor"]),
+    )

@@ -1,0 +1,113 @@
+"""What tuning came to: a table, JSON and a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels import tuned
+from rmt_tpu.analysis.autotune import Tuned, changed
+
+
+def table(done: Sequence[Tuned]) -> str:
+    """Markdown: a line a kernel."""
+    lines = [
+        "| device | kernel | default us | best us | gain | spread | best, where not the default "
+        "| source |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [f"| {' | '.join(_cells(each))} |" for each in done]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(each: Tuned) -> list[str]:
+    problem, result, entry, note = each
+    if result is None:
+        return [problem.device, problem.name, "", "", "", "", note, entry.source if entry else ""]
+    source = "measured" if result.measured else "estimated"
+    if problem.platform == "cuda" and not result.measured:
+        source += " (bytes, warps, spills)"
+    spread = f"{result.spread:.1%}" if result.measured else "-"
+    best = changed(result.default.blocks, result.best.blocks) if entry else "the default stays"
+    if entry is None and result.default.time is None:
+        best, source = f"none: {result.default.fate}: {result.default.why[:80]}", "-"
+    gain = "-" if result.gain is None else f"{result.gain:.1%}"
+    times = [_us(result.default.time), _us(result.best.time)]
+    return [problem.device, problem.name, *times, gain, spread, best, source]
+
+
+def _us(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.1f}"
+
+
+def summary(done: Sequence[Tuned], out: str) -> str:
+    """A line or two of what there is now."""
+    searched = [each for each in done if each.result is not None]
+    gained = [each for each in searched if each.entry is not None]
+    left = sum(each.result.left for each in searched if not each.result.default.is_bound)
+    bound = sum(each.result.default.is_bound and not each.result.measured for each in searched)
+    text = f"{len(gained)} of {len(searched)} kernels have better block sizes, in {out}"
+    if not gained:
+        text = f"nothing is clearly faster than the default, of {len(searched)} kernels"
+    if bound:
+        text += f"; of {bound} the bytes take all the time, so that without a device none can be"
+    if left:
+        text += f"; {left} candidates were not tried, --budget_minutes was too short"
+    return text
+
+
+def values(done: Sequence[Tuned]) -> list[dict[str, Any]]:
+    """As JSON."""
+    return [_values(each) for each in done]
+
+
+def _values(each: Tuned) -> dict[str, Any]:
+    problem, result, entry, note = each
+    found: dict[str, Any] = {
+        "device": problem.device,
+        "kernel": problem.kernel,
+        "key": dict(problem.key),
+        "tokens": problem.tokens,
+        "entry": entry and entry.json(),
+        "note": note,
+    }
+    if result is not None:
+        found |= {
+            "default": tuned.fields(result.default.blocks),
+            "best": tuned.fields(result.best.blocks),
+            "default_seconds": result.default.time,
+            "best_seconds": result.best.time,
+            "gain": result.gain,
+            "spread": result.spread if result.measured else None,
+            "tried": len(result.trials),
+            "left": result.left,
+        }
+    return found
+
+
+def draw(done: Sequence[Tuned], path: Path) -> bool:
+    """The time of every candidate over that of the default, a row a kernel; False if there is none.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    import matplotlib.pyplot as plt
+
+    rows = [each for each in done if each.result is not None and each.result.default.time]
+    if not rows:
+        return False
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.35 * len(rows)), layout="constrained")
+    for place, (_, result, _, _) in enumerate(rows):
+        over = [t.time / result.default.time for t in result.trials if t.time]
+        axes.plot(over, [place] * len(over), "o", color="tab:gray", alpha=0.5, markersize=4)
+        best = result.best.time / result.default.time
+        axes.plot([best], [place], "D", color="tab:red", markersize=6)
+    axes.axvline(1, color="black", linewidth=0.8)
+    names = [f"{problem.device} {problem.kernel}" for problem, *_ in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    how = "measured" if rows[0].result.measured else "estimated"
+    axes.set_xlabel(f"time of a candidate over that of the default, {how}; red: what is taken")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True

@@ -1,0 +1,59 @@
+"""Which kernels programs take, at which sizes, on a device that need not be there."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels import tuned
+from pallas_kernels.compiler import Target
+from pallas_kernels.compiler.ops import OPS
+from pallas_kernels.compiler.spaces import Problem, problem_of
+from pallas_kernels.platform import preferring
+from rmt_tpu.analysis.step_cost import Step, trace_config
+from rmt_tpu.decoder import Decoder
+
+
+def of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
+    """Those of the ops' cases, both passes."""
+
+    def trace() -> None:
+        for op in ops:
+            for case in OPS[op].cases():
+                function, arguments, _ = case.program("training", None)
+                jax.eval_shape(function, *arguments)
+
+    return _problems(target, trace)
+
+
+def of_preset(step: Step, target: Target) -> list[Problem]:
+    """Those of its train step, of reading a prompt as long as its sequences, and of a new token.
+
+    Raises:
+      UsageError: there is no such preset.
+      MeshError: a size does not divide.
+    """
+    config = step.config()
+
+    def trace() -> None:
+        trace_config(config, jax.devices()[:1])
+        decoder = nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0)))
+        graphdef, params = nnx.split(decoder)
+        cache = jax.eval_shape(lambda: decoder.empty_cache(1, step.seq_len + 1))
+        for new in (step.seq_len, 1):
+            tokens = jax.ShapeDtypeStruct((1, new), jnp.int32)
+            decode = lambda params, *given: nnx.merge(graphdef, params).decode(*given)
+            jax.eval_shape(decode, params, tokens, cache)
+
+    return _problems(target, trace)
+
+
+def _problems(target: Target, trace: Callable[[], None]) -> list[Problem]:
+    with tuned.lowering_for(target.kind), tuned.collecting() as looks:
+        if target.platform == "cuda":  # where kernels are taken only if they are asked for
+            with preferring("pallas"):
+                trace()
+        else:
+            trace()
+    return list(dict.fromkeys(problem_of(look) for look in looks))

@@ -1,0 +1,24 @@
+"""Markdown tables for a terminal."""
+
+import itertools
+
+
+def fitted(text: str, width: int) -> str:
+    """Markdown with aligned tables, without those of their last columns that a line cannot hold."""
+    lines = []
+    for is_table, block in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")):
+        if not is_table:
+            lines += block
+            continue
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block]
+        columns = [[row[i] for row in rows] for i in range(len(rows[0]))]
+        widths = [max(map(len, column)) for column in columns]
+        ends = itertools.accumulate((size + 3 for size in widths), initial=1)
+        kept = max(1, sum(end <= width for end in ends) - 1)
+        for row in rows:
+            fill = "-" if set("".join(row)) == {"-"} else " "
+            cells = (cell.ljust(size, fill) for cell, size in zip(row, widths, strict=True))
+            lines.append(f"| {' | '.join(list(cells)[:kept])} |")
+        if kept < len(widths):
+            lines.append(f"({len(widths) - kept} more in the file)")
+    return "\n".join(lines) + "\n"

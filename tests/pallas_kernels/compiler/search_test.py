@@ -1,0 +1,164 @@
+"""Search for block sizes with a compiler, a device and a clock that only seem to be there."""
+
+from typing import NamedTuple
+
+import pytest
+
+from pallas_kernels.compiler.search import (
+    Rating,
+    Refusal,
+    Timing,
+    Trial,
+    hopeful,
+    search,
+    spread,
+)
+
+
+class Blocks(NamedTuple):
+    tokens: int
+    unroll: int
+
+
+DEFAULT = Blocks(128, 2)
+ALL = [DEFAULT, Blocks(256, 2), Blocks(512, 2), Blocks(128, 4), Blocks(256, 4), Blocks(64, 2)]
+
+
+class Machine:
+    """Every candidate takes a second to compile; its clock starts at 0."""
+
+    def __init__(self, seconds, **refused):
+        self.seconds, self.refused, self.now, self.asked = seconds, refused, 0.0, []
+        self.logged, self.floor = [], 0.0
+
+    def compile(self, blocks):
+        self.asked.append(blocks)
+        self.now += 1
+        outcome = self.seconds.get(blocks, 1.0)
+        if isinstance(outcome, Refusal):
+            return outcome
+        return Rating(outcome, blocks.tokens, "", self.floor)
+
+    def search(self, candidates=ALL, until=100.0, **options):
+        return search(
+            candidates,
+            self.compile,
+            fields=Blocks._asdict,
+            grows=("tokens",),
+            clock=lambda: self.now,
+            until=until,
+            log=self.logged.append,
+            **options,
+        )
+
+
+def test_the_best_estimate_is_taken_if_it_is_clearly_better():
+    machine = Machine({Blocks(64, 2): 0.9})
+    result = machine.search()
+    assert result.best.blocks == Blocks(64, 2) and result.gain == pytest.approx(0.1)
+    assert machine.asked == ALL and [t.blocks for t in machine.logged] == ALL
+    assert (result.left, result.measured, result.default.blocks) == (0, False, DEFAULT)
+    near = Machine({Blocks(64, 2): 0.96}).search()
+    assert near.best == near.default and near.gain == 0
+
+
+def test_of_equals_the_smallest_is_taken():
+    result = Machine({Blocks(512, 2): 0.8, Blocks(128, 4): 0.801, Blocks(256, 4): 0.805}).search()
+    assert result.best.blocks == Blocks(128, 4)
+
+
+def test_what_is_larger_than_what_has_no_room_is_not_compiled():
+    """In the fields that take room, all others being alike."""
+    machine = Machine({Blocks(256, 2): Refusal("no room", "VMEM")})
+    result = machine.search()
+    assert Blocks(512, 2) not in machine.asked and Blocks(256, 4) in machine.asked
+    fates = {t.blocks: t.fate for t in result.trials}
+    assert (fates[Blocks(256, 2)], fates[Blocks(512, 2)]) == ("no room", "skipped")
+
+
+@pytest.mark.parametrize("fate", ["time limit", "failed"])
+def test_a_candidate_that_fails_is_recorded_and_the_next_one_tried(fate):
+    result = Machine({Blocks(256, 2): Refusal(fate, "why"), Blocks(64, 2): 0.5}).search()
+    (failed,) = [t for t in result.trials if t.fate == fate]
+    assert failed.blocks == Blocks(256, 2) and failed.why == "why"
+    assert result.best.blocks == Blocks(64, 2)
+
+
+def test_a_default_that_fails_gives_way_to_any_that_does_not():
+    machine = Machine({DEFAULT: Refusal("no room", "VMEM"), Blocks(64, 2): 3.0})
+    result = machine.search()
+    assert result.best.blocks == Blocks(128, 4) and result.gain is None
+    none = Machine(dict.fromkeys(ALL, Refusal("failed", "why"))).search()
+    assert none.best == none.default
+
+
+def test_the_time_ends_the_search_and_the_next_goes_on_where_it_was():
+    machine = Machine({Blocks(64, 2): 0.5})
+    result = machine.search(until=2.5)
+    assert machine.asked == ALL[:3] and result.left == 3 and result.best == result.default
+    again = Machine({Blocks(64, 2): 0.5})
+    result = again.search(known={t.blocks: t for t in machine.logged})
+    assert again.asked == ALL[3:] and result.best.blocks == Blocks(64, 2)
+    assert [t.blocks for t in again.logged] == ALL[3:]
+    # What is known to have no room counts for those that are not known.
+    known = {Blocks(256, 2): Trial(Blocks(256, 2), "no room")}
+    third = Machine({})
+    third.search(known=known)
+    assert Blocks(256, 4) in third.asked and Blocks(512, 2) not in third.asked
+    # The default is tried even where there is no time at all.
+    assert Machine({}).search(until=-1.0).left == len(ALL) - 1
+
+
+def timed(times):
+    def time(chosen):
+        return {b: times.get(b, Timing((1.0, 1.0, 1.0, 1.0))) for b in chosen}
+
+    return time
+
+
+def test_a_measured_gain_must_exceed_the_noise():
+    estimates = {Blocks(64, 2): 0.8, Blocks(128, 4): 0.85}
+    fast = {Blocks(64, 2): Timing((0.9, 0.9, 0.9, 0.9))}
+    result = Machine(estimates).search(time=timed(fast))
+    assert result.best.blocks == Blocks(64, 2) and result.gain == pytest.approx(0.1)
+    assert result.measured and result.spread == 0
+    noisy = fast | {DEFAULT: Timing((0.95, 0.99, 1.0, 1.01, 1.05))}
+    result = Machine(estimates).search(time=timed(noisy))
+    assert result.spread > 0.04 and result.best == result.default
+    slight = {Blocks(64, 2): Timing((0.99, 0.99, 0.99))}
+    assert Machine(estimates).search(time=timed(slight)).best.blocks == DEFAULT
+
+
+def test_what_is_wrong_is_not_taken_however_fast():
+    times = {Blocks(64, 2): Timing(wrong="NaN"), Blocks(128, 4): Timing((0.7, 0.7))}
+    machine = Machine({Blocks(64, 2): 0.5, Blocks(128, 4): 0.6})
+    result = machine.search(time=timed(times))
+    assert result.best.blocks == Blocks(128, 4)
+    assert {t.blocks: t.fate for t in result.trials}[Blocks(64, 2)] == "wrong"
+    assert machine.logged[-1].fate in ("wrong", "timed")
+
+
+def test_a_kernel_that_its_bytes_bound_is_left_as_it_is_without_a_device():
+    machine = Machine({})
+    machine.floor = 0.96
+    result = machine.search()
+    assert machine.asked == [DEFAULT] and result.left == len(ALL) - 1
+    machine.search(time=timed({}))
+    assert machine.asked[1:] == ALL
+
+
+def test_what_is_worth_timing():
+    default = Trial(DEFAULT, "compiled", estimate=1.0)
+    others = [
+        Trial(Blocks(n, 2), "compiled", estimate=e)
+        for n, e in ((1, 0.5), (2, 0.6), (3, 0.64), (4, 0.7))
+    ]
+    assert [t.blocks.tokens for t in hopeful(default, [default, *others], 5)] == [128, 1, 2, 3]
+    assert [t.blocks.tokens for t in hopeful(default, [default, *others], 1)] == [128, 1]
+    unrated = [Trial(Blocks(n, 2), "unrated") for n in (1, 2, 3)]
+    assert len(hopeful(default, [default, *unrated], 2)) == 3
+
+
+def test_spread():
+    assert spread(()) == spread((1.0,)) == 0
+    assert spread((1.0, 2.0, 3.0, 4.0)) == pytest.approx((3.75 - 1.25) / 2.5)

@@ -1,0 +1,266 @@
+"""What a compiler says of candidates, in processes that may hang; the calls that they are of."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tuned
+from pallas_kernels.compiler import DEVICES, CompilerError, Failure, Job, Worker, timing
+from pallas_kernels.compiler.search import Rating, Refusal
+from pallas_kernels.compiler.spaces import SPACES, Call, Problem, lower_call
+from pallas_kernels.compiler.tuning import Compiler, Usage, gpu_rating, parse_usage, target_of
+from pallas_kernels.tuned import KERNELS
+
+KEYS = {
+    "key_vector": dict(K=32, V=32, R=4, P=8),
+    "depth_attention": dict(N=3, S=2, D=256, dtype="bfloat16"),
+    "attention": dict(
+        heads=2, size=32, dtype="bfloat16", rows="size_major", alibi=True, segments=True
+    ),
+}
+KINDS = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}
+
+
+def problem(platform: str, kernel: str, tokens: int = 256) -> Problem:
+    key = next(key for name, key in KEYS.items() if kernel.startswith(name))
+    if kernel.startswith("key_vector"):
+        own = ["dtype"] if platform == "cuda" else ["residual_dtype", "data_dtype"]
+        key = key | dict.fromkeys(own, "bfloat16")
+        key |= {"P": 0} if kernel.endswith("store") else {}
+        key |= {"R": 0} if kernel.endswith("read") else {}
+    if kernel.endswith(("step", "decode", "merge", "merge_backward")):
+        key = key | {"S": 1}
+    if "merge" in kernel:
+        key |= {"N": 1} if platform == "cuda" else {"N": 0, "dtype": "float32"}
+    if kernel.endswith(("scores", "gradients", "backward_sums")):
+        key = key | ({"S": 16, "D": 1024} if "depth" in kernel else {"K": 512, "V": 64})
+    tokens = 512 if kernel.endswith("_step") and platform == "cuda" else tokens
+    return Problem(tuned.slug(KINDS[platform]), platform, kernel, tuned.items(key), tokens)
+
+
+def test_every_kernel_can_be_tuned():
+    assert SPACES.keys() == KERNELS.keys()
+    for platform, kernel in KERNELS:
+        given = problem(platform, kernel)
+        assert set(dict(given.key)) == set(given.of.key)
+        first, *others = given.candidates()
+        assert first == given.default() and others and first not in others
+        assert len(set(others)) == len(others)
+        refused = [given.of.refused(dict(given.key), given.tokens, c) for c in (first, *others)]
+        assert not any(refused)
+        names = set(tuned.fields(first))
+        assert set(SPACES[platform, kernel].grows) <= names
+        near = [sum(tuned.fields(first)[n] != tuned.fields(c)[n] for n in names) for c in others]
+        assert near == sorted(near)  # what is most like the default is tried first
+
+
+FEW = [
+    ("tpu", "key_vector_backward"),
+    ("tpu", "attention_backward"),
+    ("cuda", "depth_attention_merge"),
+]
+
+
+@pytest.mark.parametrize(
+    "platform, kernel",
+    [pytest.param(*k, marks=() if k in FEW else pytest.mark.slow) for k in KERNELS],
+)
+def test_a_problems_call_takes_the_candidates_blocks(platform, kernel):
+    """And gives what plain JAX gives: arrays of the same shapes and dtypes."""
+    given = problem(platform, kernel)
+    call = SPACES[platform, kernel].call(dict(given.key), given.tokens)
+    blocks = given.candidates()[-1]
+    own = tuned.Table("candidate", (given.entry(blocks, "heuristic"),), exact=True)
+    with tuned.lowering_for(KINDS[platform]), tuned.tuned(own), tuned.collecting() as looks:
+        got = jax.eval_shape(call.function(call.kernels), *call.arguments)
+    assert [look.chosen for look in looks if look.kernel == given.of] == [blocks]
+    want = jax.eval_shape(call.function(call.portable), *call.arguments)
+    assert jax.tree.map(lambda x: x.shape, got) == jax.tree.map(lambda x: x.shape, want)
+
+
+# Ratings -----------------------------------------------------------------------------------------
+
+PTX = """
+.version 8.7
+.target sm_90a
+.visible .entry key_vector_forward(
+	.param .u64 .ptr .global .align 1 key_vector_forward_param_0
+)
+.reqntid 128, 1, 1
+{
+"""
+LOG = """ptxas info    : Compiling entry function 'key_vector_forward' for 'sm_90a'
+ptxas info    : Function properties for key_vector_forward
+    0 bytes stack frame, 64 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 127 registers, used 1 barriers
+"""
+
+
+def test_a_gpus_rating():
+    usage = parse_usage(PTX, LOG)
+    assert usage == {"key_vector_forward": Usage(127, 64, 128)}
+    assert usage["key_vector_forward"].warps_at_a_time == 16
+    rate = lambda use: gpu_rating(use, 4 * 10**6, 2e12)
+    assert rate(Usage(127, 0, 128))[:2] == (2e-6, 127 * 128 * 4)
+    assert rate(usage["key_vector_forward"]).seconds == pytest.approx(3e-6)
+    assert rate(Usage(255, 0, 256)).seconds == pytest.approx(2e-6)
+    assert rate(Usage(255, 0, 32)).seconds == pytest.approx(2e-6)
+    assert rate(Usage(168, 0, 256)).words == "168 registers, 0 bytes spilled, 8 warps at a time"
+    assert rate(None).seconds is None
+
+
+class Outcomes:
+    """A worker that is given what comes of jobs."""
+
+    def __init__(self, target, given=()):
+        self.given = list(given)
+
+    def compile(self, job, limit):
+        outcome = self.given.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "outcome, fate",
+    [
+        (Failure("no result within 1 s", "TimeLimit"), "time limit"),
+        (Failure("RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom", "XlaError"), "no room"),
+        (Failure("Shared memory size limit exceeded", "XlaError"), "no room"),
+        (Failure("out of memory is what no candidate says", "RuntimeError"), "failed"),
+        (Failure("Not implemented", "NotImplementedError"), "failed"),
+        (CompilerError("compiling for v5e ended with code -11"), "failed"),
+    ],
+)
+def test_what_becomes_of_a_candidate_that_does_not_compile(monkeypatch, outcome, fate):
+    workers = lambda target: Outcomes(target, [outcome])
+    monkeypatch.setattr("pallas_kernels.compiler.tuning.Worker", workers)
+    compiler = Compiler(DEVICES["v5e"], 1.0)
+    given = problem("tpu", "attention_forward")
+    assert compiler.rate(given, given.default()) == Refusal(
+        fate, str(getattr(outcome, "message", outcome))
+    )
+
+
+def test_the_target_of_a_device():
+    assert target_of("TPU v6 lite", DEVICES) is DEVICES["v6e"]
+    assert target_of("cpu", DEVICES) is None
+
+
+# Times -------------------------------------------------------------------------------------------
+
+
+def test_results_are_held_to_plain_ones():
+    plain = [np.array([1.0, -2.0]), np.array([np.nan, 1.0])]
+    assert timing.errors_of([np.array([1.0, -1.0]), plain[1]], plain) == [0.5, 0.0]
+    (_, error) = timing.errors_of([plain[0], np.array([1.0, 1.0])], plain)
+    assert np.isnan(error)
+    assert timing.wrong([0.1, 0.2], [0.1, 0.2]) == ""
+    assert timing.wrong([0.1, 0.3], [0.1, 0.2]).startswith("result 1 is off by 0.3 of")
+    assert timing.wrong([float("nan")], [1.0])
+
+
+def test_arguments_and_times_of_a_call():
+    """Of plain JAX on a CPU, whose profile has no device: by the wall clock."""
+    shapes = (
+        jax.ShapeDtypeStruct((8,), jnp.float32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+        jax.ShapeDtypeStruct((2,), jnp.bool_),
+    )
+    call = Call(lambda m: lambda x, n, b: (x * n, b), timing, timing, shapes, (0,), {1: 3})
+    arguments = timing.draw(call)
+    assert int(arguments[1]) == 3 and bool(arguments[2].all()) and float(arguments[0].std()) > 0
+    program = jax.jit(call.function(timing), donate_argnums=0).lower(*shapes).compile()
+    first = timing._results(program, call, arguments)
+    assert np.array_equal(first[0], np.asarray(arguments[0]) * 3)  # which are still there
+    fresh = lambda: timing._placed(program, call, arguments)
+    assert timing.wall_seconds(program, fresh, 2) > 0
+    timing_of = timing.seconds_of(program, fresh, "kernel")
+    assert 0 < timing_of < 1
+
+
+# Processes ---------------------------------------------------------------------------------------
+
+
+def hang(device):
+    import subprocess
+    import sys
+
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    raise_in = time.monotonic() + 600
+    while time.monotonic() < raise_in:
+        time.sleep(1)
+    return child
+
+
+def leave(device):
+    import os
+
+    os._exit(3)
+
+
+def nothing(device):
+    raise ValueError("nothing to compile")
+
+
+@pytest.mark.compile
+def test_a_job_that_hangs_or_dies_ends_with_its_process_alone():
+    job = lambda name: Job(f"{MODULE}:{name}")
+    worker = Worker(DEVICES["v5e"])
+    assert worker.compile(job("nothing")).message == "ValueError: nothing to compile"
+    group = worker._process.pid
+    assert worker.compile(job("hang"), 3.0) == Failure("no result within 3 s", "TimeLimit")
+    assert alive(group) == []
+    with pytest.raises(CompilerError, match="ended with code 3"):
+        worker.compile(job("leave"))
+    assert worker.compile(job("nothing")).error == "ValueError"
+    worker.close()
+    worker.close()
+
+
+MODULE = "tests.pallas_kernels.compiler.tuning_test"
+
+
+def alive(group: int) -> list[int]:
+    """Processes of a group that are no zombies."""
+    import pathlib
+
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.compile
+def test_candidates_of_a_small_kernel_by_the_real_compiler():
+    given = problem("tpu", "attention_forward")
+    compiler = Compiler(DEVICES["v5e"], 300.0)
+    try:
+        ratings = [compiler.rate(given, blocks) for blocks in given.candidates()]
+    finally:
+        compiler.close()
+    assert len(ratings) == 2 and all(isinstance(r, Rating) for r in ratings)
+    assert all(r.seconds >= r.floor > 0 and r.on_chip > 0 for r in ratings)
+    assert ratings[0].seconds != ratings[1].seconds
+
+
+def test_a_call_that_does_not_take_its_blocks_is_refused():
+    """The machine's devices are none that the kernel is for."""
+    given = problem("tpu", "attention_forward")
+    call = SPACES["tpu", given.kernel].call(dict(given.key), given.tokens)
+    call = dataclasses.replace(call, function=lambda module: lambda *arrays: arrays[0])
+    with pytest.raises(RuntimeError, match="is compiled with no look-up, not"):
+        lower_call(jax.devices()[0], given, call, given.default())

@@ -1,0 +1,75 @@
+"""recipes.autotune: what is said before anything is compiled, and a table that is made."""
+
+import json
+
+import pytest
+
+from pallas_kernels import tuned
+from tests import cli
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--op=attention"], "give either --target=v5e,... or --device"),
+        (["--op=attention", "--target=v5e", "--device"], "give either --target="),
+        (["--op=attention", "--target=v5"], "--target 'v5' is unknown; did you mean 'v5"),
+        (["--op=attention", "--target="], "--target= names no target; legal: v5e, v5p"),
+        (["--target=v5e"], "give either --op=key_vector,"),
+        (["--op=attention", "--from_preset=rmt-tiny", "--target=v5e"], "give either --op="),
+        (["--op=atention", "--target=v5e"], "--op 'atention' is unknown; did you mean 'attention'"),
+        (["--op=", "--target=v5e"], "--op '' is unknown"),
+        (["--from_preset=rmt-1b", "--target=v5e"], "rmt-1b' is unknown"),
+        (["--op=attention", "--device"], "--device: this machine has cpu, which is none that can"),
+        (["--op=attention", "--target=h100"], "--target=h100: no kernel is taken by what was"),
+        (["--op=attention", "--target=v5e", "--top=0"], "--top=0"),
+        (
+            ["--op=attention", "--target=v5e", "--out="],
+            "--out is needed where RMT_TPU_TUNED is off",
+        ),
+        (["--op=attention", "--target=v5e", "--out=/proc/t.json"], "--out=/proc cannot be written"),
+        (["--op=attention", "--target=v5e", "--out=s3://b/t.json"], "--out='s3://b' cannot be op"),
+    ],
+)
+def test_errors_are_one_line(flags, words):
+    assert words in cli.fail("autotune", *flags)
+
+
+def test_a_table_that_is_none(tmp_path):
+    file = tmp_path / "t.json"
+    file.write_text("mine")
+    line = cli.fail("autotune", "--op=attention", "--target=v5e", f"--out={file}")
+    assert "--out=" in line and "mend the file, or move it away" in line
+
+
+def test_dry_run():
+    flags = ["--from_preset=rmt-tiny", "--target=v5e", "--seq_len=128", "--dry_run"]
+    listed = json.loads(cli.succeed("autotune", *flags, "--json").stdout)
+    kernels = {each["kernel"] for each in listed}
+    assert {"attention_forward", "attention_backward", "key_vector_backward"} <= kernels
+    for each in listed:
+        assert each["target"] == "v5e" and each["candidates"] >= 1
+        assert set(each["key"]) == set(tuned.KERNELS["tpu", each["kernel"]].key)
+    text = cli.succeed("autotune", *flags, "--kernel=attention").stdout
+    assert text.startswith("v5e (TPU v5 lite): 2 kernels\n  attention_forward alibi=True ")
+
+
+@pytest.mark.compile
+def test_a_kernel_is_tuned_without_a_device(tmp_path):
+    out = tmp_path / "tuned.json"
+    flags = ["--from_preset=rmt-tiny", "--seq_len=256", "--batch_size=2", "--target=v5e"]
+    flags += ["--kernel=attention_forward", f"--out={out}"]
+    done = cli.succeed("autotune", *flags)
+    assert "1 of 2, default: compiled" in done.stdout and "2 of 2, queries=" in done.stdout
+    log = (tmp_path / "tuned.json.log.jsonl").read_text()
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert [line["fate"] for line in lines] == ["compiled", "compiled"]
+    assert (tmp_path / "tuned.json.png").read_bytes().startswith(b"\x89PNG")
+    again = cli.succeed("autotune", *flags, "--json")
+    (kernel,) = json.loads(again.stdout)
+    assert kernel["kernel"] == "attention_forward" and "of 2" not in again.stderr
+    if kernel["entry"] is None:
+        assert not out.exists() and "nothing is clearly faster" in done.stdout
+    else:
+        (entry,) = tuned.parse(out.read_bytes(), "").entries
+        assert entry.json() == kernel["entry"] and entry.source == "estimated"

@@ -1,0 +1,141 @@
+"""Tuning with a compiler that only seems to be there: table, log, what is resumed."""
+
+import json
+import os
+
+import pytest
+
+from pallas_kernels import tuned
+from pallas_kernels.compiler.search import Rating, Refusal, Timing
+from pallas_kernels.compiler.spaces import Problem
+from rmt_tpu import kernel_tables
+from rmt_tpu.analysis import autotune, autotune_report
+from rmt_tpu.analysis.autotune import Log, Tuner
+from rmt_tpu.errors import UsageError
+
+KEY = {
+    "heads": 4, "size": 64, "dtype": "bfloat16", "rows": "size_major", "alibi": False,
+    "segments": True,
+}  # fmt: skip
+
+
+def problem(tokens: int) -> Problem:
+    return Problem("tpu_v5_lite", "tpu", "attention_forward", tuned.items(KEY), tokens)
+
+
+class Compiler:
+    """Fewer queries are faster; counts what it is asked."""
+
+    def __init__(self, stop_at: int = 99):
+        self.asked, self.stop_at, self.now = [], stop_at, 0.0
+
+    def rate(self, problem, blocks):
+        self.asked.append((problem.tokens, blocks.queries))
+        self.now += 1
+        if len(self.asked) == self.stop_at:
+            raise KeyboardInterrupt
+        if blocks.queries == 384:
+            return Refusal("time limit", "no result within 120 s")
+        return Rating(1e-6 * blocks.queries, blocks.queries)
+
+
+@pytest.fixture
+def out(tmp_path):
+    return str(tmp_path / "table.json")
+
+
+def tune(out, *tokens, compiler=None, seconds=100.0, resume=True, **options):
+    compiler = compiler or Compiler()
+    log = Log(out, resume)
+    tuner = Tuner(out, log, compiler.rate, clock=lambda: compiler.now, **options)
+    return list(tuner.run([problem(n) for n in tokens], seconds)), compiler
+
+
+def lines(out):
+    with open(f"{out}.log.jsonl", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_what_is_faster_goes_into_the_table_and_everything_into_the_log(out):
+    told = []
+    (done,), compiler = tune(out, 768, progress=told.append)
+    assert compiler.asked == [(768, 384), (768, 256), (768, 768), (768, 128)]
+    # The default is the first, and has no time here: any other is better.
+    assert done.result.default.fate == "time limit" and done.result.gain is None
+    (entry,) = kernel_tables.read(out).entries
+    assert entry == done.entry and dict(entry.blocks) == {"queries": 128}
+    assert (entry.source, entry.seconds, entry.default_seconds) == ("estimated", (128e-6,), ())
+    assert dict(entry.default_blocks) == {"queries": 384} and dict(entry.versions)["jax"]
+    assert [line["fate"] for line in lines(out)] == ["time limit", *["compiled"] * 3]
+    assert len(told) == 4 and told[0].endswith("default: time limit (no result within 120 s)")
+    with tuned.tuned(kernel_tables.read(out)), tuned.lowering_for("TPU v5 lite"):
+        found = tuned.look_up(problem(768).of, KEY, 768, problem(768).default())
+    assert found.queries == 128
+
+
+def test_the_same_command_goes_on_where_it_was_stopped(out):
+    stopped = Compiler(stop_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        tune(out, 512, 1024, compiler=stopped)
+    assert len(lines(out)) == 2
+    with open(f"{out}.log.jsonl", "a") as file:
+        file.write('{"blocks": {"queries": 1\n[]\n')  # cut off, and something else
+        file.write('{"kernel_version": 99}\n')
+    done, again = tune(out, 512, 1024)
+    assert not set(again.asked) & set(stopped.asked[:2]) and len(done) == 2
+    assert [dict(d.entry.blocks)["queries"] for d in done] == [128, 128]
+    assert done[0].result.gain == pytest.approx(0.75)
+    # And a third time all is there.
+    done, third = tune(out, 512, 1024)
+    assert third.asked == [] and [d.note for d in done] == ["in the table already"] * 2
+    done, fourth = tune(out, 512, resume=False, refresh=True)
+    assert len(fourth.asked) == 3 and done[0].entry is not None and len(lines(out)) == 3
+
+
+def test_an_old_entry_is_told_of_and_one_of_another_kernel_tuned_again(out):
+    (done,), _ = tune(out, 512)
+    old = {"versions": (("jax", "0.1"),)}
+    kernel_tables.add(out, [tuned.Entry(**(vars(done.entry) | old))])
+    (again,), compiler = tune(out, 512)
+    assert again.note == "in the table already by other versions: --refresh" and not compiler.asked
+    kernel_tables.add(out, [tuned.Entry(**(vars(done.entry) | {"kernel_version": 99}))])
+    (again,), _ = tune(out, 512)
+    assert again.entry == done.entry
+    # On a device, an estimate is no reason to leave it at that.
+    timer = lambda problem, chosen: {b: Timing((1e-6 * b.queries,) * 3) for b in chosen}
+    (again,), _ = tune(out, 512, timer=timer, top=1)
+    assert again.entry.source == "measured" and again.result.measured
+    assert kernel_tables.read(out).entries[0].source == "measured"
+
+
+def test_the_time_is_shared(out):
+    done, compiler = tune(out, 512, 1024, seconds=4.0)
+    assert [tokens for tokens, _ in compiler.asked] == [512, 512, 1024, 1024]
+    assert [d.result.left for d in done] == [1, 2]
+    assert "3 candidates were not tried" in autotune_report.summary(done, out)
+
+
+def test_the_report(out, tmp_path):
+    done, _ = tune(out, 512, 768)
+    text = autotune_report.table(done)
+    assert "| 512.0 | 128.0 | 75.0% | - | queries=128 | estimated |" in text
+    assert autotune_report.summary(done, out).startswith("2 of 2 kernels have better block sizes")
+    values = json.loads(json.dumps(autotune_report.values(done)))
+    assert values[0]["gain"] == pytest.approx(0.75) and values[0]["best"] == {"queries": 128}
+    assert autotune_report.draw(done, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+    same, _ = tune(out, 512)
+    assert "in the table already" in autotune_report.table(same)
+    assert not autotune_report.draw(same, tmp_path / "none.png")
+    alone, _ = tune(str(tmp_path / "other.json"), 128)
+    assert "nothing is clearly faster" in autotune_report.summary(alone, out)
+
+
+def test_what_can_be_no_table(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="mend the file, or move it away"):
+        autotune.check_table(str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="cannot be written to"):
+        autotune.check_table(str(tmp_path / "file" / "table.json"))
+    with pytest.raises(UsageError, match="names no file"):
+        autotune.check_table(f"{tmp_path}{os.sep}")
