@@ -79,7 +79,8 @@ class Implementations:
 
     Attributes:
       portable: for any platform.
-      kernels: by platform; each has `unsupported(op, *args) -> why, in a line, or None`.
+      kernels: by platform; each has `unsupported(op, *args) -> why, in a line, or None`, and where
+        it is not taken by default `wins(op, *args)`, whether a table says that it is faster.
       by_default: platforms whose kernels are shown to be faster, and so taken unasked.
       elsewhere: implementations that the op serves by itself; here only to be named.
     """
@@ -122,7 +123,9 @@ class Implementations:
                 f"implementation={implementation!r} is unknown; legal: "
                 f"{', '.join((*self.names, *self.elsewhere))}, or None to choose"
             )
-        platforms = self.by_default if implementation is None else self.names[implementation]
+        platforms = (
+            self._unasked(op, args) if implementation is None else self.names[implementation]
+        )
         portable = functools.partial(run, self.portable)
         if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return portable(*args)
@@ -139,6 +142,14 @@ class Implementations:
             return run(self.kernels[platform], *_with_first(on, args))
         kernels = {p: functools.partial(run, self.kernels[p]) for p in platforms}
         return choose(kernels, portable, *args, refused=refused)
+
+    def _unasked(self, op: str, args: tuple) -> tuple[Platform, ...]:
+        """Those by default, and those of which a table says that the kernel wins."""
+        others = [p for p in self.kernels if p not in self.by_default]
+        if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
+            return self.by_default
+        won = [p for p in others if self.kernels[p].wins(op, *args)]
+        return (*self.by_default, *won)
 
 
 def _with_first(identity: Callable[[Any], Any], args: tuple) -> tuple:

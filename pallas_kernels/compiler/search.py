@@ -105,6 +105,7 @@ class Result:
       left: candidates that were not tried: the time was over, or the default's bytes already take
         its whole time and there is no device.
       measured: whether times are of a device.
+      plain: seconds of plain JAX on it.
     """
 
     default: Trial
@@ -112,6 +113,15 @@ class Result:
     trials: tuple[Trial, ...]
     left: int
     measured: bool
+    plain: tuple[float, ...] = ()
+
+    @property
+    def beats_plain(self) -> bool:
+        """Whether the best is clearly faster than plain JAX."""
+        if not (self.best.seconds and self.plain):
+            return False
+        noise = max(MEASURED_GAIN, SPREADS * spread(self.plain))
+        return self.best.time <= statistics.median(self.plain) * (1 - noise)
 
     @property
     def gain(self) -> float | None:
@@ -144,7 +154,7 @@ def search(
     until: float,
     log: Callable[[Trial], None] = lambda trial: None,
     known: Mapping[Blocks, Trial] | None = None,
-    time: Callable[[Sequence[Blocks]], Mapping[Blocks, Timing]] | None = None,
+    time: Callable[[Sequence[Blocks]], Mapping[Blocks | None, Timing]] | None = None,
     top: int = 5,
 ) -> Result:
     """Compiles the candidates one by one, and times the best on a device, if there is one.
@@ -158,7 +168,7 @@ def search(
       until: on the clock, when no other candidate is begun; the first always is.
       log: is given every trial once it is known; one that is timed, again.
       known: trials of an earlier search, which are not compiled again.
-      time: on a device; `wrong` results count for nothing.
+      time: on a device; `wrong` results count for nothing. That of None is of plain JAX.
       top: how many to time beside the default.
     """
     known, grows = known or {}, tuple(grows)
@@ -178,7 +188,9 @@ def search(
         best = _accepted(default, trials.values(), ESTIMATED_GAIN)
         return Result(default, best, tuple(trials.values()), left, False)
     chosen = hopeful(default, trials.values(), top)
-    for blocks, timing in time([trial.blocks for trial in chosen]).items():
+    timings = dict(time([trial.blocks for trial in chosen]))
+    plain = timings.pop(None, Timing()).seconds
+    for blocks, timing in timings.items():
         fate = "wrong" if timing.wrong else "timed"
         trials[blocks] = dataclasses.replace(
             trials[blocks], fate=fate, why=timing.wrong, seconds=tuple(timing.seconds)
@@ -188,7 +200,7 @@ def search(
     timed = [trial for trial in trials.values() if trial.fate == "timed"]
     threshold = max(MEASURED_GAIN, SPREADS * spread(default.seconds))
     best = _accepted(default, timed, threshold)
-    return Result(default, best, tuple(trials.values()), left, True)
+    return Result(default, best, tuple(trials.values()), left, True, tuple(plain))
 
 
 def hopeful(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:

@@ -276,10 +276,11 @@ def _key_vector() -> Iterator[tuple[tuple[str, str], Space]]:
 
 
 def _depth_tpu_values(key: Values, tokens: int, default: Values) -> Iterator[Values]:
-    yield from _product(
-        tokens=(16, 32, 48, 64, 96, 128, 192, 256, 512),
-        unroll=(1, 2, 4, 8, 16),
-    )
+    # No tile is larger than all tokens, and no loop longer than a tile.
+    most = -(-tokens // 16) * 16
+    for size in (16, 32, 48, 64, 96, 128, 192, 256, 512):
+        if size <= most:
+            yield from _product(tokens=(size,), unroll=_powers(1, min(16, size // 16)))
 
 
 def _depth_gpu_values(name, key: Values, tokens: int, default: Values) -> Iterator[Values]:

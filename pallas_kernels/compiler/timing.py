@@ -1,6 +1,7 @@
 """Time a kernel's candidates on the device of this machine, once their results are right."""
 
 import functools
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,16 +25,18 @@ _WORSE, _ROUNDING = 2.0, 1e-5
 
 def time_candidates(
     problem: Problem, candidates: Sequence[tuned.Blocks], device: jax.Device
-) -> dict[tuned.Blocks, Timing]:
+) -> dict[tuned.Blocks | None, Timing]:
     """Times of calls, in turn so that a clock that changes changes all; the rule's blocks first.
 
-    What gives other results than plain JAX, as far as the rule's blocks do not too, is not timed.
+    That of None is of plain JAX. What gives other results than it, as far as the rule's blocks do
+    not too, is not timed.
     """
     call = SPACES[problem.platform, problem.kernel].call(dict(problem.key), problem.tokens)
     arguments = draw(call)
-    plain = _results(_compiled(device, problem, call, None), call, arguments)
-    timings: dict[tuned.Blocks, Timing] = {}
-    programs, allowed = {}, None
+    programs = {None: _compiled(device, problem, call, None)}
+    plain = _results(programs[None], call, arguments)
+    timings: dict[tuned.Blocks | None, Timing] = {}
+    allowed = None
     for blocks in candidates:
         try:
             program = _compiled(device, problem, call, blocks)
@@ -48,11 +51,11 @@ def time_candidates(
             timings[blocks] = Timing(wrong=why)
         else:
             programs[blocks] = program
-    taken: dict[tuned.Blocks, list[float]] = {blocks: [] for blocks in programs}
+    taken: dict[tuned.Blocks | None, list[float]] = {blocks: [] for blocks in programs}
     for turn in range(_WARM_UP + _ROUNDS):
         for blocks, program in programs.items():
             fresh = functools.partial(_placed, program, call, arguments)
-            seconds = seconds_of(program, fresh, problem.kernel)
+            seconds = seconds_of(program, fresh)
             if turn >= _WARM_UP:
                 taken[blocks].append(seconds)
     return timings | {blocks: Timing(tuple(seconds)) for blocks, seconds in taken.items()}
@@ -96,10 +99,8 @@ def draw(call: Call) -> list[Any]:
     return arguments
 
 
-def seconds_of(
-    program: Callable[..., Any], arguments: Callable[[], Sequence[Any]], kernel: str
-) -> float:
-    """Of a call's kernel, by the profiler; else of the call, by the slope of the wall clock."""
+def seconds_of(program: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> float:
+    """Of a call on the device, by the profiler; else by the slope of the wall clock."""
     given = jax.block_until_ready([arguments() for _ in range(_CALLS)])
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder)
@@ -107,11 +108,20 @@ def seconds_of(
             jax.block_until_ready([program(*each) for each in given])
         finally:
             jax.profiler.stop_trace()
-        spans = kernel_spans(Path(folder), kernel)
-    if len(spans) >= _CALLS and len(spans) % _CALLS == 0:
-        return sum(end - start for start, end in spans) / _CALLS
+        busy = covered(device_spans(Path(folder)))
+    if busy:
+        return busy / _CALLS
     few, many = (wall_seconds(program, arguments, n) for n in (_CALLS, 3 * _CALLS))
     return max((many - few) / (2 * _CALLS), 1e-9)
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """What is in at least one of the spans, without the gaps between them."""
+    total, end = 0.0, -math.inf
+    for begin, stop in sorted(spans):
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return total
 
 
 def wall_seconds(program, arguments, calls: int) -> float:
@@ -122,21 +132,18 @@ def wall_seconds(program, arguments, calls: int) -> float:
     return time.perf_counter() - start
 
 
-def kernel_spans(folder: Path, kernel: str) -> list[tuple[float, float]]:
-    """Begin and end in seconds of events on devices whose name is that of the kernel."""
+def device_spans(folder: Path) -> list[tuple[float, float]]:
+    """Begin and end in seconds of what ran on devices: a TPU's instructions, a GPU's streams."""
     spans = []
     for path in folder.rglob("*.xplane.pb"):
-        data = jax.profiler.ProfileData.from_file(str(path))
-        for plane in data.planes:
-            if not plane.name.startswith(("/device:TPU", "/device:GPU")):
-                continue
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
             for line in plane.lines:
-                if plane.name.startswith("/device:TPU") and line.name != "XLA Ops":
-                    continue
-                for event in line.events:
-                    if event.name.lstrip("%").startswith(kernel):
-                        start = event.start_ns * 1e-9
-                        spans.append((start, start + event.duration_ns * 1e-9))
+                tpu = plane.name.startswith("/device:TPU") and line.name == "XLA Ops"
+                gpu = plane.name.startswith("/device:GPU") and line.name.startswith("Stream")
+                if tpu or gpu:
+                    for event in line.events:
+                        begin = event.start_ns * 1e-9
+                        spans.append((begin, begin + event.duration_ns * 1e-9))
     return spans
 
 

@@ -108,6 +108,23 @@ def unsupported(op: str, *args) -> str | None:
     return None
 
 
+def wins(op: str, *args) -> bool:
+    """Whether a table says that the kernel of the op named is the fastest, called with `args`."""
+    if unsupported(op, *args) is not None:
+        return False
+    if op in ("merge", "merge_backward"):
+        (N, S), (T, D), dtype = (1, 1), args[4].shape, args[4].dtype
+    else:
+        (N, T, D), dtype = args[1].shape, args[1].dtype
+        S = 1 if op == "step" else min(args[0].shape[0], MOST_SITES)
+    name = {
+        "partial_backward": "backward" if fits(S, D) else "gradients",
+        "step": "decode" if T <= _FEW_TOKENS else "step",
+    }.get(op, op)
+    key = {"N": N, "S": S, "D": D, "dtype": dtype.name}
+    return tuned.winner(KERNELS[f"depth_attention_{name}"], key, T) == "triton"
+
+
 def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeLike) -> Blocks:
     """Blocks that compile without spilled registers, by rule.
 

@@ -106,6 +106,26 @@ def unsupported(op: str, *args) -> str | None:
     return None
 
 
+def wins(op: str, *args) -> bool:
+    """Whether a table says that the kernel of the op named is the fastest, called with `args`."""
+    if unsupported(op, *args) is not None:
+        return False
+    B, N, K, V = args[0].shape
+    names = {"store": "store", "norm_retrieve": "read", "store_norm_retrieve": "forward"}
+    stored = {"store": 1, "store_norm_retrieve": 1, "backward": 2}.get(op)
+    read = {"norm_retrieve": 2, "store_norm_retrieve": 4, "backward": 5}.get(op)
+    data = args[0] if op == "norm_retrieve" else args[stored + 1]
+    key = {
+        "K": K,
+        "V": V,
+        "R": 0 if stored is None else args[stored].shape[0],
+        "P": 0 if read is None else args[read].shape[0],
+        "dtype": data.dtype.name,
+    }
+    kernel = KERNELS[f"key_vector_{names.get(op, op)}"]
+    return tuned.winner(kernel, key, B * N) == "triton"
+
+
 def default_blocks(
     kernel: str, *, K: int, V: int, R: int, P: int, dtype: DTypeLike, tokens: int
 ) -> Blocks:

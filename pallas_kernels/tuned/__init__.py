@@ -24,6 +24,7 @@ from pallas_kernels.tuned.lookup import (
     usable,
     user_path,
     user_table,
+    winner,
 )
 from pallas_kernels.tuned.table import Entry, Items, Source, Table, Value, items, parse, slug
 
@@ -59,4 +60,5 @@ __all__ = [
     "usable",
     "user_path",
     "user_table",
+    "winner",
 ]

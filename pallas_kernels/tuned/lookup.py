@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.resources
+import logging
 import os
 import threading
 import warnings
@@ -204,6 +205,31 @@ def _looked_up(kernel: Kernel, key: dict[str, Value], tokens: int, default, devi
     return look
 
 
+def winner(kernel: Kernel, key: Mapping[str, Value], tokens: int) -> str | None:
+    """The implementation that a table says is the fastest on the device lowered for, if one does.
+
+    Without, and on a device that the kernel is for, a line of the log says how to find out: once.
+    """
+    kind = device_lowered_for()
+    if platform_of(slug(kind)) != kernel.platform:
+        return None
+    for table in tables(slug(kind), kernel.name):
+        for entry in table.candidates(slug(kind), kernel.name, items(key), tokens):
+            if entry.implementation is not None and entry.kernel_version == kernel.version:
+                return entry.implementation
+    _tell_how(kind)
+    return None
+
+
+@functools.cache
+def _tell_how(kind: str) -> None:
+    logging.getLogger("pallas_kernels").warning(
+        "plain XLA in place of kernels on %s: `python -m recipes.autotune --device` finds out "
+        "which are faster here, and these are then taken",
+        kind,
+    )
+
+
 def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | None:
     """The entry's blocks, if the kernel can be compiled with them for so many tokens.
 
@@ -262,6 +288,7 @@ def read_anew() -> None:
     _read_table.cache_clear()
     package_table.cache_clear()
     _warn.cache_clear()
+    _tell_how.cache_clear()
 
 
 # How files with these schemes are read: `(url) -> bytes, or None if there is no such file`. What

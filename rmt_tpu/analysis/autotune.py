@@ -98,7 +98,8 @@ class Tuner:
             time=self.timer and (lambda chosen: self.timer(problem, chosen)),
             top=self.top,
         )
-        if result.best.blocks == result.default.blocks:
+        measured_on_gpu = result.measured and problem.platform == "cuda"
+        if result.best.blocks == result.default.blocks and not measured_on_gpu:
             return Tuned(problem, result, None)
         entry = _entry(problem, result)
         kernel_tables.add(self.out, [entry])
@@ -136,12 +137,20 @@ def _entry(problem: Problem, result: Result) -> tuned.Entry:
     return problem.entry(
         result.best.blocks,
         "measured" if result.measured else "estimated",
+        implementation=_implementation(problem, result),
         seconds=times(result.best),
         default_seconds=times(result.default),
         default_blocks=tuned.items(tuned.fields(result.default.blocks)),
         versions=tuned.items(_versions()),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
     )
+
+
+def _implementation(problem: Problem, result: Result) -> str | None:
+    """What is the fastest on a GPU, where kernels are taken only if it is they; None elsewhere."""
+    if problem.platform != "cuda" or not result.plain:
+        return None
+    return "triton" if result.beats_plain else "xla"
 
 
 def _versions() -> dict[str, str]:

@@ -28,6 +28,8 @@ def _cells(each: Tuned) -> list[str]:
         source += " (bytes, warps, spills)"
     spread = f"{result.spread:.1%}" if result.measured else "-"
     best = changed(result.default.blocks, result.best.blocks) if entry else "the default stays"
+    if entry is not None and entry.implementation is not None:
+        best += f" ({entry.implementation} is faster)"
     if entry is None and result.default.time is None:
         best, source = f"none: {result.default.fate}: {result.default.why[:80]}", "-"
     gain = "-" if result.gain is None else f"{result.gain:.1%}"

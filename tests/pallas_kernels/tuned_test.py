@@ -197,19 +197,24 @@ def test_files_elsewhere_are_read_by_who_can(monkeypatch):
     assert chosen() == BLOCKS
 
 
+def shape(dtype, *sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+ARGS = (
+    shape(jnp.bfloat16, 1, 512, 64, 64),
+    shape(jnp.float32, 16, 64),
+    shape(jnp.bfloat16, 1, 512, 16, 64),
+    shape(jnp.float32, 64, 64),
+    shape(jnp.float32, 48, 64),
+)
+
+
 def lowered_blocks(kind: str, *tables: Table) -> list[tuned.Look]:
     """What is looked up when a call is lowered for a TPU, on this machine."""
-    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
-    args = (
-        shape(jnp.bfloat16, 1, 512, 64, 64),
-        shape(jnp.float32, 16, 64),
-        shape(jnp.bfloat16, 1, 512, 16, 64),
-        shape(jnp.float32, 64, 64),
-        shape(jnp.float32, 48, 64),
-    )
     with jax.sharding.use_abstract_mesh(mesh_of(kind)), tuned.tuned(*tables):
         with tuned.collecting() as looks:
-            CALL.trace(*args).lower(lowering_platforms=("tpu",))
+            CALL.trace(*ARGS).lower(lowering_platforms=("tpu",))
     return looks
 
 
@@ -226,6 +231,30 @@ def test_a_program_for_a_tpu_takes_that_tpus_entry_whatever_machine_compiles_it(
     # What was traced without a table is traced again with one, and the other way round.
     (look,) = lowered_blocks("TPU v5 lite")
     assert look.chosen == default()
+
+
+def on_a_gpu(*implementation: str) -> list[str]:
+    """Kernels that a call takes unasked on an H200, with an entry that names an implementation."""
+    kernel = tuned.KERNELS["cuda", "key_vector_forward"]
+    key = tuned.items({"K": 64, "V": 64, "R": 16, "P": 48, "dtype": "bfloat16"})
+    made = [
+        Entry("nvidia_h200", kernel.name, kernel.version, key, 512, (), "measured",
+              implementation=name)
+        for name in implementation
+    ]  # fmt: skip
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")), tuned.collecting() as looks:
+        with tuned.tuned(Table("mine", tuple(made))):
+            jax.eval_shape(pallas_kernels.store_norm_retrieve, *ARGS)
+    return [look.kernel.name for look in looks]
+
+
+def test_on_a_gpu_the_kernel_is_taken_where_a_table_says_that_it_wins(caplog):
+    assert on_a_gpu("triton") == ["key_vector_forward"]
+    assert on_a_gpu("xla") == [] and not caplog.records
+    assert on_a_gpu() == on_a_gpu() == []
+    (record,) = caplog.records  # once
+    assert "plain XLA in place of kernels on NVIDIA H200" in record.getMessage()
+    assert "recipes.autotune --device" in record.getMessage()
 
 
 # A hash of the code that a kernel runs, without comments, and the version of its entries. Where the

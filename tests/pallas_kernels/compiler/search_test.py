@@ -129,6 +129,15 @@ def test_a_measured_gain_must_exceed_the_noise():
     assert Machine(estimates).search(time=timed(slight)).best.blocks == DEFAULT
 
 
+def test_the_best_beats_plain_jax_or_not():
+    assert not Machine({}).search(time=timed({})).beats_plain
+    for seconds, beats in ((2.0, True), (1.01, False), (0.5, False)):
+        plain = lambda chosen, s=seconds: timed({})(chosen) | {None: Timing((s,) * 3)}
+        result = Machine({}).search(time=plain)
+        assert result.plain == (seconds,) * 3 and result.beats_plain == beats
+        assert len(result.trials) == len(ALL)
+
+
 def test_what_is_wrong_is_not_taken_however_fast():
     times = {Blocks(64, 2): Timing(wrong="NaN"), Blocks(128, 4): Timing((0.7, 0.7))}
     machine = Machine({Blocks(64, 2): 0.5, Blocks(128, 4): 0.6})

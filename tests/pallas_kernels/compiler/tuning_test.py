@@ -168,6 +168,11 @@ def test_results_are_held_to_plain_ones():
     assert timing.wrong([float("nan")], [1.0])
 
 
+def test_time_on_a_device_is_without_gaps():
+    assert timing.covered([]) == 0
+    assert timing.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 4.0
+
+
 def test_arguments_and_times_of_a_call():
     """Of plain JAX on a CPU, whose profile has no device: by the wall clock."""
     shapes = (
@@ -183,7 +188,7 @@ def test_arguments_and_times_of_a_call():
     assert np.array_equal(first[0], np.asarray(arguments[0]) * 3)  # which are still there
     fresh = lambda: timing._placed(program, call, arguments)
     assert timing.wall_seconds(program, fresh, 2) > 0
-    timing_of = timing.seconds_of(program, fresh, "kernel")
+    timing_of = timing.seconds_of(program, fresh)
     assert 0 < timing_of < 1
 
 

@@ -139,3 +139,20 @@ def test_what_can_be_no_table(tmp_path):
         autotune.check_table(str(tmp_path / "file" / "table.json"))
     with pytest.raises(UsageError, match="names no file"):
         autotune.check_table(f"{tmp_path}{os.sep}")
+
+
+def test_on_a_gpu_an_entry_says_what_is_faster(out):
+    """Also where no blocks are faster than the default."""
+    key = tuned.items({"K": 64, "V": 64, "R": 0, "P": 16, "dtype": "bfloat16"})
+    given = Problem("nvidia_h200", "cuda", "key_vector_read", key, 8192)
+    for plain, name in ((2e-3, "triton"), (1e-3, "xla")):
+        timer = lambda problem, chosen, s=plain: (
+            {b: Timing((1e-3,) * 3) for b in chosen} | {None: Timing((s,) * 3)}
+        )
+        rate = lambda problem, blocks: Rating(1e-3)
+        tuner = Tuner(out, Log(out, True), rate, timer, 1, refresh=True, clock=lambda: 0.0)
+        (done,) = tuner.run([given], -1.0)
+        (entry,) = kernel_tables.read(out).entries
+        assert entry == done.entry and entry.implementation == name
+        assert entry.blocks == entry.default_blocks
+        assert f"default ({name} is faster)" in autotune_report.table([done])
