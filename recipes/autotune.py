@@ -51,7 +51,7 @@ _RESUME = flags.DEFINE_bool("resume", True, "go on with what the log has; else b
 _REFRESH = flags.DEFINE_bool("refresh", False, "tune again what the table has already")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "say what would be tuned, and end")
 _JSON = flags.DEFINE_bool("json", False, "print JSON alone; progress goes to standard error")
-_CASE = flags.DEFINE_multi_string("kernel", None, "only kernels whose name has this in it")
+_KERNEL = flags.DEFINE_multi_string("kernel", None, "only kernels whose name has this in it")
 common.define_list_presets()
 
 
@@ -145,8 +145,8 @@ def _problems(target) -> list[Any]:
                 raise UsageError(unknown("--op", name, (*_OPS, "all")))
         ops = _OPS if "all" in _OP.value else tuple(dict.fromkeys(_OP.value))
         found = kernel_problems.of_ops(ops, target)
-    for part in _CASE.value or ():
-        found = [p for p in found if part in p.kernel]
+    if _KERNEL.value:
+        found = [p for p in found if any(part in p.kernel for part in _KERNEL.value)]
     if not found:
         raise UsageError(f"--target={target.name}: no kernel is taken by what was asked for")
     return found

@@ -13,6 +13,7 @@ from pallas_kernels import tuned
 from pallas_kernels.compiler import versions
 from pallas_kernels.compiler.search import Rating, Refusal, Result, Timing, Trial, search
 from pallas_kernels.compiler.spaces import SPACES, Problem
+from pallas_kernels.compiler.tuning import RATING
 from rmt_tpu import kernel_tables
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.storage import open_folder
@@ -230,6 +231,7 @@ def _head(problem: Problem) -> dict[str, Any]:
         "key": dict(problem.key),
         "tokens": problem.tokens,
         "versions": versions(),
+        "rating": RATING,
     }
 
 
