@@ -269,3 +269,17 @@ def test_a_call_that_does_not_take_its_blocks_is_refused():
     call = dataclasses.replace(call, function=lambda module: lambda *arrays: arrays[0])
     with pytest.raises(RuntimeError, match="is compiled with no look-up, not"):
         lower_call(jax.devices()[0], given, call, given.default())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [t for t in DEVICES.values() if t.platform == "tpu"])
+def test_what_is_shipped_compiles(target):
+    compiler, device = Compiler(target, 600.0), tuned.slug(target.kind)
+    try:
+        for name in (name for kind, name in tuned.shipped() if kind == device):
+            for entry in tuned.package_table(device, name).entries:
+                given = Problem(device, "tpu", name, entry.key, entry.tokens)
+                outcome = compiler.rate(given, given.of.made(dict(entry.blocks)))
+                assert isinstance(outcome, Rating), (entry, outcome)
+    finally:
+        compiler.close()

@@ -6,10 +6,11 @@ import os
 import pytest
 
 from pallas_kernels import tuned
+from pallas_kernels.compiler import DEVICES
 from pallas_kernels.compiler.search import Rating, Refusal, Timing
 from pallas_kernels.compiler.spaces import Problem
 from rmt_tpu import kernel_tables
-from rmt_tpu.analysis import autotune, autotune_report
+from rmt_tpu.analysis import autotune, autotune_report, kernel_problems
 from rmt_tpu.analysis.autotune import Log, Tuner
 from rmt_tpu.errors import UsageError
 
@@ -129,6 +130,15 @@ def test_the_report(out, tmp_path):
     assert not autotune_report.draw(same, tmp_path / "none.png")
     alone, _ = tune(str(tmp_path / "other.json"), 128)
     assert "nothing is clearly faster" in autotune_report.summary(alone, out)
+
+
+def test_kernels_of_ops_are_those_of_the_target():
+    """Sizes as the kernels have them; a GPU's are found though nobody takes them unasked."""
+    on = {name: kernel_problems.of_ops(["key_vector"], DEVICES[name]) for name in ("v5e", "h200")}
+    assert {p.device for p in on["v5e"]} == {"tpu_v5_lite"}
+    assert {p.kernel for p in on["v5e"]} == {"key_vector_forward", "key_vector_backward"}
+    assert {p.tokens for p in on["v5e"]} == {512} and len(on["v5e"]) == 2 * 4
+    assert {(p.device, p.platform, p.tokens) for p in on["h200"]} == {("nvidia_h200", "cuda", 8192)}
 
 
 def test_what_can_be_no_table(tmp_path):
