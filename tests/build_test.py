@@ -52,6 +52,16 @@ def test_third_party_names_are_what_is_imported(package):
     assert set(third_party(package)) == imported(package) | UNSEEN.get(package, set())
 
 
+def test_no_test_imports_another():
+    """Each is a target of its own, which has what is shared, and not the other tests."""
+    found = re.compile(
+        r"^ *(?:from tests.*import .*_test\b|from tests\S*_test import|import tests\S*_test)"
+    )
+    for file in (ROOT / "tests").rglob("*.py"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        assert not [line for line in lines if found.match(line)], file
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_has_one_build_file(package):
     assert list((ROOT / package).rglob("BUILD")) == [ROOT / package / "BUILD"]

@@ -5,17 +5,9 @@ import threading
 import pytest
 
 from pallas_kernels import tuned
-from pallas_kernels.tuned import Entry
 from rmt_tpu import kernel_tables, storage
 from rmt_tpu.errors import RunError, UsageError
-
-V5E = "tpu_v5_lite"
-
-
-def entry(tokens: int, queries: int = 128) -> Entry:
-    key = dict(heads=4, size=64, dtype="bfloat16", rows="size_major", alibi=False, segments=True)
-    blocks = (("queries", queries),)
-    return Entry(V5E, "attention_forward", 1, tuned.items(key), tokens, blocks, "measured")
+from tests.rmt_tpu.entries import entry
 
 
 @pytest.fixture(params=["local", "gs"])

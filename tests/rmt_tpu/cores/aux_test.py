@@ -21,8 +21,7 @@ from rmt_tpu.training.run import prepare
 from tests import models
 from tests.closeness import assert_close
 from tests.rmt_tpu import plain
-from tests.rmt_tpu.residual import checks
-from tests.rmt_tpu.residual import depth_attention_test as over_depth
+from tests.rmt_tpu.residual import checks, over_depth
 
 WEIGHT, Z_LOSS = 0.3, 0.1
 BATCH, SEQ = 8, 12

@@ -12,8 +12,7 @@ from rmt_tpu.errors import UsageError
 from tests import models
 from tests.closeness import assert_close
 from tests.rmt_tpu import plain
-from tests.rmt_tpu.residual import checks
-from tests.rmt_tpu.residual import depth_attention_test as over_depth
+from tests.rmt_tpu.residual import checks, over_depth
 from tests.tiers import later
 
 GROUPED = cfg.Attention(

@@ -7,7 +7,7 @@ from pallas_kernels.causal_attention.mosaic_tpu import KERNELS, Blocks
 from pallas_kernels.tuned import Table
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.training import kernel_blocks
-from tests.rmt_tpu.kernel_tables_test import V5E, entry
+from tests.rmt_tpu.entries import V5E, entry
 
 KERNEL = KERNELS["attention_forward"]
 KEY = dict(entry(512).key)
