@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,7 +62,10 @@ class Compiler:
         if isinstance(outcome, Failure):
             return _refusal(outcome)
         if self._target.platform == "cuda":
-            found = ptxas_usage(outcome.ptx)
+            try:
+                found = ptxas_usage(outcome.ptx)
+            except CompilerError as error:
+                return Rating(None, words=str(error))
             use = next((u for name, u in found.items() if name.startswith(problem.kernel)), None)
             moved = outcome.memory["argument"] + outcome.memory["output"]
             return gpu_rating(use, moved, self._target.bandwidth)
@@ -133,19 +137,29 @@ class Usage:
 
 
 def ptxas_usage(ptx: str) -> dict[str, Usage]:
-    """What `ptxas` assigns, by the kernel's name."""
+    """What `ptxas` assigns, by the kernel's name.
+
+    Raises:
+      CompilerError: it refuses, as an older one does what a newer jax gives it.
+    """
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for module in re.split(r"(?m)^(?=\.version)", ptx)[1:]:
             path = Path(folder) / "kernel.ptx"
             path.write_text(module)
             target = re.search(r"\.target (\w+)", module)[1]
-            command = [shutil.which("ptxas") or "ptxas", "-v", f"-arch={target}"]
-            log = subprocess.run(
-                [*command, "-o", "/dev/null", str(path)], capture_output=True, encoding="utf-8"
-            ).stderr
-            found |= parse_usage(module, log)
+            command = [_ptxas(), "-v", f"-arch={target}", "-o", "/dev/null", str(path)]
+            done = subprocess.run(command, capture_output=True, encoding="utf-8")
+            if done.returncode:
+                raise CompilerError(f"ptxas refuses: {' '.join(done.stderr.split())[:200]}")
+            found |= parse_usage(module, done.stderr)
     return found
+
+
+def _ptxas() -> str:
+    """That of the wheel nvidia-cuda-nvcc, which fits jax's plugin; else the one on the PATH."""
+    places = (Path(path) / "nvidia" / "cu13" / "bin" / "ptxas" for path in sys.path)
+    return next((str(p) for p in places if p.exists()), shutil.which("ptxas") or "ptxas")
 
 
 def parse_usage(ptx: str, log: str) -> dict[str, Usage]:

@@ -50,6 +50,8 @@ def summary(done: Sequence[Tuned], out: str) -> str:
     text = f"{len(gained)} of {len(searched)} kernels have better block sizes, in {out}"
     if not gained:
         text = f"nothing is clearly faster than the default, of {len(searched)} kernels"
+    if unrated := sum(each.result.default.time is None for each in searched):
+        text += f"; of {unrated} the default could not be rated, see the table"
     if bound:
         text += f"; of {bound} the bytes take all the time, so that without a device none can be"
     if left:
