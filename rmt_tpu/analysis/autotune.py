@@ -80,12 +80,13 @@ class Tuner:
             old = "" if dict(found.versions) == _versions() else " by other versions: --refresh"
             return Tuned(problem, None, found, f"in the table already{old}")
         candidates = problem.candidates()
-        told = []
+        known = self.log.known(problem)
+        tried = set(known)
 
         def log(trial: Trial) -> None:
             self.log.write(problem, trial)
-            told.append(trial)
-            self.progress(_told(problem, trial, len(told), len(candidates)))
+            tried.add(trial.blocks)
+            self.progress(_told(problem, trial, len(tried), len(candidates)))
 
         result = search(
             candidates,
@@ -95,7 +96,7 @@ class Tuner:
             clock=self.clock,
             until=until,
             log=log,
-            known=self.log.known(problem),
+            known=known,
             time=self.timer and (lambda chosen: self.timer(problem, chosen)),
             top=self.top,
         )
