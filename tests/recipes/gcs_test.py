@@ -123,6 +123,7 @@ def test_it_goes_on_and_can_be_looked_at(server, in_bucket):
     assert files(server, "runs/whole/") == before
 
 
+@pytest.mark.slow
 def test_generate_reads_a_run_in_a_bucket(server, in_bucket, often_saved):
     url, _ = in_bucket
     how = ("--prompt=the quick ", "--seed=3", "--max_tokens=20")

@@ -82,6 +82,7 @@ def test_prompt_of_any_characters(trained):
     assert cli.succeed("generate", *flags).stdout.startswith("naïve 語 😀")
 
 
+@pytest.mark.slow
 def test_note_when_positions_end(trained, loaded):
     done = cli.succeed("generate", f"--workdir={trained}", "--prompt=the", "--temperature=0")
     # Four tokens with the start; the 64th position reads the last token but one.

@@ -126,7 +126,7 @@ pool.wait = wait
     "send",
     [
         pytest.param("os.killpg(0, signal.SIGINT)", id="Ctrl-C"),
-        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", id="SIGTERM"),
+        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", id="SIGTERM", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_all_processes(source, tmp_path, send):
@@ -169,6 +169,7 @@ def trained_from_copy(store, tmp_path_factory):
     return folder / "once", flags, copy
 
 
+@pytest.mark.slow
 def test_a_run_trains_from_a_store(trained_from_copy):
     """The tokenizer is the store's."""
     once, _, copy = trained_from_copy

@@ -108,6 +108,7 @@ def test_signal(preset, uninterrupted, tmp_path):
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_kills_and_damage(preset, uninterrupted, tmp_path):
     kills = [
         (KILL_AFTER_SAVE, 24, None),  # a step with an evaluation

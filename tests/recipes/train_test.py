@@ -94,6 +94,7 @@ def test_same_command_again_is_complete(trained):
     assert (trained / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_log_every_and_profile(trained, tmp_path):
     cli.train(tmp_path, "--log_every=20", "--profile_steps=2")
     steps, values = cli.curves(tmp_path)["train/loss"]

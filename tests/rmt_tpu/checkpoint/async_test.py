@@ -389,6 +389,7 @@ def told(output: str) -> list[str]:
     return [line for line in output.splitlines() if "peer ranks" not in line]
 
 
+@pytest.mark.slow
 def test_processes_save_while_their_main_threads_agree_on_other_things(root):
     outputs = run_two(GO_ON, root)
     failed = f"error: cannot save step 5 in {root}: process 1: OSError: disk of process 1"

@@ -64,6 +64,7 @@ def test_the_store_of_a_bucket_is_that_of_a_folder(both, tmp_path):
     assert named[0] == named[1]
 
 
+@pytest.mark.slow
 def test_processes_read_a_bucket_and_write_into_it(both, tmp_path):
     make(both[1], "gs://bucket/out", workers=2)
     make(both[0], tmp_path / "local")

@@ -12,6 +12,7 @@ from rmt_tpu.data.token_store import MANIFEST
 from rmt_tpu.errors import RmtError, RunError, UsageError
 from rmt_tpu.storage import Fault
 from tests import gcs_server
+from tests.tiers import later
 
 URL = "gs://bucket/stores/words"
 BYTE = ByteTokenizer()
@@ -50,7 +51,7 @@ def same(one, other) -> bool:
     )
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, *later(2)])
 def test_a_bucket_holds_what_a_folder_does(server, source, local, workers):
     totals = make(source, workers=workers)
     assert totals.parts > 5 and totals.kept == 0
