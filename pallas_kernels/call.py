@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
+
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:  # JAX says since 0.11 that it will go
+    plgpu = None
 
 LANES = 128
 # Of the smallest VMEM among the targets, v5p's 64 MiB, some is left to XLA.
@@ -121,6 +125,11 @@ def gpu_call(
         interpret=interpret,
     )(*inputs.values())
     return dict(zip(outputs, out, strict=True))
+
+
+def no_triton() -> str | None:
+    """Why there are no kernels for GPUs at all; None if there are."""
+    return "this version of jax has no Triton backend for Pallas" if plgpu is None else None
 
 
 def nbytes(x: Shaped) -> int:

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from pallas_kernels import tuned
-from pallas_kernels.call import gpu_call, is_power_of_2
+from pallas_kernels.call import gpu_call, is_power_of_2, no_triton
 from pallas_kernels.depth_attention.interface import (
     MergeGradients,
     Norm,
@@ -91,6 +91,8 @@ class Blocks(NamedTuple):
 
 def unsupported(op: str, *args) -> str | None:
     """Why these kernels cannot serve the op named, called with `args`; None if they can."""
+    if why := no_triton():
+        return why
     held = {
         "partial": (1,),
         "partial_backward": (1, 5, 6),

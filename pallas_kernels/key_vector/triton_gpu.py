@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
 from pallas_kernels import tuned
-from pallas_kernels.call import gpu_call, is_power_of_2
+from pallas_kernels.call import gpu_call, is_power_of_2, no_triton
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
@@ -76,6 +76,8 @@ class Blocks(NamedTuple):
 
 def unsupported(op: str, *args) -> str | None:
     """Why these kernels cannot serve the op named, called with `args`; None if they can."""
+    if why := no_triton():
+        return why
     residual = args[0]
     keys = {
         "store": (1,),

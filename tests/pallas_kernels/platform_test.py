@@ -1,5 +1,7 @@
 """Implementations by the platform lowered for, not by the machine that traces."""
 
+import runpy
+import sys
 import warnings
 
 import jax
@@ -9,6 +11,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import UnsupportedImplementation
+from pallas_kernels import call as kernel_call
 from pallas_kernels.platform import choose
 from tests import cuda
 
@@ -85,3 +88,19 @@ def test_choice_runs_batched_and_on_a_mesh():
     rows = jax.sharding.PartitionSpec("data")
     spread = jax.shard_map(chosen, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
     np.testing.assert_array_equal(jax.jit(spread)(x), 3 * x)
+
+
+def test_without_a_triton_backend_the_portable_form_serves(monkeypatch):
+    """As in a jax that has it no more: the package is imported, and a named kernel refused."""
+    with monkeypatch.context() as patch:
+        patch.delattr("jax.experimental.pallas.triton")
+        patch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+        assert runpy.run_path(kernel_call.__file__)["plgpu"] is None
+    monkeypatch.setattr(kernel_call, "plgpu", None)
+    args = arguments()
+    with pytest.raises(UnsupportedImplementation, match="has no Triton backend"):
+        pallas_kernels.store_norm_retrieve(*args, implementation="triton")
+    sources = jnp.ones((3, 2, 4, 128))
+    with pytest.raises(UnsupportedImplementation, match="has no Triton backend"):
+        pallas_kernels.depth_attention(sources[0, 0, 0], sources, implementation="triton")
+    jax.jit(pallas_kernels.store_norm_retrieve).lower(*args)

@@ -269,8 +269,8 @@ SOURCES = {
         "mosaic_tpu_merge_kernels.py",
     ),
     ("tpu", "attention"): (1, "e4738de3448a68ec", "mosaic_tpu.py"),
-    ("cuda", "key_vector"): (1, "29bf9d3820a4677e", "triton_gpu_kernels.py"),
-    ("cuda", "depth_attention"): (1, "dd2b2fe41ed270e0", "triton_gpu_kernels.py"),
+    ("cuda", "key_vector"): (1, "0f41b85b84f3a152", "triton_gpu_kernels.py"),
+    ("cuda", "depth_attention"): (1, "f284c84b34e192f0", "triton_gpu_kernels.py"),
 }
 
 
