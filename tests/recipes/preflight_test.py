@@ -42,7 +42,8 @@ def test_a_step_that_does_not_fit(tmp_path):
     assert values["estimated_seconds"] is None
     # The residuals of the forward pass: one of each layer, with all of its rows.
     kept = [b for b in values["buffers"] if b["kind"] == "activations"][0]
-    assert kept["shape"] == "bf16[2,32768,128,16,32]" and kept["name"].startswith("residual")
+    # By what makes it: the kernel of the site, or the sum that the scan begins with.
+    assert kept["shape"] == "bf16[2,32768,128,16,32]" and kept["name"].endswith("(forward)")
     assert kept["bytes"] == 2 * 2 * 32768 * 128 * 16 * 32
     given = [step["flags"] for step in values["advice"]]
     assert given[0] == "--set=model.remat=reversible"
