@@ -57,6 +57,7 @@ def _report_ops(folder: Path) -> int:
     import jax
 
     from pallas_kernels.compiler import TARGETS, report
+    from pallas_kernels.compiler.measure import ROUNDS
     from pallas_kernels.compiler.ops import OPS, cases
 
     if _OP.value not in ("all", *OPS):
@@ -71,7 +72,7 @@ def _report_ops(folder: Path) -> int:
     clocks = {target.name: target.clock for target in TARGETS.values()}
     if _TARGETS.value is None and device.platform in ("gpu", "tpu"):
         rows = report.time_ops(ops, device, _tell, _CASES.value)
-        how = f"Measured on {device.device_kind}: medians of 30 calls in turn"
+        how = f"Measured on {device.device_kind}: medians of {ROUNDS} rounds in turn"
         kernels = ""
     else:
         rows = [row for t in targets for row in report.estimate(ops, t, _tell, only=_CASES.value)]

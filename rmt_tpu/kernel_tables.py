@@ -26,7 +26,7 @@ def read(location: str) -> tuned.Table:
       UsageError: the location cannot be.
       Fault: its store does not answer or refuses.
     """
-    folder, name = _folder_of(location)
+    folder, name = folder_of(location)
     found = folder.read(name)
     return tuned.Table(location) if found is None else tuned.parse(found.data, location)
 
@@ -43,7 +43,7 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
       UsageError: the location cannot be.
       RunError: the file cannot be written, or holds something else than a table.
     """
-    folder, name = _folder_of(location)
+    folder, name = folder_of(location)
     for _ in range(_TRIES):
         found = folder.read(name)
         before = tuned.Table(location) if found is None else tuned.parse(found.data, location)
@@ -60,13 +60,18 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
     raise RunError(f"{location} cannot be written: others write to it all the time")
 
 
-def _folder_of(location: str) -> tuple[Folder, str]:
+def folder_of(location: str) -> tuple[Folder, str]:
+    """Where a table is, and its name there.
+
+    Raises:
+      UsageError: the location cannot be.
+    """
     parent, name = os.path.split(os.path.expanduser(location))
     return open_folder(parent or "."), name
 
 
 def _read_bytes(location: str) -> bytes | None:
-    folder, name = _folder_of(location)
+    folder, name = folder_of(location)
     try:
         found = folder.read(name)
     except RunError as error:

@@ -4,6 +4,7 @@ libtpu is a package like others. The CUDA plugin is not: where it is installed, 
 without a GPU complains. So `make test` puts it beside the environment, where only tests find it.
 """
 
+import gc
 import os
 import sys
 from importlib.metadata import version
@@ -30,6 +31,14 @@ os.environ |= {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "RMT_TPU_TUNED": "off",  # whoever runs the tests may have tables of their own
 }
+
+# Tracing makes objects by the million, and a tenth of the time would go into looking through them.
+gc.set_threshold(50_000, 20, 50)
+
+
+def pytest_collection_finish():
+    """What has been imported stays: it is not looked through again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,14 +1,10 @@
 """Compilation for NVIDIA GPUs on a machine without one.
 
-`lowered` needs jax alone. `ptx` needs the CUDA plugin of the same version and `ptxas`; see
-`tests/conftest.py` and the Makefile for where they are.
+`lowered` needs jax alone. `ptx` needs the CUDA plugin of the same version; see `tests/conftest.py`
+and the Makefile for where it is.
 """
 
 import pathlib
-import re
-import shutil
-import subprocess
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -75,32 +71,3 @@ device_description_str: "{name}"
         }
         jax.jit(function).lower(*args).compile(compiler_options=options)
     return "\n".join(path.read_text() for path in sorted(set(folder.glob("*.ptx")) - before))
-
-
-class Usage(NamedTuple):
-    """What a kernel takes of a streaming multiprocessor; `spilled` in bytes a thread."""
-
-    registers: int
-    spilled: int
-
-
-def usage(ptx: str, folder: pathlib.Path) -> dict[str, Usage]:
-    """By kernel, what `ptxas` assigns."""
-    path = folder / "kernels.ptx"
-    found = {}
-    for module in re.split(r"(?m)^(?=\.version)", ptx)[1:]:
-        path.write_text(module)
-        target = re.search(r"\.target (\w+)", module)[1]
-        ptxas = shutil.which("ptxas")
-        if ptxas is None:
-            raise FileNotFoundError("no ptxas: `make test` installs it")
-        log = subprocess.run(
-            [ptxas, "-v", f"-arch={target}", "-o", "/dev/null", path],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stderr
-        pattern = r"entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
-        for name, spilled, registers in re.findall(pattern, log, re.DOTALL):
-            found[name] = Usage(int(registers), int(spilled))
-    return found

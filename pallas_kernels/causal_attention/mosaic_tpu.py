@@ -388,25 +388,19 @@ def default_blocks(kernel: str, N: int) -> Blocks:
     return Blocks(_divisor(N, 512 if kernel == "attention_forward" else 256))
 
 
-def _refused(key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
+def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
     if blocks.queries % LANES or tokens % blocks.queries:
         return f"blocks of {blocks.queries} queries, of {tokens}"
     return None
 
 
-KERNELS = {
-    name: tuned.register(
-        tuned.Kernel(
-            platform="tpu",
-            name=name,
-            version=1,
-            blocks=Blocks,
-            key=("heads", "size", "dtype", "rows", "alibi", "segments"),
-            refused=_refused,
-        )
-    )
-    for name in ("attention_forward", "attention_backward")
-}
+KERNELS = tuned.register(
+    "tpu",
+    ("attention_forward", "attention_backward"),
+    Blocks,
+    ("heads", "size", "dtype", "rows", "alibi", "segments"),
+    _refused,
+)
 
 
 def _shared_inputs(call: _Call, slopes, segment_ids):

@@ -133,7 +133,7 @@ def time_ops(
         kernel, failures = OPS[op].kernels.get(device.platform, PORTABLE), {}
         seconds: list[float | None] = [None, None]
         try:
-            seconds = measure(cases(op)[case], direction, (kernel, PORTABLE), device=device)
+            seconds = measure(cases(op)[case], direction, (kernel, PORTABLE), device)
         except Exception as error:  # one call's failure is a row, not the end of the report
             failures[kernel] = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         work = cases(op)[case].work(direction)

@@ -337,10 +337,11 @@ _DEPTH_OPS = {
 
 
 def _depth() -> Iterator[tuple[tuple[str, str], Space]]:
-    for op in depth_tpu.KERNELS:
+    for name in depth_tpu.KERNELS:
+        op = name.removeprefix("depth_attention_")
         rule = functools.partial(depth_tpu.default_block_sizes, op)
         yield (
-            ("tpu", f"depth_attention_{op}"),
+            ("tpu", name),
             Space(
                 lambda key, tokens, rule=rule: rule(T=tokens, **key),
                 _depth_tpu_values,

@@ -56,6 +56,7 @@ __all__ = [
 
 # What `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 54 * 2**20
+_NAME = "depth_attention_"
 
 
 def partial(
@@ -453,7 +454,7 @@ def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> B
     if default is None:
         return None
     key = {"N": N, "S": S, "D": D, "dtype": dtype}
-    return tuned.look_up(KERNELS[op], key, T, default)
+    return tuned.look_up(KERNELS[_NAME + op], key, T, default)
 
 
 def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
@@ -496,7 +497,10 @@ def vmem_bytes(op: str, N: int, S: int, D: int, dtype: str, tokens: int) -> int:
     return 2 * (2 * N + S) * row * item + scratch + rows * width * (2 * item + 8)
 
 
-def _refused(op: str, key: dict[str, tuned.Value], tokens: int, blocks: BlockSizes) -> str | None:
+def _refused(
+    kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: BlockSizes
+) -> str | None:
+    op = kernel.removeprefix(_NAME)
     rule = default_block_sizes(op, T=tokens, **key)
     # These round otherwise.
     same = rule and (blocks.lanes, blocks.weight_pieces) == (rule.lanes, rule.weight_pieces)
@@ -508,19 +512,13 @@ def _refused(op: str, key: dict[str, tuned.Value], tokens: int, blocks: BlockSiz
     return f"{need >> 20} MiB of VMEM" if need > VMEM_LIMIT else None
 
 
-KERNELS = {
-    op: tuned.register(
-        tuned.Kernel(
-            platform="tpu",
-            name=f"depth_attention_{op}",
-            version=1,
-            blocks=BlockSizes,
-            key=("N", "S", "D", "dtype"),
-            refused=functools.partial(_refused, op),
-        )
-    )
-    for op in ("partial", "partial_backward", "merge", "merge_backward", "step")
-}
+KERNELS = tuned.register(
+    "tpu",
+    [_NAME + op for op in ("partial", "partial_backward", "merge", "merge_backward", "step")],
+    BlockSizes,
+    ("N", "S", "D", "dtype"),
+    _refused,
+)
 
 
 # Operands ---------------------------------------------------------------------------------------

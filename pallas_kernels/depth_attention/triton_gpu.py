@@ -513,26 +513,20 @@ def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Bloc
     return None
 
 
-KERNELS = {
-    name: tuned.register(
-        tuned.Kernel(
-            platform="cuda",
-            name=name,
-            version=1,
-            blocks=Blocks,
-            key=("N", "S", "D", "dtype"),
-            refused=functools.partial(_refused, name),
-        )
-    )
-    for name in (
+KERNELS = tuned.register(
+    "cuda",
+    (
         *_ALIKE,
         "depth_attention_gradients",
         "depth_attention_step",
         "depth_attention_decode",
         "depth_attention_merge",
         "depth_attention_merge_backward",
-    )
-}
+    ),
+    Blocks,
+    ("N", "S", "D", "dtype"),
+    _refused,
+)
 
 
 def _scalar(value: Array) -> Array:

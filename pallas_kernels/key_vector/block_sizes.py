@@ -1,8 +1,7 @@
 """How the TPU kernels cut their work into blocks, and whether it then fits VMEM."""
 
 import dataclasses
-import functools
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 
@@ -20,6 +19,7 @@ _UNROLLED = 2**19
 _TILES = {512: 1.0, 256: 1.15, 128: 1.5}
 
 Op = Literal["forward", "backward", "rebuild"]
+_NAME = "key_vector_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def choose_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
     default = default_block_sizes(op, sizes, N)
     if default is None:
         return None
-    return tuned.look_up(KERNELS[op], dataclasses.asdict(sizes), N, default)
+    return tuned.look_up(KERNELS[_NAME + op], dataclasses.asdict(sizes), N, default)
 
 
 def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
@@ -135,8 +135,10 @@ def sublanes(dtype) -> int:
     return 32 // jnp.dtype(dtype).itemsize
 
 
-def _refused(op: Op, key: dict[str, tuned.Value], tokens: int, blocks: BlockSizes) -> str | None:
-    sizes, b = Sizes(**key), blocks
+def _refused(
+    kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: BlockSizes
+) -> str | None:
+    op, sizes, b = kernel.removeprefix(_NAME), Sizes(**key), blocks
     rule = _grouped(op, sizes, LANES, sizes.V)
     if b.tokens % LANES or b.tokens > tokens:
         return f"tiles of {b.tokens} tokens, of {tokens}"
@@ -154,16 +156,10 @@ def _refused(op: Op, key: dict[str, tuned.Value], tokens: int, blocks: BlockSize
     return None
 
 
-KERNELS: dict[Op, tuned.Kernel] = {
-    op: tuned.register(
-        tuned.Kernel(
-            platform="tpu",
-            name=f"key_vector_{op}",
-            version=1,
-            blocks=BlockSizes,
-            key=tuple(f.name for f in dataclasses.fields(Sizes)),
-            refused=functools.partial(_refused, op),
-        )
-    )
-    for op in ("forward", "backward", "rebuild")
-}
+KERNELS = tuned.register(
+    "tpu",
+    [_NAME + op for op in get_args(Op)],
+    BlockSizes,
+    [field.name for field in dataclasses.fields(Sizes)],
+    _refused,
+)

@@ -419,7 +419,7 @@ def _blocks_of(site: Site, kernel: str) -> Blocks:
     return blocks._replace(programs=min(blocks.programs, site.T))
 
 
-def _refused(key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
+def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
     if not (is_power_of_2(blocks.keys) and 16 <= blocks.keys <= padded(key["K"])):
         return f"tiles of {blocks.keys} keys, of {key['K']}"
     if not is_power_of_2(blocks.warps) or blocks.warps > 32 or blocks.stages > 8:
@@ -427,22 +427,16 @@ def _refused(key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | 
     return None
 
 
-KERNELS = {
-    name: tuned.register(
-        tuned.Kernel(
-            platform="cuda",
-            name=name,
-            version=1,
-            blocks=Blocks,
-            key=("K", "V", "R", "P", "dtype"),
-            refused=_refused,
-        )
-    )
-    for name in (
+KERNELS = tuned.register(
+    "cuda",
+    (
         "key_vector_store",
         "key_vector_read",
         "key_vector_forward",
         "key_vector_backward",
         "key_vector_backward_sums",
-    )
-}
+    ),
+    Blocks,
+    ("K", "V", "R", "P", "dtype"),
+    _refused,
+)

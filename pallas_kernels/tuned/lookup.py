@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,9 +77,22 @@ def fields(blocks: Blocks) -> dict[str, Value]:
 KERNELS: dict[tuple[str, str], Kernel] = {}
 
 
-def register(kernel: Kernel) -> Kernel:
-    KERNELS[kernel.platform, kernel.name] = kernel
-    return kernel
+def register(
+    platform: Platform,
+    names: Iterable[str],
+    blocks: type,
+    key: Iterable[str],
+    refused: Callable[[str, dict[str, Value], int, Blocks], str | None],
+    *,
+    version: int = 1,
+) -> dict[str, Kernel]:
+    """Kernels of one package, by name; `refused` is given the name first, else as in `Kernel`."""
+    made = {
+        name: Kernel(platform, name, version, blocks, tuple(key), functools.partial(refused, name))
+        for name in names
+    }
+    KERNELS.update({(platform, name): kernel for name, kernel in made.items()})
+    return made
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from pallas_kernels.compiler.spaces import SPACES, Problem
 from pallas_kernels.compiler.tuning import RATING
 from rmt_tpu import kernel_tables
 from rmt_tpu.errors import RunError, UsageError
-from rmt_tpu.storage import open_folder
 
 Rate = Callable[[Problem, tuned.Blocks], Rating | Refusal]
 Time = Callable[[Problem, Sequence[tuned.Blocks]], Mapping[tuned.Blocks, Timing]]
@@ -122,10 +120,10 @@ def check_table(out: str) -> None:
     Raises:
       UsageError: no table can be written there, or what is there is none.
     """
-    parent, name = os.path.split(os.path.expanduser(out))
+    folder, name = kernel_tables.folder_of(out)
     if not name:
         raise UsageError(f"{out} names no file")
-    open_folder(parent or ".").check(write=True)
+    folder.check(write=True)
     try:
         table = kernel_tables.read(out)
     except RunError as error:
@@ -187,8 +185,8 @@ class Log:
     """
 
     def __init__(self, out: str, resume: bool):
-        parent, name = os.path.split(os.path.expanduser(out))
-        self._folder, self.name = open_folder(parent or "."), f"{name}.log.jsonl"
+        self._folder, name = kernel_tables.folder_of(out)
+        self.name = f"{name}.log.jsonl"
         found = self._folder.read(self.name) if resume else None
         self._lines = list(_parsed(found.data)) if found else []
         if not resume:

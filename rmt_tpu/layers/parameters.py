@@ -55,16 +55,12 @@ def stack(
     The index that `make` gets is traced: layers may differ in values, not in shapes. `axis` is the
     logical name of the axis over them.
     """
-    abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0), jnp.int32(0)))
-    graphdef, _ = nnx.split(abstract)
-
-    def state(key: jax.Array, index: jax.Array) -> nnx.State:
-        return nnx.split(make(nnx.Rngs(params=key), index))[1]
+    def made(key: jax.Array, index: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
+        return nnx.split(make(nnx.Rngs(params=key), index))
 
     # Under jit: drawn one by one, each shape would be compiled on its own.
-    draw = jax.jit(jax.vmap(state))
-    states = draw(jax.random.split(rngs.params(), count), jnp.arange(count))
-    stacked = nnx.merge(graphdef, states)
+    draw = jax.jit(jax.vmap(made))
+    stacked = nnx.merge(*draw(jax.random.split(rngs.params(), count), jnp.arange(count)))
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
         variable.set_metadata(axes=(axis, *variable.get_metadata("axes")))
     return stacked

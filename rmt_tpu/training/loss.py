@@ -41,6 +41,7 @@ def next_token_loss(
     *,
     multiplier: int | float = 1.0,
     z_loss: int | float = 0.0,
+    aux: Aux | None = None,
 ) -> Loss:
     """`-log softmax(logits)[target]` and `logsumexp(logits)^2`, each weighted and summed.
 
@@ -52,20 +53,13 @@ def next_token_loss(
       weights: of each token in the sums; they and the targets get no gradient.
       multiplier: of the logits.
       z_loss: weight of z in the objective.
+      aux: the scalars of the model's cores.
     """
     static = (multiplier, z_loss, _chunks(z.shape[0], z.shape[1], kernel.shape[1]))
     loss = _chunked_loss(static, concatenate(z), kernel, targets, weights)
-    return _objective_alone(loss)
-
-
-def with_aux(loss: Loss, aux: Aux) -> Loss:
-    """The loss of a model whose cores have scalars."""
+    aux = aux or {}
     objective = loss.objective + aux["loss"] if "loss" in aux else loss.objective
-    return _objective_alone(loss._replace(objective=objective, aux=aux))
-
-
-def _objective_alone(loss: Loss) -> Loss:
-    return Loss(loss.objective, *jax.lax.stop_gradient(loss[1:]))
+    return Loss(objective, *jax.lax.stop_gradient((loss.cross_entropy, loss.z, aux)))
 
 
 def _chunks(batch: int, seq: int, vocab: int) -> int:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Key
 import sharding
 from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
-from rmt_tpu.training.loss import Loss, next_token_loss, with_aux
+from rmt_tpu.training.loss import Loss, next_token_loss
 from rmt_tpu.training.optimizer import learning_rate
 
 
@@ -61,15 +61,15 @@ def batch_loss(
     rows = lambda x: sharding.own_part(x, "stage", axis=0)
     own = lambda x: sharding.own_part(rows(x), sharding.RULES["tokens"], axis=1)
     with jax.named_scope("loss"):
-        loss = next_token_loss(
+        return next_token_loss(
             z,
             decoder.unembedding.kernel[...],
             own(batch.targets),
             own(batch.weights),
             multiplier=decoder.unembedding.multiplier,
             z_loss=z_loss,
+            aux=aux,
         )
-        return with_aux(loss, aux)
 
 
 def make_gradients(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.depth_attention import triton_gpu
 from pallas_kernels.depth_attention.interface import UnsupportedImplementation
 from pallas_kernels.depth_attention.triton_gpu import Blocks
@@ -457,7 +458,7 @@ def test_lowers_for_cuda_without_one(dtype, S):
 def test_compiles_for_each_gpu_without_spilling(N, S, D, target, tmp_path):
     for call, args, names in calls(N, S, D, "bfloat16"):
         program = cuda.ptx(call, *args, target=target, folder=tmp_path)
-        kernels = cuda.usage(program, tmp_path)
+        kernels = ptxas_usage(program)
         kernels = {k: v for k, v in kernels.items() if k.startswith("depth_attention")}
         assert sorted(kernels) == sorted(f"depth_attention_{name}" for name in names)
         assert not any(use.spilled for use in kernels.values()), kernels

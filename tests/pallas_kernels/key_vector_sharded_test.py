@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import key_vector
+from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import mosaic_tpu, triton_gpu
 from pallas_kernels.key_vector.interface import FRACTION_BITS, Means, Statistics
 from pallas_kernels.platform import Implementations
@@ -481,7 +482,7 @@ def test_backward_with_means_compiles_for_gpu_without_spilling(norm, tmp_path):
 
     assert "key_vector_backward" in cuda.lowered(backward, *args)
     program = cuda.ptx(backward, *args, target="sm_90", folder=tmp_path)
-    kernels = cuda.usage(program, tmp_path)
+    kernels = ptxas_usage(program)
     kernels = {k: v for k, v in kernels.items() if k.startswith("key_vector")}
     assert kernels and all(not use.spilled for use in kernels.values()), kernels
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import triton_gpu
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
@@ -313,7 +314,7 @@ def test_compiles_for_each_gpu_without_spilling(K, V, R, target, tmp_path):
         for P in (R, 3 * R):  # What feed-forward and attention read.
             for call, args in calls(K, V, R, P, dtypes):
                 program = cuda.ptx(call, *args, target=target, folder=tmp_path)
-                kernels = cuda.usage(program, tmp_path)
+                kernels = ptxas_usage(program)
                 kernels = {k: v for k, v in kernels.items() if k.startswith("key_vector")}
                 assert kernels and all(not use.spilled for use in kernels.values()), kernels
 
@@ -326,7 +327,7 @@ def test_halves_compile_without_spilling(tmp_path):
     )
     both = lambda X, w, y, gain, r: (triton_gpu.store(X, w, y), read(X, gain, r))
     program = cuda.ptx(both, *args, target="sm_90", folder=tmp_path)
-    kernels = cuda.usage(program, tmp_path)
+    kernels = ptxas_usage(program)
     kernels = {k: v for k, v in kernels.items() if k.startswith("key_vector")}
     assert sorted(kernels) == ["key_vector_read", "key_vector_store"]
     assert all(not use.spilled for use in kernels.values()), kernels
@@ -347,7 +348,7 @@ def test_compiles_in_chunks_for_each_gpu(sizes, dtypes, target, tmp_path):
     for call, args in calls(*sizes, dtypes):
         program = cuda.ptx(call, *args, target=target, folder=tmp_path)
         # A few registers may be spilled for the sake of more programs at a time.
-        kernels = cuda.usage(program, tmp_path)
+        kernels = ptxas_usage(program)
         kernels = {k: v for k, v in kernels.items() if k.startswith("key_vector")}
         assert kernels and all(use.spilled <= 32 for use in kernels.values()), kernels
 

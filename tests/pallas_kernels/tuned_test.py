@@ -19,7 +19,7 @@ from pallas_kernels.tuned import Entry, Table
 
 SIZES = Sizes(64, 64, 16, 48, "bfloat16", "bfloat16")
 KEY = dataclasses.asdict(SIZES)
-FORWARD = KERNELS["forward"]
+FORWARD = KERNELS["key_vector_forward"]
 BLOCKS = BlockSizes(128, 64, 8, 2, 2, 2)
 V5E = "tpu_v5_lite"
 

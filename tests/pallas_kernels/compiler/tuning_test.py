@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tuned
-from pallas_kernels.compiler import DEVICES, CompilerError, Failure, Job, Worker, timing
+from pallas_kernels.compiler import DEVICES, CompilerError, Failure, Job, Worker, measure, timing
 from pallas_kernels.compiler.search import Rating, Refusal
 from pallas_kernels.compiler.spaces import SPACES, Call, Problem, lower_call
 from pallas_kernels.compiler.tuning import Compiler, Usage, gpu_rating, parse_usage, target_of
@@ -169,8 +169,8 @@ def test_results_are_held_to_plain_ones():
 
 
 def test_time_on_a_device_is_without_gaps():
-    assert timing.covered([]) == 0
-    assert timing.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 4.0
+    assert measure.covered([]) == 0
+    assert measure.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 4.0
 
 
 def test_arguments_and_times_of_a_call():
@@ -181,14 +181,14 @@ def test_arguments_and_times_of_a_call():
         jax.ShapeDtypeStruct((2,), jnp.bool_),
     )
     call = Call(lambda m: lambda x, n, b: (x * n, b), timing, timing, shapes, (0,), {1: 3})
-    arguments = timing.draw(call)
+    arguments = measure.draw(call.arguments, call.counts)
     assert int(arguments[1]) == 3 and bool(arguments[2].all()) and float(arguments[0].std()) > 0
     program = jax.jit(call.function(timing), donate_argnums=0).lower(*shapes).compile()
     first = timing._results(program, call, arguments)
     assert np.array_equal(first[0], np.asarray(arguments[0]) * 3)  # which are still there
-    fresh = lambda: timing._placed(program, call, arguments)
-    assert timing.wall_seconds(program, fresh, 2) > 0
-    timing_of = timing.seconds_of(program, fresh)
+    fresh = lambda: measure.placed(program, arguments, call.donated)
+    assert measure.wall_seconds(program, fresh, 2) > 0
+    timing_of = measure.seconds_of(program, fresh)
     assert 0 < timing_of < 1
 
 
