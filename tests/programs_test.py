@@ -2,27 +2,46 @@
 
 import jax
 import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
 
+import sharding
 from tests import programs
 
 
-def test_programs_for_no_device_are_not_kept_whatever_came_before(tmp_path):
+@pytest.fixture
+def kept(tmp_path):
+    """The folder of programs, new."""
     kept_in = jax.config.jax_compilation_cache_dir
     keeps = jax.config.jax_enable_compilation_cache  # Bazel's tests keep none
-    x = np.arange(3.0, dtype=np.float32)
     with programs.not_kept():  # so that the folder is asked for anew
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_enable_compilation_cache", True)
-    try:
-        jax.jit(lambda x: 3 * x + 1)(x)
-        kept = set(tmp_path.iterdir())
-        assert kept
-        with programs.not_kept():
-            jax.jit(lambda x: 5 * x + 2)(x)
-        assert set(tmp_path.iterdir()) == kept
-        jax.jit(lambda x: 7 * x + 3)(x)
-        assert set(tmp_path.iterdir()) > kept
-    finally:
-        jax.config.update("jax_enable_compilation_cache", keeps)
-        with programs.not_kept():
-            jax.config.update("jax_compilation_cache_dir", kept_in)
+    yield tmp_path
+    jax.config.update("jax_enable_compilation_cache", keeps)
+    with programs.not_kept():
+        jax.config.update("jax_compilation_cache_dir", kept_in)
+
+
+X = np.arange(4.0, dtype=np.float32)
+
+
+def test_programs_for_no_device_are_not_kept_whatever_came_before(kept):
+    jax.jit(lambda x: 3 * x + 1)(X)
+    before = set(kept.iterdir())
+    assert before
+    with programs.not_kept():
+        jax.jit(lambda x: 5 * x + 2)(X)
+    assert set(kept.iterdir()) == before
+    jax.jit(lambda x: 7 * x + 3)(X)
+    assert set(kept.iterdir()) > before
+
+
+def test_programs_over_several_cpus_are_not_kept(kept):
+    mesh = sharding.make_mesh("data=2", jax.devices()[:2])
+    total = jax.shard_map(
+        lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+    np.testing.assert_array_equal(jax.jit(total)(X), [2, 4])
+    # Nor is there anything of another run's that could be read.
+    assert not any("lambda" in path.name for path in kept.iterdir())

@@ -55,6 +55,7 @@ def stack(
     The index that `make` gets is traced: layers may differ in values, not in shapes. `axis` is the
     logical name of the axis over them.
     """
+
     def made(key: jax.Array, index: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
         return nnx.split(make(nnx.Rngs(params=key), index))
 

@@ -14,6 +14,7 @@ import sharding
 from rmt_tpu import data
 from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
+from rmt_tpu.distributed import kept_programs
 from rmt_tpu.errors import UsageError
 from rmt_tpu.execution import pipelined
 from rmt_tpu.layers.parameters import metadata
@@ -83,6 +84,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
       MeshError: a size does not divide over the mesh.
     """
     _check_sizes(config, mesh)
+    kept_programs.compile_anew_over_cpus()
     schedule = _schedule(config, mesh)
     make = lambda: Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     abstract = nnx.eval_shape(make)
