@@ -57,15 +57,18 @@ common.define_list_presets()
 
 def main() -> int:
     targets, device = _targets()
-    problems = {target: _problems(target) for target in targets}
+    asked = _asked()
+    if not _DRY_RUN.value:  # before anything that takes long
+        from rmt_tpu.analysis import autotune
+
+        out = _out()
+        with of_flag("out"):
+            autotune.check_table(out)
+    problems = {target: _problems(target, asked) for target in targets}
     if _DRY_RUN.value:
         return _dry_run(problems)
     from pallas_kernels.compiler import CompilerError
-    from rmt_tpu.analysis import autotune
 
-    out = _out()
-    with of_flag("out"):
-        autotune.check_table(out)
     log = autotune.Log(out, _RESUME.value)
     done: list[autotune.Tuned] = []
     try:
@@ -130,21 +133,27 @@ def _targets() -> tuple[list[Any], Any]:
     return [target], device
 
 
-def _problems(target) -> list[Any]:
-    from rmt_tpu.analysis import kernel_problems
-    from rmt_tpu.analysis.step_cost import Step
-
+def _asked() -> Any:
+    """A step, or names of ops."""
     if (_OP.value is None) == (_PRESET.value is None):
         raise UsageError(f"give either --op={','.join(_OPS)} or --from_preset=rmt-305m")
     if _PRESET.value is not None:
+        from rmt_tpu.analysis.step_cost import Step
+
         step = Step(_PRESET.value, _BATCH_SIZE.value, _SEQ_LEN.value)
-        found = kernel_problems.of_preset(step, target)
-    else:
-        for name in _OP.value or [""]:
-            if name not in (*_OPS, "all"):
-                raise UsageError(unknown("--op", name, (*_OPS, "all")))
-        ops = _OPS if "all" in _OP.value else tuple(dict.fromkeys(_OP.value))
-        found = kernel_problems.of_ops(ops, target)
+        step.config()
+        return step
+    for name in _OP.value or [""]:
+        if name not in (*_OPS, "all"):
+            raise UsageError(unknown("--op", name, (*_OPS, "all")))
+    return _OPS if "all" in _OP.value else tuple(dict.fromkeys(_OP.value))
+
+
+def _problems(target, asked: Any) -> list[Any]:
+    from rmt_tpu.analysis import kernel_problems
+
+    of = kernel_problems.of_preset if _OP.value is None else kernel_problems.of_ops
+    found = of(asked, target)
     if _KERNEL.value:
         found = [p for p in found if any(part in p.kernel for part in _KERNEL.value)]
     if not found:
