@@ -52,6 +52,9 @@ OFTEN = ("--checkpoint_every=6", "--eval_every=24")
 # The numbers of a run that must not depend on how often it was interrupted.
 CURVES = ("train/loss", "train/z_loss", "optim/grad_norm", "optim/learning_rate", "eval/loss")
 
+# Where the server is, for processes of the tests that another one has started.
+_SERVER = "RMT_TPU_TESTS_SERVER"
+
 # Read when python starts or jax is imported: with others of these, a process begins from nothing.
 _READ_EARLY = ("JAX_", "PYTHON")
 
@@ -107,14 +110,15 @@ class Process:
                 self._outputs[1] if stderr is None else stderr,
             ]
             numbers = [file if isinstance(file, int) else file.fileno() for file in files]
-            socket.send_fds(_server(), [b"+"], numbers)
+            control, self._of_server = _server()
+            socket.send_fds(control, [b"+"], numbers)
         self._own.sendall(json.dumps(command).encode() + b"\n")
         self.pid = int(self._line())
 
     def _line(self) -> str:
         if line := self._told.readline():
             return line
-        raise RuntimeError(f"the server ended: {(_SCRATCH / 'server.txt').read_text()}")
+        raise RuntimeError(f"the server ended: {(self._of_server / 'server.txt').read_text()}")
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -161,29 +165,40 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
 
-@functools.cache
-def _server() -> socket.socket:
-    """The socket by which the server takes commands."""
-    ours, theirs = socket.socketpair()
-    with theirs, open(_SCRATCH / "server.txt", "wb") as log:
+def start_server() -> None:
+    """One for this process and those that it starts from now on; it imports with the first command.
+
+    It ends with this process.
+    """
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as control,
+        open(_SCRATCH / "server.txt", "wb") as log,
+    ):
+        control.bind(str(_SCRATCH / "control"))
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.cli_server", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.cli_server", str(control.fileno())],
             cwd=ROOT,
             # NumPy's library would begin threads.
             env=environment() | {"OPENBLAS_NUM_THREADS": "1"},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
+            pass_fds=[control.fileno()],
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             start_new_session=True,  # a Ctrl-C is for the tests, which end it
         )
+    atexit.register(lambda: (server.stdin.close(), server.wait()))
+    os.environ[_SERVER] = str(_SCRATCH)
 
-    def end() -> None:
-        ours.close()
-        server.wait()
 
-    atexit.register(end)
-    return ours
+@functools.cache
+def _server() -> tuple[socket.socket, Path]:
+    """The socket by which the server takes commands, and the folder with what it says."""
+    if _SERVER not in os.environ:
+        start_server()
+    folder = Path(os.environ[_SERVER])
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    control.connect(str(folder / "control"))
+    return control, folder
 
 
 def start(

@@ -3,11 +3,13 @@
     python -m tests.cli_server CONTROL
 
 The server begins no thread and touches no device, for these do not outlive a fork. CONTROL is a
-socket. With each byte on it come a command's own socket and its standard input, output and error.
-On its own socket the command finds a line of JSON, which is a `Command`; the server answers there
-with the number of the process and, at its end, with its wait status and CPU seconds.
+datagram socket. With each byte on it come a command's own socket and its standard input, output and
+error; the server imports when the first comes, and ends when its standard input does. On its own
+socket the command finds a line of JSON, which is a `Command`; the server answers there with the
+number of the process and, at its end, with its wait status and CPU seconds.
 """
 
+import functools
 import gc
 import importlib
 import json
@@ -58,6 +60,7 @@ class Command(NamedTuple):
     leads: bool
 
 
+@functools.cache
 def import_all() -> None:
     for package in PACKAGES:
         path = importlib.import_module(package).__path__
@@ -79,20 +82,21 @@ def serve(control: socket.socket) -> socket.socket:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
-        selector.register(control, selectors.EVENT_READ)
-        selector.register(woken, selectors.EVENT_READ)
+        for file in (control, woken, sys.stdin):
+            selector.register(file, selectors.EVENT_READ)
         while True:
             ready = [key.fileobj for key, _ in selector.select()]
             if woken in ready:
                 woken.recv(4096)
                 _tell_ends(running)
-            if control not in ready:
-                continue
-            byte, (own, *standard), _, _ = _receive(control)
-            if not byte:  # the tests have ended
+            if sys.stdin in ready:  # the tests have ended
                 for pid in running:
                     os.kill(pid, signal.SIGKILL)
                 sys.exit()
+            if control not in ready:
+                continue
+            _, (own, *standard), _, _ = socket.recv_fds(control, 1, 4)
+            import_all()
             pid = os.fork()
             if pid == 0:
                 break
@@ -108,11 +112,6 @@ def serve(control: socket.socket) -> socket.socket:
         os.dup2(file, number)
         os.close(file)
     return socket.socket(fileno=own)
-
-
-def _receive(control: socket.socket):
-    byte, files, flags, address = socket.recv_fds(control, 1, 4)
-    return byte, files or [None], flags, address
 
 
 def _tell_ends(running: dict[int, socket.socket]) -> None:
@@ -140,7 +139,6 @@ def become(own: socket.socket) -> Command:
 
 
 if __name__ == "__main__":
-    import_all()
     _command = become(serve(socket.socket(fileno=int(sys.argv[1]))))
     exec(_command.first)
     # It ends as it would without a server: by the interpreter, with all that belongs to that.

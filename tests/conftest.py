@@ -36,6 +36,14 @@ os.environ |= {
 gc.set_threshold(50_000, 20, 50)
 
 
+def pytest_configure(config):
+    """Recipes of all workers are started by one process."""
+    if config.getoption("numprocesses", None):  # this is not a worker
+        from tests import cli
+
+        cli.start_server()
+
+
 def pytest_collection_finish():
     """What has been imported stays: it is not looked through again."""
     gc.freeze()
