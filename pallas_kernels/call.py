@@ -11,10 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-try:
-    from jax.experimental.pallas import triton as plgpu
-except ImportError:  # JAX says since 0.11 that it will go
-    plgpu = None
+from pallas_kernels import triton
 
 LANES = 128
 # Of the smallest VMEM among the targets, v5p's 64 MiB, some is left to XLA.
@@ -104,7 +101,7 @@ def gpu_call(
     """
     names = (*inputs, *outputs)
     # Programs are interpreted by one thread, which has nobody to wait for.
-    barrier = (lambda: None) if interpret else plgpu.debug_barrier
+    barrier = (lambda: None) if interpret else triton.plgpu.debug_barrier
 
     def body(*refs):
         kernel(SimpleNamespace(barrier=barrier, **dict(zip(names, refs, strict=True))))
@@ -120,16 +117,11 @@ def gpu_call(
         input_output_aliases={
             index(inputs, a): index(outputs, b) for a, b in (aliased or {}).items()
         },
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
         cost_estimate=_cost(flops, moved, transcendentals, inputs, outputs),
         interpret=interpret,
     )(*inputs.values())
     return dict(zip(outputs, out, strict=True))
-
-
-def no_triton() -> str | None:
-    """Why there are no kernels for GPUs at all; None if there are."""
-    return "this version of jax has no Triton backend for Pallas" if plgpu is None else None
 
 
 def nbytes(x: Shaped) -> int:

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from pallas_kernels import tuned
-from pallas_kernels.call import gpu_call, is_power_of_2, no_triton
+from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.depth_attention.interface import (
     MergeGradients,
     Norm,
@@ -47,6 +47,7 @@ from pallas_kernels.depth_attention.triton_gpu_kernels import (
     scores_kernel,
     step_kernel,
 )
+from pallas_kernels.triton import no_triton
 
 __all__ = [
     "MOST_SITES",

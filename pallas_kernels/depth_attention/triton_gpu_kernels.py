@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.call import plgpu
+from pallas_kernels.triton import plgpu
 
 
 class Call(NamedTuple):

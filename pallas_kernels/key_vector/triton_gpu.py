@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
 from pallas_kernels import tuned
-from pallas_kernels.call import gpu_call, is_power_of_2, no_triton
+from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
@@ -42,6 +42,7 @@ from pallas_kernels.key_vector.triton_gpu_kernels import (
     forward_kernel,
     padded,
 )
+from pallas_kernels.triton import no_triton
 
 __all__ = [
     "Blocks",

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.call import plgpu
 from pallas_kernels.key_vector.interface import LEAST_STEPS
+from pallas_kernels.triton import plgpu
 
 _LARGEST = 2**15 - 1
 

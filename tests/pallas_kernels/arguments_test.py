@@ -195,7 +195,6 @@ def test_plain_jax_can_be_differentiated_twice(op):
     np.testing.assert_allclose(second, near, atol=2e-3 * float(jnp.abs(near).max()))
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("implementation, device", [("triton", "cuda"), ("mosaic_tpu", "tpu")])
 def test_a_named_kernel_is_lowered_for_its_own_platform_alone(implementation, device):
     shape = {"residual": (1, 128, 16, 8), "store_keys": (2, 16), "data": (1, 128, 2, 8)}

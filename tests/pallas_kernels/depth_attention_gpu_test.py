@@ -16,11 +16,6 @@ from tests import cuda
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
 
-# Newer jax says that Pallas through Triton will be taken out of jax.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 # Many tests run the programs of a few cases.
 SHARED = pytest.mark.xdist_group("depth attention kernels for GPU")
 

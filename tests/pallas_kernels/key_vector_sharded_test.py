@@ -24,11 +24,6 @@ from tests.closeness import assert_close
 from tests.pallas_kernels import plain
 from tests.pallas_kernels.plain import numbers
 
-# Newer jax says that Pallas through Triton will be taken out of jax.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 EPSILON = 1e-5
 STEPS = 2.0**FRACTION_BITS
 # Largest error relative to the largest value, by dtype of the data: float sums in another order;

@@ -11,14 +11,9 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import UnsupportedImplementation
-from pallas_kernels import call as kernel_call
+from pallas_kernels import triton as kernel_triton
 from pallas_kernels.platform import choose
 from tests import cuda
-
-# jax 0.12 deprecates its Triton backend.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 
 KERNELS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
 
@@ -95,8 +90,8 @@ def test_without_a_triton_backend_the_portable_form_serves(monkeypatch):
     with monkeypatch.context() as patch:
         patch.delattr("jax.experimental.pallas.triton")
         patch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
-        assert runpy.run_path(kernel_call.__file__)["plgpu"] is None
-    monkeypatch.setattr(kernel_call, "plgpu", None)
+        assert runpy.run_path(kernel_triton.__file__)["plgpu"] is None
+    monkeypatch.setattr(kernel_triton, "plgpu", None)
     args = arguments()
     with pytest.raises(UnsupportedImplementation, match="has no Triton backend"):
         pallas_kernels.store_norm_retrieve(*args, implementation="triton")

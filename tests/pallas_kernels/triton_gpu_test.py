@@ -21,11 +21,6 @@ from tests.closeness import assert_close
 from tests.pallas_kernels import plain
 from tests.pallas_kernels.plain import numbers
 
-# Newer jax says that Pallas through Triton will be taken out of jax.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 # Many tests run the programs of a few cases.
 SHARED = pytest.mark.xdist_group("key-vector kernels for GPU")
 

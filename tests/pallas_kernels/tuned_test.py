@@ -269,8 +269,8 @@ SOURCES = {
         "mosaic_tpu_merge_kernels.py",
     ),
     ("tpu", "attention"): (1, "62fdd75af3ec1af3", "mosaic_tpu.py"),
-    ("cuda", "key_vector"): (1, "0f41b85b84f3a152", "triton_gpu_kernels.py"),
-    ("cuda", "depth_attention"): (1, "f284c84b34e192f0", "triton_gpu_kernels.py"),
+    ("cuda", "key_vector"): (1, "18baff826930f8e9", "triton_gpu_kernels.py"),
+    ("cuda", "depth_attention"): (1, "22c3f5d355933586", "triton_gpu_kernels.py"),
 }
 
 
