@@ -57,6 +57,7 @@ def _report_ops(folder: Path) -> int:
     import jax
 
     from pallas_kernels.compiler import TARGETS, report
+    from pallas_kernels.compiler.calibration import error_bar
     from pallas_kernels.compiler.measure import ROUNDS
     from pallas_kernels.compiler.ops import OPS, cases
 
@@ -73,14 +74,15 @@ def _report_ops(folder: Path) -> int:
     if _TARGETS.value is None and device.platform in ("gpu", "tpu"):
         rows = report.time_ops(ops, device, _tell, _CASES.value)
         how = f"Measured on {device.device_kind}: medians of {ROUNDS} rounds in turn"
-        kernels = ""
+        kernels, bar = "", ""
     else:
         rows = [row for t in targets for row in report.estimate(ops, t, _tell, only=_CASES.value)]
         how = (
             "Estimated, not measured: kernels take the longer of their static schedule and their "
             "bytes over the HBM bandwidth, other instructions their bytes over the bandwidth"
         )
-        kernels = f"\n## Kernels\n\n{report.kernel_table(rows, clocks)}"
+        bar = error_bar([target.name for target in targets])
+        kernels = f"\n{bar}\n\n## Kernels\n\n{report.kernel_table(rows, clocks)}"
         if traffic := report.traffic_table(rows):
             kernels += (
                 "\n## Depth attention: elements moved per sublayer, forward\n\nIn units of d, a "
@@ -94,18 +96,22 @@ def _report_ops(folder: Path) -> int:
         "operand and result once.\n\n"
         f"{report.op_table(rows)}{kernels}" + (f"\n## Failed\n\n{failures}" if failures else "")
     )
-    _write(folder / "kernel_report", text, {"how": how, "rows": [row.json() for row in rows]})
+    values = {"how": how, "error_bar": bar, "rows": [row.json() for row in rows]}
+    _write(folder / "kernel_report", text, values)
     return 0
 
 
 def _report_steps(folder: Path) -> int:
+    from pallas_kernels.compiler.calibration import error_bar
     from rmt_tpu.analysis import step_cost, step_report
 
     names = _PRESETS.value
     if not names or len(set(names)) < len(names):
         raise UsageError(f"--presets={','.join(names)} must be different names, at least one")
     steps = [step_cost.Step(n, _BATCH_SIZE.value, _SEQ_LEN.value, _changes(n)) for n in names]
-    costs = [c for t in _targets() for c in step_cost.step_costs(steps, t, _tell)]
+    targets = _targets()
+    costs = [c for t in targets for c in step_cost.step_costs(steps, t, _tell)]
+    bar = error_bar([target.name for target in targets])
     how = (
         "Estimated, not measured: XLA's cycles of every instruction; kernels take the longer of "
         "their static schedule and their HBM bytes over the bandwidth"
@@ -119,14 +125,15 @@ def _report_steps(folder: Path) -> int:
     )
     text = (
         f"# A train step on one chip\n\n{how}. {note}.\n\n{step_report.step_table(costs)}\n"
-        "Where no model of cost is named, it is the first. The others show how much depends on "
-        f"it:\n\n{step_report.model_lines()}{largest}"
+        f"{bar}\n\nWhere no model of cost is named, it is the first. The others show how much "
+        f"depends on it:\n\n{step_report.model_lines()}{largest}"
     )
     picture = folder / "step_cost.png"
     with _writing(folder):
         step_report.draw_steps(costs, picture, f"Estimated, not measured. {note}")
     values = {
         "how": how,
+        "error_bar": bar,
         "steps": [cost.json() for cost in costs],
         "ratios": step_report.ratios(costs),
     }

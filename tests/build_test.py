@@ -21,6 +21,7 @@ PYPI_NAMES = {  # where it is not the name that is imported
     "orbax": "orbax-checkpoint",
 }
 UNSEEN = {"tests": {"beartype", "jaxtyping", "libtpu"}}  # loaded by name
+OPTIONAL = {"tokamax"}  # for one command of developers, which says so
 
 
 def third_party(package: str) -> list[str]:
@@ -39,7 +40,7 @@ def imported(package: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom):
                 names |= {f"{node.module}.{alias.name}" for alias in node.names}
     theirs = {n for n in names if n.split(".")[0] not in {*PACKAGES, *sys.stdlib_module_names}}
-    return {pypi_name(name) for name in theirs}
+    return {pypi_name(name) for name in theirs} - OPTIONAL
 
 
 def pypi_name(module: str) -> str:

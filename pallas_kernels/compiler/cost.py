@@ -101,6 +101,7 @@ class KernelCost:
       name: of its instruction.
       calls: of it in one run of the program.
       cycles: of a call, by its schedule; None where libtpu left no schedule.
+      bundles: of it, without waiting for matrix units.
       mxu_cycles: of a call, the floor of the matrix units.
       bytes: of its operands and results, each once.
       vmem_bytes: of its blocks and scratch.
@@ -112,6 +113,7 @@ class KernelCost:
     name: str
     calls: int
     cycles: int | None
+    bundles: int | None
     mxu_cycles: int | None
     bytes: Bytes
     vmem_bytes: int
@@ -194,16 +196,19 @@ def kernel_cost(program: Program, ran: Executed) -> KernelCost:
         name=instruction.name,
         calls=ran.times,
         cycles=schedule and schedule.cycles,
+        bundles=schedule and schedule.bundles,
         mxu_cycles=schedule and schedule.mxu_cycles,
         bytes=traffic,
         vmem_bytes=instruction.vmem_bytes,
         trips=tuple(loop.trips for loop, _ in schedule.program.walk())[1:] if schedule else (),
         unit_use=schedule.unit_use if schedule else {},
-        seconds=max(
-            (schedule.cycles if schedule else 0) / program.target.clock,
-            traffic.total / program.target.bandwidth,
-        ),
+        seconds=kernel_seconds(program.target, schedule.cycles if schedule else 0, traffic.total),
     )
+
+
+def kernel_seconds(target: Target, cycles: int | float, moved: int) -> float:
+    """Of a call of a kernel: the longer of its schedule and its bytes at the full bandwidth."""
+    return max(cycles / target.clock, moved / target.bandwidth)
 
 
 def _copied(traffic: Bytes, schedule: Schedule | None) -> Bytes:

@@ -189,9 +189,9 @@ def op_table(rows: Sequence[OpRow]) -> str:
 def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
     """Markdown: a line a kernel; cycles in thousands, of one call."""
     lines = [
-        "| chip | case | pass | kernel | kcycles | MXU floor | compute / HBM | VMEM MiB | trips "
-        "| busiest units |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| chip | case | pass | kernel | kcycles | kbundles | MXU floor | compute / HBM | VMEM MiB "
+        "| trips | busiest units |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         for kernel in row.cost.kernels if row.cost else ():
@@ -201,6 +201,7 @@ def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
                 row.direction,
                 kernel.name,
                 _number(kernel.cycles, 1e-3),
+                _number(kernel.bundles, 1e-3),
                 _number(kernel.mxu_cycles, 1e-3),
                 _number(_compute_over_hbm(kernel, row, clocks[row.device]), 1, ".2f"),
                 f"{kernel.vmem_bytes / 2**20:.1f}",

@@ -24,7 +24,7 @@ from pallas_kernels.compiler.spaces import Problem
 from pallas_kernels.compiler.topology import Target
 
 # Of the ways below to rate a program: another number where an estimate is made otherwise.
-RATING = 1
+RATING = 2
 # Words of errors of programs that take more memory on chip than there is.
 _NO_ROOM = re.compile(r"vmem|smem|shared memory|scoped|out of memory|RESOURCE_EXHAUSTED", re.I)
 # Of a GPU's multiprocessor: registers, warps that hide the latency of memory, bytes of a spill that
@@ -80,27 +80,17 @@ def _refusal(failure: Failure) -> Refusal:
 
 
 def tpu_rating(program: Program) -> Rating:
-    """The longer of schedule and bytes of all its kernels.
-
-    Waiting for the matrix units counts where a unit is 128 wide: for those of 256, the schedules'
-    waiting has been found to be about twice what was measured, and bundles alone to be nearer.
-    """
-    target, kernels = program.target, program_cost(program).kernels
-    schedules = [program.schedules.get(kernel.name) for kernel in kernels]
-    if not kernels or None in schedules:
+    """The longer of schedule and bytes of all its kernels."""
+    kernels = program_cost(program).kernels
+    if not kernels or any(kernel.cycles is None for kernel in kernels):
         return Rating(None, words="a kernel has no schedule")
-    waits = target.matrix.size <= 128
-    seconds, floor = 0.0, 0.0
-    for kernel, schedule in zip(kernels, schedules, strict=True):
-        cycles = schedule.cycles if waits else schedule.bundles
-        moving = kernel.bytes.total / target.bandwidth
-        seconds += kernel.calls * max(cycles / target.clock, moving)
-        floor += kernel.calls * moving
-    counts = [
+    floor = sum(k.calls * k.bytes.total for k in kernels) / program.target.bandwidth
+    cycles, bundles = (
         sum(k.calls * n for k, n in zip(kernels, numbers, strict=True))
-        for numbers in ([s.cycles for s in schedules], [s.bundles for s in schedules])
-    ]
-    words = f"{counts[0]:,} cycles, {counts[1]:,} bundles, bytes {floor * 1e6:.1f} us"
+        for numbers in ([k.cycles for k in kernels], [k.bundles for k in kernels])
+    )
+    words = f"{cycles:,} cycles, {bundles:,} bundles, bytes {floor * 1e6:.1f} us"
+    seconds = sum(kernel.calls * kernel.seconds for kernel in kernels)
     return Rating(seconds, max(kernel.vmem_bytes for kernel in kernels), words, floor)
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels import tuned
+from pallas_kernels.compiler import DEVICES
+from pallas_kernels.compiler.calibration import error_bar
 from rmt_tpu.analysis.autotune import Tuned, changed
 
 
@@ -56,6 +58,9 @@ def summary(done: Sequence[Tuned], out: str) -> str:
         text += f"; of {bound} the bytes take all the time, so that without a device none can be"
     if left:
         text += f"; {left} candidates were not tried, --budget_minutes was too short"
+    names = {tuned.slug(target.kind): name for name, target in DEVICES.items()}
+    if estimated := [names[e.problem.device] for e in searched if not e.result.measured]:
+        text += f"\n{error_bar(estimated)}"
     return text
 
 

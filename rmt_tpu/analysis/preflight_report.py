@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from pallas_kernels.compiler.calibration import error_bar
 from rmt_tpu.analysis.preflight import KINDS, Preflight
 from rmt_tpu.analysis.preflight_advice import advice
 
@@ -173,6 +174,7 @@ def _time(report: Preflight) -> str:
         lines.append(f"  assumed for kernels: {report.target.assumed}")
     if time.unknown_loops:
         lines.append(f"  {time.unknown_loops} loops of unknown trip count are counted once")
+    lines.append(f"  {error_bar([report.target.name])}")
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ def test_ops(tmp_path):
     assert "Estimated, not measured" in table and "jax 0." in table and "libtpu 0." in table
     content = json.loads((tmp_path / "kernel_report.json").read_text())
     assert content["versions"]["jax"] in table
+    assert "\nestimates; never compared with a measured time on v5e (docs/benchmarks.md)\n" in table
     rows = {row["direction"]: row for row in content["rows"]}
     assert set(rows) == {"forward", "training"}
     for row in rows.values():
@@ -55,7 +56,7 @@ def test_steps(tmp_path):
     content = json.loads((tmp_path / "step_cost.json").read_text())
     (step,) = content["steps"]
     assert step["preset"] == "gpt2-tiny" and step["target"] == "v5e" and step["tokens"] == 512
-    assert "not measured" in content["how"]
+    assert "not measured" in content["how"] and f"\n{content['error_bar']}\n" in table
     assert f"| **whole step** | {step['cycles'] / 1e6:.1f} |" in table
 
 

@@ -215,27 +215,26 @@ def test_unknown_trips_count_once_and_are_told():
     assert found.bundles == 4
 
 
-def test_result_waited_for():
+def test_units_waited_for():
     result = ("  :", "%v2 = vpop.f32.mrf.mxu0")
     multiply = ("  :", "%v1 = vmatmul.bf16.gmra.mxu0 %v0")
-    # Issued in cycle 1, there in cycle 1 + latency.
-    assert schedule(multiply, result).cycles == 1 + MATRIX.latency
-    # The second product waits for the unit, its result for nothing more.
+    # Nothing waits for a result, and the second product for the unit.
+    assert schedule(multiply, result).cycles == 2
     two = schedule(multiply, multiply, result, result)
-    assert two.cycles == 1 + MATRIX.rows16 + MATRIX.latency
+    assert two.cycles == 1 + MATRIX.rows16 + 2
     assert two.mxu_cycles == 2 * MATRIX.rows16
     # Other units work at the same time.
     other = ("  :", "%v1 = vmatmul.bf16.gmra.mxu1 %v0")
     assert schedule(multiply, other).mxu_cycles == MATRIX.rows16
-    # A product of float32 rows is shorter; results of one product come one after the other.
+    assert schedule(multiply, other).cycles == 2
+    # A product of float32 rows is shorter.
     narrow = ("  :", "%v1 = vmatmul.f32.gmra.mxu0 %v0")
     assert schedule(narrow).mxu_cycles == MATRIX.rows8_float32
-    assert schedule(multiply, result, result).cycles == (
-        1 + MATRIX.latency + MATRIX.result_interval
-    )
+    assert schedule(narrow, multiply).cycles == 1 + MATRIX.rows8_float32
     # What a unit has just loaded, it uses a little later.
     push = ("  :", "%1 = vmatpush.bf16.msra.mxu0 %v3")
     assert schedule(push, multiply).cycles == 1 + MATRIX.push_to_product
+    assert schedule(push, push).cycles == 1 + MATRIX.push
 
 
 def test_copies_within_vmem_are_told():
