@@ -69,8 +69,8 @@ def test_the_model_keeps_to_what_was_measured():
         assert least < of[target].least and of[target].most < most
         long = [r.ratio for r in rows() if r.target == target and r.shape[1] >= 2048]
         assert 0.93 < min(long)
-    assert 0.38 < of["tpu7x"].least and of["tpu7x"].most < 0.81  # of too little, it is told
-    assert of["tpu7x"].calls == 8 and of["tpu7x"].rank_correlation > 0.85
+    assert 0.38 < of["tpu7x"].least and of["tpu7x"].most < 0.82  # of too little, it is told
+    assert of["tpu7x"].calls == 9 and of["tpu7x"].rank_correlation > 0.89
 
 
 def test_what_is_said_is_what_the_rows_give():
