@@ -198,6 +198,7 @@ def _server() -> tuple[socket.socket, Path]:
     folder = Path(os.environ[_SERVER])
     control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     control.connect(str(folder / "control"))
+    atexit.register(control.close)
     return control, folder
 
 

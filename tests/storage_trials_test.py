@@ -40,7 +40,12 @@ def test_many_kills(new_place, kind, processes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for name, f in FAILURES.items() for kind in f.places]
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=pytest.mark.slow if kind != f.places[0] else ())
+        for name, f in FAILURES.items()
+        for kind in f.places
+    ],
 )
 def test_failure(new_place, kind, name):
     storage_failures.fail(name, new_place, kind, trials=1)

@@ -21,9 +21,10 @@ from tests import cli
         (["--op=", "--target=v5e"], "--op '' is unknown"),
         (["--from_preset=rmt-1b", "--target=v5e"], "rmt-1b' is unknown"),
         (["--op=attention", "--device"], "--device: this machine has cpu, which is none that can"),
-        (
+        pytest.param(
             ["--op=attention", "--target=h100", "--dry_run"],
             "--target=h100: no kernel is taken by what was",
+            marks=pytest.mark.slow,
         ),
         (["--op=attention", "--target=v5e", "--top=0"], "--top=0"),
         (

@@ -45,6 +45,7 @@ def losses(workdir):
     return {r["step"]: r["train/loss"] for r in read_metrics(workdir) if "train/loss" in r}
 
 
+@pytest.mark.slow
 def test_the_last_every_and_best_stay(tmp_path):
     flags = (
         *("--checkpoint_every=4", "--eval_every=4", "--set=train.keep_checkpoints=1"),
@@ -120,6 +121,7 @@ def test_a_wider_residual_is_the_same_function(trained, tmp_path):
     assert ours[cli.STEPS] != theirs[cli.STEPS]
 
 
+@pytest.mark.slow
 def test_a_narrower_residual_is_refused_and_nothing_changed(trained, tmp_path):
     copy = as_of_step(trained, 40, tmp_path / "copy")
     before = (copy / "config.json").read_bytes()

@@ -94,9 +94,10 @@ def test_interrupted(done, tmp_path):
     ("patterns", "presets"),
     [
         pytest.param("rmt-tin?", ["rmt-tiny"], id="one"),
-        pytest.param("rmt-tin?,gpt2-tiny", PRESETS, id="two", marks=pytest.mark.slow),
+        pytest.param("rmt-tin?,gpt2-tiny", PRESETS, id="two"),
     ],
 )
+@pytest.mark.slow
 def test_seeds(tmp_path, patterns, presets):
     flags = (f"--presets={patterns}", "--seeds=3,5", *cli.TINY, "--by_loss")
     done = cli.succeed("compare", *flags, f"--workdir={tmp_path}")

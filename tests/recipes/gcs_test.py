@@ -94,6 +94,7 @@ def files(server, folder):
     return {name for name in names if not name.startswith("tensorboard/")}
 
 
+@pytest.mark.slow
 def test_everything_lands_in_the_bucket(server, in_bucket, often_saved):
     url, done = in_bucket
     assert_same_run(server, url, often_saved)
@@ -115,6 +116,7 @@ def test_everything_lands_in_the_bucket(server, in_bucket, often_saved):
     assert not (cli.ROOT / "gs:").exists()
 
 
+@pytest.mark.slow
 def test_it_goes_on_and_can_be_looked_at(server, in_bucket):
     url, _ = in_bucket
     before = files(server, "runs/whole/")
@@ -208,6 +210,7 @@ def test_errors_are_one_line(server):
     assert server.names(BUCKET, "runs/new") == []
 
 
+@pytest.mark.slow
 def test_a_run_of_another_model_is_refused(server, in_bucket):
     url, _ = in_bucket
     before = {name: server.read(BUCKET, name) for name in server.names(BUCKET)}

@@ -76,10 +76,8 @@ LEADERS = [
 FAST = [
     ("vector", "sum"),
     ("vector", "input query"),
-    ("vector", "lstm"),
     ("vector", "cores"),
     ("matrix", "reversible"),
-    ("matrix", "blocks"),
 ]
 # These do not go with stages: their blocks or backward passes are not of one chunk of layers.
 WITHOUT_STAGES = {"odd blocks", "input query", "scores without norm", "reversible"}
