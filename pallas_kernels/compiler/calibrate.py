@@ -33,7 +33,11 @@ def main() -> int:
         return 1
     values = json.loads(calibration.PATH.read_text(encoding="utf-8"))
     rows = list(calibration.parse(values))
-    for target in sys.argv[1:] or dict.fromkeys(row.target for row in rows):
+    legal = list(dict.fromkeys(row.target for row in rows))
+    for target in sys.argv[1:] or legal:
+        if target not in legal:
+            print(f"{target!r} has no rows; legal: {', '.join(legal)}", file=sys.stderr)
+            return 2
         mine = [i for i, row in enumerate(rows) if row.target == target]
         for i, row in zip(mine, compiled([rows[i] for i in mine]), strict=True):
             print(f"{target} {row.shape}: {rows[i].ratio:.3f}, now {row.ratio:.3f}", flush=True)
