@@ -1,31 +1,45 @@
-"""Write text with a trained decoder, token by token.
+"""Write text with a trained decoder: as it comes, or for a file of prompts.
 
-python -m recipes.generate --workdir=runs/rmt-tiny --prompt="def main("
+    python -m recipes.generate --workdir=runs/rmt-tiny --prompt="def main("
+    python -m recipes.generate --workdir=runs/rmt-tiny --prompts=in.jsonl --output=out.jsonl
+
+A file of prompts has one a line, or in .jsonl an object with "prompt" each. --output gets a line of
+JSON for each sample, when it has ended; the same command goes on where it was stopped.
 """
 
+import contextlib
 import sys
+import time
+from dataclasses import replace
+from typing import Any
 
 from absl import flags
 
 from recipes import program
 from rmt_tpu import memory
-from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags
+from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags, of_flag
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "a run folder of recipes.train, local or gs://", required=True
 )
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
 _PROMPT = flags.DEFINE_string("prompt", "", "text to go on from")
+_PROMPTS = flags.DEFINE_string("prompts", None, "a file of prompts, local or gs://")
+_OUTPUT = flags.DEFINE_string("output", None, "a .jsonl file to add to, local or gs://")
+_NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "of each prompt of a file", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "texts at a time", lower_bound=1)
+_LOGPROBS = flags.DEFINE_bool("logprobs", False, "--output has tokens and their log-probabilities")
+_STOP = flags.DEFINE_multi_string("stop", [], "a text ends before this; may be given often")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "divides the logits; 0 is greedy")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "only the k likeliest tokens; 0 is all")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "only the likeliest tokens that reach this probability")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "to generate at most")
-_SEED = flags.DEFINE_integer("seed", 0, "of the draws")
+_SEED = flags.DEFINE_integer("seed", 0, "of the draws; samples of a file have this and those above")
 
 
 def main() -> int:
-    import rmt_tpu
-    from rmt_tpu.generation import Sampling, fitting_tokens, generate
+    _check_flags()
+    from rmt_tpu.generation import Sampling
 
     try:
         sampling = Sampling(
@@ -37,8 +51,29 @@ def main() -> int:
         )
     except UsageError as error:
         raise UsageError(str(error).replace("Sampling.", "--")) from None
+    if _PROMPTS.value is not None:
+        return _file(sampling)
+    import rmt_tpu
+
     with arguments_as_flags():
         decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
+    return _one(decoder, tokenizer, sampling)
+
+
+def _check_flags() -> None:
+    if (_PROMPTS.value is None) != (_OUTPUT.value is None):
+        raise UsageError("--prompts and --output go together: what is read, and what is written")
+    if _PROMPTS.value is not None and _PROMPT.value:
+        raise UsageError("give either --prompt or --prompts")
+    if _PROMPTS.value is None and (_NUM_SAMPLES.value > 1 or _LOGPROBS.value):
+        name = "num_samples" if _NUM_SAMPLES.value > 1 else "logprobs"
+        raise UsageError(f"--{name} is for a file of --prompts")
+
+
+def _one(decoder, tokenizer, sampling) -> int:
+    """Text on the terminal, as it comes."""
+    from rmt_tpu.generation import fitting_tokens, generate
+
     with about_flag("prompt", "the text has"):
         prompt_tokens = 1 + len(tokenizer.encode(_PROMPT.value))
     room = fitting_tokens(decoder.config, prompt_tokens, sampling.max_tokens)
@@ -49,10 +84,85 @@ def main() -> int:
         )
     print(_PROMPT.value, end="", flush=True)
     with memory.told_if_out("less is taken with a smaller --max_tokens or a shorter --prompt"):
-        for piece in generate(decoder, tokenizer, _PROMPT.value, sampling):
+        for piece in generate(decoder, tokenizer, _PROMPT.value, sampling, stop=_STOP.value):
             print(piece, end="", flush=True)
     print()
     return 0
+
+
+def _file(sampling) -> int:
+    """A line of JSON for each sample of each prompt."""
+    from rmt_tpu.generation import files
+
+    with of_flag("prompts"):
+        prompts = files.read_prompts(_PROMPTS.value)
+    with of_flag("output"):
+        output = files.Output(_OUTPUT.value)
+    settings: dict[str, Any] = {
+        "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens, "seed": sampling.seed,
+    }  # fmt: skip
+    done = files.check_same(output, prompts, settings)
+    samples = _NUM_SAMPLES.value
+    left = [
+        (number, sample)
+        for number in range(len(prompts))
+        for sample in range(samples)
+        if (number, sample) not in done
+    ]
+    print(f"{len(prompts) * samples} texts, {len(left)} to be written", file=sys.stderr)
+    if not left:
+        return 0
+    import rmt_tpu
+    from rmt_tpu.generation import complete, fitting_tokens
+
+    with arguments_as_flags():
+        decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
+    for number in sorted({number for number, _ in left}):  # before any is written
+        try:
+            fitting_tokens(decoder.config, 1 + len(tokenizer.encode(prompts[number])), 1)
+        except UsageError as error:
+            what = str(error).removeprefix("--prompt ")
+            raise UsageError(f"--prompts: prompt {number + 1} {what}") from None
+    given = (
+        (
+            prompts[number],
+            replace(sampling, seed=(sampling.seed + number * samples + sample) % 2**32),
+        )
+        for number, sample in left
+    )
+    progress = _Progress(len(left))
+    with memory.told_if_out("less is taken with a smaller --batch_size or --max_tokens"):
+        stream = complete(decoder, tokenizer, given, stop=_STOP.value, slots=_BATCH_SIZE.value)
+        with contextlib.closing(stream):
+            for one in stream:
+                number, sample = left[one.number]
+                line = {"number": number, "sample": sample, "prompt": prompts[number]}
+                line |= {"text": one.text, "finish": one.finish} | settings
+                if _LOGPROBS.value:
+                    line |= {"tokens": one.tokens, "logprobs": one.log_probabilities}
+                output.add(line)
+                progress.add(len(one.tokens))
+    progress.tell()
+    return 0
+
+
+class _Progress:
+    """Lines on standard error, now and then."""
+
+    def __init__(self, count: int):
+        self.count, self.texts, self.tokens = count, 0, 0
+        self.started = self.told = time.monotonic()
+
+    def add(self, tokens: int) -> None:
+        self.texts, self.tokens = self.texts + 1, self.tokens + tokens
+        if time.monotonic() - self.told > 5 and self.texts < self.count:
+            self.tell()
+
+    def tell(self) -> None:
+        self.told = time.monotonic()
+        rate = self.tokens / (self.told - self.started)
+        print(f"{self.texts} of {self.count} texts, {rate:,.0f} tokens/s", file=sys.stderr)
 
 
 def run() -> None:

@@ -19,11 +19,11 @@ class Cache(NamedTuple):
 
     Attributes:
       cores: of each stack, of each of its cores: a tree of arrays, [repeat, batch, ...].
-      length: how many tokens are in it.
+      length: how many tokens of each row are in it.
     """
 
     cores: tuple[tuple[cores.Cache, ...], ...]
-    length: Int[Array, ""]
+    length: Int[Array, " batch"]
 
 
 class Features(NamedTuple):
@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "batch new vocab"], Cache]:
         """Logits for the tokens that follow those in the cache, and the cache with them in it.
 
-        The caller keeps `cache.length + new` within the cache's capacity.
+        The caller keeps `cache.length + new` of each row within the cache's capacity.
 
         Raises:
           TypeError, ValueError: as `__call__`.
@@ -126,16 +126,36 @@ class Decoder(nnx.Module):
         z, caches, _ = self._run(tokens, cores.cached(cache.length, new), cache.cores)
         return self.unembedding(z), Cache(caches, cache.length + new)
 
+    def prefill(
+        self, tokens: Int[Array, "batch seq"], lengths: Int[Array, " batch"], cache: Cache
+    ) -> tuple[Float[Array, "batch vocab"], Cache]:
+        """Logits for the token behind each row's last, and a new cache with the rows in it.
+
+        It attends as training does, and makes no logits but those.
+
+        Args:
+          tokens: rows, filled up at their ends with any token.
+          lengths: of the rows, at least 1.
+          cache: an empty one, for at least as many tokens.
+
+        Raises:
+          TypeError, ValueError: as `__call__`.
+        """
+        _check(tokens)
+        context = cores.causal(tokens.shape[1], None, None)._replace(lengths=lengths)
+        z, caches, _ = self._run(tokens, context, cache.cores)
+        last = jnp.take_along_axis(z, (lengths - 1)[:, None, None, None], axis=1)
+        return self.unembedding(last)[:, 0], Cache(caches, lengths)
+
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache for `capacity` tokens of each of `batch` sequences."""
 
-        def of_stack(stack, repeat):
-            caches = (one.core.empty_cache(batch, capacity, self.dtype) for one in stack)
-            stacked = lambda x: jnp.zeros((repeat, *x.shape), x.dtype)
-            return tuple(jax.tree.map(stacked, cache) for cache in caches)
-
-        repeats = (stack.repeat for stack in self.config.stacks)
-        return Cache(tuple(map(of_stack, self.stacks, repeats)), jnp.int32(0))
+        given = (batch, capacity, self.dtype)
+        of_stacks = (
+            tuple(one.core.empty_cache(of_stack.repeat, *given) for one in stack)
+            for stack, of_stack in zip(self.stacks, self.config.stacks, strict=True)
+        )
+        return Cache(tuple(of_stacks), jnp.zeros(batch, jnp.int32))
 
     def _run(
         self,

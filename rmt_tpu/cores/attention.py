@@ -11,17 +11,20 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import positions as pos
-from rmt_tpu.cores.core import Aux, Context, Core, Index, logit_scale
+from rmt_tpu.cores.core import Aux, Context, Core, Index, logit_scale, put_tokens
+from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain
 
+_LANES = 128  # of a TPU's tile
+
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens seen so far. Stacked over layers, both get a leading axis."""
+    """Keys and values of the tokens seen so far, those of a token's heads side by side."""
 
-    keys: Float[Array, "*layer batch keys heads head_dim"]
-    values: Float[Array, "*layer batch keys heads head_dim"]
+    keys: Float[Array, "repeat batch keys heads_size"]
+    values: Float[Array, "repeat batch keys heads_size"]
 
 
 class Attention(Core):
@@ -106,25 +109,37 @@ class Attention(Core):
         d_parameters, d_heads = turn_back(d_qkv)
         return d_parameters, Read(heads=d_heads)
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+    def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """Keys and values of own heads."""
         heads = self.core.kv_heads // sharding.axis_size(sharding.RULES["tokens"])
-        shape = (batch, capacity, heads, self.core.head_dim)
+        size = heads * self.core.head_dim
+        if size > _LANES:  # whole tiles, for else TPUs lay it out anew for each product
+            size += -size % _LANES
+        shape = (repeat, batch, capacity, size)
         # Two arrays, so that both can be donated.
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def step(
-        self, z: Read, context: Context, index: Index, cache: Cache
+        self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
         """The same, over what the cache has and z."""
-        q, k, v = self._turned(z.heads, context)
-        zero = jnp.zeros_like(context.start)  # of its dtype, whatever that of a Python int is
-        at = (zero, context.start, zero, zero)
-        k = jax.lax.dynamic_update_slice(cache.keys, k.astype(cache.keys.dtype), at)
-        v = jax.lax.dynamic_update_slice(cache.values, v.astype(cache.values.dtype), at)
+        q, *new = self._turned(z.heads, context)
+        groups, size = new[0].shape[2:]
+        missing = [(0, 0), (0, 0), (0, cache.keys.shape[-1] - groups * size)]
+        flat = lambda x: jnp.pad(x.reshape(*x.shape[:2], -1), missing)
+        put = lambda kept, x: put_tokens(kept, flat(x), layer, context.start)
+        cache = Cache(*map(put, cache, new))
+        if context.start is None:
+            return self(z, context, index), cache
+        k, v = stacks.at(cache, layer)
         queries, keys = context.query_positions, jnp.arange(k.shape[1])[None]
         mask = queries[:, :, None] >= keys[:, None, :]
-        return self._to_tokens(self._masked(q, k, v, index, queries, keys, mask)), Cache(k, v)
+        if q.shape[1] == 1:
+            y = self._of_one(q, k, v, groups, index, queries, keys, mask)
+        else:
+            heads = lambda x: x[..., : groups * size].reshape(*x.shape[:2], groups, size)
+            y = self._masked(q, heads(k), heads(v), index, queries, keys, mask)
+        return self._to_tokens(y), cache
 
     def _attend(self, function, context, index, *arrays):
         shared = {"scale": self._scale(index), "slopes": self._slopes()}
@@ -206,11 +221,34 @@ class Attention(Core):
         if each > 1:
             k, v = jnp.repeat(k, each, axis=2), jnp.repeat(v, each, axis=2)
         logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
+        weights = self._softmax(logits, index, query_positions, key_positions, mask)
+        return jnp.einsum("bhnm,bmhd->bnhd", weights.astype(v.dtype), v)
+
+    def _of_one(self, q, k, v, groups, index, query_positions, key_positions, mask):
+        """One query a row, over keys and values whose heads are side by side.
+
+        Products are over all heads at a time, with a query that is zero but in its own: more of
+        them, and none of the keys is moved to where its head would be.
+        """
+        dtype = jnp.result_type(q, jnp.float32)
+        batch, size, used = q.shape[0], q.shape[-1], groups * q.shape[-1]
+        own = jnp.eye(groups, dtype=q.dtype)
+        wide = jnp.einsum("bged,gf->bgefd", q.reshape(batch, groups, -1, size), own)
+        wide = wide.reshape(batch, -1, used)
+        wide = jnp.pad(wide, [(0, 0), (0, 0), (0, k.shape[-1] - used)])
+        logits = jnp.einsum("bhw,bmw->bhm", wide, k, preferred_element_type=dtype)[:, :, None]
+        weights = self._softmax(logits, index, query_positions, key_positions, mask)
+        y = jnp.einsum("bhm,bmw->bhw", weights[:, :, 0].astype(v.dtype), v)
+        y = y[..., :used].reshape(batch, groups, -1, groups, size)
+        y = jnp.einsum("bgefd,gf->bged", y, own)
+        return y.reshape(batch, 1, -1, size)
+
+    def _softmax(self, logits, index, query_positions, key_positions, mask):
+        """Of [batch, heads, queries, keys], in their dtype."""
         logits = logits * self._scale(index)
         slopes = self._slopes()
         if slopes is not None:
             distance = query_positions[:, :, None] - key_positions[:, None, :]
             logits = logits - slopes[:, None, None] * distance[:, None]
-        logits = jnp.where(mask[:, None], logits, jnp.finfo(dtype).min)
-        weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-        return jnp.einsum("bhnm,bmhd->bnhd", weights, v)
+        logits = jnp.where(mask[:, None], logits, jnp.finfo(logits.dtype).min)
+        return jax.nn.softmax(logits, axis=-1)

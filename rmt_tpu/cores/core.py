@@ -21,7 +21,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import Index
 
-# Of one core, stacked over its stack's repeats: a tree of arrays, () if decoding needs nothing.
+# Of a core in all repeats of its stack: a tree of arrays, () if decoding needs nothing.
 Cache = Any
 # By the names that the core's config has as `aux`, at least float32; {} for most.
 Aux = dict[str, Float[Array, ""]]
@@ -34,13 +34,15 @@ class Context(NamedTuple):
       query_positions: of the tokens.
       segment_ids: tokens see only their own document; None is one document a row.
       mask: in place of "causal within segments" where positions are not those of the rows.
-      start: how many tokens the caches have; None without caches.
+      lengths: of rows that are filled up at their ends; None if none is.
+      start: how many tokens the caches have of each row; None without caches, or if those are new.
     """
 
     query_positions: Int[Array, "batch_or_1 seq"]
     segment_ids: Int[Array, "batch seq"] | None = None
     mask: Bool[Array, "batch_or_1 seq seq"] | None = None
-    start: Int[Array, ""] | None = None
+    lengths: Int[Array, " batch"] | None = None
+    start: Int[Array, " batch"] | None = None
 
 
 def causal(
@@ -58,9 +60,28 @@ def causal(
     return Context(positions, segment_ids, mask)
 
 
-def cached(start: Int[Array, ""], new: int) -> Context:
-    """`new` tokens from position `start` on; each sees itself and what is before it."""
-    return Context(start + jnp.arange(new)[None], start=start)
+def cached(start: Int[Array, " batch"], new: int) -> Context:
+    """`new` tokens a row from position `start` on; each sees itself and what is before it."""
+    return Context(start[:, None] + jnp.arange(new), start=start)
+
+
+def put_tokens(
+    cache: Float[Array, "repeat batch capacity size"],
+    new: Float[Array, "batch new size"],
+    layer: Index,
+    start: Int[Array, " batch"] | None,
+) -> Float[Array, "repeat batch capacity size"]:
+    """A cache with new tokens of one layer behind the `start` that each row has.
+
+    What has no room is left out. In loops that carry the cache nothing is copied: sizes are one
+    axis and not heads and their size, for else it would be laid out anew on TPUs.
+    """
+    new = new.astype(cache.dtype)
+    if start is None:
+        zero = jnp.zeros_like(layer)
+        return jax.lax.dynamic_update_slice(cache, new[None], (layer, zero, zero, zero))
+    rows, places = jnp.arange(new.shape[0])[:, None], start[:, None] + jnp.arange(new.shape[1])
+    return cache.at[layer, rows, places].set(new, mode="drop", unique_indices=True)
 
 
 def logit_scale(config: cfg.ModelConfig, size: int) -> float:
@@ -130,12 +151,15 @@ class Core(nnx.Module):
         (_, aux), pullback = jax.vjp(run, nnx.to_pure_dict(parameters), z)
         return pullback((d_y, {name: d_aux[name].astype(x.dtype) for name, x in aux.items()}))
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """For `capacity` tokens of each of `batch` sequences."""
+    def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+        """For `capacity` tokens of each of `batch` sequences, in all repeats of the stack."""
         return ()
 
     def step(
-        self, z: Read, context: Context, index: Index, cache: Cache
+        self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch y_seq vectors size"], Cache]:
-        """The same for the tokens that follow those in the cache, and the cache with them in it."""
+        """The same for the tokens that follow those in the cache, and the cache with them in it.
+
+        `layer` is which of the stack's repeats this is.
+        """
         return self(z, context, index), cache

@@ -25,7 +25,8 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import positions as pos
-from rmt_tpu.cores.core import Context, Core, Index, logit_scale
+from rmt_tpu.cores.core import Context, Core, Index, logit_scale, put_tokens
+from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter
@@ -34,8 +35,8 @@ from rmt_tpu.layers.parameters import gain, parameter
 class Cache(NamedTuple):
     """Of the tokens seen so far: `kv_rank + rope_dim` numbers each, whatever the heads."""
 
-    latents: Float[Array, "*layer batch keys kv_rank"]
-    rope_keys: Float[Array, "*layer batch keys rope_dim"]
+    latents: Float[Array, "repeat batch keys kv_rank"]
+    rope_keys: Float[Array, "repeat batch keys rope_dim"]
 
 
 class Mla(Core):
@@ -99,35 +100,35 @@ class Mla(Core):
             y = sharding.swap(y, "tensor", split=1, join=2)
         return y
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+    def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """For all heads together."""
-        zeros = lambda size: jnp.zeros((batch, capacity, size), dtype)
+        zeros = lambda size: jnp.zeros((repeat, batch, capacity, size), dtype)
         return Cache(zeros(self.core.kv_rank), zeros(self.core.rope_dim))
 
     def step(
-        self, z: Read, context: Context, index: Index, cache: Cache
+        self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
         """The same, over what the cache has and z, with W_kvb absorbed."""
         q, latent, k_rope = self._compressed(z)
         q = self._rotated(q, context)
         k_rope = self._rotated(k_rope[:, :, None], context)[:, :, 0]
-        zero = jnp.zeros_like(context.start)
-        put = lambda kept, new: jax.lax.dynamic_update_slice(
-            kept, new.astype(kept.dtype), (zero, context.start, zero)
-        )
+        put = lambda kept, new: put_tokens(kept, new, layer, context.start)
         cache = Cache(put(cache.latents, latent), put(cache.rope_keys, k_rope))
+        if context.start is None:
+            return self(z, context, index), cache
+        latents, rope_keys = stacks.at(cache, layer)
         w_uk, w_uv = self._up(z.whole.dtype)
         split = lambda w: w.reshape(w.shape[0], -1, self.core.head_dim)
         q_nope, q_rope = jnp.split(q, [self.core.head_dim], axis=-1)
         dtype = jnp.result_type(q, jnp.float32)
         absorbed = jnp.einsum("bnhd,chd->bnhc", q_nope, split(w_uk))
         einsum = lambda *args: jnp.einsum(*args, preferred_element_type=dtype)
-        logits = einsum("bnhc,bmc->bhnm", absorbed, cache.latents)
-        logits = self.scale * (logits + einsum("bnhr,bmr->bhnm", q_rope, cache.rope_keys))
-        keys = jnp.arange(cache.latents.shape[1])[None]
+        logits = einsum("bnhc,bmc->bhnm", absorbed, latents)
+        logits = self.scale * (logits + einsum("bnhr,bmr->bhnm", q_rope, rope_keys))
+        keys = jnp.arange(latents.shape[1])[None]
         mask = context.query_positions[:, :, None] >= keys[:, None, :]
         weights = _softmax(logits, mask).astype(q.dtype)
-        mixed = jnp.einsum("bhnm,bmc->bnhc", weights, cache.latents)
+        mixed = jnp.einsum("bhnm,bmc->bnhc", weights, latents)
         return jnp.einsum("bnhc,chd->bnhd", mixed, split(w_uv)), cache
 
     def _compressed(self, z):

@@ -266,10 +266,10 @@ class Run:
             if sums is not None:
                 sums = stacks.put(sums, current, index)
             given = (stacks.at(of_stack, index), at, offset, context)
-            _, rows, current, of_layer, aux = self._layer(
-                *given, prior, rows, current, stacks.at(caches, index), aux
+            _, rows, current, caches, aux = self._layer(
+                *given, prior, rows, current, caches, aux, index
             )
-            return (rows, current, stacks.put(caches, of_layer, index), sums, aux), None
+            return (rows, current, caches, sums, aux), None
 
         carry = (rows, current, caches, kept.layers, aux)
         (rows, current, caches, sums, aux), _ = jax.lax.scan(run_layer, carry, jnp.arange(layers))
@@ -288,10 +288,12 @@ class Run:
         current: Row,
         caches: tuple | None,
         aux: Aux,
+        layer_index: Index | None = None,
     ) -> tuple[Any, Bank | None, Row, tuple | None, Aux]:
         """Each sublayer of a layer: read, compute, write, and seal a row where one is complete.
 
-        `at` is the number of the group's first sublayer, `offset` the layer's within the group.
+        `at` is the number of the group's first sublayer, `offset` the layer's within the group,
+        `layer_index` its number in the stack, for the caches.
         """
         layer = nnx.merge(self.graphdef, of_layer.layers)
         new = []
@@ -301,7 +303,8 @@ class Run:
                 self.store, one.site, of_layer.scores[k], prior, rows, current, place
             )
             cache = None if caches is None else caches[k]
-            y, cache, aux = run_core(one.core, z, context, place.sublayer, cache, aux)
+            given = (z, context, place.sublayer, cache, layer_index, aux)
+            y, cache, aux = run_core(one.core, *given)
             new.append(cache)
             writer = layer[k + 1].site.writer if k + 1 < len(layer) else of_layer.after
             current = self.store.write(current, y, writer)

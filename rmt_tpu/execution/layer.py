@@ -88,15 +88,22 @@ def add_aux(total: Aux, of_core: Aux) -> Aux:
 
 
 def run_core(
-    core: Core, z: Read, context: Context, index: Index, cache: Cache | None, aux: Aux
+    core: Core,
+    z: Read,
+    context: Context,
+    index: Index,
+    cache: Cache | None,
+    layer: Index | None,
+    aux: Aux,
 ) -> tuple[Float[Array, "batch y_seq vectors size"], Cache | None, Aux]:
     """What a core writes, and the sums with its scalars.
 
-    With a cache, for the tokens that follow those in it, and without scalars.
+    With a cache, for the tokens that follow those in it, and without scalars; `layer` is then which
+    repeat of the stack it is.
     """
     with jax.named_scope(core.name):
         if cache is not None:
-            return *core.step(z, context, index, cache), aux
+            return *core.step(z, context, index, cache, layer), aux
         y, of_core = core.with_aux(z, context, index)
         return y, None, add_aux(aux, of_core)
 
@@ -109,6 +116,7 @@ def run_layer(
     context: Context,
     first: Index,
     caches: tuple[Cache, ...] | None = None,
+    layer: Index | None = None,
 ) -> tuple[tuple[Any, Float[Array, "batch y_seq vectors size"], Aux], tuple[Cache, ...] | None]:
     """One period: each sublayer's site, then its core.
 
@@ -120,6 +128,7 @@ def run_layer(
       context: who may see whom.
       first: how many sublayers are before the period.
       caches: of its cores, when decoding.
+      layer: which repeat of the stack it is, when decoding.
 
     Returns:
       The carry and the caches after it.
@@ -129,6 +138,6 @@ def run_layer(
     for k, sublayer in enumerate(sublayers):
         state, z = mixer.advance(store, state, y, sublayer.site, first + k)
         cache = None if caches is None else caches[k]
-        y, cache, aux = run_core(sublayer.core, z, context, first + k, cache, aux)
+        y, cache, aux = run_core(sublayer.core, z, context, first + k, cache, layer, aux)
         new.append(cache)
     return (state, y, aux), None if caches is None else tuple(new)

@@ -63,10 +63,10 @@ def scan(
     repeat = len(jax.tree.leaves(layers)[0])
 
     def body(carry, scanned):
-        layer, index, caches = scanned
+        (carry, caches), (layer, index) = carry, scanned
         layer = nnx.merge(graphdef, layer)
         at = first + len(stack) * index
-        return run_layer(mixer, store, layer, carry, context, at, caches)
+        return run_layer(mixer, store, layer, carry, context, at, caches, index), None
 
     body = rematerialize(body, remat)
-    return stacks.scan(body, carry, (layers, jnp.arange(repeat), caches))
+    return stacks.scan(body, (carry, caches), (layers, jnp.arange(repeat)))[0]

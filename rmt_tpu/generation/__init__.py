@@ -1,6 +1,21 @@
 """Text from a trained decoder, one token at a time."""
 
-from rmt_tpu.generation.generate import fitting_tokens, generate
-from rmt_tpu.generation.sampling import Sampling, sample
+from rmt_tpu.generation import files
+from rmt_tpu.generation.engine import Engine, Request, Said
+from rmt_tpu.generation.generate import Completion, complete, fitting_tokens, generate
+from rmt_tpu.generation.sampling import Choice, Sampling, choice, sample
 
-__all__ = ["Sampling", "fitting_tokens", "generate", "sample"]
+__all__ = [
+    "Choice",
+    "Completion",
+    "Engine",
+    "Request",
+    "Said",
+    "Sampling",
+    "choice",
+    "complete",
+    "files",
+    "fitting_tokens",
+    "generate",
+    "sample",
+]

@@ -1,52 +1,101 @@
-"""Text that goes on from a prompt, streamed as its tokens come."""
+"""Text that goes on from prompts."""
 
-import codecs
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Int, Key
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import Tokenizer
-from rmt_tpu.decoder import Cache, Decoder
+from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
-from rmt_tpu.generation.sampling import Sampling, sample
+from rmt_tpu.generation.engine import Engine, Request
+from rmt_tpu.generation.sampling import Sampling
+from rmt_tpu.generation.text import Text
+
+
+@dataclass
+class Completion:
+    """What came of a prompt.
+
+    Attributes:
+      number: of the prompt, from 0.
+      text: that follows it.
+      tokens: of the text; with a stop string those too that made it.
+      log_probabilities: of these tokens by the model, before temperature: nats.
+      finish: "stop" if the model ended the document or a stop string came, else "length".
+    """
+
+    number: int
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+    finish: str = "length"
 
 
 def generate(
-    decoder: Decoder, tokenizer: Tokenizer, prompt: str, sampling: Sampling
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    stop: Sequence[str] = (),
 ) -> Iterator[str]:
     """Pieces of text that follow `prompt`, until the model ends the document or the room is out.
 
     One new token costs one step: keys and values of earlier tokens are cached, and of the
     residual only that of the newest token exists.
 
+    Args:
+      stop: strings before any of which the text ends.
+
     Raises:
       UsageError: the prompt leaves no room in the model's learned positions.
     """
-    tokens = np.concatenate([[tokenizer.bos], tokenizer.encode(prompt)])
-    room = fitting_tokens(decoder.config, len(tokens), sampling.max_tokens)
-    graphdef, params = nnx.split(decoder)
-    cache = decoder.empty_cache(1, len(tokens) + room)
-    key = jax.random.key(sampling.seed)
-    text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    new = jnp.asarray(tokens, jnp.int32)[None]
-    for index in range(room):
-        token, cache = _next_token(
-            graphdef, params, new, cache, jax.random.fold_in(key, index), sampling
-        )
-        if int(token[0]) == tokenizer.bos:
-            break
-        if piece := text.decode(tokenizer.decode_bytes(np.asarray(token, np.int32))):
+    text = Text(tokenizer, stop)
+    request = _request(decoder, tokenizer, prompt, sampling)
+    # A few at a time: a person reads along.
+    for said in Engine(decoder, tokenizer.bos, steps=4).run([request]):
+        if piece := text.add(said.tokens):
             yield piece
-        new = token[:, None]
-    if rest := text.decode(b"", final=True):
+        if text.stopped:
+            return
+    if rest := text.end():
         yield rest
+
+
+def complete(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Iterable[tuple[str, Sampling]],
+    *,
+    stop: Sequence[str] = (),
+    slots: int = 8,
+) -> Iterator[Completion]:
+    """What follows each prompt, in the order in which they end; `slots` of them at a time.
+
+    A text depends on its own prompt, sampling and seed, and not on what is beside it.
+
+    Raises:
+      UsageError: as `generate`.
+    """
+    engine = Engine(decoder, tokenizer.bos, slots=slots)
+    open_ones: dict[int, tuple[Completion, Text]] = {}
+    requests = (_request(decoder, tokenizer, prompt, how) for prompt, how in prompts)
+    for said in engine.run(requests):
+        new = (Completion(said.number), Text(tokenizer, stop))
+        one, text = open_ones.setdefault(said.number, new)
+        one.tokens += said.tokens
+        one.log_probabilities += said.log_probabilities
+        one.text += text.add(said.tokens)
+        if not (text.stopped or said.ended):
+            continue
+        engine.forget(said.number)
+        one.text += text.end()
+        if text.stopped or said.stopped:
+            one.finish = "stop"
+        del open_ones[said.number]
+        yield one
 
 
 def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int) -> int:
@@ -68,14 +117,7 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
     return min(max_tokens, room)
 
 
-@partial(jax.jit, static_argnames=("graphdef", "sampling"), donate_argnames="cache")
-def _next_token(
-    graphdef: nnx.GraphDef,
-    params: nnx.State,
-    tokens: Int[Array, "batch new"],
-    cache: Cache,
-    key: Key[Array, ""],
-    sampling: Sampling,
-) -> tuple[Int[Array, " batch"], Cache]:
-    logits, cache = nnx.merge(graphdef, params).decode(tokens, cache)
-    return sample(logits[:, -1], key, sampling), cache
+def _request(decoder, tokenizer, prompt, sampling) -> Request:
+    tokens = np.concatenate([[tokenizer.bos], tokenizer.encode(prompt)])
+    room = fitting_tokens(decoder.config, len(tokens), sampling.max_tokens)
+    return Request(tokens, replace(sampling, max_tokens=room))

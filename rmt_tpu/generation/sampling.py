@@ -1,11 +1,13 @@
 """Which token comes next."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rmt_tpu.config.checks import Checked, Count, NonNegative, NonZeroShare, Range, Seed
 
@@ -32,20 +34,68 @@ class Sampling(Checked):
     seed: Seed = 0
 
 
+class Choice(NamedTuple):
+    """The `Sampling` of each row, as numbers: one program serves all."""
+
+    temperature: Float[Array, " batch"]
+    top_k: Int[Array, " batch"]
+    top_p: Float[Array, " batch"]
+    seed: UInt32[Array, " batch"]
+
+
+def choice(rows: Sequence[Sampling]) -> Choice:
+    """Of a batch; in NumPy."""
+    values = zip(*((s.temperature, s.top_k, s.top_p, s.seed) for s in rows), strict=True)
+    # More than there are tokens is all of them, and so is 0.
+    bounded = lambda counts: np.minimum(counts, np.iinfo(np.int32).max)
+    temperature, top_k, top_p, seed = values
+    return Choice(
+        np.array(temperature, np.float32),
+        np.array(bounded(top_k), np.int32),
+        np.array(top_p, np.float32),
+        np.array(seed, np.uint32),
+    )
+
+
 def sample(
-    logits: Float[Array, "batch vocab"], key: Key[Array, ""], sampling: Sampling
+    logits: Float[Array, "batch vocab"], positions: Int[Array, " batch"], how: Choice
 ) -> Int[Array, " batch"]:
-    """A token for each row, drawn from what temperature, top-k and top-p leave, in this order."""
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1)
-    # By place in the order and not by value, so that equal logits do not let in more.
-    tokens = jnp.argsort(logits, axis=-1, stable=True, descending=True)
-    ordered = jnp.take_along_axis(logits, tokens, axis=-1) / sampling.temperature
-    if sampling.top_k:
-        ordered = jnp.where(jnp.arange(logits.shape[-1]) < sampling.top_k, ordered, -jnp.inf)
-    if sampling.top_p < 1:
-        probabilities = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        ordered = jnp.where(before < sampling.top_p, ordered, -jnp.inf)
-    place = jax.random.categorical(key, ordered, axis=-1)
-    return jnp.take_along_axis(tokens, place[:, None], axis=-1)[:, 0]
+    """A token for each row, drawn from what temperature, top-k and top-p leave, in this order.
+
+    A draw depends on the row's seed and the token's position alone, and not on other rows.
+    """
+    likeliest = jnp.argmax(logits, axis=-1)
+
+    def drawn():
+        scaled = logits / jnp.where(how.temperature > 0, how.temperature, 1)[:, None]
+        some = jnp.any((how.top_k > 0) | (how.top_p < 1))  # to sort them all takes long
+        scaled = jax.lax.cond(
+            some, lambda: jnp.where(_kept(scaled, how), scaled, -jnp.inf), lambda: scaled
+        )
+        tokens = jnp.argmax(scaled + _noise(how.seed, positions, scaled), axis=-1)
+        return jnp.where(how.temperature > 0, tokens, likeliest)
+
+    return jax.lax.cond(jnp.any(how.temperature > 0), drawn, lambda: likeliest)
+
+
+def _noise(seeds, positions, logits):
+    """Gumbel's, with which the largest logit is a draw; by token, whatever else is left out."""
+
+    def of_row(seed, position):
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.gumbel(key, logits.shape[1:], logits.dtype)
+
+    return jax.vmap(of_row)(seeds, positions)
+
+
+def _kept(logits, how: Choice) -> Bool[Array, "batch vocab"]:
+    """By place in the order and not by value, so that equal logits do not let in more."""
+    order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
+    top_k = jnp.where(how.top_k > 0, how.top_k, logits.shape[-1])
+    within = jnp.arange(logits.shape[-1]) < top_k[:, None]
+    ordered = jnp.where(within, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    within &= (before < how.top_p[:, None]) | (how.top_p[:, None] >= 1)
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return jnp.zeros_like(within).at[rows, order].set(within, unique_indices=True)

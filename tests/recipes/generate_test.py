@@ -1,5 +1,7 @@
 """recipes.generate, rmt_tpu.load and the decoder of a run."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +82,60 @@ def test_seed(trained, loaded):
 def test_prompt_of_any_characters(trained):
     flags = [f"--workdir={trained}", "--prompt=naïve 語 😀", "--max_tokens=1"]
     assert cli.succeed("generate", *flags).stdout.startswith("naïve 語 😀")
+
+
+def test_a_file_of_prompts(trained, loaded, tmp_path):
+    """Each sample is as it is alone; what is there stays, and half a line is passed over."""
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("the ", "", "ju")))
+    flags = [f"--workdir={trained}", f"--prompts={prompts}", f"--output={out}", "--num_samples=2"]
+    flags += ["--max_tokens=12", "--stop=.", "--seed=5", "--logprobs", "--batch_size=4"]
+    done = cli.succeed("generate", *flags)
+    assert "6 texts, 6 to be written" in done.stderr and "6 of 6 texts" in done.stderr
+    key = lambda line: (line["number"], line["sample"])
+    lines = sorted(map(json.loads, out.read_text().splitlines()), key=key)
+    assert [key(line) for line in lines] == [(n, s) for n in range(3) for s in range(2)]
+    for line in lines:
+        how = {
+            "temperature": 0.8,
+            "max_tokens": 12,
+            "seed": 5 + 2 * line["number"] + line["sample"],
+        }
+        alone = text(loaded, line["prompt"], **how)
+        assert line["text"] == alone.partition(".")[0]
+        assert line["finish"] == ("stop" if "." in alone else "length")
+        assert len(line["tokens"]) == len(line["logprobs"]) and max(line["logprobs"]) < 0
+    kept = out.read_text().splitlines()[:4]
+    out.write_text("\n".join(kept) + '\n{"number": 2, "sam')
+    assert "6 texts, 2 to be written" in cli.succeed("generate", *flags).stderr
+    again = [line for line in out.read_text().splitlines() if line != '{"number": 2, "sam']
+    assert again[:4] == kept and sorted(map(json.loads, again), key=key) == lines
+    assert "other prompts" in cli.fail("generate", *flags, "--temperature=1", code=1)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--prompts={good}"], "--prompts and --output go together"),
+        (["--prompts={good}", "--output={out}", "--prompt=a"], "either --prompt or --prompts"),
+        (["--num_samples=2"], "--num_samples is for a file of --prompts"),
+        (["--prompts={bad}x", "--output={out}"], "bad.jsonlx is not there"),
+        (["--prompts={bad}", "--output={out}"], 'bad.jsonl:2 is not an object with a "prompt"'),
+        (["--prompts={good}", "--output=/proc/x"], "--output=/proc cannot be written"),
+        (["--prompts={long}", "--output={out}"], "--prompts: prompt 2 has 101 tokens"),
+    ],
+)
+def test_usage_of_files(trained, tmp_path, flags, words):
+    files = {
+        "good": "a\n",
+        "bad.jsonl": '{"prompt": "a"}\n{"text": "b"}\n',
+        "long": "a\n" + 100 * "b",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    places = {name.partition(".")[0]: tmp_path / name for name in (*files, "out.jsonl")}
+    given = [flag.format(**places) for flag in flags]
+    assert words in cli.fail("generate", f"--workdir={trained}", *given)
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def test_decoding_keeps_one_residual_matrix_and_does_one_token_of_work():
     capacity, token = 400, jax.ShapeDtypeStruct((1, 1), jnp.int32)
     cache = jax.eval_shape(lambda p: nnx.merge(graphdef, p).empty_cache(1, capacity), params)
     per_token = 2 * config.num_layers * config.attention.num_heads * config.attention.head_dim
-    assert sum(x.size for x in jax.tree.leaves(cache)) == capacity * per_token + 1
+    assert sum(x.size for x in jax.tree.leaves(cache)) == capacity * per_token + 1  # and its length
     flops = jax.jit(step).lower(params, token, cache).compile().cost_analysis()["flops"]
     prompt = jax.ShapeDtypeStruct((1, capacity), jnp.int32)
     whole = jax.jit(step).lower(params, prompt, cache).compile().cost_analysis()["flops"]

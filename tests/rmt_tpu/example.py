@@ -46,12 +46,15 @@ class Average(Core):
     def __call__(self, z: Read, context: Context, index: Index):
         return self._mean(jnp.cumsum(z.whole, axis=1), context)
 
-    def empty_cache(self, batch, capacity, dtype):
-        return jnp.zeros((batch, *self.data_shape), dtype)
+    def empty_cache(self, repeat, batch, capacity, dtype):
+        return jnp.zeros((repeat, batch, *self.data_shape), dtype)
 
-    def step(self, z: Read, context: Context, index: Index, cache):
-        sums = cache[:, None] + jnp.cumsum(z.whole, axis=1)
-        return self._mean(sums, context), sums[:, -1]
+    def step(self, z: Read, context: Context, index: Index, cache, layer):
+        sums = cache[layer][:, None] + jnp.cumsum(z.whole, axis=1)
+        last = sums[:, -1]
+        if context.lengths is not None:
+            last = sums[jnp.arange(len(sums)), context.lengths - 1]
+        return self._mean(sums, context), cache.at[layer].set(last)
 
     def _mean(self, sums, context):
         return sums / (1 + context.query_positions[..., None, None]).astype(sums.dtype)

@@ -35,10 +35,15 @@ for store in (cfg.VectorStore(8), cfg.MatrixStore(4, vectors=2, vector_dim=4)):
         for new in (tokens[:, :4], tokens[:, 4:]):
             logits, cache = decoder.decode(new, cache)
             pieces.append(logits)
-        return decoder(tokens), jnp.concatenate(pieces, axis=1)
+        last, cache = decoder.prefill(tokens, jnp.array([3, 5]), decoder.empty_cache(2, 6))
+        after, _ = decoder.decode(tokens[jnp.arange(2), jnp.array([3, 5])][:, None], cache)
+        ragged = jnp.stack([last, after[:, 0]], axis=1)
+        return decoder(tokens), jnp.concatenate(pieces, axis=1), ragged
 
-    whole, decoded = both(params)
+    whole, decoded, ragged = both(params)
     np.testing.assert_allclose(decoded, whole, atol=1e-5)
+    for row, length in enumerate((3, 5)):
+        np.testing.assert_allclose(ragged[row], whole[row, length - 1 : length + 1], atol=1e-5)
     loss = jax.jit(jax.grad(lambda params: jnp.sum(both(params)[0] ** 2)))
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(loss(params)))
 print("ok")

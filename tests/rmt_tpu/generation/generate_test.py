@@ -1,6 +1,5 @@
 """How the next token is chosen, and how tokens become a stream of text."""
 
-import importlib
 from itertools import chain, repeat
 
 import jax
@@ -12,11 +11,9 @@ from flax import nnx
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError
-from rmt_tpu.generation import Sampling, fitting_tokens, generate, sample
+from rmt_tpu.generation import Sampling, choice, complete, engine, fitting_tokens, generate, sample
+from rmt_tpu.generation.text import Text
 from tests import models
-
-# The package has the function under the name of the module.
-module = importlib.import_module("rmt_tpu.generation.generate")
 
 PROBABILITIES = np.array([0.05, 0.4, 0.1, 0.25, 0.2])
 DRAWS = 20_000
@@ -25,7 +22,7 @@ DRAWS = 20_000
 def shares(**how) -> np.ndarray:
     """How often each token is drawn, of those with PROBABILITIES."""
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(PROBABILITIES, jnp.float32)), (DRAWS, 5))
-    drawn = sample(logits, jax.random.key(0), Sampling(**how))
+    drawn = sample(logits, jnp.arange(DRAWS), choice([Sampling(**how)] * DRAWS))
     return np.bincount(drawn, minlength=5) / DRAWS
 
 
@@ -63,14 +60,22 @@ def test_distribution(how, wanted):
 
 @pytest.mark.parametrize("how, count", [({"top_k": 1}, 1), ({"top_k": 2}, 2), ({"top_p": 0.4}, 2)])
 def test_equal_logits_let_in_no_more(how, count):
-    drawn = sample(jnp.zeros((500, 4)), jax.random.key(0), Sampling(**how))
+    drawn = sample(jnp.zeros((500, 4)), jnp.arange(500), choice([Sampling(**how)] * 500))
     assert set(drawn.tolist()) == set(range(count))
 
 
-def test_rows_are_drawn_on_their_own():
-    logits = jnp.log(jnp.array([[0.9, 0.1, 0.0], [0.0, 0.1, 0.9]]))
-    tokens = sample(logits, jax.random.key(0), Sampling(top_k=1))
-    assert tokens.tolist() == [0, 2]
+def test_a_draw_is_of_its_row_alone():
+    """Whatever is beside it, and in whichever slot."""
+    rows = [Sampling(seed=n, **how) for n, how in enumerate([{}, {"top_k": 3}, {"top_p": 0.9}])]
+    rows.append(Sampling(temperature=0.0))
+    logits = jax.random.normal(jax.random.key(0), (4, 50))
+    together = sample(logits, jnp.arange(4), choice(rows))
+    alone = [
+        int(sample(logits[n : n + 1], jnp.array([n]), choice(rows[n : n + 1]))[0]) for n in range(4)
+    ]
+    backwards = sample(logits[::-1], jnp.arange(4)[::-1], choice(rows[::-1]))[::-1]
+    assert together.tolist() == alone == backwards.tolist()
+    assert len({*alone}) > 1 and alone[3] == int(jnp.argmax(logits[3]))
 
 
 @pytest.mark.parametrize(
@@ -101,58 +106,142 @@ def test_fitting_tokens():
     assert fitting_tokens(models.model(positions=cfg.Rope()), 1000, 9) == 9
 
 
+def decoder(**changes):
+    config = models.model(vocab_size=257, num_layers=2, **changes)
+    params = jax.tree.map(jnp.float32, models.random_parameters(config))
+    return nnx.merge(models.graph(config), params)
+
+
+@pytest.fixture(scope="module")
+def rotated():
+    return decoder(positions=cfg.Rope())
+
+
 @pytest.fixture
 def say(monkeypatch):
-    """Has the model say the tokens given, whatever it is; returns how often it was asked."""
+    """Has the model say the tokens given behind a prompt of three, whatever it is."""
 
-    def say(tokens) -> list:
-        asked, tokens = [], iter(tokens)
+    def say(tokens) -> None:
+        table = np.full(64, ord("."), np.int32)
+        said = list(tokens)
+        table[3 : 3 + len(said)] = said
+        monkeypatch.setattr(engine, "sample", lambda logits, at, how: jnp.asarray(table)[at])
+        forget()
 
-        def next_token(graphdef, params, new, cache, key, sampling):
-            asked.append(new.shape)
-            return jnp.array([next(tokens)], jnp.int32), cache
+    def forget() -> None:
+        for program in (engine._prefill, engine._steps):
+            program.clear_cache()
 
-        monkeypatch.setattr(module, "_next_token", next_token)
-        return asked
-
-    return say
-
-
-def pieces(max_tokens: int = 16):
-    config = models.model(vocab_size=257)
-    params = jax.tree.map(np.float32, models.random_parameters(config))
-    decoder = nnx.merge(models.graph(config), params)
-    return generate(decoder, ByteTokenizer(), "ab", Sampling(max_tokens=max_tokens))
+    yield say
+    forget()
 
 
-def test_streams_one_token_a_step(say):
-    asked = say(b"xyz" + b"." * 13)
-    stream = pieces()
-    assert next(stream) == "x"
-    # The prompt with its start token, and nothing beyond what was asked for.
-    assert asked == [(1, 3)]
-    assert next(stream) == "y"
-    assert asked == [(1, 3), (1, 1)]
+def pieces(max_tokens: int = 16, **how) -> list[str]:
+    return list(generate(decoder(), ByteTokenizer(), "ab", Sampling(max_tokens=max_tokens), **how))
+
+
+def test_streams_as_tokens_come(say):
+    """The first at once, and then as many as a dispatch has."""
+    say(b"xyzuvw")
+    assert pieces(max_tokens=6) == ["x", "yzuv", "w"]
 
 
 def test_stops_at_the_start_of_another_document(say):
-    asked = say([*b"hi", ByteTokenizer.bos, *b"there"])
-    assert list(pieces()) == ["h", "i"]
-    assert len(asked) == 3
+    say([*b"hi", ByteTokenizer.bos, *b"there"])
+    assert "".join(pieces()) == "hi"
+
+
+def test_stops_at_once(say):
+    say([ByteTokenizer.bos, *b"there"])
+    assert pieces() == []
 
 
 def test_stops_after_max_tokens(say):
-    asked = say(repeat(ord("x")))
-    assert list(pieces(max_tokens=5)) == ["x"] * 5
-    assert len(asked) == 5
+    say(repeat(ord("x"), 30))
+    assert "".join(pieces(max_tokens=5)) == "xxxxx"
+    assert pieces(max_tokens=1) == ["x"]
 
 
 def test_characters_come_whole(say):
     text = "é€😀"
     say(text.encode())
-    assert list(pieces(max_tokens=len(text.encode()))) == list(text)
+    told = pieces(max_tokens=len(text.encode()))
+    assert "".join(told) == text and "\ufffd" not in told
 
 
 def test_half_a_character_at_the_end(say):
     say(chain(b"a", "€".encode()[:2], [ByteTokenizer.bos]))
     assert "".join(pieces()) == "a\ufffd"
+
+
+@pytest.mark.parametrize(
+    "stop, text",
+    [
+        (["END"], "one END two EN"),
+        (["two", "ne "], "one END two EN"),
+        (["EN!"], "one END two EN"),
+        (["€"], "a€b"),
+        ([""], "one"),
+    ],
+)
+def test_a_stop_string_is_not_told_nor_a_part_of_it(stop, text):
+    wanted = text[: min([text.find(s) for s in stop if s and s in text], default=len(text))]
+    for size in (1, 3, 100):
+        told, tokens = Text(ByteTokenizer(), stop), list(text.encode())
+        parts = [told.add(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        assert "".join(parts) + told.end() == wanted
+        assert told.stopped == (wanted != text)
+
+
+def test_a_stop_string_ends_a_text(say):
+    say(b"one END two")
+    assert "".join(pieces(stop=["END"])) == "one "
+    (one,) = complete(decoder(), ByteTokenizer(), [("ab", Sampling())], stop=["END"])
+    assert (one.text, one.finish) == ("one ", "stop")
+
+
+def prompts():
+    """Of many lengths, chosen from in many ways."""
+    how = [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5, "temperature": 2.0}]
+    for n in range(9):
+        sampling = Sampling(max_tokens=3 + 5 * (n % 4), seed=n, **how[n % 4])
+        yield "abcdefghijklmnopqrstuvw"[: 3 * n % 20], sampling
+
+
+def test_many_at_a_time_are_each_alone(rotated):
+    """Greedy and drawn, in any slot, beside whatever, with more of them than slots."""
+    alone, together = (
+        {one.number: one for one in complete(rotated, ByteTokenizer(), prompts(), slots=slots)}
+        for slots in (1, 4)
+    )
+    assert alone.keys() == together.keys() == set(range(9))
+    for n, one in alone.items():
+        assert one.tokens == together[n].tokens and one.finish == together[n].finish
+        assert 0 < len(one.tokens) <= 3 + 5 * (n % 4)
+        np.testing.assert_allclose(one.log_probabilities, together[n].log_probabilities, atol=1e-4)
+    # Lengths and ways are numbers: of each size of cache there is one program.
+    compiled = [f._cache_size() for f in (engine._prefill, engine._steps)]
+    longer = [("p" * (n % 30), Sampling(max_tokens=1 + n % 3, seed=n)) for n in range(50)]
+    assert len(list(complete(rotated, ByteTokenizer(), longer, slots=4))) == 50
+    assert [f._cache_size() for f in (engine._prefill, engine._steps)] == compiled
+
+
+def test_caches_that_grow_keep_what_they_have(rotated):
+    """Beyond the smallest size, twice; greedy tokens are those of no cache, with their logs."""
+    (one,) = complete(rotated, ByteTokenizer(), [("abc", Sampling(0.0, max_tokens=80))])
+    tokens = np.array([ByteTokenizer.bos, *b"abc", *one.tokens])
+    log_probabilities = jax.nn.log_softmax(jax.jit(rotated)(tokens[None])[0])
+    assert len(one.tokens) == 80 and one.finish == "length"
+    assert one.tokens == jnp.argmax(log_probabilities, -1)[3:-1].tolist()
+    wanted = np.asarray(log_probabilities)[np.arange(3, 83), one.tokens]
+    np.testing.assert_allclose(one.log_probabilities, wanted, atol=1e-4)
+
+
+def test_what_has_ended_leaves_nothing_behind():
+    """A text to the last learned position, and then a short one in its slot."""
+    ended = decoder(positions=cfg.Learned(32))
+    to_the_end, short = ("a" * 20, Sampling(0.0)), ("b", Sampling(0.0, max_tokens=8))
+    _, after = complete(ended, ByteTokenizer(), [to_the_end, short], slots=1)
+    (alone,) = complete(ended, ByteTokenizer(), [short], slots=1)
+    assert after.tokens == alone.tokens and len(after.tokens) == 8
+    assert np.isfinite(after.log_probabilities).all()

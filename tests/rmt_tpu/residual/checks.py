@@ -111,18 +111,25 @@ def assert_remat_changes_nothing(config: cfg.ModelConfig) -> None:
 
 
 def assert_cached_equals_uncached(config: cfg.ModelConfig) -> None:
-    """A prompt, two tokens one by one, and as many as before; to float32 rounding of order one."""
+    """Two prompts in one batch, two tokens one by one, and three; to float32 rounding of order one.
+
+    What fills up the shorter prompt is seen by nobody.
+    """
     params, graphdef = models.random_parameters(config), models.graph(config)
     params = jax.tree.map(np.float32, params)
-    tokens = models.tokens(seq=10)
+    tokens, rows, lengths = models.tokens(seq=11), np.arange(2)[:, None], np.array([4, 6])
     expected = jax.jit(lambda p, tokens: nnx.merge(graphdef, p)(tokens))(params, tokens)
+    prefill = jax.jit(lambda p, *given: nnx.merge(graphdef, p).prefill(*given))
     decode = jax.jit(lambda p, tokens, cache: nnx.merge(graphdef, p).decode(tokens, cache))
-    cache, pieces = nnx.merge(graphdef, params).empty_cache(2, 13), []
-    for start, end in [(0, 4), (4, 5), (5, 6), (6, 10)]:
-        logits, cache = decode(params, tokens[:, start:end], cache)
+    cache = nnx.merge(graphdef, params).empty_cache(2, 13)
+    logits, cache = prefill(params, tokens[:, :7], jnp.asarray(lengths, jnp.int32), cache)
+    pieces, places = [logits[:, None]], lengths[:, None] - 1 + np.arange(6)
+    for start, end in [(1, 2), (2, 3), (3, 6)]:
+        logits, cache = decode(params, tokens[rows, places[:, start:end]], cache)
         pieces.append(logits)
-    np.testing.assert_allclose(np.concatenate(pieces, axis=1), expected, rtol=0, atol=2e-5)
-    assert cache.length == 10
+    got = np.concatenate(pieces, axis=1)
+    np.testing.assert_allclose(got, expected[rows, places], rtol=0, atol=2e-5)
+    assert cache.length.tolist() == [9, 11]
 
 
 def normed_output(config: cfg.ModelConfig, params: dict) -> np.ndarray:

@@ -1,0 +1,243 @@
+"""Tokens that go on from prompts, many at a time.
+
+Each slot of a batch has a prompt; when its text has ended, the next prompt takes the slot. A new
+prompt is read by itself, in one pass, and then put into the slot. Programs are compiled for sizes
+that double, and for nothing else: lengths, how tokens are chosen, and what has ended are numbers.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rmt_tpu.decoder import Cache, Decoder
+from rmt_tpu.generation.sampling import Choice, Sampling, choice, sample
+
+_LEAST = 32  # tokens that the smallest programs are for
+
+
+class Request(NamedTuple):
+    """A prompt, as tokens with the start token, and how to go on; all that is asked for fits."""
+
+    tokens: np.ndarray
+    sampling: Sampling
+
+
+class Said(NamedTuple):
+    """What has come of a request since the last time.
+
+    Attributes:
+      number: of the request, from 0.
+      tokens: the new ones, without the one that ended it.
+      log_probabilities: of these by the model itself, before temperature: nats.
+      ended: whether there will be no more.
+      stopped: whether the stop token ended it.
+    """
+
+    number: int
+    tokens: list[int]
+    log_probabilities: list[float]
+    ended: bool
+    stopped: bool
+
+
+class _Rows(NamedTuple):
+    """A batch in the middle of its texts.
+
+    Attributes:
+      token: the newest of each row, which is not in the cache yet.
+      left: how many tokens each row may still have; 0 if it has ended.
+    """
+
+    cache: Cache
+    token: Int[Array, " batch"]
+    left: Int[Array, " batch"]
+
+
+class Engine:
+    """Goes on from prompts, as many at a time as there are slots.
+
+    Args:
+      decoder: the model.
+      stop: the token that ends a text.
+      slots: rows of the batch.
+      steps: tokens a row between two looks at what has come.
+    """
+
+    def __init__(self, decoder: Decoder, stop: int, *, slots: int = 1, steps: int = 8):
+        self.graphdef, self.params = nnx.split(decoder)
+        self.decoder, self.stop, self.steps = decoder, stop, steps
+        self.slots = slots
+        self.capacity = _LEAST
+        self.rows = self._no_rows()
+        self.numbers: list[int | None] = [None] * slots
+        self.lengths, self.how = np.zeros(slots, int), [Sampling()] * slots
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Said]:
+        """What comes of each request, as it comes. Closed early, its rows are free again."""
+        waiting = enumerate(requests)
+        try:
+            while True:
+                for slot in self._free():
+                    if (next_one := next(waiting, None)) is not None:
+                        yield self._begin(slot, *next_one)
+                if all(number is None for number in self.numbers):
+                    if next_one is None:
+                        return
+                    continue
+                yield from self._step()
+        finally:
+            self.numbers = [None] * self.slots
+
+    def forget(self, number: int) -> None:
+        """Ends a request: nothing more comes of it."""
+        self.numbers = [None if kept == number else kept for kept in self.numbers]
+
+    def _free(self) -> list[int]:
+        return [slot for slot, number in enumerate(self.numbers) if number is None]
+
+    def _no_rows(self) -> _Rows:
+        zeros = lambda: jnp.zeros(self.slots, jnp.int32)  # each is donated
+        return _Rows(self.decoder.empty_cache(self.slots, self.capacity), zeros(), zeros())
+
+    def _begin(self, slot: int, number: int, request: Request) -> Said:
+        """Reads a prompt, and chooses its first token."""
+        length = len(request.tokens)
+        padded = np.zeros((1, _bucket(length)), np.int32)
+        padded[0, :length] = request.tokens
+        how, left = choice([request.sampling]), np.int32(request.sampling.max_tokens)
+        one, log_probability = _prefill(
+            self.graphdef,
+            self.params,
+            padded,
+            np.array([length], np.int32),
+            how,
+            left,
+            np.int32(self.stop),
+        )
+        self.lengths[slot], self.how[slot] = length, request.sampling
+        self._grow(padded.shape[1])
+        self.rows = _insert(self.rows, one, np.int32(slot))
+        ended = int(one.left[0]) == 0
+        self.numbers[slot] = None if ended else number
+        stopped = int(one.token[0]) == self.stop
+        tokens = [] if stopped else [int(one.token[0])]
+        return Said(number, tokens, [float(log_probability[0])][: len(tokens)], ended, stopped)
+
+    def _grow(self, tokens: int) -> None:
+        """Makes room for rows of so many tokens."""
+        if tokens > self.capacity:
+            self.capacity = _bucket(tokens)
+            self.rows = _grown(self.rows, self.capacity)
+
+    def _step(self) -> list[Said]:
+        running = [slot for slot, number in enumerate(self.numbers) if number is not None]
+        self._grow(int(self.lengths[running].max()) + self.steps)
+        self.rows = self.rows._replace(left=self.rows.left * self._running())
+        self.rows, *came = _steps(
+            *(self.graphdef, self.params, self.rows, choice(self.how), np.int32(self.stop)),
+            self.steps,
+        )
+        tokens, log_probabilities, left = jax.device_get((*came, self.rows.left))
+        said = []
+        for slot in running:
+            of_row = tokens[:, slot]
+            count = int(np.sum(of_row >= 0))
+            self.lengths[slot] += count
+            stopped = self.stop in of_row[:count]
+            text = of_row[: count - stopped]
+            number, ended = self.numbers[slot], bool(left[slot] == 0)
+            if ended:
+                self.numbers[slot] = None
+            values = log_probabilities[: len(text), slot]
+            said.append(Said(number, text.tolist(), values.tolist(), ended, stopped))
+        return said
+
+    def _running(self) -> np.ndarray:
+        return np.array([number is not None for number in self.numbers], np.int32)
+
+
+def _bucket(tokens: int) -> int:
+    """The least size of a program for so many tokens."""
+    return max(_LEAST, 1 << (tokens - 1).bit_length())
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def _prefill(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    tokens: Int[Array, "1 seq"],
+    lengths: Int[Array, "1"],
+    how: Choice,
+    left: Int[Array, ""],
+    stop: Int[Array, ""],
+) -> tuple[_Rows, Float[Array, "1"]]:
+    """A row that has read its prompt, and has its first token."""
+    decoder = nnx.merge(graphdef, params)
+    logits, cache = decoder.prefill(tokens, lengths, decoder.empty_cache(1, tokens.shape[1]))
+    token, log_probability = _chosen(logits, lengths, how)
+    left = jnp.where(token == stop, 0, left - 1)
+    return _Rows(cache, token, left), log_probability
+
+
+@partial(jax.jit, donate_argnames="rows")
+def _insert(rows: _Rows, one: _Rows, slot: Int[Array, ""]) -> _Rows:
+    """A row in place of the one that had the slot."""
+
+    def put_tokens(kept, new):
+        zero = jnp.zeros_like(slot)
+        at = (zero, slot, *[zero] * (kept.ndim - 2))
+        return jax.lax.dynamic_update_slice(kept, new.astype(kept.dtype), at)
+
+    put = lambda kept, new: jax.lax.dynamic_update_index_in_dim(kept, new[0], slot, 0)
+    of_cores = jax.tree.map(put_tokens, rows.cache.cores, one.cache.cores)
+    cache = Cache(of_cores, put(rows.cache.length, one.cache.length))
+    return _Rows(cache, put(rows.token, one.token), put(rows.left, one.left))
+
+
+@partial(jax.jit, static_argnames="capacity")
+def _grown(rows: _Rows, capacity: int) -> _Rows:
+    """With room for so many tokens in the caches that have one for each."""
+
+    def grow(kept):
+        return jnp.pad(kept, [(0, 0), (0, 0), (0, capacity - kept.shape[2]), (0, 0)])
+
+    return rows._replace(cache=rows.cache._replace(cores=jax.tree.map(grow, rows.cache.cores)))
+
+
+@partial(jax.jit, static_argnames=("graphdef", "steps"), donate_argnames="rows")
+def _steps(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    rows: _Rows,
+    how: Choice,
+    stop: Int[Array, ""],
+    steps: int,
+) -> tuple[_Rows, Int[Array, "steps batch"], Float[Array, "steps batch"]]:
+    """So many tokens more; -1 where a row has ended before."""
+    decoder = nnx.merge(graphdef, params)
+
+    def step(rows, _):
+        running = rows.left > 0
+        # What has ended reads again at its beginning: past its end there may be no position.
+        start = jnp.where(running, rows.cache.length, 0)
+        logits, cache = decoder.decode(rows.token[:, None], rows.cache._replace(length=start))
+        length = rows.cache.length + running
+        token, log_probability = _chosen(logits[:, 0], length, how)
+        left = jnp.where(running & (token != stop), rows.left - 1, 0)
+        after = _Rows(cache._replace(length=length), jnp.where(running, token, rows.token), left)
+        return after, (jnp.where(running, token, -1), log_probability)
+
+    rows, (tokens, log_probabilities) = jax.lax.scan(step, rows, length=steps)
+    return rows, tokens, log_probabilities
+
+
+def _chosen(logits, positions, how):
+    token = sample(logits, positions, how).astype(jnp.int32)
+    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return token, jnp.take_along_axis(log_probabilities, token[:, None], axis=-1)[:, 0]

@@ -1,0 +1,101 @@
+"""Files of prompts, and of what follows them."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.storage import Folder, open_folder
+
+
+def read_prompts(location: str) -> list[str]:
+    """Of a file, local or gs://: a line each, or in .jsonl an object with "prompt" each.
+
+    Raises:
+      UsageError: there is no such file, or it has something else.
+    """
+    folder, name = _split(location)
+    found = folder.read(name, limit=2**30)
+    if found is None:
+        raise UsageError(f"{location} is not there")
+    try:
+        lines = found.data.decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{location} is not UTF-8: {error.reason} at byte {error.start}") from None
+    if not name.endswith(".jsonl"):
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise UsageError(f'{location}:{number} is not an object with a "prompt" that is text')
+        prompts.append(prompt)
+    return prompts
+
+
+class Output:
+    """A file of lines of JSON that is added to; what it has already need not be done again.
+
+    Args:
+      location: local or gs://.
+
+    Raises:
+      UsageError: it cannot be written to, or what it has are no such lines.
+    """
+
+    def __init__(self, location: str):
+        self.location = location
+        self._folder, self._name = _split(location)
+        self._folder.check(write=True)
+        found = self._folder.read(self._name, limit=2**32)
+        text = found.data.decode(errors="replace") if found else ""
+        # The last line may be half of one.
+        self._broken = text[text.rfind("\n") + 1 :] != ""
+        self.lines = list(self._parsed(text[: text.rfind("\n") + 1]))
+
+    def add(self, line: dict[str, Any]) -> None:
+        """A line more."""
+        text = json.dumps(line, ensure_ascii=False) + "\n"
+        if self._broken:
+            text, self._broken = "\n" + text, False
+        self._folder.append(self._name, text.encode())
+
+    def _parsed(self, text: str) -> Iterator[dict[str, Any]]:
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue  # half a line, which another run has gone on behind
+            if not isinstance(value, dict) or "number" not in value:
+                raise UsageError(f"{self.location}:{number} is not of this command; name another")
+            yield value
+
+
+def check_same(output: Output, prompts: list[str], settings: dict[str, Any]) -> set[tuple]:
+    """What need not be done again: (number of the prompt, sample) of each line.
+
+    Raises:
+      RunError: the lines are of other prompts or settings.
+    """
+    done = set()
+    for line in output.lines:
+        number = line["number"]
+        same = number < len(prompts) and prompts[number] == line.get("prompt")
+        if not same or any(line.get(name) != value for name, value in settings.items()):
+            raise RunError(
+                f"{output.location} has what follows other prompts, or was made with other flags; "
+                "name another --output"
+            )
+        done.add((number, line.get("sample")))
+    return done
+
+
+def _split(location: str) -> tuple[Folder, str]:
+    parent, name = os.path.split(os.path.expanduser(location))
+    if not name:
+        raise UsageError(f"{location!r} names no file")
+    return open_folder(parent or "."), name

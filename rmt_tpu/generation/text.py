@@ -1,0 +1,46 @@
+"""Tokens as text that can be told: whole characters, and nothing of a stop string."""
+
+import codecs
+from collections.abc import Sequence
+
+import numpy as np
+
+from rmt_tpu.data import Tokenizer
+
+
+class Text:
+    """Characters of tokens, whole ones only, up to a stop string of which no part is told."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+        self.tokenizer, self.stop = tokenizer, [s for s in stop if s]
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.held, self.stopped = "", False
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """What is certain to be told, with these."""
+        return self._told(self.decoder.decode(self.tokenizer.decode_bytes(np.array(tokens, int))))
+
+    def end(self) -> str:
+        """The rest."""
+        told = self._told(self.decoder.decode(b"", final=True)) + self.held
+        self.held = ""
+        return told
+
+    def _told(self, new: str) -> str:
+        if self.stopped:
+            return ""
+        self.held += new
+        ends = [at for at in map(self.held.find, self.stop) if at >= 0]
+        if ends:
+            told, self.held, self.stopped = self.held[: min(ends)], "", True
+            return told
+        # It may be the beginning of a stop string.
+        keep = max((_overlap(self.held, s) for s in self.stop), default=0)
+        told, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return told
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of a text are the beginning of a string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
