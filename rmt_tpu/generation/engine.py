@@ -5,6 +5,7 @@ prompt is read by itself, in one pass, and then put into the slot. Programs are 
 that double, and for nothing else: lengths, how tokens are chosen, and what has ended are numbers.
 """
 
+import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -72,8 +73,10 @@ class Engine:
     def __init__(self, decoder: Decoder, stop: int, *, slots: int = 1, steps: int = 8):
         self.graphdef, self.params = nnx.split(decoder)
         self.decoder, self.stop, self.steps = decoder, stop, steps
-        self.slots = slots
-        self.capacity = _LEAST
+        learned = decoder.config.learned_positions
+        # What fills up a prompt has positions too: NaN would stay in the cache.
+        self.positions = sys.maxsize if learned is None else learned.max_length
+        self.slots, self.capacity = slots, _LEAST
         self.rows = self._no_rows()
         self.numbers: list[int | None] = [None] * slots
         self.lengths, self.how = np.zeros(slots, int), [Sampling()] * slots
@@ -108,7 +111,7 @@ class Engine:
     def _begin(self, slot: int, number: int, request: Request) -> Said:
         """Reads a prompt, and chooses its first token."""
         length = len(request.tokens)
-        padded = np.zeros((1, _bucket(length)), np.int32)
+        padded = np.zeros((1, min(_bucket(length), self.positions)), np.int32)
         padded[0, :length] = request.tokens
         how, left = choice([request.sampling]), np.int32(request.sampling.max_tokens)
         one, log_probability = _prefill(

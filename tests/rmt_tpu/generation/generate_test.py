@@ -239,9 +239,9 @@ def test_caches_that_grow_keep_what_they_have(rotated):
 
 def test_what_has_ended_leaves_nothing_behind():
     """A text to the last learned position, and then a short one in its slot."""
-    ended = decoder(positions=cfg.Learned(32))
+    ended = decoder(positions=cfg.Learned(27))
     to_the_end, short = ("a" * 20, Sampling(0.0)), ("b", Sampling(0.0, max_tokens=8))
-    _, after = complete(ended, ByteTokenizer(), [to_the_end, short], slots=1)
+    before, after = complete(ended, ByteTokenizer(), [to_the_end, short], slots=1)
     (alone,) = complete(ended, ByteTokenizer(), [short], slots=1)
     assert after.tokens == alone.tokens and len(after.tokens) == 8
-    assert np.isfinite(after.log_probabilities).all()
+    assert np.isfinite(before.log_probabilities + after.log_probabilities).all()
