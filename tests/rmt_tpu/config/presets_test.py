@@ -26,8 +26,8 @@ PARAMETERS = {
 RESIDUAL_SIZES = {"rmt-46m": 1024, "rmt-134m": 2048, "rmt-206m": 3072, "rmt-305m": 4096}
 
 
-# One of each system and of each kind of cores.
-FEW = [name for name in rmt_tpu.presets() if name.endswith("-tiny")]
+# One of each system and of each kind of cores, and one with learned positions.
+FEW = ["rmt-46m", *(name for name in rmt_tpu.presets() if name.endswith("-tiny"))]
 
 
 def count(name):
