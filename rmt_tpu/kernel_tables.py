@@ -1,12 +1,11 @@
 """Tables of block sizes (`pallas_kernels.tuned`) in folders, local or gs://: read, and added to."""
 
-import os
 from collections.abc import Sequence
 
 from pallas_kernels import tuned
 from rmt_tpu.distributed.roll_call import Tables
 from rmt_tpu.errors import RunError
-from rmt_tpu.storage import Folder, open_folder
+from rmt_tpu.storage import open_parent
 
 _TRIES = 20  # each is lost to another writer who has succeeded
 
@@ -26,7 +25,7 @@ def read(location: str) -> tuned.Table:
       UsageError: the location cannot be.
       Fault: its store does not answer or refuses.
     """
-    folder, name = folder_of(location)
+    folder, name = open_parent(location)
     found = folder.read(name)
     return tuned.Table(location) if found is None else tuned.parse(found.data, location)
 
@@ -43,7 +42,7 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
       UsageError: the location cannot be.
       RunError: the file cannot be written, or holds something else than a table.
     """
-    folder, name = folder_of(location)
+    folder, name = open_parent(location)
     for _ in range(_TRIES):
         found = folder.read(name)
         before = tuned.Table(location) if found is None else tuned.parse(found.data, location)
@@ -60,18 +59,8 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
     raise RunError(f"{location} cannot be written: others write to it all the time")
 
 
-def folder_of(location: str) -> tuple[Folder, str]:
-    """Where a table is, and its name there.
-
-    Raises:
-      UsageError: the location cannot be.
-    """
-    parent, name = os.path.split(os.path.expanduser(location))
-    return open_folder(parent or "."), name
-
-
 def _read_bytes(location: str) -> bytes | None:
-    folder, name = folder_of(location)
+    folder, name = open_parent(location)
     try:
         found = folder.read(name)
     except RunError as error:

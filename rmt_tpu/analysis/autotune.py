@@ -15,6 +15,7 @@ from pallas_kernels.compiler.spaces import SPACES, Problem
 from pallas_kernels.compiler.tuning import RATING
 from rmt_tpu import kernel_tables
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.storage import open_parent
 
 Rate = Callable[[Problem, tuned.Blocks], Rating | Refusal]
 Time = Callable[[Problem, Sequence[tuned.Blocks]], Mapping[tuned.Blocks, Timing]]
@@ -120,7 +121,7 @@ def check_table(out: str) -> None:
     Raises:
       UsageError: no table can be written there, or what is there is none.
     """
-    folder, name = kernel_tables.folder_of(out)
+    folder, name = open_parent(out)
     if not name:
         raise UsageError(f"{out} names no file")
     folder.check(write=True)
@@ -185,7 +186,7 @@ class Log:
     """
 
     def __init__(self, out: str, resume: bool):
-        self._folder, name = kernel_tables.folder_of(out)
+        self._folder, name = open_parent(out)
         self.name = f"{name}.log.jsonl"
         found = self._folder.read(self.name) if resume else None
         self._lines = list(_parsed(found.data)) if found else []

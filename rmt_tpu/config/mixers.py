@@ -291,29 +291,20 @@ class HyperConnections(System):
         return model.num_sublayers * (projection + _streams_flops(m, size))
 
 
-class _Projected(System):
-    """Hyper-connections whose coefficients are of one projection of all streams."""
+def _projected_parameters(m: int, coefficients: int, model: Sizes) -> int:
+    """Of sites with one projection of all streams: a gain, it, its biases, and three scales."""
+    of_site = m * model.residual_size * (1 + coefficients) + coefficients + 3
+    return model.num_sublayers * of_site
 
-    @property
-    def coefficients(self) -> int:
-        """Of a site, before they are made legal."""
-        raise NotImplementedError
 
-    def parameters(self, model: Sizes) -> int:
-        """The norm's gain, the projection, its biases, and three scales."""
-        streams_size = self.streams * model.residual_size
-        of_site = streams_size * (1 + self.coefficients) + self.coefficients + 3
-        return model.num_sublayers * of_site
-
-    def flops(self, model: Sizes) -> int:
-        """Of the projection and the streams."""
-        m, size = self.streams, model.residual_size
-        projection = 2 * m * size * self.coefficients
-        return model.num_sublayers * (projection + _streams_flops(m, size))
+def _projected_flops(m: int, coefficients: int, model: Sizes) -> int:
+    """Of the projection and the streams."""
+    size = model.residual_size
+    return model.num_sublayers * (2 * m * size * coefficients + _streams_flops(m, size))
 
 
 @dataclass(frozen=True)
-class Mhc(_Projected):
+class Mhc(System):
     """mHC: hyper-connections whose mixing matrix Sinkhorn's iteration makes doubly stochastic."""
 
     kind: ClassVar[str] = "mhc"
@@ -324,13 +315,21 @@ class Mhc(_Projected):
     rounds: Size = 20
 
     @property
-    def coefficients(self) -> int:
+    def _coefficients(self) -> int:
         """Reads, writes and the mixing matrix."""
         return self.streams * (2 + self.streams)
 
+    def parameters(self, model: Sizes) -> int:
+        """The norm's gain, the projection, its biases, and three scales."""
+        return _projected_parameters(self.streams, self._coefficients, model)
+
+    def flops(self, model: Sizes) -> int:
+        """Of the projection and the streams."""
+        return _projected_flops(self.streams, self._coefficients, model)
+
 
 @dataclass(frozen=True)
-class MhcLite(_Projected):
+class MhcLite(System):
     """mHC-lite: the mixing matrix is a convex combination of all `streams!` permutations.
 
     Attributes:
@@ -358,14 +357,19 @@ class MhcLite(_Projected):
             )
 
     @property
-    def coefficients(self) -> int:
+    def _coefficients(self) -> int:
         """Reads, writes and the permutations' weights."""
         return 2 * self.streams + factorial(self.streams)
 
+    def parameters(self, model: Sizes) -> int:
+        """The norm's gain, the projection, its biases, and three scales."""
+        return _projected_parameters(self.streams, self._coefficients, model)
+
     def flops(self, model: Sizes) -> int:
-        """With the sum of the permutations."""
+        """Of the projection, the streams, and the sum of the permutations."""
         permutations = 2 * factorial(self.streams) * self.streams**2
-        return super().flops(model) + model.num_sublayers * permutations
+        flops = _projected_flops(self.streams, self._coefficients, model)
+        return flops + model.num_sublayers * permutations
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Core(nnx.Module):
           context: who may see whom.
           index: how many sublayers are before it.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # every core has its own; what follows is built on it
 
     def with_aux(
         self, z: Read, context: Context, index: Index

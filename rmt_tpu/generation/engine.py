@@ -95,11 +95,15 @@ class Engine:
                     continue
                 yield from self._step()
         finally:
-            self.numbers = [None] * self.slots
+            for number in [number for number in self.numbers if number is not None]:
+                self.forget(number)
 
     def forget(self, number: int) -> None:
         """Ends a request: nothing more comes of it."""
-        self.numbers = [None if kept == number else kept for kept in self.numbers]
+        if number in self.numbers:
+            slot = self.numbers.index(number)
+            self.numbers[slot] = None
+            self.rows = self.rows._replace(left=self.rows.left.at[slot].set(0))
 
     def _free(self) -> list[int]:
         return [slot for slot, number in enumerate(self.numbers) if number is None]
@@ -141,7 +145,6 @@ class Engine:
     def _step(self) -> list[Said]:
         running = [slot for slot, number in enumerate(self.numbers) if number is not None]
         self._grow(int(self.lengths[running].max()) + self.steps)
-        self.rows = self.rows._replace(left=self.rows.left * self._running())
         self.rows, *came = _steps(
             *(self.graphdef, self.params, self.rows, choice(self.how), np.int32(self.stop)),
             self.steps,
@@ -160,9 +163,6 @@ class Engine:
             values = log_probabilities[: len(text), slot]
             said.append(Said(number, text.tolist(), values.tolist(), ended, stopped))
         return said
-
-    def _running(self) -> np.ndarray:
-        return np.array([number is not None for number in self.numbers], np.int32)
 
 
 def _bucket(tokens: int) -> int:

@@ -1,12 +1,11 @@
 """Files of prompts, and of what follows them."""
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from rmt_tpu.errors import RunError, UsageError
-from rmt_tpu.storage import Folder, open_folder
+from rmt_tpu.storage import Folder, open_parent
 
 
 def read_prompts(location: str) -> list[str]:
@@ -95,7 +94,7 @@ def check_same(output: Output, prompts: list[str], settings: dict[str, Any]) -> 
 
 
 def _split(location: str) -> tuple[Folder, str]:
-    parent, name = os.path.split(os.path.expanduser(location))
+    folder, name = open_parent(location)
     if not name:
         raise UsageError(f"{location!r} names no file")
-    return open_folder(parent or "."), name
+    return folder, name

@@ -6,7 +6,7 @@ Files of any size in a bucket are found by `find_objects` and read as streams by
 """
 
 from rmt_tpu.storage.folder import Fault, Folder, Found, Object, Unavailable, faults, join
-from rmt_tpu.storage.open import Location, find_objects, open_folder, open_object
+from rmt_tpu.storage.open import Location, find_objects, open_folder, open_object, open_parent
 
 __all__ = [
     "Fault",
@@ -20,4 +20,5 @@ __all__ = [
     "join",
     "open_folder",
     "open_object",
+    "open_parent",
 ]

@@ -37,6 +37,16 @@ def open_folder(url: Location) -> Folder:
     return LocalFolder(url)
 
 
+def open_parent(location: str) -> tuple[Folder, str]:
+    """The folder of a file, local or gs://, and the file's name in it, "" if it names none.
+
+    Raises:
+      UsageError: see `open_folder`.
+    """
+    parent, name = os.path.split(os.path.expanduser(location))
+    return open_folder(parent or "."), name
+
+
 def find_objects(url: str) -> list[Object]:
     """The object of a `gs://` name, or those that it matches as a glob, sorted; maybe none.
 

@@ -29,7 +29,7 @@ ENTRY %main (a: bf16[256,512], b: bf16[128,512]) -> bf16[256,128] {
   %k = bf16[256,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%e), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"QQ=="}}
   ROOT %k2 = bf16[256,128]{1,0:T(8,128)(2,1)} custom-call(%k), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"QUE="}}
 }
-"""  # noqa: E501
+"""  # noqa: E501 (the lines are the compiler's)
 ARRAY = 2 * 256 * 128  # bytes of the result
 
 

@@ -260,7 +260,7 @@ ENTRY %main (a: f32[8,128]) -> f32[4,128] {
   %alone = f32[8,128]{1,0} all-reduce(%h), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
   ROOT %e = f32[4,128]{1,0} fusion(%cd), kind=kCustom, calls=%all-reduce-scatter
 }
-"""  # noqa: E501
+"""  # noqa: E501 (the lines are the compiler's)
 
 
 def test_collectives_within_fusions_count_once():

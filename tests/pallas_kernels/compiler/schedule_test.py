@@ -298,7 +298,7 @@ ENTRY %main (a: bf16[24,256,128], x: f32[3,100,64]) -> bf16[24,256,128] {
   %loop = (s32[]{:T(128)}, bf16[24,256,128]{2,1,0:T(8,128)(2,1)}) while(%state), condition=%condition, body=%body
   ROOT %out = bf16[24,256,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%loop), index=1
 }
-"""  # noqa: E501
+"""  # noqa: E501 (the lines are the compiler's)
 
 
 def test_bytes_and_times_of_a_program():
