@@ -6,7 +6,6 @@ A new kernel is an entry of `SPACES`.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -57,7 +56,7 @@ class Problem:
         return SPACES[self.platform, self.kernel].default(dict(self.key), self.tokens)
 
     def candidates(self) -> list[tuned.Blocks]:
-        """The rule's blocks, and then all others that arithmetic allows, the most alike first."""
+        """The rule's blocks, and then all others that arithmetic allows."""
         default, key = self.default(), dict(self.key)
         space = SPACES[self.platform, self.kernel]
         others = []
@@ -65,7 +64,7 @@ class Problem:
             blocks = self.of.made(tuned.fields(default) | values)
             if blocks != default and self.of.refused(key, self.tokens, blocks) is None:
                 others.append(blocks)
-        return [default, *sorted(dict.fromkeys(others), key=functools.partial(_unlike, default))]
+        return [default, *dict.fromkeys(others)]
 
     def entry(self, blocks: tuned.Blocks, source: tuned.Source, **more: Any) -> tuned.Entry:
         return tuned.Entry(
@@ -78,13 +77,6 @@ class Problem:
             source,
             **more,
         )
-
-
-def _unlike(default: tuned.Blocks, blocks: tuned.Blocks) -> tuple[int, float]:
-    """Fields that differ, and by how many powers of two."""
-    pairs = list(zip(tuned.fields(default).values(), tuned.fields(blocks).values(), strict=True))
-    far = sum(abs(math.log2((int(b) + 1) / (int(a) + 1))) for a, b in pairs)
-    return sum(a != b for a, b in pairs), far
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,9 @@ class Blocks(NamedTuple):
 
 
 DEFAULT = Blocks(128, 2)
-ALL = [DEFAULT, Blocks(256, 2), Blocks(512, 2), Blocks(128, 4), Blocks(256, 4), Blocks(64, 2)]
+# As they come where none is better than the default.
+NEAR = [Blocks(128, 4), Blocks(64, 2), Blocks(256, 2), Blocks(512, 2)]
+ALL = [DEFAULT, *NEAR, Blocks(256, 4)]
 
 
 class Machine:
@@ -56,10 +58,24 @@ def test_the_best_estimate_is_taken_if_it_is_clearly_better():
     machine = Machine({Blocks(64, 2): 0.9})
     result = machine.search()
     assert result.best.blocks == Blocks(64, 2) and result.gain == pytest.approx(0.1)
-    assert machine.asked == ALL and [t.blocks for t in machine.logged] == ALL
-    assert (result.left, result.measured, result.default.blocks) == (0, False, DEFAULT)
+    assert machine.asked == [t.blocks for t in machine.logged] == ALL[:5]
+    assert (result.left, result.measured, result.default.blocks) == (1, False, DEFAULT)
     near = Machine({Blocks(64, 2): 0.96}).search()
     assert near.best == near.default and near.gain == 0
+
+
+def test_what_is_most_like_the_best_is_tried_next():
+    """And the search ends where nothing that differs in one field is better."""
+    many = [Blocks(t, u) for t in (16, 32, 64, 128, 256) for u in (1, 2, 4, 8, 16)]
+    machine = Machine({b: abs(b.tokens - 32) / 99 + 1 / b.unroll for b in many})
+    machine.floor = -1.0
+    result = machine.search([DEFAULT, *(b for b in many if b != DEFAULT)])
+    assert result.best.blocks == Blocks(32, 16) and len(machine.asked) < 15
+    assert result.left == len(many) - len(machine.asked)
+    # One that its bytes bound ends it too.
+    bound = Machine({Blocks(128, 4): 0.5})
+    bound.floor = 0.49
+    assert bound.search().best.blocks == Blocks(128, 4) and bound.asked == ALL[:2]
 
 
 def test_of_equals_the_smallest_is_taken():
@@ -70,7 +86,7 @@ def test_of_equals_the_smallest_is_taken():
 def test_what_is_larger_than_what_has_no_room_is_not_compiled():
     """In the fields that take room, all others being alike."""
     machine = Machine({Blocks(256, 2): Refusal("no room", "VMEM")})
-    result = machine.search()
+    result = machine.search(time=timed({}))
     assert Blocks(512, 2) not in machine.asked and Blocks(256, 4) in machine.asked
     fates = {t.blocks: t.fate for t in result.trials}
     assert (fates[Blocks(256, 2)], fates[Blocks(512, 2)]) == ("no room", "skipped")
@@ -93,16 +109,16 @@ def test_a_default_that_fails_gives_way_to_any_that_does_not():
 
 
 def test_the_time_ends_the_search_and_the_next_goes_on_where_it_was():
-    machine = Machine({Blocks(64, 2): 0.5})
+    machine = Machine({Blocks(512, 2): 0.5})
     result = machine.search(until=2.5)
     assert machine.asked == ALL[:3] and result.left == 3 and result.best == result.default
-    again = Machine({Blocks(64, 2): 0.5})
+    again = Machine({Blocks(512, 2): 0.5})
     result = again.search(known={t.blocks: t for t in machine.logged})
-    assert again.asked == ALL[3:] and result.best.blocks == Blocks(64, 2)
-    assert [t.blocks for t in again.logged] == ALL[3:]
+    assert again.asked == ALL[3:5] and result.best.blocks == Blocks(512, 2)
+    assert [t.blocks for t in again.logged] == ALL[3:5]
     # What is known to have no room counts for those that are not known.
     known = {Blocks(256, 2): Trial(Blocks(256, 2), "no room")}
-    third = Machine({})
+    third = Machine({Blocks(128, 4): 0.9})
     third.search(known=known)
     assert Blocks(256, 4) in third.asked and Blocks(512, 2) not in third.asked
     # The default is tried even where there is no time at all.

@@ -52,10 +52,7 @@ def test_every_kernel_can_be_tuned():
         assert len(set(others)) == len(others)
         refused = [given.of.refused(dict(given.key), given.tokens, c) for c in (first, *others)]
         assert not any(refused)
-        names = set(tuned.fields(first))
-        assert set(SPACES[platform, kernel].grows) <= names
-        near = [sum(tuned.fields(first)[n] != tuned.fields(c)[n] for n in names) for c in others]
-        assert near == sorted(near)  # what is most like the default is tried first
+        assert set(SPACES[platform, kernel].grows) <= set(tuned.fields(first))
 
 
 FEW = [
