@@ -48,6 +48,7 @@ TINY = (
 )
 
 OFTEN = ("--checkpoint_every=6", "--eval_every=24")
+SELDOM = ("--checkpoint_every=20", "--eval_every=20")
 
 # The numbers of a run that must not depend on how often it was interrupted.
 CURVES = ("train/loss", "train/z_loss", "optim/grad_norm", "optim/learning_rate", "eval/loss")

@@ -56,17 +56,18 @@ class Case(NamedTuple):
 
 
 SLABS = BlockSizes(128, slab=4, store_group=2, read_group=2)
-# Every pair of a residual's dtype, a data's dtype, a norm, slabs or not, and whole or ragged tiles.
+# Each dtype of a residual and of data, each norm, slabs or not, and whole or ragged tiles; at night
+# every pair of them.
 QUICK = [
     Case(1, 300, 16, 8, 8, 12, "float32", "float32", "layernorm"),  # a ragged last tile
     Case(1, 256, 16, 8, 4, 4, "float32", "bfloat16", "rmsnorm", SLABS),  # tiles split over cores
-    Case(1, 128, 16, 8, 4, 6, "int16", "float32", "layernorm", SLABS),
     Case(3, 200, 12, 6, 5, 7, "int16", "bfloat16", "rmsnorm"),  # rows of v never whole tiles
-    Case(1, 200, 16, 8, 4, 12, "bfloat16", "float32", "rmsnorm", SLABS),
     Case(2, 256, 16, 8, 4, 12, "bfloat16", "bfloat16", "layernorm"),
 ]
 CASES = [
     *QUICK,
+    Case(1, 128, 16, 8, 4, 6, "int16", "float32", "layernorm", SLABS),
+    Case(1, 200, 16, 8, 4, 12, "bfloat16", "float32", "rmsnorm", SLABS),
     Case(1, 300, 16, 8, 16, 48, "float32", "float32", "layernorm"),
     Case(2, 128, 16, 8, 4, 12, "int16", "float32", "layernorm", SLABS),
     Case(1, 600, 24, 6, 3, 9, "bfloat16", "bfloat16", "layernorm"),  # half-full bfloat16 tiles
@@ -194,7 +195,7 @@ def test_small_spread_on_a_large_mean(data, blocks):
 
 @SHARED
 def test_gradient_with_a_mean_that_is_large_beside_the_spread():
-    case = QUICK[5]
+    case = QUICK[3]
     X, w, y, gain, r = arguments(case)
     args = (X + 64).astype(case.residual), 0 * w, y, gain, r
     cotangents = np.zeros_like(X), cotangents_of(case)[1]
@@ -239,7 +240,7 @@ def test_int16_comes_back_exactly_through_48_sublayers():
 
 @SHARED
 def test_a_token_out_of_int16_range_reads_nan():
-    case = QUICK[3]
+    case = QUICK[2]
     X, w, y, gain, r = arguments(case)
     w[:, 0], w[0, 0] = 0, 1
     for written in (1e3, -1e3, 1e9, np.inf, np.nan):
@@ -255,7 +256,7 @@ def test_a_token_out_of_int16_range_reads_nan():
 
 @SHARED
 def test_gradients_are_the_same_bits_every_time():
-    case = QUICK[5]
+    case = QUICK[3]
     args = arguments(case)
     stored, retrieved, statistics = forward(case, args)
     run = lambda: backward(case, stored, statistics, args, (stored, retrieved))
@@ -444,7 +445,7 @@ def test_the_residual_is_read_once_where_a_tile_fits(K, V):
 @pytest.mark.parametrize("how", ["shard_map", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_kernels_run_batched_and_on_a_mesh(how):
     """Bit for bit as in one call, but for sums over all rows."""
-    case = QUICK[5]
+    case = QUICK[3]
     args, cotangents = arguments(case), cotangents_of(case)
 
     def run(args, cotangents):

@@ -46,6 +46,7 @@ def test_a_table_that_is_none(tmp_path):
     assert "--out=" in line and "mend the file, or move it away" in line
 
 
+@pytest.mark.slow
 def test_dry_run():
     flags = ["--from_preset=rmt-tiny", "--target=v5e", "--seq_len=128", "--dry_run"]
     listed = json.loads(cli.succeed("autotune", *flags, "--json").stdout)

@@ -65,6 +65,7 @@ def test_by_the_clock(tmp_path):
     assert len(steps(tmp_path)) > 3
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_told(trained_and_told):
     _, done = trained_and_told
     lines = [line for line in done.stderr.splitlines() if line.startswith("saved step")]
@@ -72,6 +73,7 @@ def test_what_is_saved_is_told(trained_and_told):
     assert all(" MB in " in line and "training waited" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_ends_the_run(tmp_path):
     flags = (*cli.TINY, "--preset=rmt-tiny", "--checkpoint_every=3", f"--workdir={tmp_path}")
     process = cli.start("train", *flags, first=FULL_DISK)

@@ -158,6 +158,7 @@ def test_curves_over_seeds(tmp_path):
     assert got == ([10, 20], [2.5, 1.75], [2.0, 1.5], [3.0, 2.0])
 
 
+@pytest.mark.slow
 def test_pictures_of_many_systems(tmp_path):
     """What each reached, and how in a panel of its own."""
     names = ["gpt2-tiny", "rmt-tiny", "hc-tiny", "mhc-tiny", "attnres-tiny"]

@@ -9,7 +9,7 @@ from tests import cli
 def trained_and_told(tmp_path_factory):
     """A run with three checkpoints and evaluations, and what it said."""
     workdir = tmp_path_factory.mktemp("trained")
-    flags = (*cli.TINY, "--checkpoint_every=20", "--eval_every=20", f"--workdir={workdir}")
+    flags = (*cli.TINY, *cli.SELDOM, f"--workdir={workdir}")
     return workdir, cli.succeed("train", *flags)
 
 

@@ -1,6 +1,7 @@
 """Several processes train as one: the same numbers, checkpoints, stops, and clear ends."""
 
 import os
+import shutil
 import socket
 import threading
 import time
@@ -45,7 +46,7 @@ def free_port() -> int:
 
 # Each with the number of its devices.
 SMALL, LARGE = ("--mesh=data=2", 2), ("--mesh=data=2,fsdp=4", 8)
-MESHES = [pytest.param(SMALL, id="data"), pytest.param(LARGE, id="fsdp", marks=pytest.mark.slow)]
+MESHES = [pytest.param(SMALL, id="data"), pytest.param(LARGE, id="fsdp")]
 
 
 def launch(count: int, *flags: str, devices: int = 8, first: tuple[str, ...] = ()):
@@ -125,6 +126,19 @@ def test_the_numbers_are_those_of_an_ordinary_run(mesh, one, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_of_a_complete_run_the_first_process_tells(trained, tmp_path):
+    """Nothing is compiled for it; processes that train are left to the night."""
+    copy = shutil.copytree(trained, tmp_path / "run")
+    flags = ("--preset=rmt-tiny", *cli.TINY, *cli.SELDOM, SMALL[0], f"--workdir={copy}")
+    (first, output, progress), (second, other_output, _) = launch(2, *flags, devices=SMALL[1])
+    assert (first, second) == (0, 0), progress
+    assert f"{copy} is complete at step {cli.STEPS}" in output + progress
+    assert other_output == ""
+    # Each process that writes has a file there.
+    assert len(list(copy.glob("tensorboard/*"))) == 1 + len(list(trained.glob("tensorboard/*")))
+
+
+@pytest.mark.slow
 def test_only_the_first_process_tells_and_writes(two):
     workdir, ((_, output, progress), (_, other_output, other_progress)) = two
     assert f"done: {STEPS} steps in {workdir}" in output

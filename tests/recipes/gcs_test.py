@@ -173,6 +173,7 @@ def test_a_service_that_is_often_busy_and_loses_answers(server, often_saved):
     assert_same_run(server, url, often_saved)
 
 
+@pytest.mark.slow
 def test_a_service_that_goes_away_ends_the_run_with_one_line(server):
     """Not at once: it is asked again for a while. Nothing goes on unsaved."""
     denied = gcs_server.fault((403, "access was taken away"), url="checkpoints/12/")

@@ -62,6 +62,7 @@ def test_greedy_is_the_argmax_of_uncached_logits(trained, loaded, flags):
     assert cli.succeed("generate", *flags).stdout == f"{PROMPT}{wanted}\n"
 
 
+@pytest.mark.slow
 def test_step_is_the_checkpoint(trained):
     wanted = text(rmt_tpu.load(trained, 20), temperature=0.0, max_tokens=8)
     flags = [f"--workdir={trained}", f"--prompt={PROMPT}", "--temperature=0", "--max_tokens=8"]

@@ -5,17 +5,18 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import rmt_tpu
 from pallas_kernels.compiler.ops import OPS
+from recipes import program
 from rmt_tpu import cost
 from rmt_tpu.config import ModelConfig, overrides
 from rmt_tpu.config.presets import about
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError, about_flag
 from tests import cli
-from tests.tiers import later
 
 PROGRAMS = sorted(
     file.stem
@@ -193,7 +194,22 @@ def test_what_a_flag_is_about_is_told(tmp_path):
         raise UsageError("another")
 
 
-@pytest.mark.parametrize("platform", ["cuda", *later("banana")])
+def test_the_line_of_a_platform_that_is_not_there(monkeypatch):
+    def none():
+        raise RuntimeError("Unable to initialize backend")
+
+    monkeypatch.setattr(jax, "devices", none)
+    usual = jax.config.jax_platforms
+    try:
+        line = program._no_platform()
+    finally:
+        jax.config.update("jax_platforms", usual)
+    assert line.startswith(f"JAX_PLATFORMS={usual} names a platform without a device")
+    assert "legal: cpu, or leave it out" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cuda", "banana"])
 def test_a_platform_that_is_not_there(platform, tmp_path):
     env = {"JAX_PLATFORMS": platform}
     error = cli.fail("train", *cli.TINY, f"--workdir={tmp_path}", env=env)

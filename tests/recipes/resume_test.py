@@ -84,17 +84,24 @@ def assert_same_run(workdir, uninterrupted):
     assert (workdir / "samples.txt").read_text() == (uninterrupted / "samples.txt").read_text()
 
 
-def test_signal(preset, uninterrupted, tmp_path):
+@pytest.fixture(scope="module")
+def seldom_saved(preset, trained, tmp_path_factory):
+    if preset == "rmt-tiny":
+        return trained
+    return cli.train(tmp_path_factory.mktemp(preset), *cli.SELDOM, preset=preset)
+
+
+def test_signal(preset, seldom_saved, tmp_path):
     signal = {"rmt-tiny": "SIGINT", "gpt2-tiny": "SIGTERM"}[preset]
     # A step with an evaluation, whose row must not get lost.
-    first = SIGNAL_IN_STEP.format(step=24, signal=signal)
-    process = start(tmp_path, preset, first=first)
+    first = SIGNAL_IN_STEP.format(step=20, signal=signal)
+    process = start(tmp_path, preset, *cli.SELDOM, first=first)
     out, err = process.communicate()
     assert process.returncode == {"SIGINT": 130, "SIGTERM": 0}[signal], err
     assert "Traceback" not in err
-    assert f"stopped at step 24, saved in {tmp_path}" in out
-    assert (tmp_path / "checkpoints/24/COMMIT").exists()
-    assert cli.curves(tmp_path)["train/loss"][0] == list(range(1, 25))
+    assert f"stopped at step 20, saved in {tmp_path}" in out
+    assert (tmp_path / "checkpoints/20/COMMIT").exists()
+    assert cli.curves(tmp_path)["train/loss"][0] == list(range(1, 21))
 
     line = out.splitlines()[-1]
     if preset == "rmt-tiny":  # by what has the imports; a shell takes the other's line, at night
@@ -104,8 +111,8 @@ def test_signal(preset, uninterrupted, tmp_path):
     else:
         again = cli.run_line(line)
     assert again.returncode == 0, again.stderr
-    assert f"resuming {tmp_path} from step 24" in again.stderr
-    assert_same_run(tmp_path, uninterrupted)
+    assert f"resuming {tmp_path} from step 20" in again.stderr
+    assert_same_run(tmp_path, seldom_saved)
 
 
 @pytest.mark.slow

@@ -121,6 +121,7 @@ def test_devices_change_nothing(batch_of_8, tmp_path):
     np.testing.assert_allclose(losses(tmp_path), losses(batch_of_8), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_progress_bar_on_a_terminal(tmp_path):
     ours, theirs = pty.openpty()
     terminal = {"TERM": "xterm", "COLUMNS": "120"}

@@ -134,6 +134,7 @@ def test_the_report(out, tmp_path):
     assert "nothing is clearly faster" in autotune_report.summary(alone, out)
 
 
+@pytest.mark.slow
 def test_kernels_of_ops_are_those_of_the_target():
     """Sizes as the kernels have them; a GPU's are found though nobody takes them unasked."""
     on = {name: kernel_problems.of_ops(["key_vector"], DEVICES[name]) for name in ("v5e", "h200")}

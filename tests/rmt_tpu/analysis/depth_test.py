@@ -140,6 +140,7 @@ def test_measures():
     assert np.abs(others - 1).min() > 0.01
 
 
+@pytest.mark.slow
 def test_weights_at_zero_queries_are_equal():
     weights = depth.measure(make(*MIXERS["full"], zero_queries=True), [models.batch()]).weights
     assert seen(weights) == [list(range(k + 1)) for k in range(7)]

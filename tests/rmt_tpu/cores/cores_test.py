@@ -71,7 +71,28 @@ def test_a_model_of_many_cores_follows_their_equations(store, name):
         checks.assert_follows_equations(model(store, name), reference)
 
 
-@pytest.mark.parametrize("store", ["matrix", *later("vector")])
+def test_decoding_with_grouped_and_latent_heads():
+    """In two pieces: MLA decodes with W_kvb absorbed, and is expanded without a cache."""
+    with jax.enable_x64(True):
+        stacks = (cfg.Stack((GROUPED, LATENT, SQUARED)),)
+        config = cfg.ModelConfig(
+            stacks, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"
+        )
+        graphdef, tokens = models.graph(config), models.tokens()
+
+        @jax.jit
+        def both(params):
+            decoder = nnx.merge(graphdef, params)
+            first, cache = decoder.decode(tokens[:, :7], decoder.empty_cache(2, 11))
+            second, _ = decoder.decode(tokens[:, 7:], cache)
+            return decoder(tokens), jnp.concatenate([first, second], axis=1)
+
+        whole, decoded = both(models.random_parameters(config))
+        assert_close(decoded, whole, 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["matrix", "vector"])
 def test_decoding_and_unrolled_layers_are_the_model(store):
     """In float64: MLA decodes with W_kvb absorbed, and is expanded without a cache."""
     with jax.enable_x64(True):

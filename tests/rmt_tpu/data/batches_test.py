@@ -90,16 +90,14 @@ def test_choice_does_not_depend_on_hash_randomisation():
         "from rmt_tpu.data import split;"
         "print(split([f'document {i}' for i in range(50)], eval_fraction=0.1, seed=1)[1])"
     )
-    said = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True, text=True, check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
     documents = [f"document {i}" for i in range(50)]
-    assert said == {f"{split(documents, eval_fraction=0.1, seed=1)[1]}\n"}
+    # The tests' own process has another.
+    assert said == f"{split(documents, eval_fraction=0.1, seed=1)[1]}\n"
 
 
 def test_copies_stay_together():
@@ -203,7 +201,7 @@ def test_each_epoch_has_each_target_once(sizes, epoch, shuffle):
     assert sorted(found) == list(range(1001, 1000 + length))
 
 
-@light
+@settings(light, max_examples=15)
 @given(streams, st.lists(st.integers(1, 7), min_size=1, max_size=12))
 def test_another_batch_size_repeats_and_skips_no_window(sizes, batch_sizes):
     length, seq_len, _ = sizes

@@ -11,6 +11,7 @@ import pytest
 from rmt_tpu.data import part_writer, prepare
 from rmt_tpu.data.token_store import MANIFEST
 from rmt_tpu.errors import RunError, UsageError
+from tests.tiers import later
 
 PART = 2000
 
@@ -135,8 +136,17 @@ def test_an_edit_that_moves_the_ends_of_lines_is_noticed(path, tmp_path):
     assert "of another command" in message and "content of" in message
 
 
-@pytest.mark.parametrize("at", [0, 3 * PART, 6 * PART], ids=["read", "reading", "to be read"])
-@pytest.mark.parametrize("workers", [1, 2])
+EDITS = {"read": 0, "reading": 3 * PART, "to be read": 6 * PART}
+
+
+@pytest.mark.parametrize(
+    "workers, at",
+    [
+        *[pytest.param(1, at, id=f"1-{name}") for name, at in EDITS.items()],
+        pytest.param(2, EDITS["reading"], id="2-reading"),
+        *later((2, EDITS["read"]), (2, EDITS["to be read"])),
+    ],
+)
 def test_an_edit_meanwhile_is_an_error(path, tmp_path, monkeypatch, at, workers):
     if workers == 1:
         stop_after(monkeypatch, 3, lambda: edit(path, at, quietly=True))

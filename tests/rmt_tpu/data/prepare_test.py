@@ -18,6 +18,7 @@ from rmt_tpu.data.batches import split
 from rmt_tpu.data.token_store import MANIFEST, PLAN, open_store, read_sealed
 from rmt_tpu.errors import RmtError, RunError, UsageError
 from rmt_tpu.storage import open_folder
+from tests.tiers import later
 
 BYTE = ByteTokenizer()
 
@@ -390,7 +391,7 @@ def word_tokenizer(folder: Path, size: int = 20) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
+@pytest.mark.parametrize(("size", "dtype"), [*later((65_536, "uint16")), (65_537, "uint32")])
 def test_tokens_are_as_wide_as_the_vocabulary_needs(tmp_path, size, dtype):
     texts = [f"w{size - 1} w{n} w{2 * n}" for n in range(2, 30)]
     source = write_lines(tmp_path / "a.jsonl", texts)

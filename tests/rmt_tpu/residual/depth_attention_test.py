@@ -52,7 +52,6 @@ FAST = [
     ("vector", "full", "full"),
     ("vector", "6 sublayers, 2 left over", "blocks"),
     ("vector", "input query", "full"),
-    ("matrix", "3 sublayers", "full"),
     ("vector", "dense, dilated", "blocks"),
 ]
 EVERY = [(*system, remat) for system in SYSTEMS for remat in ("full", "blocks")]

@@ -44,7 +44,8 @@ def test_one_block_starts_as_the_plain_residual(store):
     np.testing.assert_allclose(checks.normed_output(blocks, params), expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("store", ["vector", *later("matrix")])
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["vector", "matrix"])
 def test_blocks_of_one_sublayer_are_full_attention(store):
     full = models.model(store, mixer=cfg.FullAttention())
     blocks = models.model(store, mixer=cfg.BlockAttention(sublayers_per_block=1))

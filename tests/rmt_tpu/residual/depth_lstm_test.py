@@ -59,6 +59,7 @@ def test_remat_changes_nothing():
         checks.assert_remat_changes_nothing(checks.model(cfg.DepthLstm()))
 
 
+@pytest.mark.slow
 def test_cached_equals_uncached():
     checks.assert_cached_equals_uncached(models.model("vector", mixer=cfg.DepthLstm()))
 

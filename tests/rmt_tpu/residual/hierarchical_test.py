@@ -82,6 +82,7 @@ def test_remat_changes_nothing():
         checks.assert_remat_changes_nothing(checks.model(cfg.Hierarchical(), num_layers=4))
 
 
+@pytest.mark.slow
 def test_cached_equals_uncached():
     checks.assert_cached_equals_uncached(models.model("vector", mixer=cfg.Hierarchical(every=1)))
 

@@ -15,6 +15,7 @@ import tensorstore as ts
 from rmt_tpu import storage
 from rmt_tpu.errors import UsageError
 from tests.gcs_clients import at_once
+from tests.tiers import later
 
 ROOT = Path(__file__).parents[3]
 KINDS = ["local", "gs"]
@@ -121,6 +122,7 @@ class TestCreate:
             assert won.count(True) == 1
             assert content(folder, name) == str(won.index(True)).encode()
 
+    @pytest.mark.parametrize("folder", ["local", *later("gs")], indirect=True)
     def test_exactly_one_of_several_processes_succeeds(self, folder):
         code = (
             "import sys; from rmt_tpu import storage; folder = storage.open_folder(sys.argv[1])\n"

@@ -2,8 +2,9 @@
 
 A mesh of eight devices has three axes of two, and so three pairs of axes: six meshes have all
 fifteen. They are compiled for one system of each kind; every other system meets all its axes in two
-meshes. `make test` takes the six for the plain residual matrix, and one mesh for each way to run
-layers; `make test-all` takes all, and each axis alone for the systems that have the six.
+meshes. `make test` takes two of the six for the plain residual matrix, and one mesh for each way to
+run layers, which have every axis; `make test-all` takes all, and each axis alone for the systems
+that have the six.
 """
 
 import dataclasses
@@ -74,7 +75,6 @@ LEADERS = [
     ("matrix", "reversible"),
 ]
 FAST = [
-    ("vector", "sum"),
     ("vector", "input query"),
     ("vector", "cores"),
     ("matrix", "reversible"),
@@ -107,7 +107,7 @@ def cases():
         leads, axes = (store, name) in LEADERS, axes_of(store, name)
         alone = [(axis,) for axis in axes]
         if (store, name) == ("matrix", "sum"):
-            now = covering(axes)
+            now = covering(axes)[:2]
         else:
             now = halves(number)[:1] if (store, name) in FAST else []
         rest = covering(axes) + alone if leads else halves(number)
