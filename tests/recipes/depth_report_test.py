@@ -76,7 +76,13 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("flags, pieces", ERRORS.values(), ids=list(ERRORS))
+@pytest.mark.parametrize(
+    "flags, pieces",
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name == "no folder" else ())
+        for name, case in ERRORS.items()
+    ],
+)
 def test_usage(flags, pieces, trained):
     error = cli.fail("depth_report", *(flag.replace("{run}", str(trained)) for flag in flags))
     assert all(piece in error for piece in pieces), error

@@ -96,8 +96,17 @@ REPORT = {
     "output": (["--output={files}/short.txt/x"], ["--output=", "Not a directory"]),
 }
 
+# What refuses these is shown by tests of its own, without a program.
+NIGHT = [
+    f"train: {name}"
+    for name in ("no match", "not UTF-8", "no field", "too short", "tokenizer", "no dim")
+]
 CASES = [
-    pytest.param(recipe, flags, pieces, id=f"{recipe}: {name}")
+    pytest.param(
+        *(recipe, flags, pieces),
+        id=f"{recipe}: {name}",
+        marks=pytest.mark.slow if f"{recipe}: {name}" in NIGHT else (),
+    )
     for recipe, cases in [
         ("train", TRAIN),
         ("generate", GENERATE),

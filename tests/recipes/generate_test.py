@@ -85,6 +85,7 @@ def test_prompt_of_any_characters(trained):
     assert cli.succeed("generate", *flags).stdout.startswith("naïve 語 😀")
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts(trained, loaded, tmp_path):
     """Each sample is as it is alone; what is there stays, and half a line is passed over."""
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

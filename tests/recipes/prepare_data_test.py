@@ -86,7 +86,8 @@ def wait_until(condition) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 3])
 def test_killed_anywhere_the_same_command_ends_with_the_same_store(source, store, tmp_path, kills):
     """At instants from the first part on; and the workers of a killed process do not stay."""
     output, draw = tmp_path / "store", random.Random(1)
@@ -122,11 +123,12 @@ pool.wait = wait
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "send",
     [
         pytest.param("os.killpg(0, signal.SIGINT)", id="Ctrl-C"),
-        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", id="SIGTERM", marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", id="SIGTERM"),
     ],
 )
 def test_a_signal_ends_all_processes(source, tmp_path, send):

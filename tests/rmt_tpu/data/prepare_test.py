@@ -414,7 +414,7 @@ def test_values_out_of_range_are_refused(source, tmp_path, options):
     assert f"--{name}={value} is out of range" in refusal(source, tmp_path / "store", **options)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [*later(1), 2])
 def test_bad_input_names_file_and_line_in_whichever_process(source, tmp_path, workers):
     path = tmp_path / "a.jsonl"
     content = path.read_bytes().splitlines(keepends=True)

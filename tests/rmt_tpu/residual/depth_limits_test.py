@@ -21,11 +21,11 @@ MIXERS = {
     "dense": cfg.Dense(),
     "input query": cfg.BlockAttention(num_blocks=2, query="input"),
 }
-CACHED = [("matrix", "blocks of 2")]
+CACHED = [("vector", "blocks of 2")]
 CACHED += later(
     ("vector", "input query"),
     ("vector", "full"),
-    ("vector", "blocks of 2"),
+    ("matrix", "blocks of 2"),
     ("vector", "blocks of 3"),
     ("vector", "dense"),
     ("matrix", "full"),

@@ -265,6 +265,7 @@ def test_new_slots_are_trained(small):
     assert size(stored(later)[..., SLOTS:] - copies) > 1e-2
 
 
+@pytest.mark.slow
 def test_new_queries_of_depth_attention_have_gradients():
     before = model("full", num_layers=1)
     after = resized(before, 2 * SLOTS)
