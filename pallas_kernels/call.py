@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
@@ -35,8 +36,8 @@ def tpu_call(
     moved: int | None = None,
     transcendentals: int = 0,
     aliased: Mapping[str, str] | None = None,
-    prefetch: Array | None = None,
-    interpret: bool = False,
+    prefetch: Mapping[str, Array | np.ndarray] | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> dict[str, Array]:
     """`kernel(inputs, outputs, scratch)` over the grid, each a dict of refs; the outputs by name.
 
@@ -49,18 +50,24 @@ def tpu_call(
       flops, moved, transcendentals: the estimate of its cost for XLA; `moved` in bytes, None is
         every input and output once.
       aliased: of inputs, the output that is written over each.
-      prefetch: a number that blocks are chosen by: what their index functions are given last.
-      interpret: whether to run it in plain JAX.
+      prefetch: int32 arrays [n] that blocks are chosen by: their index functions are given them
+        last, in the order of their names, and the kernel among the inputs.
+      interpret: whether to run it in plain JAX; or how, by an interpreter that knows more of TPUs.
     """
     arrays = {k: array for k, (array, _) in inputs.items()}
     shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, (x, _) in outputs.items()}
-    scalars = () if prefetch is None else (prefetch.reshape(1),)
+    tables = dict(sorted((prefetch or {}).items()))
     position = lambda names, name: sorted(names).index(name)
+
+    def body(*refs):
+        inputs, *others = refs[len(tables) :]
+        kernel(dict(zip(tables, refs, strict=False)) | inputs, *others)
+
     return pl.pallas_call(
-        lambda *refs: kernel(*refs[len(scalars) :]),
+        body,
         name=name,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=len(tables),
             grid=grid,
             in_specs=[{k: spec for k, (_, spec) in inputs.items()}],
             out_specs={k: spec for k, (_, spec) in outputs.items()},
@@ -68,7 +75,7 @@ def tpu_call(
         ),
         out_shape=shapes,
         input_output_aliases={
-            len(scalars) + position(inputs, a): position(outputs, b)
+            len(tables) + position(inputs, a): position(outputs, b)
             for a, b in (aliased or {}).items()
         },
         compiler_params=pltpu.CompilerParams(
@@ -76,7 +83,7 @@ def tpu_call(
         ),
         cost_estimate=_cost(flops, moved, transcendentals, arrays, shapes),
         interpret=interpret,
-    )(*scalars, arrays)
+    )(*tables.values(), arrays)
 
 
 def gpu_call(

@@ -71,11 +71,21 @@ _DEPTH = (
 _causal = _of(
     "pallas_kernels/causal_attention/reference.py", f"{_KERNELS}/causal_attention_test.py"
 )
+_blocks = _of(
+    "pallas_kernels/causal_attention/mosaic_tpu_blocks.py", f"{_KERNELS}/causal_attention_test.py"
+)
 _CAUSAL = (
     _causal("mask = (queries[:, None] >= jnp.arange(length)", "mask = (queries[:, None] > jnp.arange(length)"),
     _causal("mask = mask & (segment_ids[:, queries, None] ==", "mask = mask | (segment_ids[:, queries, None] =="),
     _causal("d_logits = (scale * weights * (d_weights - delta", "d_logits = (weights * (d_weights - delta"),
     _causal("distance = positions[:, None] - jnp.arange", "distance = positions[:, None] + jnp.arange"),
+    _causal("-1, x.shape[3]).sum(axis=3)", "-1, x.shape[3])[:, :, :, 0]"),
+    _blocks('ref["sum"][head] * shrink + mixed', 'ref["sum"][head] + mixed'),
+    _blocks("seen = (k_low <= q_high) & (q_low <= k_high)", "seen = k_low <= q_low"),
+    _blocks('- ref["delta"][0, head])', ")"),
+    _blocks("kind |= _MASKED * _is_masked(call, i, j) |", "kind |="),
+    _blocks('"offset": None if offset is None else offset + start', '"offset": offset'),
+    _blocks("first = at.group * (call.blocks.heads * call.each)", "first = at.group * call.blocks.heads"),
 )  # fmt: skip
 
 # Residual systems -----------------------------------------------------------------------------

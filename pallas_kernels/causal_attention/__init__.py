@@ -1,7 +1,8 @@
-"""Causal attention within segments, with ALiBi, in the layouts that the residual's ops leave.
+"""Causal attention within segments, with ALiBi and grouped queries, in the layouts of the residual.
 
-Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (a TPU kernel that reads and writes the
-key-vector kernels' layout in place; no public one does, or takes ALiBi without a bias in memory),
+Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels for any length; of a short
+sequence one that reads and writes the key-vector kernels' layout in place; no public one does, or
+takes ALiBi without a bias in memory),
 "pallas" (that kernel where the program is lowered for a TPU, plain JAX elsewhere) and, of
 `causal_attention` alone, "cudnn" (`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is
 "pallas".
@@ -36,16 +37,19 @@ def causal_attention(
     scale: Scale,
     slopes: Float[Array, " H"] | None = None,
     segment_ids: Int[Array, "B N"] | None = None,
+    kv_heads: int | None = None,
     rows: Rows = "size_major",
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H D"]:
     """`softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment, every head.
 
     Args:
-      qkv: `P = 3 H` data vectors a token: queries of all heads, then keys, then values.
+      qkv: `P = H + 2 G` data vectors a token: queries of all heads, then keys, then values.
       scale: of the logits; no gradient.
       slopes: of ALiBi, one a head; no gradient.
       segment_ids: of each token; None is one segment a row.
+      kv_heads: G, heads of keys and of values, each for `H / G` neighbouring heads of queries;
+        None is as many as of queries.
       rows: the order of rows in the kernel's layout, [B, D, P, N] ("size_major", what the
         key-vector kernels write) or [B, P, D, N] ("head_major", what a projection writes).
       implementation: None picks what is best on the platform that the program is lowered for.
@@ -55,13 +59,13 @@ def causal_attention(
 
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call.
-      ValueError: qkv is not of `3 H` data vectors of floats a token, or slopes not of H.
+      ValueError: qkv is not of `H + 2 G` data vectors of floats a token, or slopes not of H.
       TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
     """
-    _check(qkv, slopes)
+    kv_heads = _check(qkv, slopes, kv_heads)
     if implementation == "cudnn":
-        return _by_cudnn(qkv, scale, slopes, segment_ids)
-    call = _Call(rows, implementation)
+        return _by_cudnn(qkv, scale, slopes, segment_ids, kv_heads)
+    call = _Call(rows, implementation, kv_heads)
     return _attention(call, qkv, jnp.asarray(scale), slopes, segment_ids)
 
 
@@ -71,12 +75,15 @@ def attention_forward(
     scale: Scale,
     slopes: Float[Array, " H"] | None = None,
     segment_ids: Int[Array, "B N"] | None = None,
+    kv_heads: int | None = None,
     rows: Rows = "size_major",
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
     """`causal_attention`, and the log sum of each softmax; with no gradient of its own."""
-    _check(qkv, slopes)
-    return _forward(_Call(rows, implementation), qkv, jnp.asarray(scale), slopes, segment_ids)
+    kv_heads = _check(qkv, slopes, kv_heads)
+    return _forward(
+        _Call(rows, implementation, kv_heads), qkv, jnp.asarray(scale), slopes, segment_ids
+    )
 
 
 def attention_backward(
@@ -88,25 +95,34 @@ def attention_backward(
     scale: Scale,
     slopes: Float[Array, " H"] | None = None,
     segment_ids: Int[Array, "B N"] | None = None,
+    kv_heads: int | None = None,
     rows: Rows = "size_major",
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N P D"]:
     """The cotangent of qkv, from what `attention_forward` returned."""
+    kv_heads = _check(qkv, slopes, kv_heads)
     args = (qkv, out, log_sums, d_out, jnp.asarray(scale), slopes, segment_ids)
-    return _backward(_Call(rows, implementation), *args)
+    return _backward(_Call(rows, implementation, kv_heads), *args)
 
 
-def _check(qkv, slopes) -> None:
+def _check(qkv, slopes, kv_heads: int | None) -> int:
+    """The number of heads of keys."""
     check_array("qkv", qkv, "B N P D")
-    heads, rest = divmod(qkv.shape[2], 3)
-    if rest or (slopes is not None and slopes.shape != (heads,)):
+    rows = qkv.shape[2]
+    given = rows // 3 if kv_heads is None else kv_heads
+    heads = rows - 2 * given
+    fits = given > 0 and heads > 0 and heads % given == 0 and (kv_heads or 3 * given == rows)
+    if not fits or (slopes is not None and slopes.shape != (heads,)):
         of_slopes = "" if slopes is None else f", slopes [H] are {slopes.shape}"
-        raise ValueError(f"shapes do not fit: qkv [B, N, 3 H, D] is {qkv.shape}{of_slopes}")
+        wanted = "3 H" if kv_heads is None else f"H + 2 * {kv_heads}"
+        raise ValueError(f"shapes do not fit: qkv [B, N, {wanted}, D] is {qkv.shape}{of_slopes}")
+    return given
 
 
 class _Call(NamedTuple):
     rows: Rows
     implementation: str | None
+    kv_heads: int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,16 +167,18 @@ def _backward(call, *args):
 
 
 def _of_kernels(call, module):
-    return {} if module is reference else {"rows": call.rows}
+    shared = {"kv_heads": call.kv_heads}
+    return shared if module is reference else shared | {"rows": call.rows}
 
 
 def _run(call: _Call, op: str, run, args):
-    return _IMPLEMENTATIONS.run(call.implementation, op, run, args, rows=call.rows)
+    options = {"rows": call.rows, "kv_heads": call.kv_heads}
+    return _IMPLEMENTATIONS.run(call.implementation, op, run, args, **options)
 
 
-def _by_cudnn(qkv, scale, slopes, segment_ids):
+def _by_cudnn(qkv, scale, slopes, segment_ids, kv_heads):
     """The library's kernel, with its own gradient."""
-    q, k, v = jnp.split(qkv, 3, axis=2)
+    q, k, v = reference.split(qkv, kv_heads)
     bias, mask = None, None
     if slopes is not None:
         order = jnp.arange(qkv.shape[1])

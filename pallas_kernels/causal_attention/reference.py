@@ -30,12 +30,13 @@ def attention_forward(
     scale: Float[Array, ""] | int | float,
     slopes: Float[Array, " H"] | None = None,
     segment_ids: Int[Array, "B N"] | None = None,
+    kv_heads: int | None = None,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
     """`softmax(scale q.k - slope (i - j)) v` of every head, and each softmax's log sum.
 
     At least float32 inside; the output in qkv's dtype, the log sums at least float32.
     """
-    q, k, v = jnp.split(qkv, 3, axis=2)
+    q, k, v = _repeated(qkv, kv_heads)
     logits_of = functools.partial(_logits, k, scale, slopes, segment_ids)
 
     def block(_, queries):
@@ -58,10 +59,11 @@ def attention_backward(
     scale: Float[Array, ""] | int | float,
     slopes: Float[Array, " H"] | None = None,
     segment_ids: Int[Array, "B N"] | None = None,
+    kv_heads: int | None = None,
 ) -> Float[Array, "B N P D"]:
     """The cotangent of qkv. With weights p: `ds = p (d_out v - sum(out d_out))`."""
     dtype = jnp.result_type(qkv, jnp.float32)
-    q, k, v = jnp.split(qkv, 3, axis=2)
+    q, k, v = _repeated(qkv, kv_heads)
     logits_of = functools.partial(_logits, k, scale, slopes, segment_ids)
     einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
 
@@ -77,7 +79,26 @@ def attention_backward(
 
     zeros = (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
     (d_k, d_v), (d_q,) = _over_blocks(block, zeros, (q, out, log_sums, d_out))
+    if kv_heads is not None:
+        together = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).sum(axis=3)
+        d_k, d_v = together(d_k), together(d_v)
     return jnp.concatenate([d_q, d_k, d_v], axis=2).astype(qkv.dtype)
+
+
+def split(
+    qkv: Float[Array, "B N P D"], kv_heads: int | None
+) -> tuple[Float[Array, "B N H D"], Float[Array, "B N G D"], Float[Array, "B N G D"]]:
+    """Queries, keys and values; `kv_heads` None is as many of each."""
+    given = qkv.shape[2] // 3 if kv_heads is None else kv_heads
+    heads = qkv.shape[2] - 2 * given
+    return tuple(jnp.split(qkv, [heads, heads + given], axis=2))
+
+
+def _repeated(qkv, kv_heads):
+    """The same, with a head of keys for each of queries."""
+    q, k, v = split(qkv, kv_heads)
+    each = q.shape[2] // k.shape[2]
+    return q, *((jnp.repeat(x, each, axis=2) if each > 1 else x) for x in (k, v))
 
 
 def _logits(k, scale, slopes, segment_ids, q, positions):

@@ -41,6 +41,8 @@ _VMEM_COPY = "dma.vmem_to_vmem"
 # A grid runs as a pipeline of three stages (copy in, compute, copy out) over two more iterations.
 _PIPELINE = "iteration index, stage"
 _PIPELINE_EXTRA = 2
+# Bundles behind a branch that are executed before it is taken.
+_DELAY_SLOTS = 4
 # Enough for the waiting of one iteration to show in the next.
 _ITERATIONS = 4
 
@@ -127,7 +129,7 @@ def parse_schedule(bundles_text: str, utilization_text: str, matrix: MatrixUnit)
     spans = _loop_spans(bundles)
     constants = dict(_CONSTANT.findall(bundles_text))
 
-    def build(start: int, end: int, trips: int | None, inside: Sequence[tuple[int, int]]) -> Loop:
+    def build(start: int, end: int, times: int | None, inside: Sequence[tuple[int, int]]) -> Loop:
         outermost = []
         for span in inside:
             if not outermost or span[0] > outermost[-1][1]:
@@ -136,7 +138,8 @@ def parse_schedule(bundles_text: str, utilization_text: str, matrix: MatrixUnit)
         for first, last in outermost:
             own += range(position, first)
             nested = [s for s in inside if first <= s[0] and s[1] <= last and s != (first, last)]
-            loops.append(build(first, last, _trips(bundles[first : last + 1], constants), nested))
+            trips = _trips(bundles, first, last, constants)
+            loops.append(build(first, last, trips, nested))
             position = last + 1
         own += range(position, end + 1)
         units = Counter()
@@ -144,9 +147,9 @@ def parse_schedule(bundles_text: str, utilization_text: str, matrix: MatrixUnit)
             units.update(dict(zip(slots, use[i], strict=True)))
         events = [_events(bundles[i].text) for i in own]
         return Loop(
-            trips=trips,
+            trips=times,
             bundles=len(own),
-            cycles=_stalled(events, matrix, 1 if trips == 1 else _ITERATIONS),
+            cycles=_stalled(events, matrix, 1 if times == 1 else _ITERATIONS),
             mxu_cycles=_busiest(events, matrix),
             units=dict(units),
             inner=tuple(loops),
@@ -190,36 +193,53 @@ def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
     return sorted(ends.items(), key=lambda span: (span[0], -span[1]))
 
 
-def _trips(body: list[_Bundle], constants: dict[str, str]) -> int | None:
+def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, str]) -> int | None:
     """Of the loop from its phis (first bundle) to its branch back (last)."""
-    predicate = next((p for p, _ in _BRANCH.findall(body[-1].text) if p.startswith("!")), None)
-    text = "\n".join(bundle.text for bundle in body)
-    phis = _PHI.findall(body[0].text)
+    branch, head = bundles[last].text, bundles[first].text
+    predicate = next((p for p, _ in _BRANCH.findall(branch) if p.startswith("!")), None)
+    text = _text(bundles[first : last + 1 + _DELAY_SLOTS])
+    phis = _PHI.findall(head)
     for name, index, bound in _EXIT.findall(text):
         if f"!{name}" != predicate:
             continue
         steps = {new: (int(step), old) for new, step, old in _STEP.findall(text)}
         steps |= {new: (int(step), old) for new, old, step in _STEP_REVERSED.findall(text)}
-        step, old = steps.get(_source(index, text), (0, ""))
-        starts = [start for now, start, _ in phis if now == _source(old, text)]
+        step, old = steps.get(_sources(index, text)[-1], (0, ""))
+        sources = _sources(old, text)
+        starts = [start for now, start, _ in phis if now == sources[-1]]
+        told = head
+        if not starts and sources[-1] in steps:  # it goes round through memory, without a phi
+            told = text
+            kept = {slot for loaded, slot in _FILL.findall(text) if loaded in sources}
+            stored = _SPILL.findall(_text(bundles[:first]))
+            starts = [register for slot, register in reversed(stored) if slot in kept]
         if step <= 0 or not starts:
             return None
         trips = -(-(int(bound) - int(constants.get(starts[0], "0"))) // step)
-        pipeline = _PIPELINE in body[0].text
+        pipeline = _PIPELINE in told
         return max(trips - _PIPELINE_EXTRA, 1) if pipeline else trips
     return None
 
 
-def _source(register: str, text: str) -> str:
-    """What a register is a copy of: of another one, or of one that was spilled."""
+def _text(bundles: list[_Bundle]) -> str:
+    return "\n".join(bundle.text for bundle in bundles)
+
+
+def _sources(register: str, text: str) -> list[str]:
+    """A register and what it is a copy of, the origin last: others, or one that was spilled."""
     copies = dict(_COPY.findall(text))
-    spilled = {slot: stored for slot, stored in _SPILL.findall(text)}
-    copies |= {loaded: spilled[slot] for loaded, slot in _FILL.findall(text) if slot in spilled}
-    seen = {register}
-    while register in copies and copies[register] not in seen:
-        register = copies[register]
-        seen.add(register)
-    return register
+    stores = [(found.start(), *found.groups()) for found in _SPILL.finditer(text)]
+    for found in _FILL.finditer(text):
+        loaded, slot = found.groups()
+        # Slots serve several registers in turn; what comes first was stored an iteration before.
+        before = [stored for at, to, stored in stores if to == slot and at < found.start()]
+        after = [stored for at, to, stored in stores if to == slot and at > found.start()]
+        if before or after:
+            copies[loaded] = (before or after)[-1]
+    seen = [register]
+    while copies.get(seen[-1], register) not in seen:
+        seen.append(copies[seen[-1]])
+    return seen
 
 
 # Matrix units --------------------------------------------------------------------------------

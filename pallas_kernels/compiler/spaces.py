@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.causal_attention import mosaic_tpu as attention_tpu
+from pallas_kernels.causal_attention import mosaic_tpu_blocks as attention_blocks
+from pallas_kernels.causal_attention import mosaic_tpu_whole as attention_whole
 from pallas_kernels.causal_attention import reference as attention_portable
 from pallas_kernels.compiler.programs import lower
 from pallas_kernels.depth_attention import mosaic_tpu as depth_tpu
@@ -359,19 +361,34 @@ def _depth() -> Iterator[tuple[tuple[str, str], Space]]:
 # Attention ---------------------------------------------------------------------------------------
 
 
-def _attention_values(key: Values, tokens: int, default: Values) -> Iterator[Values]:
-    yield from _product(queries=range(128, tokens + 1, 128))
+def _attention_values(op, key: Values, tokens: int, default: Values) -> Iterator[Values]:
+    if "blocks" not in op:
+        yield from _product(queries=range(128, tokens + 1, 128))
+        return
+    sizes = [size for size in (128, 256, 512, 1024, 2048) if size < 2 * tokens]
+    yield from _product(queries=sizes, keys=sizes, heads=(1, 2, 4, 8))
+
+
+def _attention_default(op, key: Values, tokens: int) -> tuned.Blocks:
+    if "blocks" in op:
+        return attention_blocks.default_blocks(op, tokens, **key)
+    return attention_whole.default_blocks(op, tokens)
 
 
 def _attention_call(op, key: Values, tokens: int) -> Call:
     B, N, H, D = max(2, _TOKENS // tokens), tokens, key["heads"], key["size"]
+    G, by_blocks = key.get("kv_heads", H), "blocks" in op
+    portable = op.replace("_blocks", "")
     data = functools.partial(_array, dtype=key["dtype"])
     slopes = (_array(H),) if key["alibi"] else ()
     segments = (_array(B, N, dtype=jnp.int32),) if key["segments"] else ()
     others = {"scale": D**-0.5}
 
     def function(module):
-        of_kernel = {} if module is attention_portable else {"rows": key["rows"]}
+        of_kernel = {}
+        if module is not attention_portable:
+            of_kernel = {"rows": "head_major"} if by_blocks else {"rows": key["rows"]}
+        run_by = functools.partial(getattr(module, portable), kv_heads=G)
 
         def run(*args):
             arrays, rest = list(args[: len(args) - len(slopes + segments)]), list(args)
@@ -379,12 +396,12 @@ def _attention_call(op, key: Values, tokens: int) -> Call:
             given = others | of_kernel
             given |= {"slopes": rest.pop(0)} if slopes else {}
             given |= {"segment_ids": rest.pop(0)} if segments else {}
-            return getattr(module, op)(*arrays, **given)
+            return run_by(*arrays, **given)
 
         return run
 
-    arrays = (data(B, N, 3 * H, D),)
-    if op == "attention_backward":
+    arrays = (data(B, N, H + 2 * G, D),)
+    if op.endswith("backward"):
         arrays += (data(B, N, H, D), _array(B, N, H), data(B, N, H, D))
     modules = attention_tpu, attention_portable
     return Call(function, *modules, (*arrays, *slopes, *segments))
@@ -392,13 +409,13 @@ def _attention_call(op, key: Values, tokens: int) -> Call:
 
 def _attention() -> Iterator[tuple[tuple[str, str], Space]]:
     for op in attention_tpu.KERNELS:
-        rule = functools.partial(attention_tpu.default_blocks, op)
+        rule = functools.partial(_attention_default, op)
         yield (
             ("tpu", op),
             Space(
-                lambda key, tokens, rule=rule: rule(tokens),
-                _attention_values,
-                ("queries",),
+                rule,
+                functools.partial(_attention_values, op),
+                ("queries", "keys", "heads") if "blocks" in op else ("queries",),
                 functools.partial(_attention_call, op),
             ),
         )

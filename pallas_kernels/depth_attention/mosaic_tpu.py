@@ -222,7 +222,7 @@ def merge(
         _rows_scratch(call, "h"),
         flops=15 * current.size,
         interpret=interpret,
-        prefetch=site,
+        prefetch={"site": site.reshape(1)},
     )
     return out["z"][: call.tokens, : call.size]
 
@@ -282,7 +282,7 @@ def merge_backward(
         flops=40 * current.size,
         interpret=interpret,
         aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
-        prefetch=site,
+        prefetch={"site": site.reshape(1)},
     )
     T, D = current.shape
     return MergeGradients(

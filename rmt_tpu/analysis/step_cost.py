@@ -51,6 +51,8 @@ _PART_OF_WORD = {part: part for part in PARTS} | {
     "mla": "attention",
     "attention_forward": "attention",
     "attention_backward": "attention",
+    "attention_blocks_forward": "attention",
+    "attention_blocks_backward": "attention",
 }
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _FIRST_MODEL = next(iter(MODELS))

@@ -142,9 +142,15 @@ class Attention(Core):
         return self._to_tokens(y), cache
 
     def _attend(self, function, context, index, *arrays):
-        shared = {"scale": self._scale(index), "slopes": self._slopes()}
-        rows = self.layout.rows
-        return function(*arrays, segment_ids=context.segment_ids, rows=rows, **shared)
+        each = self.core.num_heads // self.core.kv_heads
+        shared = {
+            "scale": self._scale(index),
+            "slopes": self._slopes(),
+            "segment_ids": context.segment_ids,
+            "kv_heads": arrays[0].shape[2] // (each + 2),
+            "rows": self.layout.rows,
+        }
+        return function(*arrays, **shared)
 
     def _scale(self, index):
         scale = jnp.asarray(self.scale)
@@ -169,15 +175,11 @@ class Attention(Core):
         return sharding.swap(y, self.layout.swapped, split=1, join=2)
 
     def _packed(self, z, context):
-        """Queries, keys and values of own heads, as many of each, side by side."""
+        """Queries, keys and values of own heads, side by side."""
         as_read = isinstance(self.core.positions, cfg.Learned | cfg.Alibi | cfg.NoPositions)
         if as_read and self.query_gain is None and self.bias is None and self._alike:
             return self._to_heads(z, groups=3)
-        q, k, v = self._turned(z, context)
-        each = q.shape[2] // k.shape[2]
-        if each > 1:
-            k, v = jnp.repeat(k, each, axis=2), jnp.repeat(v, each, axis=2)
-        return jnp.concatenate([q, k, v], axis=2)
+        return jnp.concatenate(self._turned(z, context), axis=2)
 
     @property
     def _alike(self):

@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import UnsupportedImplementation, attention_forward, causal_attention
-from pallas_kernels.causal_attention import mosaic_tpu, reference
+from pallas_kernels.causal_attention import (
+    mosaic_tpu,
+    mosaic_tpu_blocks,
+    mosaic_tpu_whole,
+    reference,
+)
+from pallas_kernels.causal_attention.mosaic_tpu_blocks import Blocks
 from tests.closeness import assert_close, float64
 
 # Largest error relative to the largest value. bfloat16 rounds weights, output and gradients: 2^-9
@@ -18,10 +25,13 @@ from tests.closeness import assert_close, float64
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
 
 
-def arguments(batch, length, heads, size, dtype, *, alibi=False, segments=False, seed=0):
+def arguments(
+    batch, length, heads, size, dtype, *, alibi=False, segments=False, kv_heads=None, seed=0
+):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.normal(size=shape).astype(dtype)
-    qkv, d_out = draw(batch, length, 3 * heads, size), draw(batch, length, heads, size)
+    rows = heads + 2 * (kv_heads or heads)
+    qkv, d_out = draw(batch, length, rows, size), draw(batch, length, heads, size)
     options = {"scale": 1.3 * size**-0.5}
     if alibi:
         options["slopes"] = rng.uniform(0.01, 0.5, heads).astype(np.float32)
@@ -32,14 +42,15 @@ def arguments(batch, length, heads, size, dtype, *, alibi=False, segments=False,
     return qkv, d_out, options
 
 
-def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None):
+def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=None):
     """Output, log sums and the cotangent of qkv in float64, one head of one row at a time."""
     qkv, d_out = float64((qkv, d_out))
-    B, N, P, D = qkv.shape
-    H = P // 3
-    out, log_sums, d_qkv = np.empty((B, N, H, D)), np.empty((B, N, H)), np.empty(qkv.shape)
+    (B, N, _, D), H = qkv.shape, d_out.shape[2]
+    G = kv_heads or H
+    out, log_sums, d_qkv = np.empty((B, N, H, D)), np.empty((B, N, H)), np.zeros(qkv.shape)
     for b, h in np.ndindex(B, H):
-        q, k, v = (qkv[b, :, part * H + h] for part in range(3))
+        rows = h, H + h // (H // G), H + G + h // (H // G)
+        q, k, v = (qkv[b, :, row] for row in rows)
         sees = np.tri(N, dtype=bool)
         if segment_ids is not None:
             sees &= segment_ids[b, :, None] == segment_ids[b]
@@ -53,25 +64,29 @@ def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None):
         d_weights = d_out[b, :, h] @ v.T
         mean = np.sum(weights * d_weights, axis=1, keepdims=True)
         d_logits = scale * weights * (d_weights - mean)
-        d_qkv[b, :, h] = d_logits @ k
-        d_qkv[b, :, H + h] = d_logits.T @ q
-        d_qkv[b, :, 2 * H + h] = weights.T @ d_out[b, :, h]
+        gradients = d_logits @ k, d_logits.T @ q, weights.T @ d_out[b, :, h]
+        for row, gradient in zip(rows, gradients, strict=True):
+            d_qkv[b, :, row] += gradient
     return out, log_sums, d_qkv
 
 
-def plain(qkv, d_out, options):
+def plain(qkv, d_out, options, **static):
     """What `numpy_attention` gives, by the ops."""
+    options = options | static
     out, pullback = jax.vjp(lambda qkv: causal_attention(qkv, **options), qkv)
     return out, attention_forward(qkv, **options)[1], pullback(d_out)[0]
 
 
-@pytest.mark.parametrize("added", [(), ("alibi",), ("alibi", "segments")], ids="-".join)
+@pytest.mark.parametrize("added", [(), ("alibi",), ("alibi", "segments", "kv_heads")], ids="-".join)
 def test_plain_attention_and_its_gradient_equal_numpy(added):
-    qkv, d_out, options = arguments(2, 13, 3, 4, "float64", **dict.fromkeys(added, True))
+    static = {"kv_heads": 2 if "kv_heads" in added else None}
+    qkv, d_out, options = arguments(
+        *(2, 13, 4, 3), "float64", **dict.fromkeys(added, True) | static
+    )
     with jax.enable_x64(True):
-        got = jax.jit(plain)(qkv, d_out, options)
+        got = jax.jit(functools.partial(plain, **static))(qkv, d_out, options)
     # Slopes are float32 numbers, exact in both.
-    assert_close(got, numpy_attention(qkv, d_out, **options), 1e-14)
+    assert_close(got, numpy_attention(qkv, d_out, **options, **static), 1e-14)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +106,11 @@ def test_blocks_of_queries_give_the_same_and_never_all_logits(queries, monkeypat
     assert_close(got, numpy_attention(qkv, d_out, **options), 1e-14)
 
 
-def by_kernels(qkv, d_out, options, **static):
+def by_kernels(module, qkv, d_out, options, **static):
     """What `numpy_attention` gives, by the interpreted kernels."""
     kernel = dict(options, **static, interpret=True)
-    out, log_sums = mosaic_tpu.attention_forward(qkv, **kernel)
-    return out, log_sums, mosaic_tpu.attention_backward(qkv, out, log_sums, d_out, **kernel)
+    out, log_sums = module.attention_forward(qkv, **kernel)
+    return out, log_sums, module.attention_backward(qkv, out, log_sums, d_out, **kernel)
 
 
 SHAPES = [  # of rows; with alibi, with segments
@@ -130,7 +145,7 @@ QUICK = [
 def test_kernels_equal_numpy(shape, dtype, rows):
     shape, alibi, segments = shape
     qkv, d_out, options = arguments(*shape, dtype, alibi=alibi, segments=segments)
-    got = jax.jit(functools.partial(by_kernels, rows=rows))(qkv, d_out, options)
+    got = jax.jit(functools.partial(by_kernels, mosaic_tpu_whole, rows=rows))(qkv, d_out, options)
     out, log_sums, gradient = got
     assert out.dtype == gradient.dtype == dtype and log_sums.dtype == jnp.float32
     expected = numpy_attention(qkv, d_out, **options)
@@ -141,9 +156,106 @@ def test_kernels_equal_numpy(shape, dtype, rows):
 @pytest.mark.parametrize("queries", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_any_block_of_queries_gives_the_same(queries):
     qkv, d_out, options = arguments(1, 256, 2, 8, "float32", segments=True)
-    run = functools.partial(by_kernels, queries=queries, rows="head_major")
+    run = functools.partial(by_kernels, mosaic_tpu_whole, queries=queries, rows="head_major")
     expected = numpy_attention(qkv, d_out, **options)
     assert_close(jax.jit(run)(qkv, d_out, options), expected, TOLERANCE["float32"])
+
+
+def test_kernels_over_blocks_are_batched():
+    """By `jax.vmap`, with masks of their own."""
+    qkv, d_out, options = arguments(2, 256, 2, 8, "float32", segments=True)
+
+    def one(qkv, d_out, ids):
+        given = {"scale": options["scale"], "segment_ids": ids}
+        return by_kernels(mosaic_tpu, qkv, d_out, given, blocks=Blocks(128, 128, 2))
+
+    arrays = (jnp.asarray(x)[:, None] for x in (qkv, d_out, options["segment_ids"]))
+    got = jax.tree.map(lambda x: x[:, 0], jax.jit(jax.vmap(one))(*arrays))
+    assert_close(got, numpy_attention(qkv, d_out, **options), TOLERANCE["float32"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+def test_kernels_over_blocks_have_no_races(mode):
+    from jax._src.pallas.mosaic.interpret import race_detection_state
+
+    heads = mosaic_tpu_blocks.Heads
+    qkv, d_out, options = arguments(1, 384, 2, 8, "float32", segments=True)
+    rows, ids = jnp.asarray(qkv).transpose(0, 2, 3, 1), jnp.asarray(options["segment_ids"])
+    shared = {"heads": (2, 2), "blocks": Blocks(128, 128, 1), "scale": options["scale"]}
+    shared |= {"segments": (ids, ids)}
+    shared["interpret"] = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    given = heads(rows), heads(rows, 2), heads(rows, 4)
+    out, sums = mosaic_tpu_blocks.attention_forward(*given, **shared)
+    d_out = jnp.asarray(d_out).transpose(0, 2, 3, 1)
+    delta = jnp.sum(out * d_out, axis=2, keepdims=True)
+    gradients = mosaic_tpu_blocks.attention_backward(*given, sums, delta, d_out, **shared)
+    # Later versions of jax raise an error of their own.
+    races = getattr(race_detection_state, "races", None)
+    assert races is None or not races.races_found
+    want = numpy_attention(qkv, d_out.transpose(0, 3, 1, 2), **options)[2]
+    got = jnp.concatenate(gradients, axis=1).transpose(0, 3, 1, 2)
+    assert_close(got, want, TOLERANCE["float32"])
+
+
+BY_BLOCKS = [  # batch, length, heads, size; heads of keys; what else there is; blocks
+    ((1, 384, 4, 8), 2, ("alibi",), Blocks(128, 128, 2)),
+    ((2, 300, 3, 16), 3, ("segments",), Blocks(128, 256, 1)),  # a length of no whole blocks
+    ((1, 512, 4, 8), 1, ("alibi", "segments"), Blocks(256, 128, 1)),
+    ((1, 512, 2, 24), 2, (), Blocks(128, 256, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    "shape, kv_heads, added, blocks, dtype",
+    [
+        pytest.param(
+            *(*case, dtype),
+            id=f"{'x'.join(map(str, case[0]))}-{case[1]}-{'-'.join(case[2])}-{dtype}",
+            marks=() if quick else pytest.mark.slow,
+        )
+        for number, case in enumerate(BY_BLOCKS)
+        for dtype, quick in (("float32", number in (0, 1)), ("bfloat16", number == 2))
+    ],
+)
+def test_kernels_over_blocks_equal_numpy(shape, kv_heads, added, blocks, dtype, monkeypatch):
+    static = {"kv_heads": kv_heads}
+    qkv, d_out, options = arguments(*shape, dtype, **dict.fromkeys(added, True), **static)
+    # Backward in several spans of queries.
+    monkeypatch.setattr(mosaic_tpu_blocks, "_KEPT_BYTES", 2 * 128 * 4 * shape[3] * 2)
+    run = functools.partial(by_kernels, mosaic_tpu, blocks=blocks, **static)
+    out, log_sums, gradient = jax.jit(run)(qkv, d_out, options)
+    assert out.dtype == gradient.dtype == dtype and log_sums.dtype == jnp.float32
+    expected = numpy_attention(qkv, d_out, **options, **static)
+    assert_close((out, gradient), expected[::2], TOLERANCE[dtype])
+    assert_close(log_sums, expected[1], TOLERANCE["float32"])
+
+
+def test_keys_of_another_part_of_a_sequence():
+    """All seen, of a query's segment or not: log sums say how much each part counts."""
+    shape, blocks = (1, 256, 2, 8), Blocks(128, 128, 2)
+    qkv, d_out, options = arguments(*shape, "float32", alibi=True)
+    ids = jnp.repeat(jnp.array([[0, 1]]), 128, axis=1)
+    heads, shared = mosaic_tpu_blocks.Heads, {"heads": (2, 2), "blocks": blocks, "interpret": True}
+    shared |= {"scale": options["scale"], "slopes": jnp.asarray(options["slopes"])}
+    rows = jnp.asarray(qkv).transpose(0, 2, 3, 1)
+    first, last = rows[..., :128], rows[..., 128:]
+
+    def part(keys, segments, **where):
+        given = heads(last), heads(keys, 2), heads(keys, 4)
+        out, sums = mosaic_tpu_blocks.attention_forward(
+            *given, **shared, **where, segments=segments
+        )
+        return out, sums
+
+    for given, seen in ((jnp.zeros((1, 256), jnp.int32), True), (ids, False)):
+        own, before = (given[:, 128:], given[:, 128:]), (given[:, 128:], given[:, :128])
+        parts = [part(last, own), part(first, before, offset=None, shift=128)]
+        weights = jax.nn.softmax(jnp.stack([sums for _, sums in parts]), axis=0)
+        got = sum(w * out for w, (out, _) in zip(weights, parts, strict=True))
+        want = numpy_attention(qkv, d_out, **options, segment_ids=given)[0][:, 128:]
+        assert_close(got, want.transpose(0, 2, 3, 1), TOLERANCE["float32"])
+        assert bool((weights[1] == 0).all()) == (not seen)
 
 
 COMPILED = [(16, 64), (14, 64), (12, 32), (4, 32)]  # the presets' heads
@@ -173,6 +285,38 @@ def test_kernels_compile_for_tpu(target, heads, size, rows):
     assert compiled.as_text().count("tpu_custom_call") == 2
 
 
+LONG = [  # length; heads of queries and of keys; their size
+    ("v5e:2x2", 2048, 16, 16, 64),
+    ("v6e:2x2", 2048, 32, 8, 64),
+    pytest.param("v5p:2x2x1", 2048, 16, 4, 128, marks=pytest.mark.slow),
+    pytest.param("tpu7x:2x2x1", 4096, 8, 8, 192, marks=pytest.mark.slow),
+    pytest.param("v5e:2x2", 8192, 4, 2, 256, marks=pytest.mark.slow),
+    pytest.param("v5p:2x2x1", 131072, 16, 16, 64, marks=pytest.mark.slow),
+    pytest.param("v5e:2x2", 16384, 8, 1, 128, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("target, length, heads, kv_heads, size", LONG)
+def test_kernels_over_blocks_compile_for_tpu(target, length, heads, kv_heads, size):
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
+    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    shape = (2, 1, length, heads + 2 * kv_heads, size)
+    qkv = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=device)
+    ids = jax.ShapeDtypeStruct(shape[:3], jnp.int32, sharding=device)
+
+    def loss(qkv, ids):
+        options = {"scale": 0.1, "slopes": jnp.full(heads, 0.1), "rows": "head_major"}
+        one = lambda qkv, ids: causal_attention(qkv, segment_ids=ids, kv_heads=kv_heads, **options)
+        return jnp.sum(jax.vmap(one)(qkv, ids).astype(jnp.float32))
+
+    compiled = jax.jit(jax.grad(loss)).lower(qkv, ids).compile()
+    kernels = compiled.as_text().count("tpu_custom_call")
+    assert kernels == (3 if (length, size) == (16384, 128) else 2)  # in spans of queries
+    # Nothing grows with the square of the length.
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * np.prod(shape) * 2
+
+
 @pytest.mark.parametrize("platform, kernels", [("tpu", 2), ("cpu", 0), ("cuda", 0)])
 def test_kernel_is_chosen_by_the_platform_lowered_for(platform, kernels):
     qkv, _, options = arguments(1, 128, 2, 8, "bfloat16", segments=True)
@@ -182,22 +326,39 @@ def test_kernel_is_chosen_by_the_platform_lowered_for(platform, kernels):
 
 
 def test_what_no_kernel_serves_falls_back_or_is_refused():
-    short = jax.ShapeDtypeStruct((1, 100, 9, 8), jnp.bfloat16)
+    short = jax.ShapeDtypeStruct((1, 100, 9, 9), jnp.bfloat16)
     ask = lambda qkv, **options: jax.jit(
         lambda qkv: causal_attention(qkv, scale=0.1, **options)
     ).trace(qkv)
-    with pytest.raises(UnsupportedImplementation, match="100 tokens .multiples of 128.; use 'xla'"):
+    with pytest.raises(UnsupportedImplementation, match="size 9 .multiples of 8.; use 'xla'"):
         ask(short, implementation="mosaic_tpu")
-    odd = jax.ShapeDtypeStruct((1, 128, 9, 8), jnp.bfloat16)
-    assert "even number" in mosaic_tpu.unsupported("attention_forward", odd)
-    assert mosaic_tpu.unsupported("attention_forward", odd, rows="head_major") is None
-    long = jax.ShapeDtypeStruct((1, 16384, 48, 64), jnp.bfloat16)
-    assert "VMEM" in mosaic_tpu.unsupported("attention_forward", long)
     traced = ask(short)
-    with pytest.warns(UserWarning, match="plain XLA instead: sequences of 100 tokens"):
+    with pytest.warns(UserWarning, match="plain XLA instead: heads of size 9"):
         traced.lower(lowering_platforms=("tpu",))
+    odd = jax.ShapeDtypeStruct((1, 128, 9, 8), jnp.bfloat16)
     with pytest.raises(UnsupportedImplementation, match="'cudnn' needs a GPU with cuDNN"):
         ask(odd, implementation="cudnn")
+
+
+@pytest.mark.parametrize(
+    "shape, rows, kv_heads, whole",
+    [
+        ((2, 512, 48, 64), "size_major", 16, True),
+        ((2, 128, 9, 8), "size_major", None, False),  # rows of bfloat16 come in pairs
+        ((2, 128, 9, 8), "head_major", None, True),
+        ((2, 100, 48, 64), "size_major", None, False),
+        ((2, 2048, 48, 64), "size_major", None, False),
+        ((2, 512, 24, 64), "head_major", 4, False),
+    ],
+)
+def test_whole_sequences_are_attended_with_at_once_where_that_is_faster(
+    shape, rows, kv_heads, whole
+):
+    qkv = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    ask = lambda qkv: causal_attention(qkv, scale=0.1, rows=rows, kv_heads=kv_heads)
+    program = jax.jit(ask).trace(qkv).lower(lowering_platforms=("tpu",)).as_text()
+    assert ("attention_blocks_forward" not in program) == whole
+    assert program.count("tpu_custom_call") == 1
 
 
 def by_scan(qkv, **options):

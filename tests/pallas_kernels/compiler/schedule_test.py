@@ -209,6 +209,22 @@ def test_index_that_goes_round_through_a_copy():
         assert schedule(first, phi, step, *copies, last).program.inner[0].trips == 6
 
 
+def test_index_that_is_kept_in_memory():
+    """From before the loop on: there is no phi of it."""
+    _, (head, phi), _, (tail, end) = loop(1, 1, 10)
+    slot = "[smem:[#allocation7_spill]]"
+    found = schedule(
+        ("  :", "%s4 = smov 2"),
+        ("  :", f"%3 = sst {slot} %s4"),
+        (head, phi.replace("%s1 ", "%s8 ")),
+        ("  : >", f"%s10 = sld {slot}"),
+        ("  : >", "%s11 = sadd.s32 1, %s10"),
+        ("  : >", f"%4 = sst {slot} %s11"),
+        (tail, end),
+    )
+    assert found.program.inner[0].trips == 8
+
+
 def test_unknown_trips_count_once_and_are_told():
     found = schedule(*loop(1, 1, "%s5"))
     assert found.program.inner[0].trips is None and found.unknown_loops == 1

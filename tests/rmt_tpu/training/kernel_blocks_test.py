@@ -3,7 +3,7 @@
 import pytest
 
 from pallas_kernels import tuned
-from pallas_kernels.causal_attention.mosaic_tpu import KERNELS, Blocks
+from pallas_kernels.causal_attention.mosaic_tpu_whole import KERNELS, Blocks
 from pallas_kernels.tuned import Table
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.training import kernel_blocks

@@ -1,0 +1,435 @@
+"""Causal attention over short sequences on TPU, in the layout of the key-vector kernels in place.
+
+Tokens lie in the lanes, so a head's queries, keys and values are [D, N] tiles and everything is a
+product over rows: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. Nothing is transposed in HBM.
+The order of rows is either
+
+- "size_major", [B, D, P, N]: as the key-vector kernels write reads. A head is every P-th row; rows
+  are 32-bit words, so the bfloat16 rows of two neighbouring heads are fetched together by strided
+  loads and split, and results are joined and scattered the same way;
+- "head_major", [B, P, D, N]: as a plain Transformer's projection writes.
+
+One grid step holds a whole sequence in VMEM, all heads: logits exist for one block of queries of
+one head at a time, and key blocks above the diagonal are never computed.
+
+For T tokens in sequences of N, H heads of size D and E bytes an entry: the forward kernel takes
+`2 T N H D` FLOPs (causal) and `4 E T H D` bytes, the backward `5 T N H D` and `8 E T H D`.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import tuned
+from pallas_kernels.call import LANES, VMEM_LIMIT, largest_divisor, round_up, tpu_call
+from pallas_kernels.causal_attention.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
+
+Rows = Literal["size_major", "head_major"]
+
+
+class _Call(NamedTuple):
+    """What a kernel is compiled for."""
+
+    heads: int
+    size: int
+    length: int
+    dtype: jnp.dtype
+    rows: Rows
+    alibi: bool
+    segments: bool
+    queries: int  # in a block
+
+    @property
+    def packed(self) -> int:
+        """Heads whose rows share a 32-bit word."""
+        return 2 if self.rows == "size_major" and self.dtype == jnp.bfloat16 else 1
+
+
+def fits(qkv: Any, rows: Rows) -> bool:
+    """Whether the kernels serve as many heads of keys as of queries in this array."""
+    _, N, P, D = qkv.shape
+    if N % LANES or (rows == "size_major" and qkv.dtype == jnp.bfloat16 and P % 2):
+        return False
+    return _vmem_bytes(P // 3, D, N, jnp.dtype(qkv.dtype).itemsize) <= VMEM_LIMIT
+
+
+def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
+    """Of the backward kernel: blocks in two buffers, scratch, and some logits."""
+    row = round_up(heads, 8) * size * length * itemsize
+    return 2 * 8 * row + 8 * row + 16 * length * LANES * 4
+
+
+def attention_forward(
+    qkv: Float[Array, "B N P D"],
+    *,
+    scale: Float[Array, ""] | int | float,
+    slopes: Float[Array, " H"] | None = None,
+    segment_ids: Int[Array, "B N"] | None = None,
+    rows: Rows = "size_major",
+    queries: int | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+    """The output, and the logarithm of each softmax's sum in float32."""
+    call = _call_of("attention_forward", qkv, slopes, segment_ids, rows, queries)
+    B, H, D, N = qkv.shape[0], call.heads, call.size, call.length
+    inputs = {"scale": (_scalars(scale), _in_smem())}
+    inputs |= _shared_inputs(call, slopes, segment_ids)
+    inputs["qkv"] = (tokens_last(qkv, rows), _block(call, 3 * H))
+    outputs = {
+        "out": (_out_shape(call, B, H, qkv.dtype), _block(call, H)),
+        "log_sums": (
+            jax.ShapeDtypeStruct((B, H, 1, N), jnp.float32),
+            pl.BlockSpec((1, H, 1, N), lambda b: (b, 0, 0, 0)),
+        ),
+    }
+    scratch = {}
+    if rows == "size_major":
+        scratch = {"words_qkv": _words(call, 3 * H), "words_out": _words(call, H)}
+    flops, size = 2 * B * N * N * H * D, 4 * B * N * H * D * qkv.dtype.itemsize
+    out = _run(
+        _forward_kernel, "attention_forward", call, inputs, outputs, scratch, flops, size, interpret
+    )
+    return tokens_first(out["out"], rows), out["log_sums"][:, :, 0].swapaxes(1, 2)
+
+
+def attention_backward(
+    qkv: Float[Array, "B N P D"],
+    out: Float[Array, "B N H D"],
+    log_sums: Float[Array, "B N H"],
+    d_out: Float[Array, "B N H D"],
+    *,
+    scale: Float[Array, ""] | int | float,
+    slopes: Float[Array, " H"] | None = None,
+    segment_ids: Int[Array, "B N"] | None = None,
+    rows: Rows = "size_major",
+    queries: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B N P D"]:
+    """The cotangent of qkv. With weights p: `ds = p (d_out v - sum(out d_out))`."""
+    call = _call_of("attention_backward", qkv, slopes, segment_ids, rows, queries)
+    B, H, D, N = qkv.shape[0], call.heads, call.size, call.length
+    inputs = {"scale": (_scalars(scale), _in_smem())}
+    inputs |= _shared_inputs(call, slopes, segment_ids)
+    inputs["qkv"] = (tokens_last(qkv, rows), _block(call, 3 * H))
+    inputs["out"] = (tokens_last(out, rows), _block(call, H))
+    inputs["d_out"] = (tokens_last(d_out.astype(qkv.dtype), rows), _block(call, H))
+    inputs["log_sums"] = (
+        log_sums.swapaxes(1, 2)[:, :, None],
+        pl.BlockSpec((1, H, 1, N), lambda b: (b, 0, 0, 0)),
+    )
+    outputs = {"d_qkv": (_out_shape(call, B, 3 * H, qkv.dtype), _block(call, 3 * H))}
+    scratch = {}
+    if rows == "size_major":
+        scratch = {
+            "words_qkv": _words(call, 3 * H),
+            "words_out": _words(call, H),
+            "words_d_out": _words(call, H),
+        }
+    flops, size = 5 * B * N * N * H * D, 8 * B * N * H * D * qkv.dtype.itemsize
+    result = _run(
+        _backward_kernel,
+        "attention_backward",
+        call,
+        inputs,
+        outputs,
+        scratch,
+        flops,
+        size,
+        interpret,
+    )
+    return tokens_first(result["d_qkv"], rows)
+
+
+# The kernels ---------------------------------------------------------------------------------
+
+
+def _forward_kernel(call: _Call, ref):
+    _fetch(call, ref, "qkv", 3 * call.heads)
+
+    def attend(group):
+        outs = []
+        loaded = [_heads(call, ref, "qkv", part, group) for part in range(3)]
+        for half in range(call.packed):
+            q, k, v = (part[half] for part in loaded)
+            head = group * call.packed + half
+            blocks = []
+            for start in range(0, call.length, call.queries):
+                logits = _logits(call, ref, head, q, k, start)
+                largest = jnp.max(logits, axis=0, keepdims=True)
+                weights = jnp.exp2(logits - largest)
+                total = jnp.sum(weights, axis=0, keepdims=True)
+                end = start + call.queries
+                blocks.append(dot(v[:, :end], weights.astype(call.dtype)) / total)
+                log_sum = largest / LOG2_E + jnp.log(total)
+                ref["log_sums"][0, head, :, start:end] = log_sum
+            outs.append(jnp.concatenate(blocks, axis=1))
+        _put_heads(call, ref, "out", 0, group, outs)
+
+    _for_each_group(call, attend)
+    _deliver(call, ref, "out", "out", call.heads)
+
+
+def _backward_kernel(call: _Call, ref):
+    _fetch(call, ref, "qkv", 3 * call.heads)
+    _fetch(call, ref, "out", call.heads)
+    _fetch(call, ref, "d_out", call.heads)
+    scale = ref["scale"][0]
+
+    def attend(group):
+        loaded = [_heads(call, ref, "qkv", part, group) for part in range(3)]
+        outs = _heads(call, ref, "out", 0, group)
+        d_outs = _heads(call, ref, "d_out", 0, group)
+        gradients = [[], [], []]
+        for half in range(call.packed):
+            q, k, v = (part[half] for part in loaded)
+            out, d_out = outs[half], d_outs[half]
+            head = group * call.packed + half
+            products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+            delta = jnp.sum(products, axis=0, keepdims=True)
+            log_sums = ref["log_sums"][0, head] * LOG2_E
+            d_q = []
+            d_k = jnp.zeros((call.size, call.length), jnp.float32)
+            d_v = jnp.zeros((call.size, call.length), jnp.float32)
+            for start in range(0, call.length, call.queries):
+                end = start + call.queries
+                rest = ((0, 0), (0, call.length - end))
+                logits = _logits(call, ref, head, q, k, start)
+                weights = jnp.exp2(logits - log_sums[:, start:end])
+                d_weights = dot_rows(v[:, :end], d_out[:, start:end])
+                d_logits = weights * (d_weights - delta[:, start:end]) * scale
+                d_logits = d_logits.astype(call.dtype)
+                d_q.append(dot(k[:, :end], d_logits))
+                d_k += jnp.pad(dot_columns(q[:, start:end], d_logits), rest)
+                narrow = weights.astype(call.dtype)
+                d_v += jnp.pad(dot_columns(d_out[:, start:end], narrow), rest)
+            for part, gradient in enumerate((jnp.concatenate(d_q, axis=1), d_k, d_v)):
+                gradients[part].append(gradient)
+        # In place of what was read: no later group reads it.
+        for part in range(3):
+            _put_heads(call, ref, "d_qkv", part, group, gradients[part])
+
+    _for_each_group(call, attend)
+    _deliver(call, ref, "d_qkv", "qkv", 3 * call.heads)
+
+
+def _logits(call: _Call, ref, head, q, k, start):
+    """Of a block of queries, [keys up to the diagonal, queries], times log2(e)."""
+    end = start + call.queries
+    logits = dot_rows(k[:, :end], q[:, start:end]) * (ref["scale"][0] * LOG2_E)
+    key = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    query = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) + start
+    if call.alibi:
+        slope = ref["slopes"][head] * LOG2_E
+        logits += slope * (key - query).astype(jnp.float32)
+    visible = key <= query
+    if call.segments:
+        same = ref["segment_columns"][0, :end, :1] == ref["segment_rows"][0, :, start:end]
+        visible = visible & same
+    return jnp.where(visible, logits, MASKED)
+
+
+# Rows of a head ------------------------------------------------------------------------------
+
+
+def _for_each_group(call: _Call, attend):
+    def step(group, _):
+        attend(group)
+        return 0
+
+    jax.lax.fori_loop(0, call.heads // call.packed, step, 0)
+
+
+def _stride(call: _Call, vectors: int) -> int:
+    """Words from one entry of a head to the next, in scratch."""
+    return round_up(vectors // call.packed, 8)
+
+
+def _fetch(call: _Call, ref, name: str, vectors: int):
+    """Size-major rows into scratch as words, where strided loads can reach them."""
+    if call.rows == "head_major":
+        return
+    words, stride = vectors // call.packed, _stride(call, vectors)
+    for tile in range(call.length // LANES):
+        for i in range(call.size):
+            block = ref[name][0, i, :, tile * LANES : (tile + 1) * LANES]
+            if call.packed == 2:
+                block = pltpu.bitcast(block, jnp.int32)
+            ref["words_" + name][tile, i * stride : i * stride + words, :] = block
+
+
+def _deliver(call: _Call, ref, name: str, scratch: str, vectors: int):
+    """Scratch into a size-major output block."""
+    if call.rows == "head_major":
+        return
+    words, stride = vectors // call.packed, _stride(call, vectors)
+    for tile in range(call.length // LANES):
+        for i in range(call.size):
+            block = ref["words_" + scratch][tile, i * stride : i * stride + words, :]
+            if call.packed == 2:
+                block = pltpu.bitcast(block, jnp.bfloat16)
+            ref[name][0, i, :, tile * LANES : (tile + 1) * LANES] = block
+
+
+def _heads(call: _Call, ref, name: str, part: int, group):
+    """The [D, N] arrays of a group's heads; parts are queries, keys and values."""
+    groups = call.heads // call.packed
+    if call.rows == "head_major":
+        return [ref[name][0, part * groups + group]]
+    vectors = 3 * call.heads if name == "qkv" else call.heads
+    rows = pl.ds(part * groups + group, call.size, stride=_stride(call, vectors))
+    tiles = range(call.length // LANES)
+    words = jnp.concatenate([ref["words_" + name].at[t][rows, :] for t in tiles], axis=1)
+    if call.packed == 1:
+        return [words]
+    as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
+    return [as_float(words << 16), as_float(words & jnp.int32(-(2**16)))]
+
+
+def _put_heads(call: _Call, ref, name: str, part: int, group, arrays):
+    """The inverse, into an output's scratch; "d_qkv" shares that of qkv."""
+    groups = call.heads // call.packed
+    if call.rows == "head_major":
+        ref[name][0, part * groups + group] = arrays[0].astype(call.dtype)
+        return
+    vectors = 3 * call.heads if name == "d_qkv" else call.heads
+    scratch = ref["words_" + ("qkv" if name == "d_qkv" else name)]
+    words = arrays[0].astype(call.dtype)
+    if call.packed == 2:
+        bits = lambda x: jax.lax.bitcast_convert_type(
+            x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32
+        )
+        low = jax.lax.shift_right_logical(bits(arrays[0]), 16)
+        words = low | bits(arrays[1])
+    rows = pl.ds(part * groups + group, call.size, stride=_stride(call, vectors))
+    for t in range(call.length // LANES):
+        scratch.at[t][rows, :] = words[:, t * LANES : (t + 1) * LANES]
+
+
+# Around the kernels --------------------------------------------------------------------------
+
+
+def _divisor(length: int, most: int) -> int:
+    """The largest multiple of LANES up to `most` that divides the length."""
+    return LANES * largest_divisor(length // LANES, most // LANES)
+
+
+def _call_of(kernel: str, qkv, slopes, segment_ids, rows, queries: int | None) -> _Call:
+    N, P, D = qkv.shape[1:]
+    call = _Call(
+        heads=P // 3,
+        size=D,
+        length=N,
+        dtype=qkv.dtype,
+        rows=rows,
+        alibi=slopes is not None,
+        segments=segment_ids is not None,
+        queries=queries or default_blocks(kernel, N).queries,
+    )
+    if queries is not None:
+        return call
+    key = {name: getattr(call, name) for name in KERNELS[kernel].key}
+    key["dtype"] = jnp.dtype(qkv.dtype).name
+    return call._replace(
+        queries=tuned.look_up(KERNELS[kernel], key, N, default_blocks(kernel, N)).queries
+    )
+
+
+class Blocks(NamedTuple):
+    """`queries`: of a head that are attended with at a time."""
+
+    queries: int
+
+
+def default_blocks(kernel: str, N: int) -> Blocks:
+    """By rule."""
+    # Fewer, longer products hide the matrix unit's latency better than skipping masked blocks pays.
+    return Blocks(_divisor(N, 512 if kernel == "attention_forward" else 256))
+
+
+def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
+    if blocks.queries % LANES or tokens % blocks.queries:
+        return f"blocks of {blocks.queries} queries, of {tokens}"
+    return None
+
+
+KERNELS = tuned.register(
+    "tpu",
+    ("attention_forward", "attention_backward"),
+    Blocks,
+    ("heads", "size", "dtype", "rows", "alibi", "segments"),
+    _refused,
+)
+
+
+def _shared_inputs(call: _Call, slopes, segment_ids):
+    inputs, N = {}, call.length
+    if call.alibi:
+        inputs["slopes"] = (slopes.astype(jnp.float32), _in_smem())
+    if call.segments:
+        B = segment_ids.shape[0]
+        columns = jnp.broadcast_to(segment_ids[:, :, None], (B, N, LANES))
+        inputs["segment_rows"] = (
+            segment_ids[:, None, :],
+            pl.BlockSpec((1, 1, N), lambda b: (b, 0, 0)),
+        )
+        inputs["segment_columns"] = (columns, pl.BlockSpec((1, N, LANES), lambda b: (b, 0, 0)))
+    return inputs
+
+
+def tokens_last(x, rows: Rows):
+    order = (0, 3, 2, 1) if rows == "size_major" else (0, 2, 3, 1)
+    return x.transpose(order)
+
+
+def tokens_first(x, rows: Rows):
+    order = (0, 3, 2, 1) if rows == "size_major" else (0, 3, 1, 2)
+    return x.transpose(order)
+
+
+def _dims(call: _Call, vectors: int) -> tuple[int, int, int]:
+    if call.rows == "size_major":
+        return (call.size, vectors, call.length)
+    return (vectors, call.size, call.length)
+
+
+def _block(call: _Call, vectors: int) -> pl.BlockSpec:
+    return pl.BlockSpec((1, *_dims(call, vectors)), lambda b: (b, 0, 0, 0))
+
+
+def _out_shape(call: _Call, batch: int, vectors: int, dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, *_dims(call, vectors)), dtype)
+
+
+def _words(call: _Call, vectors: int):
+    dtype = jnp.int32 if call.packed == 2 else call.dtype
+    shape = (call.length // LANES, call.size * _stride(call, vectors), LANES)
+    return pltpu.VMEM(shape, dtype)
+
+
+def _in_smem() -> pl.BlockSpec:
+    return pl.BlockSpec(memory_space=pltpu.SMEM)
+
+
+def _scalars(x):
+    return jnp.asarray(x, jnp.float32).reshape(1)
+
+
+def _run(kernel, name, call, inputs, outputs, scratch, flops, size, interpret):
+    batch = next(iter(outputs.values()))[0].shape[0]
+    return tpu_call(
+        lambda inputs, outputs, scratch: kernel(call, inputs | outputs | scratch),
+        name,
+        inputs,
+        outputs,
+        scratch,
+        grid=(batch,),
+        semantics=("parallel",),
+        flops=flops,
+        moved=size,
+        transcendentals=batch * call.heads * call.length**2 // 2,
+        interpret=interpret,
+    )
