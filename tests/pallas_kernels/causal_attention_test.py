@@ -199,7 +199,7 @@ def test_kernels_over_blocks_have_no_races(mode):
 
 
 BY_BLOCKS = [  # batch, length, heads, size; heads of keys; what else there is; blocks
-    ((1, 384, 4, 8), 2, ("alibi",), Blocks(128, 128, 2)),
+    ((1, 384, 4, 8), 2, ("alibi",), Blocks(128, 128, 1)),
     ((2, 300, 3, 16), 3, ("segments",), Blocks(128, 256, 1)),  # a length of no whole blocks
     ((1, 512, 4, 8), 1, ("alibi", "segments"), Blocks(256, 128, 1)),
     ((1, 512, 2, 24), 2, (), Blocks(128, 256, 1)),
