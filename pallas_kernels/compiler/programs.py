@@ -29,6 +29,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+# They attend with masks or without them.
+from pallas_kernels.causal_attention.mosaic_tpu_blocks import KERNELS as EITHER
 from pallas_kernels.compiler.hlo import Instruction, Module
 from pallas_kernels.compiler.memory import Assignment, read_assignment
 from pallas_kernels.compiler.schedule import Schedule, parse_schedule
@@ -321,6 +323,7 @@ def _schedules(
                 bundles.read_text(encoding="utf-8", errors="replace"),
                 use.read_text(encoding="utf-8"),
                 target.matrix,
+                either=instruction.name.startswith(tuple(EITHER)),
             )
         except ValueError:  # of what is not a kernel there are other views
             if instruction.is_kernel:

@@ -11,7 +11,8 @@ bundle is a cycle, but for waiting: a product waits for a matrix unit that still
 before. `_stalled` replays that.
 
 What the model leaves out: conflicts in VMEM, latencies, the issue of DMAs, the first and last steps
-of the pipeline. A region under a condition counts as executed. Waiting for the results of products,
+of the pipeline. A region under a condition counts as executed; of a kernel that goes one way or
+another, the longest of those beside each other and no other. Waiting for the results of products,
 with the latency that libtpu states, made up to 2.3 times of what was measured; without it the model
 is near that, see `calibration`.
 """
@@ -25,6 +26,7 @@ from pallas_kernels.compiler.topology import MatrixUnit
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+([A-Z]{2})?\s*:\s*(>*)\s*\{")
 _REGION = re.compile(r"Start region (\d+)")
+_ANY_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel(?: \((!?%\w+)\))? target = \$region(\d+)")
 # The optional group is the predicate of an instruction.
 _OPERAND = r"(?:\(!?%\w+\),? ?)?"
@@ -116,8 +118,15 @@ class Schedule:
         return {unit: used[unit] / (slots * total) for unit, slots in self.slots.items()}
 
 
-def parse_schedule(bundles_text: str, utilization_text: str, matrix: MatrixUnit) -> Schedule:
+def parse_schedule(
+    bundles_text: str, utilization_text: str, matrix: MatrixUnit, *, either: bool = False
+) -> Schedule:
     """The schedule in a `final_bundles.txt` and the `per-bundle-utilization.txt` beside it.
+
+    Args:
+      bundles_text, utilization_text: the files.
+      matrix: the target's.
+      either: whether of regions under conditions beside each other only the longest counts.
 
     Raises:
       ValueError: the two are not of the same program, or there are no bundles.
@@ -127,6 +136,7 @@ def parse_schedule(bundles_text: str, utilization_text: str, matrix: MatrixUnit)
     if not bundles or len(bundles) != len(use):
         raise ValueError(f"{len(bundles)} bundles, and the use of units for {len(use)}")
     spans = _loop_spans(bundles)
+    left_out = _left_out(bundles) if either else frozenset()
     constants = dict(_CONSTANT.findall(bundles_text))
 
     def build(start: int, end: int, times: int | None, inside: Sequence[tuple[int, int]]) -> Loop:
@@ -141,7 +151,7 @@ def parse_schedule(bundles_text: str, utilization_text: str, matrix: MatrixUnit)
             trips = _trips(bundles, first, last, constants)
             loops.append(build(first, last, trips, nested))
             position = last + 1
-        own += range(position, end + 1)
+        own = [i for i in (*own, *range(position, end + 1)) if i not in left_out]
         units = Counter()
         for i in own:
             units.update(dict(zip(slots, use[i], strict=True)))
@@ -191,6 +201,30 @@ def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
             if region in starts:
                 ends[starts[region]] = i
     return sorted(ends.items(), key=lambda span: (span[0], -span[1]))
+
+
+def _left_out(bundles: list[_Bundle]) -> frozenset[int]:
+    """Those of all regions under conditions, but of the longest of each that lie side by side."""
+    starts = {
+        region: i for i, bundle in enumerate(bundles) for region in _ANY_REGION.findall(bundle.text)
+    }
+    spans = [
+        (i + 1 + _DELAY_SLOTS, starts[region] - 1)
+        for i, bundle in enumerate(bundles)
+        for _, region in _BRANCH.findall(bundle.text)
+        if starts.get(region, 0) > i
+    ]
+    beside: dict[tuple[int, int] | None, list[tuple[int, int]]] = {}
+    for span in spans:
+        around = [s for s in spans if s[0] <= span[0] and span[1] <= s[1] and s != span]
+        nearest = min(around, key=lambda s: s[1] - s[0], default=None)
+        beside.setdefault(nearest, []).append(span)
+    dropped: set[int] = set()
+    for together in beside.values():
+        *others, _ = sorted(together, key=lambda s: s[1] - s[0])
+        for first, last in others:
+            dropped |= set(range(first, last + 1))
+    return frozenset(dropped)
 
 
 def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, str]) -> int | None:

@@ -156,14 +156,16 @@ def leave(device):
 MATRIX = TARGETS["v5e"].matrix
 
 
-def schedule(*bundles):
+def schedule(*bundles, **options):
     """A dump with these bundles: `tag depth text`, and the multiplier used as often as it says."""
     lines, use = [], []
     for i, (head, text) in enumerate(bundles):
         lines.append(f"  {hex(i) if i else '0'} {head} {{ {text} }}")
         use.append(f"{text.count('vmatmul')} 1")
     utilization = "\n".join(["== CAPACITY:", "MXU, SALU", "4 2", "== UTILIZATION:", *use])
-    return parse_schedule("= control target key end\n" + "\n".join(lines), utilization, MATRIX)
+    return parse_schedule(
+        "= control target key end\n" + "\n".join(lines), utilization, MATRIX, **options
+    )
 
 
 def loop(depth, index, bound, *body, step=1, start=0, region=7):
@@ -207,6 +209,21 @@ def test_index_that_goes_round_through_a_copy():
         first, phi, step, last = loop(1, 1, 6)
         phi, last = ((head, text.replace("%s11", "%s12")) for head, text in (phi, last))
         assert schedule(first, phi, step, *copies, last).program.inner[0].trips == 6
+
+
+def test_of_two_ways_the_longer_counts():
+    """And what only the first or last step does is left out; none of it in other kernels."""
+
+    def region(number, length):
+        branch = ("  : >", f"%9 = sbr.rel (%p2) target = $region{number}")
+        inside = [("  : >", "nop")] * (4 + length)  # four of them are executed in any case
+        return [branch, *inside, ("PF: >", f"nop }} /* Start/End empty region {number}")]
+
+    body = [bundle for n, length in ((20, 1), (22, 5), (24, 3)) for bundle in region(n, length)]
+    bundles = loop(1, 1, 10, *body)
+    every, one = schedule(*bundles), schedule(*bundles, either=True)
+    assert every.program.inner[0].bundles - one.program.inner[0].bundles == 1 + 3
+    assert one.program.inner[0].trips == 10
 
 
 def test_index_that_is_kept_in_memory():
