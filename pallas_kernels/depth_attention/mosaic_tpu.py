@@ -460,12 +460,11 @@ def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> B
 def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
     """By rule; None if nothing fits VMEM."""
     tokens = round_up(T, GROUP)
+    # Groups hide each other's waiting: all of a tile at once.
     if op in ("merge", "merge_backward"):
-        sizes, unroll = (256, 128, 64, 32, 16), 2
+        sizes, unroll = (256, 128, 64, 32, 16), 16
     else:
-        sizes = (128, 96, 64, 48, 32, 16)
-        # Groups hide each other's waiting, of which there is more where several chunks add up.
-        unroll = 8 if N > kernels.CHUNK and S <= 2 else 4
+        sizes, unroll = (128, 96, 64, 48, 32, 16), 8
     fitting = [
         BlockSizes(t, unroll=unroll, weight_pieces=2 if S <= 2 else 1)
         for t in sizes

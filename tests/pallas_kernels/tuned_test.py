@@ -268,7 +268,8 @@ SOURCES = {
         "mosaic_tpu_kernels.py",
         "mosaic_tpu_merge_kernels.py",
     ),
-    ("tpu", "attention"): (1, "62fdd75af3ec1af3", "mosaic_tpu.py"),
+    ("tpu", "attention"): (1, "dc86eabc7dbd0654", "mosaic_tpu_whole.py", "products.py"),
+    ("tpu", "attention_blocks"): (1, "5b1ccb3811307e65", "mosaic_tpu_blocks.py", "products.py"),
     ("cuda", "key_vector"): (1, "18baff826930f8e9", "triton_gpu_kernels.py"),
     ("cuda", "depth_attention"): (1, "22c3f5d355933586", "triton_gpu_kernels.py"),
 }
@@ -288,7 +289,8 @@ def code(file: Path) -> str:
 @pytest.mark.parametrize("platform, op", SOURCES)
 def test_a_kernel_that_has_changed_has_another_version(platform, op):
     version, known, *files = SOURCES[platform, op]
-    folder = Path(pallas_kernels.__file__).parent / {"attention": "causal_attention"}.get(op, op)
+    causal = dict.fromkeys(("attention", "attention_blocks"), "causal_attention")
+    folder = Path(pallas_kernels.__file__).parent / causal.get(op, op)
     text = "".join(code(folder / name) for name in files)
     kernels = [k for (p, n), k in tuned.KERNELS.items() if p == platform and n.startswith(op)]
     assert kernels and {k.version for k in kernels} == {version}
