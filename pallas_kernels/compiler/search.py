@@ -105,10 +105,11 @@ class Result:
       default: the trial of the rule's blocks.
       best: of what is to be taken; the default if nothing is clearly faster.
       trials: all, as they were made.
-      left: candidates that were not tried: the time was over; or there is no device, and the best's
-        bytes already take its whole time or nothing that differs from it in one field is better.
+      left: candidates that were not tried: there is no device, and the best's bytes already take
+        its whole time or nothing that differs from it in one field is better; or it was too late.
       measured: whether times are of a device.
       plain: seconds of plain JAX on it.
+      late: whether the time was over before the search was.
     """
 
     default: Trial
@@ -117,6 +118,7 @@ class Result:
     left: int
     measured: bool
     plain: tuple[float, ...] = ()
+    late: bool = False
 
     @property
     def beats_plain(self) -> bool:
@@ -177,7 +179,7 @@ def search(
     known, grows = known or {}, tuple(grows)
     trials = {blocks: known[blocks] for blocks in candidates if blocks in known}
     untried = [blocks for blocks in candidates if blocks not in trials]
-    blocks = candidates[0]
+    blocks, late = candidates[0], False
     while untried:
         if blocks in untried:
             trials[blocks] = _tried(blocks, compile, fields, grows, trials.values())
@@ -188,13 +190,15 @@ def search(
         like = functools.partial(unlike, fields(best.blocks))
         blocks = min(untried, key=lambda each: like(fields(each)))
         alike = like(fields(blocks))[0] <= 1 or best.estimate is None
-        if clock() >= until or (time is None and (best.is_bound or not alike)):
+        if time is None and (best.is_bound or not alike):
+            break
+        if late := clock() >= until:
             break
     left = len(candidates) - len(trials)
     default = trials[candidates[0]]
     if time is None:
         best = _accepted(default, trials.values(), ESTIMATED_GAIN)
-        return Result(default, best, tuple(trials.values()), left, False)
+        return Result(default, best, tuple(trials.values()), left, False, late=late)
     chosen = hopeful(default, trials.values(), top)
     timings = dict(time([trial.blocks for trial in chosen]))
     plain = timings.pop(None, Timing()).seconds
@@ -208,7 +212,7 @@ def search(
     timed = [trial for trial in trials.values() if trial.fate == "timed"]
     threshold = max(MEASURED_GAIN, SPREADS * spread(default.seconds))
     best = _accepted(default, timed, threshold)
-    return Result(default, best, tuple(trials.values()), left, True, tuple(plain))
+    return Result(default, best, tuple(trials.values()), left, True, tuple(plain), late)
 
 
 def hopeful(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:

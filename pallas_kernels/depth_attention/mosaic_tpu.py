@@ -460,11 +460,13 @@ def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> B
 def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
     """By rule; None if nothing fits VMEM."""
     tokens = round_up(T, GROUP)
-    # Groups hide each other's waiting: all of a tile at once.
+    # Groups hide each other's waiting, all of a tile at once.
     if op in ("merge", "merge_backward"):
         sizes, unroll = (256, 128, 64, 32, 16), 16
     else:
-        sizes, unroll = (128, 96, 64, 48, 32, 16), 8
+        sizes = (128, 96, 64, 48, 32, 16)
+        # But where many sites are mixed, registers run out.
+        unroll = 4 if op == "partial" and S > 2 else 8
     fitting = [
         BlockSizes(t, unroll=unroll, weight_pieces=2 if S <= 2 else 1)
         for t in sizes

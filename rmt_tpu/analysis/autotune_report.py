@@ -47,7 +47,7 @@ def summary(done: Sequence[Tuned], out: str) -> str:
     """A line or two of what there is now."""
     searched = [each for each in done if each.result is not None]
     gained = [each for each in searched if each.entry is not None]
-    left = sum(each.result.left for each in searched if not each.result.default.is_bound)
+    late = sum(each.result.late for each in searched)
     bound = sum(each.result.default.is_bound and not each.result.measured for each in searched)
     text = f"{len(gained)} of {len(searched)} kernels have better block sizes, in {out}"
     if not gained:
@@ -56,8 +56,8 @@ def summary(done: Sequence[Tuned], out: str) -> str:
         text += f"; of {unrated} the default could not be rated, see the table"
     if bound:
         text += f"; of {bound} the bytes take all the time, so that without a device none can be"
-    if left:
-        text += f"; {left} candidates were not tried, --budget_minutes was too short"
+    if late:
+        text += f"; the search for {late} was not ended, --budget_minutes was too short"
     names = {tuned.slug(target.kind): name for name, target in DEVICES.items()}
     if estimated := [names[e.problem.device] for e in searched if not e.result.measured]:
         text += f"\n{error_bar(estimated)}"

@@ -111,10 +111,11 @@ def test_a_default_that_fails_gives_way_to_any_that_does_not():
 def test_the_time_ends_the_search_and_the_next_goes_on_where_it_was():
     machine = Machine({Blocks(512, 2): 0.5})
     result = machine.search(until=2.5)
-    assert machine.asked == ALL[:3] and result.left == 3 and result.best == result.default
+    assert machine.asked == ALL[:3] and result.best == result.default
+    assert (result.left, result.late) == (3, True)
     again = Machine({Blocks(512, 2): 0.5})
     result = again.search(known={t.blocks: t for t in machine.logged})
-    assert again.asked == ALL[3:5] and result.best.blocks == Blocks(512, 2)
+    assert again.asked == ALL[3:5] and result.best.blocks == Blocks(512, 2) and not result.late
     assert [t.blocks for t in again.logged] == ALL[3:5]
     # What is known to have no room counts for those that are not known.
     known = {Blocks(256, 2): Trial(Blocks(256, 2), "no room")}
