@@ -80,6 +80,7 @@ _CAUSAL = (
     _causal("d_logits = (scale * weights * (d_weights - delta", "d_logits = (weights * (d_weights - delta"),
     _causal("distance = positions[:, None] - jnp.arange", "distance = positions[:, None] + jnp.arange"),
     _causal("-1, x.shape[3]).sum(axis=3)", "-1, x.shape[3])[:, :, :, 0]"),
+    _causal("(jnp.repeat(x, each, axis=2) if", "(jnp.tile(x, (1, 1, each, 1)) if"),
     _blocks('ref["sum"][head] * shrink + mixed', 'ref["sum"][head] + mixed'),
     _blocks("seen = (k_low <= q_high) & (q_low <= k_high)", "seen = k_low <= q_low"),
     _blocks('- ref["delta"][0, head])', ")"),
@@ -143,7 +144,6 @@ _attention = _of("rmt_tpu/cores/attention.py", _equations)
 _mla = _of("rmt_tpu/cores/mla.py", _equations)
 _scalars = lambda file, old, new: Slip(file, old, new, (f"{_MODEL}/cores/aux_test.py",))
 _CORES = (
-    _attention("            k, v = jnp.repeat(k, each, axis=2), jnp.repeat(v, each, axis=2)\n        return jnp.concatenate", "            k, v = jnp.tile(k, (1, 1, each, 1)), jnp.tile(v, (1, 1, each, 1))\n        return jnp.concatenate"),
     _attention("k = normalize(k, self.key_gain[...], **norm)", "k = normalize(k, self.query_gain[...], **norm)"),
     _mla("first = x.shape[-1] - self.core.rope_dim", "first = self.core.rope_dim"),
     _of("rmt_tpu/cores/mla.py", _ways)("latent, k_rope = jnp.split(down, [self.core.kv_rank], axis=-1)\n        return q, normalize(latent, self.kv_gain[...], **norm), k_rope", "latent, k_rope = jnp.split(down, [self.core.kv_rank], axis=-1)\n        return q, latent, k_rope", _equations),
