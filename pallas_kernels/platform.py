@@ -138,7 +138,7 @@ class Implementations:
                     f"implementation={implementation!r} cannot serve this call: "
                     f"{refused[platform]}; use 'xla' or None"
                 )
-            on = functools.partial(_only_p.bind, platform=platform, implementation=implementation)
+            on = functools.partial(only_on, platform, implementation)
             return run(self.kernels[platform], *_with_first(on, args))
         kernels = {p: functools.partial(run, self.kernels[p]) for p in platforms}
         return choose(kernels, portable, *args, refused=refused)
@@ -187,6 +187,15 @@ _warn_on("cuda")
 
 # An identity that can be lowered for the platform of the implementation that was named, alone.
 _only_p = _identity("kernel_platform")
+
+
+def only_on(platform: Platform, implementation: str, x: Any) -> Any:
+    """x, in programs that are lowered for this platform alone; it is not to be differentiated.
+
+    Raises:
+      UnsupportedImplementation: (when the program is lowered) it is for another one.
+    """
+    return _only_p.bind(x, platform=platform, implementation=implementation)
 
 
 @functools.cache

@@ -3,9 +3,9 @@
 Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels for any length; of a short
 sequence one that reads and writes the key-vector kernels' layout in place; no public one does, or
 takes ALiBi without a bias in memory),
-"pallas" (that kernel where the program is lowered for a TPU, plain JAX elsewhere) and, of
-`causal_attention` alone, "cudnn" (`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is
-"pallas".
+"pallas" (these kernels where the program is lowered for a TPU, plain JAX elsewhere) and, of
+`causal_attention` alone, "splash" (JAX's kernels for TPUs, with transposes around them) and "cudnn"
+(`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is "pallas".
 
 `causal_attention` has a gradient of qkv in reverse mode, once; twice with "xla" alone, forward mode
 never: a TypeError says so.
@@ -22,11 +22,16 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.arguments import check_array
 from pallas_kernels.causal_attention import mosaic_tpu, reference
 from pallas_kernels.causal_attention.mosaic_tpu import Rows
-from pallas_kernels.platform import Implementations, UnsupportedImplementation, reverse_mode
+from pallas_kernels.platform import (
+    Implementations,
+    UnsupportedImplementation,
+    only_on,
+    reverse_mode,
+)
 
 __all__ = ["attention_backward", "attention_forward", "causal_attention"]
 
-Implementation = Literal["xla", "mosaic_tpu", "pallas", "cudnn"]
+Implementation = Literal["xla", "mosaic_tpu", "pallas", "splash", "cudnn"]
 Scale = Float[Array, ""] | int | float
 
 
@@ -65,6 +70,8 @@ def causal_attention(
     kv_heads = _check(qkv, slopes, kv_heads)
     if implementation == "cudnn":
         return _by_cudnn(qkv, scale, slopes, segment_ids, kv_heads)
+    if implementation == "splash":
+        return _by_splash(qkv, scale, slopes, segment_ids, kv_heads)
     call = _Call(rows, implementation, kv_heads)
     return _attention(call, qkv, jnp.asarray(scale), slopes, segment_ids)
 
@@ -146,7 +153,7 @@ def _attention_backward(call, saved, d_out):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-_IMPLEMENTATIONS = Implementations(reference, {"tpu": mosaic_tpu}, ("tpu",), ("cudnn",))
+_IMPLEMENTATIONS = Implementations(reference, {"tpu": mosaic_tpu}, ("tpu",), ("splash", "cudnn"))
 
 
 def _forward(call, *args):
@@ -174,6 +181,20 @@ def _of_kernels(call, module):
 def _run(call: _Call, op: str, run, args):
     options = {"rows": call.rows, "kv_heads": call.kv_heads}
     return _IMPLEMENTATIONS.run(call.implementation, op, run, args, **options)
+
+
+def _by_splash(qkv, scale, slopes, segment_ids, kv_heads):
+    """JAX's kernels, with their own gradient."""
+    from pallas_kernels.causal_attention import splash  # takes long to import
+
+    if (why := splash.unsupported(qkv)) is not None:
+        raise UnsupportedImplementation(
+            f"implementation='splash' cannot serve this call: {why}; use 'xla' or None"
+        )
+    scale = only_on("tpu", "splash", jax.lax.stop_gradient(jnp.asarray(scale)))
+    slopes = None if slopes is None else jax.lax.stop_gradient(slopes)
+    shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids, kv_heads=kv_heads)
+    return splash.causal_attention(qkv, **shared)
 
 
 def _by_cudnn(qkv, scale, slopes, segment_ids, kv_heads):

@@ -39,8 +39,6 @@ from pallas_kernels.causal_attention.products import LOG2_E, MASKED, dot, dot_co
 _FIRST, _LAST, _MASKED, _DONE = 1, 2, 4, 8
 # Of what the backward kernel keeps of all queries of a span.
 _KEPT_BYTES = 32 * 2**20
-
-
 # Tokens of a block, and what an entry of its logits costs beside those of the best. Entries of the
 # logits of a step's heads, about.
 _BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.5, 128: 2.5}
@@ -99,8 +97,8 @@ def attention_forward(
 ) -> tuple[Float[Array, "B H Dv Nq"], Float[Array, "B H 1 Nq"]]:
     """`softmax(scale q.k - slope (i - j)) v`, and the log of each softmax's sum in float32.
 
-    Queries that see no key have output 0 and a sum whose log is below all others, so that parts of
-    keys can be added by their sums.
+    Queries that see no key have a sum whose log is below all others, so that their output counts
+    for nothing where parts of keys are added by their sums.
 
     Args:
       q, k, v: [B, rows, D, N] each, or all rows of one array; N is whole blocks.
@@ -298,7 +296,7 @@ def _forward_kernel(call: _Call, ref):
     @pl.when(at.is_(_LAST))
     def _():
         for head in heads:
-            # Where no key was seen, the output is 0.
+            # Where no block was seen, the output is 0.
             total = jnp.maximum(ref["total"][head], jnp.finfo(jnp.float32).tiny)
             ref["out"][0, head] = (ref["sum"][head] / total).astype(call.dtype)
             largest = ref["largest"][head] - _left_out(call, ref, at, head)

@@ -16,6 +16,7 @@ from pallas_kernels.causal_attention import (
     mosaic_tpu_blocks,
     mosaic_tpu_whole,
     reference,
+    splash,
 )
 from pallas_kernels.causal_attention.mosaic_tpu_blocks import Blocks
 from tests.closeness import assert_close, float64
@@ -231,6 +232,23 @@ def test_kernels_over_blocks_equal_numpy(shape, kv_heads, added, blocks, dtype, 
     assert_close(log_sums, expected[1], TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_splash_equals_numpy(dtype):
+    given = {"alibi": True, "segments": True, "kv_heads": 2}
+    qkv, d_out, options = arguments(1, 256, 4, 16, dtype, **given)
+
+    @jax.jit
+    def both(qkv, d_out, options):
+        run = lambda qkv: splash.causal_attention(qkv, **options, kv_heads=2, interpret=True)
+        out, pullback = jax.vjp(run, qkv)
+        return out, pullback(d_out)[0]
+
+    got = both(qkv, d_out, options)
+    # With ALiBi logits are as large as slope times position: 2^-24 of 128.
+    tolerance = {"float32": 1e-5, "bfloat16": TOLERANCE["bfloat16"]}[dtype]
+    assert_close(got, numpy_attention(qkv, d_out, **options, kv_heads=2)[::2], tolerance)
+
+
 def test_keys_of_another_part_of_a_sequence():
     """All seen, of a query's segment or not: log sums say how much each part counts."""
     shape, blocks = (1, 256, 2, 8), Blocks(128, 128, 2)
@@ -317,6 +335,22 @@ def test_kernels_over_blocks_compile_for_tpu(target, length, heads, kv_heads, si
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * np.prod(shape) * 2
 
 
+@pytest.mark.compile
+def test_splash_compiles_for_tpu():
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    qkv = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16, sharding=device)
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=device)
+
+    def loss(qkv, ids):
+        options = {"scale": 0.1, "slopes": jnp.full(4, 0.1), "kv_heads": 2}
+        out = causal_attention(qkv, segment_ids=ids, implementation="splash", **options)
+        return jnp.sum(out.astype(jnp.float32))
+
+    compiled = jax.jit(jax.grad(loss)).lower(qkv, ids).compile()
+    assert compiled.as_text().count("tpu_custom_call") == 3
+
+
 @pytest.mark.parametrize("platform, kernels", [("tpu", 2), ("cpu", 0), ("cuda", 0)])
 def test_kernel_is_chosen_by_the_platform_lowered_for(platform, kernels):
     qkv, _, options = arguments(1, 128, 2, 8, "bfloat16", segments=True)
@@ -338,6 +372,10 @@ def test_what_no_kernel_serves_falls_back_or_is_refused():
     odd = jax.ShapeDtypeStruct((1, 128, 9, 8), jnp.bfloat16)
     with pytest.raises(UnsupportedImplementation, match="'cudnn' needs a GPU with cuDNN"):
         ask(odd, implementation="cudnn")
+    with pytest.raises(UnsupportedImplementation, match="'splash' cannot .* 100 tokens"):
+        ask(short, implementation="splash")
+    with pytest.raises(UnsupportedImplementation, match="'splash' is for tpu, and this is .* cpu"):
+        ask(odd, implementation="splash").lower(lowering_platforms=("cpu",))
 
 
 @pytest.mark.parametrize(
