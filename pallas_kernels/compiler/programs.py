@@ -323,7 +323,7 @@ def _schedules(
                 bundles.read_text(encoding="utf-8", errors="replace"),
                 use.read_text(encoding="utf-8"),
                 target.matrix,
-                either=instruction.name.startswith(tuple(EITHER)),
+                either=any(name in instruction.name for name in EITHER),
             )
         except ValueError:  # of what is not a kernel there are other views
             if instruction.is_kernel:
