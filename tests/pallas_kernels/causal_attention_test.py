@@ -382,9 +382,11 @@ def test_what_no_kernel_serves_falls_back_or_is_refused():
     "shape, rows, kv_heads, whole",
     [
         ((2, 512, 48, 64), "size_major", 16, True),
-        ((2, 128, 9, 8), "size_major", None, False),  # rows of bfloat16 come in pairs
-        ((2, 128, 9, 8), "head_major", None, True),
-        ((2, 100, 48, 64), "size_major", None, False),
+        pytest.param(  # rows of bfloat16 come in pairs
+            *((2, 128, 9, 8), "size_major", None, False), marks=pytest.mark.slow
+        ),
+        pytest.param((2, 128, 9, 8), "head_major", None, True, marks=pytest.mark.slow),
+        pytest.param((2, 100, 48, 64), "size_major", None, False, marks=pytest.mark.slow),
         ((2, 2048, 48, 64), "size_major", None, False),
         ((2, 512, 24, 64), "head_major", 4, False),
     ],

@@ -50,6 +50,7 @@ def test_gradients_in_float64_are_those_of_the_ordinary_policy(positions):
         assert max(relative_errors(rebuilt[1], ordinary[1])) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("bfloat16")
 def test_fixed_point_gradients_agree_with_those_of_a_float_residual():
     """In bfloat16 both are rounded, the float residual more: the fixed one is nearer to float32."""

@@ -244,6 +244,7 @@ def size(x):
     return np.sqrt(np.mean(np.square(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("grown run")
 def test_new_slots_are_trained(small):
     before, after = run_config(SLOTS).model, run_config(2 * SLOTS)

@@ -75,7 +75,6 @@ LEADERS = [
     ("matrix", "reversible"),
 ]
 FAST = [
-    ("vector", "input query"),
     ("vector", "cores"),
     ("matrix", "reversible"),
 ]
@@ -202,6 +201,7 @@ def test_each_device_has_its_part_of_the_parameters():
     assert jax.tree.leaves(moments.mu) == jax.tree.leaves(run.state_shardings.params)
 
 
+@pytest.mark.slow
 def test_accumulated_parts_are_added_before_devices_add_theirs():
     mesh = sharding.make_mesh("data=2,fsdp=2", jax.devices()[:4])
     config = run_config("vector", "sum", "")
