@@ -8,9 +8,12 @@ folder for each job, and prints a line when it is complete.
 
 import importlib
 import json
+import os
 import re
 import shutil
+import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -31,6 +34,7 @@ _MESSAGE = 400
 
 def main() -> None:
     """Compiles what request.json asks for."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     devices = topologies.get_topology_desc(**request["topology"]).devices
@@ -51,6 +55,13 @@ def main() -> None:
         shutil.rmtree(folder / "dump", ignore_errors=True)
         (results / "result.json").write_text(json.dumps(result), encoding="utf-8")
         print(f"ended {i}", flush=True)
+
+
+def _end_with(parent: int) -> None:
+    """Ends the group when nobody is there any more to be told of a compile, which may take long."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _compile(

@@ -231,6 +231,32 @@ def test_a_job_that_hangs_or_dies_ends_with_its_process_alone():
     worker.close()
 
 
+@pytest.mark.slow
+def test_a_compile_ends_with_the_process_that_waits_for_it(tmp_path):
+    import subprocess
+    import sys
+
+    told = tmp_path / "group"
+    code = (
+        "from tests.pallas_kernels.compiler.tuning_test import *\n"
+        "worker = Worker(DEVICES['v5e'])\n"
+        "worker._start()\n"
+        f"open({str(told)!r}, 'w').write(str(worker._process.pid))\n"
+        f"worker.compile(Job('{MODULE}:hang'))\n"
+    )
+    waiting = subprocess.Popen([sys.executable, "-c", code])
+    until = time.monotonic() + 120
+    # The worker and its child.
+    while not (told.exists() and told.read_text() and len(alive(int(told.read_text()))) == 2):
+        assert waiting.poll() is None and time.monotonic() < until
+        time.sleep(0.2)
+    waiting.kill()
+    waiting.wait()
+    while alive(int(told.read_text())):
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
 MODULE = "tests.pallas_kernels.compiler.tuning_test"
 
 
