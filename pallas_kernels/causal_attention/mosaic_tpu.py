@@ -88,7 +88,7 @@ def attention_backward(
 
 
 def _is_whole(qkv, kv_heads: int | None, rows: Rows) -> bool:
-    alike = kv_heads in (None, qkv.shape[2] // 3)
+    alike = kv_heads is None or 3 * kv_heads == qkv.shape[2]
     return alike and qkv.shape[1] <= _WHOLE and whole.fits(qkv, rows)
 
 

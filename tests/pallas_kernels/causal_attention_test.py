@@ -389,6 +389,7 @@ def test_what_no_kernel_serves_falls_back_or_is_refused():
         pytest.param((2, 100, 48, 64), "size_major", None, False, marks=pytest.mark.slow),
         ((2, 2048, 48, 64), "size_major", None, False),
         ((2, 512, 24, 64), "head_major", 4, False),
+        ((2, 128, 4, 32), "head_major", 1, False),  # a third of the rows, and yet not alike
     ],
 )
 def test_whole_sequences_are_attended_with_at_once_where_that_is_faster(
