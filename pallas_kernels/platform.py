@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 from typing import Any, Literal
 
 import jax
@@ -75,7 +74,7 @@ def preferring(implementation: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Implementations:
-    """The modules of an op's implementations.
+    """The implementations of an op: modules, or objects with their functions.
 
     Attributes:
       portable: for any platform.
@@ -85,8 +84,8 @@ class Implementations:
       elsewhere: implementations that the op serves by itself; here only to be named.
     """
 
-    portable: ModuleType
-    kernels: Mapping[Platform, ModuleType]
+    portable: Any
+    kernels: Mapping[Platform, Any]
     by_default: tuple[Platform, ...]
     elsewhere: tuple[str, ...] = ()
 

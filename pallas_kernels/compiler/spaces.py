@@ -221,6 +221,11 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
     norm = {"norm": "layernorm", "epsilon": _EPSILON, "fraction_bits": 9}
     if op in ("backward", "rebuild"):
         statistics = Statistics(_array(B, N), _array(B, N))
+        if not P:
+            return Call(lambda m: m.store_backward, *modules, (X, w, y))
+        if not R:
+            read = lambda m: functools.partial(m.read_backward, norm="layernorm")
+            return Call(read, *modules, (X, statistics, gain, r, z))
         options = {"norm": "layernorm", "rebuild": op == "rebuild", "fraction_bits": 9}
         cotangent = _array(B, N, K, V, dtype=data)
         arguments = (X, statistics, w, y, gain, r, cotangent, z)

@@ -14,6 +14,10 @@ Implementations: as of `key_vector`. Every op but `depth_attention_partial_backw
 of its arrays of floats in reverse mode, once; twice with "xla" alone, forward mode never: a
 TypeError says so.
 
+A source may be a residual matrix `K x V` in place of a vector: queries are then [S, K, V] and
+sources [N, ..., K, V]. Mean and product are over all its entries. It is only on a TPU that this is
+more than a reshape: there, matrices lie with tokens in the lanes (see `mosaic_tpu_matrices`).
+
 `depth_attention_partial`, its backward pass and `depth_attention` take a `key_axis`: the mesh axis
 over whose n devices D is divided, the tokens being the same on all of them; the op is then what one
 device does in `jax.shard_map(.., check_vma=False)`. Sources, mixes, queries and gains, and their
@@ -32,9 +36,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import check_array, check_epsilon, check_norm
-from pallas_kernels.depth_attention import mosaic_tpu, triton_gpu, xla
+from pallas_kernels.arguments import check_array
+from pallas_kernels.depth_attention import mosaic_tpu, mosaic_tpu_matrices, triton_gpu, xla
+from pallas_kernels.depth_attention.checks import check_site, check_sources
 from pallas_kernels.depth_attention.interface import Norm, UnsupportedImplementation, wide
+from pallas_kernels.depth_attention.matrices import OfVectors
 from pallas_kernels.platform import Implementation, Implementations, reverse_mode
 
 __all__ = [
@@ -47,7 +53,8 @@ __all__ = [
     "depth_attention_step",
 ]
 
-Prior = tuple[Float[Array, "S *tokens D"], Float[Array, "S *tokens"]]
+# A size *D is D, or K V of a matrix.
+Prior = tuple[Float[Array, "S *tokens_D"], Float[Array, "S *tokens"]]
 
 
 class PartialGradients(NamedTuple):
@@ -57,15 +64,15 @@ class PartialGradients(NamedTuple):
     gain.
     """
 
-    queries: Float[Array, "S D"]
-    sources: Float[Array, "N *tokens D"]
+    queries: Float[Array, "S *D"]
+    sources: Float[Array, "N *tokens_D"]
     prior: Prior | None
 
 
 @reverse_mode
 def depth_attention(
     query: Float[Array, " D"],
-    sources: Float[Array, "N *tokens D"],
+    sources: Float[Array, "N *tokens_D"],
     *,
     gain: Float[Array, " D"] | None = None,
     count: int | Int[Array, ""] | None = None,
@@ -99,16 +106,16 @@ def depth_attention(
 
 @reverse_mode
 def depth_attention_partial(
-    queries: Float[Array, "S D"],
-    sources: Float[Array, "N *tokens D"],
+    queries: Float[Array, "S *D"],
+    sources: Float[Array, "N *tokens_D"],
     *,
-    gains: Float[Array, "S D"] | None = None,
+    gains: Float[Array, "S *D"] | None = None,
     count: int | Int[Array, ""] | None = None,
     prior: Prior | None = None,
     epsilon: int | float = 1e-6,
     key_axis: str | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "S *tokens D"], Float[Array, "S *tokens"]]:
+) -> tuple[Float[Array, "S *tokens_D"], Float[Array, "S *tokens"]]:
     """All S sites over the same sources, in one pass over them.
 
     Args:
@@ -132,30 +139,30 @@ def depth_attention_partial(
       TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
       NameError: `key_axis` is no axis of a `jax.shard_map` around.
     """
-    _check(queries, sources, gains, count, prior, epsilon)
+    check_sources(queries, sources, gains, count, prior, epsilon)
     call = _Call(epsilon, implementation, key_axis=_dividing(key_axis))
-    flat = _flat(sources)
+    S, *size = queries.shape
+    lead = sources.shape[1 : -len(size)]
+    rows, per_token = _reshaping(lead, size)
     if prior is not None:
-        prior = (_flat(prior[0]), prior[1].reshape(prior[1].shape[0], -1))
-    args = (_folded(queries, gains, sources), flat, _count(count, sources), prior)
+        prior = (rows(prior[0]), per_token(prior[1]))
+    args = (_folded(queries, gains, sources), rows(sources), _count(count, sources), prior)
     mixed, log_sums = _partial(call, *args)
-    tokens = sources.shape[1:-1]
-    S = queries.shape[0]
-    return mixed.reshape(S, *sources.shape[1:]), log_sums.reshape(S, *tokens)
+    return mixed.reshape(S, *sources.shape[1:]), log_sums.reshape(S, *lead)
 
 
 def depth_attention_partial_backward(
-    queries: Float[Array, "S D"],
-    sources: Float[Array, "N *tokens D"],
-    mixed: Float[Array, "S *tokens D"],
+    queries: Float[Array, "S *D"],
+    sources: Float[Array, "N *tokens_D"],
+    mixed: Float[Array, "S *tokens_D"],
     log_sums: Float[Array, "S *tokens"],
-    d_mixed: Float[Array, "S *tokens D"],
+    d_mixed: Float[Array, "S *tokens_D"],
     d_log_sums: Float[Array, "S *tokens"] | None,
     *,
-    gains: Float[Array, "S D"] | None = None,
+    gains: Float[Array, "S *D"] | None = None,
     count: int | Int[Array, ""] | None = None,
     prior: Prior | None = None,
-    accumulate: Float[Array, "N *tokens D"] | None = None,
+    accumulate: Float[Array, "N *tokens_D"] | None = None,
     epsilon: int | float = 1e-6,
     key_axis: str | None = None,
     implementation: Implementation | None = None,
@@ -165,43 +172,44 @@ def depth_attention_partial_backward(
     What a block's S sites give to the sources is so added once, where differentiating with JAX
     would add once a site.
     """
-    _check(queries, sources, gains, count, prior, epsilon)
-    tokens, S = sources.shape[1:-1], queries.shape[0]
-    rows = lambda x: None if x is None else x.reshape(S, -1)
-    prior = None if prior is None else (_flat(prior[0]), rows(prior[1]))
+    check_sources(queries, sources, gains, count, prior, epsilon)
+    S, *size = queries.shape
+    lead = sources.shape[1 : -len(size)]
+    rows, per_token = _reshaping(lead, size)
+    prior = None if prior is None else (rows(prior[0]), per_token(prior[1]))
     d_queries, d_sources, d_prior = _partial_backward(
         _Call(epsilon, implementation, key_axis=_dividing(key_axis)),
         _folded(queries, gains, sources),
-        _flat(sources),
+        rows(sources),
         _count(count, sources),
         prior,
-        _flat(mixed),
-        rows(log_sums),
-        _flat(d_mixed),
-        rows(d_log_sums),
-        None if accumulate is None else _flat(accumulate),
+        rows(mixed),
+        per_token(log_sums),
+        rows(d_mixed),
+        None if d_log_sums is None else per_token(d_log_sums),
+        None if accumulate is None else rows(accumulate),
     )
     if d_prior is not None:
-        d_prior = (d_prior[0].reshape(d_mixed.shape), d_prior[1].reshape(S, *tokens))
+        d_prior = (d_prior[0].reshape(d_mixed.shape), d_prior[1].reshape(S, *lead))
     return PartialGradients(d_queries, d_sources.reshape(sources.shape), d_prior)
 
 
 @reverse_mode
 def depth_attention_merge(
-    mixed: Float[Array, "S *tokens D"],
+    mixed: Float[Array, "S *tokens_D"],
     log_sums: Float[Array, "*tokens"],
     site: int | Int[Array, ""],
-    current: Float[Array, "*tokens D"],
-    query: Float[Array, " D"],
-    norm_gain: Float[Array, " D"],
+    current: Float[Array, "*tokens_D"],
+    query: Float[Array, "*D"],
+    norm_gain: Float[Array, " D"] | None,
     *,
-    gain: Float[Array, " D"] | None = None,
+    gain: Float[Array, "*D"] | None = None,
     active: bool | Bool[Array, ""] = True,
-    norm: Norm = "layernorm",
+    norm: Norm | None = "layernorm",
     epsilon: int | float = 1e-6,
     norm_epsilon: int | float = 1e-6,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "S *tokens D"], Float[Array, "*tokens D"], Float[Array, "*tokens D"]]:
+) -> tuple[Float[Array, "S *tokens_D"], Float[Array, "*tokens_D"], Float[Array, "*tokens_D"]]:
     """The second phase: the running partial sum beside the sealed sources, normed for the reader.
 
     Args:
@@ -210,9 +218,10 @@ def depth_attention_merge(
       site: which of them this is.
       current: the running partial sum, one more source.
       query, gain: w and the gain of the keys' norm.
-      norm_gain: of the norm of what is read.
+      norm_gain: of the norm of what is read; None, with the norm, where there is none.
       active: whether there is a partial sum; before a block's first sublayer there is none.
-      norm: "layernorm" or "rmsnorm", of what is read.
+      norm: "layernorm" or "rmsnorm", of what is read, or None: z is then h. Of matrices no kernel
+        has a norm: what reads them with keys has one.
       epsilon, norm_epsilon: of the keys' norm and of the norm of what is read.
       implementation: None picks what is best on the platform that the program is lowered for.
 
@@ -221,32 +230,34 @@ def depth_attention_merge(
       `current`. The gradients of later uses so reach this one, which adds its own to that of
       `current` in the same pass, and puts it in its row of that of `mixed`: a site is merged once.
     """
-    _check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
+    check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
+    axes = query.ndim
     check_array("mixed", mixed, "S ... D")
     check_array("log_sums", log_sums, "...")
-    if mixed.shape[1:] != current.shape or log_sums.shape != current.shape[:-1]:
+    if mixed.shape[1:] != current.shape or log_sums.shape != current.shape[:-axes]:
         raise ValueError(
             f"shapes do not fit: current [..., D] is {current.shape}, mixed [S, ..., D] is "
             f"{mixed.shape}, log_sums [...] is {log_sums.shape}"
         )
     call = _Call(epsilon, implementation, norm, norm_epsilon)
     dtype = jnp.result_type(jnp.float32, current)
+    tokens = _tokens(current.shape[:-axes], axes)
     rows, passed, z = _merge(
         call,
         _folded(query, gain, current),
-        _flat(mixed),
-        log_sums.reshape(-1),
+        mixed.reshape(mixed.shape[0], *tokens, *query.shape),
+        log_sums.reshape(tokens),
         jnp.asarray(site, jnp.int32),
-        _rows(current),
+        current.reshape(*tokens, *query.shape),
         jnp.asarray(active),
-        norm_gain.astype(dtype),
+        None if norm_gain is None else norm_gain.astype(dtype),
     )
     return rows.reshape(mixed.shape), passed.reshape(current.shape), z.reshape(current.shape)
 
 
 @reverse_mode
 def depth_attention_step(
-    bank: Float[Array, "N *tokens D"],
+    bank: Float[Array, "N *tokens_D"],
     count: int | Int[Array, ""],
     current: Float[Array, "*tokens D"],
     y: Float[Array, "*tokens D"],
@@ -259,15 +270,15 @@ def depth_attention_step(
     epsilon: int | float = 1e-6,
     norm_epsilon: int | float = 1e-6,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "N *tokens D"], Float[Array, "*tokens D"], Float[Array, "*tokens D"]]:
+) -> tuple[Float[Array, "N *tokens_D"], Float[Array, "*tokens D"], Float[Array, "*tokens D"]]:
     """One site in one pass: `current += y`, mix over `bank[:count]` and it, norm.
 
     With `seal`, the sum also becomes row `count` of the bank: the block ends here. `count` must
     then be below N. Returns the bank, the sum and z.
     """
-    _check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
+    check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
     gains = None if gain is None else gain[None]
-    _check(query[None], bank, gains, count, None, epsilon, spare=seal)
+    check_sources(query[None], bank, gains, count, None, epsilon, spare=seal)
     check_array("y", y, "... D")
     if not current.shape == y.shape == bank.shape[1:]:
         raise ValueError(
@@ -280,10 +291,10 @@ def depth_attention_step(
         call,
         seal,
         _folded(query, gain, bank),
-        _flat(bank),
+        bank.reshape(bank.shape[0], -1, bank.shape[-1]),
         _count(count, bank),
-        _rows(current),
-        _rows(y),
+        current.reshape(-1, current.shape[-1]),
+        y.reshape(-1, y.shape[-1]),
         norm_gain.astype(dtype),
     )
     new_bank = new_bank.reshape(bank.shape) if seal else bank
@@ -295,7 +306,7 @@ class _Call(NamedTuple):
 
     epsilon: int | float
     implementation: str | None
-    norm: Norm = "layernorm"
+    norm: Norm | None = "layernorm"
     norm_epsilon: int | float = 0.0
     key_axis: str | None = None
 
@@ -337,7 +348,8 @@ def _partial_backward(
     if prior is not None:
         # The prior is one more source, of given logit.
         weight = xla.prior_weights(prior[1], log_sums)
-        g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=-1)
+        entries = tuple(range(1 - queries.ndim, 0))
+        g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=entries)
         delta = weight * g + (0 if delta is None else delta)
     run = lambda module, *args: module.partial_backward(*args, **call.scores)
     # A constant that is saved may come back as one of NumPy's.
@@ -345,9 +357,10 @@ def _partial_backward(
     d_queries, d_sources = _run(call, "partial_backward", run, args)
     if prior is not None:
         # The sum over all sources of weight * g is <d_mixed, mixed>.
-        total = jnp.sum(wide(d_mixed) * wide(mixed), axis=-1)
+        total = jnp.sum(wide(d_mixed) * wide(mixed), axis=entries)
         d_log = weight * (g - total + (0 if d_log_sums is None else d_log_sums))
-        d_prior_mixed = (weight[..., None] * wide(d_mixed)).astype(prior[0].dtype)
+        d_prior_mixed = jnp.expand_dims(weight, entries) * wide(d_mixed)
+        d_prior_mixed = d_prior_mixed.astype(prior[0].dtype)
         d_prior = (d_prior_mixed, d_log)
     return d_queries, d_sources, d_prior
 
@@ -369,7 +382,7 @@ def _merge_forward(call, *args):
 def _merge_backward(call, saved, cotangents):
     d_mixed, d_current, d_z = cotangents
     run = lambda module, *args: module.merge_backward(*args, **call.norms)
-    saved = [jnp.asarray(x) for x in saved]  # a constant may come back as one of NumPy's
+    saved = jax.tree.map(jnp.asarray, saved)  # a constant may come back as one of NumPy's
     g = _run(call, "merge_backward", run, (*saved, d_z, d_mixed, d_current))
     return g.query, g.mixed, g.log_sums, None, g.current, None, g.norm_gain
 
@@ -412,6 +425,9 @@ def _step_backward(call, seal, saved, cotangents):
 _step.defvjp(_step_forward, _step_backward)
 
 _IMPLEMENTATIONS = Implementations(xla, {"tpu": mosaic_tpu, "cuda": triton_gpu}, ("tpu",))
+_OF_MATRICES = Implementations(
+    OfVectors(xla), {"tpu": mosaic_tpu_matrices, "cuda": OfVectors(triton_gpu)}, ("tpu",)
+)
 
 
 def _run(call: _Call, op: str, run, args):
@@ -423,7 +439,10 @@ def _run(call: _Call, op: str, run, args):
                 f"mesh axis {call.key_axis!r}; use 'xla' or None"
             )
         implementation = "xla" if implementation == "pallas" else implementation or "xla"
-    return _IMPLEMENTATIONS.run(implementation, op, run, args)
+    queries = args[0]
+    matrices = queries.ndim == (3 if op in ("partial", "partial_backward") else 2)
+    implementations = _OF_MATRICES if matrices else _IMPLEMENTATIONS
+    return implementations.run(implementation, op, run, args)
 
 
 # Arguments -----------------------------------------------------------------------------------
@@ -444,63 +463,17 @@ def _count(count, sources):
     return jnp.asarray(sources.shape[0] if count is None else count, jnp.int32)
 
 
-def _flat(x: Array) -> Array:
-    """Exactly one token axis, after that of the sites or sources."""
-    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+def _tokens(lead, axes: int) -> tuple[int, ...]:
+    """The one token axis of vectors; the two of matrices."""
+    if axes == 1:
+        return (math.prod(lead),)
+    return math.prod(lead[:-1]), (lead[-1] if lead else 1)
 
 
-def _rows(x: Array) -> Array:
-    """The same, of an array with no axis before its tokens'."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _check(queries, sources, gains, count, prior, epsilon, *, spare: bool = False) -> None:
-    check_epsilon("epsilon", epsilon)
-    check_array("queries", queries, "S D")
-    check_array("sources", sources, "N ... D")
-    (S, D), N = queries.shape, sources.shape[0]
-    if N == 0 or sources.shape[-1] != D:
-        raise ValueError(
-            f"shapes do not fit: queries [S, D] are {queries.shape}, "
-            f"sources [N, ..., D] are {sources.shape}, and there must be one at least"
-        )
-    if gains is not None:
-        check_array("gains", gains, "S D")
-        if gains.shape != queries.shape:
-            raise ValueError(
-                f"shapes do not fit: queries [S, D] are {queries.shape}, gains {gains.shape}"
-            )
-    if prior is not None:
-        mixed, log_sums = prior
-        check_array("prior[0]", mixed, "S ... D")
-        check_array("prior[1]", log_sums, "S ...")
-        wanted = (S, *sources.shape[1:])
-        if mixed.shape != wanted or log_sums.shape != wanted[:-1]:
-            raise ValueError(
-                f"shapes do not fit: prior is of {mixed.shape} and {log_sums.shape}, and has to be "
-                f"of {wanted} and {wanted[:-1]}"
-            )
-    if count is None:
-        return
-    if jnp.shape(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer):
-        raise ValueError(f"count={count!r} must be an integer: how many sources there are")
-    if isinstance(count, int) and not 0 <= count <= N - spare:
-        raise ValueError(
-            f"count={count} must be from 0 to the number of sources, {N}"
-            + (", less one for the row that is sealed" if spare else "")
-        )
-
-
-def _check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> None:
-    check_norm(norm)
-    check_epsilon("epsilon", epsilon)
-    check_epsilon("norm_epsilon", norm_epsilon)
-    check_array("current", current, "... D")
-    vectors = {"query": query, "norm_gain": norm_gain} | ({} if gain is None else {"gain": gain})
-    for name, vector in vectors.items():
-        check_array(name, vector, "D")
-        if vector.shape != current.shape[-1:]:
-            raise ValueError(
-                f"shapes do not fit: current [..., D] is {current.shape}, {name} [D] is "
-                f"{vector.shape}"
-            )
+def _reshaping(lead, size):
+    """What gives arrays [n, *lead, *size] and [n, *lead] the token axes of `_tokens`."""
+    tokens = _tokens(lead, len(size))
+    return (
+        lambda x: x.reshape(x.shape[0], *tokens, *size),
+        lambda x: x.reshape(x.shape[0], *tokens),
+    )

@@ -1,9 +1,10 @@
 """What every implementation of depth attention gives and takes.
 
 An implementation is a module with these functions over arrays with exactly one token axis T; the
-public ops reshape to that, fold gains into queries, choose, and differentiate. Symbols: N sources
-(rows of a bank) of size D, S sites (queries). Of a source v, with the float32 values of what is
-stored:
+public ops reshape to that, fold gains into queries, choose, and differentiate. Of residual matrices
+there are two token axes, B and T, and D is K x V: `matrices` takes these to implementations that
+know vectors only. Symbols: N sources (rows of a bank) of size D, S sites (queries). Of a source v,
+with the float32 values of what is stored:
 
     rstd(v) = 1 / sqrt(mean(v^2) + epsilon)             logit = rstd(v) * <query, v>
     log_sum = log sum exp(logit)                        weight = exp(logit - log_sum)
@@ -39,6 +40,7 @@ gradient is 0.
         row `site` of `mixed`, which stands for all the sealed ones. p = sigmoid(logit(current) -
         log_sum), or 0 where `active` is False; h = mixed + p * (current - mixed); z = norm_gain *
         norm(h), in the dtype of `current`. The row is read where it is: a slice would be copied.
+        With `norm_gain` and `norm` None, z = h.
 
     merge_backward(query, mixed, log_sums, site, current, active, norm_gain, d_z, d_mixed,
                    d_current, *, norm, epsilon, norm_epsilon) -> MergeGradients
@@ -77,11 +79,11 @@ class MergeGradients(NamedTuple):
     `mixed` is of all sites.
     """
 
-    query: Float[Array, " D"]
-    mixed: Float[Array, "S T D"]
-    log_sums: Float[Array, " T"]
-    current: Float[Array, "T D"]
-    norm_gain: Float[Array, " D"]
+    query: Float[Array, "*D"]
+    mixed: Float[Array, "S *T_D"]
+    log_sums: Float[Array, "*T"]
+    current: Float[Array, "*T_D"]
+    norm_gain: Float[Array, " D"] | None
 
 
 def wide(x: Array) -> Array:

@@ -362,6 +362,8 @@ def unsupported(op: str, *args: Any) -> str | None:
         return "arrays that are neither bfloat16 nor float32"
     if op in ("merge", "merge_backward"):
         T, D = args[4].shape
+        if args[6] is None:
+            return "a sum that is not normed"
         if default_block_sizes(op, 0, 1, T, D, "float32") is None:
             return f"D={D}: {GROUP} tokens do not fit VMEM"
         return None

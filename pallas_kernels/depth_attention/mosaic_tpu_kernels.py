@@ -692,14 +692,14 @@ def total(x):
 
 
 def _dot(call, a, b):
-    return _contract(call, a, b, 0)
+    return contract(call, a, b, 0)
 
 
 def _dot_transposed(call, a, b):
-    return _contract(call, a, b, 1)
+    return contract(call, a, b, 1)
 
 
-def _contract(call, a, b, axis):
+def contract(call, a, b, axis):
     narrow = a.dtype == b.dtype == jnp.bfloat16
     if call.interpret:  # not every CPU product takes bfloat16
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)

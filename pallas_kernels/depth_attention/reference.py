@@ -49,9 +49,9 @@ def merge(
     site: Int[Array, ""],
     current: Float[Array, "T D"],
     active: Bool[Array, ""],
-    norm_gain: Float[Array, " D"],
+    norm_gain: Float[Array, " D"] | None,
     *,
-    norm: Norm,
+    norm: Norm | None,
     epsilon: float,
     norm_epsilon: float,
 ) -> Float[Array, "T D"]:
@@ -90,9 +90,15 @@ def step(
 
 
 def normalize(
-    h: Float[Array, "T D"], gain: Float[Array, " D"], *, norm: Norm, epsilon: float
+    h: Float[Array, "T D"],
+    gain: Float[Array, " D"] | None,
+    *,
+    norm: Norm | None,
+    epsilon: float,
 ) -> Float[Array, "T D"]:
-    """`gain * h / sqrt(mean(h^2) + epsilon)`, of `h - mean(h)` for layernorm."""
+    """`gain * h / sqrt(mean(h^2) + epsilon)`, of `h - mean(h)` for layernorm; h without a norm."""
+    if norm is None:
+        return h
     if norm == "layernorm":
         h = h - jnp.mean(h, axis=-1, keepdims=True)
     h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=-1, keepdims=True) + epsilon)

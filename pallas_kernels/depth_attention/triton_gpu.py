@@ -94,6 +94,8 @@ def unsupported(op: str, *args) -> str | None:
     """Why these kernels cannot serve the op named, called with `args`; None if they can."""
     if why := no_triton():
         return why
+    if op in ("merge", "merge_backward") and args[6] is None:
+        return "a sum that is not normed"
     held = {
         "partial": (1,),
         "partial_backward": (1, 5, 6),

@@ -300,27 +300,29 @@ def _to_all_slices(call, residual, read, d_retrieved):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _store(call, residual, store_keys, data):
-    return _store_all(call, residual, store_keys, sharded.gather(data, call.key_axis))
+    return _store_all(call, True, residual, store_keys, sharded.gather(data, call.key_axis))
 
 
-def _store_all(call, *args):
-    run = lambda module, *args: module.store(*args, fraction_bits=call.fraction_bits)
+def _store_all(call, in_place, *args):
+    def run(module, *args):
+        options = {"in_place": in_place} if module is mosaic_tpu else {}
+        return module.store(*args, fraction_bits=call.fraction_bits, **options)
+
     return _run(call, "store", run, args)
 
 
 def _store_forward(call, residual, store_keys, data):
     _refuse_integers(residual)
     data = sharded.gather(data, call.key_axis)
-    return _store_all(call, residual, store_keys, data), (store_keys, data)
+    # Not in place, as above.
+    return _store_all(call, False, residual, store_keys, data), (store_keys, data)
 
 
 def _store_backward(call, saved, d_stored):
-    store_keys, data = saved
-    dtype = jnp.promote_types(jnp.float32, data.dtype)
-    d_keys = jnp.einsum("bnrv,bnkv->rk", data, d_stored, preferred_element_type=dtype)
-    d_data = jnp.einsum("rk,bnkv->bnrv", store_keys.astype(dtype), d_stored.astype(dtype))
-    d_data = sharded.scatter_sum(d_data.astype(data.dtype), call.key_axis)
-    return d_stored, d_keys.astype(store_keys.dtype), d_data
+    run = lambda module, *args: module.store_backward(*args)
+    d_keys, d_data = _run(call, "store_backward", run, (d_stored, *saved))
+    d_data = sharded.scatter_sum(d_data, call.key_axis)
+    return d_stored, d_keys.astype(saved[0].dtype), d_data
 
 
 _store.defvjp(_store_forward, _store_backward)
@@ -357,7 +359,9 @@ def _norm_retrieve_backward(call, saved, cotangents):
     *args, read = saved
     residual, _, gain, read_keys = args
     d_retrieved, means = _to_all_slices(call, residual, read, cotangents[0])
-    d_residual, d_gain, d_keys = xla.norm_backward(*args, d_retrieved, means, norm=call.norm)
+    run = lambda module, *args: module.read_backward(*args, norm=call.norm)
+    args = (*args, d_retrieved, means)
+    d_residual, d_gain, d_keys = _run(call, "read_backward", run, args)
     return (
         d_residual.astype(residual.dtype),
         d_gain.astype(gain.dtype),

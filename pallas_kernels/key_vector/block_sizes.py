@@ -78,7 +78,8 @@ def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
         slab = sizes.V // slabs
         for tokens in sorted((t for t in _TILES if t <= N), key=cost):
             blocks = _grouped(op, sizes, tokens, slab)
-            for keep in (True, False) if slabs == 1 and op != "forward" else (False,):
+            keeps = slabs == 1 and op != "forward" and sizes.P > 0
+            for keep in (True, False) if keeps else (False,):
                 if blocks is None:
                     continue
                 blocks = dataclasses.replace(blocks, keep=keep)
@@ -121,7 +122,7 @@ def _grouped(op: Op, s: Sizes, tokens: int, slab: int) -> BlockSizes | None:
         store = largest_divisor(s.V, min(_STORED_ROWS // s.K, LANES // max(s.R_padded, 16)))
         read = LANES // s.K
         if op != "forward":
-            read = min(read, LANES // s.P_padded, LANES // s.R_padded)
+            read = min(read, LANES // max(s.P_padded, s.R_padded))
         read = largest_divisor(s.V, read)
     largest = tokens * s.K * max(store, read)
     if slab % store or slab % read or largest > _LARGEST_INTERMEDIATE:
@@ -149,7 +150,7 @@ def _refused(
         return f"groups of {b.store_group} and {b.read_group}"
     if b.tokens * sizes.K * max(b.store_group, b.read_group) > _LARGEST_INTERMEDIATE:
         return "intermediates that are too large"
-    if b.keep and (op == "forward" or b.slab != sizes.V):
+    if b.keep and (op == "forward" or not sizes.P or b.slab != sizes.V):
         return "nothing to keep"
     if vmem_bytes(op, sizes, b) > VMEM_LIMIT:
         return f"{vmem_bytes(op, sizes, b) >> 20} MiB of VMEM"

@@ -1,6 +1,6 @@
 """What every implementation of the key-vector ops gives and takes.
 
-An implementation is a module with four functions over arrays with exactly two token axes, a batch
+An implementation is a module with these functions over arrays with exactly two token axes, a batch
 B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
     store(residual, store_keys, data, *, fraction_bits) -> residual'
@@ -10,6 +10,9 @@ B and a sequence N; the public ops reshape to that, choose, and differentiate:
                         fraction_bits) -> (residual', retrieved, Statistics)
     backward(residual', statistics, store_keys, data, gain, read_keys, d_residual', d_retrieved,
              means=None, *, norm, rebuild, fraction_bits) -> Gradients
+    read_backward(residual, statistics, gain, read_keys, d_retrieved, means=None, *, norm)
+        -> (d_residual, d_gain, d_read_keys)
+    store_backward(d_stored, store_keys, data) -> (d_store_keys, d_data)
 
     residual [B, N, K, V]   store_keys [R, K]   data [B, N, R, V]
     gain [K, V]   read_keys [P, K]   retrieved [B, N, P, V]

@@ -52,7 +52,9 @@ __all__ = [
     "BlockSizes",
     "backward",
     "norm_retrieve",
+    "read_backward",
     "store",
+    "store_backward",
     "store_norm_retrieve",
     "unsupported",
 ]
@@ -73,7 +75,11 @@ def unsupported(op: str, *args: Any) -> str | None:
         return f"keys of {K} entries (at most 4096)"
     sizes = _sizes_of(op, args)
     # A backward pass in slabs reads forward too.
-    needed = ("forward", "rebuild") if op == "backward" else ("forward",)
+    needed = {
+        "backward": ("forward", "rebuild"),
+        "read_backward": ("forward", "backward"),
+        "store_backward": ("backward",),
+    }.get(op, ("forward",))
     if any(default_block_sizes(each, sizes, N) is None for each in needed):
         return f"K={K}, V={sizes.V}, R={sizes.R}, P={sizes.P}: a tile of tokens does not fit VMEM"
     return None
@@ -84,11 +90,12 @@ def store(
     store_keys: Float[Array, "R K"],
     data: Float[Array, "B N R V"],
     *,
+    in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Shaped[Array, "B N K V"]:
-    """`X + sum_r w_r (x) y_r`, in the residual's dtype.
+    """`X + sum_r w_r (x) y_r`, in the residual's dtype; `in_place` as below.
 
     `2 T R K V` FLOPs and `E T V (2 K + R)` bytes for T tokens of E bytes an entry.
 
@@ -104,7 +111,7 @@ def store(
         interpret,
         fraction_bits=fraction_bits,
     )
-    return _forward(call, residual, store_keys, data)["residual"]
+    return _forward(call, residual, store_keys, data, in_place=in_place)["residual"]
 
 
 def norm_retrieve(
@@ -215,12 +222,71 @@ def backward(
     return _backward(call, rebuild, means, *args)
 
 
+def read_backward(
+    residual: Shaped[Array, "B N K V"],
+    statistics: Statistics,
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    d_retrieved: Float[Array, "B N P V"],
+    means: Means | None = None,
+    *,
+    norm: Norm,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
+    """Cotangents of `norm_retrieve`: of the residual, the gain and the keys.
+
+    `4 T P K V` FLOPs and `E T V (2 K + P)` bytes for T tokens of E bytes an entry.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    args = (residual, statistics, gain, read_keys, d_retrieved)
+    sizes = _sizes_of("read_backward", args)
+    blocks = _blocks(block_sizes, "backward", sizes, residual, interpret)
+    call = Call(sizes, blocks, norm, 0.0, interpret)
+    if means is not None:
+        call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
+    elif call.slabs > 1:
+        means = _means(call, residual, statistics, gain, read_keys, d_retrieved)
+    given = (residual, statistics, None, None, gain, read_keys, None, d_retrieved)
+    g = _backward(call, False, means, *given)
+    return g.residual, g.gain, g.read_keys
+
+
+def store_backward(
+    d_stored: Float[Array, "B N K V"],
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "B N R V"],
+    *,
+    block_sizes: BlockSizes | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "R K"], Float[Array, "B N R V"]]:
+    """Cotangents of `store`: of the keys and the data; that of the residual is as given.
+
+    `4 T R K V` FLOPs and `E T V (K + 2 R)` bytes for T tokens of E bytes an entry.
+
+    Raises:
+      UnsupportedImplementation: see `unsupported`.
+    """
+    sizes = _sizes_of("store_backward", (d_stored, store_keys, data))
+    blocks = _blocks(block_sizes, "backward", sizes, d_stored, interpret)
+    call = Call(sizes, blocks, "rmsnorm", 0.0, interpret)
+    given = (d_stored, None, store_keys, data, None, None, d_stored, None)
+    g = _backward(call, False, None, *given)
+    return g.store_keys, g.data
+
+
 def _sizes_of(op: str, args) -> Sizes:
     residual, K, V = args[0], *args[0].shape[2:]
     data_dtype = jnp.bfloat16 if residual.dtype == jnp.bfloat16 else jnp.float32
     R = P = 0
     if op == "norm_retrieve":
         P = args[2].shape[0]
+    elif op == "read_backward":
+        P, data_dtype = args[3].shape[0], args[4].dtype
+    elif op == "store_backward":
+        R, data_dtype = args[1].shape[0], args[2].dtype
     else:
         store_keys, data = args[2:4] if op == "backward" else args[1:3]
         R, data_dtype = store_keys.shape[0], data.dtype
@@ -334,72 +400,91 @@ def _backward(call: Call, rebuild, means: Means | None, *args):
         return b, 0, n
 
     token = pl.BlockSpec((1, 2, tokens), token_index)
-    folded = _folded(call, gain, read_keys)
-    keys = jnp.swapaxes(_block_diagonal(folded, group), 1, 2)
-    keys_rows = _block_diagonal(_padded_store_keys(call, store_keys)[None], group, repeat=True)[0]
-    inputs = {
-        "residual": (_tokens_last(residual), by_slab(s.K)),
-        "statistics": (jnp.stack(statistics, axis=1), token),
-        "data": (_tokens_last(data), by_slab(s.R)),
-        "d_residual": (_tokens_last(d_residual), by_slab(s.K)),
-        "d_retrieved": (_tokens_last(d_retrieved), by_slab(s.P)),
-        "store_keys_rows": (keys_rows, _constant(keys_rows.shape)),
-        "read_keys": (keys, _by_slab(call, keys, lambda c, v, i, j: v)),
-    }
+    reads, stores = read_keys is not None, store_keys is not None
+    inputs, outputs, scratch = {}, {}, {}
+    by_core = lambda shape, index: (
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        pl.BlockSpec((1, *shape[1:]), index),
+    )
+    if d_residual is not None:
+        inputs["d_residual"] = (_tokens_last(d_residual), by_slab(s.K))
+    if reads:
+        folded = _folded(call, gain, read_keys)
+        keys = jnp.swapaxes(_block_diagonal(folded, group), 1, 2)
+        d_keys_shape = (cores, s.V // group, group * s.P_padded, group * s.K)
+        inputs |= {
+            "residual": (_tokens_last(residual), by_slab(s.K)),
+            "statistics": (jnp.stack(statistics, axis=1), token),
+            "d_retrieved": (_tokens_last(d_retrieved), by_slab(s.P)),
+            "read_keys": (keys, _by_slab(call, keys, lambda c, v, i, j: v)),
+        }
+        of_keys = pl.BlockSpec((1, groups, *d_keys_shape[2:]), lambda c, v, i, j: (c, v, 0, 0))
+        d_residual = residual if d_residual is None else d_residual
+        outputs = {
+            "d_residual": (_tokens_last(d_residual), by_slab(s.K)),
+            "d_read_keys": (jax.ShapeDtypeStruct(d_keys_shape, jnp.float32), of_keys),
+        }
+        scratch["d_scaled"] = pltpu.VMEM((1, slab, s.P_padded, tokens), s.data_dtype)
+        if blocks.keep:
+            scratch["a"] = pltpu.VMEM((groups, group * s.K, tokens), jnp.float32)
     if means is not None:
         given = [means.a, means.an] if call.centred else [means.an]
         one = pl.BlockSpec((1, len(given), tokens), token_index)
         inputs["means"] = (jnp.stack(given, axis=1).astype(jnp.float32), one)
-    d_keys_shape = (cores, s.V // group, group * s.P_padded, group * s.K)
-    outputs = {
-        "d_residual": (inputs["d_residual"][0], by_slab(s.K)),
-        "d_data": (inputs["data"][0], by_slab(s.R)),
-        "d_store_keys": (
-            jax.ShapeDtypeStruct((cores, *keys_rows.shape), jnp.float32),
-            pl.BlockSpec((1, *keys_rows.shape), lambda c, v, i, j: (c, 0, 0)),
-        ),
-        "d_read_keys": (
-            jax.ShapeDtypeStruct(d_keys_shape, jnp.float32),
-            pl.BlockSpec((1, groups, *d_keys_shape[2:]), lambda c, v, i, j: (c, v, 0, 0)),
-        ),
-    }
+    if stores:
+        keys_rows = _block_diagonal(_padded_store_keys(call, store_keys)[None], group, repeat=True)[
+            0
+        ]
+        inputs |= {
+            "data": (_tokens_last(data), by_slab(s.R)),
+            "store_keys_rows": (keys_rows, _constant(keys_rows.shape)),
+        }
+        outputs |= {
+            "d_data": (inputs["data"][0], by_slab(s.R)),
+            "d_store_keys": by_core((cores, *keys_rows.shape), lambda c, v, i, j: (c, 0, 0)),
+        }
+        if s.R_padded != s.R:
+            scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
     if rebuild:
         stored_keys = _store_keys(call, store_keys)
         inputs["store_keys"] = (stored_keys, _constant(stored_keys.shape))
         outputs["rebuilt"] = (inputs["residual"][0], by_slab(s.K))
-    scratch = {"d_scaled": pltpu.VMEM((1, slab, s.P_padded, tokens), s.data_dtype)}
-    if s.R_padded != s.R:
-        scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
-    if blocks.keep:
-        scratch["a"] = pltpu.VMEM((groups, group * s.K, tokens), jnp.float32)
+    aliased = {"residual": "rebuilt"} if rebuild else {}
+    if reads and "d_residual" in inputs:
+        aliased["d_residual"] = "d_residual"
     tail = None
     if N % tokens:
         last_core = None if split_batch or cores == 1 else cores - 1
         tail = Tail(N % tokens, last_core, tiles_each - 1)
 
+    halves = ("key_vector_store_backward", "key_vector_read_backward", "key_vector_backward")
     out = tpu_call(
         functools.partial(mosaic_tpu_kernels.backward, call=call, tail=tail),
-        "key_vector_backward",
+        halves[stores + 2 * reads - 1],
         inputs,
         outputs,
         scratch,
         grid=(cores, call.slabs, batches, tiles_each),
         semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
         flops=B * N * s.K * s.V * (4 * (s.R + s.P) + (2 * s.R if rebuild else 0)),
-        aliased={"d_residual": "d_residual"} | ({"residual": "rebuilt"} if rebuild else {}),
+        aliased=aliased,
         interpret=call.interpret,
     )
-    d_store_keys = _diagonal(out["d_store_keys"][:, None], group)
-    d_store_keys = jnp.sum(d_store_keys, axis=(0, 1, 2))[: s.R]
-    d_folded = jnp.sum(_diagonal(out["d_read_keys"], group), axis=0)
-    d_folded = d_folded.reshape(s.V, s.P_padded, s.K)[:, : s.P] * call.unit
     contract = functools.partial(jnp.einsum, precision="highest")
+    d_store_keys = d_folded = None
+    if stores:
+        d_store_keys = _diagonal(out["d_store_keys"][:, None], group)
+        d_store_keys = jnp.sum(d_store_keys, axis=(0, 1, 2))[: s.R]
+    if reads:
+        d_folded = jnp.sum(_diagonal(out["d_read_keys"], group), axis=0)
+        d_folded = d_folded.reshape(s.V, s.P_padded, s.K)[:, : s.P] * call.unit
+        gain, read_keys = gain.astype(jnp.float32), read_keys.astype(jnp.float32)
     return Gradients(
-        residual=_tokens_first(out["d_residual"]),
-        data=_tokens_first(out["d_data"]),
+        residual=_tokens_first(out["d_residual"]) if reads else d_residual,
+        data=_tokens_first(out["d_data"]) if stores else None,
         store_keys=d_store_keys,
-        gain=contract("vpk,pk->kv", d_folded, read_keys.astype(jnp.float32)),
-        read_keys=contract("vpk,kv->pk", d_folded, gain.astype(jnp.float32)),
+        gain=contract("vpk,pk->kv", d_folded, read_keys) if reads else None,
+        read_keys=contract("vpk,kv->pk", d_folded, gain) if reads else None,
         rebuilt=_tokens_first(out["rebuilt"]) if rebuild else None,
     )
 

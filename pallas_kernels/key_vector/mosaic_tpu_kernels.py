@@ -153,7 +153,7 @@ class Tail(NamedTuple):
 
 
 def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
-    """All cotangents, from the residual as stored.
+    """All cotangents, from the residual as stored; of one half, if only its keys are given.
 
     With a = G^T dz, rstd folded into dz, and n = norm(X):
     `dX = dX' + a - mean(a) - rstd n mean(a n)`. The two means need all of a token first: they are
@@ -166,18 +166,58 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
     group, groups = blocks.read_group, blocks.slab // blocks.read_group
     core, slab, i, j = (pl.program_id(axis) for axis in range(4))
     first_tile = (i == 0) & (j == 0)
-    exists = None if tail is None else _zero_tail(inputs, tail, core, j)
+    exists = None if tail is None else _zero_tail(call, inputs, tail, core, j)
+    reads, stores = "read_keys" in inputs, "store_keys_rows" in inputs
 
-    @pl.when(first_tile)
-    def _():
-        outputs["d_read_keys"][...] = jnp.zeros_like(outputs["d_read_keys"])
+    if reads:
 
-    @pl.when(first_tile & (slab == 0))
-    def _():
-        outputs["d_store_keys"][...] = jnp.zeros_like(outputs["d_store_keys"])
+        @pl.when(first_tile)
+        def _():
+            outputs["d_read_keys"][...] = jnp.zeros_like(outputs["d_read_keys"])
 
+        through_read = _read_backward(call, inputs, outputs, scratch, exists)
+
+    if stores:
+        data = _aligned(inputs["data"], scratch.get("data"))
+
+        @pl.when(first_tile & (slab == 0))
+        def _():
+            outputs["d_store_keys"][...] = jnp.zeros_like(outputs["d_store_keys"])
+
+    def store_gradients(i, _):
+        v = i * group
+        parts = [_values(inputs["d_residual"], v, group)] if "d_residual" in inputs else []
+        d_stored = sum(parts + ([through_read(i)] if reads else []))
+        if reads:
+            _put(outputs["d_residual"], v, group, d_stored)
+        if not stores:
+            return
+        if exists is not None:
+            d_stored = jnp.where(exists, d_stored, 0)
+        d_stored = d_stored.astype(s.data_dtype)
+        _put(outputs["d_data"], v, group, _dot(inputs["store_keys_rows"][...], d_stored))
+        outputs["d_store_keys"][0] += _dot_rows(_rows(data, v, group), d_stored)
+
+    _loop(groups, store_gradients, None, blocks.read_unroll)
+
+    if "rebuilt" in outputs:
+        residual = inputs["residual"]
+
+        def take_back(i, _):
+            v = i * blocks.store_group
+            wide = jnp.int32 if call.integer else jnp.float32
+            x = _values(residual, v, blocks.store_group, wide)
+            x = x - _written(call, inputs["store_keys"], data, v)
+            _put(outputs["rebuilt"], v, blocks.store_group, x)
+
+        _loop(blocks.slab // blocks.store_group, take_back, None, blocks.store_unroll)
+
+
+def _read_backward(call: Call, inputs, outputs, scratch, exists):
+    """Adds to the gradient of the read keys; what gives a group's `dX - dX'`."""
+    s, blocks = call.sizes, call.blocks
+    group, groups = blocks.read_group, blocks.slab // blocks.read_group
     residual, d_scaled = inputs["residual"], scratch["d_scaled"]
-    data = _aligned(inputs["data"], scratch.get("data"))
     # In the units of the residual's array.
     mean = inputs["statistics"][0, 0:1] / call.unit
     rstd = inputs["statistics"][0, 1:2]
@@ -232,31 +272,13 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
     if not call.shifted:
         offset = offset - slope * mean
 
-    def store_gradients(i, _):
-        v = i * group
-        x = _values(residual, v, group)
+    def through_read(i):
+        x = _values(residual, i * group, group)
         x = x - shift if call.shifted else x
         a = scratch["a"][i] if blocks.keep else d_normalised(i)
-        d_stored = _values(inputs["d_residual"], v, group) + (a + (x * slope + offset))
-        _put(outputs["d_residual"], v, group, d_stored)
-        if exists is not None:
-            d_stored = jnp.where(exists, d_stored, 0)
-        d_stored = d_stored.astype(s.data_dtype)
-        _put(outputs["d_data"], v, group, _dot(inputs["store_keys_rows"][...], d_stored))
-        outputs["d_store_keys"][0] += _dot_rows(_rows(data, v, group), d_stored)
+        return a + (x * slope + offset)
 
-    _loop(groups, store_gradients, None, blocks.read_unroll)
-
-    if "rebuilt" in outputs:
-
-        def take_back(i, _):
-            v = i * blocks.store_group
-            wide = jnp.int32 if call.integer else jnp.float32
-            x = _values(residual, v, blocks.store_group, wide)
-            x = x - _written(call, inputs["store_keys"], data, v)
-            _put(outputs["rebuilt"], v, blocks.store_group, x)
-
-        _loop(blocks.slab // blocks.store_group, take_back, None, blocks.store_unroll)
+    return through_read
 
 
 # What a token's residual was given, and its statistics --------------------------------------
@@ -376,7 +398,7 @@ def _aligned(ref, padded):
     return padded
 
 
-def _zero_tail(inputs, tail, core, j):
+def _zero_tail(call, inputs, tail, core, j):
     """What lies past the last token is anything, and sums over tokens are taken: which exist.
 
     Not of inputs that are outputs too: those would be written.
@@ -393,7 +415,7 @@ def _zero_tail(inputs, tail, core, j):
                 shape = (*ref.shape[:-1], ref.shape[-1] - tail.tokens)
                 ref[..., tail.tokens :] = jnp.zeros(shape, ref.dtype)
 
-    tokens = inputs["statistics"].shape[-1]
+    tokens = call.blocks.tokens
     token = jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1)
     return token < jnp.where(last, tail.tokens, tokens)
 

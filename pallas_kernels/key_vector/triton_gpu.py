@@ -10,7 +10,8 @@ chip. For T tokens
 
 and the statistics. The backward pass sums parameter gradients in each program's registers, and
 those of the programs in a fixed order: no atomics, so the same bits every time. A residual too big
-for that takes a second pass over X' and dX (5 K V in all).
+for that takes a second pass over X' and dX (5 K V in all). The backward passes of a store or a read
+alone are plain JAX.
 
 Products are of the data's dtype with float32 sums: bfloat16 on tensor cores, or float32 in full.
 Triton multiplies blocks whose sides are powers of two, 16 at least: others are padded on chip.
@@ -42,6 +43,7 @@ from pallas_kernels.key_vector.triton_gpu_kernels import (
     forward_kernel,
     padded,
 )
+from pallas_kernels.key_vector.xla import read_backward, store_backward
 from pallas_kernels.triton import no_triton
 
 __all__ = [
@@ -49,7 +51,9 @@ __all__ = [
     "backward",
     "default_blocks",
     "norm_retrieve",
+    "read_backward",
     "store",
+    "store_backward",
     "store_norm_retrieve",
     "unsupported",
 ]
@@ -57,6 +61,8 @@ __all__ = [
 # Of a token's data and retrieved vectors: what still compiles with 99 KiB of shared memory.
 _MOST_BYTES = 128 * 1024
 _DATA = (jnp.bfloat16, jnp.float32)
+# Of these there is no kernel.
+_PLAIN = ("read_backward", "store_backward")
 _RESIDUAL = (jnp.bfloat16, jnp.float32, jnp.int16)
 
 
@@ -79,6 +85,8 @@ def unsupported(op: str, *args) -> str | None:
     """Why these kernels cannot serve the op named, called with `args`; None if they can."""
     if why := no_triton():
         return why
+    if op in _PLAIN:
+        return None
     residual = args[0]
     keys = {
         "store": (1,),
@@ -111,7 +119,7 @@ def unsupported(op: str, *args) -> str | None:
 
 def wins(op: str, *args) -> bool:
     """Whether a table says that the kernel of the op named is the fastest, called with `args`."""
-    if unsupported(op, *args) is not None:
+    if op in _PLAIN or unsupported(op, *args) is not None:
         return False
     B, N, K, V = args[0].shape
     names = {"store": "store", "norm_retrieve": "read", "store_norm_retrieve": "forward"}

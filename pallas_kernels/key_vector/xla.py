@@ -107,7 +107,7 @@ def backward(
     taken here unless `means` gives them.
     """
     dtype = data.dtype
-    through_norm, d_gain, d_read_keys = norm_backward(
+    through_norm, d_gain, d_read_keys = _norm_backward(
         residual,
         statistics,
         gain,
@@ -129,8 +129,8 @@ def backward(
     )
 
 
-def norm_backward(
-    residual: Shaped[Array, "B N K V"],
+def read_backward(
+    residual: Float[Array, "B N K V"],
     statistics: Statistics,
     gain: Float[Array, "K V"],
     read_keys: Float[Array, "P K"],
@@ -138,7 +138,43 @@ def norm_backward(
     means: Means | None = None,
     *,
     norm: Norm,
-    fraction_bits: int = FRACTION_BITS,
+) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
+    """Cotangents of `norm_retrieve`: of the residual, the gain and the keys; `means` as above."""
+    args = (residual, statistics, gain, read_keys, d_retrieved, means)
+    d_residual, d_gain, d_keys = _norm_backward(*args, norm=norm, fraction_bits=FRACTION_BITS)
+    return d_residual.astype(residual.dtype), d_gain, d_keys
+
+
+def store_backward(
+    d_stored: Float[Array, "B N K V"],
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "B N R V"],
+) -> tuple[Float[Array, "R K"], Float[Array, "B N R V"]]:
+    """Cotangents of `store`: of the keys, at least float32, and of the data."""
+    dtype = jnp.promote_types(jnp.float32, data.dtype)
+    d_keys = jnp.einsum("bnrv,bnkv->rk", data, d_stored, preferred_element_type=dtype)
+    d_data = jnp.einsum("rk,bnkv->bnrv", store_keys.astype(dtype), d_stored.astype(dtype))
+    return d_keys, d_data.astype(data.dtype)
+
+
+def to_fixed_point(
+    residual: Float[Array, "*shape"], fraction_bits: int = FRACTION_BITS
+) -> Int16[Array, "*shape"]:
+    """Numbers as an int16 residual holds them; those beyond its range become the nearest."""
+    steps = jnp.round(2.0**fraction_bits * residual.astype(_accumulator(residual, residual.dtype)))
+    return jnp.clip(steps, -_LARGEST, _LARGEST).astype(jnp.int16)
+
+
+def _norm_backward(
+    residual: Shaped[Array, "B N K V"],
+    statistics: Statistics,
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    d_retrieved: Float[Array, "B N P V"],
+    means: Means | None,
+    *,
+    norm: Norm,
+    fraction_bits: int,
 ) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
     """Cotangents of `norm_retrieve`: of the residual, the gain and the keys, at least float32.
 
@@ -165,14 +201,6 @@ def norm_backward(
     d_gain = jnp.sum(d_scaled * n, axis=(0, 1))
     d_read_keys = _einsum("bnpv,bnkv->pk", d_retrieved, (n * gain).astype(dtype))
     return rstd * through_norm, d_gain, d_read_keys
-
-
-def to_fixed_point(
-    residual: Float[Array, "*shape"], fraction_bits: int = FRACTION_BITS
-) -> Int16[Array, "*shape"]:
-    """Numbers as an int16 residual holds them; those beyond its range become the nearest."""
-    steps = jnp.round(2.0**fraction_bits * residual.astype(_accumulator(residual, residual.dtype)))
-    return jnp.clip(steps, -_LARGEST, _LARGEST).astype(jnp.int16)
 
 
 def _store(residual, store_keys, data, fraction_bits) -> _Stored:

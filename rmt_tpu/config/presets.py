@@ -99,7 +99,11 @@ _MODELS |= {
 }
 
 # Attention over depth beside the plain residual at the size where kernels are compared.
-_MODELS["gpt2-405m-attnres"] = replace(_MODELS["gpt2-405m"], mixer=BlockAttention(num_blocks=8))
+_WITH_DEPTH = {"gpt2-405m-attnres": "gpt2-405m", "rmt-attnres-305m": "rmt-305m"}
+_MODELS |= {
+    name: replace(_MODELS[plain], mixer=BlockAttention(num_blocks=8))
+    for name, plain in _WITH_DEPTH.items()
+}
 
 # Kimi Team (2026), Table 2: activated parameters, layers and heads, width, one expert's width, and
 # how it was trained: rate, sequences of 8192 tokens a batch, tokens. N is 8 or the nearest to it.
@@ -185,12 +189,12 @@ _BUDGETS = {
     "gpt2-160m": (64, 1.7e9),
     "gpt2-260m": (64, 3.5e9),
     "gpt2-405m": (256, 6.04e9),
-    "gpt2-405m-attnres": (256, 6.04e9),
     "rmt-46m": (64, 142e6),
     "rmt-134m": (64, 1.1e9),
     "rmt-206m": (64, 2.3e9),
     "rmt-305m": (256, 6.04e9),
 }
+_BUDGETS |= {name: _BUDGETS[plain] for name, plain in _WITH_DEPTH.items()}
 _SWEEPS = ("rmt-134m-k", "highway-", "depth-lstm-", "hierarchical-")
 
 
@@ -239,8 +243,8 @@ def about(name: str) -> str:
     system = _ABOUT.get(name.rpartition("-")[0])
     if name in _TINY:
         return f"{system}; for a laptop, over bytes"
-    if name == "gpt2-405m-attnres":
-        return f"{_ABOUT['attnres']} in gpt2-405m, 8 blocks"
+    if name in _WITH_DEPTH:
+        return f"{_ABOUT['attnres']} in {_WITH_DEPTH[name]}, 8 blocks"
     if name.startswith("rmt-134m-k"):
         return f"{_ABOUT['rmt']}; RMT paper, Figure 6, D_k {_MODELS[name].store.key_dim}"
     if name in _LLAMA_MODELS:

@@ -339,6 +339,8 @@ class Run:
             d_prior, d_rows, d_current, gradients = carry
             index = start + offset
             current = nothing if sums is None else stacks.at(sums, first_sum + offset)
+            # XLA would slice once for each that reads it.
+            current = jax.lax.optimization_barrier(current)
 
             def forward(of_layer, prior, rows, current):
                 given = (at, offset, context, prior, rows, current, None, zeros)

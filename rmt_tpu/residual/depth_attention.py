@@ -41,7 +41,7 @@ from rmt_tpu.residual.protocols import (
 class Prior(NamedTuple):
     """What the sources sealed before a group of layers give to each of its sites."""
 
-    mixed: Float[Array, "*sites batch seq D"]
+    mixed: Float[Array, "*sites_batch_seq_shape"]
     log_sums: Float[Array, "*sites batch seq"]
 
 
@@ -70,8 +70,8 @@ class DepthAttention(nnx.Module):
 
     def __init__(self, config: cfg.ModelConfig):
         self.mixer, self.num_sublayers = config.mixer, config.num_sublayers
-        # Of a vector, phase two and the norm are one kernel.
-        self.merges = len(config.residual_shape) == 1
+        # Of a vector, phase two and the norm are one kernel; what reads a matrix norms it.
+        self.norms = len(config.residual_shape) == 1
         self.norm, self.norm_epsilon = config.norm, config.norm_epsilon
         self.block = config.mixer.sublayers_a_block(config.num_sublayers)
         self.num_rows = 1 - (-config.num_sublayers // self.block)
@@ -155,22 +155,22 @@ class DepthAttention(nnx.Module):
         """Cotangents of what `prior` was given, that of the bank added to `d_bank`."""
         with jax.named_scope("residual"):
             g = pallas_kernels.depth_attention_partial_backward(
-                scores,
-                _flat(bank),
+                _shaped(scores, bank),
+                bank,
                 *prior,
                 *d_prior,
                 count=count,
-                accumulate=_flat(d_bank),
+                accumulate=d_bank,
                 epsilon=self.mixer.epsilon,
                 **self._divided(),
             )
-        return g.queries, g.sources.reshape(d_bank.shape)
+        return g.queries.reshape(scores.shape), g.sources
 
     @jax.named_scope("residual")
     def _partial(self, queries, rows, count, prior=None):
         return pallas_kernels.depth_attention_partial(
-            queries,
-            _flat(rows),
+            _shaped(queries, rows),
+            rows,
             count=count,
             prior=prior,
             epsilon=self.mixer.epsilon,
@@ -187,7 +187,7 @@ class DepthAttention(nnx.Module):
         """What the unembedding reads: the last aggregation, over all rows."""
         query = final_site.mix.folded().reshape(1, -1)
         h = self._partial(query, bank, self.num_rows)[0][0]
-        return store.read(h.reshape(bank.shape[1:]), final_site, store.compute_dtype)
+        return store.read(h, final_site, store.compute_dtype)
 
     def read(
         self,
@@ -200,11 +200,14 @@ class DepthAttention(nnx.Module):
         at: At,
     ) -> tuple[Prior, Row, Read]:
         """Phase two: see `protocols.Banked`."""
-        shape, dtype, place = current.shape, store.compute_dtype, at.sublayer - at.group
+        dtype, place = store.compute_dtype, at.sublayer - at.group
         active = at.sublayer % self.block > 0
-        if self.merges and rows is None:
-            prior, current, z = self._merge(prior, place, current, score, site.gain[...], active)
-            return prior, current, store.project(z.astype(dtype), site)
+        if rows is None and not self._divided():
+            norm_gain = site.gain[...] if self.norms else None
+            prior, current, z = self._merge(prior, place, current, score, norm_gain, active)
+            if self.norms:
+                return prior, current, store.project(z.astype(dtype), site)
+            return prior, current, store.read(z, site, dtype)
         mixed, own_mixed = stacks.take(prior.mixed, place)
         log_sums, own_log_sums = stacks.take(prior.log_sums, place)
         own = Prior(own_mixed[None], own_log_sums[None])
@@ -214,7 +217,7 @@ class DepthAttention(nnx.Module):
         if self.block > 1:
             running = jnp.asarray(active, jnp.int32)
             own = Prior(*self._partial(score[None], current[None], running, tuple(own)))
-        z = store.read(own.mixed[0].reshape(shape), site, dtype)
+        z = store.read(own.mixed[0], site, dtype)
         return Prior(mixed, log_sums), current, z
 
     @jax.named_scope("residual")
@@ -225,10 +228,10 @@ class DepthAttention(nnx.Module):
             own,
             place,
             current,
-            query,
+            query.reshape(current.shape[2:]),
             norm_gain,
             active=active,
-            norm=self.norm,
+            norm=self.norm if self.norms else None,
             epsilon=self.mixer.epsilon,
             norm_epsilon=self.norm_epsilon,
         )
@@ -308,5 +311,8 @@ class DepthAttention(nnx.Module):
         return jax.nn.softmax(logits, axis=0)
 
 
-def _flat(rows: Float[Array, "rows batch seq *shape"]) -> Float[Array, "rows batch seq D"]:
-    return rows.reshape(*rows.shape[:3], -1)
+def _shaped(
+    queries: Float[Array, "sites D"], rows: Float[Array, "rows batch seq *shape"]
+) -> Float[Array, "sites *shape"]:
+    """Queries of a source's shape: of a matrix, matrices."""
+    return queries.reshape(-1, *rows.shape[3:])

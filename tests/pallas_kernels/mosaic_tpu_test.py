@@ -171,6 +171,28 @@ def test_halves_are_the_whole(case):
 
 
 @SHARED
+@pytest.mark.parametrize("case", [marked(QUICK[0]), marked(CASES[-2])])
+def test_backward_halves_are_the_whole(case):
+    args, (d_stored, d_retrieved) = arguments(case), cotangents_of(case)
+    stored, _, statistics = forward(case, args)
+    blocks = {"block_sizes": case.blocks, "interpret": True}
+
+    @jax.jit
+    def halves(stored, statistics, args, d_stored, d_retrieved):
+        _, store_keys, data, gain, read_keys = args
+        given = (stored, statistics, gain, read_keys, d_retrieved)
+        d_X, d_gain, d_read = mosaic_tpu.read_backward(*given, norm=case.norm, **blocks)
+        d_X = d_stored + d_X
+        d_store, d_data = mosaic_tpu.store_backward(d_X, store_keys, data, **blocks)
+        return d_X, d_store, d_data, d_gain, d_read
+
+    got = halves(stored, statistics, args, d_stored, d_retrieved)
+    _, want = expected_of(case, args, (d_stored, d_retrieved))
+    assert got[0].dtype == case.residual and got[2].dtype == case.data
+    assert_close(got, want, case.tolerance)
+
+
+@SHARED
 @pytest.mark.parametrize(
     "data, blocks",
     [
@@ -338,9 +360,20 @@ def test_halves_compile(topology):
     def both(X, w, y, gain, r):
         return mosaic_tpu.store(X, w, y), read(X, gain, r)
 
-    text = both.lower(*shapes(place_on(topology), case)).compile().as_text()
-    for name in ("key_vector_store", "key_vector_read"):
-        assert len(re.findall(rf"custom-call.*{name}", text)) == 1, name
+    @jax.jit
+    def gradients(X, w, y, gain, r):
+        """Those of both halves, of X as a cotangent too, and of P vectors y."""
+        statistics = Statistics(*jnp.ones((2, *X.shape[:2])))
+        dz = jnp.concatenate([y] * 3, axis=2)
+        d_read = mosaic_tpu.read_backward(X, statistics, gain, r, dz, norm=case.norm)
+        return mosaic_tpu.store_backward(X, w, y), d_read
+
+    place = place_on(topology)
+    text = both.lower(*shapes(place, case)).compile().as_text()
+    floats = shapes(place, case._replace(residual="bfloat16"))
+    text += gradients.lower(*floats).compile().as_text()
+    for name in ("store", "read", "store_backward", "read_backward"):
+        assert len(re.findall(rf"custom-call.*/key_vector_{name}/", text)) == 1, name
 
 
 @pytest.mark.compile

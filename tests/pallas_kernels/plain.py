@@ -12,7 +12,12 @@ def numbers(x):
 
 
 def normed(x, axes, norm, epsilon):
-    """Over these axes; and one over the root of the mean square, which it was multiplied by."""
+    """Over these axes; and one over the root of the mean square, which it was multiplied by.
+
+    Without a norm x as it is, and 1.
+    """
+    if norm is None:
+        return x, 1.0
     if norm == "layernorm":
         x = x - x.mean(axes, keepdims=True)
     rstd = (np.mean(x**2, axes, keepdims=True) + epsilon) ** -0.5
@@ -21,6 +26,8 @@ def normed(x, axes, norm, epsilon):
 
 def normed_gradient(n, rstd, d_n, axes, norm):
     """The cotangent of x, from what `normed` gave."""
+    if norm is None:
+        return d_n
     d_x = d_n - n * np.mean(d_n * n, axes, keepdims=True)
     if norm == "layernorm":
         d_x = d_x - d_n.mean(axes, keepdims=True)

@@ -150,6 +150,24 @@ def test_the_bank_is_never_copied(topology):
     assert moves(program, 6 * tokens * config.model.residual_size) == []
 
 
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_a_bank_of_matrices_is_never_moved(topology):
+    """Nor its gradient, nor what phase one gives to a pass's six sites: tokens lie last in all."""
+    mixer = BlockAttention(layers_per_block=3)
+    options = {"batch_size": 8, "num_layers": 15, "mixer": mixer, "key_dim": 32}
+    config = config_of("rmt-attnres-tiny", **options)
+    _, step = compiled(config, topology=topology)
+    program, row = step.as_text(), config.train.batch_size * config.data.seq_len
+    row *= config.model.residual_size
+    for kernel in ("partial", "partial_backward", "merge", "merge_backward"):
+        assert f"depth_attention_matrices_{kernel}/pallas_call" in program
+    for kernel in ("read_backward", "store_backward"):
+        assert f"key_vector_{kernel}/pallas_call" in program
+    for count in (1 + 15 // 3, 6):
+        assert moves(program, count * row) == []
+    assert re.search(r"= \(?f32\[\d+,8,128,32,32\]", program) is None
+
+
 @pytest.mark.slow
 def test_block_attention_residuals_take_less_memory_than_the_plain_residual():
     """48 layers: the bank and one sum a layer, where the plain one keeps two vectors a layer."""

@@ -1,0 +1,72 @@
+"""What the ops of depth attention are given, looked at before anything is traced."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import check_array, check_epsilon, check_norm
+
+
+def check_sources(queries, sources, gains, count, prior, epsilon, *, spare: bool = False) -> None:
+    check_epsilon("epsilon", epsilon)
+    size = _size(queries, 1)
+    check_array("queries", queries, f"S {size}")
+    check_array("sources", sources, f"N ... {size}")
+    (S, *shape), N, axes = queries.shape, sources.shape[0], len(size.split())
+    if N == 0 or list(sources.shape[-axes:]) != shape:
+        names = size.replace(" ", ", ")
+        raise ValueError(
+            f"shapes do not fit: queries [S, {names}] are {queries.shape}, "
+            f"sources [N, ..., {names}] are {sources.shape}, and there must be one at least"
+        )
+    if gains is not None:
+        check_array("gains", gains, f"S {size}")
+        if gains.shape != queries.shape:
+            raise ValueError(
+                f"shapes do not fit: queries [S, D] are {queries.shape}, gains {gains.shape}"
+            )
+    if prior is not None:
+        mixed, log_sums = prior
+        check_array("prior[0]", mixed, f"S ... {size}")
+        check_array("prior[1]", log_sums, "S ...")
+        wanted = (S, *sources.shape[1:])
+        if mixed.shape != wanted or log_sums.shape != wanted[:-axes]:
+            raise ValueError(
+                f"shapes do not fit: prior is of {mixed.shape} and {log_sums.shape}, and has to be "
+                f"of {wanted} and {wanted[:-axes]}"
+            )
+    if count is None:
+        return
+    if jnp.shape(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer):
+        raise ValueError(f"count={count!r} must be an integer: how many sources there are")
+    if isinstance(count, int) and not 0 <= count <= N - spare:
+        raise ValueError(
+            f"count={count} must be from 0 to the number of sources, {N}"
+            + (", less one for the row that is sealed" if spare else "")
+        )
+
+
+def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> None:
+    check_epsilon("epsilon", epsilon)
+    check_epsilon("norm_epsilon", norm_epsilon)
+    if (norm is None) != (norm_gain is None):
+        given = None if norm_gain is None else norm_gain.shape
+        raise ValueError(f"norm={norm!r} and norm_gain of {given} must both be None, or neither")
+    size = _size(query, 0)
+    check_array("current", current, f"... {size}")
+    given = {"query": query, "gain": gain, "norm_gain": norm_gain}
+    given = {name: x for name, x in given.items() if x is not None or name == "query"}
+    for name, x in given.items():
+        check_array(name, x, size)
+        if x.shape != current.shape[-x.ndim :]:
+            names = size.replace(" ", ", ")
+            raise ValueError(
+                f"shapes do not fit: current [..., {names}] is {current.shape}, {name} [{names}] "
+                f"is {x.shape}"
+            )
+    if norm is not None:
+        check_norm(norm)
+        check_array("norm_gain", norm_gain, "D")
+
+
+def _size(queries, before: int) -> str:
+    """The names of a source's axes: of a vector, or of a residual matrix."""
+    return "K V" if getattr(queries, "ndim", 0) == before + 2 else "D"

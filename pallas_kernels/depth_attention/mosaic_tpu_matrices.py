@@ -1,0 +1,491 @@
+"""Depth attention over residual matrices as TPU kernels: nothing is transposed around them.
+
+A matrix store's bank [N, B, T, K, V] lies as the key-vector kernels leave a residual: v-major rows
+and tokens in the lanes, [N, B, V K, T]. These kernels take it as it lies; through those of
+`mosaic_tpu`, whose D is in the lanes, every array would be transposed twice.
+
+- `partial` has a tile of all sources in VMEM, each an operand of its own: of an empty row the same
+  block is named at every step, which is no traffic. What does not fit is taken in parts, the ones
+  before being the prior of the next; sites are taken in parts too.
+- `partial_backward` is two kernels: one takes <d_mixed, v> and the scores of all sources, the other
+  makes of these the gradient of one source at a time.
+- `merge` here has no norm: what reads a matrix norms it.
+
+For T tokens, N active sources, E bytes an entry, D = K V: `partial` takes `4 S N T D` FLOPs and
+`E (N + S) T D` bytes; `partial_backward` `8 S N T D` and `E (3 N + 2 S) T D`, `E N T D` more to
+accumulate; `merge` `E 3 T D` bytes and `merge_backward` `E 6 T D`. Scores are on the matrix unit,
+all else on the vector unit: `4 S N T D` and `8 S N T D` of its operations.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.call import LANES, nbytes, tpu_call
+from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
+from pallas_kernels.depth_attention.interface import MergeGradients
+from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
+from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
+
+__all__ = ["merge", "merge_backward", "partial", "partial_backward", "unsupported"]
+
+# Of blocks in VMEM, twice for the pipeline; some is left to the compiler.
+_BUDGET = 44 * 2**20
+# The same of `merge_backward`, which has six arrays and cannot be cut.
+_LARGEST = 52 * 2**20
+# Sources of one kernel: each is an operand, and unrolled.
+_MOST_SOURCES = 16
+# Sums of a step of rows that registers hold.
+_MOST_SITES = 8
+
+
+def unsupported(op: str, *args: Any) -> str | None:
+    """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    floats = [a for a in jax.tree.leaves(args) if jnp.issubdtype(a.dtype, jnp.floating)]
+    if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in floats):
+        return "arrays that are neither bfloat16 nor float32"
+    merges = op in ("merge", "merge_backward")
+    residuals = args[4] if merges else args[1]
+    T, K, V = residuals.shape[-3:]
+    if op == "step":
+        return "a whole site in one pass"
+    if merges and args[6] is not None:
+        return "a norm of matrices: what reads them has one"
+    if T < LANES:
+        return f"a sequence of {T} tokens (at least {LANES})"
+    if K * V % LANES:
+        return f"matrices of {K} x {V} entries (a multiple of {LANES})"
+    if 12 * _block(K * V, residuals.dtype) > _LARGEST:
+        return f"matrices of {K} x {V} entries: {LANES} tokens do not fit VMEM"
+    return None
+
+
+def partial(
+    queries: Float[Array, "S K V"],
+    sources: Float[Array, "N B T K V"],
+    count: Int[Array, ""],
+    prior: tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]] | None,
+    *,
+    epsilon: int | float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]]:
+    """See `interface`. `4 S N T D` FLOPs and `E (N + S) T D` bytes."""
+    N, B, T, K, V = sources.shape
+    bank, rows = _tokens_last(sources), _columns(queries)
+    most, sites = _parts(N, queries.shape[0], K * V, sources.dtype)
+    by_batch = lambda x: jnp.swapaxes(x, 0, 1)
+    mixed, log_sums = [], []
+    for s in range(0, queries.shape[0], sites):
+        of_sites = slice(s, s + sites)
+        q, part = rows[of_sites], None
+        call = Call(N, len(q), B, T, K * V, sources.dtype.name, epsilon, interpret)
+        if prior is not None:
+            part = (_tokens_last(prior[0][of_sites]), by_batch(prior[1][of_sites]))
+        for first in range(0, N, most):
+            of_part = dataclasses.replace(call, N=min(most, N - first))
+            part = _partial(of_part, q, bank, first, count, part)
+        mixed.append(part[0])
+        log_sums.append(by_batch(part[1]))
+    return _tokens_first(_joined(mixed), K, V), _joined(log_sums)
+
+
+def _partial(call: Call, queries, bank, first, count, prior):
+    """Of `call.N` sources from row `first`, over arrays as the kernels take them."""
+    N, S, B, T, D = call.N, call.S, call.batch, call.tokens, call.size
+    of_sites, per_site = _of_sites(call), _per_token(call, S)
+    inputs = _each_source(call, bank, first)
+    inputs["queries"] = _constant(_query_rows(call, queries))
+    if prior is not None:
+        inputs |= {"prior": (prior[0], of_sites), "prior_log_sums": (prior[1], per_site)}
+    outputs = {
+        "mixed": (jax.ShapeDtypeStruct((S, B, D, T), bank.dtype), of_sites),
+        "log_sums": (jax.ShapeDtypeStruct((B, S, T), jnp.float32), per_site),
+    }
+    scratch = {
+        "logits": pltpu.VMEM((N, S, LANES), jnp.float32),
+        "weights": pltpu.VMEM((N + 1, S, LANES), jnp.float32),
+    }
+    moved = N + S + (0 if prior is None else S)
+    out = _over_tiles(
+        call, kernels.partial, "partial", inputs, outputs, scratch, moved, count - first
+    )
+    return out["mixed"], out["log_sums"]
+
+
+def _over_tiles(call: Call, kernel, name, inputs, outputs, scratch, moved, count):
+    """A kernel that has a tile of all sources at a time; `moved` in sources."""
+    tokens = call.batch * call.tokens
+    return tpu_call(
+        functools.partial(kernel, call=call),
+        f"depth_attention_matrices_{name}",
+        inputs,
+        outputs,
+        scratch,
+        grid=(call.batch, call.tiles),
+        semantics=("parallel", "parallel"),
+        flops=4 * call.S * call.N * tokens * call.size,
+        moved=moved * tokens * call.size * jnp.dtype(call.dtype).itemsize,
+        transcendentals=call.S * call.N * tokens,
+        prefetch={"count": jnp.clip(count, 0, call.N).reshape(1)},
+        interpret=call.interpret,
+    )
+
+
+def partial_backward(
+    queries: Float[Array, "S K V"],
+    sources: Float[Array, "N B T K V"],
+    count: Int[Array, ""],
+    log_sums: Float[Array, "S B T"],
+    delta: Float[Array, "S B T"] | None,
+    d_mixed: Float[Array, "S B T K V"],
+    accumulate: Float[Array, "N B T K V"] | None,
+    *,
+    epsilon: int | float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
+    """See `interface`. `8 S N T D` FLOPs, `E (3 N + 2 S) T D` bytes; accumulating, `E N T D` more.
+
+    `accumulate` is overwritten, which a caller that still needs it pays for with a copy.
+    """
+    N, B, T, K, V = sources.shape
+    bank, rows = _tokens_last(sources), _columns(queries)
+    added = None if accumulate is None else _tokens_last(accumulate)
+    d_rows = _tokens_last(d_mixed.astype(sources.dtype))
+    most, sites = _parts(N, queries.shape[0], K * V, sources.dtype)
+    d_queries = []
+    for s in range(0, queries.shape[0], sites):
+        of_sites = slice(s, s + sites)
+        q, d = rows[of_sites], d_rows[of_sites]
+        call = Call(N, len(q), B, T, K * V, sources.dtype.name, epsilon, interpret)
+        measured = []
+        for first in range(0, N, most):
+            part = dataclasses.replace(call, N=min(most, N - first))
+            measured.append(_measure(part, q, bank, first, count, d))
+        measured = jax.tree.map(lambda *parts: _joined(parts, axis=1), *measured)
+        of_delta = None if delta is None else delta[of_sites]
+        given = _weigh(call, count, *measured, log_sums[of_sites], of_delta)
+        d_query, added = _partial_backward(call, q, bank, count, given, d, added)
+        d_queries.append(d_query)
+    d_queries = _joined(d_queries).reshape(-1, V, K)
+    return jnp.swapaxes(d_queries, 1, 2), _tokens_first(added, K, V)
+
+
+def _measure(call: Call, queries, bank, first, count, d_mixed):
+    """Logits and <d_mixed, v> [B, N, S, T] and rstd [B, N, 1, T] of sources from row `first`."""
+    inputs = _each_source(call, bank, first)
+    inputs |= {
+        "queries": _constant(_query_rows(call, queries)),
+        "d_mixed": (d_mixed, _of_sites(call)),
+    }
+    shape = lambda rows: (call.batch, call.N, rows, call.tokens)
+    per_source = lambda rows: (
+        jax.ShapeDtypeStruct(shape(rows), jnp.float32),
+        pl.BlockSpec((1, call.N, rows, LANES), lambda b, t, *_: (b, 0, 0, t)),
+    )
+    outputs = {"logits": per_source(call.S), "g": per_source(call.S), "rstd": per_source(1)}
+    moved = call.N + call.S
+    out = _over_tiles(call, kernels.measure, "measure", inputs, outputs, {}, moved, count - first)
+    return out["logits"], out["g"], out["rstd"]
+
+
+def _weigh(call: Call, count, logits, g, rstd, log_sums, delta):
+    """By source, what the sites' gradients, the queries and the source make up its gradient with.
+
+    See `interface`; a few numbers a token.
+    """
+    active = jnp.arange(call.N)[:, None, None] < count
+    by_token = lambda x: jnp.swapaxes(x, 0, 1)[:, None].astype(jnp.float32)
+    logits, g, rstd = (jnp.where(active, x, 0) for x in (logits, g, rstd))
+    weights = jnp.where(active, jnp.exp(logits - by_token(log_sums)), 0)
+    total = jnp.sum(weights * g, axis=1, keepdims=True)
+    total = total if delta is None else total + by_token(delta)
+    d_logits = jnp.where(active, weights * (g - total), 0)
+    shrink = jnp.sum(d_logits * logits, axis=2, keepdims=True) * jnp.square(rstd) / call.size
+    return {"weights": weights, "d_products": d_logits * rstd, "shrink": shrink}
+
+
+def _partial_backward(call: Call, queries, bank, count, of_sources, d_mixed, added):
+    N, S, D = call.N, call.S, call.size
+
+    def row(c, j, n, count):
+        """One that is empty is neither read nor written, but zeros where there is nothing yet."""
+        last = N - 1 if added is None else jnp.maximum(count[0] - 1, 0)
+        b, t = call.tile(c, j)
+        return jnp.minimum(n, last), b, 0, t
+
+    def read(c, j, n, count):
+        b, t = call.tile(c, j)
+        return jnp.minimum(n, jnp.maximum(count[0] - 1, 0)), b, 0, t
+
+    def sites(c, j, *_):
+        b, t = call.tile(c, j)
+        return 0, b, 0, t
+
+    def per_source(c, j, n, *_):
+        b, t = call.tile(c, j)
+        return b, n, 0, t
+
+    block = (1, 1, D, LANES)
+    inputs = {
+        "query_columns": _constant(_query_columns(call, queries)),
+        "sources": (bank, pl.BlockSpec(block, read)),
+        "d_mixed": (d_mixed, pl.BlockSpec((S, 1, D, LANES), sites)),
+    }
+    for name, x in of_sources.items():
+        inputs[name] = (x, pl.BlockSpec((1, 1, x.shape[2], LANES), per_source))
+    if added is not None:
+        inputs["accumulate"] = (added, pl.BlockSpec(block, row))
+    out = tpu_call(
+        functools.partial(kernels.partial_backward, call=call),
+        "depth_attention_matrices_partial_backward",
+        inputs,
+        {"d_queries": _query_sums(call), "d_sources": (bank, pl.BlockSpec(block, row))},
+        {},
+        grid=(call.cores, call.tiles_each, N),
+        semantics=("parallel", "arbitrary", "arbitrary"),
+        flops=6 * S * bank.size,
+        moved=((2 if added is None else 3) * N + S) * nbytes(bank[0]),
+        aliased={} if added is None else {"accumulate": "d_sources"},
+        prefetch={"count": count.reshape(1)},
+        interpret=call.interpret,
+    )
+    return _query_gradient(call, out["d_queries"]), out["d_sources"]
+
+
+def merge(
+    query: Float[Array, "K V"],
+    mixed: Float[Array, "S B T K V"],
+    log_sums: Float[Array, "B T"],
+    site: Int[Array, ""],
+    current: Float[Array, "B T K V"],
+    active: Bool[Array, ""],
+    norm_gain: None,
+    *,
+    norm: None,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+    interpret: bool = False,
+) -> Float[Array, "B T K V"]:
+    """See `interface`. `E 3 T D` bytes."""
+    K, V = query.shape
+    call = _merge_call(current, epsilon, interpret)
+    inputs = _merge_inputs(call, query, mixed, log_sums, current, active)
+    tile = inputs["current"][1]
+    out = tpu_call(
+        functools.partial(kernels.merge, call=call),
+        "depth_attention_matrices_merge",
+        inputs,
+        {"h": (inputs["current"][0], tile)},
+        {},
+        grid=(call.cores, call.tiles_each),
+        semantics=("parallel", "parallel"),
+        flops=8 * current.size,
+        moved=3 * nbytes(current),
+        prefetch={"site": site.reshape(1)},
+        interpret=interpret,
+    )
+    return _tokens_first(out["h"], K, V)
+
+
+def merge_backward(
+    query: Float[Array, "K V"],
+    mixed: Float[Array, "S B T K V"],
+    log_sums: Float[Array, "B T"],
+    site: Int[Array, ""],
+    current: Float[Array, "B T K V"],
+    active: Bool[Array, ""],
+    norm_gain: None,
+    d_h: Float[Array, "B T K V"],
+    d_mixed: Float[Array, "S B T K V"],
+    d_current: Float[Array, "B T K V"],
+    *,
+    norm: None,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+    interpret: bool = False,
+) -> MergeGradients:
+    """See `interface`. `E 6 T D` bytes.
+
+    `d_mixed` and `d_current` are overwritten; a caller that still needs them pays for a copy.
+    """
+    K, V = query.shape
+    call = _merge_call(current, epsilon, interpret)
+    inputs = _merge_inputs(call, query, mixed, log_sums, current, active)
+    tile, of_site = inputs["current"][1], inputs["mixed"][1]
+    inputs |= {
+        "query_columns": _constant(_query_columns(call, _columns(query[None]))),
+        "d_h": (_tokens_last(d_h), tile),
+        "d_mixed_in": (_tokens_last(d_mixed), pl.BlockSpec(memory_space=pl.ANY)),
+        "d_current_in": (_tokens_last(d_current.astype(current.dtype)), tile),
+    }
+    out = tpu_call(
+        functools.partial(kernels.merge_backward, call=call),
+        "depth_attention_matrices_merge_backward",
+        inputs,
+        {
+            "d_query": _query_sums(call),
+            "d_mixed": (inputs["d_mixed_in"][0], of_site),
+            "d_current": (inputs["current"][0], tile),
+            "d_log_sums": (
+                jax.ShapeDtypeStruct((call.batch, 1, call.tokens), jnp.float32),
+                inputs["log_sums"][1],
+            ),
+        },
+        {},
+        grid=(call.cores, call.tiles_each),
+        semantics=("parallel", "arbitrary"),
+        flops=20 * current.size,
+        moved=6 * nbytes(current),
+        aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
+        prefetch={"site": site.reshape(1)},
+        interpret=interpret,
+    )
+    return MergeGradients(
+        query=_query_gradient(call, out["d_query"]).reshape(V, K).T,
+        mixed=_tokens_first(out["d_mixed"], K, V),
+        log_sums=out["d_log_sums"][:, 0],
+        current=_tokens_first(out["d_current"], K, V),
+        norm_gain=None,
+    )
+
+
+def _merge_call(current, epsilon, interpret) -> Call:
+    B, T, K, V = current.shape
+    return Call(0, 1, B, T, K * V, current.dtype.name, epsilon, interpret)
+
+
+def _merge_inputs(call: Call, query, mixed, log_sums, current, active):
+    D = call.size
+
+    def token(c, j, *_):
+        b, t = call.tile(c, j)
+        return b, 0, t
+
+    def of_site(c, j, site):
+        b, t = call.tile(c, j)
+        return site[0], b, 0, t
+
+    return {
+        "active": (active.reshape(1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "queries": _constant(_query_rows(call, _columns(query[None]))),
+        "log_sums": (log_sums[:, None], pl.BlockSpec((1, 1, LANES), token)),
+        "mixed": (_tokens_last(mixed), pl.BlockSpec((None, 1, D, LANES), of_site)),
+        "current": (_tokens_last(current), pl.BlockSpec((1, D, LANES), token)),
+    }
+
+
+# How the work is cut ---------------------------------------------------------------------------
+
+
+def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
+    """Sources and sites of one kernel, as equal as they can be."""
+    blocks = _BUDGET // (2 * _block(D, dtype))
+    sites = min(_MOST_SITES, max(1, blocks // 3))
+    sites = -(-S // -(-S // sites))
+    sources = max(1, min(_MOST_SOURCES, blocks - 2 * sites))
+    return -(-N // -(-N // sources)), sites
+
+
+def _block(D: int, dtype) -> int:
+    """Bytes of a tile of a source."""
+    return D * LANES * jnp.dtype(dtype).itemsize
+
+
+def _joined(parts, axis=0):
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+
+# Blocks -----------------------------------------------------------------------------------------
+
+
+def _each_source(call: Call, bank, first):
+    """Rows of the bank from `first`, each an operand."""
+
+    def row(i, b, t, count):
+        """Of an empty one always the same block, which so is read once."""
+        active = i < count[0]
+        return first + i, jnp.where(active, b, 0), 0, jnp.where(active, t, 0)
+
+    spec = lambda i: pl.BlockSpec((1, 1, call.size, LANES), functools.partial(row, i))
+    return {f"source_{i:02}": (bank, spec(i)) for i in range(call.N)}
+
+
+def _of_sites(call: Call):
+    """A tile of [S, B, D, T]."""
+    return pl.BlockSpec((call.S, 1, call.size, LANES), lambda b, t, *_: (0, b, 0, t))
+
+
+def _per_token(call: Call, rows: int):
+    """A tile of [B, rows, T]."""
+    return pl.BlockSpec((1, rows, LANES), lambda b, t, *_: (b, 0, t))
+
+
+# Operands ---------------------------------------------------------------------------------------
+
+
+def _tokens_last(x):
+    """[.., B, T, K, V] to [.., B, V K, T]: of an array as it lies no move."""
+    *lead, T, K, V = x.shape
+    axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
+    return jnp.transpose(x, axes).reshape(*lead, V * K, T)
+
+
+def _tokens_first(x, K: int, V: int):
+    """`_tokens_last` undone."""
+    *lead, _, T = x.shape
+    axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
+    return jnp.transpose(x.reshape(*lead, V, K, T), axes)
+
+
+def _columns(queries):
+    """[S, K, V] to [S, V K] float32."""
+    return jnp.swapaxes(queries, 1, 2).reshape(queries.shape[0], -1).astype(jnp.float32)
+
+
+def _query_rows(call: Call, queries):
+    """As rows of a product with a source, a chunk of its rows after the other: pieces below."""
+    rows = pieces(queries) if call.narrow else [queries]
+    rows = _padded(call, rows).reshape(call.query_rows, call.chunks, call.rows)
+    return jnp.swapaxes(rows, 0, 1)
+
+
+def _query_columns(call: Call, queries):
+    """As columns of what gives the queries' part in a source's gradient; see `_query_gradients`."""
+    rows = [queries]
+    if call.narrow:
+        q1, q2, _ = pieces(queries)
+        rows = [q1, q2, q1]
+    columns = _padded(call, rows).T
+    return columns.reshape(call.chunks, call.rows, call.query_rows)
+
+
+def _padded(call: Call, rows):
+    rows = jnp.concatenate(rows)
+    return jnp.pad(rows.astype(call.dtype), ((0, call.query_rows - rows.shape[0]), (0, 0)))
+
+
+def _query_sums(call: Call):
+    """The sums over tokens of `_query_gradients`, of each core."""
+    shape = (call.cores, call.chunks, call.query_rows, call.rows)
+    spec = pl.BlockSpec((None, *shape[1:]), lambda c, *_: (c, 0, 0, 0))
+    return jax.ShapeDtypeStruct(shape, jnp.float32), spec
+
+
+def _query_gradient(call: Call, sums):
+    """[S, V K]"""
+    S = call.S
+    sums = jnp.swapaxes(jnp.sum(sums, axis=0), 0, 1).reshape(call.query_rows, call.size)
+    if call.narrow:
+        return sums[2 * S : 3 * S] + sums[S : 2 * S] + sums[:S]
+    return sums[:S]
+
+
+def _constant(x):
+    spec = pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
+    return x, spec

@@ -1,0 +1,336 @@
+"""The bodies of the TPU kernels over residual matrices: a tile of 128 tokens each, in the lanes.
+
+A source of a tile is [D, 128], so that scores, weights and what else a token has are rows [1, 128]:
+no number has to cross lanes. Scores are products of the queries and a source; so is what the
+queries' gradients are, with tokens contracted. All else is element by element, STEP rows at a time.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from pallas_kernels.call import LANES, largest_divisor, round_up
+from pallas_kernels.depth_attention.mosaic_tpu_kernels import contract, pieces
+
+# Rows of a source in one step of the vector unit: as many as leave registers for the sites' sums.
+STEP = 32
+# Products in the body of a loop.
+UNROLL = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is fixed while tracing. `tokens` are of a sequence, `size` is D.
+
+    `dtype` is of the sources.
+    """
+
+    N: int
+    S: int
+    batch: int
+    tokens: int
+    size: int
+    dtype: str
+    epsilon: int | float
+    interpret: bool
+
+    @property
+    def narrow(self) -> bool:
+        return self.dtype == "bfloat16"
+
+    @property
+    def tiles(self) -> int:
+        """Of a sequence."""
+        return -(-self.tokens // LANES)
+
+    @property
+    def cores(self) -> int:
+        """For two cores, where it divides; each sums the queries' gradients on its own."""
+        return 2 if self.batch * self.tiles % 2 == 0 else 1
+
+    @property
+    def tiles_each(self) -> int:
+        return self.batch * self.tiles // self.cores
+
+    @property
+    def rows(self) -> int:
+        """Of a source in one product."""
+        return math.gcd(self.size, 256)
+
+    @property
+    def chunks(self) -> int:
+        return self.size // self.rows
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the operand that holds the queries."""
+        return round_up(self.S * (3 if self.narrow else 1), 16)
+
+    def tile(self, core, j):
+        """The sequence and the tile in it of a core's step."""
+        place, tiles = core * self.tiles_each + j, np.int32(self.tiles)
+        return jax.lax.div(place, tiles), jax.lax.rem(place, tiles)
+
+
+# Forward --------------------------------------------------------------------------------------
+
+
+def partial(inputs, outputs, scratch, *, call: Call):
+    """`mixed` and `log_sums` of a tile."""
+    count, N, S = inputs["count"][0], call.N, call.S
+    sources = [inputs[f"source_{i:02}"].at[0, 0] for i in range(N)]
+    logits, weights = scratch["logits"], scratch["weights"]
+    for i, values in enumerate(sources):
+
+        @pl.when(i < count)
+        def _(i=i, values=values):
+            products, rstd = _score(call, inputs["queries"], values)
+            logits[i] = products * rstd
+
+        @pl.when(i >= count)
+        def _(i=i):
+            logits[i] = jnp.full((S, LANES), -jnp.inf, jnp.float32)
+
+    parts = [logits[i] for i in range(N)]
+    if "prior" in inputs:
+        parts.append(inputs["prior_log_sums"][0])
+    most = functools.reduce(jnp.maximum, parts)
+    most = jnp.where(most == -jnp.inf, 0, most)
+    log_sums = most + jnp.log(sum(jnp.exp(part - most) for part in parts))
+    outputs["log_sums"][0] = log_sums
+    for i, part in enumerate(parts):
+        weights[i] = jnp.where(part == -jnp.inf, 0, jnp.exp(part - log_sums))
+
+    def mix(rows):
+        sums = [None] * S
+        if "prior" in inputs:
+            priors = [inputs["prior"][s, 0, rows].astype(jnp.float32) for s in range(S)]
+            sums = [weights[N, s : s + 1] * prior for s, prior in enumerate(priors)]
+        for i, values in enumerate(sources):
+            # Of an empty row, what lies there may be anything.
+            x = jnp.where(i < count, values[rows].astype(jnp.float32), 0)
+            for s in range(S):
+                part = weights[i, s : s + 1] * x
+                sums[s] = part if sums[s] is None else sums[s] + part
+        for s in range(S):
+            outputs["mixed"][s, 0, rows] = sums[s].astype(outputs["mixed"].dtype)
+
+    _each_step(call, mix)
+
+
+def merge(inputs, outputs, scratch, *, call: Call):
+    """h of a tile: the site's row of what is mixed, and the running sum."""
+    current, mixed = inputs["current"].at[0], inputs["mixed"].at[0]
+    p, _, _ = _share(call, inputs)
+
+    def mix(rows):
+        x, m = current[rows].astype(jnp.float32), mixed[rows].astype(jnp.float32)
+        outputs["h"][0, rows] = (m + p * (x - m)).astype(outputs["h"].dtype)
+
+    _each_step(call, mix)
+
+
+# Backward -------------------------------------------------------------------------------------
+
+
+def measure(inputs, outputs, scratch, *, call: Call):
+    """Of a tile: each source's logits, rstd and <d_mixed, v>, of which its gradient is made.
+
+    Of an empty source nothing is written.
+    """
+    d_mixed, zeros = inputs["d_mixed"], (jnp.zeros((8, LANES), jnp.float32),) * call.S
+    for i in range(call.N):
+        values = inputs[f"source_{i:02}"].at[0, 0]
+
+        def along(rows, sums, values=values):
+            x = values[rows].astype(jnp.float32)
+            ds = [d_mixed[s, 0, rows].astype(jnp.float32) for s in range(call.S)]
+            return tuple(total + _fold(d * x) for total, d in zip(sums, ds, strict=True))
+
+        @pl.when(i < inputs["count"][0])
+        def _(i=i, values=values, along=along):
+            products, rstd = _score(call, inputs["queries"], values)
+            outputs["logits"][0, i], outputs["rstd"][0, i] = products * rstd, rstd
+            for s, x in enumerate(_each_step(call, along, zeros)):
+                outputs["g"][0, i, s : s + 1] = jnp.sum(x, axis=0, keepdims=True)
+
+
+def partial_backward(inputs, outputs, scratch, *, call: Call):
+    """The gradient of one source of a tile; adds to those of the queries."""
+    count, n = inputs["count"][0], pl.program_id(2)
+    values, d_mixed = inputs["sources"].at[0, 0], inputs["d_mixed"]
+    d_values = outputs["d_sources"].at[0, 0]
+    adds, exists = "accumulate" in inputs, _existing(call)
+
+    @pl.when((pl.program_id(1) == 0) & (n == 0))
+    def _():
+        outputs["d_queries"][...] = jnp.zeros_like(outputs["d_queries"])
+
+    @pl.when(n < count)
+    def _():
+        weights, shrink = inputs["weights"].at[0, 0], inputs["shrink"][0, 0]
+        given = (outputs["d_queries"], values, inputs["d_products"][0, 0])
+        write = _query_gradients(call, inputs, exists, *given)
+
+        def differentiate(chunk):
+            of_score = write(chunk)
+            for first in range(0, call.rows, STEP):
+                rows = pl.ds(chunk * call.rows + first, STEP)
+                d = of_score[first : first + STEP] - shrink * values[rows].astype(jnp.float32)
+                for s in range(call.S):
+                    d = d + weights[s : s + 1] * d_mixed[s, 0, rows].astype(jnp.float32)
+                if adds:
+                    d = d + inputs["accumulate"][0, 0, rows].astype(jnp.float32)
+                d_values[rows] = d.astype(d_values.dtype)
+
+        _each_chunk(call, differentiate)
+
+    # An empty row has no gradient; one that the others are added to stays as it was.
+    @pl.when((n >= count) & ((n == 0) if adds else True))
+    def _():
+        zeros = jnp.zeros(d_values.shape, d_values.dtype)
+        d_values[...] = inputs["accumulate"][0, 0] if adds else zeros
+
+
+def merge_backward(inputs, outputs, scratch, *, call: Call):
+    """Cotangents of a tile; adds to that of the query.
+
+    d_mixed = (1 - p) d_h, d_logit = p (1 - p) <d_h, current - mixed>, and current gets
+    p d_h + d_logit (rstd query - rstd^2 / D logit current).
+    """
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        outputs["d_query"][...] = jnp.zeros_like(outputs["d_query"])
+
+    names = ("current", "mixed", "d_h", "d_current_in")
+    current, mixed, d_h, added = (inputs[k].at[0] for k in names)
+    d_mixed, d_current = (outputs[k].at[0] for k in ("d_mixed", "d_current"))
+    p, logit, rstd = _share(call, inputs)
+
+    def along(rows, total):
+        x, m, d = (y[rows].astype(jnp.float32) for y in (current, mixed, d_h))
+        return total + _fold(d * (x - m))
+
+    total = _each_step(call, along, jnp.zeros((8, LANES), jnp.float32))
+    d_logit = p * (1 - p) * jnp.sum(total, axis=0, keepdims=True)
+    outputs["d_log_sums"][0] = -d_logit
+    d_product = d_logit * rstd
+    shrink = d_product * rstd * logit / call.size
+    sums, exists = outputs["d_query"], _existing(call)
+    write = _query_gradients(call, inputs, exists, sums, current, d_product)
+
+    def differentiate(chunk):
+        of_score = write(chunk)
+        for first in range(0, call.rows, STEP):
+            rows = pl.ds(chunk * call.rows + first, STEP)
+            x, d = current[rows].astype(jnp.float32), d_h[rows].astype(jnp.float32)
+            to_current = p * d
+            d_mixed[rows] = (d - to_current).astype(d_mixed.dtype)
+            to_current = to_current + (of_score[first : first + STEP] - shrink * x)
+            to_current = to_current + added[rows].astype(jnp.float32)
+            d_current[rows] = to_current.astype(d_current.dtype)
+
+    _each_chunk(call, differentiate)
+
+
+# Parts of several -----------------------------------------------------------------------------
+
+
+def _share(call, inputs):
+    """The weight p of the running sum beside all else, its logit and its rstd: [1, 128]."""
+    products, rstd = _score(call, inputs["queries"], inputs["current"].at[0])
+    logit = products * rstd
+    p = jax.nn.sigmoid(logit - inputs["log_sums"][0])
+    return jnp.where(inputs["active"][0] != 0, p, 0), logit, rstd
+
+
+def _score(call, queries, values):
+    """`<query, v>` of each site [S, 128] and the rstd of v [1, 128], of a source [D, 128]."""
+
+    def add(chunk, sums):
+        x = values[_chunk_rows(call, chunk)]
+        wide = x.astype(jnp.float32)
+        return sums[0] + contract(call, queries[chunk], x, 0), sums[1] + _fold(wide * wide)
+
+    zero = [jnp.zeros((rows, LANES), jnp.float32) for rows in (call.query_rows, 8)]
+    products, squares = _each_chunk(call, add, tuple(zero))
+    S = call.S
+    if call.narrow:
+        products = (products[2 * S : 3 * S] + products[S : 2 * S]) + products[:S]
+    mean = jnp.sum(squares, axis=0, keepdims=True) / call.size
+    return products[:S], jax.lax.rsqrt(mean + call.epsilon)
+
+
+def _query_gradients(call, inputs, exists, d_queries, values, d_products):
+    """`chunk -> sum_s d_product_s query_s`, which adds `sum_tokens d_product v` to `d_queries`.
+
+    Both in pieces where operands are bfloat16; of the first, products lack 2^-16 only.
+    """
+    if exists is not None:
+        d_products = jnp.where(exists, d_products, 0)
+    if call.narrow:
+        a1, a2, a3 = (piece.astype(jnp.float32) for piece in pieces(d_products))
+        right, left = [a1, a1, a2], [a1, a2, a3]
+    else:
+        right = left = [d_products]
+    right, left = (_padded(call, rows) for rows in (right, left))
+
+    def write(chunk):
+        x = values[_chunk_rows(call, chunk)]
+        if exists is not None:
+            x = jnp.where(exists, x.astype(jnp.float32), 0).astype(x.dtype)
+        d_queries[chunk] += contract(call, left, x, 1)
+        return contract(call, inputs["query_columns"][chunk], right, 0)
+
+    return write
+
+
+def _existing(call):
+    """Which tokens of a tile there are: past the last, everything is anything. None if all."""
+    if call.tokens % LANES == 0:
+        return None
+    _, tile = call.tile(pl.program_id(0), pl.program_id(1))
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    return lane < call.tokens - tile * LANES
+
+
+def _padded(call, rows):
+    rows = jnp.concatenate(rows)
+    missing = call.query_rows - rows.shape[0]
+    rows = jnp.concatenate([rows, jnp.zeros((missing, LANES), jnp.float32)]) if missing else rows
+    return rows.astype(call.dtype)
+
+
+def _chunk_rows(call, chunk):
+    return pl.ds(pl.multiple_of(chunk * call.rows, call.rows), call.rows)
+
+
+def _each_chunk(call, body, carry=None):
+    """`body(chunk)`, or `carry = body(chunk, carry)`."""
+    return _loop(call, call.chunks, UNROLL, body, carry)
+
+
+def _each_step(call, body, carry=None):
+    """The same by `rows` of STEP rows."""
+    step = lambda i, *carry: body(pl.ds(pl.multiple_of(i * STEP, STEP), STEP), *carry)
+    return _loop(call, call.size // STEP, UNROLL, step, carry)
+
+
+def _loop(call, count, unroll, body, carry):
+    def run(i, carry):
+        out = body(i) if carry is None else body(i, carry)
+        return out if carry is not None else None
+
+    unroll = 1 if call.interpret else largest_divisor(count, unroll)
+    return jax.lax.fori_loop(0, count, run, carry, unroll=unroll)
+
+
+def _fold(x):
+    """Rows to 8: without crossing sublanes."""
+    return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)
