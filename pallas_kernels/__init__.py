@@ -4,6 +4,7 @@ from pallas_kernels.causal_attention import attention_backward, attention_forwar
 from pallas_kernels.depth_attention import (
     depth_attention,
     depth_attention_merge,
+    depth_attention_merge_read,
     depth_attention_partial,
     depth_attention_partial_backward,
     depth_attention_step,
@@ -29,6 +30,7 @@ __all__ = [
     "causal_attention",
     "depth_attention",
     "depth_attention_merge",
+    "depth_attention_merge_read",
     "depth_attention_partial",
     "depth_attention_partial_backward",
     "depth_attention_step",

@@ -17,6 +17,7 @@ TypeError says so.
 A source may be a residual matrix `K x V` in place of a vector: queries are then [S, K, V] and
 sources [N, ..., K, V]. Mean and product are over all its entries. It is only on a TPU that this is
 more than a reshape: there, matrices lie with tokens in the lanes (see `mosaic_tpu_matrices`).
+`depth_attention_merge_read` reads what it mixes with keys at once, as an RMT does.
 
 `depth_attention_partial`, its backward pass and `depth_attention` take a `key_axis`: the mesh axis
 over whose n devices D is divided, the tokens being the same on all of them; the op is then what one
@@ -41,6 +42,7 @@ from pallas_kernels.depth_attention import mosaic_tpu, mosaic_tpu_matrices, trit
 from pallas_kernels.depth_attention.checks import check_site, check_sources
 from pallas_kernels.depth_attention.interface import Norm, UnsupportedImplementation, wide
 from pallas_kernels.depth_attention.matrices import OfVectors
+from pallas_kernels.depth_attention.merge_read import depth_attention_merge_read
 from pallas_kernels.platform import Implementation, Implementations, reverse_mode
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "UnsupportedImplementation",
     "depth_attention",
     "depth_attention_merge",
+    "depth_attention_merge_read",
     "depth_attention_partial",
     "depth_attention_partial_backward",
     "depth_attention_step",

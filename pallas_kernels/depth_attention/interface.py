@@ -48,6 +48,17 @@ gradient is 0.
         Row `site` of d_mixed [S, T, D] is replaced by what this site gives, the others are as they
         were, in place. What this use of `current` gives is added to `d_current`.
 
+    merge_read(query [K, V] float32, mixed [S, B, T, K, V], log_sums [B, T], site, current, active,
+               norm_gain [K, V], read_keys [P, K], *, norm, epsilon, norm_epsilon, dtype)
+        -> (z [B, T, P, V] in `dtype`, Statistics)
+
+        Of matrices: z = norm_retrieve(h) of the key-vector ops, h being what `merge` without a norm
+        gives, rounded to the dtype of `current`.
+
+    merge_read_backward(query, mixed, log_sums, site, current, active, norm_gain, read_keys,
+                        statistics, d_z, d_mixed, d_current, *, norm, epsilon)
+        -> MergeReadGradients
+
     step(query [D] float32, bank [N, T, D], count, current [T, D], y [T, D], norm_gain, *, seal,
          norm, epsilon, norm_epsilon) -> (bank', current', z)
 
@@ -70,7 +81,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.arguments import Norm
 from pallas_kernels.platform import UnsupportedImplementation
 
-__all__ = ["MergeGradients", "Norm", "UnsupportedImplementation", "wide"]
+__all__ = ["MergeGradients", "MergeReadGradients", "Norm", "UnsupportedImplementation", "wide"]
 
 
 class MergeGradients(NamedTuple):
@@ -84,6 +95,17 @@ class MergeGradients(NamedTuple):
     log_sums: Float[Array, "*T"]
     current: Float[Array, "*T_D"]
     norm_gain: Float[Array, " D"] | None
+
+
+class MergeReadGradients(NamedTuple):
+    """Cotangents of the inputs of `merge_read`, as `MergeGradients`."""
+
+    query: Float[Array, "K V"]
+    mixed: Float[Array, "S B T K V"]
+    log_sums: Float[Array, "B T"]
+    current: Float[Array, "B T K V"]
+    norm_gain: Float[Array, "K V"]
+    read_keys: Float[Array, "P K"]
 
 
 def wide(x: Array) -> Array:

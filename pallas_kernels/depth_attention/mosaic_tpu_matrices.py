@@ -77,7 +77,7 @@ def partial(
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]]:
     """See `interface`. `4 S N T D` FLOPs and `E (N + S) T D` bytes."""
     N, B, T, K, V = sources.shape
-    bank, rows = _tokens_last(sources), _columns(queries)
+    bank, rows = tokens_last(sources), columns(queries)
     most, sites = _parts(N, queries.shape[0], K * V, sources.dtype)
     by_batch = lambda x: jnp.swapaxes(x, 0, 1)
     mixed, log_sums = [], []
@@ -86,13 +86,13 @@ def partial(
         q, part = rows[of_sites], None
         call = Call(N, len(q), B, T, K * V, sources.dtype.name, epsilon, interpret)
         if prior is not None:
-            part = (_tokens_last(prior[0][of_sites]), by_batch(prior[1][of_sites]))
+            part = (tokens_last(prior[0][of_sites]), by_batch(prior[1][of_sites]))
         for first in range(0, N, most):
             of_part = dataclasses.replace(call, N=min(most, N - first))
             part = _partial(of_part, q, bank, first, count, part)
         mixed.append(part[0])
         log_sums.append(by_batch(part[1]))
-    return _tokens_first(_joined(mixed), K, V), _joined(log_sums)
+    return tokens_first(_joined(mixed), K, V), _joined(log_sums)
 
 
 def _partial(call: Call, queries, bank, first, count, prior):
@@ -100,7 +100,7 @@ def _partial(call: Call, queries, bank, first, count, prior):
     N, S, B, T, D = call.N, call.S, call.batch, call.tokens, call.size
     of_sites, per_site = _of_sites(call), _per_token(call, S)
     inputs = _each_source(call, bank, first)
-    inputs["queries"] = _constant(_query_rows(call, queries))
+    inputs["queries"] = constant(query_rows(call, queries))
     if prior is not None:
         inputs |= {"prior": (prior[0], of_sites), "prior_log_sums": (prior[1], per_site)}
     outputs = {
@@ -154,9 +154,9 @@ def partial_backward(
     `accumulate` is overwritten, which a caller that still needs it pays for with a copy.
     """
     N, B, T, K, V = sources.shape
-    bank, rows = _tokens_last(sources), _columns(queries)
-    added = None if accumulate is None else _tokens_last(accumulate)
-    d_rows = _tokens_last(d_mixed.astype(sources.dtype))
+    bank, rows = tokens_last(sources), columns(queries)
+    added = None if accumulate is None else tokens_last(accumulate)
+    d_rows = tokens_last(d_mixed.astype(sources.dtype))
     most, sites = _parts(N, queries.shape[0], K * V, sources.dtype)
     d_queries = []
     for s in range(0, queries.shape[0], sites):
@@ -173,14 +173,14 @@ def partial_backward(
         d_query, added = _partial_backward(call, q, bank, count, given, d, added)
         d_queries.append(d_query)
     d_queries = _joined(d_queries).reshape(-1, V, K)
-    return jnp.swapaxes(d_queries, 1, 2), _tokens_first(added, K, V)
+    return jnp.swapaxes(d_queries, 1, 2), tokens_first(added, K, V)
 
 
 def _measure(call: Call, queries, bank, first, count, d_mixed):
     """Logits and <d_mixed, v> [B, N, S, T] and rstd [B, N, 1, T] of sources from row `first`."""
     inputs = _each_source(call, bank, first)
     inputs |= {
-        "queries": _constant(_query_rows(call, queries)),
+        "queries": constant(query_rows(call, queries)),
         "d_mixed": (d_mixed, _of_sites(call)),
     }
     shape = lambda rows: (call.batch, call.N, rows, call.tokens)
@@ -233,7 +233,7 @@ def _partial_backward(call: Call, queries, bank, count, of_sources, d_mixed, add
 
     block = (1, 1, D, LANES)
     inputs = {
-        "query_columns": _constant(_query_columns(call, queries)),
+        "query_columns": constant(query_columns(call, queries)),
         "sources": (bank, pl.BlockSpec(block, read)),
         "d_mixed": (d_mixed, pl.BlockSpec((S, 1, D, LANES), sites)),
     }
@@ -245,7 +245,7 @@ def _partial_backward(call: Call, queries, bank, count, of_sources, d_mixed, add
         functools.partial(kernels.partial_backward, call=call),
         "depth_attention_matrices_partial_backward",
         inputs,
-        {"d_queries": _query_sums(call), "d_sources": (bank, pl.BlockSpec(block, row))},
+        {"d_queries": query_sums(call), "d_sources": (bank, pl.BlockSpec(block, row))},
         {},
         grid=(call.cores, call.tiles_each, N),
         semantics=("parallel", "arbitrary", "arbitrary"),
@@ -255,7 +255,7 @@ def _partial_backward(call: Call, queries, bank, count, of_sources, d_mixed, add
         prefetch={"count": count.reshape(1)},
         interpret=call.interpret,
     )
-    return _query_gradient(call, out["d_queries"]), out["d_sources"]
+    return query_gradient(call, out["d_queries"]), out["d_sources"]
 
 
 def merge(
@@ -290,7 +290,7 @@ def merge(
         prefetch={"site": site.reshape(1)},
         interpret=interpret,
     )
-    return _tokens_first(out["h"], K, V)
+    return tokens_first(out["h"], K, V)
 
 
 def merge_backward(
@@ -319,17 +319,17 @@ def merge_backward(
     inputs = _merge_inputs(call, query, mixed, log_sums, current, active)
     tile, of_site = inputs["current"][1], inputs["mixed"][1]
     inputs |= {
-        "query_columns": _constant(_query_columns(call, _columns(query[None]))),
-        "d_h": (_tokens_last(d_h), tile),
-        "d_mixed_in": (_tokens_last(d_mixed), pl.BlockSpec(memory_space=pl.ANY)),
-        "d_current_in": (_tokens_last(d_current.astype(current.dtype)), tile),
+        "query_columns": constant(query_columns(call, columns(query[None]))),
+        "d_h": (tokens_last(d_h), tile),
+        "d_mixed_in": (tokens_last(d_mixed), pl.BlockSpec(memory_space=pl.ANY)),
+        "d_current_in": (tokens_last(d_current.astype(current.dtype)), tile),
     }
     out = tpu_call(
         functools.partial(kernels.merge_backward, call=call),
         "depth_attention_matrices_merge_backward",
         inputs,
         {
-            "d_query": _query_sums(call),
+            "d_query": query_sums(call),
             "d_mixed": (inputs["d_mixed_in"][0], of_site),
             "d_current": (inputs["current"][0], tile),
             "d_log_sums": (
@@ -347,10 +347,10 @@ def merge_backward(
         interpret=interpret,
     )
     return MergeGradients(
-        query=_query_gradient(call, out["d_query"]).reshape(V, K).T,
-        mixed=_tokens_first(out["d_mixed"], K, V),
+        query=query_gradient(call, out["d_query"]).reshape(V, K).T,
+        mixed=tokens_first(out["d_mixed"], K, V),
         log_sums=out["d_log_sums"][:, 0],
-        current=_tokens_first(out["d_current"], K, V),
+        current=tokens_first(out["d_current"], K, V),
         norm_gain=None,
     )
 
@@ -373,10 +373,10 @@ def _merge_inputs(call: Call, query, mixed, log_sums, current, active):
 
     return {
         "active": (active.reshape(1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "queries": _constant(_query_rows(call, _columns(query[None]))),
+        "queries": constant(query_rows(call, columns(query[None]))),
         "log_sums": (log_sums[:, None], pl.BlockSpec((1, 1, LANES), token)),
-        "mixed": (_tokens_last(mixed), pl.BlockSpec((None, 1, D, LANES), of_site)),
-        "current": (_tokens_last(current), pl.BlockSpec((1, D, LANES), token)),
+        "mixed": (tokens_last(mixed), pl.BlockSpec((None, 1, D, LANES), of_site)),
+        "current": (tokens_last(current), pl.BlockSpec((1, D, LANES), token)),
     }
 
 
@@ -429,33 +429,33 @@ def _per_token(call: Call, rows: int):
 # Operands ---------------------------------------------------------------------------------------
 
 
-def _tokens_last(x):
+def tokens_last(x):
     """[.., B, T, K, V] to [.., B, V K, T]: of an array as it lies no move."""
     *lead, T, K, V = x.shape
     axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
     return jnp.transpose(x, axes).reshape(*lead, V * K, T)
 
 
-def _tokens_first(x, K: int, V: int):
+def tokens_first(x, K: int, V: int):
     """`_tokens_last` undone."""
     *lead, _, T = x.shape
     axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
     return jnp.transpose(x.reshape(*lead, V, K, T), axes)
 
 
-def _columns(queries):
+def columns(queries):
     """[S, K, V] to [S, V K] float32."""
     return jnp.swapaxes(queries, 1, 2).reshape(queries.shape[0], -1).astype(jnp.float32)
 
 
-def _query_rows(call: Call, queries):
+def query_rows(call: Call, queries):
     """As rows of a product with a source, a chunk of its rows after the other: pieces below."""
     rows = pieces(queries) if call.narrow else [queries]
     rows = _padded(call, rows).reshape(call.query_rows, call.chunks, call.rows)
     return jnp.swapaxes(rows, 0, 1)
 
 
-def _query_columns(call: Call, queries):
+def query_columns(call: Call, queries):
     """As columns of what gives the queries' part in a source's gradient; see `_query_gradients`."""
     rows = [queries]
     if call.narrow:
@@ -470,14 +470,14 @@ def _padded(call: Call, rows):
     return jnp.pad(rows.astype(call.dtype), ((0, call.query_rows - rows.shape[0]), (0, 0)))
 
 
-def _query_sums(call: Call):
+def query_sums(call: Call):
     """The sums over tokens of `_query_gradients`, of each core."""
     shape = (call.cores, call.chunks, call.query_rows, call.rows)
     spec = pl.BlockSpec((None, *shape[1:]), lambda c, *_: (c, 0, 0, 0))
     return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
 
-def _query_gradient(call: Call, sums):
+def query_gradient(call: Call, sums):
     """[S, V K]"""
     S = call.S
     sums = jnp.swapaxes(jnp.sum(sums, axis=0), 0, 1).reshape(call.query_rows, call.size)
@@ -486,6 +486,6 @@ def _query_gradient(call: Call, sums):
     return sums[:S]
 
 
-def _constant(x):
+def constant(x):
     spec = pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
     return x, spec

@@ -27,7 +27,7 @@ UNROLL = 4
 class Call:
     """What is fixed while tracing. `tokens` are of a sequence, `size` is D.
 
-    `dtype` is of the sources.
+    `dtype` is of the sources, `lanes` the tokens of a tile.
     """
 
     N: int
@@ -38,6 +38,7 @@ class Call:
     dtype: str
     epsilon: int | float
     interpret: bool
+    lanes: int = LANES
 
     @property
     def narrow(self) -> bool:
@@ -46,7 +47,7 @@ class Call:
     @property
     def tiles(self) -> int:
         """Of a sequence."""
-        return -(-self.tokens // LANES)
+        return -(-self.tokens // self.lanes)
 
     @property
     def cores(self) -> int:
@@ -120,19 +121,30 @@ def partial(inputs, outputs, scratch, *, call: Call):
         for s in range(S):
             outputs["mixed"][s, 0, rows] = sums[s].astype(outputs["mixed"].dtype)
 
-    _each_step(call, mix)
+    each_step(call, mix)
 
 
 def merge(inputs, outputs, scratch, *, call: Call):
     """h of a tile: the site's row of what is mixed, and the running sum."""
+
+    def write(i, h):
+        outputs["h"][0, _step_rows(i, STEP)] = h.astype(outputs["h"].dtype)
+
+    mix(call, inputs, write)
+
+
+def mix(call: Call, inputs, write, step: int = STEP):
+    """`write(i, h)` of each `step` rows of `h = mixed + p (current - mixed)`; gives as `share`."""
     current, mixed = inputs["current"].at[0], inputs["mixed"].at[0]
-    p, _, _ = _share(call, inputs)
+    p, logit, rstd = share(call, inputs)
 
-    def mix(rows):
+    def add(i):
+        rows = _step_rows(i, step)
         x, m = current[rows].astype(jnp.float32), mixed[rows].astype(jnp.float32)
-        outputs["h"][0, rows] = (m + p * (x - m)).astype(outputs["h"].dtype)
+        write(i, m + p * (x - m))
 
-    _each_step(call, mix)
+    _loop(call, call.size // step, UNROLL, add, None)
+    return p, logit, rstd
 
 
 # Backward -------------------------------------------------------------------------------------
@@ -156,7 +168,7 @@ def measure(inputs, outputs, scratch, *, call: Call):
         def _(i=i, values=values, along=along):
             products, rstd = _score(call, inputs["queries"], values)
             outputs["logits"][0, i], outputs["rstd"][0, i] = products * rstd, rstd
-            for s, x in enumerate(_each_step(call, along, zeros)):
+            for s, x in enumerate(each_step(call, along, zeros)):
                 outputs["g"][0, i, s : s + 1] = jnp.sum(x, axis=0, keepdims=True)
 
 
@@ -165,7 +177,7 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
     count, n = inputs["count"][0], pl.program_id(2)
     values, d_mixed = inputs["sources"].at[0, 0], inputs["d_mixed"]
     d_values = outputs["d_sources"].at[0, 0]
-    adds, exists = "accumulate" in inputs, _existing(call)
+    adds, exists = "accumulate" in inputs, existing(call)
 
     @pl.when((pl.program_id(1) == 0) & (n == 0))
     def _():
@@ -198,32 +210,37 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
 
 
 def merge_backward(inputs, outputs, scratch, *, call: Call):
-    """Cotangents of a tile; adds to that of the query.
-
-    d_mixed = (1 - p) d_h, d_logit = p (1 - p) <d_h, current - mixed>, and current gets
-    p d_h + d_logit (rstd query - rstd^2 / D logit current).
-    """
+    """Cotangents of a tile; adds to that of the query."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():
         outputs["d_query"][...] = jnp.zeros_like(outputs["d_query"])
 
-    names = ("current", "mixed", "d_h", "d_current_in")
-    current, mixed, d_h, added = (inputs[k].at[0] for k in names)
+    differentiate_merge(
+        call, inputs, outputs, inputs["d_h"].at[0], share(call, inputs), existing(call)
+    )
+
+
+def differentiate_merge(call: Call, inputs, outputs, d_h, shared, exists):
+    """From the cotangent d_h of `h = mixed + p (current - mixed)`, and what `share` gave.
+
+    d_mixed = (1 - p) d_h, d_logit = p (1 - p) <d_h, current - mixed>, and current gets
+    p d_h + d_logit (rstd query - rstd^2 / D logit current).
+    """
+    current, mixed, added = (inputs[k].at[0] for k in ("current", "mixed", "d_current_in"))
     d_mixed, d_current = (outputs[k].at[0] for k in ("d_mixed", "d_current"))
-    p, logit, rstd = _share(call, inputs)
+    p, logit, rstd = shared
 
     def along(rows, total):
         x, m, d = (y[rows].astype(jnp.float32) for y in (current, mixed, d_h))
         return total + _fold(d * (x - m))
 
-    total = _each_step(call, along, jnp.zeros((8, LANES), jnp.float32))
+    total = each_step(call, along, jnp.zeros((8, call.lanes), jnp.float32))
     d_logit = p * (1 - p) * jnp.sum(total, axis=0, keepdims=True)
     outputs["d_log_sums"][0] = -d_logit
     d_product = d_logit * rstd
     shrink = d_product * rstd * logit / call.size
-    sums, exists = outputs["d_query"], _existing(call)
-    write = _query_gradients(call, inputs, exists, sums, current, d_product)
+    write = _query_gradients(call, inputs, exists, outputs["d_query"], current, d_product)
 
     def differentiate(chunk):
         of_score = write(chunk)
@@ -242,8 +259,8 @@ def merge_backward(inputs, outputs, scratch, *, call: Call):
 # Parts of several -----------------------------------------------------------------------------
 
 
-def _share(call, inputs):
-    """The weight p of the running sum beside all else, its logit and its rstd: [1, 128]."""
+def share(call, inputs):
+    """The weight p of the running sum beside all else, its logit and its rstd: [1, lanes]."""
     products, rstd = _score(call, inputs["queries"], inputs["current"].at[0])
     logit = products * rstd
     p = jax.nn.sigmoid(logit - inputs["log_sums"][0])
@@ -251,14 +268,14 @@ def _share(call, inputs):
 
 
 def _score(call, queries, values):
-    """`<query, v>` of each site [S, 128] and the rstd of v [1, 128], of a source [D, 128]."""
+    """`<query, v>` of each site [S, lanes] and the rstd of v [1, lanes], of a source [D, lanes]."""
 
     def add(chunk, sums):
         x = values[_chunk_rows(call, chunk)]
         wide = x.astype(jnp.float32)
         return sums[0] + contract(call, queries[chunk], x, 0), sums[1] + _fold(wide * wide)
 
-    zero = [jnp.zeros((rows, LANES), jnp.float32) for rows in (call.query_rows, 8)]
+    zero = [jnp.zeros((rows, call.lanes), jnp.float32) for rows in (call.query_rows, 8)]
     products, squares = _each_chunk(call, add, tuple(zero))
     S = call.S
     if call.narrow:
@@ -291,19 +308,26 @@ def _query_gradients(call, inputs, exists, d_queries, values, d_products):
     return write
 
 
-def _existing(call):
+def existing(call):
     """Which tokens of a tile there are: past the last, everything is anything. None if all."""
-    if call.tokens % LANES == 0:
-        return None
     _, tile = call.tile(pl.program_id(0), pl.program_id(1))
-    lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
-    return lane < call.tokens - tile * LANES
+    return existing_of(call, tile)
+
+
+def existing_of(call, tile):
+    """The same of the tile of a sequence that is given."""
+    if call.tokens % call.lanes == 0:
+        return None
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, call.lanes), 1)
+    return lane < call.tokens - tile * call.lanes
 
 
 def _padded(call, rows):
     rows = jnp.concatenate(rows)
     missing = call.query_rows - rows.shape[0]
-    rows = jnp.concatenate([rows, jnp.zeros((missing, LANES), jnp.float32)]) if missing else rows
+    rows = (
+        jnp.concatenate([rows, jnp.zeros((missing, call.lanes), jnp.float32)]) if missing else rows
+    )
     return rows.astype(call.dtype)
 
 
@@ -316,10 +340,14 @@ def _each_chunk(call, body, carry=None):
     return _loop(call, call.chunks, UNROLL, body, carry)
 
 
-def _each_step(call, body, carry=None):
+def each_step(call, body, carry=None):
     """The same by `rows` of STEP rows."""
-    step = lambda i, *carry: body(pl.ds(pl.multiple_of(i * STEP, STEP), STEP), *carry)
+    step = lambda i, *carry: body(_step_rows(i, STEP), *carry)
     return _loop(call, call.size // STEP, UNROLL, step, carry)
+
+
+def _step_rows(i, step):
+    return pl.ds(pl.multiple_of(i * step, step), step)
 
 
 def _loop(call, count, unroll, body, carry):

@@ -77,7 +77,7 @@ def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
     for slabs in divisors(sizes.V):
         slab = sizes.V // slabs
         for tokens in sorted((t for t in _TILES if t <= N), key=cost):
-            blocks = _grouped(op, sizes, tokens, slab)
+            blocks = grouped(op, sizes, tokens, slab)
             keeps = slabs == 1 and op != "forward" and sizes.P > 0
             for keep in (True, False) if keeps else (False,):
                 if blocks is None:
@@ -114,7 +114,7 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     return 2 * moved + scratch + keys + read_keys * (2 if slabs > 1 else 1)
 
 
-def _grouped(op: Op, s: Sizes, tokens: int, slab: int) -> BlockSizes | None:
+def grouped(op: Op, s: Sizes, tokens: int, slab: int) -> BlockSizes | None:
     if s.K % 8:  # rows of several v would not be whole tiles
         store = read = 1
     else:
@@ -140,7 +140,7 @@ def _refused(
     kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: BlockSizes
 ) -> str | None:
     op, sizes, b = kernel.removeprefix(_NAME), Sizes(**key), blocks
-    rule = _grouped(op, sizes, LANES, sizes.V)
+    rule = grouped(op, sizes, LANES, sizes.V)
     if b.tokens % LANES or b.tokens > tokens:
         return f"tiles of {b.tokens} tokens, of {tokens}"
     if sizes.V % b.slab or b.slab % b.store_group or b.slab % b.read_group:

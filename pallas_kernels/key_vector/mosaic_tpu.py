@@ -46,7 +46,20 @@ from pallas_kernels.key_vector.interface import (
     Statistics,
     UnsupportedImplementation,
 )
-from pallas_kernels.key_vector.mosaic_tpu_kernels import Call, Tail
+from pallas_kernels.key_vector.mosaic_tpu_kernels import Call
+from pallas_kernels.key_vector.mosaic_tpu_operands import (
+    Walk,
+    block_diagonal,
+    constant,
+    diagonal,
+    folded,
+    padded_store_keys,
+    read_columns,
+    read_gradients,
+    read_operands,
+    read_sums,
+    store_keys_of,
+)
 
 __all__ = [
     "BlockSizes",
@@ -326,20 +339,14 @@ def _forward(
     inputs = {"residual": (_tokens_last(residual), by_slab(s.K))}
     outputs, scratch = {}, {}
     if stores:
-        keys = _store_keys(call, store_keys)
-        inputs["store_keys"] = (keys, _constant(keys.shape))
+        keys = store_keys_of(call, store_keys)
+        inputs["store_keys"] = (keys, constant(keys.shape))
         inputs["data"] = (_tokens_last(data), by_slab(s.R))
         outputs["residual"] = (inputs["residual"][0], by_slab(s.K))
         if s.R_padded != s.R:
             scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
     if reads:
-        folded = _folded(call, gain, read_keys)
-        keys = _block_diagonal(folded, blocks.read_group)
-        inputs["read_keys"] = (keys, _by_slab(call, keys, lambda b, n, v: v))
-        if call.centred:
-            sums = jnp.sum(folded.astype(jnp.float32), axis=2).reshape(-1, keys.shape[1], 1)
-            sums = jnp.broadcast_to(sums, (*sums.shape[:2], LANES))
-            inputs["read_key_sums"] = (sums, _constant(sums.shape))
+        inputs |= read_operands(call, gain, read_keys, lambda b, n, v: v)
         shape = jax.ShapeDtypeStruct((B, s.V, s.P, N), s.data_dtype)
         outputs["retrieved"] = (shape, whole(s.P))
         outputs["statistics"] = (jax.ShapeDtypeStruct((B, 2, N), jnp.float32), token)
@@ -373,20 +380,8 @@ def _backward(call: Call, rebuild, means: Means | None, *args):
     s, blocks = call.sizes, call.blocks
     B, N = residual.shape[:2]
     tokens, slab, group = blocks.tokens, blocks.slab, blocks.read_group
-    groups = slab // group
-    tiles = -(-N // tokens)
-    # For two cores, where it divides: each sums the parameters' gradients on its own.
-    cores, batches, tiles_each = (
-        (2, B // 2, tiles)
-        if B % 2 == 0
-        else (2, B, tiles // 2)
-        if tiles % 2 == 0
-        else (1, B, tiles)
-    )
-    split_batch = B % 2 == 0
-
-    def tile(c, i, j):
-        return (c * batches + i, j) if split_batch else (i, c * tiles_each + j)
+    walk = Walk.over(B, -(-N // tokens))
+    cores, tile = walk.cores, walk.tile
 
     def by_slab(rows):
         def index(c, v, i, j):
@@ -402,89 +397,74 @@ def _backward(call: Call, rebuild, means: Means | None, *args):
     token = pl.BlockSpec((1, 2, tokens), token_index)
     reads, stores = read_keys is not None, store_keys is not None
     inputs, outputs, scratch = {}, {}, {}
-    by_core = lambda shape, index: (
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-        pl.BlockSpec((1, *shape[1:]), index),
-    )
     if d_residual is not None:
         inputs["d_residual"] = (_tokens_last(d_residual), by_slab(s.K))
     if reads:
-        folded = _folded(call, gain, read_keys)
-        keys = jnp.swapaxes(_block_diagonal(folded, group), 1, 2)
-        d_keys_shape = (cores, s.V // group, group * s.P_padded, group * s.K)
         inputs |= {
             "residual": (_tokens_last(residual), by_slab(s.K)),
             "statistics": (jnp.stack(statistics, axis=1), token),
             "d_retrieved": (_tokens_last(d_retrieved), by_slab(s.P)),
-            "read_keys": (keys, _by_slab(call, keys, lambda c, v, i, j: v)),
+            "read_keys": read_columns(call, gain, read_keys, lambda c, v, i, j: v),
         }
-        of_keys = pl.BlockSpec((1, groups, *d_keys_shape[2:]), lambda c, v, i, j: (c, v, 0, 0))
         d_residual = residual if d_residual is None else d_residual
         outputs = {
             "d_residual": (_tokens_last(d_residual), by_slab(s.K)),
-            "d_read_keys": (jax.ShapeDtypeStruct(d_keys_shape, jnp.float32), of_keys),
+            "d_read_keys": read_sums(call, cores),
         }
         scratch["d_scaled"] = pltpu.VMEM((1, slab, s.P_padded, tokens), s.data_dtype)
         if blocks.keep:
-            scratch["a"] = pltpu.VMEM((groups, group * s.K, tokens), jnp.float32)
+            scratch["a"] = pltpu.VMEM((slab // group, group * s.K, tokens), jnp.float32)
     if means is not None:
         given = [means.a, means.an] if call.centred else [means.an]
         one = pl.BlockSpec((1, len(given), tokens), token_index)
         inputs["means"] = (jnp.stack(given, axis=1).astype(jnp.float32), one)
     if stores:
-        keys_rows = _block_diagonal(_padded_store_keys(call, store_keys)[None], group, repeat=True)[
-            0
-        ]
+        keys_rows = block_diagonal(padded_store_keys(call, store_keys)[None], group, repeat=True)[0]
         inputs |= {
             "data": (_tokens_last(data), by_slab(s.R)),
-            "store_keys_rows": (keys_rows, _constant(keys_rows.shape)),
+            "store_keys_rows": (keys_rows, constant(keys_rows.shape)),
         }
         outputs |= {
             "d_data": (inputs["data"][0], by_slab(s.R)),
-            "d_store_keys": by_core((cores, *keys_rows.shape), lambda c, v, i, j: (c, 0, 0)),
+            "d_store_keys": (
+                jax.ShapeDtypeStruct((cores, *keys_rows.shape), jnp.float32),
+                pl.BlockSpec((1, *keys_rows.shape), lambda c, v, i, j: (c, 0, 0)),
+            ),
         }
         if s.R_padded != s.R:
             scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
     if rebuild:
-        stored_keys = _store_keys(call, store_keys)
-        inputs["store_keys"] = (stored_keys, _constant(stored_keys.shape))
+        stored_keys = store_keys_of(call, store_keys)
+        inputs["store_keys"] = (stored_keys, constant(stored_keys.shape))
         outputs["rebuilt"] = (inputs["residual"][0], by_slab(s.K))
     aliased = {"residual": "rebuilt"} if rebuild else {}
     if reads and "d_residual" in inputs:
         aliased["d_residual"] = "d_residual"
-    tail = None
-    if N % tokens:
-        last_core = None if split_batch or cores == 1 else cores - 1
-        tail = Tail(N % tokens, last_core, tiles_each - 1)
-
     halves = ("key_vector_store_backward", "key_vector_read_backward", "key_vector_backward")
     out = tpu_call(
-        functools.partial(mosaic_tpu_kernels.backward, call=call, tail=tail),
+        functools.partial(mosaic_tpu_kernels.backward, call=call, tail=walk.tail(N, tokens)),
         halves[stores + 2 * reads - 1],
         inputs,
         outputs,
         scratch,
-        grid=(cores, call.slabs, batches, tiles_each),
+        grid=(cores, call.slabs, walk.batches, walk.tiles_each),
         semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
         flops=B * N * s.K * s.V * (4 * (s.R + s.P) + (2 * s.R if rebuild else 0)),
         aliased=aliased,
         interpret=call.interpret,
     )
-    contract = functools.partial(jnp.einsum, precision="highest")
-    d_store_keys = d_folded = None
+    d_store_keys = d_gain = d_read_keys = None
     if stores:
-        d_store_keys = _diagonal(out["d_store_keys"][:, None], group)
+        d_store_keys = diagonal(out["d_store_keys"][:, None], group)
         d_store_keys = jnp.sum(d_store_keys, axis=(0, 1, 2))[: s.R]
     if reads:
-        d_folded = jnp.sum(_diagonal(out["d_read_keys"], group), axis=0)
-        d_folded = d_folded.reshape(s.V, s.P_padded, s.K)[:, : s.P] * call.unit
-        gain, read_keys = gain.astype(jnp.float32), read_keys.astype(jnp.float32)
+        d_gain, d_read_keys = read_gradients(call, out["d_read_keys"], gain, read_keys)
     return Gradients(
         residual=_tokens_first(out["d_residual"]) if reads else d_residual,
         data=_tokens_first(out["d_data"]) if stores else None,
         store_keys=d_store_keys,
-        gain=contract("vpk,pk->kv", d_folded, read_keys) if reads else None,
-        read_keys=contract("vpk,kv->pk", d_folded, gain) if reads else None,
+        gain=d_gain,
+        read_keys=d_read_keys,
         rebuilt=_tokens_first(out["rebuilt"]) if rebuild else None,
     )
 
@@ -494,53 +474,15 @@ def _means(call: Call, residual, statistics, gain, read_keys, d_retrieved):
     sizes = dataclasses.replace(call.sizes, R=0)
     blocks = _blocks(None, "forward", sizes, residual, call.interpret)
     read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
-    folded = _folded(read, gain, read_keys).astype(jnp.float32)
+    keys = folded(read, gain, read_keys).astype(jnp.float32)
     retrieved = _forward(read, residual, gain=gain, read_keys=read_keys)["retrieved"]
     dz = d_retrieved.astype(jnp.float32)
     count = sizes.K * sizes.V
     mean_an = jnp.sum(dz * retrieved.astype(jnp.float32), axis=(2, 3)) / count
     if not call.centred:
         return Means(None, mean_an)
-    mean_a = jnp.einsum("bnpv,vp->bn", dz, jnp.sum(folded, axis=2)[:, : sizes.P]) / count
+    mean_a = jnp.einsum("bnpv,vp->bn", dz, jnp.sum(keys, axis=2)[:, : sizes.P]) / count
     return Means(mean_a, mean_an)
-
-
-# Keys as the kernels take them ---------------------------------------------------------------
-
-
-def _store_keys(call: Call, store_keys):
-    """`w^T` for each v of a group: [group * K, group * R]; times the steps of a fixed-point X."""
-    keys = jnp.swapaxes(_padded_store_keys(call, store_keys), 0, 1) / call.unit
-    return _block_diagonal(keys[None], call.blocks.store_group, repeat=True)[0]
-
-
-def _padded_store_keys(call: Call, store_keys):
-    keys = store_keys.astype(call.sizes.data_dtype)
-    return jnp.pad(keys, ((0, call.sizes.R_padded - call.sizes.R), (0, 0)))
-
-
-def _folded(call: Call, gain, read_keys):
-    """`G[v] = r * gain[:, v]`, rounded once: [V, P, K]"""
-    s = call.sizes
-    folded = read_keys.astype(jnp.float32) * gain.T.astype(jnp.float32)[:, None]
-    folded = jnp.pad(folded, ((0, 0), (0, s.P_padded - s.P), (0, 0)))
-    return folded.astype(s.data_dtype)
-
-
-def _block_diagonal(blocks, group: int, repeat: bool = False):
-    """[n, rows, columns] to [n / group, group * rows, group * columns]; or each one repeated."""
-    n, rows, columns = blocks.shape
-    blocks = blocks[:, None] if repeat else blocks.reshape(n // group, group, rows, columns)
-    eye = jnp.eye(group, dtype=blocks.dtype)[:, None, :, None]
-    out = blocks[:, :, :, None] * eye
-    return out.reshape(out.shape[0], group * rows, group * columns)
-
-
-def _diagonal(x, group: int):
-    """The blocks on the diagonal: [.., n, group * rows, group * columns] to [.., n, group, ..]."""
-    *lead, rows, columns = x.shape
-    x = x.reshape(*lead, group, rows // group, group, columns // group)
-    return jnp.stack([x[..., g, :, g, :] for g in range(group)], axis=-3)
 
 
 # Blocks --------------------------------------------------------------------------------------
@@ -548,19 +490,6 @@ def _diagonal(x, group: int):
 
 def _spec(tokens: int, count: int, index, rows: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, count, rows, tokens), index)
-
-
-def _constant(shape) -> pl.BlockSpec:
-    once = pl.Buffered(1)
-    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape), pipeline_mode=once)
-
-
-def _by_slab(call: Call, keys, slab) -> pl.BlockSpec:
-    """The read keys of a slab of v; all of them, once, where that is one."""
-    if call.slabs == 1:
-        return _constant(keys.shape)
-    groups = call.blocks.slab // call.blocks.read_group
-    return pl.BlockSpec((groups, *keys.shape[1:]), lambda *ids: (slab(*ids), 0, 0))
 
 
 def _tokens_last(x):

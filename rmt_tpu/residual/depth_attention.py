@@ -31,6 +31,7 @@ from rmt_tpu.residual.protocols import (
     DepthWeights,
     Grouping,
     Index,
+    Merging,
     Row,
     Store,
     Unstacked,
@@ -70,9 +71,6 @@ class DepthAttention(nnx.Module):
 
     def __init__(self, config: cfg.ModelConfig):
         self.mixer, self.num_sublayers = config.mixer, config.num_sublayers
-        # Of a vector, phase two and the norm are one kernel; what reads a matrix norms it.
-        self.norms = len(config.residual_shape) == 1
-        self.norm, self.norm_epsilon = config.norm, config.norm_epsilon
         self.block = config.mixer.sublayers_a_block(config.num_sublayers)
         self.num_rows = 1 - (-config.num_sublayers // self.block)
 
@@ -191,7 +189,7 @@ class DepthAttention(nnx.Module):
 
     def read(
         self,
-        store: Store,
+        store: Merging,
         site: nnx.Module,
         score: Float[Array, " scored"],
         prior: Prior,
@@ -203,11 +201,16 @@ class DepthAttention(nnx.Module):
         dtype, place = store.compute_dtype, at.sublayer - at.group
         active = at.sublayer % self.block > 0
         if rows is None and not self._divided():
-            norm_gain = site.gain[...] if self.norms else None
-            prior, current, z = self._merge(prior, place, current, score, norm_gain, active)
-            if self.norms:
-                return prior, current, store.project(z.astype(dtype), site)
-            return prior, current, store.read(z, site, dtype)
+            log_sums, own = stacks.take(prior.log_sums, place)
+            mixed, current, z = store.merge_and_read(
+                (prior.mixed, own, place),
+                current,
+                score.reshape(current.shape[2:]),
+                site,
+                active=active,
+                epsilon=self.mixer.epsilon,
+            )
+            return Prior(mixed, log_sums), current, z
         mixed, own_mixed = stacks.take(prior.mixed, place)
         log_sums, own_log_sums = stacks.take(prior.log_sums, place)
         own = Prior(own_mixed[None], own_log_sums[None])
@@ -218,26 +221,6 @@ class DepthAttention(nnx.Module):
             running = jnp.asarray(active, jnp.int32)
             own = Prior(*self._partial(score[None], current[None], running, tuple(own)))
         z = store.read(own.mixed[0], site, dtype)
-        return Prior(mixed, log_sums), current, z
-
-    @jax.named_scope("residual")
-    def _merge(self, prior, place, current, query, norm_gain, active):
-        log_sums, own = stacks.take(prior.log_sums, place)
-        mixed, current, z = pallas_kernels.depth_attention_merge(
-            prior.mixed,
-            own,
-            place,
-            current,
-            query.reshape(current.shape[2:]),
-            norm_gain,
-            active=active,
-            norm=self.norm if self.norms else None,
-            epsilon=self.mixer.epsilon,
-            norm_epsilon=self.norm_epsilon,
-        )
-        # The kernel has one axis of tokens. Without the barrier XLA finds that out and merges the
-        # tokens' axes in the products with z too, for which it has to transpose the other factors.
-        z = jax.lax.optimization_barrier(z)
         return Prior(mixed, log_sums), current, z
 
     def seal(

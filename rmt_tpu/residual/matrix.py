@@ -7,13 +7,14 @@ Every sublayer writes it as outer products with R storage keys and reads it with
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Shaped
+from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
 import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.parameters import gain, keys, storage_scale
+from rmt_tpu.layers.stacks import Index
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.residual.place import Place
 
@@ -147,6 +148,29 @@ class Store(nnx.Module):
         _, gain, read_keys = _parameters(site)
         z = pallas_kernels.norm_retrieve(residual, gain, read_keys, dtype=dtype, **self._options())
         return site.split(z)
+
+    @jax.named_scope("residual")
+    def merge_and_read(
+        self,
+        sealed: tuple[Float[Array, "sites batch seq D_k D_v"], Float[Array, "batch seq"], Index],
+        current: Float[Array, "batch seq D_k D_v"],
+        query: Float[Array, "D_k D_v"],
+        site: Site,
+        *,
+        active: Bool[Array, ""] | bool,
+        epsilon: int | float,
+    ) -> tuple[Float[Array, "sites batch seq D_k D_v"], Float[Array, "batch seq D_k D_v"], Read]:
+        """Phase two of attention over depth, and the read with the norm."""
+        _, gain, read_keys = _parameters(site)
+        mixed, current, z = pallas_kernels.depth_attention_merge_read(
+            *(*sealed, current, query, gain, read_keys),
+            active=active,
+            norm=self.norm,
+            epsilon=epsilon,
+            norm_epsilon=self.epsilon,
+            dtype=self.compute_dtype,
+        )
+        return mixed, current, site.split(z)
 
     @jax.named_scope("residual")
     def read_with_statistics(

@@ -103,6 +103,28 @@ class Stepwise(Store, Protocol):
 
 
 @runtime_checkable
+class Merging(Store, Protocol):
+    """A store whose read takes in the second phase of attention over depth."""
+
+    def merge_and_read(
+        self,
+        sealed: tuple[Float[Array, "sites batch seq *shape"], Float[Array, "batch seq"], Index],
+        current: Row,
+        query: Float[Array, "*shape"],
+        site: nnx.Module,
+        *,
+        active: Array,
+        epsilon: int | float,
+    ) -> tuple[Float[Array, "sites batch seq *shape"], Row, Read]:
+        """What a site reads of the mix of sealed rows and, where it is active, the running sum.
+
+        `sealed` is what all sites have of the rows, the logarithm of the softmax's sum of this one
+        and its number; `query` is of a row's shape, `epsilon` of the keys' norm. Gives the mixes
+        and the sum for later use too, as `pallas_kernels.depth_attention_merge`.
+        """
+
+
+@runtime_checkable
 class Carried(Protocol):
     """A mixer that carries a state from site to site."""
 

@@ -7,13 +7,15 @@ embedding and unembedding layers read and write the vector itself.
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, Bool, DTypeLike, Float
 
+import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter, storage_scale
+from rmt_tpu.layers.stacks import Index
 from rmt_tpu.residual.place import Place
 
 
@@ -133,6 +135,36 @@ class Store(nnx.Module):
     def read(self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike) -> Read:
         """`W_QKV norm(h)`, or `norm(h)` where the vector itself is read."""
         return self.project(self.norm_of(residual, site, dtype), site)
+
+    @jax.named_scope("residual")
+    def merge_and_read(
+        self,
+        sealed: tuple[Float[Array, "sites batch seq D"], Float[Array, "batch seq"], Index],
+        current: Float[Array, "batch seq D"],
+        query: Float[Array, " D"],
+        site: Site,
+        *,
+        active: Bool[Array, ""] | bool,
+        epsilon: int | float,
+    ) -> tuple[Float[Array, "sites batch seq D"], Float[Array, "batch seq D"], Read]:
+        """Phase two of attention over depth with the norm, and then the projection."""
+        mixed, log_sums, place = sealed
+        mixed, current, z = pallas_kernels.depth_attention_merge(
+            mixed,
+            log_sums,
+            place,
+            current,
+            query,
+            site.gain[...],
+            active=active,
+            norm=self.norm,
+            epsilon=epsilon,
+            norm_epsilon=self.epsilon,
+        )
+        # The kernel has one axis of tokens. Without the barrier XLA finds that out and merges the
+        # tokens' axes in the products with z too, for which it has to transpose the other factors.
+        z = jax.lax.optimization_barrier(z)
+        return mixed, current, self.project(z.astype(self.compute_dtype), site)
 
     def norm_of(
         self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike

@@ -17,8 +17,8 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import pallas_kernels
-from pallas_kernels.depth_attention import mosaic_tpu_matrices
-from tests.closeness import float64
+from pallas_kernels.depth_attention import mosaic_tpu_matrices, mosaic_tpu_merge_read
+from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
 
 EPSILON = 1e-6
@@ -168,6 +168,65 @@ def test_merge_and_its_gradients(dtype):
         assert got.norm_gain is None
 
 
+@pytest.mark.parametrize(
+    "T, K, norm, dtype",
+    [
+        (130, 16, "layernorm", "bfloat16"),
+        pytest.param(300, 16, "rmsnorm", "float32", marks=pytest.mark.slow),
+        # Rows of keys that fill no tile: two kernels each way.
+        pytest.param(128, 24, "layernorm", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_merge_and_read_and_their_gradients(T, K, norm, dtype):
+    S, B, V, P, site = 3, 2, 16, 5, np.int32(1)
+    query = np.float32(2 / np.sqrt(K * V)) * draw(0, K, V)
+    # A mean that layernorm takes off.
+    mixed, current = draw(2, S, B, T, K, V) + 1, draw(3, B, T, K, V) + 1
+    mixed, current = mixed.astype(dtype), current.astype(dtype)
+    log_sums, d_current = draw(4, B, T), draw(6, B, T, K, V, dtype=dtype)
+    gain, read_keys = draw(7, K, V), draw(8, P, K)
+    d_z, d_mixed = draw(5, B, T, P, V, dtype=dtype), np.full_like(mixed, 7)
+    norms = {"norm": norm, "epsilon": EPSILON}
+
+    @jax.jit
+    def run(query, mixed, log_sums, site, current, active, gain, read_keys, *cotangents):
+        args = (query, mixed, log_sums, site, current, active, gain, read_keys)
+        more = {"norm_epsilon": EPSILON, "dtype": dtype, "interpret": True}
+        z, statistics = mosaic_tpu_merge_read.merge_read(*args, **norms, **more)
+        backward = functools.partial(mosaic_tpu_merge_read.merge_read_backward, interpret=True)
+        return z, backward(*args, statistics, *cotangents, **norms)
+
+    args = (query, mixed, log_sums, site, current, np.bool(True), gain, read_keys)
+    z, got = run(*args, d_z, d_mixed, d_current)
+    vectors = [flat(x) for x in (query, mixed[1], log_sums, current)]
+    merged = functools.partial(plain.merge, *vectors, np.ones(K * V), active=True, **NO_NORM)
+    h, _ = merged(np.zeros((B * T, K * V)), epsilon=EPSILON)
+    h = h.astype(dtype).reshape(B, T, K, V)
+    nothing = np.zeros((1, K)), np.zeros((B, T, 1, V))
+    given = (h, *nothing, gain, read_keys), (np.zeros(h.shape), d_z)
+    (_, want_z), (d_h, _, _, d_gain, d_keys) = plain.site(*given, **norms)
+    _, want = merged(flat(d_h), epsilon=EPSILON)
+
+    assert z.dtype == dtype and got.current.dtype == dtype
+    tolerance = {"bfloat16": 1e-2, "float32": 1e-5}[dtype]
+    d_query, d_own, d_log_sums, d_sum, _ = want
+    shaped = lambda x: x.reshape(B, T, K, V)
+    assert_close(
+        (z, *got._replace(mixed=got.mixed[1])),
+        (
+            want_z,
+            d_query.reshape(K, V),
+            shaped(d_own),
+            d_log_sums.reshape(B, T),
+            shaped(d_sum) + float64(d_current),
+            d_gain,
+            d_keys,
+        ),
+        tolerance,
+    )
+    assert np.all(float64(got.mixed[::2]) == 7)
+
+
 def test_ops_take_matrices_as_they_take_vectors():
     """In plain JAX: values and gradients of queries, sources, prior and running sum."""
     S, N, B, T, K, V = 2, 3, 2, 4, 3, 5
@@ -215,50 +274,60 @@ def test_what_is_not_served():
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    "topology, S, N, B, T, K, V, dtype",
+    "topology, S, N, B, T, K, V, dtype, forward, backward",
     [
-        ("v5e:2x2", 6, 9, 16, 512, 64, 64, "bfloat16"),
-        ("v5p:2x2x1", 12, 5, 4, 1000, 32, 64, "bfloat16"),
-        ("v6e:2x2", 2, 3, 2, 512, 256, 64, "bfloat16"),
-        ("tpu7x:2x2x1", 2, 49, 2, 512, 24, 64, "float32"),
+        ("v5e:2x2", 6, 9, 16, 512, 64, 64, "bfloat16", True, True),
+        ("v5p:2x2x1", 12, 5, 4, 1000, 24, 64, "bfloat16", False, False),
+        ("v6e:2x2", 2, 3, 2, 512, 256, 64, "bfloat16", True, False),
+        ("v6e:2x2", 2, 3, 3, 300, 32, 32, "bfloat16", True, True),
+        ("tpu7x:2x2x1", 2, 49, 2, 512, 24, 64, "float32", True, True),
     ],
 )
-def test_kernels_compile(topology, S, N, B, T, K, V, dtype):
+def test_kernels_compile(topology, S, N, B, T, K, V, dtype, forward, backward):
+    """`forward`, `backward`: whether merge and read are one kernel."""
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     sharding = SingleDeviceSharding(device)
 
     def array(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def site(queries, bank, count, current, d_bank, d_z):
+    def site(queries, bank, count, current, d_bank, gain, read_keys):
         """A bank as it lies on a TPU: v-major, tokens last."""
-        bank, current, d_bank, d_z = map(tokens_first, (bank, current, d_bank, d_z))
+        bank, current, d_bank = map(tokens_first, (bank, current, d_bank))
 
-        def read(queries, current, mixed, log_sums):
-            return pallas_kernels.depth_attention_merge(
-                mixed, log_sums[0], count, current, queries[0], None, norm=None
+        def read(queries, current, mixed, log_sums, gain, read_keys):
+            return pallas_kernels.depth_attention_merge_read(
+                mixed, log_sums[0], count, current, queries[0], gain, read_keys
             )
 
         mixed, log_sums = pallas_kernels.depth_attention_partial(queries, bank, count=count)
-        (mixed, _, _), pullback = jax.vjp(read, queries, current, mixed, log_sums)
+        args = (queries, current, mixed, log_sums, gain, read_keys)
+        (mixed, _, z), pullback = jax.vjp(read, *args)
         zeros = jnp.zeros_like(mixed), jnp.zeros_like(current)
-        _, d_current, d_mixed, d_log_sums = pullback((*zeros, d_z))
+        _, d_current, d_mixed, d_log_sums, d_gain, d_keys = pullback((*zeros, z))
         g = pallas_kernels.depth_attention_partial_backward(
             queries, bank, mixed, log_sums, d_mixed, d_log_sums, count=count, accumulate=d_bank
         )
-        return g.queries, tokens_last(g.sources), tokens_last(d_current)
+        return g.queries, tokens_last(g.sources), tokens_last(d_current), d_gain, d_keys
 
     def tokens_last(x):
         return jnp.swapaxes(x, -1, -3)
 
     tokens_first = tokens_last
     bank, row = array(dtype, N, B, V, K, T), array(dtype, B, V, K, T)
-    args = (array("float32", S, K, V), bank, array("int32"), row, bank, row)
+    keys = array("float32", K, V), array("float32", 12, K)
+    args = (array("float32", S, K, V), bank, array("int32"), row, bank, *keys)
     compiled = jax.jit(site, donate_argnums=4).lower(*args).compile()
     text = compiled.as_text()
-    names = ("partial", "partial_backward", "merge", "merge_backward")
-    for name in names:
-        assert re.search(rf"custom-call.*depth_attention_matrices_{name}", text), name
+    matrices = "depth_attention_matrices_"
+    names = {matrices + name for name in ("partial", "measure", "partial_backward")}
+    names |= {matrices + "merge_read"} if forward else {matrices + "merge", "key_vector_read"}
+    if backward:
+        names |= {matrices + "merge_read_backward"}
+    else:
+        names |= {matrices + "merge_backward", "key_vector_read_backward"}
+    for name in sorted(names):
+        assert re.search(rf"custom-call.*/{name}/", text), name
     if K % 16 == 0 and T % 128 == 0 and S <= 8 and N <= 16:
         # What is made are the mixes, their gradients and rows: no array is moved.
         size = jnp.dtype(dtype).itemsize * row.size

@@ -159,7 +159,7 @@ def test_a_bank_of_matrices_is_never_moved(topology):
     _, step = compiled(config, topology=topology)
     program, row = step.as_text(), config.train.batch_size * config.data.seq_len
     row *= config.model.residual_size
-    for kernel in ("partial", "partial_backward", "merge", "merge_backward"):
+    for kernel in ("partial", "partial_backward", "merge_read", "merge_read_backward"):
         assert f"depth_attention_matrices_{kernel}/pallas_call" in program
     for kernel in ("read_backward", "store_backward"):
         assert f"key_vector_{kernel}/pallas_call" in program

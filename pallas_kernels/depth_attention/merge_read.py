@@ -1,0 +1,132 @@
+"""Phase two of depth attention over residual matrices, and the read of what it mixes: one op.
+
+It joins `depth_attention_merge` without a norm to `norm_retrieve`; a TPU has both in one kernel
+each way, so that what is mixed never leaves the chip.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
+
+from pallas_kernels.arguments import check_array, check_epsilon, check_norm
+from pallas_kernels.depth_attention import merge_read_xla, mosaic_tpu_merge_read
+from pallas_kernels.depth_attention.interface import Norm
+from pallas_kernels.platform import Implementation, Implementations, reverse_mode
+
+
+@reverse_mode
+def depth_attention_merge_read(
+    mixed: Float[Array, "S B T K V"],
+    log_sums: Float[Array, "B T"],
+    site: int | Int[Array, ""],
+    current: Float[Array, "B T K V"],
+    query: Float[Array, "K V"],
+    norm_gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    *,
+    active: bool | Bool[Array, ""] = True,
+    norm: Norm = "layernorm",
+    epsilon: int | float = 1e-6,
+    norm_epsilon: int | float = 1e-6,
+    dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "S B T K V"], Float[Array, "B T K V"], Float[Array, "B T P V"]]:
+    """`z_p = r_p . (norm_gain * norm(h))` of the mix h of sealed sources and running sum.
+
+    Args:
+      mixed, log_sums, site, current, active: as of `depth_attention_merge`.
+      query: of the site, times the gain of the keys' norm.
+      norm_gain, read_keys, norm: as of `norm_retrieve`.
+      epsilon, norm_epsilon: of the keys' norm and of the norm of what is read.
+      dtype: of z; None is that of `current`.
+      implementation: None picks what is best on the platform that the program is lowered for.
+
+    Returns:
+      `mixed` and `current`, to be used from here on as with `depth_attention_merge`, and z. h is
+      rounded to the dtype of `current`.
+
+    Raises:
+      UnsupportedImplementation: a named implementation cannot serve this call.
+      ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
+      TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
+    """
+    check_norm(norm)
+    check_epsilon("epsilon", epsilon)
+    check_epsilon("norm_epsilon", norm_epsilon)
+    check_array("current", current, "B T K V")
+    check_array("mixed", mixed, "S B T K V")
+    check_array("read_keys", read_keys, "P K")
+    for name, x in {"query": query, "norm_gain": norm_gain}.items():
+        check_array(name, x, "K V")
+        if x.shape != current.shape[2:]:
+            raise ValueError(
+                f"shapes do not fit: current [B, T, K, V] is {current.shape}, {name} {x.shape}"
+            )
+    tokens = current.shape[:2]
+    if mixed.shape[1:] != current.shape or log_sums.shape != tokens:
+        raise ValueError(
+            f"shapes do not fit: current [B, T, K, V] is {current.shape}, mixed [S, B, T, K, V] is "
+            f"{mixed.shape}, log_sums [B, T] is {log_sums.shape}"
+        )
+    if read_keys.shape[1] != current.shape[2]:
+        raise ValueError(
+            f"shapes do not fit: current [B, T, K, V] is {current.shape}, read_keys [P, K] is "
+            f"{read_keys.shape}"
+        )
+    dtype = jnp.dtype(dtype or current.dtype)
+    call = _Call(norm, epsilon, norm_epsilon, dtype, implementation)
+    site, active = jnp.asarray(site, jnp.int32), jnp.asarray(active)
+    query = query.astype(jnp.result_type(jnp.float32, current))
+    args = (query, mixed, log_sums, site, current, active, norm_gain, read_keys)
+    return _merge_read(call, *args)
+
+
+class _Call(NamedTuple):
+    """What a call is beside its arrays."""
+
+    norm: Norm
+    epsilon: int | float
+    norm_epsilon: int | float
+    dtype: jnp.dtype
+    implementation: str | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _merge_read(call, *args):
+    return _forward(call, *args)[0]
+
+
+def _forward(call, query, mixed, log_sums, site, current, active, norm_gain, read_keys):
+    args = (query, mixed, log_sums, site, current, active, norm_gain, read_keys)
+    options = {"norm": call.norm, "epsilon": call.epsilon, "dtype": call.dtype}
+    options["norm_epsilon"] = call.norm_epsilon
+    run = lambda module, *args: module.merge_read(*args, **options)
+    z, statistics = _IMPLEMENTATIONS.run(call.implementation, "merge_read", run, args)
+    return (mixed, current, z), (*args, statistics)
+
+
+def _backward(call, saved, cotangents):
+    d_mixed, d_current, d_z = cotangents
+    *args, statistics = jax.tree.map(jnp.asarray, saved)  # a constant may be one of NumPy's
+    run = lambda module, *args: module.merge_read_backward(
+        *args, norm=call.norm, epsilon=call.epsilon
+    )
+    args = (*args, statistics, d_z, d_mixed, d_current)
+    g = _IMPLEMENTATIONS.run(call.implementation, "merge_read_backward", run, args)
+    norm_gain, read_keys = saved[6:8]
+    return (
+        *(g.query, g.mixed, g.log_sums, None, g.current, None),
+        g.norm_gain.astype(norm_gain.dtype),
+        g.read_keys.astype(read_keys.dtype),
+    )
+
+
+_merge_read.defvjp(_forward, _backward)
+
+# Of a GPU there is no kernel that does both.
+_IMPLEMENTATIONS = Implementations(
+    merge_read_xla, {"tpu": mosaic_tpu_merge_read, "cuda": merge_read_xla}, ("tpu",)
+)

@@ -1,0 +1,310 @@
+"""Phase two over residual matrices and the read of what it mixes, as one TPU kernel each way.
+
+A tile of h = mixed + p (current - mixed) lies in VMEM alone: it is mixed there, by the bodies of
+`mosaic_tpu_matrices`, and normed and read there, by those of the key-vector kernels, to which it is
+a residual. Backward it is mixed again, and its cotangent is in VMEM too.
+
+For T tokens of E bytes an entry: forward `2 T P K V` FLOPs and `E T V (2 K + P)` bytes, backward
+`4 T P K V` and `E T V (5 K + P)`; in two kernels it would be `E T V 4 K` and `E T V 8 K` and the
+vectors. Matrices that it does not take go that way.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
+
+from pallas_kernels.call import nbytes, tpu_call
+from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
+from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
+from pallas_kernels.depth_attention.interface import MergeReadGradients
+from pallas_kernels.depth_attention.mosaic_tpu_matrices import constant, tokens_first, tokens_last
+from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
+from pallas_kernels.key_vector import mosaic_tpu as key_vector
+from pallas_kernels.key_vector import mosaic_tpu_kernels as read_kernels
+from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, grouped, sublanes
+from pallas_kernels.key_vector.interface import Norm, Statistics
+from pallas_kernels.key_vector.mosaic_tpu_operands import (
+    Walk,
+    read_columns,
+    read_gradients,
+    read_operands,
+    read_sums,
+)
+
+__all__ = ["merge_read", "merge_read_backward", "unsupported"]
+
+# What blocks and scratch may come to; some is left to the compiler.
+_BUDGET = 46 * 2**20
+
+
+def unsupported(op: str, *args: Any) -> str | None:
+    """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    query, mixed, log_sums, site, current, active, gain, read_keys, *others = args
+    of_merge = (query, mixed, log_sums, site, current, active, None)
+    return matrices.unsupported("merge", *of_merge) or key_vector.unsupported(
+        "norm_retrieve", current, gain, read_keys, *jax.tree.leaves(others)
+    )
+
+
+def merge_read(
+    query: Float[Array, "K V"],
+    mixed: Float[Array, "S B T K V"],
+    log_sums: Float[Array, "B T"],
+    site: Int[Array, ""],
+    current: Float[Array, "B T K V"],
+    active: Bool[Array, ""],
+    norm_gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+    dtype: DTypeLike,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T P V"], Statistics]:
+    """See `interface`. `2 T P K V` FLOPs and `E T V (2 K + P)` bytes."""
+    of_merge = (query, mixed, log_sums, site, current, active)
+    call = _call(current, epsilon, interpret)
+    read = _read("forward", call, current, read_keys, dtype, norm, norm_epsilon)
+    if read is None:
+        h = _merged(of_merge, epsilon, interpret)
+        options = {"norm": norm, "epsilon": norm_epsilon, "dtype": dtype, "interpret": interpret}
+        return key_vector.norm_retrieve(h, norm_gain, read_keys, **options)
+    call = dataclasses.replace(call, lanes=read.blocks.tokens)
+    s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
+    index = lambda b, t, *_: (b, 0, t)
+    inputs = _merge_inputs(call, index, *of_merge)
+    inputs |= read_operands(read, norm_gain, read_keys, lambda *_: 0)
+    outputs = {
+        "retrieved": (
+            jax.ShapeDtypeStruct((B, s.V, s.P, T), s.data_dtype),
+            pl.BlockSpec((1, s.V, s.P, lanes), lambda b, t, *_: (b, 0, 0, t)),
+        ),
+        "statistics": (
+            jax.ShapeDtypeStruct((B, 2, T), jnp.float32),
+            pl.BlockSpec((1, 2, lanes), index),
+        ),
+    }
+    out = tpu_call(
+        functools.partial(_forward_kernel, call=call, read=read),
+        "depth_attention_matrices_merge_read",
+        inputs,
+        outputs,
+        {"h": pltpu.VMEM((1, s.V, s.K, lanes), current.dtype)},
+        # The read's third axis is slabs of a residual that does not fit VMEM.
+        grid=(B, call.tiles, 1),
+        semantics=("parallel", "parallel", "arbitrary"),
+        flops=2 * B * T * call.size * s.P,
+        moved=2 * nbytes(current) + nbytes(outputs["retrieved"][0]),
+        prefetch={"site": site.reshape(1)},
+        interpret=interpret,
+    )
+    retrieved = jnp.transpose(out["retrieved"], (0, 3, 2, 1)).astype(dtype)
+    return retrieved, Statistics(out["statistics"][:, 0], out["statistics"][:, 1])
+
+
+def merge_read_backward(
+    query: Float[Array, "K V"],
+    mixed: Float[Array, "S B T K V"],
+    log_sums: Float[Array, "B T"],
+    site: Int[Array, ""],
+    current: Float[Array, "B T K V"],
+    active: Bool[Array, ""],
+    norm_gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    statistics: Statistics,
+    d_retrieved: Float[Array, "B T P V"],
+    d_mixed: Float[Array, "S B T K V"],
+    d_current: Float[Array, "B T K V"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    interpret: bool = False,
+) -> MergeReadGradients:
+    """See `interface`. `4 T P K V` FLOPs and `E T V (5 K + P)` bytes.
+
+    `d_mixed` and `d_current` are overwritten; a caller that still needs them pays for a copy.
+    """
+    of_merge = (query, mixed, log_sums, site, current, active)
+    call = _call(current, epsilon, interpret)
+    dtype = d_retrieved.dtype
+    read = _read("backward", call, current, read_keys, dtype, norm, 0.0)
+    if read is None:
+        h = _merged(of_merge, epsilon, interpret)
+        given = (h, statistics, norm_gain, read_keys, d_retrieved)
+        d_h, d_gain, d_keys = key_vector.read_backward(*given, norm=norm, interpret=interpret)
+        options = {"norm": None, "norm_epsilon": 0.0, "epsilon": epsilon, "interpret": interpret}
+        g = matrices.merge_backward(*of_merge, None, d_h, d_mixed, d_current, **options)
+        return MergeReadGradients(*g[:4], d_gain, d_keys)
+    call = dataclasses.replace(call, lanes=read.blocks.tokens)
+    s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
+    walk = Walk.over(B, call.tiles)
+
+    def index(c, v, i, j, *_):
+        b, t = walk.tile(c, i, j)
+        return b, 0, t
+
+    def vectors(c, v, i, j, *_):
+        b, t = walk.tile(c, i, j)
+        return b, 0, 0, t
+
+    inputs = _merge_inputs(call, index, *of_merge)
+    tile, of_site = inputs["current"][1], inputs["mixed"][1]
+    columns = matrices.query_columns(call, matrices.columns(query[None]))
+    inputs |= {
+        "query_columns": constant(columns),
+        "d_mixed_in": (tokens_last(d_mixed), pl.BlockSpec(memory_space=pl.ANY)),
+        "d_current_in": (tokens_last(d_current.astype(current.dtype)), tile),
+        "read_keys": read_columns(read, norm_gain, read_keys, lambda *_: 0),
+        "statistics": (jnp.stack(statistics, axis=1), pl.BlockSpec((1, 2, lanes), index)),
+        "d_retrieved": (
+            jnp.transpose(d_retrieved, (0, 3, 2, 1)),
+            pl.BlockSpec((1, s.V, s.P, lanes), vectors),
+        ),
+    }
+    outputs = {
+        "d_query": matrices.query_sums(call),
+        "d_mixed": (inputs["d_mixed_in"][0], of_site),
+        "d_current": (inputs["current"][0], tile),
+        "d_log_sums": (jax.ShapeDtypeStruct((B, 1, T), jnp.float32), inputs["log_sums"][1]),
+        "d_read_keys": read_sums(read, walk.cores),
+    }
+    scratch = {k: pltpu.VMEM((1, s.V, s.K, lanes), current.dtype) for k in ("h", "d_h")}
+    scratch["d_scaled"] = pltpu.VMEM((1, s.V, s.P_padded, lanes), s.data_dtype)
+    if read.blocks.keep:
+        group = read.blocks.read_group
+        scratch["a"] = pltpu.VMEM((s.V // group, group * s.K, lanes), jnp.float32)
+    out = tpu_call(
+        functools.partial(_backward_kernel, call=call, read=read, walk=walk),
+        "depth_attention_matrices_merge_read_backward",
+        inputs,
+        outputs,
+        scratch,
+        grid=(walk.cores, 1, walk.batches, walk.tiles_each),
+        semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
+        flops=4 * B * T * call.size * s.P,
+        moved=5 * nbytes(current) + nbytes(d_retrieved),
+        aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
+        prefetch={"site": site.reshape(1)},
+        interpret=interpret,
+    )
+    d_gain, d_keys = read_gradients(read, out["d_read_keys"], norm_gain, read_keys)
+    return MergeReadGradients(
+        query=matrices.query_gradient(call, out["d_query"]).reshape(s.V, s.K).T,
+        mixed=tokens_first(out["d_mixed"], s.K, s.V),
+        log_sums=out["d_log_sums"][:, 0],
+        current=tokens_first(out["d_current"], s.K, s.V),
+        norm_gain=d_gain,
+        read_keys=d_keys,
+    )
+
+
+def _merged(of_merge, epsilon, interpret):
+    """h, by a kernel of its own."""
+    options = {"norm": None, "norm_epsilon": 0.0, "epsilon": epsilon, "interpret": interpret}
+    return matrices.merge(*of_merge, None, **options)
+
+
+# The bodies -----------------------------------------------------------------------------------
+
+
+def _forward_kernel(inputs, outputs, scratch, *, call: Call, read: read_kernels.Call):
+    h = scratch["h"]
+    _mix(call, read, inputs, h)
+    of_read = {name: x for name, x in inputs.items() if name.startswith("read_key")}
+    of_read["residual"] = h
+    read_kernels.forward(of_read, outputs, {}, call=read)
+
+
+def _backward_kernel(inputs, outputs, scratch, *, call: Call, read: read_kernels.Call, walk: Walk):
+    c, _, i, j = (pl.program_id(axis) for axis in range(4))
+    h, d_h = scratch["h"], scratch["d_h"]
+
+    @pl.when((i == 0) & (j == 0))
+    def _():
+        outputs["d_query"][...] = jnp.zeros_like(outputs["d_query"])
+
+    shared = _mix(call, read, inputs, h)
+    of_read = {name: inputs[name] for name in ("statistics", "d_retrieved", "read_keys")}
+    of_read["residual"] = h
+    gradients = {"d_residual": d_h, "d_read_keys": outputs["d_read_keys"]}
+    tail = walk.tail(call.tokens, call.lanes)
+    read_kernels.backward(of_read, gradients, scratch, call=read, tail=tail)
+    exists = kernels.existing_of(call, walk.tile(c, i, j)[1])
+    d_h = d_h.reshape(call.size, call.lanes)
+    kernels.differentiate_merge(call, inputs, outputs, d_h, shared, exists)
+
+
+def _mix(call: Call, read: read_kernels.Call, inputs, h):
+    """h of a tile, as a block of a residual [1, V, K, lanes]."""
+    step = math.gcd(read.sizes.K, kernels.STEP)
+    of_v = np.int32(read.sizes.K // step)
+
+    def write(i, value):
+        first = pl.multiple_of(jax.lax.rem(i, of_v) * step, step)
+        h[0, jax.lax.div(i, of_v), pl.ds(first, step)] = value.astype(h.dtype)
+
+    return kernels.mix(call, inputs, write, step)
+
+
+# How the work is cut ---------------------------------------------------------------------------
+
+
+def _call(current, epsilon, interpret) -> Call:
+    B, T, K, V = current.shape
+    return Call(0, 1, B, T, K * V, current.dtype.name, epsilon, interpret)
+
+
+def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> read_kernels.Call | None:
+    """The read of a tile as large as VMEM has room for; None if there is none."""
+    K, V = current.shape[2:]
+    compute = "bfloat16" if dtype == jnp.bfloat16 else "float32"
+    s = Sizes(K, V, 0, read_keys.shape[0], current.dtype.name, compute)
+    if K % sublanes(s.residual_dtype):
+        return None  # rows of all v are not rows of whole tiles
+    for lanes in (512, 256, 128):
+        blocks = grouped(op, s, lanes, V) if lanes <= call.tokens else None
+        if blocks is None:
+            continue
+        for keep in (True, False) if op == "backward" else (False,):
+            blocks = dataclasses.replace(blocks, keep=keep)
+            if _vmem_bytes(op, s, blocks) <= _BUDGET:
+                if call.interpret:  # unrolled it takes long to compile
+                    blocks = dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
+                return read_kernels.Call(s, blocks, norm, epsilon, call.interpret)
+    return None
+
+
+def _vmem_bytes(op: str, s: Sizes, blocks: BlockSizes) -> int:
+    """What a grid step needs, about: what moves twice for the pipeline, the rest once."""
+    size = s.K * s.V * blocks.tokens
+    row, vectors = size * jnp.dtype(s.residual_dtype).itemsize, s.V * s.P_padded * blocks.tokens
+    vectors *= jnp.dtype(s.data_dtype).itemsize
+    if op == "forward":
+        return 5 * row + 2 * vectors
+    return 12 * row + 3 * vectors + (4 * size if blocks.keep else 0)
+
+
+def _merge_inputs(call: Call, index, query, mixed, log_sums, site, current, active):
+    """`index`: a tile's block of [B, rows, T]."""
+    D, lanes = call.size, call.lanes
+
+    def of_site(*ids):
+        b, _, t = index(*ids)
+        return ids[-1][0], b, 0, t
+
+    return {
+        "active": (active.reshape(1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "queries": constant(matrices.query_rows(call, matrices.columns(query[None]))),
+        "log_sums": (log_sums[:, None], pl.BlockSpec((1, 1, lanes), index)),
+        "mixed": (tokens_last(mixed), pl.BlockSpec((None, 1, D, lanes), of_site)),
+        "current": (tokens_last(current), pl.BlockSpec((1, D, lanes), index)),
+    }

@@ -1,0 +1,128 @@
+"""Keys as the TPU kernels take them, their gradients as kernels leave them, and how tiles go."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.call import LANES
+from pallas_kernels.key_vector.mosaic_tpu_kernels import Call, Tail
+
+
+class Walk(NamedTuple):
+    """The tiles of tokens [B, N] of a backward pass: for two cores, where these divide.
+
+    Each core sums the parameters' gradients on its own.
+    """
+
+    cores: int
+    batches: int
+    tiles_each: int
+    by_batch: bool
+
+    @classmethod
+    def over(cls, B: int, tiles: int) -> "Walk":
+        if B % 2 == 0:
+            return cls(2, B // 2, tiles, True)
+        return cls(2, B, tiles // 2, False) if tiles % 2 == 0 else cls(1, B, tiles, False)
+
+    def tile(self, c, i, j):
+        """The sequence and the tile in it."""
+        if self.by_batch:
+            return c * self.batches + i, j
+        return i, c * self.tiles_each + j
+
+    def tail(self, N: int, tokens: int) -> Tail | None:
+        """None if every tile of so many tokens is full."""
+        if N % tokens == 0:
+            return None
+        last_core = None if self.by_batch or self.cores == 1 else self.cores - 1
+        return Tail(N % tokens, last_core, self.tiles_each - 1)
+
+
+def read_operands(call: Call, gain, read_keys, slab: Callable[..., Any]) -> dict[str, Any]:
+    """Of a read forward; `slab` gives the slab of v of a grid step."""
+    of_v = folded(call, gain, read_keys)
+    keys = block_diagonal(of_v, call.blocks.read_group)
+    operands = {"read_keys": (keys, _by_slab(call, keys, slab))}
+    if call.centred:
+        sums = jnp.sum(of_v.astype(jnp.float32), axis=2).reshape(-1, keys.shape[1], 1)
+        sums = jnp.broadcast_to(sums, (*sums.shape[:2], LANES))
+        operands["read_key_sums"] = (sums, constant(sums.shape))
+    return operands
+
+
+def read_columns(call: Call, gain, read_keys, slab: Callable[..., Any]):
+    """The read keys of a backward pass."""
+    keys = block_diagonal(folded(call, gain, read_keys), call.blocks.read_group)
+    keys = jnp.swapaxes(keys, 1, 2)
+    return keys, _by_slab(call, keys, slab)
+
+
+def read_sums(call: Call, cores: int):
+    """What a backward pass gives for the read keys and the gain, of each core; see below."""
+    s, group = call.sizes, call.blocks.read_group
+    shape = (cores, s.V // group, group * s.P_padded, group * s.K)
+    block = (1, call.blocks.slab // group, *shape[2:])
+    spec = pl.BlockSpec(block, lambda c, v, i, j, *_: (c, v, 0, 0))
+    return jax.ShapeDtypeStruct(shape, jnp.float32), spec
+
+
+def read_gradients(call: Call, sums, gain, read_keys):
+    """Those of the gain and of the read keys, of `read_sums`."""
+    s = call.sizes
+    d_folded = jnp.sum(diagonal(sums, call.blocks.read_group), axis=0)
+    d_folded = d_folded.reshape(s.V, s.P_padded, s.K)[:, : s.P] * call.unit
+    gain, read_keys = gain.astype(jnp.float32), read_keys.astype(jnp.float32)
+    d_gain = jnp.einsum("vpk,pk->kv", d_folded, read_keys, precision="highest")
+    return d_gain, jnp.einsum("vpk,kv->pk", d_folded, gain, precision="highest")
+
+
+def store_keys_of(call: Call, store_keys):
+    """`w^T` for each v of a group: [group * K, group * R]; times the steps of a fixed-point X."""
+    keys = jnp.swapaxes(padded_store_keys(call, store_keys), 0, 1) / call.unit
+    return block_diagonal(keys[None], call.blocks.store_group, repeat=True)[0]
+
+
+def padded_store_keys(call: Call, store_keys):
+    keys = store_keys.astype(call.sizes.data_dtype)
+    return jnp.pad(keys, ((0, call.sizes.R_padded - call.sizes.R), (0, 0)))
+
+
+def folded(call: Call, gain, read_keys):
+    """`G[v] = r * gain[:, v]`, rounded once: [V, P, K]"""
+    s = call.sizes
+    keys = read_keys.astype(jnp.float32) * gain.T.astype(jnp.float32)[:, None]
+    keys = jnp.pad(keys, ((0, 0), (0, s.P_padded - s.P), (0, 0)))
+    return keys.astype(s.data_dtype)
+
+
+def block_diagonal(blocks, group: int, repeat: bool = False):
+    """[n, rows, columns] to [n / group, group * rows, group * columns]; or each one repeated."""
+    n, rows, columns = blocks.shape
+    blocks = blocks[:, None] if repeat else blocks.reshape(n // group, group, rows, columns)
+    eye = jnp.eye(group, dtype=blocks.dtype)[:, None, :, None]
+    out = blocks[:, :, :, None] * eye
+    return out.reshape(out.shape[0], group * rows, group * columns)
+
+
+def diagonal(x, group: int):
+    """The blocks on the diagonal: [.., n, group * rows, group * columns] to [.., n, group, ..]."""
+    *lead, rows, columns = x.shape
+    x = x.reshape(*lead, group, rows // group, group, columns // group)
+    return jnp.stack([x[..., g, :, g, :] for g in range(group)], axis=-3)
+
+
+def constant(shape) -> pl.BlockSpec:
+    once = pl.Buffered(1)
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape), pipeline_mode=once)
+
+
+def _by_slab(call: Call, keys, slab) -> pl.BlockSpec:
+    """The read keys of a slab of v; all of them, once, where that is one."""
+    if call.slabs == 1:
+        return constant(keys.shape)
+    groups = call.blocks.slab // call.blocks.read_group
+    return pl.BlockSpec((groups, *keys.shape[1:]), lambda *ids: (slab(*ids), 0, 0))
