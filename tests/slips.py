@@ -57,6 +57,14 @@ _site = _of(
     "pallas_kernels/depth_attention/mosaic_tpu_kernels.py",
     f"{_KERNELS}/depth_attention_tpu_test.py",
 )
+_tile = _of(
+    "pallas_kernels/depth_attention/mosaic_tpu_matrices_kernels.py",
+    f"{_KERNELS}/depth_attention_matrices_test.py",
+)
+_parts = _of(
+    "pallas_kernels/depth_attention/mosaic_tpu_matrices.py",
+    f"{_KERNELS}/depth_attention_matrices_test.py",
+)
 _DEPTH = (
     _bank("active = (jnp.arange(squares.shape[0]) < count)", "active = (jnp.arange(squares.shape[0]) <= count)"),
     _bank("log_sums = jnp.logaddexp(log_sums, prior[1])", "log_sums = log_sums + prior[1]"),
@@ -66,6 +74,12 @@ _DEPTH = (
     _site("m = functools.reduce(jnp.maximum, largest)", "m = largest[0]"),
     _site("total = total + prior", "total = total * 1"),
     _site("row_of(log_sum, group, call.blocks.tokens)", "row_of(m, group, call.blocks.tokens)"),
+    _tile("d = of_score[first : first + STEP] - shrink *", "d = of_score[first : first + STEP] + shrink *"),
+    _tile("x = jnp.where(i < count, values[rows]", "x = jnp.where(i <= count, values[rows]"),
+    _tile("d_logit = p * (1 - p) *", "d_logit = p *"),
+    _tile("d_products = jnp.where(exists, d_products, 0)", "d_products = d_products * 1"),
+    _parts("d_logits = jnp.where(active, weights * (g - total), 0)", "d_logits = jnp.where(active, weights * g, 0)"),
+    _parts("total = total if delta is None else total + by_token(delta)", "total = total * 1"),
 )  # fmt: skip
 
 _causal = _of(
