@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu import cores, residual
-from rmt_tpu.execution import banked, layer, pipelined, reversible, scanned
+from rmt_tpu.execution import banked, kernels, layer, pipelined, reversible, scanned
 from rmt_tpu.layers.embedding import Embedding, Unembedding
 
 
@@ -164,6 +164,10 @@ class Decoder(nnx.Module):
         caches: tuple | None,
         schedule: sharding.Schedule | None = None,
     ) -> tuple[Float[Array, "part own_seq vectors size"], tuple | None, cores.Aux]:
+        with kernels.preferred(self.config):
+            return self._run_layers(tokens, context, caches, schedule)
+
+    def _run_layers(self, tokens, context, caches, schedule):
         with jax.named_scope("embedding"):
             own = lambda x: sharding.own_part(x, sharding.RULES["tokens"], axis=1)
             embedded = self.embedding(own(tokens), own(context.query_positions), self.dtype)

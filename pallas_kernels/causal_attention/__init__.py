@@ -1,11 +1,10 @@
 """Causal attention within segments, with ALiBi and grouped queries, in the layouts of the residual.
 
-Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels for any length; of a short
-sequence one that reads and writes the key-vector kernels' layout in place; no public one does, or
-takes ALiBi without a bias in memory),
-"pallas" (these kernels where the program is lowered for a TPU, plain JAX elsewhere) and, of
-`causal_attention` alone, "splash" (JAX's kernels for TPUs, with transposes around them) and "cudnn"
-(`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is "pallas".
+Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels for any length, which take
+ALiBi without a bias in memory; the one for short sequences reads and writes the key-vector kernels'
+layout in place), "pallas" (these where the program is lowered for a TPU, plain JAX elsewhere) and,
+of `causal_attention` alone, "splash" (JAX's kernels for TPUs, with transposes around them) and
+"cudnn" (`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is "pallas".
 
 `causal_attention` has a gradient of qkv in reverse mode, once; twice with "xla" alone, forward mode
 never: a TypeError says so.
@@ -116,14 +115,16 @@ def _check(qkv, slopes, kv_heads: int | None) -> int:
     """The number of heads of keys."""
     check_array("qkv", qkv, "B N P D")
     rows = qkv.shape[2]
-    given = rows // 3 if kv_heads is None else kv_heads
-    heads = rows - 2 * given
-    fits = given > 0 and heads > 0 and heads % given == 0 and (kv_heads or 3 * given == rows)
+    if kv_heads is None:
+        heads = keys = rows // 3
+    else:
+        heads, keys = rows - 2 * kv_heads, kv_heads
+    fits = keys > 0 and heads > 0 and heads % keys == 0 and heads + 2 * keys == rows
     if not fits or (slopes is not None and slopes.shape != (heads,)):
         of_slopes = "" if slopes is None else f", slopes [H] are {slopes.shape}"
         wanted = "3 H" if kv_heads is None else f"H + 2 * {kv_heads}"
         raise ValueError(f"shapes do not fit: qkv [B, N, {wanted}, D] is {qkv.shape}{of_slopes}")
-    return given
+    return keys
 
 
 class _Call(NamedTuple):

@@ -33,6 +33,7 @@ from rmt_tpu.config.mixers import (
     Sum,
 )
 from rmt_tpu.config.model import (
+    Kernels,
     ModelConfig,
     MuP,
     Parametrization,
@@ -85,6 +86,7 @@ __all__ = [
     "Parametrization",
     "Port",
     "Positions",
+    "Kernels",
     "RematPolicy",
     "Role",
     "Rope",

@@ -21,6 +21,7 @@ from rmt_tpu.config.stores import DType, MatrixStore, Store, VectorStore
 from rmt_tpu.errors import UsageError, shown
 
 RematPolicy = Literal["none", "dots", "full", "reversible", "blocks"]
+Kernels = Literal["auto", "xla", "pallas"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class ModelConfig(Checked):
         with `key_dim`. Attention over depth and DenseFormer always recompute the full layer; they
         keep the bank and the running sum before each layer ("full"), or with "blocks" the bank
         alone, for a second forward pass.
+      kernels: how ops are computed on TPUs and GPUs: by what is the default there ("auto": kernels
+        on a TPU; on a GPU those that a table of measured times has), by plain JAX ("xla"), or by
+        kernels wherever there are any ("pallas").
     """
 
     stacks: tuple[Stack, ...]
@@ -85,6 +89,7 @@ class ModelConfig(Checked):
     parametrization: Parametrization = Standard()
     compute_dtype: DType = changeable("auto")
     remat: RematPolicy = changeable("full")
+    kernels: Kernels = changeable("auto")
 
     # Names of the short form.
     short_names: ClassVar[dict[str, Any]] = {

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, Key
 import sharding
 from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
+from rmt_tpu.execution import kernels
 from rmt_tpu.training.loss import Loss, next_token_loss
 from rmt_tpu.training.optimizer import learning_rate
 
@@ -92,6 +93,10 @@ def make_gradients(
     options = {"z_loss": config.train.z_loss, "schedule": schedule}
 
     def gradients(params: Any, batch: Batch) -> tuple[Any, Loss]:
+        with kernels.preferred(config.model):
+            return added_up(params, batch)
+
+    def added_up(params: Any, batch: Batch) -> tuple[Any, Loss]:
         total = sharding.total(jnp.sum(batch.weights), sharding.RULES["batch"])
 
         def part_loss(params: Any, part: Batch) -> tuple[jax.Array, Loss]:

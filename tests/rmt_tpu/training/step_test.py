@@ -11,7 +11,10 @@ import pytest
 from flax import nnx
 
 import sharding
+from rmt_tpu.analysis.step_cost import trace_config
 from rmt_tpu.config import AdamW, DataConfig, MuP, RunConfig, TrainConfig
+from rmt_tpu.config.presets import run as run_of
+from rmt_tpu.decoder import Decoder
 from rmt_tpu.layers.data_vectors import concatenate
 from rmt_tpu.training import loss as loss_module
 from rmt_tpu.training.loss import next_token_loss
@@ -249,3 +252,19 @@ def test_sharded_step_is_the_step_of_one_device(store, mesh):
     assert metrics_one["train/loss"] == pytest.approx(float(metrics_many["train/loss"]), rel=1e-5)
     for a, b in zip(jax.tree.leaves(one.optimizer), jax.tree.leaves(many.optimizer), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernels, wanted", [("xla", set()), ("pallas", {"tpu", "cuda"})])
+def test_a_config_names_the_implementation_of_its_whole_step(kernels, wanted):
+    """The kernels of which platforms are in the step, and in a forward pass alone."""
+    config = run_of("rmt-tiny")
+    model = config.model.replace(kernels=kernels, num_layers=1)
+    traced = trace_config(dataclasses.replace(config, model=model), jax.devices()[:1])
+    decoder = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(decoder)
+    tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    forward = jax.make_jaxpr(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+    for program in (traced.jaxpr, forward(params, tokens)):
+        text = str(program)
+        assert ("pallas_call" in text) == bool(wanted)
+        assert {platform for platform in ("tpu", "cuda") if f"'{platform}'" in text} == wanted
