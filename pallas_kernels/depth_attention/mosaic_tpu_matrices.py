@@ -437,7 +437,7 @@ def tokens_last(x):
 
 
 def tokens_first(x, K: int, V: int):
-    """`_tokens_last` undone."""
+    """`tokens_last` undone."""
     *lead, _, T = x.shape
     axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
     return jnp.transpose(x.reshape(*lead, V, K, T), axes)
