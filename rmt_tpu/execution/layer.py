@@ -117,7 +117,7 @@ def run_layer(
     first: Index,
     caches: tuple[Cache, ...] | None = None,
     layer: Index | None = None,
-) -> tuple[tuple[Any, Float[Array, "batch y_seq vectors size"], Aux], tuple[Cache, ...] | None]:
+) -> tuple[tuple[Any, Float[Array, "batch _ _ _"], Aux], tuple[Cache, ...] | None]:
     """One period: each sublayer's site, then its core.
 
     Args:

@@ -72,9 +72,12 @@ def test_a_model_of_many_cores_follows_their_equations(store, name):
 
 
 def test_decoding_with_grouped_and_latent_heads():
-    """In two pieces: MLA decodes with W_kvb absorbed, and is expanded without a cache."""
+    """In two pieces: MLA decodes with W_kvb absorbed, and is expanded without a cache.
+
+    The last core writes heads, where the first site is given the embedding.
+    """
     with jax.enable_x64(True):
-        stacks = (cfg.Stack((GROUPED, LATENT, SQUARED)),)
+        stacks = (cfg.Stack((GROUPED, SQUARED, LATENT)),)
         config = cfg.ModelConfig(
             stacks, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"
         )
