@@ -8,10 +8,9 @@ JSON for each sample, when it has ended; the same command goes on where it was s
 """
 
 import contextlib
+import dataclasses
 import sys
 import time
-from dataclasses import replace
-from typing import Any
 
 from absl import flags
 
@@ -33,6 +32,10 @@ _STOP = flags.DEFINE_multi_string("stop", [], "a text ends before this; may be g
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "divides the logits; 0 is greedy")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "only the k likeliest tokens; 0 is all")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "only the likeliest tokens that reach this probability")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "only tokens so likely, times the likeliest; 0 is all")
+_REPETITION_PENALTY = flags.DEFINE_float(
+    "repetition_penalty", 1.0, "makes tokens that were there less likely; 1 does not"
+)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "to generate at most")
 _SEED = flags.DEFINE_integer("seed", 0, "of the draws; samples of a file have this and those above")
 
@@ -46,6 +49,8 @@ def main() -> int:
             temperature=_TEMPERATURE.value,
             top_k=_TOP_K.value,
             top_p=_TOP_P.value,
+            min_p=_MIN_P.value,
+            repetition_penalty=_REPETITION_PENALTY.value,
             max_tokens=_MAX_TOKENS.value,
             seed=_SEED.value,
         )
@@ -98,11 +103,7 @@ def _file(sampling) -> int:
         prompts = files.read_prompts(_PROMPTS.value)
     with of_flag("output"):
         output = files.Output(_OUTPUT.value)
-    settings: dict[str, Any] = {
-        "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
-        "max_tokens": sampling.max_tokens, "seed": sampling.seed,
-    }  # fmt: skip
-    done = files.check_same(output, prompts, settings)
+    done = files.check_same(output, prompts, sampling)
     samples = _NUM_SAMPLES.value
     left = [
         (number, sample)
@@ -127,7 +128,7 @@ def _file(sampling) -> int:
     given = (
         (
             prompts[number],
-            replace(sampling, seed=(sampling.seed + number * samples + sample) % 2**32),
+            dataclasses.replace(sampling, seed=(sampling.seed + number * samples + sample) % 2**32),
         )
         for number, sample in left
     )
@@ -138,7 +139,7 @@ def _file(sampling) -> int:
             for one in stream:
                 number, sample = left[one.number]
                 line = {"number": number, "sample": sample, "prompt": prompts[number]}
-                line |= {"text": one.text, "finish": one.finish} | settings
+                line |= {"text": one.text, "finish": one.finish} | dataclasses.asdict(sampling)
                 if _LOGPROBS.value:
                     line |= {"tokens": one.tokens, "logprobs": one.log_probabilities}
                 output.add(line)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from rmt_tpu.decoder import Cache, Decoder
-from rmt_tpu.generation.sampling import Choice, Sampling, choice, sample
+from rmt_tpu.generation.sampling import Choice, Sampling, choice, penalized, sample
 
 _LEAST = 32  # tokens that the smallest programs are for
 
@@ -53,11 +53,13 @@ class _Rows(NamedTuple):
     Attributes:
       token: the newest of each row, which is not in the cache yet.
       left: how many tokens each row may still have; 0 if it has ended.
+      seen: which tokens its prompt and text have.
     """
 
     cache: Cache
     token: Int[Array, " batch"]
     left: Int[Array, " batch"]
+    seen: Bool[Array, "batch vocab"]
 
 
 class Engine:
@@ -110,7 +112,9 @@ class Engine:
 
     def _no_rows(self) -> _Rows:
         zeros = lambda: jnp.zeros(self.slots, jnp.int32)  # each is donated
-        return _Rows(self.decoder.empty_cache(self.slots, self.capacity), zeros(), zeros())
+        seen = jnp.zeros((self.slots, self.decoder.config.vocab_size), bool)
+        cache = self.decoder.empty_cache(self.slots, self.capacity)
+        return _Rows(cache, zeros(), zeros(), seen)
 
     def _begin(self, slot: int, number: int, request: Request) -> Said:
         """Reads a prompt, and chooses its first token."""
@@ -183,9 +187,13 @@ def _prefill(
     """A row that has read its prompt, and has its first token."""
     decoder = nnx.merge(graphdef, params)
     logits, cache = decoder.prefill(tokens, lengths, decoder.empty_cache(1, tokens.shape[1]))
-    token, log_probability = _chosen(logits, lengths, how)
+    of_prompt = jnp.arange(tokens.shape[1]) < lengths[0]
+    # What fills it up is put behind the last token, which is nowhere.
+    places = jnp.where(of_prompt, tokens[0], logits.shape[1])
+    seen = jnp.zeros(logits.shape, bool).at[0, places].set(True, mode="drop")
+    token, log_probability = _chosen(logits, seen, lengths, how)
     left = jnp.where(token == stop, 0, left - 1)
-    return _Rows(cache, token, left), log_probability
+    return _Rows(cache, token, left, seen), log_probability
 
 
 @partial(jax.jit, donate_argnames="rows")
@@ -200,7 +208,8 @@ def _insert(rows: _Rows, one: _Rows, slot: Int[Array, ""]) -> _Rows:
     put = lambda kept, new: jax.lax.dynamic_update_index_in_dim(kept, new[0], slot, 0)
     of_cores = jax.tree.map(put_tokens, rows.cache.cores, one.cache.cores)
     cache = Cache(of_cores, put(rows.cache.length, one.cache.length))
-    return _Rows(cache, put(rows.token, one.token), put(rows.left, one.left))
+    others = (put(getattr(rows, name), getattr(one, name)) for name in ("token", "left", "seen"))
+    return _Rows(cache, *others)
 
 
 @partial(jax.jit, static_argnames="capacity")
@@ -231,16 +240,19 @@ def _steps(
         start = jnp.where(running, rows.cache.length, 0)
         logits, cache = decoder.decode(rows.token[:, None], rows.cache._replace(length=start))
         length = rows.cache.length + running
-        token, log_probability = _chosen(logits[:, 0], length, how)
+        seen = rows.seen.at[jnp.arange(len(running)), rows.token].set(True)
+        token, log_probability = _chosen(logits[:, 0], seen, length, how)
         left = jnp.where(running & (token != stop), rows.left - 1, 0)
-        after = _Rows(cache._replace(length=length), jnp.where(running, token, rows.token), left)
+        token_now = jnp.where(running, token, rows.token)
+        after = _Rows(cache._replace(length=length), token_now, left, seen)
         return after, (jnp.where(running, token, -1), log_probability)
 
     rows, (tokens, log_probabilities) = jax.lax.scan(step, rows, length=steps)
     return rows, tokens, log_probabilities
 
 
-def _chosen(logits, positions, how):
-    token = sample(logits, positions, how).astype(jnp.int32)
+def _chosen(logits, seen, positions, how):
+    """A token of each row, and its log-probability by the model itself."""
+    token = sample(penalized(logits, seen, how), positions, how).astype(jnp.int32)
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return token, jnp.take_along_axis(log_probabilities, token[:, None], axis=-1)[:, 0]

@@ -1,10 +1,12 @@
 """Files of prompts, and of what follows them."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
 
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.generation.sampling import Sampling
 from rmt_tpu.storage import Folder, open_parent
 
 
@@ -74,17 +76,19 @@ class Output:
             yield value
 
 
-def check_same(output: Output, prompts: list[str], settings: dict[str, Any]) -> set[tuple]:
+def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tuple]:
     """What need not be done again: (number of the prompt, sample) of each line.
 
     Raises:
       RunError: the lines are of other prompts or settings.
     """
-    done = set()
+    done, settings = set(), dataclasses.asdict(sampling)
     for line in output.lines:
         number = line["number"]
         same = number < len(prompts) and prompts[number] == line.get("prompt")
-        if not same or any(line.get(name) != value for name, value in settings.items()):
+        # A line from before there was a setting was made with its default.
+        made = {name: line.get(name, getattr(Sampling, name)) for name in settings}
+        if not same or made != settings:
             raise RunError(
                 f"{output.location} has what follows other prompts, or was made with other flags; "
                 "name another --output"

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from rmt_tpu.config.checks import Checked, Count, NonNegative, NonZeroShare, Range, Seed
+from rmt_tpu.config.checks import (
+    Checked,
+    Count,
+    NonNegative,
+    NonZeroShare,
+    Positive,
+    Range,
+    Seed,
+    Share,
+)
 
 # The cache holds keys and values of all of them.
 _NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
@@ -23,6 +32,9 @@ class Sampling(Checked):
       temperature: divides the logits; 0 always takes the likeliest token.
       top_k: only so many of the likeliest tokens; 0 is all.
       top_p: only the likeliest tokens that together reach this probability.
+      min_p: only tokens at least so likely as this times the likeliest; 0 is all.
+      repetition_penalty: divides the logits of tokens that the prompt or the text has, those below
+        0 multiplied (Keskar et al., 2019, section 4.1); 1 is none.
       max_tokens: to generate at most.
       seed: of the draws.
     """
@@ -30,6 +42,8 @@ class Sampling(Checked):
     temperature: NonNegative = 1.0
     top_k: Count = 0
     top_p: NonZeroShare = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: Positive = 1.0
     max_tokens: _NewTokens = 256
     seed: Seed = 0
 
@@ -40,27 +54,38 @@ class Choice(NamedTuple):
     temperature: Float[Array, " batch"]
     top_k: Int[Array, " batch"]
     top_p: Float[Array, " batch"]
+    min_p: Float[Array, " batch"]
+    repetition_penalty: Float[Array, " batch"]
     seed: UInt32[Array, " batch"]
 
 
 def choice(rows: Sequence[Sampling]) -> Choice:
     """Of a batch; in NumPy."""
-    values = zip(*((s.temperature, s.top_k, s.top_p, s.seed) for s in rows), strict=True)
     # More than there are tokens is all of them, and so is 0.
-    bounded = lambda counts: np.minimum(counts, np.iinfo(np.int32).max)
-    temperature, top_k, top_p, seed = values
+    bounded = lambda count: min(count, np.iinfo(np.int32).max)
     return Choice(
-        np.array(temperature, np.float32),
-        np.array(bounded(top_k), np.int32),
-        np.array(top_p, np.float32),
-        np.array(seed, np.uint32),
+        np.array([s.temperature for s in rows], np.float32),
+        np.array([bounded(s.top_k) for s in rows], np.int32),
+        np.array([s.top_p for s in rows], np.float32),
+        np.array([s.min_p for s in rows], np.float32),
+        np.array([s.repetition_penalty for s in rows], np.float32),
+        np.array([s.seed for s in rows], np.uint32),
     )
+
+
+def penalized(
+    logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"], how: Choice
+) -> Float[Array, "batch vocab"]:
+    """With the logits of tokens that a row has seen made smaller, by its `repetition_penalty`."""
+    penalty = how.repetition_penalty[:, None]
+    smaller = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    return jnp.where(seen & (penalty != 1), smaller, logits)
 
 
 def sample(
     logits: Float[Array, "batch vocab"], positions: Int[Array, " batch"], how: Choice
 ) -> Int[Array, " batch"]:
-    """A token for each row, drawn from what temperature, top-k and top-p leave, in this order.
+    """A token for each row, drawn from what temperature, top-k, top-p and min-p leave.
 
     A draw depends on the row's seed and the token's position alone, and not on other rows.
     """
@@ -72,6 +97,9 @@ def sample(
         scaled = jax.lax.cond(
             some, lambda: jnp.where(_kept(scaled, how), scaled, -jnp.inf), lambda: scaled
         )
+        # In whatever order: what top-k and top-p leave out changes no ratio to the likeliest.
+        least = jnp.max(scaled, axis=-1) + jnp.log(how.min_p)
+        scaled = jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
         tokens = jnp.argmax(scaled + _noise(how.seed, positions, scaled), axis=-1)
         return jnp.where(how.temperature > 0, tokens, likeliest)
 

@@ -48,6 +48,9 @@ def kept(*tokens: int) -> np.ndarray:
         ({"top_p": 0.7}, kept(1, 3, 4)),
         # Of the three that top-k leaves, two have 0.65 / 0.85 = 0.76.
         ({"top_k": 3, "top_p": 0.7}, kept(1, 3)),
+        # Of 0.4 so much that 0.2 is in and 0.1 is not.
+        ({"min_p": 0.45}, kept(1, 3, 4)),
+        ({"min_p": 1.0}, kept(1)),
         # At temperature 0.5 the first has 0.58 of all.
         ({"temperature": 0.5, "top_p": 0.5}, kept(1)),
     ],
@@ -85,6 +88,8 @@ def test_a_draw_is_of_its_row_alone():
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
         ("max_tokens", 0),
         ("seed", 2**32),
         ("temperature", np.nan),
@@ -202,7 +207,8 @@ def test_a_stop_string_ends_a_text(say):
 
 def prompts():
     """Of many lengths, chosen from in many ways."""
-    how = [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5, "temperature": 2.0}]
+    how = [{"temperature": 0.0}, {}, {"top_k": 5, "repetition_penalty": 1.5}]
+    how.append({"top_p": 0.5, "temperature": 2.0})
     for n in range(9):
         sampling = Sampling(max_tokens=3 + 5 * (n % 4), seed=n, **how[n % 4])
         yield "abcdefghijklmnopqrstuvw"[: 3 * n % 20], sampling
@@ -235,6 +241,23 @@ def test_caches_that_grow_keep_what_they_have(rotated):
     assert one.tokens == jnp.argmax(log_probabilities, -1)[3:-1].tolist()
     wanted = np.asarray(log_probabilities)[np.arange(3, 83), one.tokens]
     np.testing.assert_allclose(one.log_probabilities, wanted, atol=1e-4)
+
+
+def test_what_a_text_has_is_less_likely(rotated):
+    """Of the prompt and of what came since; log-probabilities are the model's own."""
+    sampling = Sampling(0.0, max_tokens=20, repetition_penalty=1.4)
+    (one,) = complete(rotated, ByteTokenizer(), [("abc", sampling)])
+    tokens = np.array([ByteTokenizer.bos, *b"abc", *one.tokens])
+    logits = np.asarray(jax.jit(rotated)(tokens[None])[0])
+    wanted, own = [], np.asarray(jax.nn.log_softmax(logits))
+    for end in range(4, len(tokens)):
+        now, seen = logits[end - 1].copy(), np.unique(tokens[:end])
+        now[seen] = np.where(now[seen] > 0, now[seen] / 1.4, now[seen] * 1.4)
+        wanted.append(int(np.argmax(now)))
+    assert one.tokens == wanted
+    assert wanted != np.argmax(logits, -1)[3:-1].tolist()
+    logs = own[np.arange(3, len(tokens) - 1), wanted]
+    np.testing.assert_allclose(one.log_probabilities, logs, atol=1e-4)
 
 
 def test_what_has_ended_leaves_nothing_behind():
