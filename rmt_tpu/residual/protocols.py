@@ -1,8 +1,8 @@
 """What schedules and mixers ask of a store, and schedules of a mixer.
 
-A *store* holds what was written; an `Invertible` one can take a write back, and a `Stepwise` one
-gives the steps of its writes and reads. A *mixer* is `Carried`, by a state that goes from site to
-site, or `Banked`.
+A *store* holds what was written; an `Invertible` one can take a write back, a `Stepwise` one gives
+the steps of its writes and reads, and a `Merging` one reads what attention over depth mixes. A
+*mixer* is `Carried`, by a state that goes from site to site, or `Banked`.
 """
 
 from collections.abc import Callable, Sequence
