@@ -58,11 +58,17 @@ def main() -> int:
         raise UsageError(str(error).replace("Sampling.", "--")) from None
     if _PROMPTS.value is not None:
         return _file(sampling)
+    return _one(*_load(), sampling)
+
+
+def _load():
+    """The run's model, its weights as they multiply, and its tokenizer."""
     import rmt_tpu
+    from rmt_tpu.generation import cast_once
 
     with arguments_as_flags():
         decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
-    return _one(decoder, tokenizer, sampling)
+    return cast_once(decoder), tokenizer
 
 
 def _check_flags() -> None:
@@ -114,11 +120,9 @@ def _file(sampling) -> int:
     print(f"{len(prompts) * samples} texts, {len(left)} to be written", file=sys.stderr)
     if not left:
         return 0
-    import rmt_tpu
     from rmt_tpu.generation import complete, fitting_tokens
 
-    with arguments_as_flags():
-        decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
+    decoder, tokenizer = _load()
     for number in sorted({number for number, _ in left}):  # before any is written
         try:
             fitting_tokens(decoder.config, 1 + len(tokenizer.encode(prompts[number])), 1)

@@ -351,7 +351,7 @@ def _forward(
         outputs["retrieved"] = (shape, whole(s.P))
         outputs["statistics"] = (jax.ShapeDtypeStruct((B, 2, N), jnp.float32), token)
         if call.slabs > 1:
-            rows = (s.V // blocks.read_group, keys.shape[1], tokens)
+            rows = (s.V // blocks.read_group, inputs["read_keys"][0].shape[1], tokens)
             scratch["products"] = pltpu.VMEM(rows, jnp.float32)
             scratch["sums"] = pltpu.VMEM((3, tokens), jnp.float32)
             scratch["shift"] = pltpu.VMEM((1, tokens), jnp.float32)

@@ -4,6 +4,7 @@ from rmt_tpu.generation import files
 from rmt_tpu.generation.engine import Engine, Request, Said
 from rmt_tpu.generation.generate import Completion, complete, fitting_tokens, generate
 from rmt_tpu.generation.sampling import Choice, Sampling, choice, sample
+from rmt_tpu.generation.weights import cast_once
 
 __all__ = [
     "Choice",
@@ -12,6 +13,7 @@ __all__ = [
     "Request",
     "Said",
     "Sampling",
+    "cast_once",
     "choice",
     "complete",
     "files",

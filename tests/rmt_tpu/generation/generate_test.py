@@ -9,11 +9,23 @@ import pytest
 from flax import nnx
 
 from rmt_tpu import config as cfg
+from rmt_tpu.config.presets import preset as preset_of
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
-from rmt_tpu.generation import Sampling, choice, complete, engine, fitting_tokens, generate, sample
+from rmt_tpu.generation import (
+    Sampling,
+    cast_once,
+    choice,
+    complete,
+    engine,
+    fitting_tokens,
+    generate,
+    sample,
+)
 from rmt_tpu.generation.text import Text
 from tests import models
+from tests.tiers import later
 
 PROBABILITIES = np.array([0.05, 0.4, 0.1, 0.25, 0.2])
 DRAWS = 20_000
@@ -258,6 +270,20 @@ def test_what_a_text_has_is_less_likely(rotated):
     assert wanted != np.argmax(logits, -1)[3:-1].tolist()
     logs = own[np.arange(3, len(tokens) - 1), wanted]
     np.testing.assert_allclose(one.log_probabilities, logs, atol=1e-4)
+
+
+@pytest.mark.parametrize("preset", ["llama-attnres-tiny", *later("rmt-llama-tiny", "highway-tiny")])
+def test_weights_cast_once_give_the_same_logits(preset):
+    """In bfloat16, bit for bit; what is computed with in float32 is not cast."""
+    config = preset_of(preset).replace(num_layers=2, compute_dtype="bfloat16")
+    plain = Decoder(config, rngs=nnx.Rngs(0))
+    cast, tokens = cast_once(plain), jnp.arange(6)[None]
+    run = jax.jit(lambda decoder: decoder.decode(tokens, decoder.empty_cache(1, 8))[0])
+    np.testing.assert_array_equal(run(cast), run(plain))
+    narrow = [p for p, x in nnx.to_flat_state(nnx.state(cast, nnx.Param)) if x.dtype != jnp.float32]
+    names = {p[-1] for p in narrow}
+    assert {"w_1", "w_2", "kernel"} <= names
+    assert not names & {"gain", "query", "read_keys", "store_keys", "gate_and_value"}
 
 
 def test_what_has_ended_leaves_nothing_behind():
