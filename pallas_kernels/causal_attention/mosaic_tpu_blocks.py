@@ -240,7 +240,8 @@ def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Bloc
     if queries % LANES or keys % LANES or max(queries, keys) % min(queries, keys):
         return f"blocks of {queries} queries and {keys} keys"
     if key["kv_heads"] % heads:
-        return f"{heads} heads at a time, of {key['kv_heads']}"
+        groups = key["kv_heads"]
+        return f"{heads} heads at a time, of {groups}"
     each, size = key["heads"] // key["kv_heads"], key["size"]
     need = _vmem_bytes(blocks, each, size, jnp.dtype(key["dtype"]).itemsize, tokens)
     return f"{need >> 20} MiB of VMEM" if need > VMEM_LIMIT else None

@@ -321,7 +321,7 @@ def merge_backward(
     inputs |= {
         "query_columns": constant(query_columns(call, columns(query[None]))),
         "d_h": (tokens_last(d_h), tile),
-        "d_mixed_in": (tokens_last(d_mixed), pl.BlockSpec(memory_space=pl.ANY)),
+        "d_mixed_in": whole_tiles(call, tokens_last(d_mixed)),
         "d_current_in": (tokens_last(d_current.astype(current.dtype)), tile),
     }
     out = tpu_call(
@@ -348,7 +348,7 @@ def merge_backward(
     )
     return MergeGradients(
         query=query_gradient(call, out["d_query"]).reshape(V, K).T,
-        mixed=tokens_first(out["d_mixed"], K, V),
+        mixed=tokens_first(out["d_mixed"][..., : call.tokens], K, V),
         log_sums=out["d_log_sums"][:, 0],
         current=tokens_first(out["d_current"], K, V),
         norm_gain=None,
@@ -441,6 +441,13 @@ def tokens_first(x, K: int, V: int):
     *lead, _, T = x.shape
     axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
     return jnp.transpose(x.reshape(*lead, V, K, T), axes)
+
+
+def whole_tiles(call: Call, x):
+    """Of [.., T] that is only written over; interpreted, in whole tiles: no others are aliased."""
+    missing = call.tiles * call.lanes - x.shape[-1] if call.interpret else 0
+    x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
+    return x, pl.BlockSpec(memory_space=pl.ANY)
 
 
 def columns(queries):

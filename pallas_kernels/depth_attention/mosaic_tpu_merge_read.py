@@ -161,7 +161,7 @@ def merge_read_backward(
     columns = matrices.query_columns(call, matrices.columns(query[None]))
     inputs |= {
         "query_columns": constant(columns),
-        "d_mixed_in": (tokens_last(d_mixed), pl.BlockSpec(memory_space=pl.ANY)),
+        "d_mixed_in": matrices.whole_tiles(call, tokens_last(d_mixed)),
         "d_current_in": (tokens_last(d_current.astype(current.dtype)), tile),
         "read_keys": read_columns(read, norm_gain, read_keys, lambda *_: 0),
         "statistics": (jnp.stack(statistics, axis=1), pl.BlockSpec((1, 2, lanes), index)),
@@ -199,7 +199,7 @@ def merge_read_backward(
     d_gain, d_keys = read_gradients(read, out["d_read_keys"], norm_gain, read_keys)
     return MergeReadGradients(
         query=matrices.query_gradient(call, out["d_query"]).reshape(s.V, s.K).T,
-        mixed=tokens_first(out["d_mixed"], s.K, s.V),
+        mixed=tokens_first(out["d_mixed"][..., :T], s.K, s.V),
         log_sums=out["d_log_sums"][:, 0],
         current=tokens_first(out["d_current"], s.K, s.V),
         norm_gain=d_gain,

@@ -269,7 +269,7 @@ SOURCES = {
         "mosaic_tpu_merge_kernels.py",
     ),
     ("tpu", "attention"): (1, "dc86eabc7dbd0654", "mosaic_tpu_whole.py", "products.py"),
-    ("tpu", "attention_blocks"): (1, "5b1ccb3811307e65", "mosaic_tpu_blocks.py", "products.py"),
+    ("tpu", "attention_blocks"): (1, "c0ac313a81774bb1", "mosaic_tpu_blocks.py", "products.py"),
     ("cuda", "key_vector"): (1, "18baff826930f8e9", "triton_gpu_kernels.py"),
     ("cuda", "depth_attention"): (1, "22c3f5d355933586", "triton_gpu_kernels.py"),
 }
