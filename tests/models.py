@@ -70,6 +70,12 @@ def decoder(config: cfg.ModelConfig) -> Decoder:
     return nnx.merge(*split(config))
 
 
+def byte_decoder(**changes) -> Decoder:
+    """Two layers, with parameters as after training, that tell bytes apart."""
+    config = model(vocab_size=257, num_layers=2, **changes)
+    return nnx.merge(graph(config), jax.tree.map(jnp.float32, random_parameters(config)))
+
+
 def tokens(batch: int = 2, seq: int = 11, seed: int = 0) -> jax.Array:
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.integers(0, VOCAB, (batch, seq), dtype=np.int32))

@@ -20,31 +20,77 @@ from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.generation.sampling import Choice, Sampling, choice, penalized, sample
 
 _LEAST = 32  # tokens that the smallest programs are for
+RANKS = 5  # likeliest tokens that can be told of each place
+_SCORED = 64  # tokens of a prompt whose logits are there at a time
 
 
 class Request(NamedTuple):
-    """A prompt, as tokens with the start token, and how to go on; all that is asked for fits."""
+    """A prompt, as tokens with the start token, and how to go on; all that is asked for fits.
+
+    Attributes:
+      ranked: whether to tell which tokens were the likeliest.
+      scored: whether to tell how likely the prompt's own tokens are.
+    """
 
     tokens: np.ndarray
     sampling: Sampling
+    ranked: bool = False
+    scored: bool = False
+
+
+class Scores(NamedTuple):
+    """Of some tokens in a row, by the model itself, before temperature: nats.
+
+    Attributes:
+      log_probabilities: of each token.
+      likeliest: for each place, the RANKS likeliest tokens, from the likeliest on, with their
+        log-probabilities; [] if this was not asked for.
+    """
+
+    log_probabilities: list[float]
+    likeliest: list[dict[int, float]]
 
 
 class Said(NamedTuple):
     """What has come of a request since the last time.
 
     Attributes:
-      number: of the request, from 0.
+      number: of the request.
       tokens: the new ones, without the one that ended it.
-      log_probabilities: of these by the model itself, before temperature: nats.
+      scores: of these.
       ended: whether there will be no more.
       stopped: whether the stop token ended it.
+      prompt: scores of the prompt's tokens but the first, with the first new token of a request
+        that asks for them.
     """
 
     number: int
     tokens: list[int]
-    log_probabilities: list[float]
+    scores: Scores
     ended: bool
     stopped: bool
+    prompt: Scores | None = None
+
+
+class _Chosen(NamedTuple):
+    """A token of each row.
+
+    Attributes:
+      log_probability: by the model itself.
+      likeliest: tokens; 0 if they are not asked for.
+      log_probabilities: of the likeliest.
+    """
+
+    token: Int[Array, "*steps batch"]
+    log_probability: Float[Array, "*steps batch"]
+    likeliest: Int[Array, "*steps batch ranks"]
+    log_probabilities: Float[Array, "*steps batch ranks"]
+
+    def scores(self, at: tuple, ranked: bool) -> Scores:
+        """Of the tokens of one row, on the host."""
+        values = [np.asarray(x[at]).tolist() for x in self[1:]]
+        likeliest = [dict(zip(*ranks, strict=True)) for ranks in zip(*values[1:], strict=True)]
+        return Scores(values[0], likeliest if ranked else [])
 
 
 class _Rows(NamedTuple):
@@ -63,7 +109,7 @@ class _Rows(NamedTuple):
 
 
 class Engine:
-    """Goes on from prompts, as many at a time as there are slots.
+    """Goes on from prompts, as many at a time as there are slots; one thread may use it.
 
     Args:
       decoder: the model.
@@ -78,67 +124,112 @@ class Engine:
         learned = decoder.config.learned_positions
         # What fills up a prompt has positions too: NaN would stay in the cache.
         self.positions = sys.maxsize if learned is None else learned.max_length
-        self.slots, self.capacity = slots, _LEAST
-        self.rows = self._no_rows()
-        self.numbers: list[int | None] = [None] * slots
-        self.lengths, self.how = np.zeros(slots, int), [Sampling()] * slots
+        self.slots, self.submitted = slots, 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all requests, and makes the rows anew: whatever went wrong with them is gone."""
+        self.waiting: dict[int, Request] = {}
+        self.numbers: list[int | None] = [None] * self.slots
+        self.requests = [Request(np.zeros(1, int), Sampling())] * self.slots
+        self.lengths, self.read = np.zeros(self.slots, int), 0
+        self._empty()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Said]:
-        """What comes of each request, as it comes. Closed early, its rows are free again."""
-        waiting = enumerate(requests)
+        """What comes of each request, as it comes; they are numbered in order.
+
+        Closed early, its rows are free again.
+        """
+        requests = iter(requests)
         try:
             while True:
-                for slot in self._free():
-                    if (next_one := next(waiting, None)) is not None:
-                        yield self._begin(slot, *next_one)
-                if all(number is None for number in self.numbers):
-                    if next_one is None:
-                        return
-                    continue
-                yield from self._step()
+                for _ in range(len(self._free()) - len(self.waiting)):
+                    if (request := next(requests, None)) is not None:
+                        self.submit(request)
+                if not self.open:
+                    return
+                yield from self.step()
         finally:
-            for number in [number for number in self.numbers if number is not None]:
+            for number in self.open:
                 self.forget(number)
 
+    def submit(self, request: Request) -> int:
+        """The number of a request, from 0. It waits for a slot; `step` says what comes of it."""
+        number, self.submitted = self.submitted, self.submitted + 1
+        self.waiting[number] = request
+        return number
+
+    def step(self) -> list[Said]:
+        """Reads the prompt that waits longest, if there is a slot for it; else all rows go on.
+
+        They go on, too, when as many prompts as there are slots were read one after the other:
+        requests that end at once do not keep the others waiting.
+        """
+        free = self._free()
+        rows_run = len(free) < self.slots
+        if self.waiting and free and not (rows_run and self.read >= self.slots):
+            self.read += 1
+            number = next(iter(self.waiting))
+            return [self._begin(free[0], number, self.waiting.pop(number))]
+        self.read = 0
+        return self._go_on() if rows_run else []
+
     def forget(self, number: int) -> None:
-        """Ends a request: nothing more comes of it."""
+        """Ends a request: nothing more comes of it, and its slot is free."""
+        self.waiting.pop(number, None)
         if number in self.numbers:
             slot = self.numbers.index(number)
             self.numbers[slot] = None
             self.rows = self.rows._replace(left=self.rows.left.at[slot].set(0))
 
+    @property
+    def open(self) -> list[int]:
+        """Requests that have not ended."""
+        return [*self.waiting, *(number for number in self.numbers if number is not None)]
+
     def _free(self) -> list[int]:
         return [slot for slot, number in enumerate(self.numbers) if number is None]
 
-    def _no_rows(self) -> _Rows:
+    def _empty(self) -> None:
+        """Rows with as little room as there can be."""
+        self.capacity = _LEAST
         zeros = lambda: jnp.zeros(self.slots, jnp.int32)  # each is donated
         seen = jnp.zeros((self.slots, self.decoder.config.vocab_size), bool)
+        self.rows = None  # before there are others
         cache = self.decoder.empty_cache(self.slots, self.capacity)
-        return _Rows(cache, zeros(), zeros(), seen)
+        self.rows = _Rows(cache, zeros(), zeros(), seen)
 
     def _begin(self, slot: int, number: int, request: Request) -> Said:
         """Reads a prompt, and chooses its first token."""
         length = len(request.tokens)
         padded = np.zeros((1, min(_bucket(length), self.positions)), np.int32)
         padded[0, :length] = request.tokens
-        how, left = choice([request.sampling]), np.int32(request.sampling.max_tokens)
-        one, log_probability = _prefill(
+        one, chosen = _prefill(
             self.graphdef,
             self.params,
             padded,
             np.array([length], np.int32),
-            how,
-            left,
+            choice([request.sampling]),
+            np.int32(request.sampling.max_tokens),
             np.int32(self.stop),
+            np.bool_(request.ranked),
         )
-        self.lengths[slot], self.how[slot] = length, request.sampling
+        if len(self._free()) == self.slots and padded.shape[1] < self.capacity:
+            self._empty()  # no step reads room that nobody needs any more
+        self.lengths[slot], self.requests[slot] = length, request
         self._grow(padded.shape[1])
         self.rows = _insert(self.rows, one, np.int32(slot))
-        ended = int(one.left[0]) == 0
+        left, chosen = jax.device_get((one.left, chosen))
+        ended, stopped = int(left[0]) == 0, int(chosen.token[0]) == self.stop
         self.numbers[slot] = None if ended else number
-        stopped = int(one.token[0]) == self.stop
-        tokens = [] if stopped else [int(one.token[0])]
-        return Said(number, tokens, [float(log_probability[0])][: len(tokens)], ended, stopped)
+        new = slice(0, 0 if stopped else 1)
+        scores = chosen.scores((new,), request.ranked)
+        prompt = self._score(padded, length, request.ranked) if request.scored else None
+        return Said(number, chosen.token[new].tolist(), scores, ended, stopped, prompt)
+
+    def _score(self, padded: np.ndarray, length: int, ranked: bool) -> Scores:
+        scored = jax.device_get(_score(self.graphdef, self.params, padded, np.bool_(ranked)))
+        return scored.scores((slice(0, length - 1),), ranked)
 
     def _grow(self, tokens: int) -> None:
         """Makes room for rows of so many tokens."""
@@ -146,26 +237,28 @@ class Engine:
             self.capacity = _bucket(tokens)
             self.rows = _grown(self.rows, self.capacity)
 
-    def _step(self) -> list[Said]:
+    def _go_on(self) -> list[Said]:
+        """Some tokens more of each row."""
         running = [slot for slot, number in enumerate(self.numbers) if number is not None]
         self._grow(int(self.lengths[running].max()) + self.steps)
-        self.rows, *came = _steps(
-            *(self.graphdef, self.params, self.rows, choice(self.how), np.int32(self.stop)),
-            self.steps,
+        ranked = np.bool_(any(self.requests[slot].ranked for slot in running))
+        how = choice([request.sampling for request in self.requests])
+        self.rows, chosen = _steps(
+            self.graphdef, self.params, self.rows, how, np.int32(self.stop), ranked, self.steps
         )
-        tokens, log_probabilities, left = jax.device_get((*came, self.rows.left))
+        chosen, left = jax.device_get((chosen, self.rows.left))
         said = []
         for slot in running:
-            of_row = tokens[:, slot]
+            of_row = chosen.token[:, slot]
             count = int(np.sum(of_row >= 0))
             self.lengths[slot] += count
             stopped = self.stop in of_row[:count]
-            text = of_row[: count - stopped]
+            new = slice(0, count - stopped)
             number, ended = self.numbers[slot], bool(left[slot] == 0)
             if ended:
                 self.numbers[slot] = None
-            values = log_probabilities[: len(text), slot]
-            said.append(Said(number, text.tolist(), values.tolist(), ended, stopped))
+            scores = chosen.scores((new, slot), self.requests[slot].ranked)
+            said.append(Said(number, of_row[new].tolist(), scores, ended, stopped))
         return said
 
 
@@ -183,7 +276,8 @@ def _prefill(
     how: Choice,
     left: Int[Array, ""],
     stop: Int[Array, ""],
-) -> tuple[_Rows, Float[Array, "1"]]:
+    ranked: Bool[Array, ""],
+) -> tuple[_Rows, _Chosen]:
     """A row that has read its prompt, and has its first token."""
     decoder = nnx.merge(graphdef, params)
     logits, cache = decoder.prefill(tokens, lengths, decoder.empty_cache(1, tokens.shape[1]))
@@ -191,9 +285,31 @@ def _prefill(
     # What fills it up is put behind the last token, which is nowhere.
     places = jnp.where(of_prompt, tokens[0], logits.shape[1])
     seen = jnp.zeros(logits.shape, bool).at[0, places].set(True, mode="drop")
-    token, log_probability = _chosen(logits, seen, lengths, how)
+    token = _next_token(logits, seen, lengths, how)
     left = jnp.where(token == stop, 0, left - 1)
-    return _Rows(cache, token, left, seen), log_probability
+    return _Rows(cache, token, left, seen), _chosen(logits, token, ranked)
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def _score(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    tokens: Int[Array, "1 seq"],
+    ranked: Bool[Array, ""],
+) -> _Chosen:
+    """How likely each token of a prompt was behind those before it, but the first: it is not told.
+
+    The logits of few tokens are there at a time.
+    """
+    decoder = nnx.merge(graphdef, params)
+    z = decoder.features(tokens).z[0]
+
+    def of_token(given):
+        z, token = given
+        one = _chosen(decoder.unembedding(z)[None], token[None], ranked)
+        return jax.tree.map(lambda x: x[0], one)
+
+    return jax.lax.map(of_token, (z[:-1], tokens[0, 1:]), batch_size=_SCORED)
 
 
 @partial(jax.jit, donate_argnames="rows")
@@ -229,8 +345,9 @@ def _steps(
     rows: _Rows,
     how: Choice,
     stop: Int[Array, ""],
+    ranked: Bool[Array, ""],
     steps: int,
-) -> tuple[_Rows, Int[Array, "steps batch"], Float[Array, "steps batch"]]:
+) -> tuple[_Rows, _Chosen]:
     """So many tokens more; -1 where a row has ended before."""
     decoder = nnx.merge(graphdef, params)
 
@@ -241,18 +358,31 @@ def _steps(
         logits, cache = decoder.decode(rows.token[:, None], rows.cache._replace(length=start))
         length = rows.cache.length + running
         seen = rows.seen.at[jnp.arange(len(running)), rows.token].set(True)
-        token, log_probability = _chosen(logits[:, 0], seen, length, how)
+        token = _next_token(logits[:, 0], seen, length, how)
         left = jnp.where(running & (token != stop), rows.left - 1, 0)
+        chosen = _chosen(logits[:, 0], token, ranked)
         token_now = jnp.where(running, token, rows.token)
         after = _Rows(cache._replace(length=length), token_now, left, seen)
-        return after, (jnp.where(running, token, -1), log_probability)
+        return after, chosen._replace(token=jnp.where(running, token, -1))
 
-    rows, (tokens, log_probabilities) = jax.lax.scan(step, rows, length=steps)
-    return rows, tokens, log_probabilities
+    return jax.lax.scan(step, rows, length=steps)
 
 
-def _chosen(logits, seen, positions, how):
-    """A token of each row, and its log-probability by the model itself."""
-    token = sample(penalized(logits, seen, how), positions, how).astype(jnp.int32)
-    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return token, jnp.take_along_axis(log_probabilities, token[:, None], axis=-1)[:, 0]
+def _next_token(logits, seen, positions, how):
+    return sample(penalized(logits, seen, how), positions, how).astype(jnp.int32)
+
+
+def _chosen(
+    logits: Float[Array, "batch vocab"], token: Int[Array, " batch"], ranked: Bool[Array, ""]
+) -> _Chosen:
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    of_token = jnp.take_along_axis(logs, token[:, None], axis=-1)[:, 0]
+    ranks = min(RANKS, logits.shape[-1])
+    none = jnp.zeros((len(token), ranks), jnp.int32), jnp.zeros((len(token), ranks), logs.dtype)
+
+    def best():
+        values, tokens = jax.lax.top_k(logs, ranks)
+        return tokens.astype(jnp.int32), values
+
+    # Seldom asked for, and to look through a whole vocabulary takes long.
+    return _Chosen(token, of_token, *jax.lax.cond(ranked, best, lambda: none))

@@ -9,7 +9,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
-from rmt_tpu.generation.engine import Engine, Request
+from rmt_tpu.generation.engine import Engine, Request, Said
 from rmt_tpu.generation.sampling import Sampling
 from rmt_tpu.generation.text import Text
 
@@ -23,14 +23,53 @@ class Completion:
       text: that follows it.
       tokens: of the text; with a stop string those too that made it.
       log_probabilities: of these tokens by the model, before temperature: nats.
-      finish: "stop" if the model ended the document or a stop string came, else "length".
+      likeliest: where they stand, as in `Scores`.
+      finish: "stop" if the model ended the document or a stop string came, else "length"; None
+        before it has ended.
     """
 
     number: int
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
-    finish: str = "length"
+    likeliest: list[dict[int, float]] = field(default_factory=list)
+    finish: str | None = None
+
+    def add(self, more: "Completion") -> None:
+        """What has come since."""
+        self.text += more.text
+        self.tokens += more.tokens
+        self.log_probabilities += more.log_probabilities
+        self.likeliest += more.likeliest
+        self.finish = more.finish
+
+
+class Draft:
+    """A completion that is being made.
+
+    Args:
+      number: of the prompt.
+      tokenizer: of the model.
+      stop: strings before any of which the text ends.
+    """
+
+    def __init__(self, number: int, tokenizer: Tokenizer, stop: Sequence[str]):
+        self.number, self.text = number, Text(tokenizer, stop)
+
+    def more(self, said: Said) -> Completion:
+        """What comes of the request's next tokens, and of none behind a stop string."""
+        told, count = "", 0
+        for token in said.tokens:
+            told, count = told + self.text.add([token]), count + 1
+            if self.text.stopped:
+                break
+        new = Completion(self.number, told, said.tokens[:count])
+        new.log_probabilities = said.scores.log_probabilities[:count]
+        new.likeliest = said.scores.likeliest[:count]
+        if said.ended or self.text.stopped:
+            new.text += self.text.end()
+            new.finish = "stop" if said.stopped or self.text.stopped else "length"
+        return new
 
 
 def generate(
@@ -52,16 +91,15 @@ def generate(
     Raises:
       UsageError: the prompt leaves no room in the model's learned positions.
     """
-    text = Text(tokenizer, stop)
+    draft = Draft(0, tokenizer, stop)
     request = _request(decoder, tokenizer, prompt, sampling)
     # A few at a time: a person reads along.
     for said in Engine(decoder, tokenizer.bos, steps=4).run([request]):
-        if piece := text.add(said.tokens):
-            yield piece
-        if text.stopped:
+        more = draft.more(said)
+        if more.text:
+            yield more.text
+        if more.finish:
             return
-    if rest := text.end():
-        yield rest
 
 
 def complete(
@@ -80,22 +118,16 @@ def complete(
       UsageError: as `generate`.
     """
     engine = Engine(decoder, tokenizer.bos, slots=slots)
-    open_ones: dict[int, tuple[Completion, Text]] = {}
+    open_ones: dict[int, tuple[Completion, Draft]] = {}
     requests = (_request(decoder, tokenizer, prompt, how) for prompt, how in prompts)
     for said in engine.run(requests):
-        new = (Completion(said.number), Text(tokenizer, stop))
-        one, text = open_ones.setdefault(said.number, new)
-        one.tokens += said.tokens
-        one.log_probabilities += said.log_probabilities
-        one.text += text.add(said.tokens)
-        if not (text.stopped or said.ended):
-            continue
-        engine.forget(said.number)
-        one.text += text.end()
-        if text.stopped or said.stopped:
-            one.finish = "stop"
-        del open_ones[said.number]
-        yield one
+        new = (Completion(said.number), Draft(said.number, tokenizer, stop))
+        one, draft = open_ones.setdefault(said.number, new)
+        one.add(draft.more(said))
+        if one.finish:
+            engine.forget(said.number)
+            del open_ones[said.number]
+            yield one
 
 
 def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int) -> int:

@@ -123,15 +123,9 @@ def test_fitting_tokens():
     assert fitting_tokens(models.model(positions=cfg.Rope()), 1000, 9) == 9
 
 
-def decoder(**changes):
-    config = models.model(vocab_size=257, num_layers=2, **changes)
-    params = jax.tree.map(jnp.float32, models.random_parameters(config))
-    return nnx.merge(models.graph(config), params)
-
-
 @pytest.fixture(scope="module")
 def rotated():
-    return decoder(positions=cfg.Rope())
+    return models.byte_decoder(positions=cfg.Rope())
 
 
 @pytest.fixture
@@ -154,7 +148,11 @@ def say(monkeypatch):
 
 
 def pieces(max_tokens: int = 16, **how) -> list[str]:
-    return list(generate(decoder(), ByteTokenizer(), "ab", Sampling(max_tokens=max_tokens), **how))
+    return list(
+        generate(
+            models.byte_decoder(), ByteTokenizer(), "ab", Sampling(max_tokens=max_tokens), **how
+        )
+    )
 
 
 def test_streams_as_tokens_come(say):
@@ -213,7 +211,7 @@ def test_a_stop_string_is_not_told_nor_a_part_of_it(stop, text):
 def test_a_stop_string_ends_a_text(say):
     say(b"one END two")
     assert "".join(pieces(stop=["END"])) == "one "
-    (one,) = complete(decoder(), ByteTokenizer(), [("ab", Sampling())], stop=["END"])
+    (one,) = complete(models.byte_decoder(), ByteTokenizer(), [("ab", Sampling())], stop=["END"])
     assert (one.text, one.finish) == ("one ", "stop")
 
 
@@ -288,7 +286,7 @@ def test_weights_cast_once_give_the_same_logits(preset):
 
 def test_what_has_ended_leaves_nothing_behind():
     """A text to the last learned position, and then a short one in its slot."""
-    ended = decoder(positions=cfg.Learned(27))
+    ended = models.byte_decoder(positions=cfg.Learned(27))
     to_the_end, short = ("a" * 20, Sampling(0.0)), ("b", Sampling(0.0, max_tokens=8))
     before, after = complete(ended, ByteTokenizer(), [to_the_end, short], slots=1)
     (alone,) = complete(ended, ByteTokenizer(), [short], slots=1)

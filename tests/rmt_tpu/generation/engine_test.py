@@ -1,0 +1,112 @@
+"""Requests that come and go while others run, and what an engine tells of their tokens."""
+
+import jax
+import numpy as np
+import pytest
+
+from rmt_tpu import config as cfg
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.generation import RANKS, Engine, Request, Sampling, engine
+from tests import models
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return models.byte_decoder(positions=cfg.Rope())
+
+
+@pytest.fixture(scope="module")
+def shared(decoder):
+    return Engine(decoder, ByteTokenizer.bos, slots=2, steps=4)
+
+
+@pytest.fixture
+def two(shared):
+    """An engine of two slots, as new."""
+    shared.reset()
+    return shared
+
+
+def request(prompt: str, max_tokens: int, seed: int = 0, **how) -> Request:
+    tokens = np.array([ByteTokenizer.bos, *prompt.encode()])
+    return Request(tokens, Sampling(max_tokens=max_tokens, seed=seed), **how)
+
+
+def rest(two, *numbers: int) -> dict[int, list[int]]:
+    """Steps until nothing is left; tokens of some requests, and of no others."""
+    came = {number: [] for number in numbers}
+    while two.open:
+        for said in two.step():
+            came[said.number] += said.tokens
+    return came
+
+
+def test_requests_come_and_go_while_others_run(two):
+    """What is told of each is what it would be alone."""
+    requests = [request("ab", 14, 1), request("cdef", 9, 2), request("g", 11, 3)]
+    alone = [rest(two, two.submit(one)).popitem()[1] for one in requests]
+    assert len({*map(tuple, alone)}) == 3 and {*map(len, alone)} <= {9, 11, 14}
+    first, gone = two.submit(requests[0]), two.submit(requests[1])
+    came = [said for _ in range(3) for said in two.step()]
+    assert [said.number for said in came] == [first, gone, first, gone]
+    late, never = two.submit(requests[2]), two.submit(requests[1])
+    two.forget(gone)
+    two.forget(never)
+    (said,) = two.step()  # it has the slot at once
+    assert said.number == late and two.open == [first, late]
+    had = {n: [t for said in came if said.number == n for t in said.tokens] for n in (first, gone)}
+    had[late] = said.tokens
+    more = rest(two, first, late)
+    assert had[first] + more[first] == alone[0] and had[late] + more[late] == alone[2]
+    assert had[gone] == alone[1][: len(had[gone])]
+    assert two.step() == []
+
+
+def test_requests_that_end_at_once_do_not_keep_the_others_waiting(two):
+    long = two.submit(request("ab", 9))
+    short = [two.submit(request("c", 1, seed)) for seed in range(6)]
+    order = [said.number for _ in range(9) for said in two.step()]
+    assert order[:2] == [long, short[0]] and order[2] == long
+    assert order[3:6] == [*short[1:3], long]
+
+
+def test_what_goes_wrong_is_gone(two, monkeypatch):
+    two.submit(request("ab", 9))
+    two.step()
+    monkeypatch.setattr(engine, "_steps", None)
+    with pytest.raises(TypeError):
+        two.step()
+    monkeypatch.undo()
+    two.reset()
+    assert two.open == [] and len(rest(two, number := two.submit(request("ab", 9)))[number]) == 9
+
+
+def test_room_that_nobody_needs_is_given_back(two):
+    rest(two, two.submit(request("ab", 40)))
+    assert two.capacity == 64
+    rest(two, two.submit(request("ab", 2)))
+    assert two.capacity == 32
+
+
+def test_the_likeliest_tokens_and_the_scores_of_a_prompt(decoder, two):
+    """Against the logits of the whole; rows beside it that ask for nothing get nothing."""
+    two.submit(request("xyz", 6))
+    number = two.submit(request("abcdef", 6, ranked=True, scored=True))
+    tokens, told, likeliest, prompt = [], [], [], None
+    while two.open:
+        for said in two.step():
+            if said.number != number:
+                assert said.prompt is None and said.scores.likeliest == []
+                continue
+            prompt = prompt or said.prompt
+            tokens += said.tokens
+            told += said.scores.log_probabilities
+            likeliest += said.scores.likeliest
+    whole = np.array([ByteTokenizer.bos, *b"abcdef", *tokens])
+    logs = np.asarray(jax.nn.log_softmax(jax.jit(decoder)(whole[None])[0]))[:-1]
+    told, likeliest = prompt.log_probabilities + told, prompt.likeliest + likeliest
+    assert len(told) == len(likeliest) == len(whole) - 1 == 12
+    np.testing.assert_allclose(told, logs[np.arange(12), whole[1:]], atol=1e-4)
+    for row, of_place in zip(logs, likeliest, strict=True):
+        assert list(of_place) == np.argsort(-row)[:RANKS].tolist()
+        np.testing.assert_allclose(list(of_place.values()), -np.sort(-row)[:RANKS], atol=1e-4)
