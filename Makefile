@@ -12,9 +12,9 @@ train: $(VENV)/installed
 # Python keeps what it compiled of the tests, whatever it does otherwise: to collect them takes half.
 test test-compile test-all: export PYTHONDONTWRITEBYTECODE =
 
-# With every commit; four workers on two cores, for many tests wait. What compiles for TPUs and GPUs is marked compile, and the rest of the night slow.
+# With every commit; three workers on two cores, for many tests wait. What compiles for TPUs and GPUs is marked compile, and the rest of the night slow.
 test: lint $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not slow and not compile"
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow and not compile"
 
 # Kernels and small steps, compiled for every TPU generation and for GPUs.
 test-compile: $(VENV)/installed-test

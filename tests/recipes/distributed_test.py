@@ -126,6 +126,7 @@ def test_the_numbers_are_those_of_an_ordinary_run(mesh, one, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.xdist_group("recipes")
 def test_of_a_complete_run_the_first_process_tells(trained, tmp_path):
     """Nothing is compiled for it; processes that train are left to the night."""
     copy = shutil.copytree(trained, tmp_path / "run")

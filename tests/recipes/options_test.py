@@ -17,6 +17,7 @@ from rmt_tpu.config.presets import about
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError, about_flag
 from tests import cli
+from tests.tiers import later
 
 PROGRAMS = sorted(
     file.stem
@@ -53,7 +54,7 @@ def alone(recipe, *flags):
     return done.returncode, done.stdout, lines
 
 
-@pytest.mark.parametrize("recipe", ["train", "storage_report", "depth_report"])
+@pytest.mark.parametrize("recipe", ["train", *later("storage_report", "depth_report")])
 def test_help_needs_no_jax(recipe):
     code, out, errors = alone(recipe, "--help")
     assert code == 0 and not errors
@@ -63,10 +64,9 @@ def test_help_needs_no_jax(recipe):
 @pytest.mark.parametrize(
     "recipe, flag",
     [
-        ("train", "--stepz=3"),
-        ("train", "--mesh=model=2"),
         ("train", "--set=model.num_layers=two"),
         ("compare", "--presets=rmt-tinny"),
+        *later(("train", "--stepz=3"), ("train", "--mesh=model=2")),
     ],
 )
 def test_what_is_refused_needs_no_jax(recipe, flag):
@@ -93,7 +93,7 @@ def test_index_has_every_program():
     assert listed == PROGRAMS
 
 
-@pytest.mark.parametrize("recipe", ["train", "compare", "preflight", "kernel_report"])
+@pytest.mark.parametrize("recipe", ["train", *later("compare", "preflight", "kernel_report")])
 def test_list_presets(recipe):
     _, *lines = cli.succeed(recipe, "--list_presets").stdout.splitlines()
     assert [line.split()[0] for line in lines] == rmt_tpu.presets()

@@ -35,6 +35,7 @@ from tests.rmt_tpu.checkpoint.checkpoints import (
     rewrite_manifest,
     small_tree,
 )
+from tests.tiers import later
 
 REPOSITORY = Path(checkpoint.__file__).parents[2]
 
@@ -61,6 +62,7 @@ def saver(root, reports) -> Checkpointer:
     return saver
 
 
+@pytest.mark.parametrize("root", ["local", *later("gs")], indirect=True)
 @pytest.mark.parametrize("damage, reason", DAMAGES, ids=DAMAGE_NAMES)
 def test_damage_is_named_and_the_step_before_is_used(saver, reports, damage, reason):
     damage(saver.root, 3)
@@ -86,8 +88,8 @@ def test_zeros_are_stored_so_that_a_lost_chunk_of_zeros_is_noticed(saver):
     assert saver.restore(small_tree(0))[0] == 3
 
 
-@pytest.mark.parametrize("every", [29, pytest.param(7, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("every", [29, *later(7)])
+@pytest.mark.parametrize("compression", ["zstd", *later("none")])
 def test_any_flipped_bit_of_a_chunk_is_noticed(tmp_path, compression, every):
     lines = []
     saver = Checkpointer(str(tmp_path), compression=compression, report=lines.append)
@@ -227,6 +229,7 @@ def test_a_full_disk_is_told_and_leaves_room_again(tmp_path):
 SAVE_FOREVER = """
 import numpy as np, sys
 from rmt_tpu.checkpoint import Checkpointer, Retention
+from tests.tiers import later
 
 saver = Checkpointer(sys.argv[1], retention=Retention(last=2))
 step = max(saver.steps(), default=0)

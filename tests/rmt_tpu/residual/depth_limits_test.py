@@ -55,6 +55,7 @@ def test_blocks_of_one_sublayer_are_full_attention(store):
     )
 
 
+@pytest.mark.slow
 def test_the_first_query_is_never_used():
     """Its one source is the embedding, whatever it is."""
     config = models.model("vector", mixer=cfg.BlockAttention(layers_per_block=1))

@@ -50,7 +50,7 @@ class TestCheck:
                 folder.check(write=write)
             line(error, folder.url)
 
-    @pytest.fixture(params=[False, True], ids=["read", "write"])
+    @pytest.fixture(params=[True, *later(False)], ids=["write", "read"])
     def refused(self, request):
         """Checks a folder, which must be refused in time."""
 

@@ -71,7 +71,7 @@ def assert_same_function(before, key_dim):
 
 
 SIZES = (2 * SLOTS, 3 * SLOTS, 2 * SLOTS + 1)
-NORMS = [("layernorm", 2 * SLOTS + 1), ("rmsnorm", 3 * SLOTS)]
+NORMS = [("layernorm", 2 * SLOTS + 1)]
 NORMS += later(
     *(
         (norm, size)

@@ -2,9 +2,8 @@
 
 A mesh of eight devices has three axes of two, and so three pairs of axes: six meshes have all
 fifteen. They are compiled for one system of each kind; every other system meets all its axes in two
-meshes. `make test` takes two of the six for the plain residual matrix, and one mesh for each way to
-run layers, which have every axis; `make test-all` takes all, and each axis alone for the systems
-that have the six.
+meshes. `make test` takes one mesh for each way to run layers (stages are in `pipelined_test`);
+`make test-all` takes all, and each axis alone for the systems that have the six.
 """
 
 import dataclasses
@@ -74,10 +73,11 @@ LEADERS = [
     ("matrix", "scores without norm"),
     ("matrix", "reversible"),
 ]
-FAST = [
-    ("vector", "cores"),
-    ("matrix", "reversible"),
-]
+FAST = {
+    ("vector", "cores"): ("fsdp", "tensor"),
+    ("matrix", "reversible"): ("fsdp", "sequence", "key"),
+    ("matrix", "sum"): ("tensor", "sequence", "key"),
+}
 # These do not go with stages: their blocks or backward passes are not of one chunk of layers.
 WITHOUT_STAGES = {"odd blocks", "input query", "scores without norm", "reversible"}
 
@@ -105,10 +105,7 @@ def cases():
     for number, (store, name) in enumerate(SYSTEMS):
         leads, axes = (store, name) in LEADERS, axes_of(store, name)
         alone = [(axis,) for axis in axes]
-        if (store, name) == ("matrix", "sum"):
-            now = covering(axes)[:2]
-        else:
-            now = halves(number)[:1] if (store, name) in FAST else []
+        now = [FAST[store, name]] if (store, name) in FAST else []
         rest = covering(axes) + alone if leads else halves(number)
         for mesh in dict.fromkeys(now + rest):
             marks = [pytest.mark.xdist_group(f"{store} {name}")]  # the program of one device
