@@ -13,6 +13,7 @@ VERSION = re.search(
 PROGRAMS = [
     "autotune",
     "compare",
+    "decode_report",
     "depth_report",
     "generate",
     "kernel_report",

@@ -3,13 +3,14 @@
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from recipes.program import Answer
 from rmt_tpu.config import RunConfig, overrides, presets
 from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import UsageError, unknown
 
 # Flag, config path, type, help.
 _RUN_FLAGS = [
@@ -161,6 +162,25 @@ def run_config(base: RunConfig) -> RunConfig:
     if "data.tokenizer" in changes and "model.vocab_size" not in changes:
         return _with_vocabulary(config)
     return config
+
+
+def changes_of(preset: str, presets: list[str], assignments: list[str]) -> dict[str, Any]:
+    """Of assignments like path=value, and preset:path=value for one of the presets: a preset's.
+
+    Raises:
+      UsageError: one is neither.
+    """
+    changes = {}
+    for text in assignments:
+        only, colon, assignment = text.partition(":")
+        if not colon or "=" in only:
+            only, assignment = preset, text
+        elif only not in presets:
+            raise UsageError(unknown(f"--set={text}: preset", only, presets))
+        path, value = overrides.parse_assignment(assignment)
+        if only == preset:
+            changes[path] = value
+    return changes
 
 
 def _as_spelt(message: str, spelt: dict[str, str]) -> str:

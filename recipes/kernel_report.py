@@ -20,7 +20,6 @@ from typing import Any
 from absl import flags
 
 from recipes import common, program
-from rmt_tpu.config import overrides
 from rmt_tpu.errors import RunError, UsageError, unknown
 
 # Those of pallas_kernels.compiler.ops, which imports jax.
@@ -108,7 +107,12 @@ def _report_steps(folder: Path) -> int:
     names = _PRESETS.value
     if not names or len(set(names)) < len(names):
         raise UsageError(f"--presets={','.join(names)} must be different names, at least one")
-    steps = [step_cost.Step(n, _BATCH_SIZE.value, _SEQ_LEN.value, _changes(n)) for n in names]
+    steps = [
+        step_cost.Step(
+            n, _BATCH_SIZE.value, _SEQ_LEN.value, common.changes_of(n, names, _SET.value)
+        )
+        for n in names
+    ]
     targets = _targets()
     costs = [c for t in targets for c in step_cost.step_costs(steps, t, _tell)]
     bar = error_bar([target.name for target in targets])
@@ -140,21 +144,6 @@ def _report_steps(folder: Path) -> int:
     _write(folder / "step_cost", text, values)
     print(f"picture: {picture}")
     return 0
-
-
-def _changes(preset: str) -> dict[str, Any]:
-    """Of --set, those for a preset."""
-    changes = {}
-    for text in _SET.value:
-        only, colon, assignment = text.partition(":")
-        if not colon or "=" in only:
-            only, assignment = preset, text
-        elif only not in _PRESETS.value:
-            raise UsageError(unknown(f"--set={text}: preset", only, _PRESETS.value))
-        path, value = overrides.parse_assignment(assignment)
-        if only == preset:
-            changes[path] = value
-    return changes
 
 
 def _targets() -> list[Any]:

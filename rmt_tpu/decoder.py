@@ -124,7 +124,8 @@ class Decoder(nnx.Module):
         _check(tokens)
         new = tokens.shape[1]
         z, caches, _ = self._run(tokens, cores.cached(cache.length, new), cache.cores)
-        return self.unembedding(z), Cache(caches, cache.length + new)
+        with jax.named_scope("unembedding"):
+            return self.unembedding(z), Cache(caches, cache.length + new)
 
     def prefill(
         self, tokens: Int[Array, "batch seq"], lengths: Int[Array, " batch"], cache: Cache

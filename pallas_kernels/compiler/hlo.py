@@ -34,6 +34,8 @@ _FREE_CALLS = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"')
 _MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice",
           "concatenate", "pad"}  # fmt: skip
 _SLICES = {"slice", "dynamic-slice", "gather"}
+# What changes a part of its first operand where that is, and which operand the part is.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 VMEM = 1
 
 
@@ -207,8 +209,8 @@ class Module:
             return self._fusion(scope, instruction)
         if opcode in _SLICES:
             return _bytes(instruction.arrays) + _bytes(instruction.arrays)
-        if opcode == "dynamic-update-slice":
-            update = scope[instruction.operands[1]].arrays
+        if opcode in _UPDATES:
+            update = scope[instruction.operands[_UPDATES[opcode]]].arrays
             return _bytes(update) + _bytes(update)
         read = (scope[name].arrays for name in instruction.operands if name in scope)
         total = sum(map(_bytes, read), _bytes(instruction.arrays))
@@ -241,8 +243,8 @@ class Module:
         if source.opcode == "fusion" and len(source.arrays) == 1:
             nested = self.computations[source.called["calls"]]
             return self._written(nested, next(i for i in nested.values() if i.is_root), array)
-        if source.opcode == "dynamic-update-slice":
-            update = inside[source.operands[1]].arrays[0]
+        if source.opcode in _UPDATES:
+            update = inside[source.operands[_UPDATES[source.opcode]]].arrays[0]
             return _bytes((dataclasses.replace(update, space=array.space),))
         return _bytes((array,))
 
@@ -258,7 +260,7 @@ class Module:
                 nested = self.computations[user.called["calls"]]
                 for inner, outer in zip(self._parameters(nested), user.operands, strict=True):
                     parts += self._read(nested, inner, arrays) if outer == name else Bytes()
-            elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
+            elif user.opcode not in _UPDATES or user.operands[0] != name:
                 return whole
         return parts if parts.total < whole.total else whole
 

@@ -252,7 +252,8 @@ def _of_program(config: RunConfig, program: Program) -> Preflight:
     # A compiler for TPUs refuses what does not fit; one for GPUs does not.
     fits = target.platform == "tpu" or sum(memory.values()) <= target.hbm
     timed = fits and target.matrix is not None
-    cost = step_cost(target.topology, config, program) if timed else None
+    tokens = config.train.batch_size * config.data.seq_len
+    cost = step_cost(target.topology, tokens, program) if timed else None
     return Preflight(
         config=config,
         target=target,

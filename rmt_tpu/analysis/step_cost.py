@@ -48,6 +48,7 @@ _PART_OF_WORD = {part: part for part in PARTS} | {
     "key_vector_read": "residual",
     "key_vector_forward": "residual",
     "key_vector_backward": "residual",
+    "unembedding": "loss",
     "mla": "attention",
     "attention_forward": "attention",
     "attention_backward": "attention",
@@ -227,7 +228,8 @@ def step_costs(
             if isinstance(program, Failure):
                 why = f"{step.preset} does not compile for {target.name}: {program.message}"
                 raise RunError(why)
-            costs.append(step_cost(step.preset, config, program))
+            tokens = config.train.batch_size * config.data.seq_len
+            costs.append(step_cost(step.preset, tokens, program))
     return costs
 
 
@@ -266,8 +268,8 @@ def trace_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
     return step.trace(state, Batch(ids, ids, ids, weights))
 
 
-def step_cost(preset: str, config: RunConfig, program: Program) -> StepCost:
-    """The cost of a compiled step."""
+def step_cost(preset: str, tokens: int, program: Program) -> StepCost:
+    """The cost of a compiled step of so many tokens."""
     executed = list(program.module.run())
     names = _op_names(program)
     rows = [_row(program, ran, names) for ran in executed]
@@ -280,7 +282,7 @@ def step_cost(preset: str, config: RunConfig, program: Program) -> StepCost:
         argument_bytes=program.memory["argument"],
         clock=program.target.clock,
         bandwidth=program.target.bandwidth,
-        tokens=config.train.batch_size * config.data.seq_len,
+        tokens=tokens,
         unknown_loops=sum(ran.unknown_trips for ran in executed)
         + sum(
             program.schedules[name].unknown_loops for name in kernels if name in program.schedules

@@ -202,7 +202,7 @@ class Engine:
     def _begin(self, slot: int, number: int, request: Request) -> Said:
         """Reads a prompt, and chooses its first token."""
         length = len(request.tokens)
-        padded = np.zeros((1, min(_bucket(length), self.positions)), np.int32)
+        padded = np.zeros((1, min(bucket(length), self.positions)), np.int32)
         padded[0, :length] = request.tokens
         one, chosen = _prefill(
             self.graphdef,
@@ -234,7 +234,7 @@ class Engine:
     def _grow(self, tokens: int) -> None:
         """Makes room for rows of so many tokens."""
         if tokens > self.capacity:
-            self.capacity = _bucket(tokens)
+            self.capacity = bucket(tokens)
             self.rows = _grown(self.rows, self.capacity)
 
     def _go_on(self) -> list[Said]:
@@ -262,7 +262,7 @@ class Engine:
         return said
 
 
-def _bucket(tokens: int) -> int:
+def bucket(tokens: int) -> int:
     """The least size of a program for so many tokens."""
     return max(_LEAST, 1 << (tokens - 1).bit_length())
 

@@ -93,7 +93,9 @@ def test_index_has_every_program():
     assert listed == PROGRAMS
 
 
-@pytest.mark.parametrize("recipe", ["train", *later("compare", "preflight", "kernel_report")])
+@pytest.mark.parametrize(
+    "recipe", ["train", *later("compare", "preflight", "kernel_report", "decode_report")]
+)
 def test_list_presets(recipe):
     _, *lines = cli.succeed(recipe, "--list_presets").stdout.splitlines()
     assert [line.split()[0] for line in lines] == rmt_tpu.presets()

@@ -357,6 +357,33 @@ def test_bytes_and_times_of_a_program():
     assert ran["add"].instruction.op_name == "jit(f)/x/add"
 
 
+SCATTER = """
+%fused_scatter (s0: bf16[24,512,128], s1: s32[32], s2: bf16[32,128]) -> bf16[24,512,128] {
+  %s0 = bf16[24,512,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %s1 = s32[32,2]{1,0:T(8,128)} parameter(1)
+  %s2 = bf16[32,128]{1,0:T(8,128)(2,1)} parameter(2)
+  ROOT %sc = bf16[24,512,128]{2,1,0:T(8,128)(2,1)} scatter(%s0, %s1, %s2), to_apply=%put
+}
+
+ENTRY %main (a: bf16[24,512,128], i: s32[32,2], x: bf16[32,128]) -> bf16[24,512,128] {
+  %a = bf16[24,512,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %i = s32[32,2]{1,0:T(8,128)} parameter(1)
+  %x = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} parameter(2)
+  %f = bf16[24,512,128]{2,1,0:T(8,128)(2,1)} fusion(%a, %i, %x), kind=kCustom, calls=%fused_scatter
+  ROOT %o = bf16[24,512,128]{2,1,0:T(8,128)(2,1)} scatter(%f, %i, %x), to_apply=%put
+}
+"""
+
+
+def test_a_scatter_writes_what_it_is_given():
+    module = Module(SCATTER)
+    ran = {r.instruction.name: r for r in module.run()}
+    traffic = {name: module.traffic(r.computation, r.instruction) for name, r in ran.items()}
+    rows, indices = 2 * 32 * 128, 4 * 32 * 128
+    assert traffic["f"] == Bytes(hbm=rows + indices, vmem=rows)
+    assert traffic["o"] == Bytes(vmem=2 * rows)
+
+
 def test_loop_of_unknown_length():
     module = Module(PROGRAM.replace("constant(24)", "parameter(1)"))
     ran = {r.instruction.name: r for r in module.run()}

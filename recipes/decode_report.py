@@ -1,0 +1,178 @@
+"""What a new token of each row of a batch costs: the least, and estimated for TPUs or timed here.
+
+    python -m recipes.decode_report --presets=gpt2-405m,rmt-305m --target=v5e --batch=1,32,256
+    python -m recipes.decode_report --presets=gpt2-tiny,rmt-tiny --target=host --context=128
+
+For presets x batch x context: the bytes that no step can do without and their time at the full
+bandwidth, the step, the fraction of the bandwidth that this is, the step over that of the first
+preset, memory, and copies as large as the keys of a layer. For v5e, v5p and v6e the step is
+estimated from what the TPU compiler (`pip install 'jax[tpu]'`) makes of it; for "host", which is
+what is taken where there is a GPU or a TPU, the engine is timed with random weights. What does not
+fit is told and left out.
+"""
+
+import json
+import shutil
+import sys
+from typing import Any
+
+from absl import flags
+
+from recipes import common, program
+from rmt_tpu.config.presets import presets
+from rmt_tpu.errors import RunError, UsageError, of_flag, unknown
+
+_PRESETS = flags.DEFINE_list("presets", ["gpt2-405m", "rmt-305m"], "names of models")
+_TARGET = flags.DEFINE_list(
+    "target",
+    None,
+    "of v5e, v5p, v6e, host; default host where there is a GPU or TPU, else the rest",
+)
+_BATCH = flags.DEFINE_list("batch", ["1", "32", "256"], "rows, each with a new token")
+_CONTEXT = flags.DEFINE_list("context", ["512"], "tokens of a row, the new one among them")
+_SET = flags.DEFINE_multi_string(
+    "set", [], "path=value in the config; rmt-305m:path=value only for that preset"
+)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "of what is timed", lower_bound=1)
+_LARGEST = flags.DEFINE_integer("largest", 0, "so many instructions of each step", lower_bound=0)
+_JSON = flags.DEFINE_bool("json", False, "all figures as JSON on stdout, in place of tables")
+_OUTPUT = flags.DEFINE_string("output", None, "a .md file for the tables, local or gs://")
+_PICTURE = flags.DEFINE_string("picture", None, "a .png file, local or gs://")
+common.define_list_presets()
+
+_HOST = "host"
+_MOST = 2**20  # rows, and tokens of a row
+
+
+def main() -> int:
+    names = _names()
+    batches, contexts = _numbers(_BATCH), _numbers(_CONTEXT)
+    changes = {name: common.changes_of(name, names, _SET.value) for name in names}
+    files = _opened(_OUTPUT, ".md"), _opened(_PICTURE, ".png")
+    targets = _targets()
+    from pallas_kernels.compiler import CompilerError
+    from rmt_tpu.analysis import decode
+
+    cases = [
+        decode.Case(name, batch, context, changes[name])
+        for context in contexts
+        for batch in batches
+        for name in names
+    ]
+    _check_positions(cases)
+    rows = []
+    try:
+        for target in targets:
+            if target == _HOST:
+                rows += decode.measure(cases, _REPEATS.value, _tell)
+            else:
+                rows += decode.estimate(cases, target, _tell)
+    except CompilerError as error:
+        raise RunError(str(error)) from None
+    _write(rows, *files)
+    if all(row.seconds is None for row in rows):
+        raise RunError(f"there is no step: {rows[0].case.preset} {rows[0].fault}")
+    return 0
+
+
+def _names() -> list[str]:
+    names = _PRESETS.value
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"--presets={','.join(names)} must be different names, at least one")
+    for name in names:
+        if name not in presets():
+            raise UsageError(unknown("--presets", name, presets()))
+    return names
+
+
+def _numbers(flag: flags.FlagHolder) -> list[int]:
+    """Of a list of them, each once and the least first."""
+    for text in flag.value:
+        if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= _MOST):
+            raise UsageError(
+                f"--{flag.name}={text} must be a whole number from 1 to {_MOST:,}, or several "
+                "with commas between"
+            )
+    if not flag.value:
+        raise UsageError(f"--{flag.name}= is empty; legal: whole numbers, like {flag.default[0]}")
+    return sorted({int(text) for text in flag.value})
+
+
+def _targets() -> list[Any]:
+    """Chips to estimate for, and "host" for this machine."""
+    import jax
+
+    from pallas_kernels.compiler import TARGETS
+
+    if _TARGET.value is None:
+        here = jax.devices()[0].platform != "cpu"
+        return [_HOST] if here else list(TARGETS.values())
+    legal = TARGETS | {_HOST: _HOST}
+    for name in _TARGET.value:
+        if name not in legal:
+            raise UsageError(unknown("--target", name, legal))
+    if not _TARGET.value:
+        raise UsageError(f"--target= names no target; legal: {', '.join(legal)}")
+    return [legal[name] for name in dict.fromkeys(_TARGET.value)]
+
+
+def _check_positions(cases: list[Any]) -> None:
+    """A context that no model has is a mistake; one that some have not is told of these."""
+    for context in dict.fromkeys(case.context for case in cases):
+        models = {case.preset: case.model("auto") for case in cases}
+        learned = [model.learned_positions for model in models.values()]
+        if all(positions and positions.max_length < context for positions in learned):
+            raise UsageError(
+                f"--context={context} is beyond the learned positions of {', '.join(models)}; "
+                f"legal: up to {max(positions.max_length for positions in learned)}, or "
+                f"--set=model.attention.positions.max_length={context}"
+            )
+
+
+def _opened(flag: flags.FlagHolder, ending: str) -> tuple[Any, str] | None:
+    """The folder and the name of a file to write; None if none is asked for."""
+    if flag.value is None:
+        return None
+    if not flag.value.endswith(ending):
+        raise UsageError(f"--{flag.name}={flag.value} must end in {ending}")
+    from rmt_tpu.storage import open_parent
+
+    with of_flag(flag.name):
+        folder, name = open_parent(flag.value)
+        folder.check(write=True)
+    return folder, name
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _write(rows: list[Any], output: Any, picture: Any) -> None:
+    from pallas_kernels.compiler import versions
+    from rmt_tpu.analysis import decode_report
+    from rmt_tpu.analysis.tables import fitted
+    from rmt_tpu.training.plots import save_picture
+
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    how = decode_report.how(rows)
+    text = decode_report.text(rows, used, _LARGEST.value)
+    if _JSON.value:
+        values = {"how": how, "versions": versions(), "rows": [row.json() for row in rows]}
+        print(json.dumps(values | {"ratios": decode_report.ratios(rows)}, indent=1))
+    else:
+        terminal = sys.stdout.isatty()
+        print(fitted(text, shutil.get_terminal_size().columns) if terminal else text)
+    if output:
+        folder, name = output
+        folder.write(name, text.encode())
+        _tell(f"table: {folder}/{name}")
+    if picture:
+        _tell(f"picture: {save_picture(decode_report.figure(rows, used), *picture)}")
+
+
+def run() -> None:
+    program.start(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,167 @@
+"""Costs of decode steps as tables and as a picture."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pallas_kernels.compiler import MODELS
+from pallas_kernels.compiler.calibration import error_bar
+from rmt_tpu.analysis.decode import Row
+from rmt_tpu.analysis.step_cost import PARTS
+from rmt_tpu.analysis.step_report import largest_table
+from rmt_tpu.training.plots import line_style
+
+# Of a step's parts, those that a decode step has; as `step_cost` names them, and as they are here.
+_PARTS = {part: part for part in PARTS if part != "optimizer"} | {"loss": "unembedding"}
+
+
+def text(rows: Sequence[Row], versions: str, largest: int = 0) -> str:
+    """Markdown: how it was got, a table of each device and of the parts of its estimated steps.
+
+    Args:
+      rows: of all devices.
+      versions: of what made the figures.
+      largest: how many instructions of each estimated step to list, the dearest first.
+    """
+    parts = ["# A decode step\n", *(f"{line}\n" for line in how(rows)), f"{versions}.\n"]
+    parts += [_tables(device, of) for device, of in _by_device(rows)]
+    for row in rows:
+        if largest and row.cost is not None:
+            title = f"## Largest instructions: {', '.join(_case(row))}, {row.device}"
+            parts.append(f"{title}\n\n{largest_table(row.cost, largest)}")
+    return "\n".join(parts)
+
+
+def how(rows: Sequence[Row]) -> list[str]:
+    """What the figures are, and what they are worth: a paragraph each."""
+    told = []
+    if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
+        told += [
+            "Estimated, not measured: XLA's cycles of every instruction, and never less than all "
+            f"bytes of HBM take at the full bandwidth; from least to most by {len(MODELS)} models "
+            "of cost. How the next token is chosen is not in it.",
+            error_bar(chips),
+        ]
+    if any(row.timed for row in rows):
+        told.append(
+            "Timed on this machine with random weights: medians and extremes of repeats, each the "
+            "slope over the engine's steps, with how tokens are chosen."
+        )
+    return told
+
+
+def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Time of each preset's step over that of the first preset's, on the same device."""
+    found = []
+    for row in rows:
+        over = _over(row, rows)
+        if over is not None and row.case.preset != rows[0].case.preset:
+            case = row.case
+            found.append(
+                {
+                    "device": row.device,
+                    "presets": [case.preset, rows[0].case.preset],
+                    "batch": case.batch,
+                    "context": case.context,
+                    "ratio": over,
+                }
+            )
+    return found
+
+
+def figure(rows: Sequence[Row], versions: str) -> Any:
+    """Fraction of bandwidth over the batch, or milliseconds where none is known, as a picture."""
+    from matplotlib.figure import Figure
+
+    devices = _by_device(rows)
+    drawn = Figure(figsize=(max(6, 4.5 * len(devices)), 4.5), layout="constrained")
+    panels = drawn.subplots(1, len(devices), squeeze=False, sharey=True)[0]
+    known = all(row.of_bandwidth is not None for row in rows if row.seconds is not None)
+    value = lambda row: row.of_bandwidth if known else row.seconds * 1e3
+    several = len({row.case.context for row in rows}) > 1
+    for axes, (device, of) in zip(panels, devices, strict=True):
+        curve = lambda row: (row.case.preset, row.case.context)
+        done = sorted((row for row in of if row.seconds is not None), key=curve)
+        for number, ((preset, context), points) in enumerate(itertools.groupby(done, curve)):
+            points = sorted(points, key=lambda row: row.case.batch)
+            label = f"{preset}, {context:,}" if several else preset
+            heights = [value(row) for row in points]
+            axes.plot([p.case.batch for p in points], heights, label=label, **line_style(number))
+        axes.set(xscale="log", xlabel="rows", title=device)
+        axes.set_xticks(batches := sorted({row.case.batch for row in of}), batches)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("least time over that of the step" if known else "milliseconds a step")
+    panels[0].set_ylim(0)
+    legend = lambda axes: zip(*axes.get_legend_handles_labels(), strict=True)
+    handles = {label: h for axes in panels for h, label in legend(axes)}
+    drawn.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+    drawn.supxlabel(f"{'timed' if rows[0].timed else 'estimated'}; {versions}", fontsize=7)
+    return drawn
+
+
+def _tables(device: str, rows: Sequence[Row]) -> str:
+    first, timed = rows[0].case.preset, rows[0].timed
+    several = any(row.case.preset != first for row in rows)
+    estimated = [row for row in rows if row.cost is not None]
+    titles = ["preset", "rows", "context", "least MB", "least ms", "ms", "of bandwidth"]
+    titles += [f"over {first}"] if several else []
+    titles += ["least to most ms", "tokens/s", "weights and cache GB"]
+    titles += [] if timed else ["temporary MB", "copies", "their MB"]
+    lines = [f"## {device}", "", *_head(titles)]
+    lines += [_line([*_case(row), *_figures(row, rows, several)]) for row in rows]
+    lines += [f"\n{', '.join(_case(row))}: {row.fault}." for row in rows if row.fault]
+    if estimated:
+        parts = [part for part in _PARTS if any(row.cost.parts[part] for row in estimated)]
+        named = (f"{_PARTS[part]} ms" for part in parts)
+        lines += ["", *_head(["preset", "rows", "context", *named])]
+        for row in estimated:
+            seconds = (row.cost.parts[part] / row.cost.clock for part in parts)
+            lines.append(_line([*_case(row), *(f"{s * 1e3:.3f}" for s in seconds)]))
+    return "\n".join(lines) + "\n"
+
+
+def _figures(row: Row, rows: Sequence[Row], several: bool) -> list[str]:
+    needs, cost = row.least, row.cost
+    cells = [f"{(needs.weights + needs.cache) / 1e6:,.0f}", _shown(row.least_seconds, 1e3, ".3f")]
+    cells += [_shown(row.seconds, 1e3, ".3f"), _shown(row.of_bandwidth, 1, ".2f")]
+    cells += [_shown(_over(row, rows), 1, ".2f")] if several else []
+    cells.append(" to ".join(f"{s * 1e3:.3f}" for s in row.span) if row.span else "-")
+    cells.append(_shown(row.seconds and row.case.batch / row.seconds, 1, ",.0f"))
+    cells.append(f"{needs.held / 1e9:.2f}")
+    if not row.timed:
+        cells.append(_shown(cost and cost.temporary_bytes, 1e-6, ".1f"))
+        cells += [str(row.copies[0]), f"{row.copies[1] / 1e6:,.0f}"] if cost else ["-", "-"]
+    return cells
+
+
+def _over(row: Row, rows: Iterable[Row]) -> float | None:
+    """Its time over that of the first preset in the same case, if both have one."""
+    rows = list(rows)
+    same = lambda other: (other.device, other.case.batch, other.case.context)
+    first = rows[0].case.preset
+    of_first = [o for o in rows if o.case.preset == first and same(o) == same(row)]
+    if row.seconds is None or not of_first or of_first[0].seconds is None:
+        return None
+    return row.seconds / of_first[0].seconds
+
+
+def _by_device(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    devices = dict.fromkeys(row.device for row in rows)
+    return [(device, [row for row in rows if row.device == device]) for device in devices]
+
+
+def _case(row: Row) -> list[str]:
+    return [row.case.preset, str(row.case.batch), f"{row.case.context:,}"]
+
+
+def _shown(value: int | float | None, scale: int | float, form: str) -> str:
+    return "-" if value is None else format(value * scale, form)
+
+
+def _head(titles: Sequence[str]) -> list[str]:
+    return [_line(titles), f"|{'---|' * len(titles)}"]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
