@@ -242,7 +242,7 @@ def measure(
 ) -> Iterator[Row]:
     """Each on this machine's first device, by the engine; random weights, prompts and choices.
 
-    Rows grow to the case's context. A repeat's time is the slope over its steps: neither
+    Rows grow to the case's context. A repeat's time is that of its median round of steps: neither
     prompts nor, as there is one repeat more than is told, compiling are in it.
 
     Raises:
@@ -286,8 +286,8 @@ def _times(case: Case, repeats: int) -> Iterator[float]:
         for number, _ in enumerate(engine.run(requests)):
             if number % case.batch == case.batch - 1:
                 ends.append(time.perf_counter())
-        if repeat:  # ends[0] is that of the prompts
-            yield (ends[-1] - ends[1]) / (new - _STEPS)
+        if repeat:  # ends[0] is that of the prompts, and the first round may still make room
+            yield float(np.median(np.diff(ends[1:]))) / _STEPS
 
 
 def _random(config: ModelConfig) -> Decoder:

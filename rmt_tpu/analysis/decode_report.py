@@ -44,8 +44,8 @@ def how(rows: Sequence[Row]) -> list[str]:
         ]
     if any(row.timed for row in rows):
         told.append(
-            "Timed on this machine with random weights: medians and extremes of repeats, each the "
-            "slope over the engine's steps, with how tokens are chosen."
+            "Timed on this machine with random weights: medians and extremes of repeats, each of "
+            "the median round of the engine's steps, with how tokens are chosen."
         )
     return told
 

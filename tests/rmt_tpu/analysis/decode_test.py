@@ -172,13 +172,13 @@ class Fake:
         Fake.clock += 500 + 1000 * self.first
         yield from range(self.slots)
         for number in range((new - 1) // self.steps):
-            # The first one waits for what is there.
-            Fake.clock += 3 if number else 100 + 1000 * self.first
+            # The first one makes room, and another is held up by something else.
+            Fake.clock += 3 + 50 * (number == 4) if number else 100 + 1000 * self.first
             yield from range(self.slots)
         self.first = False
 
 
-def test_a_time_is_the_slope_over_steps(monkeypatch):
+def test_a_time_is_of_steps_alone(monkeypatch):
     monkeypatch.setattr(decode, "Engine", Fake)
     monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=lambda: Fake.clock))
     monkeypatch.setattr(decode, "_random", lambda config: None)
