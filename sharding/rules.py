@@ -26,7 +26,15 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
-def check_divides(mesh: Mesh, name: str, size: int, axis: str, *, parts: int = 1) -> None:
+def check_divides(
+    mesh: Mesh,
+    name: str,
+    size: int,
+    axis: str,
+    *,
+    parts: int = 1,
+    what: str = "accumulated parts",
+) -> None:
     """Raises MeshError unless each of `parts` of a size divides over a logical axis's devices.
 
     Args:
@@ -34,14 +42,15 @@ def check_divides(mesh: Mesh, name: str, size: int, axis: str, *, parts: int = 1
       name: of the flag or field that gives the size.
       size: to be divided.
       axis: logical.
-      parts: in which the size is taken, one after the other.
+      parts: in which each device's is taken.
+      what: they are.
     """
     axes = [a for a in RULES[axis] if mesh.shape[a] > 1]
     divisor = math.prod(mesh.shape[a] for a in axes) * parts
     if size % divisor == 0:
         return
     over = [f"mesh axes {' x '.join(f'{a}={mesh.shape[a]}' for a in axes)}"] if axes else []
-    over += [f"{parts} accumulated parts"] if parts > 1 else []
+    over += [f"{parts} {what}"] if parts > 1 else []
     raise MeshError(
         f"{name}={size} is not divisible over {' and '.join(over)}; nearest legal: "
         f"{nearest_multiples(size, divisor)}"

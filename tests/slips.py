@@ -88,19 +88,28 @@ _causal = _of(
 _blocks = _of(
     "pallas_kernels/causal_attention/mosaic_tpu_blocks.py", f"{_KERNELS}/causal_attention_test.py"
 )
+_divided = f"{_KERNELS}/causal_attention_divided_test.py"
+_ring = _of("pallas_kernels/causal_attention/divided.py", _divided)
+_chunk = _of("pallas_kernels/causal_attention/reference.py", _divided)
 _CAUSAL = (
     _causal("mask = (queries[:, None] >= jnp.arange(length)", "mask = (queries[:, None] > jnp.arange(length)"),
     _causal("mask = mask & (segment_ids[:, queries, None] ==", "mask = mask | (segment_ids[:, queries, None] =="),
     _causal("d_logits = (scale * weights * (d_weights - delta", "d_logits = (weights * (d_weights - delta"),
-    _causal("distance = positions[:, None] - jnp.arange", "distance = positions[:, None] + jnp.arange"),
+    _causal("distance = shift + positions[:, None] - jnp.arange", "distance = shift + positions[:, None] + jnp.arange"),
     _causal("-1, x.shape[3]).sum(axis=3)", "-1, x.shape[3])[:, :, :, 0]"),
-    _causal("(jnp.repeat(x, each, axis=2) if", "(jnp.tile(x, (1, 1, each, 1)) if"),
+    _causal("jnp.repeat(x, each, axis=2) if", "jnp.tile(x, (1, 1, each, 1)) if"),
     _blocks('ref["sum"][head] * shrink + mixed', 'ref["sum"][head] + mixed'),
     _blocks("seen = (k_low <= q_high) & (q_low <= k_high)", "seen = k_low <= q_low"),
     _blocks('- ref["delta"][0, head])', ")"),
     _blocks("kind |= _MASKED * _is_masked(call, i, j) |", "kind |="),
     _blocks('"offset": None if offset is None else offset + start', '"offset": offset'),
     _blocks("first = at.group * (call.blocks.heads * call.each)", "first = at.group * call.blocks.heads"),
+    _ring("before = other < self.me", "before = other > self.me"),
+    _ring("return (queries - keys) * self.length, ids", "return queries - keys, ids"),
+    _ring("d_kv = ring.passed_on(d_kv)  # home", "# home"),
+    _ring("jnp.where(swapped, even, odd)])", "jnp.where(swapped, odd, even)])"),
+    _chunk("inside & (of_queries[:, queries, None] ==", "inside | (of_queries[:, queries, None] =="),
+    _of("rmt_tpu/cores/attention.py", f"{_MODEL}/training/sharded_test.py")("positions = self._own_tokens(context.query_positions)", "positions = context.query_positions[:, : q.shape[1]]"),
 )  # fmt: skip
 
 # Residual systems -----------------------------------------------------------------------------

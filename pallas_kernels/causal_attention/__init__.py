@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import check_array
-from pallas_kernels.causal_attention import mosaic_tpu, reference
+from pallas_kernels.causal_attention import divided, mosaic_tpu, reference
 from pallas_kernels.causal_attention.mosaic_tpu import Rows
 from pallas_kernels.platform import (
     Implementations,
@@ -40,9 +40,10 @@ def causal_attention(
     *,
     scale: Scale,
     slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
+    segment_ids: Int[Array, "B all_N"] | None = None,
     kv_heads: int | None = None,
     rows: Rows = "size_major",
+    over: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H D"]:
     """`softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment, every head.
@@ -56,6 +57,8 @@ def causal_attention(
         None is as many as of queries.
       rows: the order of rows in the kernel's layout, [B, D, P, N] ("size_major", what the
         key-vector kernels write) or [B, P, D, N] ("head_major", what a projection writes).
+      over: an axis of the mesh, within `jax.shard_map`, over whose devices tokens are divided: qkv
+        is this device's part, segment_ids are of all tokens, and keys go round in a ring.
       implementation: None picks what is best on the platform that the program is lowered for.
 
     Returns:
@@ -63,15 +66,21 @@ def causal_attention(
 
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call.
-      ValueError: qkv is not of `H + 2 G` data vectors of floats a token, or slopes not of H.
+      ValueError: qkv is not of `H + 2 G` data vectors of floats a token, slopes are not of H,
+        segment_ids not of all tokens, or a divided sequence has an odd number on a device.
       TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
     """
-    kv_heads = _check(qkv, slopes, kv_heads)
+    kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
+    if over is not None and implementation in _IMPLEMENTATIONS.elsewhere:
+        raise UnsupportedImplementation(
+            f"implementation={implementation!r} has no part of a sequence that is divided over "
+            f"{over}; use 'xla', 'mosaic_tpu', 'pallas' or None"
+        )
     if implementation == "cudnn":
         return _by_cudnn(qkv, scale, slopes, segment_ids, kv_heads)
     if implementation == "splash":
         return _by_splash(qkv, scale, slopes, segment_ids, kv_heads)
-    call = _Call(rows, implementation, kv_heads)
+    call = _Call(rows, implementation, kv_heads, over)
     return _attention(call, qkv, jnp.asarray(scale), slopes, segment_ids)
 
 
@@ -80,16 +89,16 @@ def attention_forward(
     *,
     scale: Scale,
     slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
+    segment_ids: Int[Array, "B all_N"] | None = None,
     kv_heads: int | None = None,
     rows: Rows = "size_major",
+    over: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
     """`causal_attention`, and the log sum of each softmax; with no gradient of its own."""
-    kv_heads = _check(qkv, slopes, kv_heads)
-    return _forward(
-        _Call(rows, implementation, kv_heads), qkv, jnp.asarray(scale), slopes, segment_ids
-    )
+    kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
+    call = _Call(rows, implementation, kv_heads, over)
+    return _forward(call, qkv, jnp.asarray(scale), slopes, segment_ids)
 
 
 def attention_backward(
@@ -100,20 +109,32 @@ def attention_backward(
     *,
     scale: Scale,
     slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
+    segment_ids: Int[Array, "B all_N"] | None = None,
     kv_heads: int | None = None,
     rows: Rows = "size_major",
+    over: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N P D"]:
     """The cotangent of qkv, from what `attention_forward` returned."""
-    kv_heads = _check(qkv, slopes, kv_heads)
+    kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
     args = (qkv, out, log_sums, d_out, jnp.asarray(scale), slopes, segment_ids)
-    return _backward(_Call(rows, implementation, kv_heads), *args)
+    return _backward(_Call(rows, implementation, kv_heads, over), *args)
 
 
-def _check(qkv, slopes, kv_heads: int | None) -> int:
+def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None) -> int:
     """The number of heads of keys."""
     check_array("qkv", qkv, "B N P D")
+    if over is not None and qkv.shape[1] % 2:
+        raise ValueError(
+            f"a sequence that is divided over {over} has {qkv.shape[1]} tokens on a device; legal: "
+            "even numbers, for it is cut in two parts a device"
+        )
+    length = qkv.shape[1] * (1 if over is None else jax.lax.axis_size(over))
+    if segment_ids is not None and segment_ids.shape != (qkv.shape[0], length):
+        raise ValueError(
+            f"shapes do not fit: segment_ids are {segment_ids.shape}, of {qkv.shape[0]} rows of "
+            f"{length} tokens"
+        )
     rows = qkv.shape[2]
     if kv_heads is None:
         heads = keys = rows // 3
@@ -131,6 +152,7 @@ class _Call(NamedTuple):
     rows: Rows
     implementation: str | None
     kv_heads: int
+    over: str | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -157,21 +179,52 @@ _attention.defvjp(_attention_forward, _attention_backward)
 _IMPLEMENTATIONS = Implementations(reference, {"tpu": mosaic_tpu}, ("tpu",), ("splash", "cudnn"))
 
 
-def _forward(call, *args):
+def _forward(call, qkv, scale, slopes, segment_ids):
+    if call.over is None:
+        return _whole_forward(call, scale, slopes, qkv, segment_ids)
+    return divided.forward(_ops(call, scale, slopes), call.over, qkv, segment_ids, call.kv_heads)
+
+
+def _backward(call, qkv, out, log_sums, d_out, scale, slopes, segment_ids):
+    given = qkv, out, log_sums, d_out, segment_ids
+    if call.over is None:
+        return _whole_backward(call, scale, slopes, *given)
+    return divided.backward(_ops(call, scale, slopes), call.over, *given, call.kv_heads)
+
+
+def _ops(call, scale, slopes):
+    """Of one device of those that have a part of the sequence each."""
+    ops = _whole_forward, _whole_backward, _part_forward, _part_backward
+    return divided.Ops(*(functools.partial(op, call, scale, slopes) for op in ops))
+
+
+def _whole_forward(call, scale, slopes, qkv, segment_ids):
     def run(module, qkv, scale, slopes, segment_ids):
         shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids)
         return module.attention_forward(qkv, **shared, **_of_kernels(call, module))
 
-    return _run(call, "attention_forward", run, args)
+    return _run(call, "attention_forward", run, (qkv, scale, slopes, segment_ids))
 
 
-def _backward(call, *args):
+def _whole_backward(call, scale, slopes, qkv, out, log_sums, d_out, segment_ids):
     def run(module, qkv, out, log_sums, d_out, scale, slopes, segment_ids):
         shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids)
         shared |= _of_kernels(call, module)
         return module.attention_backward(qkv, out, log_sums, d_out, **shared)
 
+    args = qkv, out, log_sums, d_out, scale, slopes, segment_ids
     return _run(call, "attention_backward", run, args)
+
+
+def _part_forward(call, scale, slopes, q, kv, shift, segments):
+    run = lambda module, *args: module.part_forward(*args)
+    return _run(call, "part_forward", run, (q, kv, scale, shift, slopes, segments))
+
+
+def _part_backward(call, scale, slopes, q, kv, out, log_sums, d_out, shift, segments):
+    run = lambda module, *args: module.part_backward(*args)
+    args = q, kv, out, log_sums, d_out, scale, shift, slopes, segments
+    return _run(call, "part_backward", run, args)
 
 
 def _of_kernels(call, module):

@@ -4,13 +4,14 @@ The first reads and writes rows in either order; blocks have the tokens of a hea
 ("head_major"), so that in the other order XLA moves rows before and after them.
 """
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tuned
-from pallas_kernels.call import round_up
+from pallas_kernels.call import LANES, round_up
 from pallas_kernels.causal_attention import mosaic_tpu_blocks as by_blocks
 from pallas_kernels.causal_attention import mosaic_tpu_whole as whole
 from pallas_kernels.causal_attention.mosaic_tpu_whole import Rows, tokens_first, tokens_last
@@ -23,6 +24,9 @@ def unsupported(
     op: str, qkv: Any, *others: Any, kv_heads: int | None = None, rows: Rows = "size_major"
 ) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    lengths = (qkv.shape[1], others[0].shape[1]) if op.startswith("part_") else ()
+    if any(length % LANES for length in lengths):
+        return f"parts of {lengths[0]} queries and {lengths[1]} keys (multiples of {LANES})"
     if qkv.dtype not in (jnp.bfloat16, jnp.float32):
         return f"data vectors of {qkv.dtype} (bfloat16 or float32)"
     if qkv.shape[3] % 8:
@@ -87,6 +91,83 @@ def attention_backward(
     return cut.tokens_first(jnp.concatenate(gradients, axis=1))
 
 
+def part_forward(
+    q: Float[Array, "B Q H D"],
+    kv: Float[Array, "B K P D"],
+    scale: Float[Array, ""] | int | float,
+    shift: Int[Array, ""] | int,
+    slopes: Float[Array, " H"] | None,
+    segments: tuple[Int[Array, "B Q"], Int[Array, "B K"]] | None,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+    """Attention to an earlier part of the sequence; see the portable form."""
+    given, shared = _part("attention_blocks_forward", q, kv, slopes, segments)
+    shared |= {"scale": scale, "shift": shift, "slopes": slopes, "interpret": interpret}
+    out, sums = by_blocks.attention_forward(*given, **shared)
+    return tokens_first(out, "head_major"), sums[:, :, 0].swapaxes(1, 2)
+
+
+def part_backward(
+    q: Float[Array, "B Q H D"],
+    kv: Float[Array, "B K P D"],
+    out: Float[Array, "B Q H D"],
+    log_sums: Float[Array, "B Q H"],
+    d_out: Float[Array, "B Q H D"],
+    scale: Float[Array, ""] | int | float,
+    shift: Int[Array, ""] | int,
+    slopes: Float[Array, " H"] | None,
+    segments: tuple[Int[Array, "B Q"], Int[Array, "B K"]] | None,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"]]:
+    """Cotangents of q and kv; out and log sums are those of all parts."""
+    given, shared = _part("attention_blocks_backward", q, kv, slopes, segments)
+    shared |= {"scale": scale, "shift": shift, "slopes": slopes, "interpret": interpret}
+    d_out = d_out.astype(q.dtype)
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    sums, delta = (x.swapaxes(1, 2)[:, :, None] for x in (log_sums, delta))
+    d_out = tokens_last(d_out, "head_major")
+    d_q, d_k, d_v = by_blocks.attention_backward(*given, sums, delta, d_out, **shared)
+    # To be added up with those of other parts.
+    gradients = (x.astype(jnp.float32) for x in (d_q, jnp.concatenate([d_k, d_v], axis=1)))
+    return tuple(tokens_first(x, "head_major") for x in gradients)
+
+
+def _part(kernel, q, kv, slopes, segments):
+    """Arrays of the blocks' kernels, and what they are told; blocks divide both lengths."""
+    heads, kv_heads = q.shape[2], kv.shape[2] // 2
+    key = _key(heads, kv_heads, q, slopes, segments)
+    blocks = _blocks(kernel, key, q.shape[1])
+    tokens = math.gcd(blocks.queries, blocks.keys, q.shape[1], kv.shape[1])
+    keys = tokens_last(kv, "head_major")
+    given = [
+        by_blocks.Heads(tokens_last(q, "head_major")),
+        by_blocks.Heads(keys),
+        by_blocks.Heads(keys, kv_heads),
+    ]
+    blocks = blocks._replace(queries=tokens, keys=tokens)
+    shared = {"heads": (heads, kv_heads), "segments": segments, "offset": None, "blocks": blocks}
+    return given, shared
+
+
+def _key(heads, kv_heads, x, slopes, segments):
+    """Of the table of blocks."""
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "size": x.shape[3],
+        "dtype": jnp.dtype(x.dtype).name,
+        "alibi": slopes is not None,
+        "segments": segments is not None,
+    }
+
+
+def _blocks(kernel, key, length):
+    default = by_blocks.default_blocks(kernel, length, **key)
+    return tuned.look_up(KERNELS[kernel], key, length, default)
+
+
 def _is_whole(qkv, kv_heads: int | None, rows: Rows) -> bool:
     alike = kv_heads is None or 3 * kv_heads == qkv.shape[2]
     return alike and qkv.shape[1] <= _WHOLE and whole.fits(qkv, rows)
@@ -96,20 +177,12 @@ class _Cut:
     """Arrays in the blocks' layout, of whole blocks: what fills the last is behind all queries."""
 
     def __init__(self, kernel, qkv, kv_heads, blocks, slopes, segment_ids):
-        _, self.length, P, size = qkv.shape
+        _, self.length, P, _ = qkv.shape
         kv_heads = P // 3 if kv_heads is None else kv_heads
         heads = P - 2 * kv_heads
         if blocks is None:
-            key = {
-                "heads": heads,
-                "kv_heads": kv_heads,
-                "size": size,
-                "dtype": jnp.dtype(qkv.dtype).name,
-                "alibi": slopes is not None,
-                "segments": segment_ids is not None,
-            }
-            default = by_blocks.default_blocks(kernel, self.length, **key)
-            blocks = tuned.look_up(KERNELS[kernel], key, self.length, default)
+            key = _key(heads, kv_heads, qkv, slopes, segment_ids)
+            blocks = _blocks(kernel, key, self.length)
         self._heads = heads, kv_heads
         self._missing = round_up(self.length, max(blocks.queries, blocks.keys)) - self.length
         ids = None if segment_ids is None else self._whole(segment_ids, axis=1)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+Segments = tuple[Int[Array, "B Q"], Int[Array, "B K"]]
+
 # Queries in a block, at most.
 _QUERIES = 1024
 
@@ -36,18 +38,8 @@ def attention_forward(
 
     At least float32 inside; the output in qkv's dtype, the log sums at least float32.
     """
-    q, k, v = _repeated(qkv, kv_heads)
-    logits_of = functools.partial(_logits, k, scale, slopes, segment_ids)
-
-    def block(_, queries):
-        positions, q = queries
-        logits = logits_of(q, positions)
-        log_sums = jax.nn.logsumexp(logits, axis=-1)
-        weights = jnp.exp(logits - log_sums[..., None]).astype(qkv.dtype)
-        return None, (jnp.einsum("bhnm,bmhd->bnhd", weights, v), log_sums.swapaxes(1, 2))
-
-    _, (out, log_sums) = _over_blocks(block, None, (q,))
-    return out, log_sums
+    mask = functools.partial(visible, length=qkv.shape[1], segment_ids=segment_ids)
+    return _forward(*split(qkv, kv_heads), scale, slopes, 0, mask)
 
 
 def attention_backward(
@@ -62,27 +54,50 @@ def attention_backward(
     kv_heads: int | None = None,
 ) -> Float[Array, "B N P D"]:
     """The cotangent of qkv. With weights p: `ds = p (d_out v - sum(out d_out))`."""
-    dtype = jnp.result_type(qkv, jnp.float32)
-    q, k, v = _repeated(qkv, kv_heads)
-    logits_of = functools.partial(_logits, k, scale, slopes, segment_ids)
-    einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
+    mask = functools.partial(visible, length=qkv.shape[1], segment_ids=segment_ids)
+    given = *split(qkv, kv_heads), out, log_sums, d_out
+    gradients = _backward(*given, scale, slopes, 0, mask)
+    return jnp.concatenate(gradients, axis=2).astype(qkv.dtype)
 
-    def block(carry, queries):
-        positions, q, out, log_sums, d_out = queries
-        weights = jnp.exp(logits_of(q, positions) - log_sums.swapaxes(1, 2)[..., None])
-        d_weights = einsum("bnhd,bmhd->bhnm", d_out, v)
-        delta = jnp.sum(out.astype(dtype) * d_out, axis=-1).swapaxes(1, 2)
-        d_logits = (scale * weights * (d_weights - delta[..., None])).astype(qkv.dtype)
-        d_k = carry[0] + einsum("bhnm,bnhd->bmhd", d_logits, q)
-        d_v = carry[1] + einsum("bhnm,bnhd->bmhd", weights.astype(qkv.dtype), d_out)
-        return (d_k, d_v), (einsum("bhnm,bmhd->bnhd", d_logits, k),)
 
-    zeros = (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
-    (d_k, d_v), (d_q,) = _over_blocks(block, zeros, (q, out, log_sums, d_out))
-    if kv_heads is not None:
-        together = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).sum(axis=3)
-        d_k, d_v = together(d_k), together(d_v)
-    return jnp.concatenate([d_q, d_k, d_v], axis=2).astype(qkv.dtype)
+def part_forward(
+    q: Float[Array, "B Q H D"],
+    kv: Float[Array, "B K P D"],
+    scale: Float[Array, ""] | int | float,
+    shift: Int[Array, ""] | int,
+    slopes: Float[Array, " H"] | None,
+    segments: Segments | None,
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+    """Attention to an earlier part of the sequence: all keys are seen, of a query's segment.
+
+    Args:
+      q: queries.
+      kv: keys of all heads, then values.
+      scale: of the logits.
+      shift: of the first query's position over the first key's.
+      slopes: of ALiBi.
+      segments: of queries and of keys.
+    """
+    k, v = jnp.split(kv, 2, axis=2)
+    return _forward(q, k, v, scale, slopes, shift, _of_part(kv.shape[1], segments))
+
+
+def part_backward(
+    q: Float[Array, "B Q H D"],
+    kv: Float[Array, "B K P D"],
+    out: Float[Array, "B Q H D"],
+    log_sums: Float[Array, "B Q H"],
+    d_out: Float[Array, "B Q H D"],
+    scale: Float[Array, ""] | int | float,
+    shift: Int[Array, ""] | int,
+    slopes: Float[Array, " H"] | None,
+    segments: Segments | None,
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"]]:
+    """Cotangents of q and kv, at least float32; out and log sums are those of all parts."""
+    k, v = jnp.split(kv, 2, axis=2)
+    mask = _of_part(kv.shape[1], segments)
+    d_q, d_k, d_v = _backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask)
+    return d_q, jnp.concatenate([d_k, d_v], axis=2)
 
 
 def split(
@@ -94,22 +109,72 @@ def split(
     return tuple(jnp.split(qkv, [heads, heads + given], axis=2))
 
 
-def _repeated(qkv, kv_heads):
-    """The same, with a head of keys for each of queries."""
-    q, k, v = split(qkv, kv_heads)
-    each = q.shape[2] // k.shape[2]
-    return q, *((jnp.repeat(x, each, axis=2) if each > 1 else x) for x in (k, v))
+def _forward(q, k, v, scale, slopes, shift, mask):
+    k, v = _for_each_query(q, k), _for_each_query(q, v)
+
+    def block(_, queries):
+        positions, q = queries
+        logits = _logits(q, k, scale, slopes, positions, shift, mask(positions))
+        log_sums = jax.nn.logsumexp(logits, axis=-1)
+        weights = jnp.exp(logits - log_sums[..., None]).astype(q.dtype)
+        return None, (jnp.einsum("bhnm,bmhd->bnhd", weights, v), log_sums.swapaxes(1, 2))
+
+    _, (out, log_sums) = _over_blocks(block, None, (q,))
+    return out, log_sums
 
 
-def _logits(k, scale, slopes, segment_ids, q, positions):
+def _backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask):
+    """Cotangents of q, k and v, at least float32."""
+    dtype, kv_heads = jnp.result_type(q, jnp.float32), k.shape[2]
+    k, v = _for_each_query(q, k), _for_each_query(q, v)
+    einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
+
+    def block(carry, queries):
+        positions, q, out, log_sums, d_out = queries
+        logits = _logits(q, k, scale, slopes, positions, shift, mask(positions))
+        weights = jnp.exp(logits - log_sums.swapaxes(1, 2)[..., None])
+        d_weights = einsum("bnhd,bmhd->bhnm", d_out, v)
+        delta = jnp.sum(out.astype(dtype) * d_out, axis=-1).swapaxes(1, 2)
+        d_logits = (scale * weights * (d_weights - delta[..., None])).astype(q.dtype)
+        d_k = carry[0] + einsum("bhnm,bnhd->bmhd", d_logits, q)
+        d_v = carry[1] + einsum("bhnm,bnhd->bmhd", weights.astype(q.dtype), d_out)
+        return (d_k, d_v), (einsum("bhnm,bmhd->bnhd", d_logits, k),)
+
+    zeros = (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
+    (d_k, d_v), (d_q,) = _over_blocks(block, zeros, (q, out, log_sums, d_out))
+    if kv_heads < q.shape[2]:
+        together = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).sum(axis=3)
+        d_k, d_v = together(d_k), together(d_v)
+    return d_q, d_k, d_v
+
+
+def _for_each_query(q, x):
+    """Heads of keys or values, one for each of queries."""
+    each = q.shape[2] // x.shape[2]
+    return jnp.repeat(x, each, axis=2) if each > 1 else x
+
+
+def _of_part(length: int, segments: Segments | None):
+    """The mask of queries: they see all keys of their segment; what fills a block sees none."""
+
+    def mask(queries):
+        inside = jnp.broadcast_to((queries >= 0)[None, :, None], (1, len(queries), length))
+        if segments is None:
+            return inside
+        of_queries, of_keys = segments
+        return inside & (of_queries[:, queries, None] == of_keys[:, None, :])
+
+    return mask
+
+
+def _logits(q, k, scale, slopes, positions, shift, mask):
     """Of a block of queries at these positions, [B, H, queries, keys]; -inf is not used."""
     dtype = jnp.result_type(q, jnp.float32)
     logits = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
     if slopes is not None:
-        distance = positions[:, None] - jnp.arange(k.shape[1])[None, :]
+        distance = shift + positions[:, None] - jnp.arange(k.shape[1])[None, :]
         logits = logits - slopes.astype(dtype)[:, None, None] * distance
-    mask = visible(positions, k.shape[1], segment_ids)[:, None]
-    return jnp.where(mask, logits, jnp.finfo(dtype).min).astype(dtype)
+    return jnp.where(mask[:, None], logits, jnp.finfo(dtype).min).astype(dtype)
 
 
 def _over_blocks(block, carry, arrays):

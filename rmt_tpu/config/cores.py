@@ -76,6 +76,7 @@ class Computes(Checked):
     """
 
     aux: ClassVar[tuple[str, ...]] = ()
+    has_ring: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Attention(Computes):
 
     kind: ClassVar[str] = "attention"
     letter: ClassVar[str] = "A"
+    has_ring: ClassVar[bool] = True
     num_heads: Size
     head_dim: Size
     positions: Positions = Learned()

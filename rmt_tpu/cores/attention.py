@@ -36,7 +36,8 @@ class Attention(Core):
       layout: of the heads that its site reads and the next one writes.
 
     It reads `[batch, seq, H + 2 G, head_dim]`: H queries, G keys and G values. Where tokens are
-    divided over devices, each attends with a part of the heads over all of them.
+    divided over devices, each attends with a part of the heads over all of them; where there are
+    more devices than that, tokens stay divided over `sequence`, and keys go round.
 
     Attributes:
       query_gain, key_gain: of the norms of queries and keys, [head_dim]; None without these.
@@ -60,9 +61,11 @@ class Attention(Core):
     ) -> Float[Array, "batch seq heads head_dim"]:
         """One data vector a head, in z's dtype. Logits and softmax are at least float32."""
         if context.mask is not None:
-            positions = context.query_positions
-            qkv = self._turned(z.heads, context)
-            y = self._masked(*qkv, index, positions, positions, context.mask)
+            q, *kv = self._turned(z.heads, context)
+            if self._ring is not None:
+                kv = (sharding.gather(x, self._ring, axis=1) for x in kv)
+            positions, mask = map(self._own_tokens, (context.query_positions, context.mask))
+            y = self._masked(q, *kv, index, positions, context.query_positions, mask)
         else:
             qkv = self._packed(z.heads, context)
             y = self._attend(pallas_kernels.causal_attention, context, index, qkv)
@@ -149,6 +152,7 @@ class Attention(Core):
             "segment_ids": context.segment_ids,
             "kv_heads": arrays[0].shape[2] // (each + 2),
             "rows": self.layout.rows,
+            "over": self._ring,
         }
         return function(*arrays, **shared)
 
@@ -160,19 +164,37 @@ class Attention(Core):
         if not isinstance(self.core.positions, cfg.Alibi):
             return None
         slopes = pos.alibi_slopes(self.core.num_heads)
-        return sharding.own_part(slopes, self.layout.divided, axis=0)
+        return sharding.own_part(slopes, self._divided, axis=0)
+
+    @property
+    def _ring(self):
+        """The axis of the mesh over which tokens stay divided; None if heads are, over all."""
+        devices = sharding.axis_size(self.layout.divided)
+        return "sequence" if self.core.kv_heads % devices else None
+
+    @property
+    def _swapped(self):
+        return tuple(axis for axis in self.layout.swapped if axis != self._ring)
+
+    @property
+    def _divided(self):
+        return tuple(axis for axis in self.layout.divided if axis != self._ring)
+
+    def _own_tokens(self, x):
+        """Of what all devices have of all tokens, along axis 1."""
+        return x if self._ring is None else sharding.own_part(x, self._ring, axis=1)
 
     def _to_heads(self, x, groups=1):
         """From all heads of own tokens to own heads of all tokens; `groups` of heads are alike."""
-        if sharding.axis_size(self.layout.swapped) == 1:
+        if sharding.axis_size(self._swapped) == 1:
             return x
         x = x.reshape(*x.shape[:2], groups, -1, x.shape[-1])
-        x = sharding.swap(x, self.layout.swapped, split=3, join=1)
+        x = sharding.swap(x, self._swapped, split=3, join=1)
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def _to_tokens(self, y):
         """`_to_heads` undone."""
-        return sharding.swap(y, self.layout.swapped, split=1, join=2)
+        return sharding.swap(y, self._swapped, split=1, join=2)
 
     def _packed(self, z, context):
         """Queries, keys and values of own heads, side by side."""
@@ -195,8 +217,9 @@ class Attention(Core):
             k = normalize(k, self.key_gain[...], **norm)
         match self.core.positions:
             case cfg.Rope(base=base, dims=dims):
-                q = pos.rotate(q, context.query_positions, base=base, dims=dims)
-                k = pos.rotate(k, context.query_positions, base=base, dims=dims)
+                positions = self._own_tokens(context.query_positions)
+                q = pos.rotate(q, positions, base=base, dims=dims)
+                k = pos.rotate(k, positions, base=base, dims=dims)
         return q, k, v
 
     def _own_heads(self, z):
@@ -204,8 +227,7 @@ class Attention(Core):
         if self._alike:  # in one exchange
             groups = jnp.split(self._to_heads(z, groups=3), 3, axis=2)
         else:
-            layout = self.layout
-            devices = sharding.axis_size(layout.divided) // sharding.axis_size(layout.swapped)
+            devices = sharding.axis_size(self._divided) // sharding.axis_size(self._swapped)
             queries, keys, _ = (count // devices for count in self.core.reads.heads)
             groups = jnp.split(z, [queries, queries + keys], axis=2)
             groups = [self._to_heads(group) for group in groups]
@@ -213,7 +235,7 @@ class Attention(Core):
             return groups
         h, g = self.core.num_heads, self.core.kv_heads
         biases = jnp.split(self.bias[...].astype(z.dtype), [h, h + g])
-        own = (sharding.own_part(b, self.layout.divided, axis=0) for b in biases)
+        own = (sharding.own_part(b, self._divided, axis=0) for b in biases)
         return [group + b for group, b in zip(groups, own, strict=True)]
 
     def _masked(self, q, k, v, index, query_positions, key_positions, mask):

@@ -155,13 +155,20 @@ def _in_chunks(params: Any, names: Any, virtual: int) -> Any:
 
 def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
     train, model = config.train, config.model
-    parts = train.accumulate
+    parts, tokens = train.accumulate, mesh.shape["sequence"] * mesh.shape["tensor"]
     sharding.check_divides(mesh, "--batch_size", train.batch_size, "batch", parts=parts)
     sharding.check_divides(mesh, "--seq_len", config.data.seq_len, "tokens")
-    # Each of the devices that share tokens attends with some of the heads.
+    # Each of the devices that share tokens attends with some of the heads; or those along
+    # `sequence` do with the same ones, and have two parts of the tokens each.
     for core in model.cores:
+        ring = core.has_ring and any(n % tokens for n in core.divided_heads.values())
         for name, heads in core.divided_heads.items():
-            sharding.check_divides(mesh, f"model.{core.kind}.{name}", heads, "tokens")
+            axis = "heads" if ring else "tokens"
+            sharding.check_divides(mesh, f"model.{core.kind}.{name}", heads, axis)
+        if ring:
+            what = f"parts a device, for {core.kind}'s heads are fewer than devices"
+            given = "--seq_len", config.data.seq_len
+            sharding.check_divides(mesh, *given, "tokens", parts=2, what=what)
     if mesh.shape["key"] > 1 and not model.store.has_keys:
         raise sharding.MeshError(
             f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "

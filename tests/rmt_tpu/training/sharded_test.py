@@ -18,6 +18,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.training.run import prepare
 from tests import models
+from tests.tiers import later
 
 # Of an array's largest gradient, or of 0.01: rounding over a few hundred operations in a row.
 TOLERANCE = 1e-11
@@ -128,7 +129,7 @@ def float64():
         yield
 
 
-def run_config(store, name, mesh):
+def run_config(store, name, mesh, seq_len=12):
     remat = {"remat": "reversible"} if name == "reversible" else {}
     model = models.model(
         store,
@@ -142,21 +143,23 @@ def run_config(store, name, mesh):
         compute_dtype="float64",
         **remat,
     )
-    if name == "cores":
-        model = model.replace(stacks=(cfg.Stack(CORES, repeat=2),))
+    if name in ("cores", "grouped"):
+        cores = CORES if name == "cores" else CORES[:2]
+        model = model.replace(stacks=(cfg.Stack(cores, repeat=2),))
     train = cfg.TrainConfig(steps=2, batch_size=8, mesh=mesh)
-    return cfg.RunConfig(model=model, train=train, data=cfg.DataConfig(seq_len=12))
+    return cfg.RunConfig(model=model, train=train, data=cfg.DataConfig(seq_len=seq_len))
 
 
-def prepared(store, name, spec):
-    devices = 2 ** spec.count("=2")
-    return prepare(run_config(store, name, spec), sharding.make_mesh(spec, jax.devices()[:devices]))
+def prepared(store, name, spec, seq_len=12):
+    devices = 2 ** spec.count("=2") * 4 ** spec.count("=4") * 8 ** spec.count("=8")
+    mesh = sharding.make_mesh(spec, jax.devices()[:devices])
+    return prepare(run_config(store, name, spec, seq_len), mesh)
 
 
-def gradients(store, name, spec):
-    run = prepared(store, name, spec)
+def gradients(store, name, spec, seq_len=12):
+    run = prepared(store, name, spec, seq_len)
     placed = jax.device_put(parameters(store, name), run.state_shardings.params)
-    batch = jax.device_put(models.batch(8, 12), run.batch_sharding)
+    batch = jax.device_put(models.batch(8, seq_len), run.batch_sharding)
     return jax.tree.map(np.asarray, jax.jit(run.gradients)(placed, batch))
 
 
@@ -178,6 +181,28 @@ def assert_same(got, expected, tolerance=TOLERANCE):
 def test_gradients_on_a_mesh_are_those_of_one_device(store, name, mesh):
     spec = ",".join(f"{axis}=2" for axis in mesh.split(","))
     assert_same(gradients(store, name, spec), alone(store, name))
+
+
+# Four heads, or two of keys: keys go round the devices along `sequence`.
+RINGS = [("vector", "grouped", "sequence=4,tensor=2")]
+RINGS += later(
+    ("matrix", "blocks", "sequence=4,tensor=2"),
+    ("vector", "sum", "sequence=8"),
+    ("matrix", "reversible", "sequence=8"),
+    ("matrix", "dense", "sequence=4,key=2"),
+)
+
+
+@pytest.mark.parametrize("store, name, mesh", RINGS)
+def test_more_devices_than_heads_share_a_sequence(store, name, mesh):
+    assert_same(gradients(store, name, mesh, seq_len=16), gradients(store, name, "data=1", 16))
+
+
+def test_a_sequence_that_has_no_two_parts_a_device_is_refused():
+    with pytest.raises(
+        sharding.MeshError, match="--seq_len=24 is .* and 2 parts a device, .* 16 or 32"
+    ):
+        prepared("vector", "sum", "sequence=8", seq_len=24)
 
 
 def test_each_device_has_its_part_of_the_parameters():

@@ -1,0 +1,201 @@
+"""Causal attention where tokens are divided over devices: keys and values go round in a ring.
+
+The sequence is cut in two parts a device. For attending, device i has part i and, counted from the
+end, part i again: together as many keys are before them as before those of any other device, and
+every step of the ring is as much work for each. Parts that lie otherwise are exchanged before and
+after, which costs what one step does.
+
+Liu, Zaharia and Abbeel 2023, Ring Attention with Blockwise Transformers; parts as in Dubey et al.
+2024, The Llama 3 Herd of Models, section 3.3.2.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class Ops(NamedTuple):
+    """What one device computes, with all bound that does not depend on the part.
+
+    Attributes:
+      whole_forward: `(qkv, segment_ids) -> out, log_sums`.
+      whole_backward: `(qkv, out, log_sums, d_out, segment_ids) -> d_qkv`.
+      part_forward: `(q, kv, shift, segments) -> out, log_sums`; all keys are seen.
+      part_backward: `(q, kv, out, log_sums, d_out, shift, segments) -> d_q, d_kv`.
+    """
+
+    whole_forward: Callable[..., Any]
+    whole_backward: Callable[..., Any]
+    part_forward: Callable[..., Any]
+    part_backward: Callable[..., Any]
+
+
+def forward(
+    ops: Ops,
+    axis: str,
+    qkv: Float[Array, "B N P D"],
+    segment_ids: Int[Array, "B all_N"] | None,
+    kv_heads: int,
+) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+    """The output of own queries, and the log sum of each softmax over all keys.
+
+    Args:
+      ops: of one device.
+      axis: of the mesh, over which tokens are divided in order.
+      qkv: of own tokens.
+      segment_ids: of all tokens.
+      kv_heads: heads of keys.
+    """
+    ring = _Ring(axis, qkv.shape[1], segment_ids)
+    parts = ring.balanced(qkv)
+    heads = qkv.shape[2] - 2 * kv_heads
+    q, kv = parts[..., :heads, :], parts[..., heads:, :]
+    arriving = ring.passed_on(kv)  # while there is work on what is here
+    out, sums = ring.apart(ops.whole_forward(ring.together(parts), ring.own_ids()))
+    state = out.astype(sums.dtype), sums
+    state = _add(state, 1, ops.part_forward(q[1], kv[0], *ring.between(ring.high, ring.low)))
+
+    def hop(carry, step):
+        kv, state = carry
+        arriving = ring.passed_on(kv)
+        for pair in ring.pairs(step):
+            found = ops.part_forward(q[pair.query], kv[pair.key], *ring.between(*pair.parts))
+            state = _add(state, pair.query, found)
+        return (arriving, state), None
+
+    (_, (out, sums)), _ = jax.lax.scan(hop, (arriving, state), jnp.arange(1, ring.count))
+    return ring.natural(out.astype(qkv.dtype)), ring.natural(sums)
+
+
+def backward(
+    ops: Ops,
+    axis: str,
+    qkv: Float[Array, "B N P D"],
+    out: Float[Array, "B N H D"],
+    log_sums: Float[Array, "B N H"],
+    d_out: Float[Array, "B N H D"],
+    segment_ids: Int[Array, "B all_N"] | None,
+    kv_heads: int,
+) -> Float[Array, "B N P D"]:
+    """The cotangent of qkv; those of keys and values go round with them, in float32."""
+    ring = _Ring(axis, qkv.shape[1], segment_ids)
+    parts, *of_queries = map(ring.balanced, (qkv, out, log_sums, d_out))
+    heads = qkv.shape[2] - 2 * kv_heads
+    q, kv = parts[..., :heads, :], parts[..., heads:, :]
+    arriving = ring.passed_on(kv)
+    given = (ring.together(x) for x in (parts, *of_queries))
+    d_parts = ring.apart(ops.whole_backward(*given, ring.own_ids())).astype(log_sums.dtype)
+    d_q, d_kv = d_parts[..., :heads, :], d_parts[..., heads:, :]
+
+    def add(d_q, d_kv, kv, query, key, parts):
+        own = (x[query] for x in of_queries)
+        of_q, of_kv = ops.part_backward(q[query], kv[key], *own, *ring.between(*parts))
+        return d_q.at[query].add(of_q), d_kv.at[key].add(of_kv)
+
+    d_q, d_kv = add(d_q, d_kv, kv, 1, 0, (ring.high, ring.low))
+
+    def hop(carry, step):
+        kv, d_q, d_kv = carry
+        arriving, d_kv = ring.passed_on((kv, d_kv))
+        for pair in ring.pairs(step):
+            d_q, d_kv = add(d_q, d_kv, kv, *pair)
+        return (arriving, d_q, d_kv), None
+
+    (_, d_q, d_kv), _ = jax.lax.scan(hop, (arriving, d_q, d_kv), jnp.arange(1, ring.count))
+    d_kv = ring.passed_on(d_kv)  # home
+    return ring.natural(jnp.concatenate([d_q, d_kv], axis=3).astype(qkv.dtype))
+
+
+class _Pair(NamedTuple):
+    """Own queries (0: those of the low part), keys that are here, and the parts that they are."""
+
+    query: Any
+    key: Any
+    parts: tuple[Any, Any]
+
+
+class _Ring:
+    """Parts of a sequence, two a device: of `count` devices, i has i and 2 count - 1 - i."""
+
+    def __init__(self, axis: str, length: int, segment_ids: Int[Array, "B all_N"] | None):
+        self.axis, self.count = axis, jax.lax.axis_size(axis)
+        self.me = jax.lax.axis_index(axis)
+        self.low, self.high = self._parts_of(self.me)
+        self.length, self.segment_ids = length // 2, segment_ids
+
+    def _parts_of(self, device):
+        return device, 2 * self.count - 1 - device
+
+    def balanced(self, x: Float[Array, "B N *rest"]) -> Float[Array, "2 B half_N *rest"]:
+        """The low and the high part, in place of two neighbours."""
+        halves = jnp.split(x, 2, axis=1)
+        even, odd = (self._move(x, self._homes(n)) for n, x in enumerate(halves))
+        swapped = self.me % 2 == 1
+        return jnp.stack([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)])
+
+    def natural(self, x: Float[Array, "2 B half_N *rest"]) -> Float[Array, "B N *rest"]:
+        """`balanced` undone."""
+        swapped = self.me % 2 == 1
+        halves = jnp.where(swapped, x[1], x[0]), jnp.where(swapped, x[0], x[1])
+        back = ([(home, own) for own, home in self._homes(n)] for n in range(2))
+        return jnp.concatenate([self._move(*pair) for pair in zip(halves, back, strict=True)], 1)
+
+    def _homes(self, half: int) -> list[tuple[int, int]]:
+        """From each device, which of the two has part `2 device + half`."""
+        parts = (2 * device + half for device in range(self.count))
+        return [(part // 2, min(part, 2 * self.count - 1 - part)) for part in parts]
+
+    def together(self, x: Float[Array, "2 B half_N *rest"]) -> Float[Array, "twice_B half_N *rest"]:
+        """Both parts as rows of one batch."""
+        return x.reshape(-1, *x.shape[2:])
+
+    def apart(self, tree: Any) -> Any:
+        """`together` undone."""
+        return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
+
+    def own_ids(self) -> Int[Array, "twice_B half_N"] | None:
+        """Segments of both parts."""
+        if self.segment_ids is None:
+            return None
+        return jnp.concatenate([self._ids(part) for part in (self.low, self.high)])
+
+    def between(self, queries: Any, keys: Any) -> tuple[Any, Any]:
+        """How far one part is behind another, and the segments of both."""
+        ids = None if self.segment_ids is None else (self._ids(queries), self._ids(keys))
+        return (queries - keys) * self.length, ids
+
+    def pairs(self, step: Int[Array, ""]) -> list[_Pair]:
+        """Of the keys that are here after so many steps, those that own queries see.
+
+        Those of a device before this one: its low part, by both. Of one behind: both, by the high.
+        """
+        other = (self.me - step) % self.count
+        low, high = self._parts_of(other)
+        before = other < self.me
+        which = jnp.where(before, 0, 1)
+        queries, keys = jnp.where(before, self.low, self.high), jnp.where(before, low, high)
+        return [_Pair(which, 0, (queries, low)), _Pair(1, which, (self.high, keys))]
+
+    def passed_on(self, tree: Any) -> Any:
+        """What the device before this one had."""
+        around = [(device, (device + 1) % self.count) for device in range(self.count)]
+        return jax.tree.map(lambda x: self._move(x, around), tree)
+
+    def _move(self, x, pairs):
+        return jax.lax.ppermute(x, self.axis, pairs)
+
+    def _ids(self, part):
+        return jax.lax.dynamic_slice_in_dim(self.segment_ids, part * self.length, self.length, 1)
+
+
+def _add(state, query, found):
+    """Own outputs and log sums, with those over more keys."""
+    (out, sums), (more, more_sums) = state, found
+    before = sums[query]
+    after = jnp.logaddexp(before, more_sums)
+    weigh = lambda x, of: x.astype(out.dtype) * jnp.exp(of - after)[..., None]
+    mixed = weigh(out[query], before) + weigh(more, more_sums)
+    return out.at[query].set(mixed), sums.at[query].set(after)

@@ -1,0 +1,129 @@
+"""Attention over a divided sequence is attention over the whole one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels import causal_attention
+from pallas_kernels.causal_attention import mosaic_tpu, reference
+from pallas_kernels.platform import UnsupportedImplementation
+from tests.closeness import assert_close
+from tests.tiers import later
+
+B, HEADS, KV_HEADS, SIZE = 2, 4, 2, 8
+SLOPES = np.array([0.5, 0.25, 0.1, 0.05])
+# Of an array's largest entry; bfloat16 has as many roundings as there are parts of keys.
+FLOAT32, BFLOAT16 = 2.0**-18, 2.0**-6
+
+
+def draw(seed, *shape, dtype="float32"):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def divided(devices, **options):
+    """The op over a ring, of global arrays."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("sequence",))
+    tokens = PartitionSpec(None, "sequence")
+
+    def op(qkv, segment_ids):
+        return causal_attention(qkv, segment_ids=segment_ids, over="sequence", **options)
+
+    whole = PartitionSpec()
+    return jax.shard_map(op, mesh=mesh, in_specs=(tokens, whole), out_specs=tokens, check_vma=False)
+
+
+def with_gradient(op, qkv, ids, d_out):
+    def run(qkv, ids, d_out):
+        out, pullback = jax.vjp(lambda qkv: op(qkv, ids), qkv)
+        return out, pullback(d_out)[0]
+
+    return jax.jit(run)(qkv, ids, d_out)
+
+
+@pytest.mark.parametrize(
+    "devices, with_ids", [(3, True), *later((2, False), (4, True), (8, False))]
+)
+def test_a_ring_is_the_whole_sequence(devices, with_ids):
+    length = 4 * devices
+    options = {"scale": 0.3, "slopes": jnp.asarray(SLOPES), "kv_heads": KV_HEADS}
+    with jax.enable_x64(True):
+        qkv = draw(0, B, length, HEADS + 2 * KV_HEADS, SIZE, dtype="float64")
+        d_out = draw(1, B, length, HEADS, SIZE, dtype="float64")
+        ids = np.sort(np.random.default_rng(2).integers(0, 3, (B, length)).astype("int32"))
+        ids = ids if with_ids else None
+        whole = lambda qkv, ids: causal_attention(qkv, segment_ids=ids, **options)
+        wanted = with_gradient(whole, qkv, ids, d_out)
+        assert_close(with_gradient(divided(devices, **options), qkv, ids, d_out), wanted, 1e-13)
+
+
+def test_what_a_ring_cannot_have_is_told():
+    with pytest.raises(ValueError, match="over sequence has 3 tokens on a device; legal: even"):
+        jax.eval_shape(divided(2, scale=1.0), jnp.ones((1, 6, 3, 8)), jnp.zeros((1, 6), jnp.int32))
+    op = divided(2, scale=1.0, implementation="cudnn")
+    with pytest.raises(UnsupportedImplementation, match="'cudnn' has no part .* 'mosaic_tpu'"):
+        jax.eval_shape(op, jnp.ones((1, 8, 3, 8)), jnp.zeros((1, 8), jnp.int32))
+    part = jnp.ones((1, 100, 2, 8))
+    assert "100 queries" in mosaic_tpu.unsupported("part_forward", part, part)
+
+
+@pytest.mark.parametrize(
+    "dtype, queries, keys, added",
+    [
+        ("float32", 256, 128, ("slopes", "segments")),
+        *later(("bfloat16", 128, 384, ("slopes",)), ("float32", 384, 256, ())),
+    ],
+)
+def test_kernels_of_a_part_equal_plain_attention(dtype, queries, keys, added):
+    q = draw(0, B, queries, HEADS, SIZE).astype(dtype)
+    kv = draw(1, B, keys, 2 * KV_HEADS, SIZE).astype(dtype)
+    d_out = draw(2, B, queries, HEADS, SIZE).astype(dtype)
+    slopes = jnp.asarray(SLOPES / 32, jnp.float32) if "slopes" in added else None
+    ids = [np.sort(np.random.default_rng(n).integers(0, 3, (B, n))) for n in (queries, keys)]
+    segments = tuple(x.astype("int32") for x in ids) if "segments" in added else None
+    shared = np.float32(0.3), np.int32(512), slopes, segments
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(module, q, kv, d_out, shared):
+        options = {} if module is reference else {"interpret": True}
+        out, sums = module.part_forward(q, kv, *shared, **options)
+        # As if there were other keys too: weights do not add up to one.
+        gradients = module.part_backward(q, kv, out, sums + 0.5, d_out, *shared, **options)
+        seen = sums > -1e30
+        return jnp.where(seen[..., None], out, 0), jnp.where(seen, sums, 0), gradients
+
+    got, wanted = (run(module, q, kv, d_out, shared) for module in (mosaic_tpu, reference))
+    assert_close(got, wanted, FLOAT32 if dtype == "float32" else BFLOAT16)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("target", ["v5e:2x2", *later("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")])
+def test_a_ring_compiles_for_tpu(target):
+    """Kernels for own and for other parts, and nothing of all tokens' keys is gathered."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
+    devices = topology.devices[:4]
+    mesh = Mesh(np.array(devices), ("sequence",))
+    tokens = PartitionSpec(None, "sequence")
+
+    def gradient(qkv, ids):
+        op = lambda qkv: causal_attention(
+            qkv, scale=0.1, slopes=jnp.full(16, 0.1), segment_ids=ids, over="sequence"
+        )
+        out, pullback = jax.vjp(op, qkv)
+        return pullback(out)[0]
+
+    step = jax.shard_map(
+        gradient, mesh=mesh, in_specs=(tokens, PartitionSpec()), out_specs=tokens, check_vma=False
+    )
+    place = lambda spec: jax.sharding.NamedSharding(mesh, spec)
+    length = 1024 * len(devices)
+    qkv = jax.ShapeDtypeStruct((1, length, 48, 64), jnp.bfloat16, sharding=place(tokens))
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=place(PartitionSpec()))
+    text = jax.jit(step).lower(qkv, ids).compile().as_text()
+    for kernel in ("attention_blocks_forward", "attention_blocks_backward"):
+        assert kernel in text
+    assert "collective-permute" in text and "all-gather" not in text
