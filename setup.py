@@ -20,6 +20,7 @@ PROGRAMS = [
     "preflight",
     "prepare_data",
     "report",
+    "serve",
     "storage_report",
     "train",
 ]
@@ -47,6 +48,7 @@ DATA = [
     "tokenizers>=0.20",  # GPT-2 BPE and tokenizer.json files
     "zstandard>=0.22",  # .zst files; Python has its own from 3.14 on
 ]
+SERVE = ["starlette>=1.10", "uvicorn>=0.54"]  # recipes.serve
 GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
 
 setup(
@@ -70,16 +72,19 @@ setup(
         "cuda": CUDA,
         "gcs": GCS,
         "data": DATA,
+        "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],
         # libtpu is here for its compiler: the tests compile for TPU on a machine without one.
         "test": TPU
         + DATA
         + GCS
+        + SERVE
         + [
             "beartype>=0.20",
             # Exactly this: the test server mends its handlers, which are its internals.
             "gcp-storage-emulator==2026.7.19",
             "hypothesis>=6.100",
+            "openai>=3",  # the official client of what recipes.serve speaks
             "pytest>=8.3",
             "pytest-xdist>=3.6",
             "ruff>=0.12",

@@ -146,6 +146,10 @@ class Process:
         self.wait(timeout)
         return self._told_in_all
 
+    def output(self) -> str:
+        """What it has told on standard output so far."""
+        return (self._read() if self.poll() is None else self._told_in_all)[0]
+
     def errors(self) -> str:
         """What it has told on standard error so far."""
         return (self._read() if self.poll() is None else self._told_in_all)[1]

@@ -208,6 +208,7 @@ _not_finite = _of(
 _loss = _of("rmt_tpu/training/loss.py", *_step)
 _optimizer = _of("rmt_tpu/training/optimizer.py", *_step)
 _generation = (f"{_MODEL}/generation/generate_test.py",)
+_serving = f"{_MODEL}/serving"
 _sampling = _of("rmt_tpu/generation/sampling.py", *_generation)
 _TRAINING = (
     _not_finite("optimizer_state = jax.tree.map(keep, optimizer_state, state.optimizer)", "optimizer_state = optimizer_state"),
@@ -225,6 +226,11 @@ _TRAINING = (
     _of("rmt_tpu/generation/text.py", *_generation)("keep = max((_overlap(self.held, s) for s in self.stop), default=0)", "keep = 0"),
     _of("rmt_tpu/cores/core.py", f"{_MODEL}/decoder_test.py")("start[:, None] + jnp.arange(new.shape[1])", "start[:1, None] + jnp.arange(new.shape[1])"),
     _of("rmt_tpu/generation/generate.py", *_generation)("room = max_length + 1 - prompt_tokens", "room = max_length - prompt_tokens"),
+    _of("rmt_tpu/generation/engine.py", f"{_MODEL}/generation/engine_test.py")("not (rows_run and self.read >= self.slots)", "True"),
+    _of("rmt_tpu/serving/answers.py", f"{_serving}/answers_test.py")("count = sum(offset < self.told for", "count = sum(offset <= self.told for"),
+    _of("rmt_tpu/serving/protocol.py", f"{_serving}/protocol_test.py")("room = served.max_length + 1 - tokens", "room = served.max_length - tokens"),
+    _of("rmt_tpu/serving/app.py", f"{_serving}/app_test.py")("self._front.worker.cancel(self._job)", "pass"),
+    _of("rmt_tpu/serving/worker.py", f"{_serving}/app_test.py")("            del self._open[said.number]\n            self._engine.forget(said.number)", "            del self._open[said.number]"),
     _of("rmt_tpu/training/growth.py", f"{_MODEL}/training/growth_test.py::test_moments_of_new_entries")('{"mu": "zeros", "nu": "squared"}', '{"mu": "zeros", "nu": "zeros"}'),
     _of("rmt_tpu/analysis/decode.py", f"{_MODEL}/analysis/decode_test.py")("if looked_up else size", "if not looked_up else size"),
     _of("rmt_tpu/analysis/decode.py", f"{_MODEL}/analysis/decode_test.py")("size = min(written, module", "size = max(written, module"),

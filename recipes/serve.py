@@ -1,0 +1,104 @@
+"""Serve a trained decoder over HTTP, as OpenAI's completions.
+
+    python -m recipes.serve --workdir=runs/rmt-tiny
+
+The first line is the URL that clients take as their base. SIGTERM and Ctrl-C finish what is open.
+"""
+
+import sys
+
+from absl import flags
+
+from recipes import program
+from rmt_tpu import memory
+from rmt_tpu.errors import UsageError, arguments_as_flags
+
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "a run folder of recipes.train, local or gs://", required=True
+)
+_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+_NAME = flags.DEFINE_string("name", None, "of the model for clients; default the folder's")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "address to serve at; there is no authentication")
+_PORT = flags.DEFINE_integer(
+    "port", 8000, "to serve at; 0 is any that is free", lower_bound=0, upper_bound=2**16 - 1
+)
+_SLOTS = flags.DEFINE_integer("slots", 8, "texts at a time", lower_bound=1)
+_QUEUE = flags.DEFINE_integer("queue", 64, "texts that may wait for a slot", lower_bound=0)
+_MAX_LENGTH = flags.DEFINE_integer(
+    "max_length",
+    2048,
+    "tokens of a prompt and of what follows it; at most the model's learned positions",
+    lower_bound=1,
+)
+_MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", 2048, "that a text may have, at most", lower_bound=1, upper_bound=2**20
+)
+_MAX_BODY = flags.DEFINE_integer("max_body", 2**22, "bytes of a request", lower_bound=1)
+_DRAIN_SECONDS = flags.DEFINE_float(
+    "drain_seconds", 60, "after SIGTERM, for what is open", lower_bound=0
+)
+_LOG_REQUESTS = flags.DEFINE_bool("log_requests", False, "says a line of each request")
+
+_STEPS = 4  # tokens a row between two looks at what clients want
+
+
+def main() -> int:
+    from rmt_tpu.serving import address
+
+    with address.bind(_HOST.value, _PORT.value) as opened:
+        try:
+            from rmt_tpu.serving import server
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
+                raise
+            raise UsageError(
+                "serving needs starlette and uvicorn: pip install 'rmt_tpu[serve]'"
+            ) from None
+        front = _front()
+        url = address.listen(opened)
+        if not address.is_loopback(opened):
+            print(
+                f"note: --host={_HOST.value} can be reached from elsewhere, and there is no "
+                "authentication",
+                file=sys.stderr,
+            )
+        ready = lambda: print(f"{url}/v1", flush=True)
+        server.serve(front, opened, drain_seconds=_DRAIN_SECONDS.value, ready=ready)
+    return 0
+
+
+def _front():
+    """The model, loaded and its smallest programs compiled."""
+    import numpy as np
+
+    import rmt_tpu
+    from rmt_tpu.generation import Engine, Request, Sampling, cast_once
+    from rmt_tpu.serving.app import Front
+    from rmt_tpu.serving.protocol import Served
+    from rmt_tpu.serving.worker import Worker
+
+    with arguments_as_flags():
+        decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
+    learned = decoder.config.learned_positions
+    longest = _MAX_LENGTH.value if learned is None else learned.max_length
+    with memory.told_if_out("less is taken with fewer --slots"):
+        engine = Engine(cast_once(decoder), tokenizer.bos, slots=_SLOTS.value, steps=_STEPS)
+        for _ in engine.run([Request(np.array([tokenizer.bos]), Sampling(max_tokens=2))]):
+            pass
+    served = Served(
+        name=_NAME.value or _WORKDIR.value.rstrip("/").rpartition("/")[2],
+        tokenizer=tokenizer,
+        max_length=min(longest, _MAX_LENGTH.value),
+        max_tokens=_MAX_TOKENS.value,
+        max_texts=_SLOTS.value + _QUEUE.value,
+    )
+    worker = Worker(engine, tokenizer)
+    return Front(worker, served, max_body=_MAX_BODY.value, log=_LOG_REQUESTS.value)
+
+
+def run() -> None:
+    program.start(main)
+
+
+if __name__ == "__main__":
+    run()

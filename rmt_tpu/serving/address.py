@@ -1,0 +1,71 @@
+"""Where a server can be reached. No jax: an address that is refused is told at once."""
+
+import contextlib
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+from rmt_tpu.errors import UsageError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for the address, which nobody can connect to yet.
+
+    Raises:
+      UsageError: the host is no address of this machine, or the port is not to be had.
+    """
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError):
+        raise _bad_host(host) from None
+    opened = socket.socket(family, kind, number)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        with _told(host, port):
+            opened.bind(address)
+    except UsageError:
+        opened.close()
+        raise
+    return opened
+
+
+def listen(opened: socket.socket) -> str:
+    """Clients can connect from now on. Returns the URL.
+
+    Raises:
+      UsageError: another server has taken the port meanwhile.
+    """
+    host, port = opened.getsockname()[:2]
+    with _told(host, port):
+        opened.listen(128)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_loopback(opened: socket.socket) -> bool:
+    """Whether only this machine can connect."""
+    return ipaddress.ip_address(opened.getsockname()[0]).is_loopback
+
+
+@contextlib.contextmanager
+def _told(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = "is in use"
+        elif error.errno == errno.EACCES:
+            why = "needs rights that this user has not"
+        else:
+            raise _bad_host(host) from None
+        raise UsageError(
+            f"--port={port} {why} on {host}; legal: another, or 0 for any that is free"
+        ) from None
+
+
+def _bad_host(host: str) -> UsageError:
+    return UsageError(
+        f"--host={host} is no address of this machine; legal: 127.0.0.1, or 0.0.0.0 for all"
+    )

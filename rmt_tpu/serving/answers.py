@@ -1,0 +1,155 @@
+"""What clients are told: OpenAI's form of completions, whole or in chunks."""
+
+import codecs
+import math
+from typing import Any
+
+from rmt_tpu.data import Tokenizer
+from rmt_tpu.generation import Completion, Scores
+from rmt_tpu.serving.protocol import Ask, Served
+
+
+class Answer:
+    """To one request. What a stream is told adds up to what others are told at once.
+
+    Args:
+      ask: the request.
+      served: the model.
+      name: of the answer.
+      created: when: seconds since 1970.
+    """
+
+    def __init__(self, ask: Ask, served: Served, name: str, created: int):
+        self._ask = ask
+        self._head = {
+            "id": name,
+            "object": "text_completion",
+            "created": created,
+            "model": served.name,
+        }
+        texts = range(len(ask.prompts) * ask.n)
+        self._choices = [_Choice(ask, index, served.tokenizer) for index in texts]
+        self._told = [choice.empty() for choice in self._choices]
+        self._tokens = 0
+
+    def add(self, index: int, more: Completion, prompt: Scores | None) -> dict[str, Any]:
+        """What has come of a text, as a chunk.
+
+        Args:
+          index: of the text.
+          more: of it.
+          prompt: scores of its prompt, with the first of it, if they are wanted.
+        """
+        if self._ask.silent:
+            more = Completion(more.number, finish="length")
+        self._tokens += len(more.tokens)
+        piece = self._choices[index].add(more, prompt)
+        told = self._told[index]
+        told["text"] += piece["text"]
+        told["finish_reason"] = piece["finish_reason"]
+        for name, values in (piece["logprobs"] or {}).items():
+            told["logprobs"][name] += values
+        usage = {"usage": None} if self._ask.include_usage else {}
+        return self._head | {"choices": [piece]} | usage
+
+    def whole(self) -> dict[str, Any]:
+        """All that was told."""
+        return self._head | {"choices": self._told, "usage": self._usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """The chunk that ends a stream."""
+        return self._head | {"choices": [], "usage": self._usage()}
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of its texts have."""
+        return all(told["finish_reason"] for told in self._told)
+
+    def _usage(self) -> dict[str, int]:
+        of_prompts = sum(len(prompt.tokens) for prompt in self._ask.prompts)
+        return {
+            "prompt_tokens": of_prompts,
+            "completion_tokens": self._tokens,
+            "total_tokens": of_prompts + self._tokens,
+        }
+
+
+class _Choice:
+    """One of the texts."""
+
+    def __init__(self, ask: Ask, index: int, tokenizer: Tokenizer):
+        self.ask, self.index, self.tokenizer = ask, index, tokenizer
+        self.prompt = ask.prompts[index // ask.n]
+        self.begun = False
+        self.told = 0  # characters
+        self.offset = 0  # of the next token, in characters
+        self.held: list[tuple] = []  # tokens whose text is not told yet
+        self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def empty(self) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "text": "",
+            "logprobs": None if self.ask.logprobs is None else _logprobs([]),
+            "finish_reason": None,
+        }
+
+    def add(self, more: Completion, prompt: Scores | None) -> dict[str, Any]:
+        piece = self.empty() | {"text": more.text, "finish_reason": more.finish}
+        if self.ask.echo and not self.begun:
+            piece["text"] = self.prompt.text + more.text
+            self._hold_prompt(prompt)
+        self.begun = True
+        self.told += len(piece["text"])
+        if self.ask.logprobs is None:
+            return piece
+        likeliest = more.likeliest or [{}] * len(more.tokens)
+        for given in zip(more.tokens, more.log_probabilities, likeliest, strict=True):
+            self._hold(*given)
+        # Of what a stop string was made of, nothing is told; nor ever before the text itself.
+        count = sum(offset < self.told for *_, offset in self.held)
+        if more.finish == "length":
+            count = len(self.held)
+        piece["logprobs"], self.held = _logprobs(self.held[:count]), self.held[count:]
+        return piece
+
+    def _hold_prompt(self, scores: Scores | None) -> None:
+        if scores is None:
+            return
+        start = len(self.prompt.tokens) - self.prompt.own
+        # Nothing is before the start token, if the client has given it.
+        before = [None] * (1 - start)
+        logs = before + scores.log_probabilities
+        likeliest = before + (scores.likeliest or [{}] * len(scores.log_probabilities))
+        for given in zip(self.prompt.tokens[start:].tolist(), logs, likeliest, strict=True):
+            self._hold(*given)
+        self.offset = len(self.prompt.text)
+        self.characters.reset()
+
+    def _hold(self, token: int, log: float | None, likeliest: dict[int, float] | None) -> None:
+        """A token, its logarithm, those of the likeliest and its own, and where its text begins."""
+        top = None
+        if likeliest is not None:
+            best = list(likeliest.items())[: self.ask.logprobs]
+            top = {self._text(t): _finite(x) for t, x in [*best, (token, log)]}
+        self.held.append((self._text(token), _finite(log), top, self.offset))
+        self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
+
+    def _text(self, token: int) -> str:
+        """A part of a character is told as its bytes."""
+        content = self.tokenizer.decode_bytes([token])
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _logprobs(tokens: list[tuple]) -> dict[str, list]:
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    columns = zip(*tokens, strict=True) if tokens else [()] * len(names)
+    return dict(zip(names, map(list, columns), strict=True))
+
+
+def _finite(log: float | None) -> float | None:
+    """JSON has no other numbers."""
+    return log if log is not None and math.isfinite(log) else None

@@ -1,0 +1,252 @@
+"""The front: HTTP on one side, the worker on the other. Needs starlette."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from rmt_tpu.errors import unknown
+from rmt_tpu.serving.answers import Answer
+from rmt_tpu.serving.protocol import Ask, Refusal, Served, parse
+from rmt_tpu.serving.worker import Job, Piece, Worker
+
+_RETRY_AFTER = 1  # seconds
+_READ_ON = 8  # times the largest body: who is refused only while sending may not read why
+
+
+class Front:
+    """What clients are answered by.
+
+    Args:
+      worker: that goes on with texts.
+      served: the model.
+      max_body: bytes of a request.
+      log: whether a line is told of each request.
+
+    Attributes:
+      app: for an ASGI server.
+      texts: how many are open.
+      draining: whether new requests are refused, for the server is about to end.
+    """
+
+    def __init__(self, worker: Worker, served: Served, *, max_body: int, log: bool = False):
+        self.worker, self.served = worker, served
+        self.texts, self.draining = 0, False
+        self._max_body, self._log, self._created = max_body, log, int(time.time())
+        self._waiting: set[asyncio.Queue] = set()
+        self.app = Starlette(
+            routes=[
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/healthz", self._health),
+            ],
+            exception_handlers={
+                Refusal: self._refused,
+                HTTPException: _no_such,
+                Exception: _failed,
+            },
+        )
+
+    def open(self, requests: list) -> asyncio.Queue:
+        """Where pieces of so many texts come."""
+        self.texts += len(requests)
+        self._waiting.add(pieces := asyncio.Queue())
+        return pieces
+
+    def close(self, pieces: asyncio.Queue, texts: int) -> None:
+        """Nobody waits for these any more."""
+        self.texts -= texts
+        self._waiting.discard(pieces)
+
+    def end_all(self) -> None:
+        """Ends what is open: those who wait are told so."""
+        for pieces in self._waiting:
+            pieces.put_nowait(Refusal("the server is ending", status=503, code="ending"))
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) != self.served.name:
+            message = unknown("model", name, [self.served.name])
+            raise Refusal(message, "model", status=404, code="model_not_found")
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict:
+        return {
+            "id": self.served.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "rmt_tpu",
+            "max_model_len": self.served.max_length,
+        }
+
+    async def _health(self, request: Request) -> Response:
+        status = "draining" if self.draining else "ok" if self.worker.is_alive() else "failed"
+        told = {"status": status, "model": self.served.name, "texts": self.texts}
+        return JSONResponse(told, 200 if status == "ok" else 503)
+
+    async def _completions(self, request: Request) -> Response:
+        try:
+            body = await self._body(request)
+        except ClientDisconnect:
+            return Response(status_code=400)  # to nobody
+        self._check_open()
+        # A long prompt takes a while to become tokens.
+        ask = await asyncio.to_thread(parse, body, self.served, secrets.randbelow(2**32))
+        self._check_open(len(ask.prompts) * ask.n)
+        reply = _Reply(self, ask, request.receive)
+        if ask.stream:
+            return _Events(reply)
+        with contextlib.closing(reply):
+            async for _ in reply.chunks():
+                pass
+        return JSONResponse(reply.answer.whole())
+
+    async def _body(self, request: Request) -> bytes:
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size <= self._max_body:
+                parts.append(part)
+            elif size > _READ_ON * self._max_body:
+                break
+        if size > self._max_body:
+            raise Refusal(
+                f"the body has more than {self._max_body} bytes, which are legal at most",
+                status=413,
+                code="body_too_large",
+            )
+        return b"".join(parts)
+
+    def _check_open(self, texts: int = 0) -> None:
+        """Whether there is room for so many more."""
+        if self.draining:
+            raise Refusal(
+                "the server is ending, and takes nothing new",
+                status=503,
+                code="ending",
+                retry_after=_RETRY_AFTER,
+            )
+        if self.texts + texts > self.served.max_texts:
+            raise Refusal(
+                f"{self.texts} texts are open, of at most {self.served.max_texts}; try again later",
+                status=429,
+                code="queue_full",
+                retry_after=_RETRY_AFTER,
+            )
+
+    async def _refused(self, request: Request, refusal: Refusal) -> Response:
+        self.say(f"{request.method} {request.url.path} {refusal.status}: {refusal}")
+        headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
+        return JSONResponse(refusal.to_json(), refusal.status, headers)
+
+    def say(self, line: str) -> None:
+        """For who looks after the server, if they want to know."""
+        if self._log:
+            print(line, file=sys.stderr, flush=True)
+
+
+class _Reply:
+    """Texts that a client waits for: they have their slots until it is closed.
+
+    Args:
+      receive: tells when the client has gone.
+    """
+
+    def __init__(self, front: Front, ask: Ask, receive: Receive):
+        name, self._began = f"cmpl-{secrets.token_hex(12)}", time.monotonic()
+        self.include_usage = ask.include_usage
+        self.answer = Answer(ask, front.served, name, int(time.time()))
+        self._front, self._outcome = front, "the client has gone"
+        self._pieces = front.open(requests := ask.requests())
+        loop = asyncio.get_running_loop()
+
+        def tell(piece: Piece | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+        self._job = Job(requests, ask.stop, tell)
+        self._gone = asyncio.create_task(self._wait_until_gone(receive))
+        front.worker.submit(self._job)
+
+    async def chunks(self) -> AsyncIterator[dict]:
+        """As they come.
+
+        Raises:
+          Refusal: something went wrong meanwhile.
+        """
+        while not self.answer.ended:
+            piece = await self._pieces.get()
+            if isinstance(piece, Exception):
+                self._outcome = str(piece)
+                if isinstance(piece, Refusal):
+                    raise piece
+                raise Refusal(f"the model failed: {piece}", status=500, code="failed")
+            yield self.answer.add(*piece)
+        self._outcome = "ok"
+
+    def close(self) -> None:
+        self._gone.cancel()
+        self._front.worker.cancel(self._job)
+        self._front.close(self._pieces, len(self._job.requests))
+        usage, seconds = self.answer.usage()["usage"], time.monotonic() - self._began
+        tokens = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
+        texts = f"{len(self._job.requests)} texts"
+        self._front.say(f"{texts}, {tokens}, {seconds:.2f} s: {self._outcome}")
+
+    async def _wait_until_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._pieces.put_nowait(Refusal("the client has gone", status=400, code="gone"))
+
+
+class _Events:
+    """A response of chunks as they come, in the form of server-sent events."""
+
+    def __init__(self, reply: _Reply):
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        with contextlib.closing(self._reply), contextlib.suppress(OSError):  # a client goes
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                async for chunk in self._reply.chunks():
+                    await _event(send, json.dumps(chunk))
+                if self._reply.include_usage:
+                    await _event(send, json.dumps(self._reply.answer.usage()))
+            except Refusal as refusal:
+                await _event(send, json.dumps(refusal.to_json()))
+            await _event(send, "[DONE]")
+            await send({"type": "http.response.body", "body": b""})
+
+
+async def _event(send: Send, data: str) -> None:
+    body = f"data: {data}\n\n".encode()
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _no_such(request: Request, error: HTTPException) -> Response:
+    """A path or a method that there is not."""
+    path = f"{request.method} {request.url.path}"
+    legal = "POST /v1/completions, GET /v1/models, GET /healthz"
+    refusal = Refusal(f"{path[:200]} is not there; legal: {legal}", status=error.status_code)
+    return JSONResponse(refusal.to_json(), error.status_code, error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """What should not be; the server tells where, on standard error."""
+    refusal = Refusal("the server failed; its log says why", status=500, code="failed")
+    return JSONResponse(refusal.to_json(), 500)

@@ -1,0 +1,323 @@
+"""What clients ask for: the body of a request to OpenAI's /v1/completions, and what is legal."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rmt_tpu.config.overrides import parse_json
+from rmt_tpu.data import Tokenizer
+from rmt_tpu.errors import UsageError, shown, unknown
+from rmt_tpu.generation import RANKS, Request, Sampling
+
+_MAX_STOPS, _LONGEST_STOP = 4, 256
+_USUAL_TOKENS = 16  # OpenAI's
+
+
+class Refusal(Exception):
+    """What is told to a client instead of an answer.
+
+    Args:
+      message: one line: the field, its value and what is legal.
+      param: the field.
+      status: of HTTP.
+      code: for programs.
+      retry_after: seconds after which to try again; None is never.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+        self.retry_after = retry_after
+
+    def to_json(self) -> dict[str, Any]:
+        """As OpenAI tells it."""
+        kinds = {429: "rate_limit_error"}
+        usual = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = kinds.get(self.status, usual)
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model as clients see it.
+
+    Attributes:
+      name: of the model.
+      tokenizer: of the model.
+      max_length: tokens that are read of a prompt and of what follows it, with the start token.
+      max_tokens: that a text may have behind its prompt.
+      max_texts: that may be open at a time, of all clients.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    max_length: int
+    max_tokens: int
+    max_texts: int
+
+
+class Prompt(NamedTuple):
+    """What a text goes on from.
+
+    Attributes:
+      tokens: with the start token.
+      own: how many of them, from the end, the client knows of.
+      text: of these.
+    """
+
+    tokens: np.ndarray
+    own: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that is legal.
+
+    Attributes:
+      prompts: at least one.
+      n: texts for each prompt.
+      sampling: of the first text; the others have the seeds that follow.
+      stop: strings before any of which a text ends.
+      logprobs: how many of the likeliest tokens are told for each token; None is no token either.
+      echo: whether a text begins with its prompt.
+      silent: whether nothing is wanted behind the prompts.
+      stream: whether pieces are sent as they come.
+      include_usage: whether a stream ends with the numbers of tokens.
+    """
+
+    prompts: list[Prompt]
+    n: int
+    sampling: Sampling
+    stop: list[str]
+    logprobs: int | None
+    echo: bool
+    silent: bool
+    stream: bool
+    include_usage: bool
+
+    def requests(self) -> list[Request]:
+        """A text each: all of the first prompt, then all of the next."""
+        ranked, scored = bool(self.logprobs), self.echo and self.logprobs is not None
+        return [
+            Request(self.prompts[index // self.n].tokens, self._with_seed(index), ranked, scored)
+            for index in range(len(self.prompts) * self.n)
+        ]
+
+    def _with_seed(self, index: int) -> Sampling:
+        return replace(self.sampling, seed=(self.sampling.seed + index) % 2**32)
+
+
+# What can be left out or have the value that changes nothing; anything else is not supported.
+_NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "suffix": ""}
+_SAMPLING = tuple(field.name for field in fields(Sampling))
+_FIELDS = (
+    *("model", "prompt", "n", "best_of", "stop", "logprobs", "echo", "stream", "stream_options"),
+    *("user", *_SAMPLING, *_NEUTRAL),
+)
+
+
+def parse(body: bytes, served: Served, fresh_seed: int) -> Ask:
+    """The request of a body.
+
+    Args:
+      fresh_seed: of a request that has none.
+
+    Raises:
+      Refusal: it is not legal.
+    """
+    values = _object(body)
+    if "model" in values:
+        _check_model(values, served)
+    echo, stream = (
+        _given(values, name, False, _is(bool), "true or false") for name in ("echo", "stream")
+    )
+    max_tokens, sampling = _sampling(values, served, echo, fresh_seed)
+    n = _whole(values, "n", 1, 1, served.max_texts)
+    _whole(values, "best_of", n, n, n)
+    prompts = _prompts(values, n, served)
+    rooms = [_room(number, prompts, served) for number in range(len(prompts))]
+    if "max_tokens" not in values:
+        max_tokens = min(max_tokens, *rooms)
+    elif max_tokens > min(rooms):
+        tokens = max(len(prompt.tokens) for prompt in prompts)
+        raise Refusal(
+            f"max_tokens={max_tokens} is too many behind a prompt of {tokens} tokens (with the "
+            f"start token); legal: at most {min(rooms)}",
+            "max_tokens",
+            code="context_length_exceeded",
+        )
+    return Ask(
+        prompts=prompts,
+        n=n,
+        sampling=replace(sampling, max_tokens=max(max_tokens, 1)),
+        stop=_stop(values),
+        logprobs=_whole(values, "logprobs", None, 0, RANKS),
+        echo=echo,
+        silent=max_tokens == 0,
+        stream=stream,
+        include_usage=_include_usage(values, stream),
+    )
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """The fields that are given, of those that there are; null is as if left out."""
+    try:
+        values = parse_json(body.decode())
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise Refusal(f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise Refusal(f"the body is {shown(values)}, and must be an object of JSON")
+    for name in values:
+        if name not in _FIELDS:
+            raise Refusal(unknown("field", name, _FIELDS), name, code="unknown_field")
+    values = {name: value for name, value in values.items() if value is not None}
+    for name, neutral in _NEUTRAL.items():
+        if values.get(name, neutral) != neutral:
+            raise Refusal(
+                f"{name}={shown(values[name])} is not supported; legal: {shown(neutral)}, or leave "
+                "it out",
+                name,
+            )
+    return values
+
+
+def _check_model(values: Mapping[str, Any], served: Served) -> None:
+    if values["model"] != served.name:
+        message = unknown("model", values["model"], [served.name])
+        raise Refusal(message, "model", status=404, code="model_not_found")
+
+
+def _sampling(
+    values: Mapping[str, Any], served: Served, echo: bool, fresh_seed: int
+) -> tuple[int, Sampling]:
+    """How many tokens are wanted at most, and how they are chosen."""
+    usual = min(_USUAL_TOKENS, served.max_tokens)
+    # To read the prompt alone makes sense where it is told.
+    max_tokens = _whole(values, "max_tokens", usual, 0 if echo else 1, served.max_tokens)
+    given = {name: values[name] for name in _SAMPLING if name in values}
+    for name, value in given.items():
+        whole = isinstance(getattr(Sampling, name), int)
+        words = "a whole number" if whole else "a number"
+        _given(values, name, None, _is(int) if whole else _is(int, float), words)
+        given[name] = value if whole else _as_float(value)
+    try:
+        return max_tokens, Sampling(**{"seed": fresh_seed, **given, "max_tokens": 1})
+    except UsageError as error:
+        message = str(error).removeprefix("Sampling.")
+        raise Refusal(message, message.partition("=")[0]) from None
+
+
+def _as_float(value: int | float) -> float:
+    """Of a whole number that is beyond all floats, infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def _prompts(values: Mapping[str, Any], n: int, served: Served) -> list[Prompt]:
+    """Text, tokens, or a list of one of them; without any, the beginning of a document."""
+    given = values.get("prompt", "")
+    many = isinstance(given, list) and not all(map(_is(int), given))
+    given = given if many else [given]
+    if (texts := len(given) * n) > served.max_texts:
+        raise Refusal(
+            f"prompt has {len(given)}, which with n={n} are {texts} texts; legal: at most "
+            f"{served.max_texts} texts",
+            "prompt",
+        )
+    return [_prompt(one, served.tokenizer) for one in given]
+
+
+def _prompt(given: Any, tokenizer: Tokenizer) -> Prompt:
+    if isinstance(given, str):
+        try:
+            tokens = tokenizer.encode(given)
+        except UsageError as error:
+            raise Refusal(f"prompt: {error}", "prompt") from None
+        return Prompt(np.concatenate([[tokenizer.bos], tokens]), len(tokens), given)
+    if not isinstance(given, list) or not given or not all(map(_is(int), given)):
+        raise Refusal(
+            f"prompt={shown(given)} must be text, a list of tokens, or a list of texts or of such "
+            "lists",
+            "prompt",
+        )
+    for token in given:
+        if not 0 <= token < tokenizer.vocab_size:
+            legal = f"legal: 0 to {tokenizer.vocab_size - 1}"
+            raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
+    tokens = np.array(given, np.int64)
+    # What is read begins with the start token, as all that was trained on does.
+    whole = tokens if tokens[0] == tokenizer.bos else np.concatenate([[tokenizer.bos], tokens])
+    return Prompt(whole, len(tokens), tokenizer.decode(tokens))
+
+
+def _room(number: int, prompts: list[Prompt], served: Served) -> int:
+    """How many tokens fit behind a prompt; the last one is never read."""
+    tokens = len(prompts[number].tokens)
+    room = served.max_length + 1 - tokens
+    if room < 1:
+        which = "prompt" if len(prompts) == 1 else f"prompt: number {number + 1}"
+        raise Refusal(
+            f"{which} has {tokens} tokens (with the start token); legal: at most "
+            f"{served.max_length}",
+            "prompt",
+            code="context_length_exceeded",
+        )
+    return room
+
+
+def _stop(values: Mapping[str, Any]) -> list[str]:
+    given = values.get("stop", [])
+    stops = [given] if isinstance(given, str) else given
+    legal = isinstance(stops, list) and len(stops) <= _MAX_STOPS
+    if not legal or not all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in stops):
+        raise Refusal(
+            f"stop={shown(given)} must be text or at most {_MAX_STOPS} of them, each of 1 to "
+            f"{_LONGEST_STOP} characters",
+            "stop",
+        )
+    return stops
+
+
+def _include_usage(values: Mapping[str, Any], stream: bool) -> bool:
+    given = values.get("stream_options", {})
+    legal = isinstance(given, dict) and given.keys() <= {"include_usage"}
+    if not legal or not isinstance(given.get("include_usage", False), bool):
+        words = '{"include_usage": true} or {"include_usage": false}'
+        raise Refusal(f"stream_options={shown(given)} must be {words}", "stream_options")
+    if given and not stream:
+        raise Refusal("stream_options is for a request with stream=true", "stream_options")
+    return given.get("include_usage", False)
+
+
+def _whole(values: Mapping[str, Any], name: str, usual: int | None, low: int, high: int) -> Any:
+    words = f"a whole number from {low} to {high}" if low < high else f"{low}"
+    return _given(values, name, usual, lambda v: _is(int)(v) and low <= v <= high, words)
+
+
+def _given(
+    values: Mapping[str, Any], name: str, usual: Any, legal: Callable[[Any], bool], words: str
+) -> Any:
+    value = values.get(name, usual)
+    if name in values and not legal(value):
+        raise Refusal(f"{name}={shown(value)} must be {words}", name)
+    return value
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    """Of exactly these types: true is no number."""
+    return lambda value: type(value) in kinds

@@ -1,0 +1,89 @@
+"""How a server begins and ends. Needs starlette and uvicorn."""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from rmt_tpu.errors import RunError, one_line
+from rmt_tpu.serving.app import Front
+
+_SLOW_READERS = 5  # seconds for clients to take what is told, when all has been said
+_LOOK = 0.05  # seconds between two looks at what is open
+
+
+def serve(
+    front: Front, opened: socket.socket, *, drain_seconds: float, ready: Callable[[], None]
+) -> None:
+    """Answers until SIGTERM or SIGINT; then what is open is finished first.
+
+    A second signal ends at once. In another thread than the main one signals are not looked at.
+
+    Args:
+      drain_seconds: for what is open; the rest is told that the server ends.
+      ready: is called when signals are looked at.
+
+    Raises:
+      RunError: the worker has failed, and could not begin anew.
+    """
+    server = Server(front, drain_seconds, ready)
+    front.worker.start()
+    server.run(sockets=[opened])
+    front.worker.stop()
+    if error := front.worker.error:
+        raise RunError(f"the model failed: {one_line(error)}")
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, but for how it ends."""
+
+    def __init__(self, front: Front, drain_seconds: float, ready: Callable[[], None]):
+        config = uvicorn.Config(
+            front.app,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_SLOW_READERS,
+        )
+        super().__init__(config)
+        self.front, self.drain_seconds, self.ready = front, drain_seconds, ready
+        self._end_at_once = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self.ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or not self.front.worker.is_alive()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Of a signal, in the midst of whatever the loop does."""
+        if self.front.draining:
+            self._end_at_once = True
+        self.front.draining = True
+        self._loop.call_soon_threadsafe(self._begin_to_drain, signal.Signals(sig).name)
+
+    def _begin_to_drain(self, name: str) -> None:
+        if not hasattr(self, "_draining"):
+            self._draining = asyncio.ensure_future(self._drain(name))
+
+    async def _drain(self, name: str) -> None:
+        until = time.monotonic() + self.drain_seconds
+        if self.front.texts:
+            line = f"{name}: {self.front.texts} texts are finished first; once more ends at once"
+            print(line, file=sys.stderr, flush=True)
+        while self.front.texts and time.monotonic() < until and not self._end_at_once:
+            await asyncio.sleep(_LOOK)
+        self.front.end_all()
+        self.should_exit = True

@@ -1,0 +1,124 @@
+"""The thread that has the device: it goes on with what clients wait for, all of them together."""
+
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rmt_tpu import memory
+from rmt_tpu.data import Tokenizer
+from rmt_tpu.errors import RmtError, one_line
+from rmt_tpu.generation import Completion, Draft, Engine, Request, Scores
+
+
+class Piece(NamedTuple):
+    """What has come of a text: `more` of it, and the scores of its prompt with the first of it."""
+
+    index: int
+    more: Completion
+    prompt: Scores | None
+
+
+class Job:
+    """Texts that one client waits for.
+
+    Args:
+      requests: a text each.
+      stop: strings before any of which a text ends.
+      tell: takes what has come of them, or why nothing more comes; called by the worker's thread.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        stop: Sequence[str],
+        tell: Callable[[Piece | Exception], None],
+    ):
+        self.requests, self.stop, self.tell = requests, stop, tell
+        self.numbers: list[int] = []
+
+
+class Worker(threading.Thread):
+    """Has an engine, which no other thread may use.
+
+    Attributes:
+      error: why it ended, if nobody wanted it to.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer):
+        super().__init__(name="engine", daemon=True)
+        self.error: Exception | None = None
+        self._engine, self._tokenizer = engine, tokenizer
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._open: dict[int, tuple[Job, int, Draft]] = {}  # by the engine's number
+
+    def submit(self, job: Job) -> None:
+        """Its texts wait for slots from now on."""
+        self._orders.put(lambda: self._begin(job))
+
+    def cancel(self, job: Job) -> None:
+        """Nobody waits for it any more: its slots are free after the step that is under way."""
+        self._orders.put(lambda: self._forget(job))
+
+    def stop(self) -> None:
+        """Ends the thread after the step that is under way."""
+        self._orders.put(None)
+        self.join()
+
+    def run(self) -> None:
+        try:
+            while self._take_orders():
+                self._step()
+        except Exception as error:  # it could not even begin anew
+            self.error = error
+            self._fail(error)
+
+    def _take_orders(self) -> bool:
+        """Those that are there; if nothing else is to be done, the next one is waited for."""
+        while True:
+            try:
+                order = self._orders.get(block=not self._engine.open)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+
+    def _step(self) -> None:
+        try:
+            for said in self._engine.step():
+                self._tell(said)
+        except Exception as error:
+            if not isinstance(error, RmtError) and not memory.is_out(error):
+                traceback.print_exception(error, file=sys.stderr)
+            self._fail(error)
+            self._engine.reset()
+
+    def _begin(self, job: Job) -> None:
+        for index, request in enumerate(job.requests):
+            number = self._engine.submit(request)
+            job.numbers.append(number)
+            self._open[number] = job, index, Draft(index, self._tokenizer, job.stop)
+
+    def _forget(self, job: Job) -> None:
+        for number in job.numbers:
+            if self._open.pop(number, None):
+                self._engine.forget(number)
+
+    def _tell(self, said) -> None:
+        job, index, draft = self._open[said.number]
+        more = draft.more(said)
+        if more.finish:
+            del self._open[said.number]
+            self._engine.forget(said.number)
+        job.tell(Piece(index, more, said.prompt))
+
+    def _fail(self, error: Exception) -> None:
+        """Tells all who wait."""
+        reason = "out of memory" if memory.is_out(error) else one_line(error)
+        jobs = {id(job): job for job, _, _ in self._open.values()}
+        self._open.clear()
+        for job in jobs.values():
+            job.tell(RuntimeError(reason))

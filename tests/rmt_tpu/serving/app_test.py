@@ -1,0 +1,248 @@
+"""A server within this process, asked over a socket."""
+
+import concurrent.futures
+import http.client
+import json
+import signal
+import threading
+import time
+
+import pytest
+
+from rmt_tpu import config as cfg
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.errors import UsageError
+from rmt_tpu.generation import Engine
+from rmt_tpu.serving import address
+from rmt_tpu.serving.app import Front
+from rmt_tpu.serving.protocol import Served
+from rmt_tpu.serving.server import Server
+from rmt_tpu.serving.worker import Worker
+from tests import models
+
+SERVED = Served("tiny", ByteTokenizer(), max_length=64, max_tokens=60, max_texts=5)
+SECONDS = 60.0  # for whatever takes none
+COMPLETIONS = "/v1/completions"
+
+
+class Running:
+    """A server of two slots in a thread, whose engine can be made to wait before each step."""
+
+    def __init__(self, engine: Engine, drain_seconds: float = SECONDS):
+        engine.reset()
+        self.engine, self.steps = engine, threading.Semaphore(0)
+        self.front = Front(Worker(engine, SERVED.tokenizer), SERVED, max_body=2000)
+        self.opened = address.bind("127.0.0.1", 0)
+        self.port = int(address.listen(self.opened).rpartition(":")[2])
+        ready = threading.Event()
+        self.server = Server(self.front, drain_seconds, ready.set)
+        self.thread = threading.Thread(target=self.server.run, args=([self.opened],))
+        self.front.worker.start()
+        self.thread.start()
+        assert ready.wait(SECONDS)
+
+    def wait_before_steps(self, monkeypatch) -> None:
+        step = self.engine.step
+
+        def waiting():
+            assert self.steps.acquire(timeout=3 * SECONDS)
+            return step()
+
+        monkeypatch.setattr(self.engine, "step", waiting)
+
+    def request(self, body: dict | bytes | None = None, path: str = COMPLETIONS):
+        """A connection and the response, as soon as it begins."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("GET" if body is None else "POST", path, content)
+        return connection, connection.getresponse()
+
+    def ask(self, body: dict | bytes | None = None, path: str = COMPLETIONS) -> tuple[int, dict]:
+        connection, response = self.request(body, path)
+        with connection.sock or response, response:
+            told = json.loads(response.read())
+        connection.close()
+        return response.status, told
+
+    def choices(self, **fields) -> list[dict]:
+        """Of an answer, whole or in chunks."""
+        if not fields.get("stream"):
+            status, told = self.ask(fields)
+            assert status == 200, told
+            return told["choices"]
+        connection, response = self.request(fields)
+        lines = [line for line in response.read().decode().split("\n\n") if line]
+        connection.close()
+        assert lines.pop() == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        texts = [
+            {"index": index, "text": "", "logprobs": None} for index in range(fields.get("n", 1))
+        ]
+        for chunk in chunks:
+            texts[chunk["index"]]["text"] += chunk["text"]
+            texts[chunk["index"]]["finish_reason"] = chunk["finish_reason"]
+        return texts
+
+    def end(self) -> None:
+        for _ in range(1000):
+            self.steps.release()
+        self.server.should_exit = True
+        self.thread.join(SECONDS)
+        self.front.worker.stop()
+        self.opened.close()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    decoder = models.byte_decoder(positions=cfg.Rope())
+    return Engine(decoder, ByteTokenizer.bos, slots=2, steps=4)
+
+
+@pytest.fixture
+def running(engine):
+    server = Running(engine)
+    yield server
+    server.end()
+
+
+def until(holds) -> None:
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def requests() -> list[dict]:
+    """Of every kind, more than there are slots."""
+    return [
+        {"prompt": "ab", "max_tokens": 9, "seed": 1},
+        {"prompt": [97, 98], "max_tokens": 9, "seed": 1, "stream": True},
+        {"prompt": "", "max_tokens": 13, "n": 2, "seed": 3, "stream": True, "top_k": 20},
+        {"prompt": "xyz", "max_tokens": 6, "temperature": 0, "echo": True},
+    ]
+
+
+def test_clients_at_the_same_time_are_told_what_each_is_told_alone(running):
+    alone = [running.choices(**fields) for fields in requests()]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda fields: running.choices(**fields), requests()))
+    assert together == alone
+    assert alone[0] == alone[1], "the same tokens, in chunks"
+    assert alone[2][0]["text"] != alone[2][1]["text"]
+    (one,) = running.choices(prompt="", max_tokens=13, seed=4, top_k=20)
+    assert one["text"] == alone[2][1]["text"], "the second of n has the seed that follows"
+    assert alone[3][0]["text"].startswith("xyz")
+
+
+def test_a_stop_string_frees_the_row(running, monkeypatch, capfd):
+    (whole,) = running.choices(prompt="ab", max_tokens=24, seed=1)
+    stop = whole["text"][4:7]
+    running.wait_before_steps(monkeypatch)
+    running.steps.release(5)  # the prompt and 16 tokens
+    (cut,) = running.choices(prompt="ab", max_tokens=24, seed=1, stop=[stop], stream=True)
+    assert cut["text"] == whole["text"].partition(stop)[0] and cut["finish_reason"] == "stop"
+    until(lambda: not running.engine.open)
+    assert capfd.readouterr().err == "", "nothing came of it any more"
+
+
+def test_a_client_that_goes_frees_its_rows(running, monkeypatch):
+    running.wait_before_steps(monkeypatch)
+    connection, response = running.request({"max_tokens": 60, "n": 3, "stream": True})
+    running.steps.release(2)  # two of the prompts
+    assert response.readline().startswith(b"data: ")
+    assert running.front.texts == 3
+    response.close()
+    connection.close()
+    until(lambda: running.front.texts == 0)
+    running.steps.release()  # what was under way
+    until(lambda: not running.engine.open)
+
+
+def test_more_than_may_wait_are_refused(running, monkeypatch):
+    running.wait_before_steps(monkeypatch)
+    connection, response = running.request({"n": 4, "max_tokens": 1, "stream": True})
+    other, refused = running.request({"n": 2, "max_tokens": 1})
+    told = json.loads(refused.read())["error"]
+    assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+    assert told["type"] == "rate_limit_error" and told["code"] == "queue_full"
+    assert told["message"] == "4 texts are open, of at most 5; try again later"
+    running.steps.release(100)
+    assert response.read().endswith(b"data: [DONE]\n\n")
+    assert running.ask({"n": 5, "max_tokens": 1})[0] == 200
+    connection.close()
+    other.close()
+
+
+def test_what_is_refused(running):
+    message = lambda *how: (lambda told: (told[0], told[1]["error"]["message"]))(running.ask(*how))
+    assert message({"n": 9}) == (400, "n=9 must be a whole number from 1 to 5")
+    assert message({"model": "x"}) == (404, "model 'x' is unknown; legal: tiny")
+    status, words = message(b"x" * 3000)
+    assert status == 413 and words == "the body has more than 2000 bytes, which are legal at most"
+    assert message({}, "/v1/chat/completions")[0] == 404
+    status, words = message(None, COMPLETIONS)
+    assert status == 405 and "legal: POST /v1/completions" in words
+    assert message(None, "/v1/models/x")[0] == 404
+
+
+def test_what_there_is(running):
+    status, models_told = running.ask(path="/v1/models")
+    (model,) = models_told["data"]
+    assert status == 200 and (model["id"], model["max_model_len"]) == ("tiny", 64)
+    assert running.ask(path="/v1/models/tiny") == (200, model)
+    told = {"status": "ok", "model": "tiny", "texts": 0}
+    assert running.ask(path="/healthz") == (200, told)
+
+
+def test_a_model_that_fails_begins_anew(running, monkeypatch, capfd):
+    def fails():
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(running.engine, "step", fails)
+    status, told = running.ask({"max_tokens": 2})
+    assert status == 500 and told["error"]["message"] == "the model failed: out of memory"
+    monkeypatch.undo()
+    assert running.ask({"max_tokens": 2})[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_a_signal_lets_what_is_open_finish(running, monkeypatch):
+    running.wait_before_steps(monkeypatch)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        open_one = pool.submit(running.ask, {"max_tokens": 9, "seed": 1})
+        until(lambda: running.front.texts)
+        running.server.handle_exit(signal.SIGTERM, None)
+        status, told = running.ask({"max_tokens": 9})
+        assert status == 503 and told["error"]["code"] == "ending"
+        assert running.ask(path="/healthz") == (
+            503,
+            {"status": "draining", "model": "tiny", "texts": 1},
+        )
+        running.steps.release(100)
+        status, told = open_one.result(SECONDS)
+    assert status == 200 and told["usage"]["completion_tokens"] == 9
+    running.thread.join(SECONDS)
+    assert not running.thread.is_alive() and not running.server._captured_signals
+
+
+def test_what_takes_too_long_is_told_that_the_server_ends(running, monkeypatch):
+    running.wait_before_steps(monkeypatch)
+    connection, response = running.request({"max_tokens": 9, "stream": True})
+    until(lambda: running.front.texts)
+    for _ in range(2):  # the second does not wait
+        running.server.handle_exit(signal.SIGINT, None)
+    (line, done, _) = response.read().decode().split("\n\n")
+    assert json.loads(line.removeprefix("data: "))["error"]["message"] == "the server is ending"
+    assert done == "data: [DONE]"
+    connection.close()
+    running.thread.join(SECONDS)
+    assert not running.thread.is_alive()
+
+
+def test_addresses(running):
+    with pytest.raises(UsageError, match=f"^--port={running.port} is in use on 127.0.0.1; legal:"):
+        address.bind("127.0.0.1", running.port)
+    with pytest.raises(UsageError, match="^--host=192.0.2.1 is no address of this machine; legal"):
+        address.bind("192.0.2.1", 0)
+    with address.bind("0.0.0.0", 0) as everywhere, address.bind("localhost", 0) as here:
+        assert address.is_loopback(here) and not address.is_loopback(everywhere)
