@@ -37,6 +37,9 @@ _MAX_BODY = flags.DEFINE_integer("max_body", 2**22, "bytes of a request", lower_
 _DRAIN_SECONDS = flags.DEFINE_float(
     "drain_seconds", 60, "after SIGTERM, for what is open", lower_bound=0
 )
+_COMPILE_FIRST = flags.DEFINE_bool(
+    "compile_first", False, "programs for all lengths are made before the first request"
+)
 _LOG_REQUESTS = flags.DEFINE_bool("log_requests", False, "says a line of each request")
 
 _STEPS = 4  # tokens a row between two looks at what clients want
@@ -68,11 +71,9 @@ def main() -> int:
 
 
 def _front():
-    """The model, loaded and its smallest programs compiled."""
-    import numpy as np
-
+    """The model, loaded, and with programs for short texts."""
     import rmt_tpu
-    from rmt_tpu.generation import Engine, Request, Sampling, cast_once
+    from rmt_tpu.generation import Engine, cast_once
     from rmt_tpu.serving.app import Front
     from rmt_tpu.serving.protocol import Served
     from rmt_tpu.serving.worker import Worker
@@ -80,15 +81,16 @@ def _front():
     with arguments_as_flags():
         decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
     learned = decoder.config.learned_positions
-    longest = _MAX_LENGTH.value if learned is None else learned.max_length
-    with memory.told_if_out("less is taken with fewer --slots"):
+    longest = _MAX_LENGTH.value
+    if learned is not None:
+        longest = min(longest, learned.max_length)
+    with memory.told_if_out("less is taken with fewer --slots or a smaller --max_length"):
         engine = Engine(cast_once(decoder), tokenizer.bos, slots=_SLOTS.value, steps=_STEPS)
-        for _ in engine.run([Request(np.array([tokenizer.bos]), Sampling(max_tokens=2))]):
-            pass
+        engine.compile(longest if _COMPILE_FIRST.value else 1)
     served = Served(
         name=_NAME.value or _WORKDIR.value.rstrip("/").rpartition("/")[2],
         tokenizer=tokenizer,
-        max_length=min(longest, _MAX_LENGTH.value),
+        max_length=longest,
         max_tokens=_MAX_TOKENS.value,
         max_texts=_SLOTS.value + _QUEUE.value,
     )

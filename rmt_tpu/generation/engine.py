@@ -153,6 +153,18 @@ class Engine:
             for number in self.open:
                 self.forget(number)
 
+    def compile(self, tokens: int) -> None:
+        """Makes the programs for texts of up to so many tokens; others are made when needed."""
+        size = _LEAST
+        while True:
+            length = max(1, min(size, tokens) - self.steps)
+            self.submit(Request(np.full(length, self.stop), Sampling(max_tokens=2)))
+            while self.open:
+                self.step()
+            if size >= tokens:
+                return
+            size *= 2
+
     def submit(self, request: Request) -> int:
         """The number of a request, from 0. It waits for a slot; `step` says what comes of it."""
         number, self.submitted = self.submitted, self.submitted + 1

@@ -136,7 +136,9 @@ class _Choice:
         self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
 
     def _text(self, token: int) -> str:
-        """A part of a character is told as its bytes."""
+        """A part of a character is told as its bytes, and what no text has by its number."""
+        if token >= self.tokenizer.vocab_size:
+            return f"token:{token}"
         content = self.tokenizer.decode_bytes([token])
         try:
             return content.decode()

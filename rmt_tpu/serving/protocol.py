@@ -182,7 +182,8 @@ def _object(body: bytes) -> dict[str, Any]:
         raise Refusal(f"the body is {shown(values)}, and must be an object of JSON")
     for name in values:
         if name not in _FIELDS:
-            raise Refusal(unknown("field", name, _FIELDS), name, code="unknown_field")
+            param = name[:_LONGEST_STOP].encode(errors="replace").decode()
+            raise Refusal(unknown("field", name, _FIELDS), param, code="unknown_field")
     values = {name: value for name, value in values.items() if value is not None}
     for name, neutral in _NEUTRAL.items():
         if values.get(name, neutral) != neutral:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rmt_tpu import memory
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.errors import RmtError, one_line
-from rmt_tpu.generation import Completion, Draft, Engine, Request, Scores
+from rmt_tpu.generation import Completion, Draft, Engine, Request, Said, Scores
 
 
 class Piece(NamedTuple):
@@ -89,7 +89,8 @@ class Worker(threading.Thread):
     def _step(self) -> None:
         try:
             for said in self._engine.step():
-                self._tell(said)
+                if said.number in self._open:
+                    self._tell(said)
         except Exception as error:
             if not isinstance(error, RmtError) and not memory.is_out(error):
                 traceback.print_exception(error, file=sys.stderr)
@@ -107,9 +108,14 @@ class Worker(threading.Thread):
             if self._open.pop(number, None):
                 self._engine.forget(number)
 
-    def _tell(self, said) -> None:
+    def _tell(self, said: Said) -> None:
         job, index, draft = self._open[said.number]
-        more = draft.more(said)
+        try:
+            more = draft.more(said)
+        except RmtError as error:  # no text has this token: the model has more than its tokenizer
+            self._forget(job)
+            job.tell(error)
+            return
         if more.finish:
             del self._open[said.number]
             self._engine.forget(said.number)

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
@@ -25,6 +26,12 @@ def two(shared):
     """An engine of two slots, as new."""
     shared.reset()
     return shared
+
+
+def test_a_prompt_is_scored_with_the_logits_of_few_tokens_at_a_time(decoder):
+    graphdef, params = nnx.split(decoder)
+    program = engine._score.trace(graphdef, params, np.zeros((1, 256), np.int32), np.bool_(True))
+    assert "f32[64,257]" in str(program.jaxpr) and "[255,257]" not in str(program.jaxpr)
 
 
 def request(prompt: str, max_tokens: int, seed: int = 0, **how) -> Request:
@@ -86,6 +93,15 @@ def test_room_that_nobody_needs_is_given_back(two):
     assert two.capacity == 64
     rest(two, two.submit(request("ab", 2)))
     assert two.capacity == 32
+
+
+def test_programs_can_be_made_beforehand(two):
+    programs = (engine._prefill, engine._steps)
+    two.compile(50)
+    compiled = [program._cache_size() for program in programs]
+    rest(two, two.submit(request("ab", 3)))
+    rest(two, two.submit(request("a" * 40, 20)))
+    assert [program._cache_size() for program in programs] == compiled
 
 
 def test_the_likeliest_tokens_and_the_scores_of_a_prompt(decoder, two):

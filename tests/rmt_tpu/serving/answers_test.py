@@ -69,6 +69,13 @@ def test_logarithms_of_characters_that_come_in_parts():
     assert whole["usage"]["completion_tokens"] == 9  # of which a stop string took three
 
 
+def test_tokens_that_no_text_has():
+    """The model may have more of them than its tokenizer."""
+    part = Said(0, [97], Scores([-1.0], [{300: -0.5}]), True, False)
+    whole, _ = told([part], logprobs=1)
+    assert whole["choices"][0]["logprobs"]["top_logprobs"] == [{"token:300": -0.5, "a": -1.0}]
+
+
 def test_the_chosen_token_alone():
     whole, _ = told([said(b"az", ended=True)], logprobs=0)
     assert whole["choices"][0]["logprobs"]["top_logprobs"] == [{"a": 0}, {"z": -1 / 8}]

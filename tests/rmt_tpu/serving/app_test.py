@@ -7,6 +7,9 @@ import signal
 import threading
 import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rmt_tpu import config as cfg
@@ -204,6 +207,62 @@ def test_a_model_that_fails_begins_anew(running, monkeypatch, capfd):
     monkeypatch.undo()
     assert running.ask({"max_tokens": 2})[0] == 200
     assert capfd.readouterr().err == ""
+
+
+def test_a_token_that_no_text_has_fails_its_own_request(running, monkeypatch):
+    (alone,) = running.choices(prompt="ab", max_tokens=9, seed=1)
+    running.wait_before_steps(monkeypatch)
+    waiting = running.engine.step
+    changed = lambda said: said._replace(tokens=[999]) if said.number == bad else said
+    monkeypatch.setattr(running.engine, "step", lambda: [changed(said) for said in waiting()])
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        bad = running.engine.submitted
+        first = pool.submit(running.ask, {"prompt": "c", "max_tokens": 9})
+        until(lambda: running.engine.submitted > bad)
+        second = pool.submit(running.choices, prompt="ab", max_tokens=9, seed=1)
+        running.steps.release(100)
+        status, told = first.result(SECONDS)
+        assert second.result(SECONDS) == [alone]
+    assert status == 500 and "token 999 is not of --tokenizer=byte" in told["error"]["message"]
+    assert not running.engine.open
+
+
+def test_a_model_that_cannot_begin_anew_ends_the_server(running, monkeypatch, capfd):
+    def fails():
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(running.engine, "step", fails)
+    monkeypatch.setattr(running.engine, "reset", fails)
+    status, told = running.ask({"max_tokens": 2})
+    assert status == 500 and told["error"]["message"] == "the model failed: RuntimeError: no device"
+    running.thread.join(SECONDS)
+    assert not running.thread.is_alive() and str(running.front.worker.error) == "no device"
+    assert "no device" in capfd.readouterr().err
+
+
+def test_prompts_are_scored_as_a_harness_asks_for(running):
+    """Of tokens without a start token, many at a time, with one more that is not looked at."""
+    prompts = [[*b"abcd"], [*b"wxyz"]]
+    logits = jax.jit(running.engine.decoder)
+    how = {"echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 1}
+    for choice, prompt in zip(running.choices(prompt=prompts, **how), prompts, strict=True):
+        tokens = jnp.array([[ByteTokenizer.bos, *prompt]])
+        logs = np.asarray(jax.nn.log_softmax(logits(tokens)[0]))
+        wanted = logs[np.arange(4), prompt]
+        told = choice["logprobs"]
+        np.testing.assert_allclose(told["token_logprobs"][:-1], wanted, atol=1e-4)
+        assert told["tokens"][:-1] == [chr(token) for token in prompt]
+        best = [max(top.values()) for top in told["top_logprobs"]]
+        np.testing.assert_allclose(best, logs.max(axis=-1), atol=1e-4)
+
+
+def test_a_line_of_each_request(running, capfd):
+    running.front._log = True
+    running.choices(prompt="ab", max_tokens=9, seed=1)
+    running.ask({"n": 9})
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("1 texts, 3 + 9 tokens, ") and first.endswith(" s: ok")
+    assert second == "POST /v1/completions 400: n=9 must be a whole number from 1 to 5"
 
 
 def test_a_signal_lets_what_is_open_finish(running, monkeypatch):

@@ -73,6 +73,7 @@ def test_what_changes_nothing_is_taken():
 
 REFUSED = [
     ({"max_token": 5}, "max_token", "'max_token' is unknown; did you mean 'max_tokens'?"),
+    ({f"n{HALF}": 5}, "n?", r"field 'n\ud800' is unknown"),
     ({"prompt": 5}, "prompt", "prompt=5 must be text, a list of tokens, or"),
     ({"prompt": []}, "prompt", "prompt=[] must be text"),
     ({"prompt": [[]]}, "prompt", "prompt=[] must be text"),
