@@ -1,6 +1,11 @@
 """Fused ops for residual streams, with their references. Imports jax only and knows no model."""
 
-from pallas_kernels.causal_attention import attention_backward, attention_forward, causal_attention
+from pallas_kernels.causal_attention import (
+    attention_after,
+    attention_backward,
+    attention_forward,
+    causal_attention,
+)
 from pallas_kernels.depth_attention import (
     depth_attention,
     depth_attention_merge,
@@ -25,6 +30,7 @@ __all__ = [
     "FRACTION_BITS",
     "Statistics",
     "UnsupportedImplementation",
+    "attention_after",
     "attention_backward",
     "attention_forward",
     "causal_attention",

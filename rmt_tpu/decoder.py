@@ -142,11 +142,31 @@ class Decoder(nnx.Module):
         Raises:
           TypeError, ValueError: as `__call__`.
         """
+        context = cores.causal(tokens.shape[1], None, None)
+        return self._fill(tokens, context, lengths, cache)
+
+    def extend(
+        self, tokens: Int[Array, "batch new"], lengths: Int[Array, " batch"], cache: Cache
+    ) -> tuple[Float[Array, "batch vocab"], Cache]:
+        """`prefill` behind what the cache has: a long text in parts, in the memory of one.
+
+        Args:
+          tokens: rows, filled up at their ends with any token.
+          lengths: of the rows, at least 1; with what the cache has of each they fit in it.
+          cache: of the tokens before, maybe of none.
+
+        Raises:
+          TypeError, ValueError: as `__call__`.
+        """
+        context = cores.cached(cache.length, tokens.shape[1])
+        return self._fill(tokens, context, lengths, cache)
+
+    def _fill(self, tokens, context, lengths, cache):
         _check(tokens)
-        context = cores.causal(tokens.shape[1], None, None)._replace(lengths=lengths)
-        z, caches, _ = self._run(tokens, context, cache.cores)
+        z, caches, _ = self._run(tokens, context._replace(lengths=lengths), cache.cores)
         last = jnp.take_along_axis(z, (lengths - 1)[:, None, None, None], axis=1)
-        return self.unembedding(last)[:, 0], Cache(caches, lengths)
+        before = 0 if context.start is None else context.start
+        return self.unembedding(last)[:, 0], Cache(caches, before + lengths)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache for `capacity` tokens of each of `batch` sequences."""

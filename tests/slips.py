@@ -104,6 +104,7 @@ _CAUSAL = (
     _blocks("kind |= _MASKED * _is_masked(call, i, j) |", "kind |="),
     _blocks('"offset": None if offset is None else offset + start', '"offset": offset'),
     _blocks("first = at.group * (call.blocks.heads * call.each)", "first = at.group * call.blocks.heads"),
+    _of("pallas_kernels/causal_attention/__init__.py", f"{_MODEL}/generation/parts_test.py")("sums = sums + slopes * (most - filled)", "sums = sums + 0 * slopes * (most - filled)"),
     _ring("before = other < self.me", "before = other > self.me"),
     _ring("return (queries - keys) * self.length, ids", "return queries - keys, ids"),
     _ring("d_kv = ring.passed_on(d_kv)  # home", "# home"),

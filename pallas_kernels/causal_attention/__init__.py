@@ -28,7 +28,7 @@ from pallas_kernels.platform import (
     reverse_mode,
 )
 
-__all__ = ["attention_backward", "attention_forward", "causal_attention"]
+__all__ = ["attention_after", "attention_backward", "attention_forward", "causal_attention"]
 
 Implementation = Literal["xla", "mosaic_tpu", "pallas", "splash", "cudnn"]
 Scale = Float[Array, ""] | int | float
@@ -119,6 +119,45 @@ def attention_backward(
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
     args = (qkv, out, log_sums, d_out, jnp.asarray(scale), slopes, segment_ids)
     return _backward(_Call(rows, implementation, kv_heads, over), *args)
+
+
+def attention_after(
+    qkv: Float[Array, "B N P D"],
+    before: Float[Array, "B K keys_and_values D"],
+    filled: Int[Array, " B"],
+    *,
+    scale: Scale,
+    slopes: Float[Array, " H"] | None = None,
+    kv_heads: int | None = None,
+    rows: Rows = "size_major",
+    implementation: Implementation | None = None,
+) -> Float[Array, "B N H D"]:
+    """`causal_attention` of tokens that also see those before them; with no gradient.
+
+    Args:
+      qkv: of the new tokens.
+      before: keys of all G heads, then values, of the tokens before them in order.
+      filled: how many there are of each row; what is behind these is not seen.
+      scale, slopes, kv_heads, rows, implementation: as `causal_attention`.
+
+    Returns:
+      One data vector a head, in qkv's dtype.
+
+    Raises:
+      UnsupportedImplementation, ValueError: as `causal_attention`.
+    """
+    kv_heads = _check(qkv, slopes, None, kv_heads, None)
+    call = _Call(rows, implementation, kv_heads, None)
+    scale, heads = jnp.asarray(scale), qkv.shape[2] - 2 * kv_heads
+    own = _whole_forward(call, scale, slopes, qkv, None)
+    there = jnp.arange(before.shape[1])[None] < filled[:, None]
+    segments = jnp.ones(qkv.shape[:2], jnp.int32), there.astype(jnp.int32)
+    most = jnp.max(filled)
+    before = before.astype(qkv.dtype)
+    out, sums = _part_forward(call, scale, slopes, qkv[:, :, :heads], before, most, segments)
+    if slopes is not None:  # to rows of fewer tokens all keys are that much nearer
+        sums = sums + slopes * (most - filled)[:, None, None]
+    return divided.merged(own, (out, sums))[0].astype(qkv.dtype)
 
 
 def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None) -> int:

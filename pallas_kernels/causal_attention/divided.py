@@ -191,11 +191,17 @@ class _Ring:
         return jax.lax.dynamic_slice_in_dim(self.segment_ids, part * self.length, self.length, 1)
 
 
+def merged(
+    one: tuple[Float[Array, "*rows D"], Float[Array, "*rows"]],
+    other: tuple[Float[Array, "*rows D"], Float[Array, "*rows"]],
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+    """Outputs and log sums over the keys of both, in the log sums' dtype."""
+    sums = jnp.logaddexp(one[1], other[1])
+    weigh = lambda x, of: x.astype(sums.dtype) * jnp.exp(of - sums)[..., None]
+    return weigh(*one) + weigh(*other), sums
+
+
 def _add(state, query, found):
     """Own outputs and log sums, with those over more keys."""
-    (out, sums), (more, more_sums) = state, found
-    before = sums[query]
-    after = jnp.logaddexp(before, more_sums)
-    weigh = lambda x, of: x.astype(out.dtype) * jnp.exp(of - after)[..., None]
-    mixed = weigh(out[query], before) + weigh(more, more_sums)
-    return out.at[query].set(mixed), sums.at[query].set(after)
+    after = merged(tuple(x[query] for x in state), found)
+    return tuple(x.at[query].set(new) for x, new in zip(state, after, strict=True))

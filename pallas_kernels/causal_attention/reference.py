@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 Segments = tuple[Int[Array, "B Q"], Int[Array, "B K"]]
 
-# Queries in a block, at most.
-_QUERIES = 1024
+# In a block, at most: queries, and logits of a head.
+_QUERIES, _LOGITS = 1024, 2**23
 
 
 def visible(
@@ -119,7 +119,7 @@ def _forward(q, k, v, scale, slopes, shift, mask):
         weights = jnp.exp(logits - log_sums[..., None]).astype(q.dtype)
         return None, (jnp.einsum("bhnm,bmhd->bnhd", weights, v), log_sums.swapaxes(1, 2))
 
-    _, (out, log_sums) = _over_blocks(block, None, (q,))
+    _, (out, log_sums) = _over_blocks(block, None, (q,), k.shape[1])
     return out, log_sums
 
 
@@ -141,7 +141,7 @@ def _backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask):
         return (d_k, d_v), (einsum("bhnm,bmhd->bnhd", d_logits, k),)
 
     zeros = (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
-    (d_k, d_v), (d_q,) = _over_blocks(block, zeros, (q, out, log_sums, d_out))
+    (d_k, d_v), (d_q,) = _over_blocks(block, zeros, (q, out, log_sums, d_out), k.shape[1])
     if kv_heads < q.shape[2]:
         together = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).sum(axis=3)
         d_k, d_v = together(d_k), together(d_v)
@@ -177,10 +177,10 @@ def _logits(q, k, scale, slopes, positions, shift, mask):
     return jnp.where(mask[:, None], logits, jnp.finfo(dtype).min).astype(dtype)
 
 
-def _over_blocks(block, carry, arrays):
+def _over_blocks(block, carry, arrays, keys):
     """`lax.scan` of `block(carry, (positions, *arrays))` over blocks of the sequence axis."""
     length = arrays[0].shape[1]
-    blocks = -(-length // _QUERIES)
+    blocks = -(-length // min(_QUERIES, max(1, _LOGITS // max(1, keys))))
     if blocks <= 1:
         return block(carry, (jnp.arange(length), *arrays))
     size = -(-length // blocks)

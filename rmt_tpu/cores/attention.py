@@ -135,13 +135,23 @@ class Attention(Core):
         if context.start is None:
             return self(z, context, index), cache
         k, v = stacks.at(cache, layer)
-        queries, keys = context.query_positions, jnp.arange(k.shape[1])[None]
-        mask = queries[:, :, None] >= keys[:, None, :]
         if q.shape[1] == 1:
+            queries, keys = context.query_positions, jnp.arange(k.shape[1])[None]
+            mask = queries[:, :, None] >= keys[:, None, :]
             y = self._of_one(q, k, v, groups, index, queries, keys, mask)
         else:
             heads = lambda x: x[..., : groups * size].reshape(*x.shape[:2], groups, size)
-            y = self._masked(q, heads(k), heads(v), index, queries, keys, mask)
+            before = jnp.concatenate([heads(k), heads(v)], axis=2)
+            qkv = jnp.concatenate([q, *new], axis=2)
+            y = pallas_kernels.attention_after(
+                qkv,
+                before,
+                context.start,
+                scale=self._scale(index),
+                slopes=self._slopes(),
+                kv_heads=groups,
+                rows=self.layout.rows,
+            )
         return self._to_tokens(y), cache
 
     def _attend(self, function, context, index, *arrays):

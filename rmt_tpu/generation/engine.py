@@ -116,11 +116,14 @@ class Engine:
       stop: the token that ends a text.
       slots: rows of the batch.
       steps: tokens a row between two looks at what has come.
+      part: tokens of a prompt that are read at a time.
     """
 
-    def __init__(self, decoder: Decoder, stop: int, *, slots: int = 1, steps: int = 8):
+    def __init__(
+        self, decoder: Decoder, stop: int, *, slots: int = 1, steps: int = 8, part: int = 2048
+    ):
         self.graphdef, self.params = nnx.split(decoder)
-        self.decoder, self.stop, self.steps = decoder, stop, steps
+        self.decoder, self.stop, self.steps, self.part = decoder, stop, steps, part
         learned = decoder.config.learned_positions
         # What fills up a prompt has positions too: NaN would stay in the cache.
         self.positions = sys.maxsize if learned is None else learned.max_length
@@ -214,34 +217,52 @@ class Engine:
     def _begin(self, slot: int, number: int, request: Request) -> Said:
         """Reads a prompt, and chooses its first token."""
         length = len(request.tokens)
-        padded = np.zeros((1, min(bucket(length), self.positions)), np.int32)
-        padded[0, :length] = request.tokens
-        one, chosen = _prefill(
-            self.graphdef,
-            self.params,
-            padded,
-            np.array([length], np.int32),
-            choice([request.sampling]),
-            np.int32(request.sampling.max_tokens),
-            np.int32(self.stop),
-            np.bool_(request.ranked),
-        )
-        if len(self._free()) == self.slots and padded.shape[1] < self.capacity:
+        one, chosen = self._read(request)
+        if len(self._free()) == self.slots and bucket(length) < self.capacity:
             self._empty()  # no step reads room that nobody needs any more
         self.lengths[slot], self.requests[slot] = length, request
-        self._grow(padded.shape[1])
+        self._grow(length)
         self.rows = _insert(self.rows, one, np.int32(slot))
         left, chosen = jax.device_get((one.left, chosen))
         ended, stopped = int(left[0]) == 0, int(chosen.token[0]) == self.stop
         self.numbers[slot] = None if ended else number
         new = slice(0, 0 if stopped else 1)
         scores = chosen.scores((new,), request.ranked)
-        prompt = self._score(padded, length, request.ranked) if request.scored else None
+        prompt = self._score(request) if request.scored else None
         return Said(number, chosen.token[new].tolist(), scores, ended, stopped, prompt)
 
-    def _score(self, padded: np.ndarray, length: int, ranked: bool) -> Scores:
-        scored = jax.device_get(_score(self.graphdef, self.params, padded, np.bool_(ranked)))
-        return scored.scores((slice(0, length - 1),), ranked)
+    def _read(self, request: Request) -> tuple[_Rows, _Chosen]:
+        """A row of its own."""
+        tokens, model = request.tokens, (self.graphdef, self.params)
+        how = (
+            np.array([len(tokens)], np.int32),
+            choice([request.sampling]),
+            np.int32(request.sampling.max_tokens),
+            np.int32(self.stop),
+            np.bool_(request.ranked),
+        )
+        if len(tokens) <= self.part:
+            return _prefill(*model, self._padded(tokens, 0, bucket(len(tokens))), *how)
+        cache = self.decoder.empty_cache(1, bucket(len(tokens)))
+        for first in range(0, len(tokens), self.part):
+            part = tokens[first : first + self.part]
+            padded = self._padded(part, first, self.part)
+            logits, cache = _extend(*model, padded, np.array([len(part)], np.int32), cache)
+        seen = np.zeros(logits.shape, bool)
+        seen[0, tokens] = True
+        return _first(logits, cache, seen, *how)
+
+    def _padded(self, tokens: np.ndarray, first: int, size: int) -> np.ndarray:
+        """Tokens from a position on, filled up as far as there are positions."""
+        padded = np.zeros((1, min(size, self.positions - first)), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return padded
+
+    def _score(self, request: Request) -> Scores:
+        length, ranked = len(request.tokens), np.bool_(request.ranked)
+        padded = self._padded(request.tokens, 0, bucket(length))
+        scored = jax.device_get(_score(self.graphdef, self.params, padded, ranked))
+        return scored.scores((slice(0, length - 1),), request.ranked)
 
     def _grow(self, tokens: int) -> None:
         """Makes room for rows of so many tokens."""
@@ -297,6 +318,33 @@ def _prefill(
     # What fills it up is put behind the last token, which is nowhere.
     places = jnp.where(of_prompt, tokens[0], logits.shape[1])
     seen = jnp.zeros(logits.shape, bool).at[0, places].set(True, mode="drop")
+    return _first(logits, cache, seen, lengths, how, left, stop, ranked)
+
+
+@partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
+def _extend(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    tokens: Int[Array, "1 new"],
+    lengths: Int[Array, "1"],
+    cache: Cache,
+) -> tuple[Float[Array, "1 vocab"], Cache]:
+    """Logits behind a part of a prompt, and the cache with it."""
+    return nnx.merge(graphdef, params).extend(tokens, lengths, cache)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def _first(
+    logits: Float[Array, "1 vocab"],
+    cache: Cache,
+    seen: Bool[Array, "1 vocab"],
+    lengths: Int[Array, "1"],
+    how: Choice,
+    left: Int[Array, ""],
+    stop: Int[Array, ""],
+    ranked: Bool[Array, ""],
+) -> tuple[_Rows, _Chosen]:
+    """A row with the first token behind its prompt."""
     token = _next_token(logits, seen, lengths, how)
     left = jnp.where(token == stop, 0, left - 1)
     return _Rows(cache, token, left, seen), _chosen(logits, token, ranked)

@@ -140,7 +140,7 @@ def say(monkeypatch):
         forget()
 
     def forget() -> None:
-        for program in (engine._prefill, engine._steps):
+        for program in (engine._prefill, engine._first, engine._steps):
             program.clear_cache()
 
     yield say
