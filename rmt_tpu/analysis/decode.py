@@ -2,8 +2,8 @@
 
 The least is what its bytes take at the full bandwidth of a device, or its products at the peak if
 that is longer: weights as they multiply and the cache are read once, and nothing else is moved.
-Beside it stands `Decoder.decode`, compiled for a TPU that need not be there and estimated as train
-steps are (see `step_cost`), or the engine's steps, timed here.
+Beside it stand a dispatch of steps, compiled for a TPU that need not be there and estimated as
+train steps are (see `step_cost`), or the engine's, timed here.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.generation import Engine, Request, Sampling, cast_once
 from rmt_tpu.generation.engine import bucket
 
-_STEPS = 8  # tokens a row between two looks of the engine at what has come
+STEPS = 8  # tokens a row in a dispatch, as the engine has them
 _MOST = 64  # tokens a row in one repeat of a measurement
 
 
@@ -97,8 +97,8 @@ class Row:
       device: what it was estimated for or timed on.
       least_seconds: None where the device's bandwidth is not known.
       timed: whether it was to be timed.
-      cost: of the compiled step; None if it was timed, or there is none.
-      copies: moves from HBM to HBM of as much as a layer's keys, in a step: how many, and bytes.
+      cost: of a dispatch of STEPS steps; None if it was timed, or there is none.
+      copies: moves in it from HBM to HBM of as much as a layer's keys: how many, and bytes.
       times: measured seconds a step, of each repeat.
       fault: why there is no step, in a line.
     """
@@ -118,7 +118,7 @@ class Row:
         """Of a step: the median if it was timed; estimated, never less than its bytes take."""
         if self.times:
             return statistics.median(self.times)
-        return self.cost and max(self.cost.cycles, self.cost.hbm_cycles) / self.cost.clock
+        return self.cost and self._of_cycles(self.cost.cycles)
 
     @property
     def span(self) -> tuple[float, float] | None:
@@ -127,8 +127,11 @@ class Row:
             return min(self.times), max(self.times)
         if self.cost is None:
             return None
-        cycles = [max(c, self.cost.hbm_cycles) for c in self.cost.by_model.values()]
-        return min(cycles) / self.cost.clock, max(cycles) / self.cost.clock
+        seconds = [self._of_cycles(cycles) for cycles in self.cost.by_model.values()]
+        return min(seconds), max(seconds)
+
+    def _of_cycles(self, cycles: float) -> float:
+        return max(cycles, self.cost.hbm_cycles) / self.cost.clock / STEPS
 
     @property
     def of_bandwidth(self) -> float | None:
@@ -141,6 +144,7 @@ class Row:
         """All figures, in bytes and seconds."""
         return dataclasses.asdict(dataclasses.replace(self, cost=None)) | {
             "capacity": self.case.capacity,
+            "steps": STEPS,
             "cost": self.cost and self.cost.json(),
             "seconds": self.seconds,
             "span": self.span,
@@ -200,25 +204,39 @@ def _compiled(row: Row, outcome: Program | Failure) -> Row:
 
 
 def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
-    """`Decoder.decode` of a token a row, for a device that need not exist; the cache is donated.
+    """A dispatch as the engine's, for a device that need not exist; the cache is donated.
+
+    The likeliest token is taken: other choices are branches, of which it is not known how often
+    they are gone.
 
     Args:
       device: of a topology.
       **case: the fields of a Case.
     """
     case = Case(**case)
-    decoder = _abstract(case.model("bfloat16"))
-    graphdef, params = nnx.split(decoder, nnx.Param)
-    tokens = jax.ShapeDtypeStruct((case.batch, 1), jnp.int32)
-    arguments = params, tokens, _cache(decoder, case.batch, case.capacity)
+    abstract = _abstract(case.model("bfloat16"))
+    graphdef, params = nnx.split(abstract, nnx.Param)
+    token = jax.ShapeDtypeStruct((case.batch,), jnp.int32)
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    decode = lambda params, *given: nnx.merge(graphdef, params).decode(*given)
+    arguments = params, token, _cache(abstract, case.batch, case.capacity)
+
+    def steps(params, token, cache):
+        decoder = nnx.merge(graphdef, params)
+
+        def step(carry, _):
+            token, cache = carry
+            logits, cache = decoder.decode(token[:, None], cache)
+            token = jnp.argmax(logits[:, 0], axis=-1).astype(token.dtype)
+            return (token, cache), token
+
+        return jax.lax.scan(step, (token, cache), length=STEPS)
+
     # Block sizes are looked up by the device of the mesh in use.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh), warnings.catch_warnings():
         # Some kernels are for many tokens alone.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
-        return jax.jit(decode, donate_argnums=2).lower(*jax.tree.map(placed, arguments))
+        return jax.jit(steps, donate_argnums=2).lower(*jax.tree.map(placed, arguments))
 
 
 def copies(module: Module, least_bytes: int) -> tuple[int, int]:
@@ -273,9 +291,9 @@ def measure(
 
 def _times(case: Case, repeats: int) -> Iterator[float]:
     config = case.model("auto")
-    engine = Engine(_random(config), -1, slots=case.batch, steps=_STEPS)
-    rounds = max(2, min(_MOST, case.context // 2) // _STEPS)
-    new = rounds * _STEPS
+    engine = Engine(_random(config), -1, slots=case.batch, steps=STEPS)
+    rounds = max(2, min(_MOST, case.context // 2) // STEPS)
+    new = rounds * STEPS
     prompts = np.random.default_rng(0).integers(
         config.vocab_size, size=(case.batch, max(1, case.context - new))
     )
@@ -287,7 +305,7 @@ def _times(case: Case, repeats: int) -> Iterator[float]:
             if number % case.batch == case.batch - 1:
                 ends.append(time.perf_counter())
         if repeat:  # ends[0] is that of the prompts, and the first round may still make room
-            yield float(np.median(np.diff(ends[1:]))) / _STEPS
+            yield float(np.median(np.diff(ends[1:]))) / STEPS
 
 
 def _random(config: ModelConfig) -> Decoder:

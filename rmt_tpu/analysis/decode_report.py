@@ -6,7 +6,7 @@ from typing import Any
 
 from pallas_kernels.compiler import MODELS
 from pallas_kernels.compiler.calibration import error_bar
-from rmt_tpu.analysis.decode import Row
+from rmt_tpu.analysis.decode import STEPS, Row
 from rmt_tpu.analysis.step_cost import PARTS
 from rmt_tpu.analysis.step_report import largest_table
 from rmt_tpu.training.plots import line_style
@@ -27,7 +27,9 @@ def text(rows: Sequence[Row], versions: str, largest: int = 0) -> str:
     parts += [_tables(device, of) for device, of in _by_device(rows)]
     for row in rows:
         if largest and row.cost is not None:
-            title = f"## Largest instructions: {', '.join(_case(row))}, {row.device}"
+            title = (
+                f"## Largest instructions of {STEPS} steps: {', '.join(_case(row))}, {row.device}"
+            )
             parts.append(f"{title}\n\n{largest_table(row.cost, largest)}")
     return "\n".join(parts)
 
@@ -37,9 +39,9 @@ def how(rows: Sequence[Row]) -> list[str]:
     told = []
     if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
         told += [
-            "Estimated, not measured: XLA's cycles of every instruction, and never less than all "
-            f"bytes of HBM take at the full bandwidth; from least to most by {len(MODELS)} models "
-            "of cost. How the next token is chosen is not in it.",
+            f"Estimated, not measured: a step of {STEPS} in a dispatch, by XLA's cycles of every "
+            "instruction, and never less than all bytes of HBM take at the full bandwidth; from "
+            f"least to most by {len(MODELS)} models of cost. The likeliest token is chosen.",
             error_bar(chips),
         ]
     if any(row.timed for row in rows):
@@ -116,7 +118,7 @@ def _tables(device: str, rows: Sequence[Row]) -> str:
         named = (f"{_PARTS[part]} ms" for part in parts)
         lines += ["", *_head(["preset", "rows", "context", *named])]
         for row in estimated:
-            seconds = (row.cost.parts[part] / row.cost.clock for part in parts)
+            seconds = (row.cost.parts[part] / row.cost.clock / STEPS for part in parts)
             lines.append(_line([*_case(row), *(f"{s * 1e3:.3f}" for s in seconds)]))
     return "\n".join(lines) + "\n"
 
@@ -131,7 +133,8 @@ def _figures(row: Row, rows: Sequence[Row], several: bool) -> list[str]:
     cells.append(f"{needs.held / 1e9:.2f}")
     if not row.timed:
         cells.append(_shown(cost and cost.temporary_bytes, 1e-6, ".1f"))
-        cells += [str(row.copies[0]), f"{row.copies[1] / 1e6:,.0f}"] if cost else ["-", "-"]
+        calls, moved = row.copies
+        cells += [f"{calls / STEPS:g}", f"{moved / STEPS / 1e6:,.0f}"] if cost else ["-", "-"]
     return cells
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.cores.core import Context, Core, Index
+from rmt_tpu.cores.core import Cache, Context, Core, Index
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter
@@ -66,7 +66,19 @@ class FeedForward(Core):
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch seq vectors size"]:
         """Each token by itself."""
-        z = z.whole
+        return separate(self._long(z.whole), self.vectors)
+
+    def step(
+        self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
+    ) -> tuple[Float[Array, "batch seq vectors size"], Cache]:
+        """The same; nothing is cached."""
+        y = self._long(z.whole)
+        if y.shape[1] == 1 < self.vectors:
+            # XLA would rather put the columns of W_2 in another order, each time, than those of y.
+            y = jax.lax.optimization_barrier(y)
+        return separate(y, self.vectors), cache
+
+    def _long(self, z: Float[Array, "batch seq vectors size"]) -> Float[Array, "batch seq width"]:
         w_1 = sharding.gather(self.w_1.astype(z.dtype), "fsdp", axis=self.w_1.ndim - 2)
         if self.gated:
             w_1 = jnp.concatenate(list(w_1), axis=-1)
@@ -75,12 +87,10 @@ class FeedForward(Core):
         if self.hidden_gain is None:
             # Own columns of `W_1 z` for the tokens of all devices of `tensor`, and back.
             hidden = self._activated(jnp.dot(sharding.gather(x, "tensor", axis=1), w_1))
-            y = sharding.scatter_sum(jnp.dot(hidden, w_2), "tensor", axis=1)
-        else:
-            norm = {"norm": self.norm, "epsilon": self.epsilon}
-            hidden = normalize(jnp.dot(x, w_1), self.hidden_gain[...], **norm, dtype=z.dtype)
-            y = jnp.dot(self._activated(hidden), w_2)
-        return separate(y, self.vectors)
+            return sharding.scatter_sum(jnp.dot(hidden, w_2), "tensor", axis=1)
+        norm = {"norm": self.norm, "epsilon": self.epsilon}
+        hidden = normalize(jnp.dot(x, w_1), self.hidden_gain[...], **norm, dtype=z.dtype)
+        return jnp.dot(self._activated(hidden), w_2)
 
     def _activated(self, hidden):
         if not self.gated:

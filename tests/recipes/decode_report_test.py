@@ -34,7 +34,7 @@ def test_estimated(tmp_path):
     table = (tmp_path / "decode.md").read_text()
     assert table in done.stdout and "libtpu" in table and "Estimated, not measured" in table
     assert table.index("| llama-tiny | 1 | 64 |") < table.index("| llama-tiny | 2 | 64 |")
-    assert table.count("## Largest instructions: llama-tiny") == 2
+    assert table.count("## Largest instructions of 8 steps: llama-tiny") == 2
     assert done.stderr.splitlines()[0].startswith("v5e: 1/2 llama-tiny 1 64: ")
 
 

@@ -1,4 +1,4 @@
-"""A new token for each row, compiled by the real TPU compiler: nothing of the cache is moved."""
+"""A new token for each row, compiled by the real TPU compiler: cache and weights stay in place."""
 
 import re
 
@@ -32,7 +32,7 @@ def copied(program: str) -> int:
 
 
 @pytest.mark.parametrize("preset, topology", CASES)
-def test_a_step_copies_no_part_of_the_cache(preset, topology):
+def test_a_step_copies_no_part_of_the_cache_and_no_layers_weights(preset, topology):
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     whole = NamedSharding(Mesh(np.array(devices[:1]), ("all",)), PartitionSpec())
     config = rmt_tpu.preset(preset).replace(compute_dtype="bfloat16")
@@ -50,4 +50,5 @@ def test_a_step_copies_no_part_of_the_cache(preset, topology):
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert compiled.memory_analysis().temp_size_in_bytes < size / 100
     of_layer = size / 2 / config.num_layers  # keys, or values
-    assert copied(compiled.as_text()) < of_layer / 2
+    of_weights = max(2 * x.size // x.shape[0] for x in jax.tree.leaves(params["stacks"]))
+    assert copied(compiled.as_text()) < min(of_layer / 2, of_weights)
