@@ -17,7 +17,7 @@ from rmt_tpu.errors import UsageError
 V5E = TARGETS["v5e"]
 LAYERS, WIDTH, VOCAB = 24, 1024, 50257
 FEED_FORWARD, UNEMBEDDING = 2 * LAYERS * WIDTH * 4 * WIDTH, WIDTH * VOCAB
-EMBEDDINGS = 2 * WIDTH * 4  # a token's row and its position's, in float32
+EMBEDDINGS = 2 * WIDTH * 2  # a token's row and its position's
 TOKEN = 98304  # bytes of keys and values, 2 L R D_v of two bytes
 
 
@@ -28,7 +28,7 @@ def test_the_least_of_a_transformer():
     assert round(products / 1e6) == 707
     assert found.weights == products + gains + EMBEDDINGS
     assert found.cache == 512 * TOKEN
-    embeddings = 4 * WIDTH * (VOCAB + 512)
+    embeddings = 2 * WIDTH * (VOCAB + 512)
     assert found.held == products + gains + embeddings + found.cache
     assert 0.707e9 < found.flops < 0.76e9
     assert round(1e3 * found.seconds(V5E.bandwidth, V5E.peak_flops), 3) == 0.925
@@ -42,7 +42,7 @@ def test_the_least_of_a_residual_matrix():
     assert round(products / 1e6) == 506
     assert found.weights == products + keys + gains + 32 * EMBEDDINGS
     assert found.cache == 32 * 300 * TOKEN, "and not of the 512 that a program has room for"
-    embeddings = 4 * WIDTH * (VOCAB + 512)
+    embeddings = 2 * WIDTH * (VOCAB + 512)
     assert found.held == products + keys + gains + embeddings + 32 * 512 * TOKEN
 
 

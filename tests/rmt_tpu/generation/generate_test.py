@@ -280,7 +280,7 @@ def test_weights_cast_once_give_the_same_logits(preset):
     np.testing.assert_array_equal(run(cast), run(plain))
     narrow = [p for p, x in nnx.to_flat_state(nnx.state(cast, nnx.Param)) if x.dtype != jnp.float32]
     names = {p[-1] for p in narrow}
-    assert {"w_1", "w_2", "kernel"} <= names
+    assert {"w_1", "w_2", "kernel", "tokens"} <= names
     assert not names & {"gain", "query", "read_keys", "store_keys", "gate_and_value"}
 
 
