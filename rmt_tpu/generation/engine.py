@@ -435,14 +435,16 @@ def _next_token(logits, seen, positions, how):
 def _chosen(
     logits: Float[Array, "batch vocab"], token: Int[Array, " batch"], ranked: Bool[Array, ""]
 ) -> _Chosen:
-    logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    of_token = jnp.take_along_axis(logs, token[:, None], axis=-1)[:, 0]
+    logits = logits.astype(jnp.float32)
+    # Not the logarithms of all tokens, which would be as many numbers again.
+    log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    of_token = (jnp.take_along_axis(logits, token[:, None], axis=-1) - log_sum)[:, 0]
     ranks = min(RANKS, logits.shape[-1])
-    none = jnp.zeros((len(token), ranks), jnp.int32), jnp.zeros((len(token), ranks), logs.dtype)
+    none = jnp.zeros((len(token), ranks), jnp.int32), jnp.zeros((len(token), ranks), jnp.float32)
 
     def best():
-        values, tokens = jax.lax.top_k(logs, ranks)
-        return tokens.astype(jnp.int32), values
+        values, tokens = jax.lax.top_k(logits, ranks)
+        return tokens.astype(jnp.int32), values - log_sum
 
     # Seldom asked for, and to look through a whole vocabulary takes long.
     return _Chosen(token, of_token, *jax.lax.cond(ranked, best, lambda: none))

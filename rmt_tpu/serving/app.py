@@ -6,6 +6,7 @@ import json
 import secrets
 import sys
 import time
+import traceback
 from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
@@ -21,6 +22,7 @@ from rmt_tpu.serving.protocol import Ask, Refusal, Served, parse
 from rmt_tpu.serving.worker import Job, Piece, Worker
 
 _RETRY_AFTER = 1  # seconds
+_BODY_SECONDS = 60  # for all of a request to come
 _READ_ON = 8  # times the largest body: who is refused only while sending may not read why
 
 
@@ -44,6 +46,7 @@ class Front:
         self.texts, self.draining = 0, False
         self._max_body, self._log, self._created = max_body, log, int(time.time())
         self._waiting: set[asyncio.Queue] = set()
+        self._reading: set[asyncio.Timeout] = set()
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", self._completions, methods=["POST"]),
@@ -73,6 +76,8 @@ class Front:
         """Ends what is open: those who wait are told so."""
         for pieces in self._waiting:
             pieces.put_nowait(Refusal("the server is ending", status=503, code="ending"))
+        for limit in self._reading:
+            limit.reschedule(0)  # is long past
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -116,12 +121,19 @@ class Front:
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size <= self._max_body:
-                parts.append(part)
-            elif size > _READ_ON * self._max_body:
-                break
+        try:
+            async with asyncio.timeout(_BODY_SECONDS) as limit:
+                self._reading.add(limit)
+                async for part in request.stream():
+                    size += len(part)
+                    if size <= self._max_body:
+                        parts.append(part)
+                    elif size > _READ_ON * self._max_body:
+                        break
+        except TimeoutError:
+            raise Refusal("the body did not come in time", status=408, code="timeout") from None
+        finally:
+            self._reading.discard(limit)
         if size > self._max_body:
             raise Refusal(
                 f"the body has more than {self._max_body} bytes, which are legal at most",
@@ -247,6 +259,7 @@ async def _no_such(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """What should not be; the server tells where, on standard error."""
+    """What should not be."""
+    traceback.print_exception(error)
     refusal = Refusal("the server failed; its log says why", status=500, code="failed")
     return JSONResponse(refusal.to_json(), 500)

@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",
+            log_level="critical",  # what clients do wrong is not told, and what fails is by the app
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_SLOW_READERS,

@@ -4,6 +4,7 @@ import concurrent.futures
 import http.client
 import json
 import signal
+import socket
 import threading
 import time
 
@@ -296,6 +297,23 @@ def test_what_takes_too_long_is_told_that_the_server_ends(running, monkeypatch):
     connection.close()
     running.thread.join(SECONDS)
     assert not running.thread.is_alive()
+
+
+def test_half_a_request_keeps_no_server(running, capfd):
+    with socket.create_connection(("127.0.0.1", running.port), SECONDS) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        until(lambda: running.front._reading)
+        running.server.handle_exit(signal.SIGTERM, None)
+        assert half.recv(2000).startswith(b"HTTP/1.1 408 ")
+        running.thread.join(SECONDS)
+    assert not running.thread.is_alive() and capfd.readouterr().err == ""
+
+
+def test_what_should_not_be_is_told_where(running, monkeypatch, capfd):
+    monkeypatch.setattr(running.front, "_described", None)
+    status, told = running.ask(path="/v1/models")
+    assert status == 500 and told["error"]["type"] == "server_error"
+    assert "TypeError: 'NoneType' object is not callable" in capfd.readouterr().err
 
 
 def test_addresses(running):
