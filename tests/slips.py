@@ -110,7 +110,7 @@ _CAUSAL = (
     _ring("d_kv = ring.passed_on(d_kv)  # home", "# home"),
     _ring("jnp.where(swapped, even, odd)])", "jnp.where(swapped, odd, even)])"),
     _chunk("inside & (of_queries[:, queries, None] ==", "inside | (of_queries[:, queries, None] =="),
-    _of("rmt_tpu/cores/attention.py", f"{_MODEL}/training/sharded_test.py")("positions = self._own_tokens(context.query_positions)", "positions = context.query_positions[:, : q.shape[1]]"),
+    _of("rmt_tpu/cores/attention.py", f"{_MODEL}/training/sharded_test.py")("positions = own_tokens(context.query_positions, self._ring)", "positions = context.query_positions[:, : q.shape[1]]"),
 )  # fmt: skip
 
 # Residual systems -----------------------------------------------------------------------------

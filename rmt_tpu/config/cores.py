@@ -76,7 +76,6 @@ class Computes(Checked):
     """
 
     aux: ClassVar[tuple[str, ...]] = ()
-    has_ring: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,6 @@ class Attention(Computes):
 
     kind: ClassVar[str] = "attention"
     letter: ClassVar[str] = "A"
-    has_ring: ClassVar[bool] = True
     num_heads: Size
     head_dim: Size
     positions: Positions = Learned()

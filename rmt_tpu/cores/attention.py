@@ -11,7 +11,17 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import positions as pos
-from rmt_tpu.cores.core import Aux, Context, Core, Index, logit_scale, put_tokens
+from rmt_tpu.cores.core import (
+    Aux,
+    Context,
+    Core,
+    Index,
+    all_tokens,
+    logit_scale,
+    own_tokens,
+    put_tokens,
+    ring_axis,
+)
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
@@ -62,10 +72,10 @@ class Attention(Core):
         """One data vector a head, in z's dtype. Logits and softmax are at least float32."""
         if context.mask is not None:
             q, *kv = self._turned(z.heads, context)
-            if self._ring is not None:
-                kv = (sharding.gather(x, self._ring, axis=1) for x in kv)
-            positions, mask = map(self._own_tokens, (context.query_positions, context.mask))
-            y = self._masked(q, *kv, index, positions, context.query_positions, mask)
+            kv = (all_tokens(x, self._ring) for x in kv)
+            positions = context.query_positions
+            mask = own_tokens(context.mask, self._ring)
+            y = self._masked(q, *kv, index, own_tokens(positions, self._ring), positions, mask)
         else:
             qkv = self._packed(z.heads, context)
             y = self._attend(pallas_kernels.causal_attention, context, index, qkv)
@@ -178,9 +188,7 @@ class Attention(Core):
 
     @property
     def _ring(self):
-        """The axis of the mesh over which tokens stay divided; None if heads are, over all."""
-        devices = sharding.axis_size(self.layout.divided)
-        return "sequence" if self.core.kv_heads % devices else None
+        return ring_axis(self.core.kv_heads, self.layout.divided)
 
     @property
     def _swapped(self):
@@ -189,10 +197,6 @@ class Attention(Core):
     @property
     def _divided(self):
         return tuple(axis for axis in self.layout.divided if axis != self._ring)
-
-    def _own_tokens(self, x):
-        """Of what all devices have of all tokens, along axis 1."""
-        return x if self._ring is None else sharding.own_part(x, self._ring, axis=1)
 
     def _to_heads(self, x, groups=1):
         """From all heads of own tokens to own heads of all tokens; `groups` of heads are alike."""
@@ -227,7 +231,7 @@ class Attention(Core):
             k = normalize(k, self.key_gain[...], **norm)
         match self.core.positions:
             case cfg.Rope(base=base, dims=dims):
-                positions = self._own_tokens(context.query_positions)
+                positions = own_tokens(context.query_positions, self._ring)
                 q = pos.rotate(q, positions, base=base, dims=dims)
                 k = pos.rotate(k, positions, base=base, dims=dims)
         return q, k, v

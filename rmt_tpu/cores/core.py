@@ -15,8 +15,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import Index
@@ -94,6 +95,21 @@ def logit_scale(config: cfg.ModelConfig, size: int) -> float:
             return multiplier * base_head_dim**0.5 / size
         case cfg.Standard():
             return size**-0.5
+
+
+def ring_axis(heads: int, axes: tuple[str, ...]) -> str | None:
+    """The axis of the mesh over which tokens stay divided; None if these axes divide the heads."""
+    return "sequence" if heads % sharding.axis_size(axes) else None
+
+
+def own_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
+    """Of what all devices have of all tokens."""
+    return x if ring is None else sharding.own_part(x, ring, axis=1)
+
+
+def all_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
+    """`own_tokens` of every device."""
+    return x if ring is None else sharding.gather(x, ring, axis=1)
 
 
 class Core(nnx.Module):

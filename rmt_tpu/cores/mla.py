@@ -25,7 +25,16 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import positions as pos
-from rmt_tpu.cores.core import Context, Core, Index, logit_scale, put_tokens
+from rmt_tpu.cores.core import (
+    Context,
+    Core,
+    Index,
+    all_tokens,
+    logit_scale,
+    own_tokens,
+    put_tokens,
+    ring_axis,
+)
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
@@ -79,13 +88,18 @@ class Mla(Core):
         q, latent, k_rope = self._compressed(z)
         k, v = self._expanded(latent)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
-        # Own heads of the tokens of all devices of `sequence`; those of `tensor` are here.
-        exchange = lambda x: sharding.swap(x, "sequence", split=2, join=1)
+        # Own heads of the tokens of all devices of `sequence`; those of `tensor` are here. Where
+        # there are more devices than heads, all heads of own tokens, and keys go round.
+        ring = ring_axis(self.core.num_heads, ("sequence", "tensor"))
+        swapped = () if ring else ("sequence",)
+        exchange = lambda x: sharding.swap(x, swapped, split=2, join=1)
         q, v = exchange(q), exchange(v)
         k = exchange(jnp.concatenate([k, k_rope], axis=-1))
-        q, k = self._rotated(q, context), self._rotated(k, context)
+        own = context._replace(query_positions=own_tokens(context.query_positions, ring))
+        q, k = self._rotated(q, own), self._rotated(k, own)
         if context.mask is not None:
-            y = self._masked(q, k, v, context.mask)
+            k, v = (all_tokens(x, ring) for x in (k, v))
+            y = self._masked(q, k, v, own_tokens(context.mask, ring))
         else:
             # As wide as keys are: one array for the kernel. The rest of y is zero.
             v = jnp.pad(v, [(0, 0)] * 3 + [(0, self.core.rope_dim)])
@@ -94,8 +108,9 @@ class Mla(Core):
                 scale=self.scale,
                 segment_ids=context.segment_ids,
                 rows="head_major",
+                over=ring,
             )[..., : self.core.head_dim]
-        y = sharding.swap(y, "sequence", split=1, join=2)
+        y = sharding.swap(y, swapped, split=1, join=2)
         if "tensor" in self.layout.swapped:  # the store writes all heads of own tokens
             y = sharding.swap(y, "tensor", split=1, join=2)
         return y

@@ -75,7 +75,6 @@ LEADERS = [
     ("matrix", "reversible"),
 ]
 FAST = {
-    ("vector", "cores"): ("fsdp", "tensor"),
     ("matrix", "reversible"): ("fsdp", "sequence", "key"),
     ("matrix", "sum"): ("tensor", "sequence", "key"),
 }
@@ -143,9 +142,10 @@ def run_config(store, name, mesh, seq_len=12):
         compute_dtype="float64",
         **remat,
     )
-    if name in ("cores", "grouped"):
-        cores = CORES if name == "cores" else CORES[:2]
-        model = model.replace(stacks=(cfg.Stack(cores, repeat=2),))
+    if name == "cores":
+        model = model.replace(stacks=(cfg.Stack(CORES, repeat=2),))
+    if name == "attention":
+        model = model.replace(stacks=(cfg.Stack(CORES[::2], repeat=1),))
     train = cfg.TrainConfig(steps=2, batch_size=8, mesh=mesh)
     return cfg.RunConfig(model=model, train=train, data=cfg.DataConfig(seq_len=seq_len))
 
@@ -183,9 +183,11 @@ def test_gradients_on_a_mesh_are_those_of_one_device(store, name, mesh):
     assert_same(gradients(store, name, spec), alone(store, name))
 
 
-# Four heads, or two of keys: keys go round the devices along `sequence`.
-RINGS = [("vector", "grouped", "sequence=4,tensor=2")]
+# Four heads, or two of keys: keys go round the devices along `sequence`. Attention and MLA at once.
+RINGS = [("vector", "attention", "sequence=4,tensor=2")]
 RINGS += later(
+    ("vector", "cores", "sequence=4,tensor=2"),
+    ("vector", "cores", "sequence=8"),
     ("matrix", "blocks", "sequence=4,tensor=2"),
     ("vector", "sum", "sequence=8"),
     ("matrix", "reversible", "sequence=8"),
