@@ -131,6 +131,7 @@ class Front:
                     elif size > _READ_ON * self._max_body:
                         break
         except TimeoutError:
+            self._check_open()
             raise Refusal("the body did not come in time", status=408, code="timeout") from None
         finally:
             self._reading.discard(limit)

@@ -17,7 +17,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import Engine
-from rmt_tpu.serving import address
+from rmt_tpu.serving import address, app
 from rmt_tpu.serving.app import Front
 from rmt_tpu.serving.protocol import Served
 from rmt_tpu.serving.server import Server
@@ -304,9 +304,16 @@ def test_half_a_request_keeps_no_server(running, capfd):
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
         until(lambda: running.front._reading)
         running.server.handle_exit(signal.SIGTERM, None)
-        assert half.recv(2000).startswith(b"HTTP/1.1 408 ")
+        assert half.recv(2000).startswith(b"HTTP/1.1 503 ")
         running.thread.join(SECONDS)
     assert not running.thread.is_alive() and capfd.readouterr().err == ""
+
+
+def test_a_request_that_does_not_come_in_time(running, monkeypatch):
+    monkeypatch.setattr(app, "_BODY_SECONDS", 0.01)
+    with socket.create_connection(("127.0.0.1", running.port), SECONDS) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        assert half.recv(2000).startswith(b"HTTP/1.1 408 ")
 
 
 def test_what_should_not_be_is_told_where(running, monkeypatch, capfd):
