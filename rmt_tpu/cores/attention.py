@@ -277,6 +277,9 @@ class Attention(Core):
         logits = jnp.einsum("bhw,bmw->bhm", wide, k, preferred_element_type=dtype)[:, :, None]
         weights = self._softmax(logits, index, query_positions, key_positions, mask)
         y = jnp.einsum("bhm,bmw->bhw", weights[:, :, 0].astype(v.dtype), v)
+        if used < v.shape[-1]:
+            # XLA would rather cut the values of all tokens: it would copy them.
+            y = jax.lax.optimization_barrier(y)
         y = y[..., :used].reshape(batch, groups, -1, groups, size)
         y = jnp.einsum("bgefd,gf->bged", y, own)
         return y.reshape(batch, 1, -1, size)

@@ -192,9 +192,12 @@ def test_a_time_is_of_steps_alone(monkeypatch):
 
 
 @pytest.mark.compile
-def test_a_small_step():
+def test_small_steps():
     small = {"model.vocab_size": 512, "model.num_layers": 3}
-    (found,) = estimate([Case("rmt-tiny", 32, 128, small)], V5E)
+    # Of three heads of 64 the cache has room for four; one layer's keys are more than VMEM.
+    padded = small | {"model.attention.num_heads": 3, "model.attention.head_dim": 64}
+    cases = [Case("rmt-tiny", 32, 128, small), Case("gpt2-tiny", 512, 512, padded)]
+    found, large = estimate(cases, V5E)
     assert not found.fault and found.copies == (0, 0)
     assert 0 < found.of_bandwidth < 1 and found.span[0] <= found.seconds <= found.span[1]
     parts = {part for part, cycles in found.cost.parts.items() if cycles}
@@ -202,3 +205,4 @@ def test_a_small_step():
     # The cache is donated, and is in place.
     assert found.cost.temporary_bytes < found.least.cache / 3
     assert found.least.held <= found.cost.argument_bytes < 1.2 * found.least.held
+    assert large.copies == (0, 0) and large.least.cache == 512 * 512 * 3 * 2 * 256 * 2
