@@ -77,6 +77,7 @@ def _front():
     from rmt_tpu.serving.app import Front
     from rmt_tpu.serving.protocol import Served
     from rmt_tpu.serving.worker import Worker
+    from rmt_tpu.storage import open_folder
 
     with arguments_as_flags():
         decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
@@ -88,7 +89,7 @@ def _front():
         engine = Engine(cast_once(decoder), tokenizer.bos, slots=_SLOTS.value, steps=_STEPS)
         engine.compile(longest if _COMPILE_FIRST.value else 1)
     served = Served(
-        name=_NAME.value or _WORKDIR.value.rstrip("/").rpartition("/")[2],
+        name=_NAME.value or open_folder(_WORKDIR.value).name,
         tokenizer=tokenizer,
         max_length=longest,
         max_tokens=_MAX_TOKENS.value,

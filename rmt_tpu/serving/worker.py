@@ -93,8 +93,9 @@ class Worker(threading.Thread):
                     self._tell(said)
         except Exception as error:
             if not isinstance(error, RmtError) and not memory.is_out(error):
-                traceback.print_exception(error, file=sys.stderr)
-            self._fail(error)
+                traceback.print_exception(error)
+            reason = self._fail(error)
+            print(f"error: {reason}: what was open has failed", file=sys.stderr, flush=True)
             self._engine.reset()
 
     def _begin(self, job: Job) -> None:
@@ -121,10 +122,11 @@ class Worker(threading.Thread):
             self._engine.forget(said.number)
         job.tell(Piece(index, more, said.prompt))
 
-    def _fail(self, error: Exception) -> None:
-        """Tells all who wait."""
+    def _fail(self, error: Exception) -> str:
+        """Tells all who wait; returns what they are told."""
         reason = "out of memory" if memory.is_out(error) else one_line(error)
         jobs = {id(job): job for job, _, _ in self._open.values()}
         self._open.clear()
         for job in jobs.values():
             job.tell(RuntimeError(reason))
+        return reason

@@ -207,7 +207,7 @@ def test_a_model_that_fails_begins_anew(running, monkeypatch, capfd):
     assert status == 500 and told["error"]["message"] == "the model failed: out of memory"
     monkeypatch.undo()
     assert running.ask({"max_tokens": 2})[0] == 200
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "error: out of memory: what was open has failed\n"
 
 
 def test_a_token_that_no_text_has_fails_its_own_request(running, monkeypatch):
