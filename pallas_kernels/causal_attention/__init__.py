@@ -132,7 +132,9 @@ def attention_after(
     rows: Rows = "size_major",
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H D"]:
-    """`causal_attention` of tokens that also see those before them; with no gradient.
+    """`causal_attention` of tokens that also see those before them.
+
+    Its gradients of qkv and `before` are those of plain JAX, whatever the implementation.
 
     Args:
       qkv: of the new tokens.
@@ -148,7 +150,11 @@ def attention_after(
     """
     kv_heads = _check(qkv, slopes, None, kv_heads, None)
     call = _Call(rows, implementation, kv_heads, None)
-    scale, heads = jnp.asarray(scale), qkv.shape[2] - 2 * kv_heads
+    return _after(call, qkv, before, filled, jnp.asarray(scale), slopes)
+
+
+def _attention_after(call, qkv, before, filled, scale, slopes):
+    heads = qkv.shape[2] - 2 * call.kv_heads
     own = _whole_forward(call, scale, slopes, qkv, None)
     there = jnp.arange(before.shape[1])[None] < filled[:, None]
     segments = jnp.ones(qkv.shape[:2], jnp.int32), there.astype(jnp.int32)
@@ -158,6 +164,18 @@ def attention_after(
     if slopes is not None:  # to rows of fewer tokens all keys are that much nearer
         sums = sums + slopes * (most - filled)[:, None, None]
     return divided.merged(own, (out, sums))[0].astype(qkv.dtype)
+
+
+def _after_backward(call, given, d_out):
+    qkv, before, filled, scale, slopes = given
+    plain = functools.partial(_attention_after, call._replace(implementation="xla"))
+    _, pullback = jax.vjp(lambda *x: plain(*x, filled, scale, slopes), qkv, before)
+    zeros = (None if x is None else jnp.zeros_like(x) for x in (scale, slopes))
+    return *pullback(d_out), np.zeros(filled.shape, jax.dtypes.float0), *zeros
+
+
+_after = jax.custom_vjp(_attention_after, nondiff_argnums=(0,))
+_after.defvjp(lambda call, *given: (_attention_after(call, *given), given), _after_backward)
 
 
 def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None) -> int:

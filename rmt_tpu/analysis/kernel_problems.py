@@ -41,10 +41,11 @@ def of_preset(step: Step, target: Target) -> list[Problem]:
         decoder = nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0)))
         graphdef, params = nnx.split(decoder)
         cache = jax.eval_shape(lambda: decoder.empty_cache(1, step.seq_len + 1))
-        for new in (step.seq_len, 1):
-            tokens = jax.ShapeDtypeStruct((1, new), jnp.int32)
-            decode = lambda params, *given: nnx.merge(graphdef, params).decode(*given)
-            jax.eval_shape(decode, params, tokens, cache)
+        shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
+        read = lambda params, *given: nnx.merge(graphdef, params).prefill(*given)
+        jax.eval_shape(read, params, shape(1, step.seq_len), shape(1), cache)
+        decode = lambda params, *given: nnx.merge(graphdef, params).decode(*given)
+        jax.eval_shape(decode, params, shape(1, 1), cache)
 
     return _problems(target, trace)
 

@@ -56,14 +56,15 @@ def test_dry_run():
         assert each["target"] == "v5e" and each["candidates"] >= 1
         assert set(each["key"]) == set(tuned.KERNELS["tpu", each["kernel"]].key)
     text = cli.succeed("autotune", *flags, "--kernel=attention").stdout
-    assert text.startswith("v5e (TPU v5 lite): 2 kernels\n  attention_forward alibi=True ")
+    # Forward in training, with segments, and of a prompt.
+    assert text.startswith("v5e (TPU v5 lite): 3 kernels\n  attention_forward alibi=True ")
 
 
 @pytest.mark.compile
 def test_a_kernel_is_tuned_without_a_device(tmp_path):
     out = tmp_path / "tuned.json"
     flags = ["--from_preset=rmt-tiny", "--seq_len=256", "--batch_size=2", "--target=v5e"]
-    flags += ["--kernel=attention_forward", f"--out={out}"]
+    flags += ["--kernel=attention_backward", f"--out={out}"]
     done = cli.succeed("autotune", *flags)
     assert "1 of 2, default: compiled" in done.stdout and "2 of 2, queries=" in done.stdout
     log = (tmp_path / "tuned.json.log.jsonl").read_text()
@@ -72,7 +73,7 @@ def test_a_kernel_is_tuned_without_a_device(tmp_path):
     assert (tmp_path / "tuned.json.png").read_bytes().startswith(b"\x89PNG")
     again = cli.succeed("autotune", *flags, "--json")
     (kernel,) = json.loads(again.stdout)
-    assert kernel["kernel"] == "attention_forward" and "of 2" not in again.stderr
+    assert kernel["kernel"] == "attention_backward" and "of 2" not in again.stderr
     if kernel["entry"] is None:
         assert not out.exists() and "nothing is clearly faster" in done.stdout
     else:
