@@ -108,6 +108,16 @@ class _Rows(NamedTuple):
     seen: Bool[Array, "batch vocab"]
 
 
+class _Asked(NamedTuple):
+    """Of a prompt: its length, how tokens are chosen, and how many there may be."""
+
+    lengths: Int[Array, "1"]
+    how: Choice
+    left: Int[Array, ""]
+    stop: Int[Array, ""]
+    ranked: Bool[Array, ""]
+
+
 class Engine:
     """Goes on from prompts, as many at a time as there are slots; one thread may use it.
 
@@ -234,7 +244,7 @@ class Engine:
     def _read(self, request: Request) -> tuple[_Rows, _Chosen]:
         """A row of its own."""
         tokens, model = request.tokens, (self.graphdef, self.params)
-        how = (
+        asked = _Asked(
             np.array([len(tokens)], np.int32),
             choice([request.sampling]),
             np.int32(request.sampling.max_tokens),
@@ -242,7 +252,7 @@ class Engine:
             np.bool_(request.ranked),
         )
         if len(tokens) <= self.part:
-            return _prefill(*model, self._padded(tokens, 0, bucket(len(tokens))), *how)
+            return _prefill(*model, self._padded(tokens, 0, bucket(len(tokens))), asked)
         cache = self.decoder.empty_cache(1, bucket(len(tokens)))
         for first in range(0, len(tokens), self.part):
             part = tokens[first : first + self.part]
@@ -250,7 +260,7 @@ class Engine:
             logits, cache = _extend(*model, padded, np.array([len(part)], np.int32), cache)
         seen = np.zeros(logits.shape, bool)
         seen[0, tokens] = True
-        return _first(logits, cache, seen, *how)
+        return _first(logits, cache, seen, asked)
 
     def _padded(self, tokens: np.ndarray, first: int, size: int) -> np.ndarray:
         """Tokens from a position on, filled up as far as there are positions."""
@@ -305,20 +315,16 @@ def _prefill(
     graphdef: nnx.GraphDef,
     params: nnx.State,
     tokens: Int[Array, "1 seq"],
-    lengths: Int[Array, "1"],
-    how: Choice,
-    left: Int[Array, ""],
-    stop: Int[Array, ""],
-    ranked: Bool[Array, ""],
+    asked: _Asked,
 ) -> tuple[_Rows, _Chosen]:
     """A row that has read its prompt, and has its first token."""
     decoder = nnx.merge(graphdef, params)
-    logits, cache = decoder.prefill(tokens, lengths, decoder.empty_cache(1, tokens.shape[1]))
-    of_prompt = jnp.arange(tokens.shape[1]) < lengths[0]
+    logits, cache = decoder.prefill(tokens, asked.lengths, decoder.empty_cache(1, tokens.shape[1]))
+    of_prompt = jnp.arange(tokens.shape[1]) < asked.lengths[0]
     # What fills it up is put behind the last token, which is nowhere.
     places = jnp.where(of_prompt, tokens[0], logits.shape[1])
     seen = jnp.zeros(logits.shape, bool).at[0, places].set(True, mode="drop")
-    return _first(logits, cache, seen, lengths, how, left, stop, ranked)
+    return _first(logits, cache, seen, asked)
 
 
 @partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
@@ -338,16 +344,12 @@ def _first(
     logits: Float[Array, "1 vocab"],
     cache: Cache,
     seen: Bool[Array, "1 vocab"],
-    lengths: Int[Array, "1"],
-    how: Choice,
-    left: Int[Array, ""],
-    stop: Int[Array, ""],
-    ranked: Bool[Array, ""],
+    asked: _Asked,
 ) -> tuple[_Rows, _Chosen]:
     """A row with the first token behind its prompt."""
-    token = _next_token(logits, seen, lengths, how)
-    left = jnp.where(token == stop, 0, left - 1)
-    return _Rows(cache, token, left, seen), _chosen(logits, token, ranked)
+    token = _next_token(logits, seen, asked.lengths, asked.how)
+    left = jnp.where(token == asked.stop, 0, asked.left - 1)
+    return _Rows(cache, token, left, seen), _chosen(logits, token, asked.ranked)
 
 
 @partial(jax.jit, static_argnames="graphdef")

@@ -11,6 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import rmt_tpu
+from rmt_tpu import Decoder
 from tests import models
 from tests.tiers import later
 
@@ -31,24 +32,48 @@ def copied(program: str) -> int:
     return max(sizes, default=0)
 
 
-@pytest.mark.parametrize("preset, topology", CASES)
-def test_a_step_copies_no_part_of_the_cache_and_no_layers_weights(preset, topology):
+def compile_for(topology, preset, run, tokens, capacity):
+    """`run(decoder, tokens, cache)` in bfloat16: the program, shapes of cache and of weights."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     whole = NamedSharding(Mesh(np.array(devices[:1]), ("all",)), PartitionSpec())
     config = rmt_tpu.preset(preset).replace(compute_dtype="bfloat16")
     graphdef, params = nnx.split(models.abstract(config), nnx.Param)
     shaped = lambda dtype: lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=whole)
-    cache = jax.eval_shape(lambda p: nnx.merge(graphdef, p).empty_cache(32, 1024), params)
+    rows = tokens[0]
+    cache = jax.eval_shape(lambda p: nnx.merge(graphdef, p).empty_cache(rows, capacity), params)
     args = (
         jax.tree.map(shaped(jnp.bfloat16), params),
-        jax.ShapeDtypeStruct((32, 1), jnp.int32, sharding=whole),
+        jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=whole),
         jax.tree.map(shaped(None), cache),
     )
-    decode = lambda p, tokens, cache: nnx.merge(graphdef, p).decode(tokens, cache)
+    merged = lambda p, *given: run(nnx.merge(graphdef, p), *given)
     with jax.sharding.use_abstract_mesh(whole.mesh.abstract_mesh):
-        compiled = jax.jit(decode, donate_argnums=2).lower(*args).compile()
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    assert compiled.memory_analysis().temp_size_in_bytes < size / 100
-    of_layer = size / 2 / config.num_layers  # keys, or values
+        return jax.jit(merged, donate_argnums=2).lower(*args).compile(), cache, params
+
+
+def size_of(cache):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("preset, topology", CASES)
+def test_a_step_copies_no_part_of_the_cache_and_no_layers_weights(preset, topology):
+    compiled, cache, params = compile_for(topology, preset, Decoder.decode, (32, 1), 1024)
+    assert compiled.memory_analysis().temp_size_in_bytes < size_of(cache) / 100
+    of_layer = size_of(cache) / 2 / rmt_tpu.preset(preset).num_layers  # keys, or values
     of_weights = max(2 * x.size // x.shape[0] for x in jax.tree.leaves(params["stacks"]))
     assert copied(compiled.as_text()) < min(of_layer / 2, of_weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["rmt-305m", "gpt2-405m"])
+def test_a_part_of_a_long_prompt_needs_little_beside_the_cache(preset):
+    """2048 of 131,072 tokens: keys and values are laid out for the kernel a layer at a time."""
+
+    def read(decoder, tokens, cache):
+        return decoder.extend(tokens, jnp.full(1, tokens.shape[1]), cache)
+
+    compiled, cache, _ = compile_for("v5p:2x2x1", preset, read, (1, 2048), 131072)
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    print(f"{preset}: {size_of(cache) / 1e9:.1f} GB of cache, {temporary / 1e9:.1f} GB beside it")
+    assert temporary < size_of(cache) / 5
+    assert "attention_blocks_forward" in compiled.as_text()
