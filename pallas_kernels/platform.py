@@ -54,12 +54,8 @@ def choose(
 
 
 Implementation = Literal["xla", "mosaic_tpu", "triton", "pallas"]
-_PLATFORMS: dict[str, tuple[Platform, ...]] = {
-    "xla": (),
-    "mosaic_tpu": ("tpu",),
-    "triton": ("cuda",),
-    "pallas": ("tpu", "cuda"),
-}
+# Of kernels, by their names.
+_PLATFORMS: dict[str, Platform] = {"mosaic_tpu": "tpu", "triton": "cuda", "cudnn": "cuda"}
 
 
 _preferred = jax.make_user_context(default_value=None)
@@ -78,25 +74,28 @@ class Implementations:
 
     Attributes:
       portable: for any platform.
-      kernels: by platform; each has `unsupported(op, *args) -> why, in a line, or None`, and where
-        it is not taken by default `wins(op, *args)`, whether a table says that it is faster.
+      kernels: by name, one for a platform; each has `unsupported(op, *args) -> why, in a line, or
+        None`, and where it is not taken by default `wins(op, *args)`, whether a table says that it
+        is faster.
       by_default: platforms whose kernels are shown to be faster, and so taken unasked.
       elsewhere: implementations that the op serves by itself; here only to be named.
     """
 
     portable: Any
-    kernels: Mapping[Platform, Any]
+    kernels: Mapping[str, Any]
     by_default: tuple[Platform, ...]
     elsewhere: tuple[str, ...] = ()
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
         """What can be asked for, and the platforms whose kernels each takes."""
-        return {
-            name: tuple(p for p in platforms if p in self.kernels)
-            for name, platforms in _PLATFORMS.items()
-            if not platforms or set(platforms) & set(self.kernels)
-        }
+        alone = {name: (_PLATFORMS[name],) for name in self.kernels}
+        return {"xla": (), **alone, "pallas": tuple(self._on)}
+
+    @property
+    def _on(self) -> dict[Platform, Any]:
+        """The kernels by platform."""
+        return {_PLATFORMS[name]: kernel for name, kernel in self.kernels.items()}
 
     def run(
         self,
@@ -128,26 +127,27 @@ class Implementations:
         portable = functools.partial(run, self.portable)
         if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return portable(*args)
-        refused = {p: self.kernels[p].unsupported(op, *args, **options) for p in platforms}
+        on = self._on
+        refused = {p: on[p].unsupported(op, *args, **options) for p in platforms}
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
-        if implementation in ("mosaic_tpu", "triton"):
+        if implementation in self.kernels:
             (platform,) = platforms
             if refused[platform] is not None:
                 raise UnsupportedImplementation(
                     f"implementation={implementation!r} cannot serve this call: "
                     f"{refused[platform]}; use 'xla' or None"
                 )
-            on = functools.partial(only_on, platform, implementation)
-            return run(self.kernels[platform], *_with_first(on, args))
-        kernels = {p: functools.partial(run, self.kernels[p]) for p in platforms}
+            named = functools.partial(only_on, platform, implementation)
+            return run(on[platform], *_with_first(named, args))
+        kernels = {p: functools.partial(run, on[p]) for p in platforms}
         return choose(kernels, portable, *args, refused=refused)
 
     def _unasked(self, op: str, args: tuple) -> tuple[Platform, ...]:
         """Those by default, and those of which a table says that the kernel wins."""
-        others = [p for p in self.kernels if p not in self.by_default]
         if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return self.by_default
-        won = [p for p in others if self.kernels[p].wins(op, *args)]
+        others = {p: kernel for p, kernel in self._on.items() if p not in self.by_default}
+        won = [p for p, kernel in others.items() if kernel.wins(op, *args)]
         return (*self.by_default, *won)
 
 

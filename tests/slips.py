@@ -88,6 +88,9 @@ _causal = _of(
 _blocks = _of(
     "pallas_kernels/causal_attention/mosaic_tpu_blocks.py", f"{_KERNELS}/causal_attention_test.py"
 )
+_cudnn_tests = f"{_KERNELS}/causal_attention_cudnn_test.py"
+_entries = _of("pallas_kernels/causal_attention/entries.py", _cudnn_tests)
+_cudnn = _of("pallas_kernels/causal_attention/cudnn.py", _cudnn_tests)
 _divided = f"{_KERNELS}/causal_attention_divided_test.py"
 _ring = _of("pallas_kernels/causal_attention/divided.py", _divided)
 _chunk = _of("pallas_kernels/causal_attention/reference.py", _divided)
@@ -105,6 +108,10 @@ _CAUSAL = (
     _blocks('"offset": None if offset is None else offset + start', '"offset": offset'),
     _blocks("first = at.group * (call.blocks.heads * call.each)", "first = at.group * call.blocks.heads"),
     _of("pallas_kernels/causal_attention/__init__.py", f"{_MODEL}/generation/parts_test.py")("sums = sums + slopes * (most - filled)", "sums = sums + 0 * slopes * (most - filled)"),
+    _entries("[256 * high, high, 256 * low, low]", "[256 * high, high, 256 * high, low]"),
+    _entries("with_last(x, last):\n", "with_last(x, last):\n        last = 0\n"),
+    _cudnn("sums = sums - _of_positions(q, shift, slopes)", "sums = sums + _of_positions(q, shift, slopes)"),
+    _cudnn('"CAUSAL" if causal else "NO_MASK"', '"NO_MASK"'),
     _ring("before = other < self.me", "before = other > self.me"),
     _ring("return (queries - keys) * self.length, ids", "return queries - keys, ids"),
     _ring("d_kv = ring.passed_on(d_kv)  # home", "# home"),

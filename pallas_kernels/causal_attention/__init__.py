@@ -2,9 +2,10 @@
 
 Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels for any length, which take
 ALiBi without a bias in memory; the one for short sequences reads and writes the key-vector kernels'
-layout in place), "pallas" (these where the program is lowered for a TPU, plain JAX elsewhere) and,
-of `causal_attention` alone, "splash" (JAX's kernels for TPUs, with transposes around them) and
-"cudnn" (`jax.nn.dot_product_attention` with cuDNN, on a GPU). None is "pallas".
+layout in place), "cudnn" (the library's kernels, on GPUs, in bfloat16 or float16; ALiBi and
+segments are more entries of queries and keys), "pallas" (these where the program is lowered for a
+TPU or a GPU, plain JAX elsewhere) and, of `causal_attention` alone, "splash" (JAX's kernels for
+TPUs, with transposes around them). None is "pallas".
 
 `causal_attention` has a gradient of qkv in reverse mode, once; twice with "xla" alone, forward mode
 never: a TypeError says so.
@@ -19,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import check_array
-from pallas_kernels.causal_attention import divided, mosaic_tpu, reference
+from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, reference
 from pallas_kernels.causal_attention.mosaic_tpu import Rows
 from pallas_kernels.platform import (
     Implementations,
@@ -74,10 +75,8 @@ def causal_attention(
     if over is not None and implementation in _IMPLEMENTATIONS.elsewhere:
         raise UnsupportedImplementation(
             f"implementation={implementation!r} has no part of a sequence that is divided over "
-            f"{over}; use 'xla', 'mosaic_tpu', 'pallas' or None"
+            f"{over}; use 'xla', 'mosaic_tpu', 'cudnn', 'pallas' or None"
         )
-    if implementation == "cudnn":
-        return _by_cudnn(qkv, scale, slopes, segment_ids, kv_heads)
     if implementation == "splash":
         return _by_splash(qkv, scale, slopes, segment_ids, kv_heads)
     call = _Call(rows, implementation, kv_heads, over)
@@ -233,7 +232,9 @@ def _attention_backward(call, saved, d_out):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-_IMPLEMENTATIONS = Implementations(reference, {"tpu": mosaic_tpu}, ("tpu",), ("splash", "cudnn"))
+_IMPLEMENTATIONS = Implementations(
+    reference, {"mosaic_tpu": mosaic_tpu, "cudnn": cudnn}, ("tpu", "cuda"), ("splash",)
+)
 
 
 def _forward(call, qkv, scale, slopes, segment_ids):
@@ -306,23 +307,3 @@ def _by_splash(qkv, scale, slopes, segment_ids, kv_heads):
     slopes = None if slopes is None else jax.lax.stop_gradient(slopes)
     shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids, kv_heads=kv_heads)
     return splash.causal_attention(qkv, **shared)
-
-
-def _by_cudnn(qkv, scale, slopes, segment_ids, kv_heads):
-    """The library's kernel, with its own gradient."""
-    q, k, v = reference.split(qkv, kv_heads)
-    bias, mask = None, None
-    if slopes is not None:
-        order = jnp.arange(qkv.shape[1])
-        bias = -slopes[:, None, None] * (order[:, None] - order[None, :])
-        bias = bias[None].astype(qkv.dtype)
-    if segment_ids is not None:
-        order = jnp.arange(qkv.shape[1])
-        mask = reference.visible(order, qkv.shape[1], segment_ids)[:, None]
-    options = dict(bias=bias, mask=mask, scale=1.0, is_causal=True, implementation="cudnn")
-    try:
-        return jax.nn.dot_product_attention((q * scale).astype(q.dtype), k, v, **options)
-    except RuntimeError as error:
-        raise UnsupportedImplementation(
-            f"implementation='cudnn' needs a GPU with cuDNN: {error}"
-        ) from None

@@ -39,7 +39,7 @@ def attention_forward(
     At least float32 inside; the output in qkv's dtype, the log sums at least float32.
     """
     mask = functools.partial(visible, length=qkv.shape[1], segment_ids=segment_ids)
-    return _forward(*split(qkv, kv_heads), scale, slopes, 0, mask)
+    return forward(*split(qkv, kv_heads), scale, slopes, 0, mask)
 
 
 def attention_backward(
@@ -56,7 +56,7 @@ def attention_backward(
     """The cotangent of qkv. With weights p: `ds = p (d_out v - sum(out d_out))`."""
     mask = functools.partial(visible, length=qkv.shape[1], segment_ids=segment_ids)
     given = *split(qkv, kv_heads), out, log_sums, d_out
-    gradients = _backward(*given, scale, slopes, 0, mask)
+    gradients = backward(*given, scale, slopes, 0, mask)
     return jnp.concatenate(gradients, axis=2).astype(qkv.dtype)
 
 
@@ -79,7 +79,7 @@ def part_forward(
       segments: of queries and of keys.
     """
     k, v = jnp.split(kv, 2, axis=2)
-    return _forward(q, k, v, scale, slopes, shift, _of_part(kv.shape[1], segments))
+    return forward(q, k, v, scale, slopes, shift, of_part(kv.shape[1], segments))
 
 
 def part_backward(
@@ -95,8 +95,8 @@ def part_backward(
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"]]:
     """Cotangents of q and kv, at least float32; out and log sums are those of all parts."""
     k, v = jnp.split(kv, 2, axis=2)
-    mask = _of_part(kv.shape[1], segments)
-    d_q, d_k, d_v = _backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask)
+    mask = of_part(kv.shape[1], segments)
+    d_q, d_k, d_v = backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask)
     return d_q, jnp.concatenate([d_k, d_v], axis=2)
 
 
@@ -109,7 +109,7 @@ def split(
     return tuple(jnp.split(qkv, [heads, heads + given], axis=2))
 
 
-def _forward(q, k, v, scale, slopes, shift, mask):
+def forward(q, k, v, scale, slopes, shift, mask):
     k, v = _for_each_query(q, k), _for_each_query(q, v)
 
     def block(_, queries):
@@ -123,7 +123,7 @@ def _forward(q, k, v, scale, slopes, shift, mask):
     return out, log_sums
 
 
-def _backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask):
+def backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask):
     """Cotangents of q, k and v, at least float32."""
     dtype, kv_heads = jnp.result_type(q, jnp.float32), k.shape[2]
     k, v = _for_each_query(q, k), _for_each_query(q, v)
@@ -154,7 +154,7 @@ def _for_each_query(q, x):
     return jnp.repeat(x, each, axis=2) if each > 1 else x
 
 
-def _of_part(length: int, segments: Segments | None):
+def of_part(length: int, segments: Segments | None):
     """The mask of queries: they see all keys of their segment; what fills a block sees none."""
 
     def mask(queries):

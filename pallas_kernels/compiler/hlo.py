@@ -1,6 +1,6 @@
 """A compiled program as XLA prints it: instructions, how often each runs, and the bytes it moves.
 
-Reads the text of `jax.stages.Compiled.as_text()` for a TPU.
+Reads the text of `jax.stages.Compiled.as_text()` for a TPU or a GPU.
 """
 
 import dataclasses
@@ -200,7 +200,7 @@ class Module:
         An asynchronous copy counts where it starts.
         """
         opcode = instruction.opcode
-        if opcode in _FREE or opcode.endswith("-done") or _is_free_call(instruction):
+        if _is_free(instruction):
             return Bytes()
         scope = self.computations[computation]
         if opcode.endswith("-start"):
@@ -215,6 +215,10 @@ class Module:
         read = (scope[name].arrays for name in instruction.operands if name in scope)
         total = sum(map(_bytes, read), _bytes(instruction.arrays))
         return _declared(instruction, total) if opcode == "custom-call" else total
+
+    def launches(self) -> int:
+        """What runs on its own and is no mere name, each as often as it runs."""
+        return sum(ran.times for ran in self.run() if not _is_free(ran.instruction))
 
     def moves_only(self, instruction: Instruction) -> bool:
         """Whether it computes nothing: a copy, a transpose, a slice, or a fusion of such."""
@@ -358,7 +362,9 @@ def _started(instruction: Instruction) -> Bytes:
     return _bytes((moved,)) + _bytes((target,))
 
 
-def _is_free_call(instruction: Instruction) -> bool:
-    """Whether it names memory without touching it."""
-    named = _FREE_CALLS.search(instruction.attributes)
-    return instruction.opcode == "custom-call" and named is not None
+def _is_free(instruction: Instruction) -> bool:
+    """Whether it names memory without touching it, or waits for what was started before."""
+    opcode = instruction.opcode
+    if opcode == "custom-call":
+        return _FREE_CALLS.search(instruction.attributes) is not None
+    return opcode in _FREE or opcode.endswith("-done")

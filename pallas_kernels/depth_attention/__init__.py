@@ -427,9 +427,9 @@ def _step_backward(call, seal, saved, cotangents):
 
 _step.defvjp(_step_forward, _step_backward)
 
-_IMPLEMENTATIONS = Implementations(xla, {"tpu": mosaic_tpu, "cuda": triton_gpu}, ("tpu",))
+_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
 _OF_MATRICES = Implementations(
-    OfVectors(xla), {"tpu": mosaic_tpu_matrices, "cuda": OfVectors(triton_gpu)}, ("tpu",)
+    OfVectors(xla), {"mosaic_tpu": mosaic_tpu_matrices, "triton": OfVectors(triton_gpu)}, ("tpu",)
 )
 
 

@@ -128,5 +128,5 @@ _merge_read.defvjp(_forward, _backward)
 
 # Of a GPU there is no kernel that does both.
 _IMPLEMENTATIONS = Implementations(
-    merge_read_xla, {"tpu": mosaic_tpu_merge_read, "cuda": merge_read_xla}, ("tpu",)
+    merge_read_xla, {"mosaic_tpu": mosaic_tpu_merge_read, "triton": merge_read_xla}, ("tpu",)
 )

@@ -374,7 +374,7 @@ _norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)
 # Which implementation ------------------------------------------------------------------------
 
 # A kernel becomes the default where it is shown to be faster: see docs/benchmarks.md.
-_IMPLEMENTATIONS = Implementations(xla, {"tpu": mosaic_tpu, "cuda": triton_gpu}, ("tpu",))
+_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
 
 
 def _run(call: _Call, op: str, run, args):

@@ -154,6 +154,7 @@ class Preflight:
       buffers: the largest first.
       traffic: the most bytes first.
       time: None for what does not fit, or where there is no model of time.
+      launches: of kernels and copies in a step, where each is one (on a GPU); else None.
       compile_seconds: None for what does not fit.
     """
 
@@ -168,6 +169,7 @@ class Preflight:
     traffic: tuple[Traffic, ...]
     time: Time | None
     compile_seconds: float | None
+    launches: int | None = None
 
     @property
     def devices(self) -> int:
@@ -197,6 +199,7 @@ class Preflight:
             "buffers": [dataclasses.asdict(buffer) for buffer in self.buffers],
             "collectives": [dataclasses.asdict(traffic) for traffic in self.traffic],
             "estimated_seconds": time,
+            "launches": self.launches,
             "interconnect_bytes_per_second": self.target.interconnect,
             "compile_seconds": self.compile_seconds,
             "config": overrides.to_json(self.config),
@@ -266,6 +269,7 @@ def _of_program(config: RunConfig, program: Program) -> Preflight:
         traffic=_traffic(sent),
         time=cost and _time(config, target, math.prod(mesh.values()), cost, sent),
         compile_seconds=program.seconds,
+        launches=program.module.launches() if target.platform == "cuda" else None,
     )
 
 

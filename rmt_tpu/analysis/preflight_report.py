@@ -24,6 +24,7 @@ def report_text(report: Preflight, name: str, count: int = 12) -> str:
         _memory(report),
         _buffers(report, count),
         _collectives(report),
+        _launches(report),
         _time(report),
         _advice(report),
     ]
@@ -145,6 +146,13 @@ def _collectives(report: Preflight) -> str:
     )
     heads = ("kind", "along", "calls", "MB sent", "overlaps", "ms")
     return f"{title}\n{_table(heads, rows)}"
+
+
+def _launches(report: Preflight) -> str:
+    if report.launches is None:
+        return ""
+    # Work space of cuDNN is asked for when a GPU is there.
+    return f"kernels and copies launched: {report.launches:,} a step; work space of cuDNN not known"
 
 
 def _time(report: Preflight) -> str:

@@ -75,8 +75,8 @@ class ModelConfig(Checked):
         keep the bank and the running sum before each layer ("full"), or with "blocks" the bank
         alone, for a second forward pass.
       kernels: how ops are computed on TPUs and GPUs: by what is the default there ("auto": kernels
-        on a TPU; on a GPU those that a table of measured times has), by plain JAX ("xla"), or by
-        kernels wherever there are any ("pallas").
+        on a TPU; on a GPU cuDNN's attention, and those that a table of measured times has), by
+        plain JAX ("xla"), or by kernels wherever there are any ("pallas").
     """
 
     stacks: tuple[Stack, ...]

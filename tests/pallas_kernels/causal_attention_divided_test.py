@@ -10,7 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import causal_attention
-from pallas_kernels.causal_attention import mosaic_tpu, reference
+from pallas_kernels.causal_attention import cudnn, mosaic_tpu, reference
 from pallas_kernels.platform import UnsupportedImplementation
 from tests.closeness import assert_close
 from tests.tiers import later
@@ -64,21 +64,26 @@ def test_a_ring_is_the_whole_sequence(devices, with_ids):
 def test_what_a_ring_cannot_have_is_told():
     with pytest.raises(ValueError, match="over sequence has 3 tokens on a device; legal: even"):
         jax.eval_shape(divided(2, scale=1.0), jnp.ones((1, 6, 3, 8)), jnp.zeros((1, 6), jnp.int32))
-    op = divided(2, scale=1.0, implementation="cudnn")
-    with pytest.raises(UnsupportedImplementation, match="'cudnn' has no part .* 'mosaic_tpu'"):
+    op = divided(2, scale=1.0, implementation="splash")
+    with pytest.raises(UnsupportedImplementation, match="'splash' has no part .* 'mosaic_tpu'"):
         jax.eval_shape(op, jnp.ones((1, 8, 3, 8)), jnp.zeros((1, 8), jnp.int32))
     part = jnp.ones((1, 100, 2, 8))
     assert "100 queries" in mosaic_tpu.unsupported("part_forward", part, part)
 
 
 @pytest.mark.parametrize(
-    "dtype, queries, keys, added",
+    "kernels, dtype, queries, keys, added",
     [
-        ("float32", 256, 128, ("slopes", "segments")),
-        *later(("bfloat16", 128, 384, ("slopes",)), ("float32", 384, 256, ())),
+        (mosaic_tpu, "float32", 256, 128, ("slopes", "segments")),
+        (cudnn, "bfloat16", 96, 160, ("slopes", "segments")),
+        *later(
+            (mosaic_tpu, "bfloat16", 128, 384, ("slopes",)),
+            (mosaic_tpu, "float32", 384, 256, ()),
+            (cudnn, "float16", 100, 60, ()),
+        ),
     ],
 )
-def test_kernels_of_a_part_equal_plain_attention(dtype, queries, keys, added):
+def test_kernels_of_a_part_equal_plain_attention(kernels, dtype, queries, keys, added):
     q = draw(0, B, queries, HEADS, SIZE).astype(dtype)
     kv = draw(1, B, keys, 2 * KV_HEADS, SIZE).astype(dtype)
     d_out = draw(2, B, queries, HEADS, SIZE).astype(dtype)
@@ -91,12 +96,13 @@ def test_kernels_of_a_part_equal_plain_attention(dtype, queries, keys, added):
     def run(module, q, kv, d_out, shared):
         options = {} if module is reference else {"interpret": True}
         out, sums = module.part_forward(q, kv, *shared, **options)
-        # As if there were other keys too: weights do not add up to one.
-        gradients = module.part_backward(q, kv, out, sums + 0.5, d_out, *shared, **options)
-        seen = sums > -1e30
+        # As if there were other keys too: weights do not add up to one, nor are there none.
+        seen = sums > -500
+        of_all = jnp.where(seen, sums + 0.5, 0)
+        gradients = module.part_backward(q, kv, out, of_all, d_out, *shared, **options)
         return jnp.where(seen[..., None], out, 0), jnp.where(seen, sums, 0), gradients
 
-    got, wanted = (run(module, q, kv, d_out, shared) for module in (mosaic_tpu, reference))
+    got, wanted = (run(module, q, kv, d_out, shared) for module in (kernels, reference))
     assert_close(got, wanted, FLOAT32 if dtype == "float32" else BFLOAT16)
 
 

@@ -349,12 +349,14 @@ def test_splash_compiles_for_tpu():
     assert compiled.as_text().count("tpu_custom_call") == 3
 
 
-@pytest.mark.parametrize("platform, kernels", [("tpu", 2), ("cpu", 0), ("cuda", 0)])
-def test_kernel_is_chosen_by_the_platform_lowered_for(platform, kernels):
+@pytest.mark.parametrize("platform", ["tpu", "cpu", "cuda"])
+def test_kernel_is_chosen_by_the_platform_lowered_for(platform):
     qkv, _, options = arguments(1, 128, 2, 8, "bfloat16", segments=True)
     loss = lambda qkv, options: jnp.sum(causal_attention(qkv, **options).astype(jnp.float32))
     program = jax.jit(jax.grad(loss)).trace(qkv, options).lower(lowering_platforms=(platform,))
-    assert program.as_text().count("tpu_custom_call") == kernels
+    text = program.as_text()
+    kernels = {"tpu": text.count("tpu_custom_call"), "cuda": text.count("__cudnn$fmhaSoftmax")}
+    assert kernels == {"tpu": 0, "cuda": 0} | ({platform: 2} if platform != "cpu" else {})
 
 
 def test_what_no_kernel_serves_falls_back_or_is_refused():
@@ -368,8 +370,11 @@ def test_what_no_kernel_serves_falls_back_or_is_refused():
     with pytest.warns(UserWarning, match="plain XLA instead: heads of size 9"):
         traced.lower(lowering_platforms=("tpu",))
     odd = jax.ShapeDtypeStruct((1, 128, 9, 8), jnp.bfloat16)
-    with pytest.raises(UnsupportedImplementation, match="'cudnn' needs a GPU with cuDNN"):
-        ask(odd, implementation="cudnn")
+    with pytest.raises(UnsupportedImplementation, match="'cudnn' is for cuda, and this is .* cpu"):
+        ask(odd, implementation="cudnn").lower(lowering_platforms=("cpu",))
+    with pytest.warns(UserWarning, match="no cuda kernel .* plain XLA instead: .* of float32"):
+        wide = jax.ShapeDtypeStruct(odd.shape, jnp.float32)
+        ask(wide).lower(lowering_platforms=("cuda",))
     with pytest.raises(UnsupportedImplementation, match="'splash' cannot .* 100 tokens"):
         ask(short, implementation="splash")
     with pytest.raises(UnsupportedImplementation, match="'splash' is for tpu, and this is .* cpu"):

@@ -355,6 +355,7 @@ def test_bytes_and_times_of_a_program():
     moves = {name for name, r in ran.items() if module.moves_only(r.instruction)}
     assert moves == {"f", "u", "y"}
     assert ran["add"].instruction.op_name == "jit(f)/x/add"
+    assert module.launches() == 2 + 3 * 24  # a copy, the start of one, and what the loop has
 
 
 SCATTER = """

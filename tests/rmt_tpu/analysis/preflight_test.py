@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import pytest
@@ -121,7 +122,8 @@ def test_json_and_text_say_the_same(compiled, tmp_path):
 @pytest.mark.compile
 def test_a_gpu(monkeypatch):
     """Its compiler does not refuse what does not fit, and nobody here knows its time."""
-    target, fsdp = parse_topology("h100:2"), config(**{"train.mesh": "fsdp=2"})
+    changes = {"train.mesh": "fsdp=2", "model.compute_dtype": "bfloat16"}
+    target, fsdp = parse_topology("h100:2"), config(**changes)
     job = Job(f"{module.__name__}:lower_run", {"config": overrides.to_json(fsdp)}, True)
     (program,) = compile_jobs(target, [job], buffers=True)
     outcome(monkeypatch, program)
@@ -130,10 +132,15 @@ def test_a_gpu(monkeypatch):
     size = 4 * sum(resources.parameters(report.config.model).values())
     assert 0.5 * size <= report.memory["parameters"] < 0.6 * size
     assert report.memory["activations"] > 0
+    run = (ran.instruction.attributes for ran in program.module.run())
+    calls = re.findall(r"__cudnn\$fmhaSoftmax\w*", " ".join(run))
+    assert set(calls) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert report.launches == program.module.launches() > 100
     sent = {(t.kind, t.axes) for t in report.traffic}
     assert {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")} <= sent
     text = report_text(report, "rmt-tiny")
     assert "it is sold with" in text and "ESTIMATE" not in text
+    assert f"kernels and copies launched: {report.launches:,} a step" in text
     for hbm, fits in ((report.used, True), (report.used - 1, False)):
         smaller = dataclasses.replace(target, hbm=hbm)
         outcome(monkeypatch, dataclasses.replace(program, target=smaller))

@@ -1,0 +1,134 @@
+"""cuDNN's attention: entries for ALiBi and segments against NumPy, and calls against those of jax.
+
+No GPU is here: what the library computes is done by plain JAX, from the same arrays.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import UnsupportedImplementation, causal_attention, tuned
+from pallas_kernels.causal_attention import cudnn
+from tests import cuda
+from tests.closeness import assert_close
+from tests.pallas_kernels.causal_attention_test import (
+    TOLERANCE,
+    arguments,
+    by_kernels,
+    numpy_attention,
+)
+from tests.tiers import later
+
+CALLED = re.compile(r"custom_call @(__cudnn\S+?)\(.*?\) (\{api_version.*)")
+
+
+@pytest.mark.parametrize(
+    "added, kv_heads, dtype",
+    [
+        (("alibi", "segments"), 2, "bfloat16"),
+        *later(
+            ((), 4, "bfloat16"),
+            (("alibi",), 4, "float16"),
+            (("segments",), 1, "float16"),
+        ),
+    ],
+)
+def test_further_entries_are_alibi_and_segments(added, kv_heads, dtype):
+    qkv, d_out, options = arguments(
+        *(2, 300, 4, 12, dtype), **dict.fromkeys(added, True), kv_heads=kv_heads
+    )
+    run = functools.partial(by_kernels, cudnn, kv_heads=kv_heads)
+    out, log_sums, gradient = jax.jit(run)(qkv, d_out, options)
+    assert out.dtype == gradient.dtype == dtype and log_sums.dtype == jnp.float32
+    expected = numpy_attention(qkv, d_out, **options, kv_heads=kv_heads)
+    assert_close((out, log_sums, gradient), expected, TOLERANCE["bfloat16"])
+
+
+def test_no_weight_goes_to_another_segment():
+    qkv, d_out, options = arguments(1, 64, 1, 8, "bfloat16", segments=True)
+    options["segment_ids"] = ids = jnp.asarray(options["segment_ids"])
+    first = (ids == ids[0, 0])[0]
+    hidden = jnp.where(first[None, :, None, None], qkv, qkv * 20)
+    one, two = (
+        cudnn.attention_forward(x, **options, interpret=True)[0]
+        for x in map(jnp.asarray, (qkv, hidden))
+    )
+    assert 0 < first.sum() < 64
+    np.testing.assert_array_equal(one[0, first], two[0, first])
+
+
+def calls(function, *args):
+    """Names of cuDNN's calls in a program, with all that XLA is told of them."""
+    return CALLED.findall(cuda.lowered(function, *args))
+
+
+def gradients(op, qkv, d_out):
+    out, pullback = jax.vjp(op, qkv)
+    return out, pullback(d_out)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", *later("float16")])
+def test_calls_are_those_that_jax_makes(dtype, monkeypatch):
+    from jax._src.cudnn import fused_attention_stablehlo as of_jax
+
+    monkeypatch.setattr(of_jax, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(of_jax, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(of_jax, "is_cuda_compute_capability_equal", lambda capability: False)
+
+    def by_jax(qkv):
+        q, k, v = jnp.split(qkv, [4, 6], axis=2)
+        shared = {"scale": 1.0, "is_causal": True, "implementation": "cudnn"}
+        return jax.nn.dot_product_attention(q, k, v, **shared)
+
+    ours = functools.partial(causal_attention, scale=1.0, kv_heads=2)
+    args = (
+        jax.ShapeDtypeStruct((3, 250, 8, 64), dtype),
+        jax.ShapeDtypeStruct((3, 250, 4, 64), dtype),
+    )
+    wanted = calls(functools.partial(gradients, by_jax), *args)
+    assert [name for name, _ in wanted] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    assert calls(functools.partial(gradients, ours), *args) == wanted
+
+
+def test_rows_under_vmap_are_rows_of_one_call():
+    qkv = jax.ShapeDtypeStruct((2, 3, 128, 6, 16), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((3, 128), jnp.int32)
+
+    def op(qkv, ids):
+        one = lambda qkv: causal_attention(qkv, scale=0.1, segment_ids=ids)
+        return gradients(jax.vmap(one), qkv, jnp.ones((2, 3, 128, 2, 16), qkv.dtype))
+
+    forward, backward = calls(op, qkv, ids)
+    # 16 entries of a head, 8 of a code, and one; a multiple of 8.
+    assert "tensor<6x128x2x32xbf16>" in forward[1] and "tensor<6x128x2x32xbf16>" in backward[1]
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, size, length, added, why",
+    [
+        ("NVIDIA A100-SXM4-40GB", "bfloat16", 64, 512, ("alibi", "segments"), None),
+        ("NVIDIA A100-SXM4-40GB", "bfloat16", 128, 512, (), None),
+        ("NVIDIA A100-SXM4-40GB", "float16", 128, 512, ("alibi",), "128 and 4 .* .up to 128"),
+        ("NVIDIA H200", "bfloat16", 128, 512, ("alibi", "segments"), None),
+        ("NVIDIA H200", "bfloat16", 264, 512, (), "heads of size 264 .up to 256"),
+        ("NVIDIA H200", "float32", 64, 512, (), "float32 .bfloat16 or float16."),
+        ("NVIDIA H200", "bfloat16", 64, 2**17, ("alibi",), "ALiBi over 131072 tokens"),
+        ("Tesla T4", "bfloat16", 64, 512, (), "on Tesla T4 .Ampere or later"),
+    ],
+)  # fmt: skip
+def test_what_cudnn_has_not_is_known_before_it_is_traced(kind, dtype, size, length, added, why):
+    qkv = jax.ShapeDtypeStruct((1, length, 6, size), dtype)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if "segments" in added else None
+    slopes = jnp.ones(2) if "alibi" in added else None
+    with tuned.lowering_for(kind):
+        ask = functools.partial(causal_attention, scale=0.1, slopes=slopes, implementation="cudnn")
+        trace = lambda: jax.eval_shape(lambda qkv, ids: ask(qkv, segment_ids=ids), qkv, ids)
+        if why is None:
+            assert trace().shape == (1, length, 2, size)
+            return
+        with pytest.raises(UnsupportedImplementation, match=f"'cudnn' cannot .*{why}"):
+            trace()
