@@ -12,7 +12,6 @@ from pallas_kernels.depth_attention import (
     depth_attention_merge_read,
     depth_attention_partial,
     depth_attention_partial_backward,
-    depth_attention_step,
 )
 from pallas_kernels.key_vector import (
     FRACTION_BITS,
@@ -39,7 +38,6 @@ __all__ = [
     "depth_attention_merge_read",
     "depth_attention_partial",
     "depth_attention_partial_backward",
-    "depth_attention_step",
     "norm_retrieve",
     "norm_retrieve_with_statistics",
     "store",

@@ -308,10 +308,6 @@ def _depth_call(op, modules, key: Values, tokens: int) -> Call:
         sums = _array(S, T)
         arguments = (_array(S, D), row(N, T, D), count, sums, sums, row(S, T, D), row(N, T, D))
         return Call(function, *modules, arguments, (6,), {2: N})
-    if op == "step":
-        function = lambda m: functools.partial(m.step, seal=False, **norm)
-        arguments = (_array(D), row(N, T, D), count, row(T, D), row(T, D), _array(D))
-        return Call(function, *modules, arguments, (3,), {2: N})
     given = (
         _array(D),
         row(2, T, D),
@@ -331,7 +327,6 @@ _DEPTH_OPS = {
     "scores": "partial_backward",
     "backward": "partial_backward",
     "gradients": "partial_backward",
-    "decode": "step",
 }
 
 

@@ -8,7 +8,7 @@ normalised; values are the sources themselves; the query is learned and the same
 
 `depth_attention` is one site. In the *two-phase* schedule, `depth_attention_partial` takes all S
 sites of a block over the sealed sources at once, reading them once, and `depth_attention_merge`
-adds the running partial sum at each site. `depth_attention_step` is a whole site in one pass.
+adds the running partial sum at each site.
 
 Implementations: as of `key_vector`. Every op but `depth_attention_partial_backward` has gradients
 of its arrays of floats in reverse mode, once; twice with "xla" alone, forward mode never: a
@@ -53,7 +53,6 @@ __all__ = [
     "depth_attention_merge_read",
     "depth_attention_partial",
     "depth_attention_partial_backward",
-    "depth_attention_step",
 ]
 
 # A size *D is D, or K V of a matrix.
@@ -258,52 +257,6 @@ def depth_attention_merge(
     return rows.reshape(mixed.shape), passed.reshape(current.shape), z.reshape(current.shape)
 
 
-@reverse_mode
-def depth_attention_step(
-    bank: Float[Array, "N *tokens_D"],
-    count: int | Int[Array, ""],
-    current: Float[Array, "*tokens D"],
-    y: Float[Array, "*tokens D"],
-    query: Float[Array, " D"],
-    norm_gain: Float[Array, " D"],
-    *,
-    gain: Float[Array, " D"] | None = None,
-    seal: bool = False,
-    norm: Norm = "layernorm",
-    epsilon: int | float = 1e-6,
-    norm_epsilon: int | float = 1e-6,
-    implementation: Implementation | None = None,
-) -> tuple[Float[Array, "N *tokens_D"], Float[Array, "*tokens D"], Float[Array, "*tokens D"]]:
-    """One site in one pass: `current += y`, mix over `bank[:count]` and it, norm.
-
-    With `seal`, the sum also becomes row `count` of the bank: the block ends here. `count` must
-    then be below N. Returns the bank, the sum and z.
-    """
-    check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
-    gains = None if gain is None else gain[None]
-    check_sources(query[None], bank, gains, count, None, epsilon, spare=seal)
-    check_array("y", y, "... D")
-    if not current.shape == y.shape == bank.shape[1:]:
-        raise ValueError(
-            f"shapes do not fit: bank [N, ..., D] is {bank.shape}, current [..., D] is "
-            f"{current.shape}, y [..., D] is {y.shape}"
-        )
-    call = _Call(epsilon, implementation, norm, norm_epsilon)
-    dtype = jnp.result_type(jnp.float32, current)
-    new_bank, new, z = _step(
-        call,
-        seal,
-        _folded(query, gain, bank),
-        bank.reshape(bank.shape[0], -1, bank.shape[-1]),
-        _count(count, bank),
-        current.reshape(-1, current.shape[-1]),
-        y.reshape(-1, y.shape[-1]),
-        norm_gain.astype(dtype),
-    )
-    new_bank = new_bank.reshape(bank.shape) if seal else bank
-    return new_bank, new.reshape(current.shape), z.reshape(current.shape)
-
-
 class _Call(NamedTuple):
     """What a call is beside its arrays."""
 
@@ -392,40 +345,6 @@ def _merge_backward(call, saved, cotangents):
 
 _merge.defvjp(_merge_forward, _merge_backward)
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _step(call, seal, query, bank, count, current, y, norm_gain):
-    run = lambda module, *args: module.step(*args, seal=seal, **call.norms)
-    return _run(call, "step", run, (query, bank, count, current, y, norm_gain))
-
-
-def _step_forward(call, seal, query, bank, count, current, y, norm_gain):
-    out = _step(call, seal, query, bank, count, current, y, norm_gain)
-    # Not the bank that is given back: its row `count` may be taken again by then.
-    return out, (query, bank, count, out[1], jnp.zeros((0,), y.dtype), norm_gain)
-
-
-def _step_backward(call, seal, saved, cotangents):
-    query, bank, count, current, like_y, norm_gain = saved
-    d_bank, d_current, d_z = cotangents
-    if seal:
-        d_row = jax.lax.dynamic_index_in_dim(d_bank, count, keepdims=False)
-        d_current = d_current + d_row.astype(d_current.dtype)
-        d_bank = jax.lax.dynamic_update_index_in_dim(d_bank, jnp.zeros_like(d_row), count, 0)
-    (mixed, log_sums), of_partial = _partial_forward(call, query[None], bank, count, None)
-    args = (query, mixed, log_sums[0], jnp.int32(0), current, jnp.bool(True), norm_gain)
-    d_query, d_mixed, d_log_sums, _, d_current, _, d_gain = _merge_backward(
-        call, args, (mixed, d_current, d_z)
-    )
-    accumulate = d_bank if seal else None
-    d_queries, d_bank, _ = _partial_backward(
-        call, *of_partial, d_mixed, d_log_sums[None], accumulate
-    )
-    d_y = d_current.astype(like_y.dtype)
-    return d_query + d_queries[0], d_bank, None, d_current, d_y, d_gain
-
-
-_step.defvjp(_step_forward, _step_backward)
 
 _IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
 _OF_MATRICES = Implementations(

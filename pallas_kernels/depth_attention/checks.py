@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import check_array, check_epsilon, check_norm
 
 
-def check_sources(queries, sources, gains, count, prior, epsilon, *, spare: bool = False) -> None:
+def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
     check_epsilon("epsilon", epsilon)
     size = _size(queries, 1)
     check_array("queries", queries, f"S {size}")
@@ -37,11 +37,8 @@ def check_sources(queries, sources, gains, count, prior, epsilon, *, spare: bool
         return
     if jnp.shape(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer):
         raise ValueError(f"count={count!r} must be an integer: how many sources there are")
-    if isinstance(count, int) and not 0 <= count <= N - spare:
-        raise ValueError(
-            f"count={count} must be from 0 to the number of sources, {N}"
-            + (", less one for the row that is sealed" if spare else "")
-        )
+    if isinstance(count, int) and not 0 <= count <= N:
+        raise ValueError(f"count={count} must be from 0 to the number of sources, {N}")
 
 
 def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> None:

@@ -59,14 +59,6 @@ gradient is 0.
                         statistics, d_z, d_mixed, d_current, *, norm, epsilon)
         -> MergeReadGradients
 
-    step(query [D] float32, bank [N, T, D], count, current [T, D], y [T, D], norm_gain, *, seal,
-         norm, epsilon, norm_epsilon) -> (bank', current', z)
-
-        One site in one pass, forward only: current' = current + y, rounded to the dtype it is held
-        in before it is scored; h mixes bank[:count] and current'; z = norm_gain * norm(h). If
-        `seal` (static), bank' is the bank with current' as row `count`, in place where the caller
-        gives it away; else bank' is None.
-
     unsupported(op, *arrays) -> why these cannot be served, in a line, or None
 
 `partial` and `partial_backward` of plain JAX take a `key_axis` too, over which D is divided: arrays

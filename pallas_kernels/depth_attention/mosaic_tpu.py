@@ -50,7 +50,6 @@ __all__ = [
     "merge_backward",
     "partial",
     "partial_backward",
-    "step",
     "unsupported",
 ]
 
@@ -294,67 +293,6 @@ def merge_backward(
     )
 
 
-def step(
-    query: Float[Array, " D"],
-    bank: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    current: Float[Array, "T D"],
-    y: Float[Array, "T D"],
-    norm_gain: Float[Array, " D"],
-    *,
-    seal: bool,
-    norm: Norm,
-    epsilon: int | float,
-    norm_epsilon: int | float,
-    block_sizes: BlockSizes | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], Float[Array, "T D"]]:
-    """See `interface`. `4 (N + 1) T D` FLOPs and `E (N + 4) T D` bytes, `E T D` more to seal.
-
-    Fewer than 16 tokens, as in decoding, are padded to 16 in VMEM only.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
-    """
-    args = (query, bank, count, current, y, norm_gain)
-    call = _call_of("step", (query[None], bank), epsilon, block_sizes, interpret)
-    call = dataclasses.replace(call, held=True, norm=norm, norm_epsilon=norm_epsilon)
-    if (why := unsupported("step", *args)) is not None:
-        raise UnsupportedImplementation(f"{why}; use 'xla'")
-    T, D = current.shape
-    # Of these no tile is full, and a copy of the bank would be larger than the bank.
-    few = T < GROUP and D % LANES == 0
-    token, anywhere = _by_token(call), pl.BlockSpec(memory_space=pl.ANY)
-    inputs = {
-        "count": (count.reshape(1), pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "queries": _constant(_queries(call, query[None])),
-        "bank": (bank if few else _aligned(bank), anywhere),
-        "current": (_whole(call, _aligned(current[None])[0]), token),
-        "y": (_aligned(y[None])[0], token),
-        "norm_gain": _constant(_parameter(call, norm_gain)),
-    }
-    outputs = {"current": (inputs["current"][0], token), "z": (inputs["current"][0], token)}
-    scratch = _score_scratch(call) | _rows_scratch(call, "mixed")
-    if few:
-        scratch["few"] = pltpu.VMEM((call.sources, T, call.width), call.dtype)
-    if seal:
-        outputs["bank"] = (inputs["bank"][0], anywhere)
-        scratch["written"] = pltpu.SemaphoreType.DMA((2,))
-    out = _run(
-        call,
-        functools.partial(kernels.step, call=call),
-        "depth_attention_step",
-        inputs,
-        outputs,
-        scratch,
-        flops=4 * call.sources * T * D,
-        interpret=interpret,
-        aliased={"current": "current"} | ({"bank": "bank"} if seal else {}),
-    )
-    sealed = out["bank"][:, :T, :D] if seal else None  # less the padding
-    return sealed, out["current"][:T, :D], out["z"][:T, :D]
-
-
 def unsupported(op: str, *args: Any) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
     floats = [a for a in jax.tree.leaves(args) if jnp.issubdtype(a.dtype, jnp.floating)]
@@ -368,9 +306,7 @@ def unsupported(op: str, *args: Any) -> str | None:
             return f"D={D}: {GROUP} tokens do not fit VMEM"
         return None
     queries, sources = args[:2]
-    S, (N, T, D) = (1 if op == "step" else queries.shape[0]), sources.shape
-    if op == "step" and args[3].dtype != sources.dtype:
-        return f"a sum of {args[3].dtype} beside a bank of {sources.dtype}"
+    S, (N, T, D) = queries.shape[0], sources.shape
     if default_block_sizes(op, N, S, T, D, sources.dtype.name) is None:
         return f"N={N}, S={S}, D={D}: {GROUP} tokens of all sources do not fit VMEM"
     return None
@@ -431,7 +367,7 @@ def _score_scratch(call: Call):
     products = [call.mixed_by_product(n) for _, n in call.chunks]
     rows = call.S * GROUP * call.weight_pieces
     scratch = {
-        "sources": pltpu.VMEM((2, call.sources, call.blocks.tokens, call.width), call.dtype),
+        "sources": pltpu.VMEM((2, call.N, call.blocks.tokens, call.width), call.dtype),
         "read": pltpu.SemaphoreType.DMA((2,)),
         "logits": [
             pltpu.VMEM((call.groups, call.S, n * GROUP), jnp.float32) for _, n in call.chunks
@@ -489,8 +425,7 @@ def vmem_bytes(op: str, N: int, S: int, D: int, dtype: str, tokens: int) -> int:
     if op in ("merge", "merge_backward"):
         arrays, kept = (3, 1) if op == "merge" else (6, 3)
         return (2 * arrays * item + kept * 4) * row + 64 * width * 4
-    if op in ("partial", "step"):
-        N, S = (N + 1, 2) if op == "step" else (N, S)
+    if op == "partial":
         several = N > kernels.CHUNK
         scratch = groups * lanes * (4 * round_up(S, 8) + 32 * S * item)
         scratch += groups * S * GROUP * LANES * 4 + (S * row * 4 if several else 0)
@@ -517,7 +452,7 @@ def _refused(
 
 KERNELS = tuned.register(
     "tpu",
-    [_NAME + op for op in ("partial", "partial_backward", "merge", "merge_backward", "step")],
+    [_NAME + op for op in ("partial", "partial_backward", "merge", "merge_backward")],
     BlockSizes,
     ("N", "S", "D", "dtype"),
     _refused,
@@ -645,7 +580,7 @@ def _run(
         semantics=("parallel", "arbitrary"),
         flops=flops,
         moved=sum(_moved(x, spec, prefetch) for x, spec in blocks),
-        transcendentals=call.S * max(call.sources, 1) * call.tokens,
+        transcendentals=call.S * max(call.N, 1) * call.tokens,
         aliased=aliased,
         prefetch=prefetch,
         interpret=interpret,

@@ -42,10 +42,7 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is fixed while tracing. `size` is D, `width` the lanes it is padded to.
-
-    `held`: beside the N rows of the bank there is one more source, which is at hand already.
-    """
+    """What is fixed while tracing. `size` is D, `width` the lanes it is padded to."""
 
     N: int
     S: int
@@ -56,13 +53,8 @@ class Call:
     epsilon: int | float
     blocks: BlockSizes
     interpret: bool
-    held: bool = False
     norm: Norm = "layernorm"
     norm_epsilon: int | float = 0.0
-
-    @property
-    def sources(self) -> int:
-        return self.N + self.held
 
     @property
     def tiles(self) -> int:
@@ -84,7 +76,7 @@ class Call:
     @property
     def chunks(self) -> list[tuple[int, int]]:
         """First source and number of sources of each."""
-        return [(i, min(CHUNK, self.sources - i)) for i in range(0, self.sources, CHUNK)]
+        return [(i, min(CHUNK, self.N - i)) for i in range(0, self.N, CHUNK)]
 
     def mixed_by_product(self, sources: int) -> int:
         """Of a chunk's sources, how many a product mixes: one or two more would take as long as 8.
@@ -214,8 +206,7 @@ def _weigh(call, count, group, inputs, outputs, scratch):
             shape = (GROUP, LANES)
             scratch["prior_weights"][group, s] = jnp.broadcast_to(prior * scale, shape)
         log_sum = m + jnp.log(jnp.where(total == 0, 1, total))
-        if "log_sums" in outputs:
-            outputs["log_sums"][0, s : s + 1] += row_of(log_sum, group, call.blocks.tokens)
+        outputs["log_sums"][0, s : s + 1] += row_of(log_sum, group, call.blocks.tokens)
         for c, (_, sources) in enumerate(call.chunks):
             weights, products = logits[c] * scale, call.mixed_by_product(sources)
             rows = _operand_pieces(call, weights[:, : products * GROUP]) if products else []
@@ -276,91 +267,6 @@ def _mix(call, count, bank, scratch, write):
             write_all(group, lanes, sums[group, :, :, lanes])
 
     each_group(call, finish)
-
-
-def step(inputs, outputs, scratch, *, call: Call):
-    """`current'` and z of a tile; current' to row `count` of the bank where that is a result."""
-    count = inputs["count"][0]
-    tile = Tile(call)
-    buffer, few = scratch["sources"], scratch.get("few")
-    bank = buffer.at[tile.slot]
-
-    def add(group):
-        for lanes in call.lane_blocks:
-            current, y = (inputs[k][group_rows(group), lanes] for k in ("current", "y"))
-            current = (current.astype(jnp.float32) + y.astype(jnp.float32)).astype(bank.dtype)
-            bank[call.N, group_rows(group), lanes] = current
-            outputs["current"][group_rows(group), lanes] = current
-
-    if few is None:
-        read = functools.partial(_copy_rows, call, inputs["bank"], buffer, scratch["read"], count)
-
-        @pl.when(tile.first)
-        def _():
-            _clear(call, buffer, count)
-            read(tile.at(0), 0, "start")
-
-        @pl.when(~tile.last)
-        def _():
-            read(tile.at(1), 1 - tile.slot, "start")
-
-        each_group(call, add)
-        held = buffer.at[:, pl.ds(call.N, 1)]
-    else:
-        _copy_few(inputs["bank"], few, scratch["read"], count, "start")
-        buffer[...] = jnp.zeros_like(buffer)
-        each_group(call, add)
-        few[call.N] = bank[call.N, : few.shape[1]]
-
-    def seal(action):
-        if "bank" not in outputs:
-            return
-        row, semaphores = outputs["bank"].at[pl.ds(count, 1)], scratch["written"]
-        if few is None:
-            place = (tile.at(0), tile.slot, action)
-            _copy_rows(call, row, held, semaphores, 1, *place, out=True)
-        else:
-            _copy_few(few.at[pl.ds(call.N, 1)], row, semaphores, 1, action)
-
-    seal("start")
-    if few is None:
-        read(tile.at(0), tile.slot, "wait")
-    else:
-        _copy_few(inputs["bank"], few, scratch["read"], count, "wait")
-
-        def spread(i, _):
-            bank[i, : few.shape[1]] = few[i]
-            return _
-
-        jax.lax.fori_loop(0, count, spread, 0)
-    _score(call, count, bank, inputs, outputs, scratch)
-    mixed, z = scratch["mixed"], outputs["z"]
-
-    def write(group, lanes, s, h):
-        mixed[group_rows(group), lanes] = h
-
-    _mix(call, count, bank, scratch, write)
-
-    def norm(group):
-        rows = group_rows(group)
-        rstd = centre(call, mixed.at[rows])
-        for lanes in call.lane_blocks:
-            h = mixed[rows, lanes] * rstd * inputs["norm_gain"][:, lanes]
-            z[rows, lanes] = h.astype(z.dtype)
-
-    each_group(call, norm)
-    seal("wait")
-
-
-def _copy_few(source, target, semaphores, rows, action):
-    """As `_copy_rows`, of so few tokens that they are all one row's."""
-
-    def row(i, _):
-        copy = pltpu.make_async_copy(source.at[i], target.at[i], semaphores.at[0])
-        getattr(copy, action)()
-        return _
-
-    jax.lax.fori_loop(0, rows, row, 0)
 
 
 # Backward -------------------------------------------------------------------------------------
@@ -562,7 +468,7 @@ def _clear(call, buffer, count):
 
 def _when_any(call, c, count, body):
     """If a chunk has a source; the first always, for what it writes is read."""
-    if c == 0 or (call.held and c == len(call.chunks) - 1):
+    if c == 0:
         body()
     else:
         pl.when(count > call.chunks[c][0])(body)
@@ -636,8 +542,7 @@ def _diagonal(sources):
 def _active(call, first, sources, count):
     """Of a chunk's lanes: whether the source has a weight."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, sources * GROUP), 1)
-    active = lane < (count - first) * GROUP
-    return active | (lane >= (call.N - first) * GROUP) if call.held else active
+    return lane < (count - first) * GROUP
 
 
 def _own_lane(group, tokens):

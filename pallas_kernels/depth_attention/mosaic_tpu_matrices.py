@@ -53,8 +53,6 @@ def unsupported(op: str, *args: Any) -> str | None:
     merges = op in ("merge", "merge_backward")
     residuals = args[4] if merges else args[1]
     T, K, V = residuals.shape[-3:]
-    if op == "step":
-        return "a whole site in one pass"
     if merges and args[6] is not None:
         return "a norm of matrices: what reads them has one"
     if T < LANES:

@@ -64,31 +64,6 @@ def merge(
     return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon).astype(dtype)
 
 
-def step(
-    query: Float[Array, " D"],
-    bank: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    current: Float[Array, "T D"],
-    y: Float[Array, "T D"],
-    norm_gain: Float[Array, " D"],
-    *,
-    seal: bool,
-    norm: Norm,
-    epsilon: float,
-    norm_epsilon: float,
-) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], Float[Array, "T D"]]:
-    """One site: add, mix, norm, and the sum as a new row of the bank."""
-    dtype = current.dtype
-    current = (wide(current) + wide(y)).astype(dtype)
-    mixed, log_sums = partial(query[None], wide(bank), count, None, epsilon=epsilon)
-    options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
-    site, always = jnp.int32(0), jnp.bool(True)
-    z = merge(query, mixed, log_sums[0], site, current, always, norm_gain, **options)
-    if seal:
-        bank = jax.lax.dynamic_update_index_in_dim(bank, current.astype(bank.dtype), count, 0)
-    return (bank if seal else None), current, z
-
-
 def normalize(
     h: Float[Array, "T D"],
     gain: Float[Array, " D"] | None,

@@ -8,7 +8,6 @@ the sources' dtype, N being the active sources:
     backward        (9 S + 4) N T D FLOPs    (2 N + S) T D, and N T D to accumulate
     merge           20 T D FLOPs             3 T D
     merge_backward  40 T D FLOPs             6 T D
-    step            6 N T D FLOPs            (N + 4) T D
 
 Where S sites' accumulators do not fit in registers, `partial` has a program for each few of them,
 side by side so that they share the sources by way of the cache, and the backward pass is two
@@ -45,7 +44,6 @@ from pallas_kernels.depth_attention.triton_gpu_kernels import (
     padded,
     partial_kernel,
     scores_kernel,
-    step_kernel,
 )
 from pallas_kernels.triton import no_triton
 
@@ -58,7 +56,6 @@ __all__ = [
     "merge_backward",
     "partial",
     "partial_backward",
-    "step",
     "unsupported",
 ]
 
@@ -66,8 +63,6 @@ _DTYPES = (jnp.bfloat16, jnp.float32)
 # Sites of one backward kernel; those of more are added by a further call.
 MOST_SITES = 16
 _MOST_SIZE = 16384
-# A step of at most so many is called decode: fewer than fill a GPU.
-_FEW_TOKENS = 256
 
 
 class Blocks(NamedTuple):
@@ -101,7 +96,6 @@ def unsupported(op: str, *args) -> str | None:
         "partial_backward": (1, 5, 6),
         "merge": (1, 4),
         "merge_backward": (1, 4, 7, 8, 9),
-        "step": (1, 3, 4),
     }[op]
     for array in (args[i] for i in held if args[i] is not None):
         if array.dtype not in _DTYPES:
@@ -121,10 +115,9 @@ def wins(op: str, *args) -> bool:
         (N, S), (T, D), dtype = (1, 1), args[4].shape, args[4].dtype
     else:
         (N, T, D), dtype = args[1].shape, args[1].dtype
-        S = 1 if op == "step" else min(args[0].shape[0], MOST_SITES)
+        S = min(args[0].shape[0], MOST_SITES)
     name = {
         "partial_backward": "backward" if fits(S, D) else "gradients",
-        "step": "decode" if T <= _FEW_TOKENS else "step",
     }.get(op, op)
     key = {"N": N, "S": S, "D": D, "dtype": dtype.name}
     return tuned.winner(KERNELS[f"depth_attention_{name}"], key, T) == "triton"
@@ -153,11 +146,6 @@ def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeL
         part = min(width, 512 if S <= 8 else 256)
         entries = 4 if S <= 8 else 2
         return Blocks(1, S, group(pl.cdiv(D, part)), part, max(1, part // (32 * entries)), 3)
-    if kernel == "depth_attention_step":
-        return Blocks(rows, 1, 1, width, warps(16))
-    if kernel == "depth_attention_decode":
-        # A token has a multiprocessor to itself: as many loads at once as that takes.
-        return Blocks(2 * rows, 1, 1, width, warps(8))
     if kernel == "depth_attention_merge_backward":
         return Blocks(1, 1, group(1), width, warps(8, most=8))
     return Blocks(1, 1, 1, width, warps(8))
@@ -418,65 +406,6 @@ def merge_backward(
     )
 
 
-def step(
-    query: Float[Array, " D"],
-    bank: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    current: Float[Array, "T D"],
-    y: Float[Array, "T D"],
-    norm_gain: Float[Array, " D"],
-    *,
-    seal: bool,
-    norm: Norm,
-    epsilon: int | float,
-    norm_epsilon: int | float,
-    block_sizes: Blocks | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], Float[Array, "T D"]]:
-    """A site in one pass: `current' = current + y`, mix over `bank[:count]` and it, norm.
-
-    With `seal`, current' is row `count` of the bank given back, which is the one given, in place.
-    About `6 N T D` FLOPs; `(N + 4) T D` elements, `T D` more to seal.
-
-    Raises:
-      UnsupportedImplementation: for what `unsupported` names.
-    """
-    _refuse("step", query, bank, count, current, y, norm_gain)
-    call = _call_of(query[None], bank, epsilon)._replace(
-        norm=norm, norm_epsilon=float(norm_epsilon)
-    )
-    name = "depth_attention_decode" if call.T <= _FEW_TOKENS else "depth_attention_step"
-    blocks = block_sizes or _blocks_of(call, name, bank)
-    inputs = {
-        "query": query.astype(jnp.float32),
-        "bank": bank,
-        "count": _scalar(count),
-        "current": current,
-        "y": y,
-        "norm_gain": norm_gain.astype(jnp.float32),
-    }
-    outputs = {
-        "new_current": jax.ShapeDtypeStruct(current.shape, current.dtype),
-        "z": jax.ShapeDtypeStruct(current.shape, current.dtype),
-    }
-    if seal:
-        outputs["new_bank"] = jax.ShapeDtypeStruct(bank.shape, bank.dtype)
-    out = gpu_call(
-        functools.partial(step_kernel, call, blocks, seal),
-        name,
-        inputs,
-        outputs,
-        grid=(call.T,),
-        warps=blocks.warps,
-        flops=6 * bank.size,
-        moved=bank.nbytes + (5 if seal else 4) * current.nbytes,
-        transcendentals=call.N * call.T,
-        aliased={"bank": "new_bank"} if seal else {},
-        interpret=interpret,
-    )
-    return out.get("new_bank"), out["new_current"], out["z"]
-
-
 def fits(S: int, D: int) -> bool:
     """Whether the backward pass can hold its vectors of S sites: at most 16 entries a thread."""
     return S * max(8, padded(D) // 512) <= 16
@@ -521,8 +450,6 @@ KERNELS = tuned.register(
     (
         *_ALIKE,
         "depth_attention_gradients",
-        "depth_attention_step",
-        "depth_attention_decode",
         "depth_attention_merge",
         "depth_attention_merge_backward",
     ),

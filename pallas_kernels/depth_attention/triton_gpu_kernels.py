@@ -184,26 +184,6 @@ def _queries(ref, sites, columns):
     return lambda: held
 
 
-def step_kernel(call, blocks, seal, ref):
-    t, columns = pl.program_id(0), Columns(0, blocks.columns, call.D)
-    current = _load(ref.current, (t,), columns) + _load(ref.y, (t,), columns)
-    # Scored as it is held, so that a later call that reads it scores the same.
-    current = current.astype(ref.new_current.dtype)
-    _save(ref.new_current, (t,), columns, current)
-    current = current.astype(jnp.float32)
-    query = _load(ref.query, (), columns)
-    logit = jnp.sum(query * current) * _rstd(call, current)
-    mixes = [Mix(logit, jnp.float32(1), current)]
-    count = _count(call, ref)
-    # Where it is sealed, the bank is written in place.
-    bank = ref.new_bank if seal else ref.bank
-    (mix,) = _mixed(call, blocks, count, bank, t, columns, lambda: (query,), mixes)
-    if seal:
-        _save(bank, (jnp.minimum(count, call.N - 1), t), columns, current)
-    normed, _ = _normed(call, columns, mix.mean)
-    _save(ref.z, (t,), columns, _load(ref.norm_gain, (), columns) * normed)
-
-
 # Backward of the mix ---------------------------------------------------------------------------
 
 

@@ -181,28 +181,3 @@ def merge_backward(
         mixed=jax.lax.dynamic_update_index_in_dim(d_mixed, row, site, 0),
         current=(g.current + wide(d_current)).astype(current.dtype),
     )
-
-
-def step(
-    query: Float[Array, " D"],
-    bank: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    current: Float[Array, "T D"],
-    y: Float[Array, "T D"],
-    norm_gain: Float[Array, " D"],
-    *,
-    seal: bool,
-    norm: Norm,
-    epsilon: int | float,
-    norm_epsilon: int | float,
-) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], Float[Array, "T D"]]:
-    """See `interface`."""
-    current = (wide(current) + wide(y)).astype(current.dtype)
-    mixed, log_sums = partial(query[None], bank, count, None, epsilon=epsilon)
-    always = jnp.bool(True)
-    options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
-    z = merge(query, mixed, log_sums[0], jnp.int32(0), current, always, norm_gain, **options)
-    if not seal:
-        return None, current, z
-    row = current.astype(bank.dtype)
-    return jax.lax.dynamic_update_index_in_dim(bank, row, count, 0), current, z

@@ -307,54 +307,6 @@ def test_merge_with_nothing_or_almost_nothing_on_one_side():
             np.testing.assert_array_equal(grads.current, cotangents[2])
 
 
-@pytest.mark.parametrize(
-    "shape, norm, dtype, seal",
-    [
-        pytest.param(*case, id="-".join(map(str, case[1:])) + f"-{case[0][1]}tokens", marks=marks)
-        for marks, cases in (
-            (
-                (),
-                [
-                    ((3, 7, 200, 2), "layernorm", "float32", True),
-                    ((3, 7, 200, 3), "rmsnorm", "bfloat16", False),
-                ],
-            ),
-            (
-                pytest.mark.slow,
-                [
-                    ((5, 1, 64, 0), "rmsnorm", "bfloat16", True),
-                    ((9, 260, 40, 8), "rmsnorm", "float32", True),
-                    ((9, 260, 40, 8), "layernorm", "bfloat16", True),
-                ],
-            ),
-        )
-        for case in cases
-    ],
-)
-def test_step_equals_numpy(shape, norm, dtype, seal):
-    N, T, D, count = shape
-    rng = np.random.default_rng(0)
-    bank = draw(rng, (N, T, D), dtype)
-    bank[count:] = np.nan
-    current, y = draw(rng, (T, D), dtype), draw(rng, (T, D), dtype)
-    query, gain = draw(rng, (D,), scale=D**-0.5), 1 + draw(rng, (D,), scale=0.1)
-    options = {"norm": norm, "epsilon": EPSILON, "norm_epsilon": 1e-5}
-    step = functools.partial(triton_gpu.step, **options, seal=seal, interpret=True)
-    args = (query, bank, np.int32(count), current, y, gain)
-    new_bank, new, z = jax.jit(step)(*args)
-    # Rounded once.
-    total = (current.astype(np.float32) + y.astype(np.float32)).astype(dtype)
-    np.testing.assert_array_equal(new, total)
-    if seal:
-        bank[count] = total
-        np.testing.assert_array_equal(*float64((new_bank, bank)))
-    else:
-        assert new_bank is None
-    # From the sum as it is held: its rounding is no error.
-    assert z.dtype == current.dtype
-    assert_close(z, plain.step(query, bank[:count], total, gain, **options), TOLERANCE[dtype])
-
-
 # What is asked for -----------------------------------------------------------------------------
 
 
@@ -374,9 +326,6 @@ def test_what_is_unsupported_is_said():
     assert triton_gpu.unsupported("merge", *merge) is None
     assert triton_gpu.unsupported("merge_backward", *merge, x, d_mixed, x) is None
     assert "float16" in triton_gpu.unsupported("merge_backward", *merge, half[0], d_mixed, x)
-    step = (gain, sources, count, x)
-    assert triton_gpu.unsupported("step", *step, x, gain) is None
-    assert "float16" in triton_gpu.unsupported("step", *step, half[0], gain)
     with pytest.raises(UnsupportedImplementation, match="float16"):
         partial(queries, half, count, None)
 
@@ -418,10 +367,6 @@ def calls(N, S, D, dtype, T=8192):
     yield functools.partial(triton_gpu.merge, **options), merge, ["merge"]
     merge_backward = functools.partial(triton_gpu.merge_backward, **options)
     yield merge_backward, (*merge, x, mixed, x), ["merge_backward"]
-    step = functools.partial(triton_gpu.step, seal=True, **options)
-    for tokens, name in ((T, "step"), (8, "decode")):
-        x = shape(tokens, D)
-        yield step, (gain, shape(N, tokens, D), count, x, x, gain), [name]
 
 
 @pytest.mark.parametrize(

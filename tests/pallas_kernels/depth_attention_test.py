@@ -134,45 +134,6 @@ def test_no_source_leaves_the_prior():
     np.testing.assert_array_equal(h, prior[0])
 
 
-def site(query, gain, norm_gain, bank, current, y, *, seal, count):
-    """`depth_attention_step` from its parts, differentiated by JAX."""
-    current = current + y
-    sources = jnp.concatenate([bank[:count], current[None]])
-    rstd = jax.lax.rsqrt(jnp.mean(sources**2, axis=-1) + EPSILON)
-    weights = jax.nn.softmax(jnp.sum(sources * query * gain, axis=-1) * rstd, axis=0)
-    h = jnp.sum(weights[..., None] * sources, axis=0)
-    h = h - jnp.mean(h, axis=-1, keepdims=True)
-    z = norm_gain * h * jax.lax.rsqrt(jnp.mean(h**2, axis=-1, keepdims=True) + EPSILON)
-    return (bank.at[count].set(current) if seal else bank), current, z
-
-
-@pytest.mark.parametrize("seal", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_step_and_all_its_gradients(seal):
-    shapes = [(7,), (7,), (7,), (5, 2, 3, 7), (2, 3, 7), (2, 3, 7)]
-    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
-    cotangents = tuple(normal(*shape, seed=9) for shape in shapes[3:])
-
-    def step(query, gain, norm_gain, bank, current, y):
-        return pallas_kernels.depth_attention_step(
-            bank, jnp.int32(3), current, y, query, norm_gain, gain=gain, seal=seal,
-            epsilon=EPSILON, norm_epsilon=EPSILON,
-        )  # fmt: skip
-
-    def both(f, args, cotangents):
-        out, pullback = jax.vjp(f, *args)
-        return out, pullback(cotangents)
-
-    @jax.jit
-    def run(args, cotangents):
-        by_parts = lambda *args: site(*args, seal=seal, count=3)
-        return both(step, args, cotangents), both(by_parts, args, cotangents)
-
-    with jax.enable_x64(True):
-        (got, got_gradients), (expected, gradients) = run(args, cotangents)
-    assert_close(got, expected, 1e-13)
-    assert_close(got_gradients, gradients, 1e-12)
-
-
 def by_parts(query, gain, norm_gain, sources, current, prior, log_sums, active):
     """All that is differentiable in `partial` and `merge`, in one number."""
     mixed, sums = pallas_kernels.depth_attention_partial(
@@ -260,17 +221,9 @@ def test_composes_with_transformations(how):
     assert_close(got, (d_query[0], d_sources.reshape(sources.shape)), 2e-6)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda q, v: pallas_kernels.depth_attention(q, v, count=5), "count=5 must be from 0 to"),
-        (lambda q, v: pallas_kernels.depth_attention_step(v, 4, v[0], v[0], q, q, seal=True),
-         "less one for the row that is sealed"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        wrong(jnp.ones(8), jnp.ones((4, 2, 8)))
+def test_what_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="count=5 must be from 0 to"):
+        pallas_kernels.depth_attention(jnp.ones(8), jnp.ones((4, 2, 8)), count=5)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_tpu", "triton"])

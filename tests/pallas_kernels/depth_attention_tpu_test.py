@@ -27,11 +27,10 @@ from tests.pallas_kernels import plain
 EPSILON, NORM_EPSILON = 1e-6, 1e-5
 FLOAT32 = 5e-6
 
-_OPTIONS = ("block_sizes", "epsilon", "interpret", "norm", "norm_epsilon", "seal")
+_OPTIONS = ("block_sizes", "epsilon", "interpret")
 # Compiled as one: op by op takes longer.
-partial = jax.jit(mosaic_tpu.partial, static_argnames=_OPTIONS[:3])
-partial_backward = jax.jit(mosaic_tpu.partial_backward, static_argnames=_OPTIONS[:3])
-step = jax.jit(mosaic_tpu.step, static_argnames=_OPTIONS)
+partial = jax.jit(mosaic_tpu.partial, static_argnames=_OPTIONS)
+partial_backward = jax.jit(mosaic_tpu.partial_backward, static_argnames=_OPTIONS)
 
 
 class Case(NamedTuple):
@@ -247,35 +246,6 @@ def test_merge_and_its_gradients(T, D, dtype, norm):
         assert_near(got.norm_gain, want[4], "float32")
 
 
-@pytest.mark.parametrize(
-    "N, T, D, count, dtype, norm, seal",
-    [
-        (4, 130, 200, 2, "bfloat16", "layernorm", True),
-        (17, 40, 128, 16, "float32", "rmsnorm", False),
-        pytest.param(5, 7, 128, 3, "bfloat16", "rmsnorm", True, marks=pytest.mark.slow),
-        pytest.param(3, 1, 256, 0, "bfloat16", "layernorm", True, marks=pytest.mark.slow),
-    ],
-)
-def test_step(N, T, D, count, dtype, norm, seal):
-    query, gain = np.float32(2 / np.sqrt(D)) * draw(0, D), 1 + np.float32(0.1) * draw(1, D)
-    bank = draw(2, N, T, D, dtype=dtype)
-    bank[count:] = np.nan
-    current, y = draw(3, T, D, dtype=dtype), draw(4, T, D, dtype=dtype)
-    options = {"norm": norm, "epsilon": EPSILON, "norm_epsilon": NORM_EPSILON}
-    args = (query, bank, np.int32(count), current, y, gain)
-    kernel = options | {"seal": seal, "interpret": True, "block_sizes": BlockSizes(48)}
-    new_bank, new, z = step(*args, **kernel)
-    # Rounded once.
-    total = (current.astype(np.float32) + y.astype(np.float32)).astype(dtype)
-    np.testing.assert_array_equal(new, total)
-    if seal:
-        bank[count] = total
-        np.testing.assert_array_equal(*float64((new_bank, bank)))
-    else:
-        assert new_bank is None
-    assert_near(z, plain.step(query, bank[:count], total, gain, **options), dtype)
-
-
 @TWO_CHUNKS
 def test_backward_twice_is_the_same_bits():
     case = QUICK[1]
@@ -309,28 +279,6 @@ def test_vmap():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_scan_over_sites_that_seal():
-    N, T, D = 3, 20, 128
-    queries, ys = draw(0, N, D), draw(1, N, T, D, dtype="bfloat16")
-    options = {"norm": "rmsnorm", "epsilon": EPSILON, "norm_epsilon": NORM_EPSILON}
-
-    @jax.jit
-    def run(queries, ys):
-        def body(bank, site):
-            i, query, y = site
-            args = (query, bank, i, jnp.zeros_like(y), y, jnp.ones(D))
-            bank, _, z = mosaic_tpu.step(*args, seal=True, interpret=True, **options)
-            return bank, z
-
-        bank = jnp.full(ys.shape, jnp.nan, ys.dtype)
-        return jax.lax.scan(body, bank, (jnp.arange(N, dtype=jnp.int32), queries, ys))
-
-    bank, got = run(queries, ys)
-    np.testing.assert_array_equal(bank, ys)
-    want = [plain.step(queries[i], ys[:i], ys[i], np.ones(D), **options) for i in range(N)]
-    np.testing.assert_allclose(float64(got), want, rtol=2**-7, atol=1e-4)
-
-
 def test_shard_map_over_tokens():
     queries, sources = draw(0, 2, 128) / np.float32(np.sqrt(128)), draw(1, 3, 64, 128)
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
@@ -348,8 +296,6 @@ def test_what_is_not_served():
     assert ask(array("bfloat16", 9, 64, 128)) is None
     assert "neither bfloat16 nor float32" in ask(array("float16", 9, 64, 128))
     assert "do not fit VMEM" in ask(large)
-    step = (query, array("bfloat16", 3, 8, 128), count, *[array("float32", 8, 128)] * 3)
-    assert "beside a bank" in mosaic_tpu.unsupported("step", *step)
     with pytest.raises(UnsupportedImplementation, match="do not fit VMEM; use 'xla'"):
         jax.eval_shape(mix, query, large, count)
 
@@ -407,39 +353,31 @@ def test_partial_compiles(topology, S, N, T, D, dtype):
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    "topology, N, T, D",
+    "topology, T, D",
     [
-        ("v5e:2x2", 9, 8192, 2048),
-        ("v5p:2x2x1", 33, 7, 7168),
-        ("v6e:2x2", 8, 1, 1024),
-        ("v6e:2x2", 5, 1000, 200),
-        ("tpu7x:2x2x1", 9, 1024, 2048),
+        ("v5e:2x2", 8192, 2048),
+        ("v5p:2x2x1", 7, 7168),
+        ("v6e:2x2", 1, 1024),
+        ("v6e:2x2", 1000, 200),
+        ("tpu7x:2x2x1", 1024, 2048),
     ],
 )
-def test_merge_and_step_compile(topology, N, T, D):
+def test_merge_compiles(topology, T, D):
     array = place_on(topology)
     token, parameter = array("bfloat16", T, D), array("float32", D)
     options = {"norm": "layernorm", "epsilon": EPSILON, "norm_epsilon": NORM_EPSILON}
 
-    def all_three(query, bank, count, current, y, gain, mixed, d_mixed, log_sums, active):
-        bank, current, z = mosaic_tpu.step(
-            query, bank, count, current, y, gain, seal=True, **options
-        )
-        args = (query, mixed, log_sums, count, y, active, gain)
+    def both(query, mixed, log_sums, site, current, active, gain, d_mixed):
+        args = (query, mixed, log_sums, site, current, active, gain)
         z = mosaic_tpu.merge(*args, **options)
-        return bank, current, z, mosaic_tpu.merge_backward(*args, z, d_mixed, z, **options)
+        return z, mosaic_tpu.merge_backward(*args, z, d_mixed, z, **options)
 
-    sites = array("bfloat16", 4, T, D)
-    bank = array("bfloat16", N, T, D)
-    args = (parameter, bank, array("int32"), token, token, parameter, sites, sites)
-    compiled = (
-        jax.jit(all_three, donate_argnums=(1, 3, 7))
-        .lower(*args, array("float32", T), array("bool"))
-        .compile()
-    )
+    sites, number = array("bfloat16", 4, T, D), array("int32")
+    args = (parameter, sites, array("float32", T), number, token, array("bool"), parameter, sites)
+    compiled = jax.jit(both, donate_argnums=7).lower(*args).compile()
     text = compiled.as_text()
-    for name in ("step", "merge", "merge_backward"):
+    for name in ("merge", "merge_backward"):
         assert re.search(rf"custom-call.*depth_attention_{name}", text), name
     if D % 128 == 0 and T % 16 == 0:
-        # The bank is sealed in place.
+        # A site's row is put in its place.
         assert compiled.memory_analysis().temp_size_in_bytes < 2 * T * D * 2

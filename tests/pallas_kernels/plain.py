@@ -121,13 +121,3 @@ def merge(query, mixed, log_sums, current, gain, d_z, *, active, norm, epsilon, 
     d_c = p[:, None] * d_h + (d_logits * rstd)[:, None] * q
     d_c -= (d_logits * logits * rstd**2 / len(q))[:, None] * c
     return gain * n, (d_query, (1 - p)[:, None] * d_h, -d_logits, d_c, np.sum(d_z * n, 0))
-
-
-def step(query, sources, current, gain, *, norm, epsilon, norm_epsilon):
-    """z of one site over these sources [N, T, D], N of 0 included, and `current` [T, D]."""
-    all_sources = np.concatenate([numbers(sources), numbers(current)[None]])
-    rstd = (np.mean(all_sources**2, -1) + epsilon) ** -0.5
-    logits = np.einsum("d,ntd->nt", numbers(query), all_sources) * rstd
-    weights = np.exp(logits - logits.max(0))
-    h = np.einsum("nt,ntd->td", weights / weights.sum(0), all_sources)
-    return numbers(gain) * normed(h, -1, norm, norm_epsilon)[0]

@@ -264,14 +264,14 @@ SOURCES = {
     ("tpu", "key_vector"): (1, "4e1c7c9cd172432b", "mosaic_tpu_kernels.py"),
     ("tpu", "depth_attention"): (
         1,
-        "900b02b17a5995df",
+        "83649c14eaec1ed1",
         "mosaic_tpu_kernels.py",
         "mosaic_tpu_merge_kernels.py",
     ),
     ("tpu", "attention"): (1, "dc86eabc7dbd0654", "mosaic_tpu_whole.py", "products.py"),
     ("tpu", "attention_blocks"): (1, "c0ac313a81774bb1", "mosaic_tpu_blocks.py", "products.py"),
     ("cuda", "key_vector"): (1, "18baff826930f8e9", "triton_gpu_kernels.py"),
-    ("cuda", "depth_attention"): (1, "22c3f5d355933586", "triton_gpu_kernels.py"),
+    ("cuda", "depth_attention"): (1, "467c63c7ea3485b4", "triton_gpu_kernels.py"),
 }
 
 

@@ -35,13 +35,12 @@ def problem(platform: str, kernel: str, tokens: int = 256) -> Problem:
         key = key | dict.fromkeys(own, "bfloat16")
         key |= {"P": 0} if kernel.endswith("store") else {}
         key |= {"R": 0} if kernel.endswith("read") else {}
-    if kernel.endswith(("step", "decode", "merge", "merge_backward")):
+    if kernel.endswith(("merge", "merge_backward")):
         key = key | {"S": 1}
     if "merge" in kernel:
         key |= {"N": 1} if platform == "cuda" else {"N": 0, "dtype": "float32"}
     if kernel.endswith(("scores", "gradients", "backward_sums")):
         key = key | ({"S": 16, "D": 1024} if "depth" in kernel else {"K": 512, "V": 64})
-    tokens = 512 if kernel.endswith("_step") and platform == "cuda" else tokens
     return Problem(tuned.slug(KINDS[platform]), platform, kernel, tuned.items(key), tokens)
 
 
