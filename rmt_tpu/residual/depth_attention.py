@@ -37,6 +37,7 @@ from rmt_tpu.residual.protocols import (
     Unstacked,
     Written,
 )
+from rmt_tpu.residual.whole_tiles import tiles
 
 
 class Prior(NamedTuple):
@@ -73,6 +74,8 @@ class DepthAttention(nnx.Module):
         self.mixer, self.num_sublayers = config.mixer, config.num_sublayers
         self.block = config.mixer.sublayers_a_block(config.num_sublayers)
         self.num_rows = 1 - (-config.num_sublayers // self.block)
+        self.tiles = tiles(config)
+        self.epsilon = self.tiles.epsilon(config.mixer.epsilon)
 
     # The schedule -------------------------------------------------------------------------------
 
@@ -127,7 +130,7 @@ class DepthAttention(nnx.Module):
         """The folded queries of all sites."""
         in_order = []
         for of_stack in sites:
-            folded = [site.mix.folded() for site in of_stack]
+            folded = [self.tiles.factor(site.mix.folded()) for site in of_stack]
             folded = jnp.stack([x.reshape(len(x), -1) for x in folded], axis=1)
             in_order.append(folded.reshape(-1, folded.shape[-1]))
         return jnp.concatenate(in_order)
@@ -159,7 +162,7 @@ class DepthAttention(nnx.Module):
                 *d_prior,
                 count=count,
                 accumulate=d_bank,
-                epsilon=self.mixer.epsilon,
+                epsilon=self.epsilon,
                 **self._divided(),
             )
         return g.queries.reshape(scores.shape), g.sources
@@ -171,7 +174,7 @@ class DepthAttention(nnx.Module):
             rows,
             count=count,
             prior=prior,
-            epsilon=self.mixer.epsilon,
+            epsilon=self.epsilon,
             **self._divided(),
         )
 
@@ -183,7 +186,7 @@ class DepthAttention(nnx.Module):
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """What the unembedding reads: the last aggregation, over all rows."""
-        query = final_site.mix.folded().reshape(1, -1)
+        query = self.tiles.factor(final_site.mix.folded()).reshape(1, -1)
         h = self._partial(query, bank, self.num_rows)[0][0]
         return store.read(h, final_site, store.compute_dtype)
 
@@ -208,7 +211,7 @@ class DepthAttention(nnx.Module):
                 score.reshape(current.shape[2:]),
                 site,
                 active=active,
-                epsilon=self.mixer.epsilon,
+                epsilon=self.epsilon,
             )
             return Prior(mixed, log_sums), current, z
         mixed, own_mixed = stacks.take(prior.mixed, place)
@@ -287,10 +290,11 @@ class DepthAttention(nnx.Module):
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
         """Of the site before sublayer `index`, over the sources that it sees."""
-        flat = values.reshape(*values.shape[:3], -1)
+        query = site.mix.folded().reshape(-1)
+        flat = values.reshape(*values.shape[:3], -1)[..., : query.size]
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
         normed = flat * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
-        logits = jnp.sum(site.mix.folded().reshape(-1) * normed, axis=-1, keepdims=True)
+        logits = jnp.sum(query * normed, axis=-1, keepdims=True)
         return jax.nn.softmax(logits, axis=0)
 
 

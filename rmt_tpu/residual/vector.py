@@ -17,6 +17,7 @@ from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter, storage_scale
 from rmt_tpu.layers.stacks import Index
 from rmt_tpu.residual.place import Place
+from rmt_tpu.residual.whole_tiles import tiles
 
 
 class Site(nnx.Module):
@@ -81,6 +82,7 @@ class Store(nnx.Module):
     ):
         self.dtype, self.compute_dtype = dtype, compute_dtype
         self.norm, self.epsilon = config.norm, config.norm_epsilon
+        self.tiles = tiles(config)
 
     def start(
         self,
@@ -93,9 +95,9 @@ class Store(nnx.Module):
             return jnp.zeros(shape, tokens.dtype), tokens
         return jnp.broadcast_to(positions[..., 0, :], shape), tokens
 
-    def hold(self, residual: Float[Array, "batch seq D"]) -> Float[Array, "batch seq D"]:
-        """The residual in the dtype it is carried in."""
-        return residual.astype(self.dtype)
+    def hold(self, residual: Float[Array, "batch seq D"]) -> Float[Array, "batch seq held"]:
+        """The residual in the dtype and the size it is carried in."""
+        return self.tiles.widened(residual.astype(self.dtype))
 
     def add_and_read(
         self,
@@ -110,12 +112,12 @@ class Store(nnx.Module):
     @jax.named_scope("residual")
     def write(
         self,
-        residual: Float[Array, "batch seq D"],
+        residual: Float[Array, "batch seq held"],
         y: Float[Array, "batch y_seq vectors size"],
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
-    ) -> Float[Array, "batch seq D"]:
+    ) -> Float[Array, "batch seq held"]:
         """`h + W_O y`, or `h + y` where the vector itself is written."""
-        return residual + self.written(y, writer).astype(residual.dtype)
+        return residual + self.tiles.widened(self.written(y, writer).astype(residual.dtype))
 
     def written(
         self,
@@ -132,21 +134,21 @@ class Store(nnx.Module):
             return sharding.scatter_sum(jnp.dot(y, write), "tensor", axis=1)
 
     @jax.named_scope("residual")
-    def read(self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike) -> Read:
+    def read(self, residual: Float[Array, "batch seq held"], site: Site, dtype: DTypeLike) -> Read:
         """`W_QKV norm(h)`, or `norm(h)` where the vector itself is read."""
-        return self.project(self.norm_of(residual, site, dtype), site)
+        return self.project(self.norm_of(residual[..., : self.tiles.size], site, dtype), site)
 
     @jax.named_scope("residual")
     def merge_and_read(
         self,
-        sealed: tuple[Float[Array, "sites batch seq D"], Float[Array, "batch seq"], Index],
-        current: Float[Array, "batch seq D"],
-        query: Float[Array, " D"],
+        sealed: tuple[Float[Array, "sites batch seq held"], Float[Array, "batch seq"], Index],
+        current: Float[Array, "batch seq held"],
+        query: Float[Array, " held"],
         site: Site,
         *,
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
-    ) -> tuple[Float[Array, "sites batch seq D"], Float[Array, "batch seq D"], Read]:
+    ) -> tuple[Float[Array, "sites batch seq held"], Float[Array, "batch seq held"], Read]:
         """Phase two of attention over depth with the norm, and then the projection."""
         mixed, log_sums, place = sealed
         mixed, current, z = pallas_kernels.depth_attention_merge(
@@ -155,16 +157,17 @@ class Store(nnx.Module):
             place,
             current,
             query,
-            site.gain[...],
+            self.tiles.factor(site.gain[...]),
             active=active,
             norm=self.norm,
             epsilon=epsilon,
-            norm_epsilon=self.epsilon,
+            norm_epsilon=self.tiles.epsilon(self.epsilon),
         )
         # The kernel has one axis of tokens. Without the barrier XLA finds that out and merges the
         # tokens' axes in the products with z too, for which it has to transpose the other factors.
         z = jax.lax.optimization_barrier(z)
-        return mixed, current, self.project(z.astype(self.compute_dtype), site)
+        z = z[..., : self.tiles.size].astype(self.compute_dtype)
+        return mixed, current, self.project(z, site)
 
     def norm_of(
         self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike

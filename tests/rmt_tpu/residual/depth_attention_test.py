@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from rmt_tpu import config as cfg
+from rmt_tpu.residual import whole_tiles
 from tests import models
 from tests.rmt_tpu.residual import checks, over_depth
 from tests.tiers import later
@@ -67,3 +68,22 @@ def test_equals_the_equations_and_so_do_its_gradients(store, name, remat):
             store, num_layers=LAYERS, mixer=ALL[name], remat=remat, compute_dtype="float64"
         )
         checks.assert_follows_equations(config, over_depth.reference)
+
+
+@pytest.mark.parametrize("name", ["6 sublayers, 2 left over", *later("2 sublayers", "full")])
+def test_vectors_held_in_whole_tiles_are_the_same_vectors(name):
+    """120 numbers held as 128; and means that are subtracted are of 120, which are held so."""
+    with jax.enable_x64(True):
+        config = models.model(
+            "vector",
+            num_layers=LAYERS,
+            store=cfg.VectorStore(120),
+            mixer=ALL[name],
+            norm="rmsnorm",
+            compute_dtype="float64",
+        )
+        assert whole_tiles.tiles(config) == (120, 128)
+        checks.assert_follows_equations(config, over_depth.reference)
+    for changes in ({"norm": "layernorm"}, {"mixer": cfg.Sum()}, {"store": cfg.VectorStore(12)}):
+        kept = whole_tiles.tiles(config.replace(**changes))
+        assert kept.size == kept.held

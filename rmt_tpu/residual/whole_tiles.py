@@ -1,0 +1,58 @@
+"""Vectors of a bank in whole tiles of a TPU, so that its kernels take them as they lie.
+
+A vector of D numbers is held as one of W, zeros behind it, where W is the next multiple of 128.
+Memory and products of a TPU have that many anyway, and else every kernel would have a copy made of
+what it is given. With mean squares over W in place of D,
+
+    <query, v> / sqrt(|v|^2 / D + epsilon) = <r query, v> / sqrt(|v|^2 / W + r^2 epsilon)
+
+with `r = sqrt(D / W)`, and so is an RMS norm with its gain; a mean that is subtracted is not.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from rmt_tpu import config as cfg
+
+_LANES = 128
+# More than this of zeros is not worth it on a GPU, or on a CPU.
+_MOST = 1 / 8
+
+
+class Tiles(NamedTuple):
+    """How vectors are held.
+
+    Attributes:
+      size: D.
+      held: W; D where they are held as they are.
+    """
+
+    size: int
+    held: int
+
+    def widened(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
+        """With zeros behind."""
+        missing = self.held - self.size
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
+
+    def factor(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
+        """Of what is divided by a root of a mean square: r times as large, with zeros behind."""
+        held = self.held > self.size
+        return self.widened(x * math.sqrt(self.size / self.held)) if held else x
+
+    def epsilon(self, epsilon: float) -> float:
+        """That of such a mean square."""
+        return epsilon * self.size / self.held
+
+
+def tiles(config: cfg.ModelConfig) -> Tiles:
+    """Those of a model's residual, if a bank of vectors is read by kernels; else as it is."""
+    size = config.residual_shape[-1]
+    vectors = isinstance(config.store, cfg.VectorStore) and getattr(config.mixer, "fused", False)
+    missing = -size % _LANES
+    if not vectors or config.norm != "rmsnorm" or missing > _MOST * size:
+        return Tiles(size, size)
+    return Tiles(size, size + missing)
