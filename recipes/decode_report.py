@@ -26,7 +26,7 @@ _PRESETS = flags.DEFINE_list("presets", ["gpt2-405m", "rmt-305m"], "names of mod
 _TARGET = flags.DEFINE_list(
     "target",
     None,
-    "of v5e, v5p, v6e, host; default host where there is a GPU or TPU, else the rest",
+    "of v5e, v5p, v6e, tpu7x, host; default host where there is a GPU or TPU, else the first three",
 )
 _BATCH = flags.DEFINE_list("batch", ["1", "32", "256"], "rows, each with a new token")
 _CONTEXT = flags.DEFINE_list("context", ["512"], "tokens of a row, the new one among them")
@@ -102,12 +102,12 @@ def _targets() -> list[Any]:
     """Chips to estimate for, and "host" for this machine."""
     import jax
 
-    from pallas_kernels.compiler import TARGETS
+    from pallas_kernels.compiler import TARGETS, TPUS
 
     if _TARGET.value is None:
         here = jax.devices()[0].platform != "cpu"
         return [_HOST] if here else list(TARGETS.values())
-    legal = TARGETS | {_HOST: _HOST}
+    legal = TPUS | {_HOST: _HOST}
     for name in _TARGET.value:
         if name not in legal:
             raise UsageError(unknown("--target", name, legal))

@@ -26,7 +26,9 @@ from rmt_tpu.errors import RunError, UsageError, unknown
 _OPS = ("key_vector", "attention", "depth_attention")
 _OP = flags.DEFINE_string("op", "all", f"one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string("case", None, "only this case of the ops, like 'H=16 D=64'")
-_TARGETS = flags.DEFINE_list("targets", None, "of v5e, v5p, v6e; all, if there is no device")
+_TARGETS = flags.DEFINE_list(
+    "targets", None, "of v5e, v5p, v6e, tpu7x; the first three, if there is no device"
+)
 _OUTPUT = flags.DEFINE_string("output", "reports", "folder for tables and pictures")
 _STEP = flags.DEFINE_bool("step", False, "whole train steps, and not ops")
 _PRESETS = flags.DEFINE_list("presets", ["rmt-305m", "gpt2-405m"], "models, with --step")
@@ -55,7 +57,7 @@ def main() -> int:
 def _report_ops(folder: Path) -> int:
     import jax
 
-    from pallas_kernels.compiler import TARGETS, report
+    from pallas_kernels.compiler import TPUS, report
     from pallas_kernels.compiler.calibration import error_bar
     from pallas_kernels.compiler.measure import ROUNDS
     from pallas_kernels.compiler.ops import OPS, cases
@@ -69,7 +71,7 @@ def _report_ops(folder: Path) -> int:
             raise UsageError(unknown("--case", case, legal))
     targets = _targets()
     device = jax.devices()[0]
-    clocks = {target.name: target.clock for target in TARGETS.values()}
+    clocks = {target.name: target.clock for target in TPUS.values()}
     if _TARGETS.value is None and device.platform in ("gpu", "tpu"):
         rows = report.time_ops(ops, device, _tell, _CASES.value)
         how = f"Measured on {device.device_kind}: medians of {ROUNDS} rounds in turn"
@@ -147,15 +149,15 @@ def _report_steps(folder: Path) -> int:
 
 
 def _targets() -> list[Any]:
-    from pallas_kernels.compiler import TARGETS
+    from pallas_kernels.compiler import TARGETS, TPUS
 
     names = list(TARGETS) if _TARGETS.value is None else _TARGETS.value
     for name in names:
-        if name not in TARGETS:
-            raise UsageError(unknown("--targets", name, TARGETS))
+        if name not in TPUS:
+            raise UsageError(unknown("--targets", name, TPUS))
     if not names:
-        raise UsageError(f"--targets= names no target; legal: {', '.join(TARGETS)}")
-    return [TARGETS[name] for name in dict.fromkeys(names)]
+        raise UsageError(f"--targets= names no target; legal: {', '.join(TPUS)}")
+    return [TPUS[name] for name in dict.fromkeys(names)]
 
 
 def _versions() -> str:

@@ -13,12 +13,13 @@ from pallas_kernels.compiler.programs import (
     lower,
     versions,
 )
-from pallas_kernels.compiler.topology import DEVICES, TARGETS, Target, parse_topology
+from pallas_kernels.compiler.topology import DEVICES, TARGETS, TPUS, Target, parse_topology
 
 __all__ = [
     "DEVICES",
     "MODELS",
     "TARGETS",
+    "TPUS",
     "Assignment",
     "Buffer",
     "Collective",

@@ -130,6 +130,8 @@ DEVICES = TARGETS | {
         ),
     )
 }  # fmt: skip
+# What reports can be asked for; TARGETS are what they are for unasked.
+TPUS = {name: target for name, target in DEVICES.items() if target.platform == "tpu"}
 
 
 def parse_topology(text: str) -> Target:

@@ -41,7 +41,7 @@ def test_estimated(tmp_path):
 
 REFUSED = [
     (["--presets=rmt-tinny"], "did you mean 'rmt-tiny'"),
-    (["--target=v7"], "--target 'v7' is unknown; legal: v5e, v5p, v6e, host"),
+    (["--target=v7"], "--target 'v7' is unknown; legal: v5e, v5p, v6e, tpu7x, host"),
     (["--batch=32,0"], "--batch=0 must be a whole number from 1 to 1,048,576"),
     (
         ["--context=512,8192"],
@@ -49,7 +49,7 @@ REFUSED = [
     ),
     *later(
         (["--presets=rmt-tiny,rmt-tiny"], "must be different names"),
-        (["--target="], "--target= names no target; legal: v5e, v5p, v6e, host"),
+        (["--target="], "--target= names no target; legal: v5e, v5p, v6e, tpu7x, host"),
         (["--context=many"], "--context=many must be a whole number from 1"),
         (["--batch="], "--batch= is empty; legal: whole numbers, like 1"),
         (["--set=model.nothing=1"], "'nothing' is unknown"),

@@ -77,8 +77,8 @@ def test_tables_fit_a_terminal():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--targets=v7"], "--targets 'v7' is unknown; legal: v5e, v5p, v6e"),
-        (["--targets="], "--targets= names no target; legal: v5e, v5p, v6e"),
+        (["--targets=v7"], "--targets 'v7' is unknown; legal: v5e, v5p, v6e, tpu7x"),
+        (["--targets="], "--targets= names no target; legal: v5e, v5p, v6e, tpu7x"),
         (["--op=key_vectors"],
          "--op 'key_vectors' is unknown; did you mean 'key_vector'? legal: all, "),
         (["--op=attention", "--case=H=1"], "--case 'H=1' is unknown; "),
