@@ -7,6 +7,7 @@ from typing import Any
 
 from absl import flags
 
+import sharding
 from recipes.program import Answer
 from rmt_tpu.config import RunConfig, overrides, presets
 from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member
@@ -65,6 +66,25 @@ def _presets() -> str:
         number = sum(parameters(model).values())
         lines.append(f"{name:<21} {number:>11,} {model.residual_size:>8,}  {presets.about(name)}")
     return "\n".join(lines)
+
+
+def define_mesh_flag() -> None:
+    """A flag for the mesh that text is made on: see `checked_mesh`."""
+    flags.DEFINE_string(
+        "mesh", None, "device axes, like tensor=4 or key=2,sequence=2; -1 fills; default one device"
+    )
+
+
+def checked_mesh() -> str | None:
+    """The value of that flag.
+
+    Raises:
+      MeshError: it is no mesh.
+    """
+    mesh = flags.FLAGS.mesh
+    if mesh is not None:
+        sharding.parse_mesh(mesh)
+    return mesh
 
 
 def define_distributed_flags() -> None:

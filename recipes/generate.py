@@ -3,6 +3,8 @@
     python -m recipes.generate --workdir=runs/rmt-tiny --prompt="def main("
     python -m recipes.generate --workdir=runs/rmt-tiny --prompts=in.jsonl --output=out.jsonl
 
+With --mesh weights and caches are divided over devices, and the tokens of a prompt: rows over
+`data` and `fsdp`, tokens and heads over `key`, `sequence` and `tensor`.
 A file of prompts has one a line, or in .jsonl an object with "prompt" each. --output gets a line of
 JSON for each sample, when it has ended; the same command goes on where it was stopped.
 """
@@ -14,7 +16,7 @@ import time
 
 from absl import flags
 
-from recipes import program
+from recipes import common, program
 from rmt_tpu import memory
 from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags, of_flag
 
@@ -22,6 +24,7 @@ _WORKDIR = flags.DEFINE_string(
     "workdir", None, "a run folder of recipes.train, local or gs://", required=True
 )
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+common.define_mesh_flag()
 _PROMPT = flags.DEFINE_string("prompt", "", "text to go on from")
 _PROMPTS = flags.DEFINE_string("prompts", None, "a file of prompts, local or gs://")
 _OUTPUT = flags.DEFINE_string("output", None, "a .jsonl file to add to, local or gs://")
@@ -67,11 +70,12 @@ def _load():
     from rmt_tpu.generation import cast_once
 
     with arguments_as_flags():
-        decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
+        decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value, mesh=flags.FLAGS.mesh)
     return cast_once(decoder), tokenizer
 
 
 def _check_flags() -> None:
+    common.checked_mesh()
     if (_PROMPTS.value is None) != (_OUTPUT.value is None):
         raise UsageError("--prompts and --output go together: what is read, and what is written")
     if _PROMPTS.value is not None and _PROMPT.value:
@@ -120,9 +124,10 @@ def _file(sampling) -> int:
     print(f"{len(prompts) * samples} texts, {len(left)} to be written", file=sys.stderr)
     if not left:
         return 0
-    from rmt_tpu.generation import complete, fitting_tokens
+    from rmt_tpu.generation import check_slots, complete, fitting_tokens, mesh_of
 
     decoder, tokenizer = _load()
+    check_slots("--batch_size", _BATCH_SIZE.value, mesh_of(decoder))
     for number in sorted({number for number, _ in left}):  # before any is written
         try:
             fitting_tokens(decoder.config, 1 + len(tokenizer.encode(prompts[number])), 1)

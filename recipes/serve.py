@@ -9,7 +9,7 @@ import sys
 
 from absl import flags
 
-from recipes import program
+from recipes import common, program
 from rmt_tpu import memory
 from rmt_tpu.errors import UsageError, arguments_as_flags
 
@@ -17,6 +17,7 @@ _WORKDIR = flags.DEFINE_string(
     "workdir", None, "a run folder of recipes.train, local or gs://", required=True
 )
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+common.define_mesh_flag()
 _NAME = flags.DEFINE_string("name", None, "of the model for clients; default the folder's")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "address to serve at; there is no authentication")
 _PORT = flags.DEFINE_integer(
@@ -46,6 +47,7 @@ _STEPS = 4  # tokens a row between two looks at what clients want
 
 
 def main() -> int:
+    common.checked_mesh()
     from rmt_tpu.serving import address
 
     with address.bind(_HOST.value, _PORT.value) as opened:
@@ -73,14 +75,15 @@ def main() -> int:
 def _front():
     """The model, loaded, and with programs for short texts."""
     import rmt_tpu
-    from rmt_tpu.generation import Engine, cast_once
+    from rmt_tpu.generation import Engine, cast_once, check_slots, mesh_of
     from rmt_tpu.serving.app import Front
     from rmt_tpu.serving.protocol import Served
     from rmt_tpu.serving.worker import Worker
     from rmt_tpu.storage import open_folder
 
     with arguments_as_flags():
-        decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value)
+        decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value, mesh=flags.FLAGS.mesh)
+    check_slots("--slots", _SLOTS.value, mesh_of(decoder))
     learned = decoder.config.learned_positions
     longest = _MAX_LENGTH.value
     if learned is not None:

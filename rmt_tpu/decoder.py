@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import sharding
@@ -100,14 +101,18 @@ class Decoder(nnx.Module):
         *,
         segment_ids: Int[Array, "batch seq"] | None = None,
         positions: Int[Array, "batch_or_1 seq"] | None = None,
+        lengths: Int[Array, " batch"] | None = None,
         schedule: sharding.Schedule | None = None,
     ) -> Features:
         """What the unembedding reads, for a loss that never holds all logits, and cores' scalars.
+
+        `lengths` are those of rows that are filled up at their ends with any token.
 
         In per-device code (see `sharding.per_device`): of this device's own tokens, and with a
         `schedule` of stages z of its part of their rows, and the scalars of its own cores.
         """
         context = cores.causal(tokens.shape[1], positions, segment_ids)
+        context = context._replace(lengths=lengths)
         z, _, aux = self._run(tokens, context, None, schedule)
         return Features(z, aux)
 
@@ -123,7 +128,10 @@ class Decoder(nnx.Module):
         """
         _check(tokens)
         new = tokens.shape[1]
-        z, caches, _ = self._run(tokens, cores.cached(cache.length, new), cache.cores)
+        context = cores.cached(cache.length, new)
+        z, caches, _ = self._run(tokens, context, cache.cores)
+        # On each of the devices that divide tokens: W_U is as large for few of them as for all.
+        z = cores.apart(sharding.gather(z, sharding.token_axes(), axis=1), context)
         with jax.named_scope("unembedding"):
             return self.unembedding(z), Cache(caches, cache.length + new)
 
@@ -133,6 +141,8 @@ class Decoder(nnx.Module):
         """Logits for the token behind each row's last, and a new cache with the rows in it.
 
         It attends as training does, and makes no logits but those.
+
+        In per-device code the rows are this device's own; each device has all tokens of these.
 
         Args:
           tokens: rows, filled up at their ends with any token.
@@ -163,20 +173,40 @@ class Decoder(nnx.Module):
 
     def _fill(self, tokens, context, lengths, cache):
         _check(tokens)
-        z, caches, _ = self._run(tokens, context._replace(lengths=lengths), cache.cores)
-        last = jnp.take_along_axis(z, (lengths - 1)[:, None, None, None], axis=1)
-        before = 0 if context.start is None else context.start
-        return self.unembedding(last)[:, 0], Cache(caches, before + lengths)
+        after = lengths if context.start is None else context.start + lengths
+        context = context._replace(lengths=lengths)
+        z, caches, _ = self._run(tokens, context, cache.cores)
+        return self.unembedding(self._last(z, context)), Cache(caches, after)
+
+    def _last(
+        self, z: Float[Array, "part own_seq vectors size"], context: cores.Context
+    ) -> Float[Array, "batch vectors size"]:
+        """Of each row's last token; of those that divide tokens one device has it."""
+        axes, rows = sharding.token_axes(), jnp.arange(len(context.lengths))
+        place = context.lengths - 1
+        if z.shape[0] < len(rows):  # rows are joined
+            place, rows = place + rows * context.query_positions.shape[1], 0
+        place -= sharding.axis_index(axes) * z.shape[1]
+        last = z[rows, jnp.clip(place, 0, z.shape[1] - 1)]
+        own = (place >= 0) & (place < z.shape[1])
+        return sharding.total(jnp.where(own[:, None, None], last, 0), axes)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """A cache for `capacity` tokens of each of `batch` sequences."""
+        """A cache for `capacity` tokens of each of `batch` sequences.
 
+        In per-device code this device's part, of its own rows.
+        """
         given = (batch, capacity, self.dtype)
         of_stacks = (
             tuple(one.core.empty_cache(of_stack.repeat, *given) for one in stack)
             for stack, of_stack in zip(self.stacks, self.config.stacks, strict=True)
         )
         return Cache(tuple(of_stacks), jnp.zeros(batch, jnp.int32))
+
+    def cache_specs(self) -> Cache:
+        """Over which axes of a mesh each array of a cache is divided, as a tree like it."""
+        of_stacks = tuple(tuple(one.core.cache_specs() for one in stack) for stack in self.stacks)
+        return Cache(of_stacks, PartitionSpec(sharding.CACHE_RULES["batch"]))
 
     def _run(
         self,
@@ -190,8 +220,9 @@ class Decoder(nnx.Module):
 
     def _run_layers(self, tokens, context, caches, schedule):
         with jax.named_scope("embedding"):
-            own = lambda x: sharding.own_part(x, sharding.RULES["tokens"], axis=1)
-            embedded = self.embedding(own(tokens), own(context.query_positions), self.dtype)
+            row = lambda x: cores.joined(x, context)
+            own = lambda x: sharding.own_part(row(x), sharding.token_axes(), axis=1)
+            embedded = self.embedding(own(tokens), own(self._positions(context)), self.dtype)
             state, y = self.store.start(*embedded)
         if schedule is not None:
             z, aux = pipelined.run_layers(self, state, y, context, schedule)
@@ -201,6 +232,16 @@ class Decoder(nnx.Module):
             run = banked if self.config.mixer.banked else scanned
             z, caches, aux = run.run_layers(self, state, y, context, caches)
         return z.whole, caches, aux
+
+    def _positions(self, context):
+        """Of the tokens; what fills up a row is at its last one.
+
+        It may reach beyond those that are learned: NaN would stay in the cache.
+        """
+        if self.embedding.positions is None or context.lengths is None:
+            return context.query_positions
+        before = 0 if context.start is None else context.start
+        return jnp.minimum(context.query_positions, (before + context.lengths - 1)[:, None])
 
 
 def _check(tokens):

@@ -19,9 +19,18 @@ _ON_DEVICES = {
         "per_device",
         "scatter_sum",
         "swap",
+        "token_axes",
         "total",
     ),
-    "rules": ("RULES", "batch_sharding", "check_divides", "parameter_specs", "replicated"),
+    "rules": (
+        "CACHE_RULES",
+        "RULES",
+        "batch_sharding",
+        "check_divides",
+        "parameter_specs",
+        "replicated",
+        "used_axes",
+    ),
     "schedule": ("Schedule",),
 }
 _NAMES = [name for names in _ON_DEVICES.values() for name in names]

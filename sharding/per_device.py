@@ -11,6 +11,8 @@ the sum of the devices' gradients over the axes of the mesh that do not divide i
 Outside `per_device`, and over axes of one device, everything here does nothing.
 """
 
+import contextvars
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,18 +21,41 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
-from sharding.rules import unused_axes
+from sharding.rules import RULES, unused_axes
 
 Names = str | tuple[str, ...]
 _WHOLE = PartitionSpec()
+_token_axes = contextvars.ContextVar("token_axes", default=RULES["tokens"])
 
 
-def per_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` of global arrays that every device runs on its shards."""
+def per_device(
+    function: Callable,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    tokens: tuple[str, ...] = RULES["tokens"],
+) -> Callable:
+    """`function` of global arrays that every device runs on its shards.
+
+    `tokens` are the axes over which it divides tokens: `token_axes` within.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        before = _token_axes.set(tokens)
+        try:
+            return function(*args)
+        finally:
+            _token_axes.reset(before)
+
     # check_vma off: kernels do not declare over which axes their outputs vary.
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def token_axes() -> tuple[str, ...]:
+    """The axes over which the code being traced divides tokens, the outermost first."""
+    return _token_axes.get()
 
 
 def axis_size(names: Names) -> int:

@@ -1,6 +1,7 @@
 """One table from the logical axes of arrays to the axes of the mesh."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ RULES = {
     "heads": ("tensor",),
     "ff": ("tensor",),
 }
+# Where tokens are read into caches. Rows may be few, or one: devices of `key` have parts of them.
+CACHE_RULES = RULES | {"batch": ("data", "fsdp"), "tokens": ("key", "sequence", "tensor")}
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -34,6 +37,7 @@ def check_divides(
     *,
     parts: int = 1,
     what: str = "accumulated parts",
+    rules: dict[str, tuple[str, ...]] = RULES,
 ) -> None:
     """Raises MeshError unless each of `parts` of a size divides over a logical axis's devices.
 
@@ -44,8 +48,9 @@ def check_divides(
       axis: logical.
       parts: in which each device's is taken.
       what: they are.
+      rules: of the axes.
     """
-    axes = [a for a in RULES[axis] if mesh.shape[a] > 1]
+    axes = [a for a in rules[axis] if mesh.shape[a] > 1]
     divisor = math.prod(mesh.shape[a] for a in axes) * parts
     if size % divisor == 0:
         return
@@ -90,6 +95,19 @@ def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
         return PartitionSpec(*spec)
 
     return jax.tree.map(place, axes, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def used_axes(mesh: Mesh, spec: Iterable[Any]) -> PartitionSpec:
+    """A PartitionSpec with those axes alone that divide something: of a placement the one spec.
+
+    What a program gives is named as one of its arguments that lies as it does. Where names differ,
+    what takes it would be compiled for each.
+    """
+    tuples = ((names,) if isinstance(names, str) else names or () for names in spec)
+    used = [tuple(name for name in names if mesh.shape[name] > 1) for names in tuples]
+    while used and not used[-1]:
+        used.pop()
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in used))
 
 
 def unused_axes(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> tuple[str, ...]:

@@ -5,11 +5,21 @@ from flax import nnx
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
 from rmt_tpu.cores.attention import Attention
-from rmt_tpu.cores.core import Aux, Cache, Context, Core, cached, causal
+from rmt_tpu.cores.core import Aux, Cache, Context, Core, apart, cached, causal, joined
 from rmt_tpu.cores.feed_forward import FeedForward
 from rmt_tpu.cores.mla import Mla
 
-__all__ = ["Aux", "Cache", "Context", "Core", "cached", "causal", "make_core"]
+__all__ = [
+    "Aux",
+    "Cache",
+    "Context",
+    "Core",
+    "apart",
+    "cached",
+    "causal",
+    "joined",
+    "make_core",
+]
 
 
 def make_core(config: cfg.ModelConfig, core: cfg.Core, rngs: nnx.Rngs, within: int) -> Core:

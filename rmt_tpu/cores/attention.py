@@ -5,6 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 import pallas_kernels
@@ -17,6 +18,8 @@ from rmt_tpu.cores.core import (
     Core,
     Index,
     all_tokens,
+    apart,
+    joined,
     logit_scale,
     own_tokens,
     put_tokens,
@@ -124,13 +127,18 @@ class Attention(Core):
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """Keys and values of own heads."""
-        heads = self.core.kv_heads // sharding.axis_size(sharding.RULES["tokens"])
+        heads = self.core.kv_heads // sharding.axis_size(self.layout.divided)
         size = heads * self.core.head_dim
         if size > _LANES:  # whole tiles, for else TPUs lay it out anew for each product
             size += -size % _LANES
         shape = (repeat, batch, capacity, size)
         # Two arrays, so that both can be donated.
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def cache_specs(self) -> Cache:
+        """Rows, and heads."""
+        rules = sharding.CACHE_RULES
+        return Cache(*2 * [PartitionSpec(None, rules["batch"], None, rules["tokens"])])
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
@@ -162,7 +170,7 @@ class Attention(Core):
                 kv_heads=groups,
                 rows=self.layout.rows,
             )
-        return self._to_tokens(y), cache
+        return self._to_tokens(joined(y, context)), cache
 
     def _attend(self, function, context, index, *arrays):
         each = self.core.num_heads // self.core.kv_heads
@@ -224,7 +232,7 @@ class Attention(Core):
 
     def _turned(self, z, context):
         """Queries, keys and values of own heads, with norms and positions in the first two."""
-        q, k, v = self._own_heads(z)
+        q, k, v = (apart(x, context) for x in self._own_heads(z))
         if self.query_gain is not None:
             norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": z.dtype}
             q = normalize(q, self.query_gain[...], **norm)

@@ -85,6 +85,27 @@ def put_tokens(
     return cache.at[layer, rows, places].set(new, mode="drop", unique_indices=True)
 
 
+def joined(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
+    """Tokens that follow those in the caches, of all rows as of one, with what fills it up.
+
+    Where a mesh divides tokens: of one new token a row there would be nothing to divide. Elsewhere
+    they stay as they are.
+    """
+    devices = sharding.axis_size(sharding.token_axes())
+    if context.start is None or devices == 1:
+        return x
+    x = x.reshape(1, -1, *x.shape[2:])
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % devices), *[(0, 0)] * (x.ndim - 2)])
+
+
+def apart(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
+    """`joined` undone."""
+    if context.start is None or sharding.axis_size(sharding.token_axes()) == 1:
+        return x
+    rows, new = context.query_positions.shape
+    return x[:, : rows * new].reshape(rows, new, *x.shape[2:])
+
+
 def logit_scale(config: cfg.ModelConfig, size: int) -> float:
     """Of queries and keys of a size: `1 / sqrt(size)`.
 
@@ -169,6 +190,10 @@ class Core(nnx.Module):
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """For `capacity` tokens of each of `batch` sequences, in all repeats of the stack."""
+        return ()
+
+    def cache_specs(self) -> Any:
+        """Over which axes of a mesh each of these arrays is divided."""
         return ()
 
     def step(

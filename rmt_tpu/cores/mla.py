@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 import pallas_kernels
@@ -30,6 +31,8 @@ from rmt_tpu.cores.core import (
     Core,
     Index,
     all_tokens,
+    apart,
+    joined,
     logit_scale,
     own_tokens,
     put_tokens,
@@ -90,8 +93,8 @@ class Mla(Core):
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         # Own heads of the tokens of all devices of `sequence`; those of `tensor` are here. Where
         # there are more devices than heads, all heads of own tokens, and keys go round.
-        ring = ring_axis(self.core.num_heads, ("sequence", "tensor"))
-        swapped = () if ring else ("sequence",)
+        ring = ring_axis(self.core.num_heads, sharding.token_axes())
+        swapped = tuple(axis for axis in self._others if axis != ring)
         exchange = lambda x: sharding.swap(x, swapped, split=2, join=1)
         q, v = exchange(q), exchange(v)
         k = exchange(jnp.concatenate([k, k_rope], axis=-1))
@@ -110,30 +113,35 @@ class Mla(Core):
                 rows="head_major",
                 over=ring,
             )[..., : self.core.head_dim]
-        y = sharding.swap(y, swapped, split=1, join=2)
-        if "tensor" in self.layout.swapped:  # the store writes all heads of own tokens
-            y = sharding.swap(y, "tensor", split=1, join=2)
-        return y
+        return self._to_tokens(y, swapped)
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """For all heads together."""
         zeros = lambda size: jnp.zeros((repeat, batch, capacity, size), dtype)
         return Cache(zeros(self.core.kv_rank), zeros(self.core.rope_dim))
 
+    def cache_specs(self) -> Cache:
+        """Rows."""
+        return Cache(*2 * [PartitionSpec(None, sharding.CACHE_RULES["batch"])])
+
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
         """The same, over what the cache has and z, with W_kvb absorbed."""
-        q, latent, k_rope = self._compressed(z)
-        q = self._rotated(q, context)
+        q, *latents = self._compressed(z)
+        latents = (apart(sharding.gather(x, self._others, axis=1), context) for x in latents)
+        latent, k_rope = latents
         k_rope = self._rotated(k_rope[:, :, None], context)[:, :, 0]
         put = lambda kept, new: put_tokens(kept, new, layer, context.start)
         cache = Cache(put(cache.latents, latent), put(cache.rope_keys, k_rope))
         if context.start is None:
             return self(z, context, index), cache
+        q = apart(sharding.swap(q, self._others, split=2, join=1), context)
+        q = self._rotated(q, context)
         latents, rope_keys = stacks.at(cache, layer)
         w_uk, w_uv = self._up(z.whole.dtype)
-        split = lambda w: w.reshape(w.shape[0], -1, self.core.head_dim)
+        heads = lambda w: w.reshape(w.shape[0], -1, self.core.head_dim)
+        split = lambda w: sharding.own_part(heads(w), self._others, axis=1)
         q_nope, q_rope = jnp.split(q, [self.core.head_dim], axis=-1)
         dtype = jnp.result_type(q, jnp.float32)
         absorbed = jnp.einsum("bnhd,chd->bnhc", q_nope, split(w_uk))
@@ -144,7 +152,20 @@ class Mla(Core):
         mask = context.query_positions[:, :, None] >= keys[:, None, :]
         weights = _softmax(logits, mask).astype(q.dtype)
         mixed = jnp.einsum("bhnm,bmc->bnhc", weights, latents)
-        return jnp.einsum("bnhc,chd->bnhd", mixed, split(w_uv)), cache
+        y = joined(jnp.einsum("bnhc,chd->bnhd", mixed, split(w_uv)), context)
+        return self._to_tokens(y, self._others), cache
+
+    @property
+    def _others(self):
+        """Axes that divide the tokens of what `_compressed` gives."""
+        return tuple(axis for axis in sharding.token_axes() if axis != "tensor")
+
+    def _to_tokens(self, y, swapped):
+        """From own heads of all tokens, those of the axes given, to what the store writes."""
+        y = sharding.swap(y, swapped, split=1, join=2)
+        if not self.layout.projected:  # all heads of own tokens
+            y = sharding.swap(y, "tensor", split=1, join=2)
+        return y
 
     def _compressed(self, z):
         """Queries of own heads, the normed latent, and k_rope: of the tokens of all of `tensor`."""

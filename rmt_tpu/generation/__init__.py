@@ -1,8 +1,9 @@
 """Text from a trained decoder, one token at a time."""
 
 from rmt_tpu.generation import files
-from rmt_tpu.generation.engine import RANKS, Engine, Request, Said, Scores
+from rmt_tpu.generation.engine import Engine, Request, Said, check_slots
 from rmt_tpu.generation.generate import Completion, Draft, complete, fitting_tokens, generate
+from rmt_tpu.generation.programs import RANKS, Scores, mesh_of
 from rmt_tpu.generation.sampling import Choice, Sampling, choice, sample
 from rmt_tpu.generation.weights import cast_once
 
@@ -17,10 +18,12 @@ __all__ = [
     "Sampling",
     "Scores",
     "cast_once",
+    "check_slots",
     "choice",
     "complete",
     "files",
     "fitting_tokens",
     "generate",
+    "mesh_of",
     "sample",
 ]

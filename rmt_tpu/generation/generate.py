@@ -10,6 +10,7 @@ from rmt_tpu.data import Tokenizer
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation.engine import Engine, Request, Said
+from rmt_tpu.generation.programs import Model
 from rmt_tpu.generation.sampling import Sampling
 from rmt_tpu.generation.text import Text
 
@@ -93,8 +94,9 @@ def generate(
     """
     draft = Draft(0, tokenizer, stop)
     request = _request(decoder, tokenizer, prompt, sampling)
-    # A few at a time: a person reads along.
-    for said in Engine(decoder, tokenizer.bos, steps=4).run([request]):
+    # One row, or as many as devices divide; a few tokens at a time: a person reads along.
+    slots = Model.of(decoder)[0].devices("batch")
+    for said in Engine(decoder, tokenizer.bos, slots=slots, steps=4).run([request]):
         more = draft.more(said)
         if more.text:
             yield more.text

@@ -9,20 +9,29 @@ from typing import Literal, NamedTuple
 
 from jaxtyping import Array, Float
 
+import sharding
+
 
 class HeadsLayout(NamedTuple):
     """How a store's reads and writes of heads lie.
 
     Attributes:
       rows: their order in memory; see `pallas_kernels.causal_attention`.
-      swapped: axes of the mesh over which a device has all heads of its own tokens, and swaps them
-        for its own heads of all tokens.
-      divided: axes over which heads then are divided.
+      projected: axes of the mesh over which a device reads its own heads, of the tokens of all.
     """
 
     rows: Literal["size_major", "head_major"]
-    swapped: tuple[str, ...]
-    divided: tuple[str, ...]
+    projected: tuple[str, ...] = ()
+
+    @property
+    def swapped(self) -> tuple[str, ...]:
+        """Axes over which a device swaps all heads of its own tokens for own heads of all."""
+        return tuple(axis for axis in sharding.token_axes() if axis not in self.projected)
+
+    @property
+    def divided(self) -> tuple[str, ...]:
+        """Axes over which heads then are divided."""
+        return self.projected + self.swapped
 
 
 class Read(NamedTuple):

@@ -61,7 +61,7 @@ class Site(nnx.Module):
 
 
 # A device has all heads of its own tokens.
-HEADS = HeadsLayout("size_major", *2 * (("sequence", "tensor"),))
+HEADS = HeadsLayout("size_major")
 
 
 def output_scale(config: cfg.ModelConfig) -> float:
@@ -99,7 +99,7 @@ class Store(nnx.Module):
         shape = (devices * batch, seq, self.key_dim // devices, size)
         if positions is None:
             return jnp.zeros(shape, tokens.dtype), tokens
-        if positions.shape[0] > 1:
+        if positions.shape[0] > 1 or "key" in sharding.token_axes():
             positions = sharding.gather(positions, "key", axis=0)
         empty = jnp.zeros((*positions.shape[:2], *shape[2:]), tokens.dtype)
         # Once a step and for one row: not worth a kernel.

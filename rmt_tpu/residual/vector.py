@@ -62,7 +62,7 @@ class Site(nnx.Module):
 
 
 # A projection gives a device its heads of the tokens of all devices of `tensor`.
-HEADS = HeadsLayout("head_major", swapped=("sequence",), divided=("tensor", "sequence"))
+HEADS = HeadsLayout("head_major", projected=("tensor",))
 
 
 def output_scale(config: cfg.ModelConfig) -> float:

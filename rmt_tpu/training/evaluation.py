@@ -57,8 +57,8 @@ class HeldOutLoss:
 def sample_text(run: Run, params: Any, tokenizer: data.Tokenizer, config: RunConfig) -> str | None:
     """The run's prompt and how the model goes on; None on all processes but the first.
 
-    All call it, for each has a part of the parameters. The text is made on one device, because
-    the cache of keys and values and the kernels of a step of decoding are not divided over a mesh.
+    All call it, for each has a part of the parameters. The text is made on one device: not every
+    mesh for training is one for text, and it would have to be made by all processes.
     """
     params = on_one_device(params, run.mesh)
     if not processes.is_first():

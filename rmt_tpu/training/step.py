@@ -60,7 +60,7 @@ def batch_loss(
     decoder = nnx.merge(graphdef, params)
     z, aux = decoder.features(batch.inputs, segment_ids=batch.segment_ids, schedule=schedule)
     rows = lambda x: sharding.own_part(x, "stage", axis=0)
-    own = lambda x: sharding.own_part(rows(x), sharding.RULES["tokens"], axis=1)
+    own = lambda x: sharding.own_part(rows(x), sharding.token_axes(), axis=1)
     with jax.named_scope("loss"):
         return next_token_loss(
             z,

@@ -139,34 +139,44 @@ def read_config(workdir: Location) -> RunConfig:
         return _parsed(folder, found.data)
 
 
-def load(workdir: Location, step: int | None = None):
+def load(workdir: Location, step: int | None = None, *, mesh: str | None = None):
     """The trained decoder of a run folder, and its tokenizer.
 
     Args:
       workdir: of `recipes.train`, local or gs://.
       step: of the checkpoint; None is the last good one.
+      mesh: of devices, like "tensor=2,sequence=4", over which the parameters are divided as they
+        are read, for an `Engine`; None is one device.
 
     Returns:
       `(decoder, tokenizer)`.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
+      MeshError: there are not so many devices, or the model does not divide over them.
       RunError: no checkpoint of the run can be read, or there is no memory for it.
     """
+    import jax
     from flax import nnx
 
+    import sharding
     from rmt_tpu import kernel_tables
     from rmt_tpu.decoder import Decoder
+    from rmt_tpu.generation.placement import parameter_shardings
     from rmt_tpu.training.growth import restore_grown
 
     kernel_tables.use_storage()
     config = read_config(workdir)
     folder = open_folder(workdir)
-    graphdef, abstract = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))), nnx.Param
-    )
+    abstract = nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0)))
+    graphdef, shapes = nnx.split(abstract, nnx.Param)
+    params = nnx.to_pure_dict(shapes)
+    if mesh is not None:
+        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        shardings = parameter_shardings(abstract, sharding.make_mesh(mesh))
+        params = jax.tree.map(placed, params, shardings)
     checkpoints = open_checkpoints(folder)
-    like = {"params": nnx.to_pure_dict(abstract)}
+    like = {"params": params}
     with memory.told_if_out("the model's parameters do not fit"):
         _, state, _ = restore_grown(checkpoints, like, config.model, step, partial=True)
     return nnx.merge(graphdef, state["params"]), load_saved(folder)

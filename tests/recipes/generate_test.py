@@ -49,6 +49,28 @@ def test_load(trained, loaded):
     assert not np.array_equal(decoder(tokens), earlier(tokens))
 
 
+def test_load_on_a_mesh(trained, loaded):
+    """Each device is given its part of the checkpoint, and the text is the same."""
+    divided = rmt_tpu.load(trained, mesh="data=2,fsdp=4")
+    for tree in ("embedding.tokens", "stacks.0.1.core.w_1"):
+        whole, part = (attribute(decoder, tree)[...] for decoder in (loaded[0], divided[0]))
+        assert {4 * shard.data.size for shard in part.addressable_shards} == {whole.size}
+        np.testing.assert_array_equal(part, whole)
+
+
+def attribute(module, path):
+    for name in path.split("."):
+        module = module[int(name)] if name.isdigit() else getattr(module, name)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor=2,data=4", "sequence=2,fsdp=4"])
+def test_text_on_a_mesh(trained, loaded, mesh):
+    how = {"temperature": 0.8, "max_tokens": 30, "seed": 3}
+    assert text(rmt_tpu.load(trained, mesh=mesh), **how) == text(loaded, **how)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -120,6 +142,7 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
     [
         (["--prompts={good}"], "--prompts and --output go together"),
         (["--prompts={good}", "--output={out}", "--prompt=a"], "either --prompt or --prompts"),
+        (["--mesh=tensor=0"], "--mesh='tensor=0': 'tensor=0' must be axis=size"),
         (["--num_samples=2"], "--num_samples is for a file of --prompts"),
         (["--prompts={bad}x", "--output={out}"], "bad.jsonlx is not there"),
         (["--prompts={bad}", "--output={out}"], 'bad.jsonl:2 is not an object with a "prompt"'),

@@ -7,7 +7,8 @@ from flax import nnx
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
-from rmt_tpu.generation import RANKS, Engine, Request, Sampling, engine
+from rmt_tpu.generation import RANKS, Engine, Request, Sampling, programs
+from rmt_tpu.generation.programs import Model
 from tests import models
 
 
@@ -30,8 +31,9 @@ def two(shared):
 
 def test_a_prompt_is_scored_with_the_logits_of_few_tokens_at_a_time(decoder):
     graphdef, params = nnx.split(decoder)
-    program = engine._score.trace(graphdef, params, np.zeros((1, 256), np.int32), np.bool_(True))
-    assert "f32[64,257]" in str(program.jaxpr) and "[255,257]" not in str(program.jaxpr)
+    tokens, lengths = np.zeros((1, 256), np.int32), np.array([256])
+    program = programs.score.trace(Model(graphdef), params, tokens, lengths, np.bool_(True))
+    assert "f32[64,257]" in str(program.jaxpr) and "[256,257]" not in str(program.jaxpr)
 
 
 def request(prompt: str, max_tokens: int, seed: int = 0, **how) -> Request:
@@ -80,7 +82,7 @@ def test_requests_that_end_at_once_do_not_keep_the_others_waiting(two):
 def test_what_goes_wrong_is_gone(two, monkeypatch):
     two.submit(request("ab", 9))
     two.step()
-    monkeypatch.setattr(engine, "_steps", None)
+    monkeypatch.setattr(programs, "steps", None)
     with pytest.raises(TypeError):
         two.step()
     monkeypatch.undo()
@@ -96,12 +98,12 @@ def test_room_that_nobody_needs_is_given_back(two):
 
 
 def test_programs_can_be_made_beforehand(two):
-    programs = (engine._prefill, engine._steps)
+    made = (programs.prefill, programs.steps)
     two.compile(50)
-    compiled = [program._cache_size() for program in programs]
+    compiled = [program._cache_size() for program in made]
     rest(two, two.submit(request("ab", 3)))
     rest(two, two.submit(request("a" * 40, 20)))
-    assert [program._cache_size() for program in programs] == compiled
+    assert [program._cache_size() for program in made] == compiled
 
 
 def test_the_likeliest_tokens_and_the_scores_of_a_prompt(decoder, two):

@@ -18,9 +18,9 @@ from rmt_tpu.generation import (
     cast_once,
     choice,
     complete,
-    engine,
     fitting_tokens,
     generate,
+    programs,
     sample,
 )
 from rmt_tpu.generation.text import Text
@@ -136,11 +136,11 @@ def say(monkeypatch):
         table = np.full(64, ord("."), np.int32)
         said = list(tokens)
         table[3 : 3 + len(said)] = said
-        monkeypatch.setattr(engine, "sample", lambda logits, at, how: jnp.asarray(table)[at])
+        monkeypatch.setattr(programs, "sample", lambda logits, at, how: jnp.asarray(table)[at])
         forget()
 
     def forget() -> None:
-        for program in (engine._prefill, engine._first, engine._steps):
+        for program in (programs.prefill, programs.first, programs.steps):
             program.clear_cache()
 
     yield say
@@ -236,10 +236,10 @@ def test_many_at_a_time_are_each_alone(rotated):
         assert 0 < len(one.tokens) <= 3 + 5 * (n % 4)
         np.testing.assert_allclose(one.log_probabilities, together[n].log_probabilities, atol=1e-4)
     # Lengths and ways are numbers: of each size of cache there is one program.
-    compiled = [f._cache_size() for f in (engine._prefill, engine._steps)]
+    compiled = [f._cache_size() for f in (programs.prefill, programs.steps)]
     longer = [("p" * (n % 30), Sampling(max_tokens=1 + n % 3, seed=n)) for n in range(50)]
     assert len(list(complete(rotated, ByteTokenizer(), longer, slots=4))) == 50
-    assert [f._cache_size() for f in (engine._prefill, engine._steps)] == compiled
+    assert [f._cache_size() for f in (programs.prefill, programs.steps)] == compiled
 
 
 def test_caches_that_grow_keep_what_they_have(rotated):

@@ -1,0 +1,48 @@
+"""Where a model's parameters lie on a mesh that text is generated on."""
+
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+import sharding
+from rmt_tpu.config import ModelConfig
+from rmt_tpu.decoder import Decoder
+from rmt_tpu.layers.parameters import metadata
+
+
+def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
+    """Of each parameter, in the tree of `nnx.to_pure_dict`; the decoder may be of shapes alone.
+
+    Raises:
+      MeshError: the model cannot be divided so, or caches cannot.
+    """
+    _check(decoder.config, mesh)
+    shapes = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
+    specs = sharding.parameter_specs(mesh, metadata(decoder, "axes"), shapes)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, sharding.used_axes(mesh, spec)), specs)
+
+
+def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
+    if mesh.shape["stage"] > 1:
+        raise sharding.MeshError(
+            f"--mesh: stage={mesh.shape['stage']} divides layers for training; legal for text: "
+            "stage=1"
+        )
+    if mesh.shape["key"] > 1 and not model.store.has_keys:
+        raise sharding.MeshError(
+            f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
+            "legal: key=1, or a model with a matrix store, as rmt-*"
+        )
+    axes = [axis for axis in sharding.CACHE_RULES["tokens"] if mesh.shape[axis] > 1]
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    for core in model.cores:
+        for name, heads in core.divided_heads.items():
+            if heads % devices:
+                raise sharding.MeshError(
+                    f"--mesh: {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)} divides "
+                    f"the heads of caches, of which model.{core.kind}.{name} is {heads}; legal: a "
+                    f"product of {sharding.divisors(heads)}"
+                )

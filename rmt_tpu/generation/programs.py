@@ -1,0 +1,351 @@
+"""What an engine compiles: each function once for each size, on one device or for those of a mesh.
+
+On a mesh every device has its rows and its heads of the cache, and its part of each parameter;
+tokens of a prompt are divided, and so are those of a step, one of each row. Where `data` and `fsdp`
+divide rows, one row that is read by itself is on each of these devices, and the slot's own keeps
+it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+import sharding
+from rmt_tpu.decoder import Cache, Decoder
+from rmt_tpu.generation.sampling import Choice, penalized, sample
+
+RANKS = 5  # likeliest tokens that can be told of each place
+_SCORED = 64  # tokens of a prompt whose logits are there at a time
+
+_BATCH, _TOKENS = sharding.CACHE_RULES["batch"], sharding.CACHE_RULES["tokens"]
+_WHOLE = PartitionSpec()
+
+
+class Scores(NamedTuple):
+    """Of some tokens in a row, by the model itself, before temperature: nats.
+
+    Attributes:
+      log_probabilities: of each token.
+      likeliest: for each place, the RANKS likeliest tokens, from the likeliest on, with their
+        log-probabilities; [] if this was not asked for.
+    """
+
+    log_probabilities: list[float]
+    likeliest: list[dict[int, float]]
+
+
+class Chosen(NamedTuple):
+    """A token of each row.
+
+    Attributes:
+      log_probability: by the model itself.
+      likeliest: tokens; 0 if they are not asked for.
+      log_probabilities: of the likeliest.
+    """
+
+    token: Int[Array, "*steps batch"]
+    log_probability: Float[Array, "*steps batch"]
+    likeliest: Int[Array, "*steps batch ranks"]
+    log_probabilities: Float[Array, "*steps batch ranks"]
+
+    def scores(self, at: tuple, ranked: bool) -> Scores:
+        """Of the tokens of one row, on the host."""
+        values = [np.asarray(x[at]).tolist() for x in self[1:]]
+        likeliest = [dict(zip(*ranks, strict=True)) for ranks in zip(*values[1:], strict=True)]
+        return Scores(values[0], likeliest if ranked else [])
+
+
+class Rows(NamedTuple):
+    """A batch in the middle of its texts.
+
+    Attributes:
+      token: the newest of each row, which is not in the cache yet.
+      left: how many tokens each row may still have; 0 if it has ended.
+      seen: which tokens its prompt and text have.
+    """
+
+    cache: Cache
+    token: Int[Array, " batch"]
+    left: Int[Array, " batch"]
+    seen: Bool[Array, "batch vocab"]
+
+
+class Asked(NamedTuple):
+    """Of a prompt: its length, how tokens are chosen, and how many there may be."""
+
+    lengths: Int[Array, "1"]
+    how: Choice
+    left: Int[Array, ""]
+    stop: Int[Array, ""]
+    ranked: Bool[Array, ""]
+
+
+def mesh_of(decoder: Decoder) -> Mesh | None:
+    """The devices that a decoder's parameters are divided over; None if that is one."""
+    placed = [getattr(x, "sharding", None) for x in jax.tree.leaves(nnx.state(decoder))]
+    if all(isinstance(s, NamedSharding) and s.mesh.size > 1 for s in placed):
+        return placed[0].mesh
+    return None
+
+
+class Model(NamedTuple):
+    """What programs are compiled for, beside sizes; on one device all but the first are empty.
+
+    Attributes:
+      graphdef: of the decoder.
+      mesh: of the devices.
+      parameters: over which of its axes each is divided, in the order of their tree.
+      cache: the same of each array of a cache.
+    """
+
+    graphdef: nnx.GraphDef
+    mesh: Mesh | None = None
+    parameters: tuple[PartitionSpec, ...] = ()
+    cache: Cache | None = None
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> tuple["Model", nnx.State]:
+        """Of a decoder whose parameters lie where they are to be used."""
+        graphdef, params = nnx.split(decoder)
+        if (mesh := mesh_of(decoder)) is None:
+            return cls(graphdef), params
+        specs = tuple(x.sharding.spec for x in jax.tree.leaves(params))
+        cache = jax.tree.map(partial(sharding.used_axes, mesh), decoder.cache_specs())
+        return cls(graphdef, mesh, specs, cache), params
+
+    @property
+    def rows(self) -> Rows | None:
+        """Over which axes of the mesh those of a `Rows` are divided."""
+        return self.mesh and Rows(self.cache, *3 * [self.over(_BATCH)])
+
+    def over(self, *axes: tuple[str, ...] | None) -> PartitionSpec | None:
+        """Of an array that is divided over axes of the mesh."""
+        return self.mesh and sharding.used_axes(self.mesh, axes)
+
+    def devices(self, axis: str) -> int:
+        """That divide a logical axis."""
+        if self.mesh is None:
+            return 1
+        return int(np.prod([self.mesh.shape[name] for name in sharding.CACHE_RULES[axis]]))
+
+    def placed(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        """A function that every device runs on its shards."""
+        if self.mesh is None:
+            return function
+        return sharding.per_device(function, self.mesh, in_specs, out_specs, tokens=_TOKENS)
+
+    def run(
+        self, function: Callable, params: nnx.State, given: tuple, in_specs: tuple, out_specs: Any
+    ) -> Any:
+        """`function(decoder, *given)`, by every device on its shards."""
+        leaves, tree = jax.tree.flatten(params)
+
+        def merged(leaves, *given):
+            return function(nnx.merge(self.graphdef, tree.unflatten(leaves)), *given)
+
+        specs = (list(self.parameters), *in_specs)
+        return self.placed(merged, specs, out_specs)(leaves, *given)
+
+
+@partial(jax.jit, static_argnames=("model", "rows", "capacity"))
+def empty_cache(model: Model, params: nnx.State, rows: int, capacity: int) -> Cache:
+    """Of so many rows a device."""
+    make = lambda decoder: decoder.empty_cache(rows, capacity)
+    return model.run(make, params, (), (), model.cache)
+
+
+@partial(jax.jit, static_argnames=("model", "rows", "capacity"))
+def empty_rows(model: Model, params: nnx.State, rows: int, capacity: int) -> Rows:
+    """So many a device, which have all ended."""
+
+    def make(decoder):
+        zeros = jnp.zeros(rows, jnp.int32)
+        seen = jnp.zeros((rows, decoder.config.vocab_size), bool)
+        return Rows(decoder.empty_cache(rows, capacity), zeros, zeros, seen)
+
+    return model.run(make, params, (), (), model.rows)
+
+
+@partial(jax.jit, static_argnames="model")
+def prefill(
+    model: Model,
+    params: nnx.State,
+    tokens: Int[Array, "1 seq"],
+    asked: Asked,
+) -> tuple[Rows, Chosen]:
+    """A row that has read its prompt, and has its first token."""
+
+    def read(decoder, tokens, asked):
+        cache = decoder.empty_cache(1, tokens.shape[1])
+        logits, cache = decoder.prefill(tokens, asked.lengths, cache)
+        of_prompt = jnp.arange(tokens.shape[1]) < asked.lengths[0]
+        # What fills it up is put behind the last token, which is nowhere.
+        places = jnp.where(of_prompt, tokens[0], logits.shape[1])
+        seen = jnp.zeros(logits.shape, bool).at[0, places].set(True, mode="drop")
+        return _begun(logits, cache, seen, asked)
+
+    out_specs = model.rows, model.over(_BATCH)
+    return model.run(read, params, (tokens, asked), (_WHOLE, _WHOLE), out_specs)
+
+
+@partial(jax.jit, static_argnames="model", donate_argnames="cache")
+def extend(
+    model: Model,
+    params: nnx.State,
+    tokens: Int[Array, "1 new"],
+    lengths: Int[Array, "1"],
+    cache: Cache,
+) -> tuple[Float[Array, "rows vocab"], Cache]:
+    """Logits behind a part of a prompt, and the cache with it."""
+    specs = (_WHOLE, _WHOLE, model.cache), (model.over(_BATCH), model.cache)
+    return model.run(Decoder.extend, params, (tokens, lengths, cache), *specs)
+
+
+@partial(jax.jit, static_argnames="model", donate_argnames="cache")
+def first(
+    model: Model,
+    logits: Float[Array, "rows vocab"],
+    cache: Cache,
+    seen: Bool[Array, "1 vocab"],
+    asked: Asked,
+) -> tuple[Rows, Chosen]:
+    """A row with the first token behind its prompt."""
+    of_rows = model.over(_BATCH)
+    specs = (of_rows, model.cache, _WHOLE, _WHOLE), (model.rows, of_rows)
+    return model.placed(_begun, *specs)(logits, cache, seen, asked)
+
+
+def _begun(logits, cache, seen, asked):
+    token = _next_token(logits, seen, asked.lengths, asked.how)
+    left = jnp.where(token == asked.stop, 0, asked.left - 1)
+    return Rows(cache, token, left, seen), _chosen(logits, token, asked.ranked)
+
+
+@partial(jax.jit, static_argnames="model")
+def score(
+    model: Model,
+    params: nnx.State,
+    tokens: Int[Array, "1 seq"],
+    lengths: Int[Array, "1"],
+    ranked: Bool[Array, ""],
+) -> Chosen:
+    """How likely each token of a prompt was behind those before it, but the first: it is not told.
+
+    The logits of few tokens are there at a time. The last place is not to be used.
+    """
+
+    def scored(decoder, tokens, lengths, ranked):
+        z = decoder.features(tokens, lengths=lengths).z[0]
+        following = sharding.own_part(jnp.roll(tokens[0], -1), _TOKENS, axis=0)
+
+        def of_token(given):
+            z, token = given
+            one = _chosen(decoder.unembedding(z)[None], token[None], ranked)
+            return jax.tree.map(lambda x: x[0], one)
+
+        return jax.lax.map(of_token, (z, following), batch_size=_SCORED)
+
+    given = (tokens, lengths, ranked)
+    return model.run(scored, params, given, 3 * (_WHOLE,), model.over(_TOKENS))
+
+
+@partial(jax.jit, static_argnames="model", donate_argnames="rows")
+def insert(model: Model, rows: Rows, one: Rows, slot: Int[Array, ""]) -> Rows:
+    """A row in place of the one that had the slot."""
+
+    def put(rows, one, slot):
+        count = len(rows.token)
+        slot = slot - sharding.axis_index(_BATCH) * count
+        own, at = (slot >= 0) & (slot < count), jnp.clip(slot, 0, count - 1)
+
+        def put_one(kept, new, axis):
+            start = [at if n == axis else jnp.zeros_like(at) for n in range(kept.ndim)]
+            there = jax.lax.dynamic_slice(kept, start, new.shape)
+            new = jnp.where(own, new.astype(kept.dtype), there)
+            return jax.lax.dynamic_update_slice(kept, new, start)
+
+        of_rows = lambda kept, new: jax.tree.map(partial(put_one, axis=0), kept, new)
+        of_cores = jax.tree.map(partial(put_one, axis=1), rows.cache.cores, one.cache.cores)
+        cache = Cache(of_cores, of_rows(rows.cache.length, one.cache.length))
+        return Rows(cache, *of_rows(rows[1:], one[1:]))
+
+    return model.placed(put, (model.rows, model.rows, _WHOLE), model.rows)(rows, one, slot)
+
+
+@partial(jax.jit, static_argnames=("model", "capacity"))
+def grown(model: Model, rows: Rows, capacity: int) -> Rows:
+    """With room for so many tokens in the caches that have one for each."""
+
+    def grow_one(kept):
+        return jnp.pad(kept, [(0, 0), (0, 0), (0, capacity - kept.shape[2]), (0, 0)])
+
+    def grow(rows):
+        return rows._replace(
+            cache=rows.cache._replace(cores=jax.tree.map(grow_one, rows.cache.cores))
+        )
+
+    return model.placed(grow, (model.rows,), model.rows)(rows)
+
+
+@partial(jax.jit, static_argnames=("model", "count"), donate_argnames="rows")
+def steps(
+    model: Model,
+    params: nnx.State,
+    rows: Rows,
+    used: Bool[Array, " batch"],
+    how: Choice,
+    stop: Int[Array, ""],
+    ranked: Bool[Array, ""],
+    count: int,
+) -> tuple[Rows, Chosen]:
+    """So many tokens more of the rows that are used; -1 where a row has ended before."""
+
+    def run(decoder, rows, used, how, stop, ranked):
+        def step(rows, _):
+            running = rows.left > 0
+            # What has ended reads again at its beginning: past its end there may be no position.
+            start = jnp.where(running, rows.cache.length, 0)
+            logits, cache = decoder.decode(rows.token[:, None], rows.cache._replace(length=start))
+            length = rows.cache.length + running
+            seen = rows.seen.at[jnp.arange(len(running)), rows.token].set(True)
+            token = _next_token(logits[:, 0], seen, length, how)
+            left = jnp.where(running & (token != stop), rows.left - 1, 0)
+            chosen = _chosen(logits[:, 0], token, ranked)
+            token_now = jnp.where(running, token, rows.token)
+            after = Rows(cache._replace(length=length), token_now, left, seen)
+            return after, chosen._replace(token=jnp.where(running, token, -1))
+
+        return jax.lax.scan(step, rows._replace(left=rows.left * used), length=count)
+
+    in_specs = (model.rows, model.over(_BATCH), model.over(_BATCH), _WHOLE, _WHOLE)
+    out_specs = model.rows, model.over(None, _BATCH)
+    return model.run(run, params, (rows, used, how, stop, ranked), in_specs, out_specs)
+
+
+def _next_token(logits, seen, positions, how):
+    return sample(penalized(logits, seen, how), positions, how).astype(jnp.int32)
+
+
+def _chosen(
+    logits: Float[Array, "batch vocab"], token: Int[Array, " batch"], ranked: Bool[Array, ""]
+) -> Chosen:
+    logits = logits.astype(jnp.float32)
+    # Not the logarithms of all tokens, which would be as many numbers again.
+    log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    of_token = (jnp.take_along_axis(logits, token[:, None], axis=-1) - log_sum)[:, 0]
+    ranks = min(RANKS, logits.shape[-1])
+    none = jnp.zeros((len(token), ranks), jnp.int32), jnp.zeros((len(token), ranks), jnp.float32)
+
+    def best():
+        values, tokens = jax.lax.top_k(logits, ranks)
+        return tokens.astype(jnp.int32), values - log_sum
+
+    # Seldom asked for, and to look through a whole vocabulary takes long.
+    return Chosen(token, of_token, *jax.lax.cond(ranked, best, lambda: none))

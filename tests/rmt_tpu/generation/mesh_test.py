@@ -1,0 +1,138 @@
+"""Text on a mesh of eight devices is that of one: any store, mixer and core, each axis."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu.generation import Engine, Request, Sampling, mesh_of, programs
+from rmt_tpu.generation.placement import parameter_shardings
+from tests import models
+
+GROUPED = cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, query_key_norm=True, bias=True)
+LATENT = cfg.Mla(num_heads=4, head_dim=6, kv_rank=4, rope_dim=2, query_rank=2)
+LENGTHS, PART, NEW = (29, 5, 12), 12, 9
+
+
+def config(store, mixer, core):
+    stores = {"vector": cfg.VectorStore(dim=12), "matrix": cfg.MatrixStore(6, "float32", 4, 6)}
+    return cfg.ModelConfig(
+        (cfg.Stack((core, cfg.FeedForward(hidden_dim=16)), repeat=2),),
+        store=stores[store],
+        mixer=mixer,
+        vocab_size=models.VOCAB + 1,
+    )
+
+
+def made(model, spec=None):
+    """A decoder with the same parameters on any mesh."""
+    params = jax.tree.map(np.float32, models.random_parameters(model))
+    placed = spec and parameter_shardings(models.abstract(model), mesh_for(spec))
+    return nnx.merge(models.graph(model), jax.device_put(params, placed))
+
+
+def mesh_for(spec):
+    sizes = sharding.parse_mesh(spec).values()
+    return sharding.make_mesh(spec, jax.devices()[: math.prod(sizes)])
+
+
+def prompts():
+    return [np.array(models.tokens(batch=1, seq=n, seed=n))[0] for n in LENGTHS]
+
+
+def said(engine, **how):
+    """Tokens of each prompt's text, with the log-probabilities of them and of the prompt."""
+    tokens, logs = ({n: [] for n in range(len(LENGTHS))} for _ in range(2))
+    engine.reset()
+    begun = engine.submitted
+    for one in engine.run(Request(p, Sampling(max_tokens=NEW, **how)) for p in prompts()):
+        tokens[one.number - begun] += one.tokens
+        logs[one.number - begun] += one.scores.log_probabilities
+    return tokens, logs
+
+
+def test_greedy_text_on_a_mesh_is_that_of_no_cache():
+    """A prompt in parts and prompts at once, on three axes; another text compiles nothing."""
+    model = config("matrix", cfg.BlockAttention(num_blocks=2), plain(cfg.Learned(40)))
+    decoder = made(model, "data=2,key=2,tensor=2")
+    engine = Engine(decoder, stop=models.VOCAB + 7, slots=2, steps=3, part=PART)
+    tokens, logs = said(engine, temperature=0.0)
+    forward = jax.jit(lambda tokens: jax.nn.log_softmax(made(model)(tokens)[0]))
+    for n, prompt in enumerate(prompts()):
+        whole = np.zeros((1, 40), np.int32)
+        whole[0, : len(prompt) + NEW] = [*prompt, *tokens[n]]
+        wanted = np.asarray(forward(whole))[len(prompt) - 1 :][:NEW]
+        assert tokens[n] == np.argmax(wanted, -1).tolist()
+        np.testing.assert_allclose(logs[n], wanted[np.arange(NEW), tokens[n]], atol=2e-5)
+    compiled = [p._cache_size() for p in (programs.prefill, programs.extend, programs.steps)]
+    again, _ = said(engine, temperature=0.0)
+    drawn, _ = said(engine, seed=3, top_k=40)
+    assert again == tokens != drawn
+    assert compiled == [1, 1, 2]  # steps in caches of 32 and 64
+    assert compiled == [
+        p._cache_size() for p in (programs.prefill, programs.extend, programs.steps)
+    ]
+    # Nothing is whole on a device: W_1 is divided by columns, the cache by rows and heads.
+    w_1 = decoder.stacks[0][1].core.w_1[...]
+    assert w_1.addressable_shards[0].data.size == w_1.size // 2
+    keys = engine.rows.cache.cores[0][0].keys
+    assert keys.addressable_shards[0].data.shape == (2, 1, engine.capacity, 6)
+
+
+def plain(positions):
+    return cfg.Attention(num_heads=4, head_dim=6, positions=positions)
+
+
+SYSTEMS = [
+    ("vector", cfg.Sum(), plain(cfg.Alibi()), "fsdp=2,sequence=2,tensor=2"),
+    ("vector", cfg.BlockAttention(num_blocks=2), GROUPED, "sequence=2,tensor=2"),
+    ("vector", cfg.FullAttention(), LATENT, "data=2,sequence=2,tensor=2"),
+    ("vector", cfg.MhcLite(streams=2), plain(cfg.Learned(40)), "data=2,tensor=4"),
+    ("matrix", cfg.Sum(), plain(cfg.Learned(40)), "key=2,sequence=2"),
+    ("matrix", cfg.Sum(), LATENT, "key=2,tensor=2"),
+    ("matrix", cfg.FullAttention(), GROUPED, "fsdp=2,sequence=4"),
+    ("matrix", cfg.Dense(), plain(cfg.NoPositions()), "tensor=4"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store, mixer, core, spec", SYSTEMS, ids=lambda x: getattr(x, "kind", x))
+def test_drawn_text_on_a_mesh_is_that_of_one_device(store, mixer, core, spec):
+    model, found = config(store, mixer, core), []
+    for mesh in (None, spec):
+        engine = Engine(made(model, mesh), models.VOCAB + 7, slots=4, steps=3, part=PART)
+        found.append(said(engine, seed=3, repetition_penalty=1.3))
+        scored = Request(prompts()[0], Sampling(max_tokens=1), scored=True, ranked=True)
+        (one,) = engine.run([scored])
+        found[-1][1][3] = one.prompt.log_probabilities
+    (tokens, logs), (wanted, wanted_logs) = found
+    assert tokens == wanted and {len(x) for x in tokens.values()} == {NEW}
+    for n, log in logs.items():
+        np.testing.assert_allclose(log, wanted_logs[n], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "store, core, spec, message",
+    [
+        ("vector", GROUPED, "tensor=8", "tensor=8 divides the heads .* is 4; legal: .* 1, 2, 4"),
+        ("vector", LATENT, "sequence=8", "model.mla.num_heads is 4"),
+        ("vector", GROUPED, "key=2", "key=2 divides D_k, which a vector store does not have"),
+        ("matrix", GROUPED, "stage=2", "stage=2 divides layers for training"),
+        ("matrix", GROUPED, "fsdp=8", "fsdp=8 does not divide .* 'embed' of size 36"),
+    ],
+)
+def test_meshes_that_cannot_be(store, core, spec, message):
+    with pytest.raises(sharding.MeshError, match=message):
+        decoder = models.abstract(config(store, cfg.Sum(), core))
+        parameter_shardings(decoder, mesh_for(spec))
+
+
+def test_slots_divide_over_the_devices_of_rows():
+    decoder = made(config("matrix", cfg.Sum(), GROUPED), "data=4,tensor=2")
+    assert mesh_of(decoder).shape["data"] == 4 and mesh_of(made(decoder.config)) is None
+    with pytest.raises(sharding.MeshError, match="slots=6 .* data=4; nearest legal: 4 or 8"):
+        Engine(decoder, 0, slots=6)
