@@ -97,17 +97,8 @@ class Implementations:
         """The kernels by platform."""
         return {_PLATFORMS[name]: kernel for name, kernel in self.kernels.items()}
 
-    def run(
-        self,
-        implementation: str | None,
-        op: str,
-        run: Callable[..., Any],
-        args: tuple,
-        **options: Any,
-    ) -> Any:
-        """`run(module, *args)` with the module of the implementation that is asked for.
-
-        `options` are what else `unsupported` is to know of the call.
+    def run(self, implementation: str | None, op: str, *args: Any, **options: Any) -> Any:
+        """`module.op(*args, **options)` with the module of the implementation that is asked for.
 
         Raises:
           UnsupportedImplementation: it is unknown, or cannot serve this call, or (when the program
@@ -124,11 +115,12 @@ class Implementations:
         platforms = (
             self._unasked(op, args) if implementation is None else self.names[implementation]
         )
-        portable = functools.partial(run, self.portable)
+        run = lambda module: functools.partial(getattr(module, op), **options)
+        portable = run(self.portable)
         if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return portable(*args)
         on = self._on
-        refused = {p: on[p].unsupported(op, *args, **options) for p in platforms}
+        refused = {p: on[p].unsupported(op, *args) for p in platforms}
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
         if implementation in self.kernels:
             (platform,) = platforms
@@ -138,8 +130,8 @@ class Implementations:
                     f"{refused[platform]}; use 'xla' or None"
                 )
             named = functools.partial(only_on, platform, implementation)
-            return run(on[platform], *_with_first(named, args))
-        kernels = {p: functools.partial(run, on[p]) for p in platforms}
+            return run(on[platform])(*_with_first(named, args))
+        kernels = {p: run(on[p]) for p in platforms}
         return choose(kernels, portable, *args, refused=refused)
 
     def _unasked(self, op: str, args: tuple) -> tuple[Platform, ...]:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import check_array
 from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, reference
-from pallas_kernels.causal_attention.mosaic_tpu import Rows
+from pallas_kernels.causal_attention.interface import Attended, Attention, Part, Rows, Scale
 from pallas_kernels.platform import (
     Implementations,
     UnsupportedImplementation,
@@ -32,7 +32,6 @@ from pallas_kernels.platform import (
 __all__ = ["attention_after", "attention_backward", "attention_forward", "causal_attention"]
 
 Implementation = Literal["xla", "mosaic_tpu", "pallas", "splash", "cudnn"]
-Scale = Float[Array, ""] | int | float
 
 
 @reverse_mode
@@ -77,10 +76,10 @@ def causal_attention(
             f"implementation={implementation!r} has no part of a sequence that is divided over "
             f"{over}; use 'xla', 'mosaic_tpu', 'cudnn', 'pallas' or None"
         )
+    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids)
     if implementation == "splash":
-        return _by_splash(qkv, scale, slopes, segment_ids, kv_heads)
-    call = _Call(rows, implementation, kv_heads, over)
-    return _attention(call, qkv, jnp.asarray(scale), slopes, segment_ids)
+        return _by_splash(given, kv_heads)
+    return _attention(_Call(rows, implementation, kv_heads, over), given)
 
 
 def attention_forward(
@@ -96,8 +95,8 @@ def attention_forward(
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
     """`causal_attention`, and the log sum of each softmax; with no gradient of its own."""
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
-    call = _Call(rows, implementation, kv_heads, over)
-    return _forward(call, qkv, jnp.asarray(scale), slopes, segment_ids)
+    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids)
+    return _forward(_Call(rows, implementation, kv_heads, over), given)
 
 
 def attention_backward(
@@ -116,8 +115,9 @@ def attention_backward(
 ) -> Float[Array, "B N P D"]:
     """The cotangent of qkv, from what `attention_forward` returned."""
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
-    args = (qkv, out, log_sums, d_out, jnp.asarray(scale), slopes, segment_ids)
-    return _backward(_Call(rows, implementation, kv_heads, over), *args)
+    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids)
+    attended = Attended(out, log_sums, d_out)
+    return _backward(_Call(rows, implementation, kv_heads, over), given, attended)
 
 
 def attention_after(
@@ -154,12 +154,12 @@ def attention_after(
 
 def _attention_after(call, qkv, before, filled, scale, slopes):
     heads = qkv.shape[2] - 2 * call.kv_heads
-    own = _whole_forward(call, scale, slopes, qkv, None)
+    own = _whole_forward(call, Attention(qkv, scale, slopes))
     there = jnp.arange(before.shape[1])[None] < filled[:, None]
     segments = jnp.ones(qkv.shape[:2], jnp.int32), there.astype(jnp.int32)
     most = jnp.max(filled)
-    before = before.astype(qkv.dtype)
-    out, sums = _part_forward(call, scale, slopes, qkv[:, :, :heads], before, most, segments)
+    q, kv = qkv[:, :, :heads], before.astype(qkv.dtype)
+    out, sums = _part_forward(call, Part(q, kv, scale, most, slopes, segments))
     if slopes is not None:  # to rows of fewer tokens all keys are that much nearer
         sums = sums + slopes * (most - filled)[:, None, None]
     return divided.merged(own, (out, sums))[0].astype(qkv.dtype)
@@ -212,21 +212,22 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call, qkv, scale, slopes, segment_ids):
-    return _forward(call, qkv, scale, slopes, segment_ids)[0]
+def _attention(call, given):
+    return _forward(call, given)[0]
 
 
-def _attention_forward(call, qkv, scale, slopes, segment_ids):
-    out, log_sums = _forward(call, qkv, scale, slopes, segment_ids)
-    return out, (qkv, out, log_sums, scale, slopes, segment_ids)
+def _attention_forward(call, given):
+    out, log_sums = _forward(call, given)
+    return out, (given, out, log_sums)
 
 
 def _attention_backward(call, saved, d_out):
-    qkv, out, log_sums, scale, slopes, segment_ids = saved
-    d_qkv = _backward(call, qkv, out, log_sums, d_out, scale, slopes, segment_ids)
-    zeros = [None if x is None else jnp.zeros_like(x) for x in (scale, slopes)]
-    no_gradient = None if segment_ids is None else np.zeros(segment_ids.shape, jax.dtypes.float0)
-    return d_qkv, *zeros, no_gradient
+    given, out, log_sums = saved
+    d_qkv = _backward(call, given, Attended(out, log_sums, d_out))
+    zeros = [None if x is None else jnp.zeros_like(x) for x in (given.scale, given.slopes)]
+    ids = given.segment_ids
+    none = None if ids is None else np.zeros(ids.shape, jax.dtypes.float0)
+    return (Attention(d_qkv, *zeros, none),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -237,73 +238,47 @@ _IMPLEMENTATIONS = Implementations(
 )
 
 
-def _forward(call, qkv, scale, slopes, segment_ids):
+def _forward(call, given):
     if call.over is None:
-        return _whole_forward(call, scale, slopes, qkv, segment_ids)
-    return divided.forward(_ops(call, scale, slopes), call.over, qkv, segment_ids, call.kv_heads)
+        return _whole_forward(call, given)
+    return divided.forward(_ops(call), call.over, given, call.kv_heads)
 
 
-def _backward(call, qkv, out, log_sums, d_out, scale, slopes, segment_ids):
-    given = qkv, out, log_sums, d_out, segment_ids
+def _backward(call, given, attended):
     if call.over is None:
-        return _whole_backward(call, scale, slopes, *given)
-    return divided.backward(_ops(call, scale, slopes), call.over, *given, call.kv_heads)
+        return _whole_backward(call, given, attended)
+    return divided.backward(_ops(call), call.over, given, attended, call.kv_heads)
 
 
-def _ops(call, scale, slopes):
+def _ops(call):
     """Of one device of those that have a part of the sequence each."""
     ops = _whole_forward, _whole_backward, _part_forward, _part_backward
-    return divided.Ops(*(functools.partial(op, call, scale, slopes) for op in ops))
+    return divided.Ops(*(functools.partial(op, call) for op in ops))
 
 
-def _whole_forward(call, scale, slopes, qkv, segment_ids):
-    def run(module, qkv, scale, slopes, segment_ids):
-        shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids)
-        return module.attention_forward(qkv, **shared, **_of_kernels(call, module))
-
-    return _run(call, "attention_forward", run, (qkv, scale, slopes, segment_ids))
+def _whole(op, call, *operands):
+    options = {"kv_heads": call.kv_heads, "rows": call.rows}
+    return _IMPLEMENTATIONS.run(call.implementation, op, *operands, **options)
 
 
-def _whole_backward(call, scale, slopes, qkv, out, log_sums, d_out, segment_ids):
-    def run(module, qkv, out, log_sums, d_out, scale, slopes, segment_ids):
-        shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids)
-        shared |= _of_kernels(call, module)
-        return module.attention_backward(qkv, out, log_sums, d_out, **shared)
-
-    args = qkv, out, log_sums, d_out, scale, slopes, segment_ids
-    return _run(call, "attention_backward", run, args)
+def _part(op, call, *operands):
+    return _IMPLEMENTATIONS.run(call.implementation, op, *operands)
 
 
-def _part_forward(call, scale, slopes, q, kv, shift, segments):
-    run = lambda module, *args: module.part_forward(*args)
-    return _run(call, "part_forward", run, (q, kv, scale, shift, slopes, segments))
+_whole_forward = functools.partial(_whole, "attention_forward")
+_whole_backward = functools.partial(_whole, "attention_backward")
+_part_forward = functools.partial(_part, "part_forward")
+_part_backward = functools.partial(_part, "part_backward")
 
 
-def _part_backward(call, scale, slopes, q, kv, out, log_sums, d_out, shift, segments):
-    run = lambda module, *args: module.part_backward(*args)
-    args = q, kv, out, log_sums, d_out, scale, shift, slopes, segments
-    return _run(call, "part_backward", run, args)
-
-
-def _of_kernels(call, module):
-    shared = {"kv_heads": call.kv_heads}
-    return shared if module is reference else shared | {"rows": call.rows}
-
-
-def _run(call: _Call, op: str, run, args):
-    options = {"rows": call.rows, "kv_heads": call.kv_heads}
-    return _IMPLEMENTATIONS.run(call.implementation, op, run, args, **options)
-
-
-def _by_splash(qkv, scale, slopes, segment_ids, kv_heads):
+def _by_splash(given: Attention, kv_heads: int):
     """JAX's kernels, with their own gradient."""
     from pallas_kernels.causal_attention import splash  # takes long to import
 
-    if (why := splash.unsupported(qkv)) is not None:
+    if (why := splash.unsupported(given.qkv)) is not None:
         raise UnsupportedImplementation(
             f"implementation='splash' cannot serve this call: {why}; use 'xla' or None"
         )
-    scale = only_on("tpu", "splash", jax.lax.stop_gradient(jnp.asarray(scale)))
-    slopes = None if slopes is None else jax.lax.stop_gradient(slopes)
-    shared = dict(scale=scale, slopes=slopes, segment_ids=segment_ids, kv_heads=kv_heads)
-    return splash.causal_attention(qkv, **shared)
+    scale = only_on("tpu", "splash", jax.lax.stop_gradient(given.scale))
+    slopes = None if given.slopes is None else jax.lax.stop_gradient(given.slopes)
+    return splash.causal_attention(given._replace(scale=scale, slopes=slopes), kv_heads=kv_heads)

@@ -7,16 +7,15 @@ tokens for what these kernels do not know: ALiBi and segments, which are `entrie
 
 import functools
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.causal_attention import entries, reference
-from pallas_kernels.causal_attention.reference import Segments, split
+from pallas_kernels.causal_attention.interface import Attended, Attention, Part, Rows
 
 # Entries of a head, at most: before Hopper, and from it on.
 _ENTRIES = {False: 128, True: 256}
@@ -24,13 +23,10 @@ _HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B30
 _TOO_OLD = ("P100", "V100", "T4", "Quadro RTX", "TITAN", "GTX", "GeForce RTX 20")
 
 
-def unsupported(
-    op: str, qkv: Any, *others: Any, kv_heads: int | None = None, rows: str = "size_major"
-) -> str | None:
+def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
     """Why cuDNN cannot serve the named op with these arrays, in a line; None if it can."""
-    # Slopes and segments are the last two arguments of every op.
-    slopes, segments = others[-2:]
-    length = others[0].shape[1] if op.startswith("part_") else qkv.shape[1]
+    qkv, slopes = given[0], given.slopes
+    length = (given.kv if isinstance(given, Part) else qkv).shape[1]
     kind = tuned.device_lowered_for()
     most = _ENTRIES[any(name in kind for name in _HOPPER)]
     if any(name in kind for name in _TOO_OLD):
@@ -40,7 +36,7 @@ def unsupported(
     if slopes is not None and length > entries.POSITIONS:
         return f"ALiBi over {length} tokens (up to {entries.POSITIONS})"
     of_masks = 4 * (slopes is not None)
-    of_masks += (segments is not None) * (entries.code_size(length) + 1)
+    of_masks += (given.segments is not None) * (entries.code_size(length) + 1)
     if qkv.shape[3] + of_masks > most:
         told = f" and {of_masks} entries for ALiBi and segments" if of_masks else ""
         return f"heads of size {qkv.shape[3]}{told} (up to {most} together)"
@@ -48,115 +44,86 @@ def unsupported(
 
 
 def attention_forward(
-    qkv: Float[Array, "B N P D"],
-    *,
-    scale: Float[Array, ""] | int | float,
-    slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
-    kv_heads: int | None = None,
-    rows: str = "size_major",
-    interpret: bool = False,
+    given: Attention, *, kv_heads: int, rows: Rows = "size_major", interpret: bool = False
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
-    """The output, and the logarithm of each softmax's sum in float32."""
-    segments = None if segment_ids is None else (segment_ids, segment_ids)
-    given = *split(qkv, kv_heads), scale, 0, slopes, segments
-    return _forward(*given, causal=True, interpret=interpret)
+    """See `interface`."""
+    return _forward(_whole(given, kv_heads), causal=True, interpret=interpret)
 
 
 def attention_backward(
-    qkv: Float[Array, "B N P D"],
-    out: Float[Array, "B N H D"],
-    log_sums: Float[Array, "B N H"],
-    d_out: Float[Array, "B N H D"],
+    given: Attention,
+    attended: Attended,
     *,
-    scale: Float[Array, ""] | int | float,
-    slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
-    kv_heads: int | None = None,
-    rows: str = "size_major",
+    kv_heads: int,
+    rows: Rows = "size_major",
     interpret: bool = False,
 ) -> Float[Array, "B N P D"]:
-    """The cotangent of qkv."""
-    segments = None if segment_ids is None else (segment_ids, segment_ids)
-    given = *split(qkv, kv_heads), scale, 0, slopes, segments
-    gradients = _backward(*given, out, log_sums, d_out, causal=True, interpret=interpret)
-    return jnp.concatenate(gradients, axis=2)
+    """See `interface`."""
+    d_q, d_kv = _backward(_whole(given, kv_heads), attended, causal=True, interpret=interpret)
+    return jnp.concatenate([d_q, d_kv], axis=2)
 
 
 def part_forward(
-    q: Float[Array, "B Q H D"],
-    kv: Float[Array, "B K P D"],
-    scale: Float[Array, ""] | int | float,
-    shift: Int[Array, ""] | int,
-    slopes: Float[Array, " H"] | None,
-    segments: Segments | None,
-    *,
-    interpret: bool = False,
+    given: Part, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
-    """Attention to an earlier part of the sequence; see the portable form."""
-    given = q, *jnp.split(kv, 2, axis=2), scale, shift, slopes, segments
-    return _forward(*given, causal=False, interpret=interpret)
+    """See `interface`."""
+    return _forward(given, causal=False, interpret=interpret)
 
 
 def part_backward(
-    q: Float[Array, "B Q H D"],
-    kv: Float[Array, "B K P D"],
-    out: Float[Array, "B Q H D"],
-    log_sums: Float[Array, "B Q H"],
-    d_out: Float[Array, "B Q H D"],
-    scale: Float[Array, ""] | int | float,
-    shift: Int[Array, ""] | int,
-    slopes: Float[Array, " H"] | None,
-    segments: Segments | None,
-    *,
-    interpret: bool = False,
+    given: Part, attended: Attended, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"]]:
-    """Cotangents of q and kv; out and log sums are those of all parts."""
-    given = q, *jnp.split(kv, 2, axis=2), scale, shift, slopes, segments
-    d_q, *d_kv = _backward(*given, out, log_sums, d_out, causal=False, interpret=interpret)
+    """See `interface`."""
+    gradients = _backward(given, attended, causal=False, interpret=interpret)
     # To be added up with those of other parts.
-    return d_q.astype(jnp.float32), jnp.concatenate(d_kv, axis=2).astype(jnp.float32)
+    return tuple(x.astype(jnp.float32) for x in gradients)
 
 
-def _forward(q, k, v, scale, shift, slopes, segments, *, causal, interpret):
+def _whole(given: Attention, kv_heads: int) -> Part:
+    """All of the sequence as a part of it, of which less is seen."""
+    q, *kv = jnp.split(given.qkv, [given.qkv.shape[2] - 2 * kv_heads], axis=2)
+    return Part(q, *kv, given.scale, 0, given.slopes, given.segments)
+
+
+def _forward(given: Part, *, causal: bool, interpret: bool):
     """The output, and log sums."""
-    arrays = _with_entries(q, k, v, scale, slopes, segments)
     run = _interpreted if interpret else _call
-    out, sums = run("forward", causal, *arrays)
+    out, sums = run("forward", causal, *_with_entries(given))
     sums = sums.swapaxes(1, 2)
-    if slopes is not None:
-        sums = sums - _of_positions(q, shift, slopes)
-    return out[..., : q.shape[3]], sums
+    if given.slopes is not None:
+        sums = sums - _of_positions(given)
+    return out[..., : given.q.shape[3]], sums
 
 
-def _backward(q, k, v, scale, shift, slopes, segments, out, log_sums, d_out, *, causal, interpret):
-    """Cotangents of q, k and v."""
-    arrays = _with_entries(q, k, v, scale, slopes, segments)
-    sums = log_sums.astype(jnp.float32)
-    if slopes is not None:
-        sums = sums + _of_positions(q, shift, slopes)
-    out, d_out = (entries.padded(x.astype(q.dtype), arrays[0].shape[3]) for x in (out, d_out))
+def _backward(given: Part, attended: Attended, *, causal: bool, interpret: bool):
+    """Cotangents of q and kv."""
+    arrays, (*_, size) = _with_entries(given), given.q.shape
+    sums = attended.log_sums.astype(jnp.float32)
+    if given.slopes is not None:
+        sums = sums + _of_positions(given)
+    whole = lambda x: entries.padded(x.astype(given.q.dtype), arrays[0].shape[3])
     run = _interpreted if interpret else _call
-    gradients = run("backward", causal, *arrays, sums.swapaxes(1, 2), d_out, out)
-    d_q, d_k, d_v = (x[..., : q.shape[3]] for x in gradients)
-    return (d_q * scale).astype(d_q.dtype), d_k, d_v
+    saved = sums.swapaxes(1, 2), whole(attended.d_out), whole(attended.out)
+    d_q, *d_kv = (x[..., :size] for x in run("backward", causal, *arrays, *saved))
+    return (d_q * given.scale).astype(d_q.dtype), jnp.concatenate(d_kv, axis=2)
 
 
-def _with_entries(q, k, v, scale, slopes, segments):
+def _with_entries(given: Part):
     """Queries, keys and values of one size, whose logits are those of ALiBi within segments."""
-    q, of_masks = (q * scale).astype(q.dtype), []
-    if slopes is not None:
-        of_masks.append(entries.of_positions(slopes, k.shape[1], q.dtype))
-    if segments is not None:
-        of_masks.append(entries.of_segments(*segments, q.dtype))
+    k, v = jnp.split(given.kv, 2, axis=2)
+    q, of_masks = (given.q * given.scale).astype(given.q.dtype), []
+    if given.slopes is not None:
+        of_masks.append(entries.of_positions(given.slopes, k.shape[1], q.dtype))
+    if given.segments is not None:
+        of_masks.append(entries.of_segments(*given.segments, q.dtype))
     q = entries.added(q, *(of_queries for of_queries, _ in of_masks))
     k = entries.added(k, *(of_keys for _, of_keys in of_masks))
     return q, k, entries.padded(v, q.shape[3])
 
 
-def _of_positions(q, shift, slopes):
+def _of_positions(given: Part):
     """What logits have too much in every entry of a softmax, for ALiBi's are `slope j`."""
-    return slopes * (shift + jnp.arange(q.shape[1]))[:, None]
+    return given.slopes * (given.shift + jnp.arange(given.q.shape[1]))[:, None]
 
 
 def _interpreted(direction, causal, q, k, v, *saved):

@@ -16,16 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.causal_attention.interface import Attended, Attention, Part
+
 
 class Ops(NamedTuple):
-    """What one device computes, with all bound that does not depend on the part.
-
-    Attributes:
-      whole_forward: `(qkv, segment_ids) -> out, log_sums`.
-      whole_backward: `(qkv, out, log_sums, d_out, segment_ids) -> d_qkv`.
-      part_forward: `(q, kv, shift, segments) -> out, log_sums`; all keys are seen.
-      part_backward: `(q, kv, out, log_sums, d_out, shift, segments) -> d_q, d_kv`.
-    """
+    """What one device computes: see `interface`."""
 
     whole_forward: Callable[..., Any]
     whole_backward: Callable[..., Any]
@@ -34,65 +29,54 @@ class Ops(NamedTuple):
 
 
 def forward(
-    ops: Ops,
-    axis: str,
-    qkv: Float[Array, "B N P D"],
-    segment_ids: Int[Array, "B all_N"] | None,
-    kv_heads: int,
+    ops: Ops, axis: str, given: Attention, kv_heads: int
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
     """The output of own queries, and the log sum of each softmax over all keys.
 
     Args:
       ops: of one device.
       axis: of the mesh, over which tokens are divided in order.
-      qkv: of own tokens.
-      segment_ids: of all tokens.
+      given: qkv of own tokens, segments of all tokens.
       kv_heads: heads of keys.
     """
-    ring = _Ring(axis, qkv.shape[1], segment_ids)
-    parts = ring.balanced(qkv)
-    heads = qkv.shape[2] - 2 * kv_heads
+    ring = _Ring(axis, given)
+    parts = ring.balanced(given.qkv)
+    heads = parts.shape[3] - 2 * kv_heads
     q, kv = parts[..., :heads, :], parts[..., heads:, :]
     arriving = ring.passed_on(kv)  # while there is work on what is here
-    out, sums = ring.apart(ops.whole_forward(ring.together(parts), ring.own_ids()))
+    out, sums = ring.apart(ops.whole_forward(ring.own(parts)))
     state = out.astype(sums.dtype), sums
-    state = _add(state, 1, ops.part_forward(q[1], kv[0], *ring.between(ring.high, ring.low)))
+    state = _add(state, 1, ops.part_forward(ring.part(q[1], kv[0], ring.high, ring.low)))
 
     def hop(carry, step):
         kv, state = carry
         arriving = ring.passed_on(kv)
         for pair in ring.pairs(step):
-            found = ops.part_forward(q[pair.query], kv[pair.key], *ring.between(*pair.parts))
+            found = ops.part_forward(ring.part(q[pair.query], kv[pair.key], *pair.parts))
             state = _add(state, pair.query, found)
         return (arriving, state), None
 
     (_, (out, sums)), _ = jax.lax.scan(hop, (arriving, state), jnp.arange(1, ring.count))
-    return ring.natural(out.astype(qkv.dtype)), ring.natural(sums)
+    return ring.natural(out.astype(q.dtype)), ring.natural(sums)
 
 
 def backward(
-    ops: Ops,
-    axis: str,
-    qkv: Float[Array, "B N P D"],
-    out: Float[Array, "B N H D"],
-    log_sums: Float[Array, "B N H"],
-    d_out: Float[Array, "B N H D"],
-    segment_ids: Int[Array, "B all_N"] | None,
-    kv_heads: int,
+    ops: Ops, axis: str, given: Attention, attended: Attended, kv_heads: int
 ) -> Float[Array, "B N P D"]:
     """The cotangent of qkv; those of keys and values go round with them, in float32."""
-    ring = _Ring(axis, qkv.shape[1], segment_ids)
-    parts, *of_queries = map(ring.balanced, (qkv, out, log_sums, d_out))
-    heads = qkv.shape[2] - 2 * kv_heads
+    ring = _Ring(axis, given)
+    parts, *of_queries = map(ring.balanced, (given.qkv, *attended))
+    heads = parts.shape[3] - 2 * kv_heads
     q, kv = parts[..., :heads, :], parts[..., heads:, :]
     arriving = ring.passed_on(kv)
-    given = (ring.together(x) for x in (parts, *of_queries))
-    d_parts = ring.apart(ops.whole_backward(*given, ring.own_ids())).astype(log_sums.dtype)
+    of_own = Attended(*map(ring.together, of_queries))
+    d_parts = ring.apart(ops.whole_backward(ring.own(parts), of_own))
+    d_parts = d_parts.astype(attended.log_sums.dtype)
     d_q, d_kv = d_parts[..., :heads, :], d_parts[..., heads:, :]
 
     def add(d_q, d_kv, kv, query, key, parts):
-        own = (x[query] for x in of_queries)
-        of_q, of_kv = ops.part_backward(q[query], kv[key], *own, *ring.between(*parts))
+        own = Attended(*(x[query] for x in of_queries))
+        of_q, of_kv = ops.part_backward(ring.part(q[query], kv[key], *parts), own)
         return d_q.at[query].add(of_q), d_kv.at[key].add(of_kv)
 
     d_q, d_kv = add(d_q, d_kv, kv, 1, 0, (ring.high, ring.low))
@@ -106,7 +90,7 @@ def backward(
 
     (_, d_q, d_kv), _ = jax.lax.scan(hop, (arriving, d_q, d_kv), jnp.arange(1, ring.count))
     d_kv = ring.passed_on(d_kv)  # home
-    return ring.natural(jnp.concatenate([d_q, d_kv], axis=3).astype(qkv.dtype))
+    return ring.natural(jnp.concatenate([d_q, d_kv], axis=3).astype(q.dtype))
 
 
 class _Pair(NamedTuple):
@@ -120,11 +104,11 @@ class _Pair(NamedTuple):
 class _Ring:
     """Parts of a sequence, two a device: of `count` devices, i has i and 2 count - 1 - i."""
 
-    def __init__(self, axis: str, length: int, segment_ids: Int[Array, "B all_N"] | None):
+    def __init__(self, axis: str, given: Attention):
         self.axis, self.count = axis, jax.lax.axis_size(axis)
         self.me = jax.lax.axis_index(axis)
         self.low, self.high = self._parts_of(self.me)
-        self.length, self.segment_ids = length // 2, segment_ids
+        self.length, self._given = given.qkv.shape[1] // 2, given
 
     def _parts_of(self, device):
         return device, 2 * self.count - 1 - device
@@ -156,16 +140,18 @@ class _Ring:
         """`together` undone."""
         return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
 
-    def own_ids(self) -> Int[Array, "twice_B half_N"] | None:
-        """Segments of both parts."""
-        if self.segment_ids is None:
-            return None
-        return jnp.concatenate([self._ids(part) for part in (self.low, self.high)])
+    def own(self, parts: Float[Array, "2 B half_N P D"]) -> Attention:
+        """Of both parts, each alone."""
+        ids = None
+        if self._given.segment_ids is not None:
+            ids = jnp.concatenate([self._ids(part) for part in (self.low, self.high)])
+        return self._given._replace(qkv=self.together(parts), segment_ids=ids)
 
-    def between(self, queries: Any, keys: Any) -> tuple[Any, Any]:
-        """How far one part is behind another, and the segments of both."""
-        ids = None if self.segment_ids is None else (self._ids(queries), self._ids(keys))
-        return (queries - keys) * self.length, ids
+    def part(self, q: Array, kv: Array, queries: Any, keys: Any) -> Part:
+        """Of queries of one part to keys of another."""
+        _, scale, slopes, ids = self._given
+        segments = None if ids is None else (self._ids(queries), self._ids(keys))
+        return Part(q, kv, scale, (queries - keys) * self.length, slopes, segments)
 
     def pairs(self, step: Int[Array, ""]) -> list[_Pair]:
         """Of the keys that are here after so many steps, those that own queries see.
@@ -188,7 +174,9 @@ class _Ring:
         return jax.lax.ppermute(x, self.axis, pairs)
 
     def _ids(self, part):
-        return jax.lax.dynamic_slice_in_dim(self.segment_ids, part * self.length, self.length, 1)
+        return jax.lax.dynamic_slice_in_dim(
+            self._given.segment_ids, part * self.length, self.length, 1
+        )
 
 
 def merged(

@@ -8,25 +8,26 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.call import LANES, round_up
 from pallas_kernels.causal_attention import mosaic_tpu_blocks as by_blocks
 from pallas_kernels.causal_attention import mosaic_tpu_whole as whole
-from pallas_kernels.causal_attention.mosaic_tpu_whole import Rows, tokens_first, tokens_last
+from pallas_kernels.causal_attention.interface import Attended, Attention, Part, Rows
+from pallas_kernels.causal_attention.mosaic_tpu_whole import tokens_first, tokens_last
 
 # Sequences up to which a step with all of one, and half of its logits masked, is faster.
 _WHOLE = 1024
 
 
-def unsupported(
-    op: str, qkv: Any, *others: Any, kv_heads: int | None = None, rows: Rows = "size_major"
-) -> str | None:
+def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
-    lengths = (qkv.shape[1], others[0].shape[1]) if op.startswith("part_") else ()
-    if any(length % LANES for length in lengths):
-        return f"parts of {lengths[0]} queries and {lengths[1]} keys (multiples of {LANES})"
+    if isinstance(given, Part):
+        queries, keys = given.q.shape[1], given.kv.shape[1]
+        if queries % LANES or keys % LANES:
+            return f"parts of {queries} queries and {keys} keys (multiples of {LANES})"
+    qkv = given[0]
     if qkv.dtype not in (jnp.bfloat16, jnp.float32):
         return f"data vectors of {qkv.dtype} (bfloat16 or float32)"
     if qkv.shape[3] % 8:
@@ -35,164 +36,129 @@ def unsupported(
 
 
 def attention_forward(
-    qkv: Float[Array, "B N P D"],
+    given: Attention,
     *,
-    scale: Float[Array, ""] | int | float,
-    slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
-    kv_heads: int | None = None,
+    kv_heads: int,
     rows: Rows = "size_major",
     blocks: by_blocks.Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
-    """The output, and the logarithm of each softmax's sum in float32; by `blocks` if given."""
-    masks = {"slopes": slopes, "segment_ids": segment_ids}
-    if blocks is None and _is_whole(qkv, kv_heads, rows):
-        return whole.attention_forward(qkv, scale=scale, rows=rows, interpret=interpret, **masks)
-    cut = _Cut("attention_blocks_forward", qkv, kv_heads, blocks, **masks)
-    out, log_sums = by_blocks.attention_forward(
-        *cut.heads_of(qkv), scale=scale, slopes=slopes, interpret=interpret, **cut.shared
-    )
+    """See `interface`; by `blocks` if given."""
+    if blocks is None and _is_whole(given.qkv, kv_heads, rows):
+        return whole.attention_forward(given, rows=rows, interpret=interpret)
+    cut = _Cut("attention_blocks_forward", given, kv_heads, blocks)
+    out, log_sums = by_blocks.attention_forward(cut.given, blocks=cut.blocks, interpret=interpret)
     return cut.tokens_first(out), cut.sums_first(log_sums)
 
 
 def attention_backward(
-    qkv: Float[Array, "B N P D"],
-    out: Float[Array, "B N H D"],
-    log_sums: Float[Array, "B N H"],
-    d_out: Float[Array, "B N H D"],
+    given: Attention,
+    attended: Attended,
     *,
-    scale: Float[Array, ""] | int | float,
-    slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
-    kv_heads: int | None = None,
+    kv_heads: int,
     rows: Rows = "size_major",
     blocks: by_blocks.Blocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N P D"]:
-    """The cotangent of qkv. With weights p: `ds = p (d_out v - sum(out d_out))`."""
-    masks = {"slopes": slopes, "segment_ids": segment_ids}
-    d_out = d_out.astype(qkv.dtype)
-    if blocks is None and _is_whole(qkv, kv_heads, rows):
-        shared = dict(scale=scale, rows=rows, interpret=interpret, **masks)
-        return whole.attention_backward(qkv, out, log_sums, d_out, **shared)
-    cut = _Cut("attention_blocks_backward", qkv, kv_heads, blocks, **masks)
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    """See `interface`; by `blocks` if given."""
+    attended = attended._replace(d_out=attended.d_out.astype(given.qkv.dtype))
+    if blocks is None and _is_whole(given.qkv, kv_heads, rows):
+        return whole.attention_backward(given, attended, rows=rows, interpret=interpret)
+    cut = _Cut("attention_blocks_backward", given, kv_heads, blocks)
+    sums = (cut.sums_last(x) for x in (attended.log_sums, _delta(attended)))
     gradients = by_blocks.attention_backward(
-        *cut.heads_of(qkv),
-        cut.sums_last(log_sums),
-        cut.sums_last(delta),
-        cut.tokens_last(d_out),
-        scale=scale,
-        slopes=slopes,
-        interpret=interpret,
-        **cut.shared,
+        cut.given, *sums, cut.tokens_last(attended.d_out), blocks=cut.blocks, interpret=interpret
     )
     return cut.tokens_first(jnp.concatenate(gradients, axis=1))
 
 
 def part_forward(
-    q: Float[Array, "B Q H D"],
-    kv: Float[Array, "B K P D"],
-    scale: Float[Array, ""] | int | float,
-    shift: Int[Array, ""] | int,
-    slopes: Float[Array, " H"] | None,
-    segments: tuple[Int[Array, "B Q"], Int[Array, "B K"]] | None,
-    *,
-    interpret: bool = False,
+    given: Part, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
-    """Attention to an earlier part of the sequence; see the portable form."""
-    given, shared = _part("attention_blocks_forward", q, kv, slopes, segments)
-    shared |= {"scale": scale, "shift": shift, "slopes": slopes, "interpret": interpret}
-    out, sums = by_blocks.attention_forward(*given, **shared)
+    """See `interface`."""
+    of_part, blocks = _part("attention_blocks_forward", given)
+    out, sums = by_blocks.attention_forward(of_part, blocks=blocks, interpret=interpret)
     return tokens_first(out, "head_major"), sums[:, :, 0].swapaxes(1, 2)
 
 
 def part_backward(
-    q: Float[Array, "B Q H D"],
-    kv: Float[Array, "B K P D"],
-    out: Float[Array, "B Q H D"],
-    log_sums: Float[Array, "B Q H"],
-    d_out: Float[Array, "B Q H D"],
-    scale: Float[Array, ""] | int | float,
-    shift: Int[Array, ""] | int,
-    slopes: Float[Array, " H"] | None,
-    segments: tuple[Int[Array, "B Q"], Int[Array, "B K"]] | None,
-    *,
-    interpret: bool = False,
+    given: Part, attended: Attended, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"]]:
-    """Cotangents of q and kv; out and log sums are those of all parts."""
-    given, shared = _part("attention_blocks_backward", q, kv, slopes, segments)
-    shared |= {"scale": scale, "shift": shift, "slopes": slopes, "interpret": interpret}
-    d_out = d_out.astype(q.dtype)
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    sums, delta = (x.swapaxes(1, 2)[:, :, None] for x in (log_sums, delta))
-    d_out = tokens_last(d_out, "head_major")
-    d_q, d_k, d_v = by_blocks.attention_backward(*given, sums, delta, d_out, **shared)
+    """See `interface`."""
+    of_part, blocks = _part("attention_blocks_backward", given)
+    attended = attended._replace(d_out=attended.d_out.astype(given.q.dtype))
+    sums = (x.swapaxes(1, 2)[:, :, None] for x in (attended.log_sums, _delta(attended)))
+    d_out = tokens_last(attended.d_out, "head_major")
+    options = {"blocks": blocks, "interpret": interpret}
+    d_q, d_k, d_v = by_blocks.attention_backward(of_part, *sums, d_out, **options)
     # To be added up with those of other parts.
     gradients = (x.astype(jnp.float32) for x in (d_q, jnp.concatenate([d_k, d_v], axis=1)))
     return tuple(tokens_first(x, "head_major") for x in gradients)
 
 
-def _part(kernel, q, kv, slopes, segments):
-    """Arrays of the blocks' kernels, and what they are told; blocks divide both lengths."""
-    heads, kv_heads = q.shape[2], kv.shape[2] // 2
-    key = _key(heads, kv_heads, q, slopes, segments)
-    blocks = _blocks(kernel, key, q.shape[1])
-    tokens = math.gcd(blocks.queries, blocks.keys, q.shape[1], kv.shape[1])
-    keys = tokens_last(kv, "head_major")
-    given = [
-        by_blocks.Heads(tokens_last(q, "head_major")),
+def _delta(attended: Attended) -> Float[Array, "B Q H"]:
+    out, d_out = (x.astype(jnp.float32) for x in (attended.out, attended.d_out))
+    return jnp.sum(out * d_out, axis=-1)
+
+
+def _part(kernel: str, given: Part) -> tuple[by_blocks.Given, by_blocks.Blocks]:
+    """What the blocks' kernels take; blocks divide both lengths."""
+    heads, kv_heads = given.q.shape[2], given.kv.shape[2] // 2
+    blocks = _blocks(kernel, (heads, kv_heads), given)
+    tokens = math.gcd(blocks.queries, blocks.keys, given.q.shape[1], given.kv.shape[1])
+    keys = tokens_last(given.kv, "head_major")
+    of_part = by_blocks.Given(
+        by_blocks.Heads(tokens_last(given.q, "head_major")),
         by_blocks.Heads(keys),
         by_blocks.Heads(keys, kv_heads),
-    ]
-    blocks = blocks._replace(queries=tokens, keys=tokens)
-    shared = {"heads": (heads, kv_heads), "segments": segments, "offset": None, "blocks": blocks}
-    return given, shared
+        (heads, kv_heads),
+        given.scale,
+        given.slopes,
+        given.segments,
+        offset=None,
+        shift=given.shift,
+    )
+    return of_part, blocks._replace(queries=tokens, keys=tokens)
 
 
-def _key(heads, kv_heads, x, slopes, segments):
+def _blocks(kernel: str, heads: tuple[int, int], given: Attention | Part) -> by_blocks.Blocks:
     """Of the table of blocks."""
-    return {
-        "heads": heads,
-        "kv_heads": kv_heads,
+    x = given[0]
+    key = {
+        "heads": heads[0],
+        "kv_heads": heads[1],
         "size": x.shape[3],
         "dtype": jnp.dtype(x.dtype).name,
-        "alibi": slopes is not None,
-        "segments": segments is not None,
+        "alibi": given.slopes is not None,
+        "segments": given.segments is not None,
     }
+    default = by_blocks.default_blocks(kernel, x.shape[1], **key)
+    return tuned.look_up(KERNELS[kernel], key, x.shape[1], default)
 
 
-def _blocks(kernel, key, length):
-    default = by_blocks.default_blocks(kernel, length, **key)
-    return tuned.look_up(KERNELS[kernel], key, length, default)
-
-
-def _is_whole(qkv, kv_heads: int | None, rows: Rows) -> bool:
-    alike = kv_heads is None or 3 * kv_heads == qkv.shape[2]
-    return alike and qkv.shape[1] <= _WHOLE and whole.fits(qkv, rows)
+def _is_whole(qkv: Any, kv_heads: int, rows: Rows) -> bool:
+    return 3 * kv_heads == qkv.shape[2] and qkv.shape[1] <= _WHOLE and whole.fits(qkv, rows)
 
 
 class _Cut:
     """Arrays in the blocks' layout, of whole blocks: what fills the last is behind all queries."""
 
-    def __init__(self, kernel, qkv, kv_heads, blocks, slopes, segment_ids):
-        _, self.length, P, _ = qkv.shape
-        kv_heads = P // 3 if kv_heads is None else kv_heads
+    def __init__(self, kernel: str, given: Attention, kv_heads: int, blocks):
+        _, self.length, P, _ = given.qkv.shape
         heads = P - 2 * kv_heads
-        if blocks is None:
-            key = _key(heads, kv_heads, qkv, slopes, segment_ids)
-            blocks = _blocks(kernel, key, self.length)
-        self._heads = heads, kv_heads
-        self._missing = round_up(self.length, max(blocks.queries, blocks.keys)) - self.length
-        ids = None if segment_ids is None else self._whole(segment_ids, axis=1)
-        segments = None if ids is None else (ids, ids)
-        self.shared = {"heads": self._heads, "segments": segments, "blocks": blocks}
-
-    def heads_of(self, qkv) -> list[by_blocks.Heads]:
-        """Queries, keys and values of one array."""
-        (heads, kv_heads), array = self._heads, self.tokens_last(qkv)
-        return [by_blocks.Heads(array, first) for first in (0, heads, heads + kv_heads)]
+        self.blocks = blocks or _blocks(kernel, (heads, kv_heads), given)
+        size = max(self.blocks.queries, self.blocks.keys)
+        self._missing = round_up(self.length, size) - self.length
+        ids = given.segment_ids
+        ids = None if ids is None else self._whole(ids, axis=1)
+        array = self.tokens_last(given.qkv)
+        self.given = by_blocks.Given(
+            *(by_blocks.Heads(array, first) for first in (0, heads, heads + kv_heads)),
+            (heads, kv_heads),
+            given.scale,
+            given.slopes,
+            None if ids is None else (ids, ids),
+        )
 
     def tokens_last(self, x: Float[Array, "B N R D"]) -> Float[Array, "B R D whole_N"]:
         return self._whole(tokens_last(x, "head_major"), axis=3)

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tuned
 from pallas_kernels.call import LANES, VMEM_LIMIT, divisors, round_up, tpu_call, widen
+from pallas_kernels.causal_attention.interface import Segments
 from pallas_kernels.causal_attention.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 
 # What a pair is, in bits: the first or the last of its block (of queries forward, of keys
@@ -81,26 +82,10 @@ class Heads(NamedTuple):
     first: int = 0
 
 
-def attention_forward(
-    q: Heads,
-    k: Heads,
-    v: Heads,
-    *,
-    heads: tuple[int, int],
-    scale: Any,
-    slopes: Float[Array, " H"] | None = None,
-    segments: tuple[Int[Array, "B Nq"], Int[Array, "B Nk"]] | None = None,
-    offset: int | None = 0,
-    shift: Any = None,
-    blocks: Blocks,
-    interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "B H Dv Nq"], Float[Array, "B H 1 Nq"]]:
-    """`softmax(scale q.k - slope (i - j)) v`, and the log of each softmax's sum in float32.
+class Given(NamedTuple):
+    """What is attended with.
 
-    Queries that see no key have a sum whose log is below all others, so that their output counts
-    for nothing where parts of keys are added by their sums.
-
-    Args:
+    Attributes:
       q, k, v: [B, rows, D, N] each, or all rows of one array; N is whole blocks.
       heads: of queries, and of keys.
       scale: of the logits.
@@ -109,13 +94,31 @@ def attention_forward(
       offset: position of the first query among the keys, each of which sees what is not behind it;
         None sees all keys.
       shift: what ALiBi takes for that position, and may be known on the device alone.
-      blocks: how the work is cut.
-      interpret: run it in plain JAX.
     """
-    call = _call_of(q, k, v, heads, slopes, segments, offset, blocks)
-    B, step_heads = q.array.shape[0], blocks.heads * call.each
+
+    q: Heads
+    k: Heads
+    v: Heads
+    heads: tuple[int, int]
+    scale: Any
+    slopes: Float[Array, " H"] | None = None
+    segments: Segments | None = None
+    offset: int | None = 0
+    shift: Any = None
+
+
+def attention_forward(
+    given: Given, *, blocks: Blocks, interpret: bool | pltpu.InterpretParams = False
+) -> tuple[Float[Array, "B H Dv Nq"], Float[Array, "B H 1 Nq"]]:
+    """`softmax(scale q.k - slope (i - j)) v`, and the log of each softmax's sum in float32.
+
+    Queries that see no key have a sum whose log is below all others, so that their output counts
+    for nothing where parts of keys are added by their sums.
+    """
+    call = _call_of(given, blocks)
+    B, step_heads = given.q.array.shape[0], blocks.heads * call.each
     tables = _tables(call, by_keys=False)
-    inputs = _inputs(call, q, k, v, scale, shift, slopes, segments)
+    inputs = _inputs(call, given)
     outputs = {
         "out": (_shape(B, call, call.value_size), _of_queries(call, call.value_size)),
         "log_sums": (_shape(B, call, 1, jnp.float32), _of_queries(call, 1)),
@@ -132,19 +135,11 @@ def attention_forward(
 
 
 def attention_backward(
-    q: Heads,
-    k: Heads,
-    v: Heads,
+    given: Given,
     log_sums: Float[Array, "B H 1 Nq"],
     delta: Float[Array, "B H 1 Nq"],
     d_out: Float[Array, "B H Dv Nq"],
     *,
-    heads: tuple[int, int],
-    scale: Any,
-    slopes: Float[Array, " H"] | None = None,
-    segments: tuple[Int[Array, "B Nq"], Int[Array, "B Nk"]] | None = None,
-    offset: int | None = 0,
-    shift: Any = None,
     blocks: Blocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B H D Nq"], Float[Array, "B G D Nk"], Float[Array, "B G Dv Nk"]]:
@@ -153,20 +148,21 @@ def attention_backward(
     Args:
       delta: `sum(out d_out)` of each softmax.
     """
-    length, keys = q.array.shape[3], k.array.shape[3]
-    size = span(blocks, heads[0] // heads[1], q.array.shape[2])
+    q, (heads, kv_heads), segments = given.q, given.heads, given.segments
+    length, keys = q.array.shape[3], given.k.array.shape[3]
+    size = span(blocks, heads // kv_heads, q.array.shape[2])
+    later = lambda position, start: None if position is None else position + start
     d_q, sums = [], []
     for start in range(0, length, size):
         part = slice(start, min(start + size, length))
         of_queries = [x[..., part] for x in (log_sums, delta, d_out)]
-        own = q if size >= length else Heads(q.array[:, q.first :][:, : heads[0], :, part])
-        given = {
-            "segments": segments and (segments[0][:, part], segments[1]),
-            "offset": None if offset is None else offset + start,
-            "shift": None if shift is None else shift + start,
-        }
-        shared = {"heads": heads, "scale": scale, "slopes": slopes, "blocks": blocks}
-        of_span = _span_backward(own, k, v, *of_queries, interpret=interpret, **given, **shared)
+        own = given._replace(
+            q=q if size >= length else Heads(q.array[:, q.first :][:, :heads, :, part]),
+            segments=segments and (segments[0][:, part], segments[1]),
+            offset=later(given.offset, start),
+            shift=later(given.shift, start),
+        )
+        of_span = _span_backward(own, *of_queries, blocks, interpret)
         d_q.append(of_span[0])
         missing = keys - of_span[1].shape[3]
         sums.append([jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) for x in of_span[1:]])
@@ -176,15 +172,12 @@ def attention_backward(
     return jnp.concatenate(d_q, axis=3), *jax.tree.map(add, *sums)
 
 
-def _span_backward(
-    q, k, v, log_sums, delta, d_out, *, heads, scale, slopes, segments, offset, shift, blocks,
-    interpret,
-):  # fmt: skip
+def _span_backward(given: Given, log_sums, delta, d_out, blocks, interpret):
     """The same, of queries that fit."""
-    call = _call_of(q, k, v, heads, slopes, segments, offset, blocks)
-    B, step_heads = q.array.shape[0], blocks.heads * call.each
+    call = _call_of(given, blocks)
+    B, step_heads = given.q.array.shape[0], blocks.heads * call.each
     tables = _tables(call, by_keys=True)
-    inputs = _inputs(call, q, k, v, scale, shift, slopes, segments)
+    inputs = _inputs(call, given)
     inputs |= {
         "d_out": (d_out, _of_queries(call, call.value_size)),
         "log_sums": (log_sums, _of_queries(call, 1)),
@@ -441,20 +434,21 @@ def _left_out(call: _Call, ref, at: _Pair, head: int):
 # Around the kernels --------------------------------------------------------------------------
 
 
-def _call_of(q, k, v, heads, slopes, segments, offset, blocks) -> _Call:
-    keys = k.array.shape[3]
+def _call_of(given: Given, blocks: Blocks) -> _Call:
+    (q, k, v), offset = (x.array for x in given[:3]), given.offset
+    keys = k.shape[3]
     if offset is not None:  # no query sees what is behind the last
-        seen = round_up(offset + q.array.shape[3], blocks.keys)
+        seen = round_up(offset + q.shape[3], blocks.keys)
         keys = min(keys, seen)
     return _Call(
-        *heads,
-        size=q.array.shape[2],
-        value_size=v.array.shape[2],
-        queries=q.array.shape[3],
+        *given.heads,
+        size=q.shape[2],
+        value_size=v.shape[2],
+        queries=q.shape[3],
         keys=keys,
-        dtype=q.array.dtype,
-        alibi=slopes is not None,
-        segments=segments is not None,
+        dtype=q.dtype,
+        alibi=given.slopes is not None,
+        segments=given.segments is not None,
         offset=offset,
         blocks=blocks,
     )
@@ -535,10 +529,11 @@ def _shape_of_keys(B: int, call: _Call, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((B, call.kv_heads, size, call.keys), call.dtype)
 
 
-def _inputs(call: _Call, q: Heads, k: Heads, v: Heads, scale, shift, slopes, segments):
+def _inputs(call: _Call, given: Given):
     in_smem = pl.BlockSpec(memory_space=pltpu.SMEM)
-    shift = (call.offset or 0) if shift is None else shift
-    scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in (scale, shift)])
+    q, k, v = given[:3]
+    shift = (call.offset or 0) if given.shift is None else given.shift
+    scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in (given.scale, shift)])
     inputs = {
         "q": (q.array, _of_queries(call, call.size, first=q.first)),
         "k": (k.array, _of_keys(call, call.size, first=k.first)),
@@ -546,10 +541,10 @@ def _inputs(call: _Call, q: Heads, k: Heads, v: Heads, scale, shift, slopes, seg
         "scalars": (scalars, in_smem),
     }
     if call.alibi:
-        inputs["slopes"] = (slopes.astype(jnp.float32), in_smem)
+        inputs["slopes"] = (given.slopes.astype(jnp.float32), in_smem)
     if call.segments:
         bq, bk, _ = call.blocks
-        of_queries, of_keys = segments
+        of_queries, of_keys = given.segments
         inputs |= {
             "query_ids": (
                 of_queries[:, None],

@@ -16,19 +16,18 @@ For T tokens in sequences of N, H heads of size D and E bytes an entry: the forw
 `2 T N H D` FLOPs (causal) and `4 E T H D` bytes, the backward `5 T N H D` and `8 E T H D`.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.call import LANES, VMEM_LIMIT, largest_divisor, round_up, tpu_call
+from pallas_kernels.causal_attention.interface import Attended, Attention, Rows
 from pallas_kernels.causal_attention.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
-
-Rows = Literal["size_major", "head_major"]
 
 
 class _Call(NamedTuple):
@@ -64,23 +63,14 @@ def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
 
 
 def attention_forward(
-    qkv: Float[Array, "B N P D"],
-    *,
-    scale: Float[Array, ""] | int | float,
-    slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
-    rows: Rows = "size_major",
-    queries: int | None = None,
-    interpret: bool = False,
+    given: Attention, *, rows: Rows, queries: int | None = None, interpret: bool = False
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
     """The output, and the logarithm of each softmax's sum in float32."""
-    call = _call_of("attention_forward", qkv, slopes, segment_ids, rows, queries)
-    B, H, D, N = qkv.shape[0], call.heads, call.size, call.length
-    inputs = {"scale": (_scalars(scale), _in_smem())}
-    inputs |= _shared_inputs(call, slopes, segment_ids)
-    inputs["qkv"] = (tokens_last(qkv, rows), _block(call, 3 * H))
+    call = _call_of("attention_forward", given, rows, queries)
+    B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
+    inputs = _shared_inputs(call, given)
     outputs = {
-        "out": (_out_shape(call, B, H, qkv.dtype), _block(call, H)),
+        "out": (_out_shape(call, B, H), _block(call, H)),
         "log_sums": (
             jax.ShapeDtypeStruct((B, H, 1, N), jnp.float32),
             pl.BlockSpec((1, H, 1, N), lambda b: (b, 0, 0, 0)),
@@ -89,7 +79,7 @@ def attention_forward(
     scratch = {}
     if rows == "size_major":
         scratch = {"words_qkv": _words(call, 3 * H), "words_out": _words(call, H)}
-    flops, size = 2 * B * N * N * H * D, 4 * B * N * H * D * qkv.dtype.itemsize
+    flops, size = 2 * B * N * N * H * D, 4 * B * N * H * D * call.dtype.itemsize
     out = _run(
         _forward_kernel, "attention_forward", call, inputs, outputs, scratch, flops, size, interpret
     )
@@ -97,31 +87,24 @@ def attention_forward(
 
 
 def attention_backward(
-    qkv: Float[Array, "B N P D"],
-    out: Float[Array, "B N H D"],
-    log_sums: Float[Array, "B N H"],
-    d_out: Float[Array, "B N H D"],
+    given: Attention,
+    attended: Attended,
     *,
-    scale: Float[Array, ""] | int | float,
-    slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
-    rows: Rows = "size_major",
+    rows: Rows,
     queries: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N P D"]:
-    """The cotangent of qkv. With weights p: `ds = p (d_out v - sum(out d_out))`."""
-    call = _call_of("attention_backward", qkv, slopes, segment_ids, rows, queries)
-    B, H, D, N = qkv.shape[0], call.heads, call.size, call.length
-    inputs = {"scale": (_scalars(scale), _in_smem())}
-    inputs |= _shared_inputs(call, slopes, segment_ids)
-    inputs["qkv"] = (tokens_last(qkv, rows), _block(call, 3 * H))
-    inputs["out"] = (tokens_last(out, rows), _block(call, H))
-    inputs["d_out"] = (tokens_last(d_out.astype(qkv.dtype), rows), _block(call, H))
+    """The cotangent of qkv."""
+    call = _call_of("attention_backward", given, rows, queries)
+    B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
+    inputs = _shared_inputs(call, given)
+    inputs["out"] = (tokens_last(attended.out, rows), _block(call, H))
+    inputs["d_out"] = (tokens_last(attended.d_out.astype(call.dtype), rows), _block(call, H))
     inputs["log_sums"] = (
-        log_sums.swapaxes(1, 2)[:, :, None],
+        attended.log_sums.swapaxes(1, 2)[:, :, None],
         pl.BlockSpec((1, H, 1, N), lambda b: (b, 0, 0, 0)),
     )
-    outputs = {"d_qkv": (_out_shape(call, B, 3 * H, qkv.dtype), _block(call, 3 * H))}
+    outputs = {"d_qkv": (_out_shape(call, B, 3 * H), _block(call, 3 * H))}
     scratch = {}
     if rows == "size_major":
         scratch = {
@@ -129,7 +112,7 @@ def attention_backward(
             "words_out": _words(call, H),
             "words_d_out": _words(call, H),
         }
-    flops, size = 5 * B * N * N * H * D, 8 * B * N * H * D * qkv.dtype.itemsize
+    flops, size = 5 * B * N * N * H * D, 8 * B * N * H * D * call.dtype.itemsize
     result = _run(
         _backward_kernel,
         "attention_backward",
@@ -317,22 +300,22 @@ def _divisor(length: int, most: int) -> int:
     return LANES * largest_divisor(length // LANES, most // LANES)
 
 
-def _call_of(kernel: str, qkv, slopes, segment_ids, rows, queries: int | None) -> _Call:
-    N, P, D = qkv.shape[1:]
+def _call_of(kernel: str, given: Attention, rows: Rows, queries: int | None) -> _Call:
+    N, P, D = given.qkv.shape[1:]
     call = _Call(
         heads=P // 3,
         size=D,
         length=N,
-        dtype=qkv.dtype,
+        dtype=given.qkv.dtype,
         rows=rows,
-        alibi=slopes is not None,
-        segments=segment_ids is not None,
+        alibi=given.slopes is not None,
+        segments=given.segment_ids is not None,
         queries=queries or default_blocks(kernel, N).queries,
     )
     if queries is not None:
         return call
     key = {name: getattr(call, name) for name in KERNELS[kernel].key}
-    key["dtype"] = jnp.dtype(qkv.dtype).name
+    key["dtype"] = jnp.dtype(call.dtype).name
     return call._replace(
         queries=tuned.look_up(KERNELS[kernel], key, N, default_blocks(kernel, N)).queries
     )
@@ -365,19 +348,18 @@ KERNELS = tuned.register(
 )
 
 
-def _shared_inputs(call: _Call, slopes, segment_ids):
-    inputs, N = {}, call.length
+def _shared_inputs(call: _Call, given: Attention):
+    N = call.length
+    scale = jnp.asarray(given.scale, jnp.float32).reshape(1)
+    inputs = {"scale": (scale, _in_smem())}
     if call.alibi:
-        inputs["slopes"] = (slopes.astype(jnp.float32), _in_smem())
+        inputs["slopes"] = (given.slopes.astype(jnp.float32), _in_smem())
     if call.segments:
-        B = segment_ids.shape[0]
-        columns = jnp.broadcast_to(segment_ids[:, :, None], (B, N, LANES))
-        inputs["segment_rows"] = (
-            segment_ids[:, None, :],
-            pl.BlockSpec((1, 1, N), lambda b: (b, 0, 0)),
-        )
+        ids = given.segment_ids
+        columns = jnp.broadcast_to(ids[:, :, None], (*ids.shape, LANES))
+        inputs["segment_rows"] = (ids[:, None, :], pl.BlockSpec((1, 1, N), lambda b: (b, 0, 0)))
         inputs["segment_columns"] = (columns, pl.BlockSpec((1, N, LANES), lambda b: (b, 0, 0)))
-    return inputs
+    return inputs | {"qkv": (tokens_last(given.qkv, call.rows), _block(call, 3 * call.heads))}
 
 
 def tokens_last(x, rows: Rows):
@@ -400,8 +382,8 @@ def _block(call: _Call, vectors: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, *_dims(call, vectors)), lambda b: (b, 0, 0, 0))
 
 
-def _out_shape(call: _Call, batch: int, vectors: int, dtype) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((batch, *_dims(call, vectors)), dtype)
+def _out_shape(call: _Call, batch: int, vectors: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, *_dims(call, vectors)), call.dtype)
 
 
 def _words(call: _Call, vectors: int):
@@ -412,10 +394,6 @@ def _words(call: _Call, vectors: int):
 
 def _in_smem() -> pl.BlockSpec:
     return pl.BlockSpec(memory_space=pltpu.SMEM)
-
-
-def _scalars(x):
-    return jnp.asarray(x, jnp.float32).reshape(1)
 
 
 def _run(kernel, name, call, inputs, outputs, scratch, flops, size, interpret):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-Segments = tuple[Int[Array, "B Q"], Int[Array, "B K"]]
+from pallas_kernels.causal_attention.interface import Attended, Attention, Part, Rows, Segments
 
 # In a block, at most: queries, and logits of a head.
 _QUERIES, _LOGITS = 1024, 2**23
@@ -27,86 +27,45 @@ def visible(
 
 
 def attention_forward(
-    qkv: Float[Array, "B N P D"],
-    *,
-    scale: Float[Array, ""] | int | float,
-    slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
-    kv_heads: int | None = None,
+    given: Attention, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
-    """`softmax(scale q.k - slope (i - j)) v` of every head, and each softmax's log sum.
-
-    At least float32 inside; the output in qkv's dtype, the log sums at least float32.
-    """
-    mask = functools.partial(visible, length=qkv.shape[1], segment_ids=segment_ids)
-    return forward(*split(qkv, kv_heads), scale, slopes, 0, mask)
+    """See `interface`. At least float32 inside."""
+    return forward(*split(given.qkv, kv_heads), given.scale, given.slopes, 0, _causal(given))
 
 
 def attention_backward(
-    qkv: Float[Array, "B N P D"],
-    out: Float[Array, "B N H D"],
-    log_sums: Float[Array, "B N H"],
-    d_out: Float[Array, "B N H D"],
-    *,
-    scale: Float[Array, ""] | int | float,
-    slopes: Float[Array, " H"] | None = None,
-    segment_ids: Int[Array, "B N"] | None = None,
-    kv_heads: int | None = None,
+    given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
 ) -> Float[Array, "B N P D"]:
-    """The cotangent of qkv. With weights p: `ds = p (d_out v - sum(out d_out))`."""
-    mask = functools.partial(visible, length=qkv.shape[1], segment_ids=segment_ids)
-    given = *split(qkv, kv_heads), out, log_sums, d_out
-    gradients = backward(*given, scale, slopes, 0, mask)
-    return jnp.concatenate(gradients, axis=2).astype(qkv.dtype)
+    """See `interface`."""
+    arrays = *split(given.qkv, kv_heads), *attended
+    gradients = backward(*arrays, given.scale, given.slopes, 0, _causal(given))
+    return jnp.concatenate(gradients, axis=2).astype(given.qkv.dtype)
 
 
-def part_forward(
-    q: Float[Array, "B Q H D"],
-    kv: Float[Array, "B K P D"],
-    scale: Float[Array, ""] | int | float,
-    shift: Int[Array, ""] | int,
-    slopes: Float[Array, " H"] | None,
-    segments: Segments | None,
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
-    """Attention to an earlier part of the sequence: all keys are seen, of a query's segment.
-
-    Args:
-      q: queries.
-      kv: keys of all heads, then values.
-      scale: of the logits.
-      shift: of the first query's position over the first key's.
-      slopes: of ALiBi.
-      segments: of queries and of keys.
-    """
-    k, v = jnp.split(kv, 2, axis=2)
-    return forward(q, k, v, scale, slopes, shift, of_part(kv.shape[1], segments))
+def part_forward(given: Part) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+    """See `interface`."""
+    k, v = jnp.split(given.kv, 2, axis=2)
+    mask = of_part(k.shape[1], given.segments)
+    return forward(given.q, k, v, given.scale, given.slopes, given.shift, mask)
 
 
 def part_backward(
-    q: Float[Array, "B Q H D"],
-    kv: Float[Array, "B K P D"],
-    out: Float[Array, "B Q H D"],
-    log_sums: Float[Array, "B Q H"],
-    d_out: Float[Array, "B Q H D"],
-    scale: Float[Array, ""] | int | float,
-    shift: Int[Array, ""] | int,
-    slopes: Float[Array, " H"] | None,
-    segments: Segments | None,
+    given: Part, attended: Attended
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"]]:
-    """Cotangents of q and kv, at least float32; out and log sums are those of all parts."""
-    k, v = jnp.split(kv, 2, axis=2)
-    mask = of_part(kv.shape[1], segments)
-    d_q, d_k, d_v = backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask)
+    """See `interface`."""
+    k, v = jnp.split(given.kv, 2, axis=2)
+    mask = of_part(k.shape[1], given.segments)
+    arrays = given.q, k, v, *attended
+    d_q, d_k, d_v = backward(*arrays, given.scale, given.slopes, given.shift, mask)
     return d_q, jnp.concatenate([d_k, d_v], axis=2)
 
 
 def split(
-    qkv: Float[Array, "B N P D"], kv_heads: int | None
+    qkv: Float[Array, "B N P D"], kv_heads: int
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N G D"], Float[Array, "B N G D"]]:
-    """Queries, keys and values; `kv_heads` None is as many of each."""
-    given = qkv.shape[2] // 3 if kv_heads is None else kv_heads
-    heads = qkv.shape[2] - 2 * given
-    return tuple(jnp.split(qkv, [heads, heads + given], axis=2))
+    """Queries, keys and values."""
+    heads = qkv.shape[2] - 2 * kv_heads
+    return tuple(jnp.split(qkv, [heads, heads + kv_heads], axis=2))
 
 
 def forward(q, k, v, scale, slopes, shift, mask):
@@ -152,6 +111,11 @@ def _for_each_query(q, x):
     """Heads of keys or values, one for each of queries."""
     each = q.shape[2] // x.shape[2]
     return jnp.repeat(x, each, axis=2) if each > 1 else x
+
+
+def _causal(given: Attention):
+    """The mask of queries."""
+    return functools.partial(visible, length=given.qkv.shape[1], segment_ids=given.segment_ids)
 
 
 def of_part(length: int, segments: Segments | None):

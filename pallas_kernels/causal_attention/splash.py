@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.call import LANES, largest_divisor
 from pallas_kernels.causal_attention import entries
+from pallas_kernels.causal_attention.interface import Attention
 from pallas_kernels.causal_attention.reference import split
 
 # Tokens of a block, at most; of its parts, that are computed at a time.
@@ -26,20 +27,14 @@ def unsupported(qkv: Any) -> str | None:
 
 
 def causal_attention(
-    qkv: Float[Array, "B N P D"],
-    *,
-    scale: Float[Array, ""] | int | float,
-    slopes: Float[Array, " H"] | None,
-    segment_ids: Int[Array, "B N"] | None,
-    kv_heads: int,
-    interpret: bool = False,
+    given: Attention, *, kv_heads: int, interpret: bool = False
 ) -> Float[Array, "B N H D"]:
     """With a gradient of its own, in reverse mode."""
-    q, k, v = split(qkv, kv_heads)
+    q, k, v = split(given.qkv, kv_heads)
     N, H = q.shape[1:3]
-    q = (q * scale).astype(qkv.dtype)
-    if slopes is not None:
-        of_queries, of_keys = entries.of_positions(slopes, N, q.dtype)
+    q = (q * given.scale).astype(q.dtype)
+    if given.slopes is not None:
+        of_queries, of_keys = entries.of_positions(given.slopes, N, q.dtype)
         q, k = entries.added(q, of_queries), entries.added(k, of_keys)
     tokens = LANES * largest_divisor(N // LANES, _TOKENS // LANES)
     part = LANES * largest_divisor(tokens // LANES, _PART // LANES)
@@ -57,6 +52,6 @@ def causal_attention(
     kernel = splash.make_splash_mha(
         mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret
     )
-    ids = None if segment_ids is None else splash.SegmentIds(segment_ids, segment_ids)
+    ids = given.segments and splash.SegmentIds(*given.segments)
     in_rows = (x.swapaxes(1, 2) for x in (q, k, v))
-    return jax.vmap(kernel)(*in_rows, ids).swapaxes(1, 2).astype(qkv.dtype)
+    return jax.vmap(kernel)(*in_rows, ids).swapaxes(1, 2).astype(q.dtype)

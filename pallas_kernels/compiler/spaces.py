@@ -18,6 +18,7 @@ from pallas_kernels.causal_attention import mosaic_tpu as attention_tpu
 from pallas_kernels.causal_attention import mosaic_tpu_blocks as attention_blocks
 from pallas_kernels.causal_attention import mosaic_tpu_whole as attention_whole
 from pallas_kernels.causal_attention import reference as attention_portable
+from pallas_kernels.causal_attention.interface import Attended, Attention
 from pallas_kernels.compiler.programs import lower
 from pallas_kernels.depth_attention import mosaic_tpu as depth_tpu
 from pallas_kernels.depth_attention import triton_gpu as depth_gpu
@@ -380,31 +381,23 @@ def _attention_call(op, key: Values, tokens: int) -> Call:
     G, by_blocks = key.get("kv_heads", H), "blocks" in op
     portable = op.replace("_blocks", "")
     data = functools.partial(_array, dtype=key["dtype"])
-    slopes = (_array(H),) if key["alibi"] else ()
-    segments = (_array(B, N, dtype=jnp.int32),) if key["segments"] else ()
-    others = {"scale": D**-0.5}
+    given = Attention(
+        data(B, N, H + 2 * G, D),
+        None,
+        _array(H) if key["alibi"] else None,
+        _array(B, N, dtype=jnp.int32) if key["segments"] else None,
+    )
+    rows = "head_major" if by_blocks else key["rows"]
 
     def function(module):
-        of_kernel = {}
-        if module is not attention_portable:
-            of_kernel = {"rows": "head_major"} if by_blocks else {"rows": key["rows"]}
-        run_by = functools.partial(getattr(module, portable), kv_heads=G)
+        run = functools.partial(getattr(module, portable), kv_heads=G, rows=rows)
+        return lambda given, *attended: run(given._replace(scale=D**-0.5), *attended)
 
-        def run(*args):
-            arrays, rest = list(args[: len(args) - len(slopes + segments)]), list(args)
-            rest = rest[len(arrays) :]
-            given = others | of_kernel
-            given |= {"slopes": rest.pop(0)} if slopes else {}
-            given |= {"segment_ids": rest.pop(0)} if segments else {}
-            return run_by(*arrays, **given)
-
-        return run
-
-    arrays = (data(B, N, H + 2 * G, D),)
+    arguments = (given,)
     if op.endswith("backward"):
-        arrays += (data(B, N, H, D), _array(B, N, H), data(B, N, H, D))
-    modules = attention_tpu, attention_portable
-    return Call(function, *modules, (*arrays, *slopes, *segments))
+        attended = data(B, N, H, D), _array(B, N, H), data(B, N, H, D)
+        arguments += (Attended(*attended),)
+    return Call(function, attention_tpu, attention_portable, arguments)
 
 
 def _attention() -> Iterator[tuple[tuple[str, str], Space]]:

@@ -281,8 +281,7 @@ class _Call(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _partial(call, queries, sources, count, prior):
-    run = lambda module, *args: module.partial(*args, **call.scores)
-    return _run(call, "partial", run, (queries, sources, count, prior))
+    return _run(call, "partial", queries, sources, count, prior, **call.scores)
 
 
 def _partial_forward(call, queries, sources, count, prior):
@@ -307,10 +306,9 @@ def _partial_backward(
         entries = tuple(range(1 - queries.ndim, 0))
         g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=entries)
         delta = weight * g + (0 if delta is None else delta)
-    run = lambda module, *args: module.partial_backward(*args, **call.scores)
     # A constant that is saved may come back as one of NumPy's.
     args = (queries, sources, jnp.asarray(count), log_sums, delta, d_mixed, accumulate)
-    d_queries, d_sources = _run(call, "partial_backward", run, args)
+    d_queries, d_sources = _run(call, "partial_backward", *args, **call.scores)
     if prior is not None:
         # The sum over all sources of weight * g is <d_mixed, mixed>.
         total = jnp.sum(wide(d_mixed) * wide(mixed), axis=entries)
@@ -326,9 +324,8 @@ _partial.defvjp(_partial_forward, _partial_vjp)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _merge(call, query, mixed, log_sums, site, current, active, norm_gain):
-    run = lambda module, *args: module.merge(*args, **call.norms)
     args = (query, mixed, log_sums, site, current, active, norm_gain)
-    return mixed, current, _run(call, "merge", run, args)
+    return mixed, current, _run(call, "merge", *args, **call.norms)
 
 
 def _merge_forward(call, *args):
@@ -337,9 +334,8 @@ def _merge_forward(call, *args):
 
 def _merge_backward(call, saved, cotangents):
     d_mixed, d_current, d_z = cotangents
-    run = lambda module, *args: module.merge_backward(*args, **call.norms)
     saved = jax.tree.map(jnp.asarray, saved)  # a constant may come back as one of NumPy's
-    g = _run(call, "merge_backward", run, (*saved, d_z, d_mixed, d_current))
+    g = _run(call, "merge_backward", *saved, d_z, d_mixed, d_current, **call.norms)
     return g.query, g.mixed, g.log_sums, None, g.current, None, g.norm_gain
 
 
@@ -352,7 +348,7 @@ _OF_MATRICES = Implementations(
 )
 
 
-def _run(call: _Call, op: str, run, args):
+def _run(call: _Call, op: str, *operands, **options):
     implementation = call.implementation
     if call.key_axis is not None:
         if implementation in ("mosaic_tpu", "triton"):
@@ -361,10 +357,10 @@ def _run(call: _Call, op: str, run, args):
                 f"mesh axis {call.key_axis!r}; use 'xla' or None"
             )
         implementation = "xla" if implementation == "pallas" else implementation or "xla"
-    queries = args[0]
+    queries = operands[0]
     matrices = queries.ndim == (3 if op in ("partial", "partial_backward") else 2)
     implementations = _OF_MATRICES if matrices else _IMPLEMENTATIONS
-    return implementations.run(implementation, op, run, args)
+    return implementations.run(implementation, op, *operands, **options)
 
 
 # Arguments -----------------------------------------------------------------------------------

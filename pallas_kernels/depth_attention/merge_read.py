@@ -103,19 +103,17 @@ def _forward(call, query, mixed, log_sums, site, current, active, norm_gain, rea
     args = (query, mixed, log_sums, site, current, active, norm_gain, read_keys)
     options = {"norm": call.norm, "epsilon": call.epsilon, "dtype": call.dtype}
     options["norm_epsilon"] = call.norm_epsilon
-    run = lambda module, *args: module.merge_read(*args, **options)
-    z, statistics = _IMPLEMENTATIONS.run(call.implementation, "merge_read", run, args)
+    run = functools.partial(_IMPLEMENTATIONS.run, call.implementation, "merge_read")
+    z, statistics = run(*args, **options)
     return (mixed, current, z), (*args, statistics)
 
 
 def _backward(call, saved, cotangents):
     d_mixed, d_current, d_z = cotangents
     *args, statistics = jax.tree.map(jnp.asarray, saved)  # a constant may be one of NumPy's
-    run = lambda module, *args: module.merge_read_backward(
-        *args, norm=call.norm, epsilon=call.epsilon
-    )
     args = (*args, statistics, d_z, d_mixed, d_current)
-    g = _IMPLEMENTATIONS.run(call.implementation, "merge_read_backward", run, args)
+    run = functools.partial(_IMPLEMENTATIONS.run, call.implementation, "merge_read_backward")
+    g = run(*args, norm=call.norm, epsilon=call.epsilon)
     norm_gain, read_keys = saved[6:8]
     return (
         *(g.query, g.mixed, g.log_sums, None, g.current, None),

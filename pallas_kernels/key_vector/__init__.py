@@ -260,12 +260,8 @@ _store_norm_retrieve.defvjp(_store_norm_retrieve_forward, _store_norm_retrieve_b
 
 
 def _forward(call, in_place, *args):
-    def run(module, *args):
-        options = {"in_place": in_place} if module is mosaic_tpu else {}
-        options |= _read_options(call)
-        return module.store_norm_retrieve(*args, **options)
-
-    stored, *read = _run(call, "store_norm_retrieve", run, args)
+    options = {"in_place": in_place} | _read_options(call)
+    stored, *read = _run(call, "store_norm_retrieve", *args, **options)
     return stored, *_of_all_slices(call, stored.dtype == jnp.int16, *read, *args[3:])
 
 
@@ -283,9 +279,7 @@ def _backward(call, rebuild, *args):
     *saved, read, d_residual, d_retrieved = args
     d_retrieved, means = _to_all_slices(call, saved[0], read, d_retrieved)
     options = {"norm": call.norm, "rebuild": rebuild, "fraction_bits": call.fraction_bits}
-    run = lambda module, *args: module.backward(*args, **options)
-    args = (*saved, d_residual, d_retrieved, means)
-    g = _run(call, "backward", run, args)
+    g = _run(call, "backward", *saved, d_residual, d_retrieved, means, **options)
     return g._replace(data=sharded.scatter_sum(g.data, call.key_axis))
 
 
@@ -304,11 +298,7 @@ def _store(call, residual, store_keys, data):
 
 
 def _store_all(call, in_place, *args):
-    def run(module, *args):
-        options = {"in_place": in_place} if module is mosaic_tpu else {}
-        return module.store(*args, fraction_bits=call.fraction_bits, **options)
-
-    return _run(call, "store", run, args)
+    return _run(call, "store", *args, in_place=in_place, fraction_bits=call.fraction_bits)
 
 
 def _store_forward(call, residual, store_keys, data):
@@ -319,8 +309,7 @@ def _store_forward(call, residual, store_keys, data):
 
 
 def _store_backward(call, saved, d_stored):
-    run = lambda module, *args: module.store_backward(*args)
-    d_keys, d_data = _run(call, "store_backward", run, (d_stored, *saved))
+    d_keys, d_data = _run(call, "store_backward", d_stored, *saved)
     d_data = sharded.scatter_sum(d_data, call.key_axis)
     return d_stored, d_keys.astype(saved[0].dtype), d_data
 
@@ -344,9 +333,8 @@ def _read_options(call):
 
 def _read(call, *args):
     options = {"dtype": call.dtype} | _read_options(call)
-    run = lambda module, *args: module.norm_retrieve(*args, **options)
     integer = args[0].dtype == jnp.int16
-    return _of_all_slices(call, integer, *_run(call, "norm_retrieve", run, args), *args[1:])
+    return _of_all_slices(call, integer, *_run(call, "norm_retrieve", *args, **options), *args[1:])
 
 
 def _norm_retrieve_forward(call, residual, gain, read_keys):
@@ -359,9 +347,8 @@ def _norm_retrieve_backward(call, saved, cotangents):
     *args, read = saved
     residual, _, gain, read_keys = args
     d_retrieved, means = _to_all_slices(call, residual, read, cotangents[0])
-    run = lambda module, *args: module.read_backward(*args, norm=call.norm)
-    args = (*args, d_retrieved, means)
-    d_residual, d_gain, d_keys = _run(call, "read_backward", run, args)
+    given = (*args, d_retrieved, means)
+    d_residual, d_gain, d_keys = _run(call, "read_backward", *given, norm=call.norm)
     return (
         d_residual.astype(residual.dtype),
         d_gain.astype(gain.dtype),
@@ -377,8 +364,8 @@ _norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)
 _IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
 
 
-def _run(call: _Call, op: str, run, args):
-    return _IMPLEMENTATIONS.run(call.implementation, op, run, args)
+def _run(call: _Call, op: str, *operands, **options):
+    return _IMPLEMENTATIONS.run(call.implementation, op, *operands, **options)
 
 
 def _refuse_integers(residual):

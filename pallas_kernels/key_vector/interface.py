@@ -3,11 +3,11 @@
 An implementation is a module with these functions over arrays with exactly two token axes, a batch
 B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
-    store(residual, store_keys, data, *, fraction_bits) -> residual'
+    store(residual, store_keys, data, *, fraction_bits, in_place) -> residual'
     norm_retrieve(residual, gain, read_keys, *, norm, epsilon, dtype, scale=True, fraction_bits)
         -> (retrieved, Statistics)
     store_norm_retrieve(residual, store_keys, data, gain, read_keys, *, norm, epsilon, scale=True,
-                        fraction_bits) -> (residual', retrieved, Statistics)
+                        fraction_bits, in_place) -> (residual', retrieved, Statistics)
     backward(residual', statistics, store_keys, data, gain, read_keys, d_residual', d_retrieved,
              means=None, *, norm, rebuild, fraction_bits) -> Gradients
     read_backward(residual, statistics, gain, read_keys, d_retrieved, means=None, *, norm)
@@ -16,6 +16,8 @@ B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
     residual [B, N, K, V]   store_keys [R, K]   data [B, N, R, V]
     gain [K, V]   read_keys [P, K]   retrieved [B, N, P, V]
+
+A kernel may write the new residual over the old one (`in_place`); XLA does what is best.
 
 Where these are a slice of longer keys: without `scale`, what is retrieved lacks the factor rstd,
 and then sums of that are taken over slices; `backward` is given the statistics and the `Means` of

@@ -40,6 +40,7 @@ def store(
     store_keys: Float[Array, "R K"],
     data: Float[Array, "B N R V"],
     *,
+    in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
 ) -> Shaped[Array, "B N K V"]:
     """`X + sum_r w_r (x) y_r`, in the residual's dtype."""
@@ -74,6 +75,7 @@ def store_norm_retrieve(
     norm: Norm,
     epsilon: float,
     scale: bool = True,
+    in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
     """`store`, then `norm_retrieve` of what it stored, in the data's dtype."""

@@ -13,6 +13,7 @@ import pytest
 
 from pallas_kernels import UnsupportedImplementation, causal_attention, tuned
 from pallas_kernels.causal_attention import cudnn
+from pallas_kernels.causal_attention.interface import Attention
 from tests import cuda
 from tests.closeness import assert_close
 from tests.pallas_kernels.causal_attention_test import (
@@ -53,10 +54,8 @@ def test_no_weight_goes_to_another_segment():
     options["segment_ids"] = ids = jnp.asarray(options["segment_ids"])
     first = (ids == ids[0, 0])[0]
     hidden = jnp.where(first[None, :, None, None], qkv, qkv * 20)
-    one, two = (
-        cudnn.attention_forward(x, **options, interpret=True)[0]
-        for x in map(jnp.asarray, (qkv, hidden))
-    )
+    attend = functools.partial(cudnn.attention_forward, kv_heads=1, interpret=True)
+    one, two = (attend(Attention(jnp.asarray(x), **options))[0] for x in (qkv, hidden))
     assert 0 < first.sum() < 64
     np.testing.assert_array_equal(one[0, first], two[0, first])
 

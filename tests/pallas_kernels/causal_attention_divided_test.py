@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import causal_attention
 from pallas_kernels.causal_attention import cudnn, mosaic_tpu, reference
+from pallas_kernels.causal_attention.interface import Attended, Part
 from pallas_kernels.platform import UnsupportedImplementation
 from tests.closeness import assert_close
 from tests.tiers import later
@@ -68,7 +69,7 @@ def test_what_a_ring_cannot_have_is_told():
     with pytest.raises(UnsupportedImplementation, match="'splash' has no part .* 'mosaic_tpu'"):
         jax.eval_shape(op, jnp.ones((1, 8, 3, 8)), jnp.zeros((1, 8), jnp.int32))
     part = jnp.ones((1, 100, 2, 8))
-    assert "100 queries" in mosaic_tpu.unsupported("part_forward", part, part)
+    assert "100 queries" in mosaic_tpu.unsupported("x", Part(part, part, 1.0, 0, None, None))
 
 
 @pytest.mark.parametrize(
@@ -95,11 +96,12 @@ def test_kernels_of_a_part_equal_plain_attention(kernels, dtype, queries, keys, 
     @functools.partial(jax.jit, static_argnums=0)
     def run(module, q, kv, d_out, shared):
         options = {} if module is reference else {"interpret": True}
-        out, sums = module.part_forward(q, kv, *shared, **options)
+        given = Part(q, kv, *shared)
+        out, sums = module.part_forward(given, **options)
         # As if there were other keys too: weights do not add up to one, nor are there none.
         seen = sums > -500
-        of_all = jnp.where(seen, sums + 0.5, 0)
-        gradients = module.part_backward(q, kv, out, of_all, d_out, *shared, **options)
+        attended = Attended(out, jnp.where(seen, sums + 0.5, 0), d_out)
+        gradients = module.part_backward(given, attended, **options)
         return jnp.where(seen[..., None], out, 0), jnp.where(seen, sums, 0), gradients
 
     got, wanted = (run(module, q, kv, d_out, shared) for module in (kernels, reference))

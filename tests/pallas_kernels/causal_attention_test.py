@@ -18,6 +18,7 @@ from pallas_kernels.causal_attention import (
     reference,
     splash,
 )
+from pallas_kernels.causal_attention.interface import Attended, Attention
 from pallas_kernels.causal_attention.mosaic_tpu_blocks import Blocks
 from tests.closeness import assert_close, float64
 
@@ -107,11 +108,15 @@ def test_blocks_of_queries_give_the_same_and_never_all_logits(queries, monkeypat
     assert_close(got, numpy_attention(qkv, d_out, **options), 1e-14)
 
 
-def by_kernels(module, qkv, d_out, options, **static):
+def by_kernels(module, qkv, d_out, options, kv_heads=None, **static):
     """What `numpy_attention` gives, by the interpreted kernels."""
-    kernel = dict(options, **static, interpret=True)
-    out, log_sums = module.attention_forward(qkv, **kernel)
-    return out, log_sums, module.attention_backward(qkv, out, log_sums, d_out, **kernel)
+    given = Attention(qkv, **options)
+    kernel = static | {"interpret": True}
+    if module is not mosaic_tpu_whole:  # which has as many heads of keys as of queries
+        kernel["kv_heads"] = kv_heads or d_out.shape[2]
+    out, log_sums = module.attention_forward(given, **kernel)
+    attended = Attended(out, log_sums, d_out)
+    return out, log_sums, module.attention_backward(given, attended, **kernel)
 
 
 SHAPES = [  # of rows; with alibi, with segments
@@ -181,14 +186,14 @@ def test_kernels_over_blocks_have_no_races(mode):
     heads = mosaic_tpu_blocks.Heads
     qkv, d_out, options = arguments(1, 384, 2, 8, "float32", segments=True)
     rows, ids = jnp.asarray(qkv).transpose(0, 2, 3, 1), jnp.asarray(options["segment_ids"])
-    shared = {"heads": (2, 2), "blocks": Blocks(128, 128, 1), "scale": options["scale"]}
-    shared |= {"segments": (ids, ids)}
-    shared["interpret"] = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    shared = {"blocks": Blocks(128, 128, 1), "interpret": interpret}
     given = heads(rows), heads(rows, 2), heads(rows, 4)
-    out, sums = mosaic_tpu_blocks.attention_forward(*given, **shared)
+    given = mosaic_tpu_blocks.Given(*given, (2, 2), options["scale"], segments=(ids, ids))
+    out, sums = mosaic_tpu_blocks.attention_forward(given, **shared)
     d_out = jnp.asarray(d_out).transpose(0, 2, 3, 1)
     delta = jnp.sum(out * d_out, axis=2, keepdims=True)
-    gradients = mosaic_tpu_blocks.attention_backward(*given, sums, delta, d_out, **shared)
+    gradients = mosaic_tpu_blocks.attention_backward(given, sums, delta, d_out, **shared)
     # Later versions of jax raise an error of their own.
     races = getattr(race_detection_state, "races", None)
     assert races is None or not races.races_found
@@ -237,7 +242,8 @@ def test_splash_equals_numpy(dtype):
 
     @jax.jit
     def both(qkv, d_out, options):
-        run = lambda qkv: splash.causal_attention(qkv, **options, kv_heads=2, interpret=True)
+        given = lambda qkv: Attention(qkv, **options)
+        run = lambda qkv: splash.causal_attention(given(qkv), kv_heads=2, interpret=True)
         out, pullback = jax.vjp(run, qkv)
         return out, pullback(d_out)[0]
 
@@ -252,17 +258,15 @@ def test_keys_of_another_part_of_a_sequence():
     shape, blocks = (1, 256, 2, 8), Blocks(128, 128, 2)
     qkv, d_out, options = arguments(*shape, "float32", alibi=True)
     ids = jnp.repeat(jnp.array([[0, 1]]), 128, axis=1)
-    heads, shared = mosaic_tpu_blocks.Heads, {"heads": (2, 2), "blocks": blocks, "interpret": True}
-    shared |= {"scale": options["scale"], "slopes": jnp.asarray(options["slopes"])}
+    heads = mosaic_tpu_blocks.Heads
+    shared = (2, 2), options["scale"], jnp.asarray(options["slopes"])
     rows = jnp.asarray(qkv).transpose(0, 2, 3, 1)
     first, last = rows[..., :128], rows[..., 128:]
 
     def part(keys, segments, **where):
         given = heads(last), heads(keys, 2), heads(keys, 4)
-        out, sums = mosaic_tpu_blocks.attention_forward(
-            *given, **shared, **where, segments=segments
-        )
-        return out, sums
+        given = mosaic_tpu_blocks.Given(*given, *shared, segments=segments, **where)
+        return mosaic_tpu_blocks.attention_forward(given, blocks=blocks, interpret=True)
 
     for given, seen in ((jnp.zeros((1, 256), jnp.int32), True), (ids, False)):
         own, before = (given[:, 128:], given[:, 128:]), (given[:, 128:], given[:, :128])

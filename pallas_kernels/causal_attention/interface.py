@@ -1,0 +1,71 @@
+"""What every implementation of causal attention is given.
+
+An implementation is a module with these functions; `kv_heads` is the number of heads of keys and of
+values, and `rows` the order that is best, if it has kernels for both:
+
+    attention_forward(Attention, *, kv_heads, rows) -> (out [B, N, H, D], log_sums [B, N, H])
+    attention_backward(Attention, Attended, *, kv_heads, rows) -> the cotangent of qkv
+    part_forward(Part) -> (out [B, Q, H, D], log_sums [B, Q, H])
+    part_backward(Part, Attended) -> cotangents of q and kv, at least float32
+    unsupported(op, *operands) -> why it cannot serve these, in a line, or None
+
+Outputs are in the dtype of queries, log sums are at least float32. Of weights p:
+`ds = p (d_out v - sum(out d_out))`.
+"""
+
+from typing import Literal, NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+Rows = Literal["size_major", "head_major"]
+Scale = Float[Array, ""] | int | float
+Segments = tuple[Int[Array, "B Q"], Int[Array, "B K"]]
+
+
+class Attention(NamedTuple):
+    """`softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment.
+
+    Attributes:
+      qkv: queries of all heads, then keys, then values.
+      scale: of the logits.
+      slopes: of ALiBi.
+      segment_ids: of each token.
+    """
+
+    qkv: Float[Array, "B N P D"]
+    scale: Scale
+    slopes: Float[Array, " H"] | None = None
+    segment_ids: Int[Array, "B N"] | None = None
+
+    @property
+    def segments(self) -> Segments | None:
+        """Of queries and of keys."""
+        return None if self.segment_ids is None else (self.segment_ids, self.segment_ids)
+
+
+class Part(NamedTuple):
+    """Attention to an earlier part of the sequence: all keys are seen, of a query's segment.
+
+    Attributes:
+      q: queries.
+      kv: keys of all heads, then values.
+      scale: of the logits.
+      shift: of the first query's position over the first key's.
+      slopes: of ALiBi.
+      segments: of queries and of keys.
+    """
+
+    q: Float[Array, "B Q H D"]
+    kv: Float[Array, "B K P D"]
+    scale: Scale
+    shift: Int[Array, ""] | int
+    slopes: Float[Array, " H"] | None
+    segments: Segments | None
+
+
+class Attended(NamedTuple):
+    """What came of it, over all parts of the keys, and the cotangent of that."""
+
+    out: Float[Array, "B Q H D"]
+    log_sums: Float[Array, "B Q H"]
+    d_out: Float[Array, "B Q H D"]
