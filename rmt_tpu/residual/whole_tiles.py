@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 def tiles(config: cfg.ModelConfig) -> Tiles:
     """Those of a model's residual, if a bank of vectors is read by kernels; else as it is."""
     size = config.residual_shape[-1]
-    vectors = isinstance(config.store, cfg.VectorStore) and getattr(config.mixer, "fused", False)
+    vectors = not config.store.has_keys and getattr(config.mixer, "fused", False)
     missing = -size % _LANES
     if not vectors or config.norm != "rmsnorm" or missing > _MOST * size:
         return Tiles(size, size)
