@@ -23,6 +23,7 @@ from pallas_kernels.compiler.programs import lower
 from pallas_kernels.depth_attention import mosaic_tpu as depth_tpu
 from pallas_kernels.depth_attention import triton_gpu as depth_gpu
 from pallas_kernels.depth_attention import xla as depth_portable
+from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
 from pallas_kernels.key_vector import block_sizes as key_vector_blocks
 from pallas_kernels.key_vector import mosaic_tpu as key_vector_tpu
 from pallas_kernels.key_vector import triton_gpu as key_vector_gpu
@@ -302,10 +303,11 @@ def _depth_call(op, modules, key: Values, tokens: int) -> Call:
     epsilon = {"epsilon": _EPSILON}
     norm = epsilon | {"norm": "rmsnorm", "norm_epsilon": _EPSILON}
     if op == "partial":
-        function = lambda m: lambda *a: m.partial(*a, None, **epsilon)
+        function = lambda m: lambda *a: m.partial(Partial(*a), **epsilon)
         return Call(function, *modules, (_array(S, D), row(N, T, D), count), counts={2: N})
     if op == "partial_backward":
-        function = lambda m: functools.partial(m.partial_backward, **epsilon)
+        back = lambda m, *a: m.partial_backward(Partial(*a[:3]), Scored(*a[3:]), **epsilon)
+        function = lambda m: functools.partial(back, m)
         sums = _array(S, T)
         arguments = (_array(S, D), row(N, T, D), count, sums, sums, row(S, T, D), row(N, T, D))
         return Call(function, *modules, arguments, (6,), {2: N})
@@ -319,8 +321,9 @@ def _depth_call(op, modules, key: Values, tokens: int) -> Call:
         _array(D),
     )
     if op == "merge":
-        return Call(lambda m: functools.partial(m.merge, **norm), *modules, given)
-    function = lambda m: functools.partial(m.merge_backward, **norm)
+        return Call(lambda m: lambda *a: m.merge(Merge(*a), **norm), *modules, given)
+    back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
+    function = lambda m: functools.partial(back, m)
     return Call(function, *modules, (*given, row(T, D), row(2, T, D), row(T, D)), (8, 9))
 
 

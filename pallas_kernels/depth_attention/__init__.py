@@ -40,7 +40,16 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.arguments import check_array
 from pallas_kernels.depth_attention import mosaic_tpu, mosaic_tpu_matrices, triton_gpu, xla
 from pallas_kernels.depth_attention.checks import check_site, check_sources
-from pallas_kernels.depth_attention.interface import Norm, UnsupportedImplementation, wide
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    Norm,
+    Partial,
+    Prior,
+    Scored,
+    UnsupportedImplementation,
+    wide,
+)
 from pallas_kernels.depth_attention.matrices import OfVectors
 from pallas_kernels.depth_attention.merge_read import depth_attention_merge_read
 from pallas_kernels.platform import Implementation, Implementations, reverse_mode
@@ -54,9 +63,6 @@ __all__ = [
     "depth_attention_partial",
     "depth_attention_partial_backward",
 ]
-
-# A size *D is D, or K V of a matrix.
-Prior = tuple[Float[Array, "S *tokens_D"], Float[Array, "S *tokens"]]
 
 
 class PartialGradients(NamedTuple):
@@ -148,8 +154,9 @@ def depth_attention_partial(
     rows, per_token = _reshaping(lead, size)
     if prior is not None:
         prior = (rows(prior[0]), per_token(prior[1]))
-    args = (_folded(queries, gains, sources), rows(sources), _count(count, sources), prior)
-    mixed, log_sums = _partial(call, *args)
+    queries = _folded(queries, gains, sources)
+    given = Partial(queries, rows(sources), _count(count, sources), prior)
+    mixed, log_sums = _partial(call, given)
     return mixed.reshape(S, *sources.shape[1:]), log_sums.reshape(S, *lead)
 
 
@@ -181,10 +188,7 @@ def depth_attention_partial_backward(
     prior = None if prior is None else (rows(prior[0]), per_token(prior[1]))
     d_queries, d_sources, d_prior = _partial_backward(
         _Call(epsilon, implementation, key_axis=_dividing(key_axis)),
-        _folded(queries, gains, sources),
-        rows(sources),
-        _count(count, sources),
-        prior,
+        Partial(_folded(queries, gains, sources), rows(sources), _count(count, sources), prior),
         rows(mixed),
         per_token(log_sums),
         rows(d_mixed),
@@ -244,8 +248,7 @@ def depth_attention_merge(
     call = _Call(epsilon, implementation, norm, norm_epsilon)
     dtype = jnp.result_type(jnp.float32, current)
     tokens = _tokens(current.shape[:-axes], axes)
-    rows, passed, z = _merge(
-        call,
+    given = Merge(
         _folded(query, gain, current),
         mixed.reshape(mixed.shape[0], *tokens, *query.shape),
         log_sums.reshape(tokens),
@@ -254,6 +257,7 @@ def depth_attention_merge(
         jnp.asarray(active),
         None if norm_gain is None else norm_gain.astype(dtype),
     )
+    rows, passed, z = _merge(call, given)
     return rows.reshape(mixed.shape), passed.reshape(current.shape), z.reshape(current.shape)
 
 
@@ -280,42 +284,39 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _partial(call, queries, sources, count, prior):
-    return _run(call, "partial", queries, sources, count, prior, **call.scores)
+def _partial(call, given):
+    return _run(call, "partial", given, **call.scores)
 
 
-def _partial_forward(call, queries, sources, count, prior):
-    mixed, log_sums = _partial(call, queries, sources, count, prior)
-    kept = None if prior is None else mixed
-    return (mixed, log_sums), (queries, sources, count, prior, kept, log_sums)
+def _partial_forward(call, given):
+    mixed, log_sums = _partial(call, given)
+    return (mixed, log_sums), (given, None if given.prior is None else mixed, log_sums)
 
 
 def _partial_vjp(call, saved, cotangents):
     d_queries, d_sources, d_prior = _partial_backward(call, *saved, *cotangents, None)
-    return d_queries, d_sources, None, d_prior
+    return (Partial(d_queries, d_sources, None, d_prior),)
 
 
-def _partial_backward(
-    call, queries, sources, count, prior, mixed, log_sums, d_mixed, d_log_sums, accumulate
-):
+def _partial_backward(call, given, mixed, log_sums, d_mixed, d_log_sums, accumulate):
     delta = None if d_log_sums is None else -d_log_sums
-    d_prior = None
+    prior, d_prior = given.prior, None
     if prior is not None:
         # The prior is one more source, of given logit.
         weight = xla.prior_weights(prior[1], log_sums)
-        entries = tuple(range(1 - queries.ndim, 0))
+        entries = tuple(range(1 - given.queries.ndim, 0))
         g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=entries)
         delta = weight * g + (0 if delta is None else delta)
     # A constant that is saved may come back as one of NumPy's.
-    args = (queries, sources, jnp.asarray(count), log_sums, delta, d_mixed, accumulate)
-    d_queries, d_sources = _run(call, "partial_backward", *args, **call.scores)
+    of_sources = given._replace(count=jnp.asarray(given.count), prior=None)
+    scored = Scored(log_sums, delta, d_mixed, accumulate)
+    d_queries, d_sources = _run(call, "partial_backward", of_sources, scored, **call.scores)
     if prior is not None:
         # The sum over all sources of weight * g is <d_mixed, mixed>.
         total = jnp.sum(wide(d_mixed) * wide(mixed), axis=entries)
         d_log = weight * (g - total + (0 if d_log_sums is None else d_log_sums))
         d_prior_mixed = jnp.expand_dims(weight, entries) * wide(d_mixed)
-        d_prior_mixed = d_prior_mixed.astype(prior[0].dtype)
-        d_prior = (d_prior_mixed, d_log)
+        d_prior = (d_prior_mixed.astype(prior[0].dtype), d_log)
     return d_queries, d_sources, d_prior
 
 
@@ -323,24 +324,23 @@ _partial.defvjp(_partial_forward, _partial_vjp)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _merge(call, query, mixed, log_sums, site, current, active, norm_gain):
-    args = (query, mixed, log_sums, site, current, active, norm_gain)
-    return mixed, current, _run(call, "merge", *args, **call.norms)
+def _merge(call, given):
+    return given.mixed, given.current, _run(call, "merge", given, **call.norms)
 
 
-def _merge_forward(call, *args):
-    return _merge(call, *args), args
+def _merge_forward(call, given):
+    return _merge(call, given), given
 
 
-def _merge_backward(call, saved, cotangents):
+def _merge_backward(call, given, cotangents):
     d_mixed, d_current, d_z = cotangents
-    saved = jax.tree.map(jnp.asarray, saved)  # a constant may come back as one of NumPy's
-    g = _run(call, "merge_backward", *saved, d_z, d_mixed, d_current, **call.norms)
-    return g.query, g.mixed, g.log_sums, None, g.current, None, g.norm_gain
+    given = jax.tree.map(jnp.asarray, given)  # a constant may come back as one of NumPy's
+    cotangents = MergeCotangents(d_z, d_mixed, d_current)
+    g = _run(call, "merge_backward", given, cotangents, **call.norms)
+    return (Merge(g.query, g.mixed, g.log_sums, None, g.current, None, g.norm_gain),)
 
 
 _merge.defvjp(_merge_forward, _merge_backward)
-
 
 _IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
 _OF_MATRICES = Implementations(
@@ -357,8 +357,8 @@ def _run(call: _Call, op: str, *operands, **options):
                 f"mesh axis {call.key_axis!r}; use 'xla' or None"
             )
         implementation = "xla" if implementation == "pallas" else implementation or "xla"
-    queries = operands[0]
-    matrices = queries.ndim == (3 if op in ("partial", "partial_backward") else 2)
+    given = operands[0]
+    matrices = given[0].ndim == (3 if isinstance(given, Partial) else 2)
     implementations = _OF_MATRICES if matrices else _IMPLEMENTATIONS
     return implementations.run(implementation, op, *operands, **options)
 

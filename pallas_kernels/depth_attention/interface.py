@@ -12,7 +12,7 @@ with the float32 values of what is stored:
 Rows from `count` on are empty: they have no weight, whatever they hold, NaN included, and their
 gradient is 0.
 
-    partial(queries [S, D] float32, sources [N, T, D], count int32 [], prior, *, epsilon)
+    partial(Partial, *, epsilon)
         -> (mixed [S, T, D] in the sources' dtype, log_sums [S, T] float32)
 
         mixed = sum_i weight_i v_i over the active rows. `prior` is None or a pair (mixed, log_sums)
@@ -20,7 +20,7 @@ gradient is 0.
         log_sum' = log(exp(log_sum) + exp(prior log_sum)). With no source at all, mixed is 0 and
         log_sum -inf. One source alone is returned bit for bit.
 
-    partial_backward(queries, sources, count, log_sums, delta, d_mixed, accumulate, *, epsilon)
+    partial_backward(Partial without its prior, Scored, *, epsilon)
         -> (d_queries [S, D] float32, d_sources [N, T, D])
 
         From `log_sums [S, T]` as returned (prior included):
@@ -33,8 +33,7 @@ gradient is 0.
         the sources, and is added to `accumulate [N, T, D]` if that is not None (empty rows then
         keep what they have); the sum over T in d_queries has a fixed order.
 
-    merge(query [D] float32, mixed [S, T, D], log_sums [T], site int32 [], current [T, D],
-          active bool [], norm_gain [D] float32, *, norm, epsilon, norm_epsilon) -> z [T, D]
+    merge(Merge, *, norm, epsilon, norm_epsilon) -> z [T, D]
 
         The second phase of one site: the running partial sum `current` is one more source beside
         row `site` of `mixed`, which stands for all the sealed ones. p = sigmoid(logit(current) -
@@ -42,24 +41,21 @@ gradient is 0.
         norm(h), in the dtype of `current`. The row is read where it is: a slice would be copied.
         With `norm_gain` and `norm` None, z = h.
 
-    merge_backward(query, mixed, log_sums, site, current, active, norm_gain, d_z, d_mixed,
-                   d_current, *, norm, epsilon, norm_epsilon) -> MergeGradients
+    merge_backward(Merge, MergeCotangents, *, norm, epsilon, norm_epsilon) -> MergeGradients
 
         Row `site` of d_mixed [S, T, D] is replaced by what this site gives, the others are as they
         were, in place. What this use of `current` gives is added to `d_current`.
 
-    merge_read(query [K, V] float32, mixed [S, B, T, K, V], log_sums [B, T], site, current, active,
-               norm_gain [K, V], read_keys [P, K], *, norm, epsilon, norm_epsilon, dtype)
+    merge_read(MergeRead, *, norm, epsilon, norm_epsilon, dtype)
         -> (z [B, T, P, V] in `dtype`, Statistics)
 
         Of matrices: z = norm_retrieve(h) of the key-vector ops, h being what `merge` without a norm
         gives, rounded to the dtype of `current`.
 
-    merge_read_backward(query, mixed, log_sums, site, current, active, norm_gain, read_keys,
-                        statistics, d_z, d_mixed, d_current, *, norm, epsilon)
+    merge_read_backward(MergeRead, Statistics, MergeCotangents, *, norm, epsilon)
         -> MergeReadGradients
 
-    unsupported(op, *arrays) -> why these cannot be served, in a line, or None
+    unsupported(op, *operands) -> why these cannot be served, in a line, or None
 
 `partial` and `partial_backward` of plain JAX take a `key_axis` too, over which D is divided: arrays
 with a D are then own slices, `delta` is the device's own part of a sum, and d_logit that of all.
@@ -68,12 +64,74 @@ with a D are then own slices, `delta` is the device's own part of a sum, and d_l
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.platform import UnsupportedImplementation
 
-__all__ = ["MergeGradients", "MergeReadGradients", "Norm", "UnsupportedImplementation", "wide"]
+__all__ = [
+    "Merge",
+    "MergeCotangents",
+    "MergeGradients",
+    "MergeRead",
+    "MergeReadGradients",
+    "Norm",
+    "Partial",
+    "Prior",
+    "Scored",
+    "UnsupportedImplementation",
+    "wide",
+]
+
+# Of S sites over other sources: what is mixed, and log sums. Here *D is D, or K V of a matrix, and
+# *T the token axes.
+Prior = tuple[Float[Array, "S *T_D"], Float[Array, "S *T"]]
+
+
+class Partial(NamedTuple):
+    """S sites over the same sources; queries are float32, and have gains in them."""
+
+    queries: Float[Array, "S *D"]
+    sources: Float[Array, "N *T_D"]
+    count: Int[Array, ""]
+    prior: Prior | None = None
+
+
+class Scored(NamedTuple):
+    """What the backward pass of `partial` needs beside."""
+
+    log_sums: Float[Array, "S *T"]
+    delta: Float[Array, "S *T"] | None
+    d_mixed: Float[Array, "S *T_D"]
+    accumulate: Float[Array, "N *T_D"] | None
+
+
+class Merge(NamedTuple):
+    """One site's sealed sources and its running sum; query and gain are float32."""
+
+    query: Float[Array, "*D"]
+    mixed: Float[Array, "S *T_D"]
+    log_sums: Float[Array, "*T"]
+    site: Int[Array, ""]
+    current: Float[Array, "*T_D"]
+    active: Bool[Array, ""]
+    norm_gain: Float[Array, " D"] | None = None
+
+
+class MergeCotangents(NamedTuple):
+    """Of z, and of later uses of `mixed` and `current`, which the gradients are put into."""
+
+    z: Float[Array, "*T_D"]
+    mixed: Float[Array, "S *T_D"]
+    current: Float[Array, "*T_D"]
+
+
+class MergeRead(NamedTuple):
+    """A merge without a norm, of matrices, and the read of it."""
+
+    merge: Merge
+    norm_gain: Float[Array, "K V"]
+    read_keys: Float[Array, "P K"]
 
 
 class MergeGradients(NamedTuple):

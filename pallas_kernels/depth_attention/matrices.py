@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.depth_attention.interface import MergeGradients
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    MergeGradients,
+    Partial,
+    Scored,
+)
 
 
 class OfVectors:
@@ -20,31 +26,28 @@ class OfVectors:
     def __init__(self, module: ModuleType):
         self._module = module
 
-    def partial(self, queries, sources, count, prior, **options):
-        out = self._module.partial(*_flat((queries, sources, count, prior)), **options)
-        mixed = (queries.shape[0], *sources.shape[1:])
+    def partial(self, given: Partial, **options):
+        out = self._module.partial(_flat(given), **options)
+        mixed = (given.queries.shape[0], *given.sources.shape[1:])
         return out[0].reshape(mixed), out[1].reshape(mixed[:-2])
 
-    def partial_backward(self, queries, sources, *others, **options):
-        args = _flat((queries, sources, *others))
-        out = self._module.partial_backward(*args, **options)
-        return out[0].reshape(queries.shape), out[1].reshape(sources.shape)
+    def partial_backward(self, given: Partial, scored: Scored, **options):
+        out = self._module.partial_backward(_flat(given), _flat(scored), **options)
+        return out[0].reshape(given.queries.shape), out[1].reshape(given.sources.shape)
 
-    def merge(self, query, mixed, log_sums, site, current, *others, **options):
-        args = _flat((query, mixed, log_sums, site, current, *others))
-        return self._module.merge(*args, **options).reshape(current.shape)
+    def merge(self, given: Merge, **options):
+        return self._module.merge(_flat(given), **options).reshape(given.current.shape)
 
-    def merge_backward(self, query, mixed, log_sums, site, current, *others, **options):
-        args = _flat((query, mixed, log_sums, site, current, *others))
-        g = self._module.merge_backward(*args, **options)
-        like = MergeGradients(query, mixed, log_sums, current, None)
+    def merge_backward(self, given: Merge, cotangents: MergeCotangents, **options):
+        g = self._module.merge_backward(_flat(given), _flat(cotangents), **options)
+        like = MergeGradients(given.query, given.mixed, given.log_sums, given.current, None)
         return jax.tree.map(lambda x, y: x.reshape(y.shape), g, like)
 
-    def unsupported(self, op: str, *args: Any) -> str | None:
-        return self._module.unsupported(op, *_flat(args))
+    def unsupported(self, op: str, *operands: Any) -> str | None:
+        return self._module.unsupported(op, *_flat(operands))
 
-    def wins(self, op: str, *args: Any) -> bool:
-        return self._module.wins(op, *_flat(args))
+    def wins(self, op: str, *operands: Any) -> bool:
+        return self._module.wins(op, *_flat(operands))
 
 
 def _flat(args):

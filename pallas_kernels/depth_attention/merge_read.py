@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from pallas_kernels.arguments import check_array, check_epsilon, check_norm
 from pallas_kernels.depth_attention import merge_read_xla, mosaic_tpu_merge_read
-from pallas_kernels.depth_attention.interface import Norm
+from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, MergeRead, Norm
 from pallas_kernels.platform import Implementation, Implementations, reverse_mode
 
 
@@ -80,8 +80,8 @@ def depth_attention_merge_read(
     call = _Call(norm, epsilon, norm_epsilon, dtype, implementation)
     site, active = jnp.asarray(site, jnp.int32), jnp.asarray(active)
     query = query.astype(jnp.result_type(jnp.float32, current))
-    args = (query, mixed, log_sums, site, current, active, norm_gain, read_keys)
-    return _merge_read(call, *args)
+    of_merge = Merge(query, mixed, log_sums, site, current, active)
+    return _merge_read(call, MergeRead(of_merge, norm_gain, read_keys))
 
 
 class _Call(NamedTuple):
@@ -95,31 +95,27 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _merge_read(call, *args):
-    return _forward(call, *args)[0]
+def _merge_read(call, given):
+    return _forward(call, given)[0]
 
 
-def _forward(call, query, mixed, log_sums, site, current, active, norm_gain, read_keys):
-    args = (query, mixed, log_sums, site, current, active, norm_gain, read_keys)
+def _forward(call, given):
     options = {"norm": call.norm, "epsilon": call.epsilon, "dtype": call.dtype}
     options["norm_epsilon"] = call.norm_epsilon
     run = functools.partial(_IMPLEMENTATIONS.run, call.implementation, "merge_read")
-    z, statistics = run(*args, **options)
-    return (mixed, current, z), (*args, statistics)
+    z, statistics = run(given, **options)
+    return (given.merge.mixed, given.merge.current, z), (given, statistics)
 
 
 def _backward(call, saved, cotangents):
     d_mixed, d_current, d_z = cotangents
-    *args, statistics = jax.tree.map(jnp.asarray, saved)  # a constant may be one of NumPy's
-    args = (*args, statistics, d_z, d_mixed, d_current)
+    given, statistics = jax.tree.map(jnp.asarray, saved)  # a constant may be one of NumPy's
     run = functools.partial(_IMPLEMENTATIONS.run, call.implementation, "merge_read_backward")
+    args = (given, statistics, MergeCotangents(d_z, d_mixed, d_current))
     g = run(*args, norm=call.norm, epsilon=call.epsilon)
-    norm_gain, read_keys = saved[6:8]
-    return (
-        *(g.query, g.mixed, g.log_sums, None, g.current, None),
-        g.norm_gain.astype(norm_gain.dtype),
-        g.read_keys.astype(read_keys.dtype),
-    )
+    of_merge = Merge(g.query, g.mixed, g.log_sums, None, g.current, None)
+    of_read = g.norm_gain.astype(given.norm_gain.dtype), g.read_keys.astype(given.read_keys.dtype)
+    return (MergeRead(of_merge, *of_read),)
 
 
 _merge_read.defvjp(_forward, _backward)

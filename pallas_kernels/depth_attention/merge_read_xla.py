@@ -2,10 +2,14 @@
 
 from typing import Any
 
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels.depth_attention import xla
-from pallas_kernels.depth_attention.interface import MergeReadGradients
+from pallas_kernels.depth_attention.interface import (
+    MergeCotangents,
+    MergeRead,
+    MergeReadGradients,
+)
 from pallas_kernels.depth_attention.matrices import OfVectors
 from pallas_kernels.key_vector import xla as key_vector
 from pallas_kernels.key_vector.interface import Norm, Statistics
@@ -15,14 +19,7 @@ _NO_NORM = {"norm": None, "norm_epsilon": 0.0}
 
 
 def merge_read(
-    query: Float[Array, "K V"],
-    mixed: Float[Array, "S B T K V"],
-    log_sums: Float[Array, "B T"],
-    site: Int[Array, ""],
-    current: Float[Array, "B T K V"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
+    given: MergeRead,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -30,44 +27,33 @@ def merge_read(
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "B T P V"], Statistics]:
     """See `interface`."""
-    of_merge = (query, mixed, log_sums, site, current, active, None)
-    h = _MERGE.merge(*of_merge, epsilon=epsilon, **_NO_NORM)
+    h = _MERGE.merge(given.merge, epsilon=epsilon, **_NO_NORM)
     options = {"norm": norm, "epsilon": norm_epsilon, "dtype": dtype}
-    return key_vector.norm_retrieve(h, norm_gain, read_keys, **options)
+    return key_vector.norm_retrieve(h, given.norm_gain, given.read_keys, **options)
 
 
 def merge_read_backward(
-    query: Float[Array, "K V"],
-    mixed: Float[Array, "S B T K V"],
-    log_sums: Float[Array, "B T"],
-    site: Int[Array, ""],
-    current: Float[Array, "B T K V"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
+    given: MergeRead,
     statistics: Statistics,
-    d_retrieved: Float[Array, "B T P V"],
-    d_mixed: Float[Array, "S B T K V"],
-    d_current: Float[Array, "B T K V"],
+    cotangents: MergeCotangents,
     *,
     norm: Norm,
     epsilon: int | float,
 ) -> MergeReadGradients:
     """See `interface`; h is mixed again."""
-    of_merge = (query, mixed, log_sums, site, current, active, None)
     options = {"epsilon": epsilon} | _NO_NORM
-    h = _MERGE.merge(*of_merge, **options)
-    given = (h, statistics, norm_gain, read_keys, d_retrieved)
-    d_h, d_gain, d_keys = key_vector.read_backward(*given, norm=norm)
-    g = _MERGE.merge_backward(*of_merge, d_h, d_mixed, d_current, **options)
+    h = _MERGE.merge(given.merge, **options)
+    of_read = (h, statistics, given.norm_gain, given.read_keys, cotangents.z)
+    d_h, d_gain, d_keys = key_vector.read_backward(*of_read, norm=norm)
+    g = _MERGE.merge_backward(given.merge, cotangents._replace(z=d_h), **options)
     return MergeReadGradients(*g[:4], d_gain, d_keys)
 
 
-def unsupported(op: str, *args: Any) -> str | None:
+def unsupported(op: str, *operands: Any) -> str | None:
     """Nothing is, wherever it is lowered for."""
     return None
 
 
-def wins(op: str, *args: Any) -> bool:
+def wins(op: str, *operands: Any) -> bool:
     """Over itself it does not."""
     return False

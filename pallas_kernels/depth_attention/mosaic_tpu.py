@@ -26,15 +26,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.call import LANES, VMEM_LIMIT, nbytes, round_up, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.depth_attention import mosaic_tpu_merge_kernels as merge_kernels
 from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
     MergeGradients,
     Norm,
+    Partial,
+    Scored,
     UnsupportedImplementation,
 )
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
@@ -59,10 +63,7 @@ _NAME = "depth_attention_"
 
 
 def partial(
-    queries: Float[Array, "S D"],
-    sources: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    prior: tuple[Float[Array, "S T D"], Float[Array, "S T"]] | None,
+    given: Partial,
     *,
     epsilon: int | float,
     block_sizes: BlockSizes | None = None,
@@ -73,8 +74,8 @@ def partial(
     Raises:
       UnsupportedImplementation: see `unsupported`.
     """
-    args = (queries, sources, count, prior)
-    call = _call_of("partial", args, epsilon, block_sizes, interpret)
+    queries, sources, count, prior = given
+    call = _call_of("partial", given, epsilon, block_sizes, interpret)
     N, S, T = call.N, call.S, call.tokens
     tile = _by_tile(call)
     inputs = {
@@ -110,13 +111,8 @@ def partial(
 
 
 def partial_backward(
-    queries: Float[Array, "S D"],
-    sources: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    log_sums: Float[Array, "S T"],
-    delta: Float[Array, "S T"] | None,
-    d_mixed: Float[Array, "S T D"],
-    accumulate: Float[Array, "N T D"] | None,
+    given: Partial,
+    scored: Scored,
     *,
     epsilon: int | float,
     block_sizes: BlockSizes | None = None,
@@ -129,8 +125,9 @@ def partial_backward(
     Raises:
       UnsupportedImplementation: see `unsupported`.
     """
-    args = (queries, sources, count, log_sums, delta, d_mixed, accumulate)
-    call = _call_of("partial_backward", args, epsilon, block_sizes, interpret)
+    queries, sources, count, _ = given
+    log_sums, delta, d_mixed, accumulate = scored
+    call = _call_of("partial_backward", given, epsilon, block_sizes, interpret)
     N, S, T = call.N, call.S, call.tokens
     tile = _by_tile(call)
     again, shrink_rows = _right_rows(call, queries)
@@ -189,13 +186,7 @@ def partial_backward(
 
 
 def merge(
-    query: Float[Array, " D"],
-    mixed: Float[Array, "S T D"],
-    log_sums: Float[Array, " T"],
-    site: Int[Array, ""],
-    current: Float[Array, "T D"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, " D"],
+    given: Merge,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -208,10 +199,9 @@ def merge(
     Raises:
       UnsupportedImplementation: see `unsupported`.
     """
-    args = (query, mixed, log_sums, site, current, active, norm_gain)
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
-    call = _merge_call("merge", args, block_sizes, interpret, **options)
-    token, inputs = _by_token(call), _merge_inputs(call, *args)
+    call = _merge_call("merge", given, block_sizes, interpret, **options)
+    token, inputs = _by_token(call), _merge_inputs(call, given)
     out = _run(
         call,
         functools.partial(merge_kernels.merge, call=call),
@@ -219,24 +209,16 @@ def merge(
         inputs,
         {"z": (inputs["current"][0], token)},
         _rows_scratch(call, "h"),
-        flops=15 * current.size,
+        flops=15 * given.current.size,
         interpret=interpret,
-        prefetch={"site": site.reshape(1)},
+        prefetch={"site": given.site.reshape(1)},
     )
     return out["z"][: call.tokens, : call.size]
 
 
 def merge_backward(
-    query: Float[Array, " D"],
-    mixed: Float[Array, "S T D"],
-    log_sums: Float[Array, " T"],
-    site: Int[Array, ""],
-    current: Float[Array, "T D"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, " D"],
-    d_z: Float[Array, "T D"],
-    d_mixed: Float[Array, "S T D"],
-    d_current: Float[Array, "T D"],
+    given: Merge,
+    cotangents: MergeCotangents,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -246,19 +228,18 @@ def merge_backward(
 ) -> MergeGradients:
     """See `interface`. `E 6 T D` bytes, and about 40 FLOPs an element.
 
-    `d_mixed` and `d_current` are overwritten; a caller that still needs them pays for a copy.
+    The last two cotangents are overwritten; a caller that still needs them pays for a copy.
 
     Raises:
       UnsupportedImplementation: see `unsupported`.
     """
-    args = (query, mixed, log_sums, site, current, active, norm_gain)
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
-    call = _merge_call("merge_backward", args, block_sizes, interpret, **options)
-    token, of_site = _by_token(call), _by_site(call)
-    inputs = _merge_inputs(call, *args) | {
-        "d_z": (_whole(call, d_z), token),
-        "d_mixed_in": (_whole(call, d_mixed), pl.BlockSpec(memory_space=pl.ANY)),
-        "d_current_in": (_whole(call, d_current.astype(current.dtype)), token),
+    call = _merge_call("merge_backward", given, block_sizes, interpret, **options)
+    token, of_site, current = _by_token(call), _by_site(call), given.current
+    inputs = _merge_inputs(call, given) | {
+        "d_z": (_whole(call, cotangents.z), token),
+        "d_mixed_in": (_whole(call, cotangents.mixed), pl.BlockSpec(memory_space=pl.ANY)),
+        "d_current_in": (_whole(call, cotangents.current.astype(current.dtype)), token),
     }
     of_parameter = (
         jax.ShapeDtypeStruct((call.cores, 8, call.width), jnp.float32),
@@ -281,7 +262,7 @@ def merge_backward(
         flops=40 * current.size,
         interpret=interpret,
         aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
-        prefetch={"site": site.reshape(1)},
+        prefetch={"site": given.site.reshape(1)},
     )
     T, D = current.shape
     return MergeGradients(
@@ -293,19 +274,19 @@ def merge_backward(
     )
 
 
-def unsupported(op: str, *args: Any) -> str | None:
+def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
-    floats = [a for a in jax.tree.leaves(args) if jnp.issubdtype(a.dtype, jnp.floating)]
+    floats = [a for a in jax.tree.leaves((given, others)) if jnp.issubdtype(a.dtype, jnp.floating)]
     if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in floats):
         return "arrays that are neither bfloat16 nor float32"
-    if op in ("merge", "merge_backward"):
-        T, D = args[4].shape
-        if args[6] is None:
+    if isinstance(given, Merge):
+        T, D = given.current.shape
+        if given.norm_gain is None:
             return "a sum that is not normed"
         if default_block_sizes(op, 0, 1, T, D, "float32") is None:
             return f"D={D}: {GROUP} tokens do not fit VMEM"
         return None
-    queries, sources = args[:2]
+    queries, sources = given[:2]
     S, (N, T, D) = queries.shape[0], sources.shape
     if default_block_sizes(op, N, S, T, D, sources.dtype.name) is None:
         return f"N={N}, S={S}, D={D}: {GROUP} tokens of all sources do not fit VMEM"
@@ -315,12 +296,12 @@ def unsupported(op: str, *args: Any) -> str | None:
 # How the work is cut ---------------------------------------------------------------------------
 
 
-def _call_of(op, args, epsilon, blocks, interpret) -> Call:
-    queries, sources = args[:2]
+def _call_of(op, given: Partial, epsilon, blocks, interpret) -> Call:
+    queries, sources = given[:2]
     S, (N, T, D) = queries.shape[0], sources.shape
     blocks = blocks or choose_block_sizes(op, N, S, T, D, sources.dtype.name)
     if blocks is None:
-        raise UnsupportedImplementation(f"{unsupported(op, *args)}; use 'xla'")
+        raise UnsupportedImplementation(f"{unsupported(op, given)}; use 'xla'")
     tokens = round_up(T, GROUP)
     blocks = _fitted(blocks, T, interpret)
     width = round_up(D, LANES)
@@ -333,27 +314,29 @@ def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
     return dataclasses.replace(blocks, tokens=min(blocks.tokens, round_up(T, GROUP)), unroll=unroll)
 
 
-def _merge_call(op, args, blocks, interpret, *, norm, epsilon, norm_epsilon) -> Call:
-    current = args[4]
-    T, D = current.shape
+def _merge_call(op, given: Merge, blocks, interpret, *, norm, epsilon, norm_epsilon) -> Call:
+    T, D = given.current.shape
     blocks = blocks or choose_block_sizes(op, 0, 1, T, D, "float32")
     if blocks is None:
-        raise UnsupportedImplementation(f"{unsupported(op, *args)}; use 'xla'")
+        raise UnsupportedImplementation(f"{unsupported(op, given)}; use 'xla'")
     blocks = _fitted(blocks, T, interpret)
     width = round_up(D, LANES)
-    dtype = current.dtype.name
+    dtype = given.current.dtype.name
     call = Call(0, 1, T, D, width, dtype, epsilon, blocks, interpret)
     return dataclasses.replace(call, norm=norm, norm_epsilon=norm_epsilon)
 
 
-def _merge_inputs(call: Call, query, mixed, log_sums, site, current, active, norm_gain):
+def _merge_inputs(call: Call, given: Merge):
     return {
-        "active": (active.reshape(1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "query": _constant(_parameter(call, query)),
-        "norm_gain": _constant(_parameter(call, norm_gain)),
-        "log_sums": _tiled(call, log_sums[None]),
-        "mixed": (_whole(call, mixed), _by_site(call)),
-        "current": (_whole(call, current), _by_token(call)),
+        "active": (
+            given.active.reshape(1).astype(jnp.int32),
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+        ),
+        "query": _constant(_parameter(call, given.query)),
+        "norm_gain": _constant(_parameter(call, given.norm_gain)),
+        "log_sums": _tiled(call, given.log_sums[None]),
+        "mixed": (_whole(call, given.mixed), _by_site(call)),
+        "current": (_whole(call, given.current), _by_token(call)),
     }
 
 

@@ -19,17 +19,24 @@ all else on the vector unit: `4 S N T D` and `8 S N T D` of its operations.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.call import LANES, nbytes, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
-from pallas_kernels.depth_attention.interface import MergeGradients
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    MergeGradients,
+    Partial,
+    Scored,
+)
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
 
@@ -45,15 +52,15 @@ _MOST_SOURCES = 16
 _MOST_SITES = 8
 
 
-def unsupported(op: str, *args: Any) -> str | None:
+def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
-    floats = [a for a in jax.tree.leaves(args) if jnp.issubdtype(a.dtype, jnp.floating)]
+    floats = [a for a in jax.tree.leaves((given, others)) if jnp.issubdtype(a.dtype, jnp.floating)]
     if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in floats):
         return "arrays that are neither bfloat16 nor float32"
-    merges = op in ("merge", "merge_backward")
-    residuals = args[4] if merges else args[1]
+    merges = isinstance(given, Merge)
+    residuals = given.current if merges else given.sources
     T, K, V = residuals.shape[-3:]
-    if merges and args[6] is not None:
+    if merges and given.norm_gain is not None:
         return "a norm of matrices: what reads them has one"
     if T < LANES:
         return f"a sequence of {T} tokens (at least {LANES})"
@@ -65,15 +72,10 @@ def unsupported(op: str, *args: Any) -> str | None:
 
 
 def partial(
-    queries: Float[Array, "S K V"],
-    sources: Float[Array, "N B T K V"],
-    count: Int[Array, ""],
-    prior: tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]] | None,
-    *,
-    epsilon: int | float,
-    interpret: bool = False,
+    given: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]]:
     """See `interface`. `4 S N T D` FLOPs and `E (N + S) T D` bytes."""
+    queries, sources, count, prior = given
     N, B, T, K, V = sources.shape
     bank, rows = tokens_last(sources), columns(queries)
     most, sites = _parts(N, queries.shape[0], K * V, sources.dtype)
@@ -136,21 +138,14 @@ def _over_tiles(call: Call, kernel, name, inputs, outputs, scratch, moved, count
 
 
 def partial_backward(
-    queries: Float[Array, "S K V"],
-    sources: Float[Array, "N B T K V"],
-    count: Int[Array, ""],
-    log_sums: Float[Array, "S B T"],
-    delta: Float[Array, "S B T"] | None,
-    d_mixed: Float[Array, "S B T K V"],
-    accumulate: Float[Array, "N B T K V"] | None,
-    *,
-    epsilon: int | float,
-    interpret: bool = False,
+    given: Partial, scored: Scored, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
     """See `interface`. `8 S N T D` FLOPs, `E (3 N + 2 S) T D` bytes; accumulating, `E N T D` more.
 
     `accumulate` is overwritten, which a caller that still needs it pays for with a copy.
     """
+    queries, sources, count, _ = given
+    log_sums, delta, d_mixed, accumulate = scored
     N, B, T, K, V = sources.shape
     bank, rows = tokens_last(sources), columns(queries)
     added = None if accumulate is None else tokens_last(accumulate)
@@ -167,8 +162,8 @@ def partial_backward(
             measured.append(_measure(part, q, bank, first, count, d))
         measured = jax.tree.map(lambda *parts: _joined(parts, axis=1), *measured)
         of_delta = None if delta is None else delta[of_sites]
-        given = _weigh(call, count, *measured, log_sums[of_sites], of_delta)
-        d_query, added = _partial_backward(call, q, bank, count, given, d, added)
+        weighed = _weigh(call, count, *measured, log_sums[of_sites], of_delta)
+        d_query, added = _partial_backward(call, q, bank, count, weighed, d, added)
         d_queries.append(d_query)
     d_queries = _joined(d_queries).reshape(-1, V, K)
     return jnp.swapaxes(d_queries, 1, 2), tokens_first(added, K, V)
@@ -257,13 +252,7 @@ def _partial_backward(call: Call, queries, bank, count, of_sources, d_mixed, add
 
 
 def merge(
-    query: Float[Array, "K V"],
-    mixed: Float[Array, "S B T K V"],
-    log_sums: Float[Array, "B T"],
-    site: Int[Array, ""],
-    current: Float[Array, "B T K V"],
-    active: Bool[Array, ""],
-    norm_gain: None,
+    given: Merge,
     *,
     norm: None,
     epsilon: int | float,
@@ -271,9 +260,9 @@ def merge(
     interpret: bool = False,
 ) -> Float[Array, "B T K V"]:
     """See `interface`. `E 3 T D` bytes."""
-    K, V = query.shape
-    call = _merge_call(current, epsilon, interpret)
-    inputs = _merge_inputs(call, query, mixed, log_sums, current, active)
+    K, V = given.query.shape
+    call = merge_call(given.current, epsilon, interpret)
+    inputs = merge_inputs(call, _tile_of(call), given)
     tile = inputs["current"][1]
     out = tpu_call(
         functools.partial(kernels.merge, call=call),
@@ -283,25 +272,17 @@ def merge(
         {},
         grid=(call.cores, call.tiles_each),
         semantics=("parallel", "parallel"),
-        flops=8 * current.size,
-        moved=3 * nbytes(current),
-        prefetch={"site": site.reshape(1)},
+        flops=8 * given.current.size,
+        moved=3 * nbytes(given.current),
+        prefetch={"site": given.site.reshape(1)},
         interpret=interpret,
     )
     return tokens_first(out["h"], K, V)
 
 
 def merge_backward(
-    query: Float[Array, "K V"],
-    mixed: Float[Array, "S B T K V"],
-    log_sums: Float[Array, "B T"],
-    site: Int[Array, ""],
-    current: Float[Array, "B T K V"],
-    active: Bool[Array, ""],
-    norm_gain: None,
-    d_h: Float[Array, "B T K V"],
-    d_mixed: Float[Array, "S B T K V"],
-    d_current: Float[Array, "B T K V"],
+    given: Merge,
+    cotangents: MergeCotangents,
     *,
     norm: None,
     epsilon: int | float,
@@ -310,17 +291,17 @@ def merge_backward(
 ) -> MergeGradients:
     """See `interface`. `E 6 T D` bytes.
 
-    `d_mixed` and `d_current` are overwritten; a caller that still needs them pays for a copy.
+    The last two cotangents are overwritten; a caller that still needs them pays for a copy.
     """
-    K, V = query.shape
-    call = _merge_call(current, epsilon, interpret)
-    inputs = _merge_inputs(call, query, mixed, log_sums, current, active)
+    (K, V), current = given.query.shape, given.current
+    call = merge_call(current, epsilon, interpret)
+    inputs = merge_inputs(call, _tile_of(call), given)
     tile, of_site = inputs["current"][1], inputs["mixed"][1]
     inputs |= {
-        "query_columns": constant(query_columns(call, columns(query[None]))),
-        "d_h": (tokens_last(d_h), tile),
-        "d_mixed_in": whole_tiles(call, tokens_last(d_mixed)),
-        "d_current_in": (tokens_last(d_current.astype(current.dtype)), tile),
+        "query_columns": constant(query_columns(call, columns(given.query[None]))),
+        "d_h": (tokens_last(cotangents.z), tile),
+        "d_mixed_in": whole_tiles(call, tokens_last(cotangents.mixed)),
+        "d_current_in": (tokens_last(cotangents.current.astype(current.dtype)), tile),
     }
     out = tpu_call(
         functools.partial(kernels.merge_backward, call=call),
@@ -341,7 +322,7 @@ def merge_backward(
         flops=20 * current.size,
         moved=6 * nbytes(current),
         aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
-        prefetch={"site": site.reshape(1)},
+        prefetch={"site": given.site.reshape(1)},
         interpret=interpret,
     )
     return MergeGradients(
@@ -353,28 +334,34 @@ def merge_backward(
     )
 
 
-def _merge_call(current, epsilon, interpret) -> Call:
+def merge_call(current: Float[Array, "B T K V"], epsilon: int | float, interpret: bool) -> Call:
     B, T, K, V = current.shape
     return Call(0, 1, B, T, K * V, current.dtype.name, epsilon, interpret)
 
 
-def _merge_inputs(call: Call, query, mixed, log_sums, current, active):
-    D = call.size
-
-    def token(c, j, *_):
+def _tile_of(call: Call):
+    def index(c, j, *_):
         b, t = call.tile(c, j)
         return b, 0, t
 
-    def of_site(c, j, site):
-        b, t = call.tile(c, j)
-        return site[0], b, 0, t
+    return index
 
+
+def merge_inputs(call: Call, index: Callable[..., Any], given: Merge) -> dict[str, Any]:
+    """`index`: of a grid step's tile of [B, rows, T]; the site is prefetched."""
+    D, lanes = call.size, call.lanes
+
+    def of_site(*ids):
+        b, _, t = index(*ids)
+        return ids[-1][0], b, 0, t
+
+    active = given.active.reshape(1).astype(jnp.int32)
     return {
-        "active": (active.reshape(1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "queries": constant(query_rows(call, columns(query[None]))),
-        "log_sums": (log_sums[:, None], pl.BlockSpec((1, 1, LANES), token)),
-        "mixed": (tokens_last(mixed), pl.BlockSpec((None, 1, D, LANES), of_site)),
-        "current": (tokens_last(current), pl.BlockSpec((1, D, LANES), token)),
+        "active": (active, pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "queries": constant(query_rows(call, columns(given.query[None]))),
+        "log_sums": (given.log_sums[:, None], pl.BlockSpec((1, 1, lanes), index)),
+        "mixed": (tokens_last(given.mixed), pl.BlockSpec((None, 1, D, lanes), of_site)),
+        "current": (tokens_last(given.current), pl.BlockSpec((1, D, lanes), index)),
     }
 
 

@@ -19,12 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels.call import nbytes, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
-from pallas_kernels.depth_attention.interface import MergeReadGradients
+from pallas_kernels.depth_attention.interface import (
+    MergeCotangents,
+    MergeRead,
+    MergeReadGradients,
+)
 from pallas_kernels.depth_attention.mosaic_tpu_matrices import constant, tokens_first, tokens_last
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
@@ -45,24 +49,15 @@ __all__ = ["merge_read", "merge_read_backward", "unsupported"]
 _BUDGET = 46 * 2**20
 
 
-def unsupported(op: str, *args: Any) -> str | None:
+def unsupported(op: str, given: MergeRead, *others: Any) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
-    query, mixed, log_sums, site, current, active, gain, read_keys, *others = args
-    of_merge = (query, mixed, log_sums, site, current, active, None)
-    return matrices.unsupported("merge", *of_merge) or key_vector.unsupported(
-        "norm_retrieve", current, gain, read_keys, *jax.tree.leaves(others)
+    return matrices.unsupported("merge", given.merge) or key_vector.unsupported(
+        "norm_retrieve", given.merge.current, *given[1:], *jax.tree.leaves(others)
     )
 
 
 def merge_read(
-    query: Float[Array, "K V"],
-    mixed: Float[Array, "S B T K V"],
-    log_sums: Float[Array, "B T"],
-    site: Int[Array, ""],
-    current: Float[Array, "B T K V"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
+    given: MergeRead,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -71,8 +66,9 @@ def merge_read(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T P V"], Statistics]:
     """See `interface`. `2 T P K V` FLOPs and `E T V (2 K + P)` bytes."""
-    of_merge = (query, mixed, log_sums, site, current, active)
-    call = _call(current, epsilon, interpret)
+    of_merge, norm_gain, read_keys = given
+    current = of_merge.current
+    call = matrices.merge_call(current, epsilon, interpret)
     read = _read("forward", call, current, read_keys, dtype, norm, norm_epsilon)
     if read is None:
         h = _merged(of_merge, epsilon, interpret)
@@ -81,7 +77,7 @@ def merge_read(
     call = dataclasses.replace(call, lanes=read.blocks.tokens)
     s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
     index = lambda b, t, *_: (b, 0, t)
-    inputs = _merge_inputs(call, index, *of_merge)
+    inputs = matrices.merge_inputs(call, index, of_merge)
     inputs |= read_operands(read, norm_gain, read_keys, lambda *_: 0)
     outputs = {
         "retrieved": (
@@ -104,7 +100,7 @@ def merge_read(
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * B * T * call.size * s.P,
         moved=2 * nbytes(current) + nbytes(outputs["retrieved"][0]),
-        prefetch={"site": site.reshape(1)},
+        prefetch={"site": of_merge.site.reshape(1)},
         interpret=interpret,
     )
     retrieved = jnp.transpose(out["retrieved"], (0, 3, 2, 1)).astype(dtype)
@@ -112,18 +108,9 @@ def merge_read(
 
 
 def merge_read_backward(
-    query: Float[Array, "K V"],
-    mixed: Float[Array, "S B T K V"],
-    log_sums: Float[Array, "B T"],
-    site: Int[Array, ""],
-    current: Float[Array, "B T K V"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
+    given: MergeRead,
     statistics: Statistics,
-    d_retrieved: Float[Array, "B T P V"],
-    d_mixed: Float[Array, "S B T K V"],
-    d_current: Float[Array, "B T K V"],
+    cotangents: MergeCotangents,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -131,18 +118,19 @@ def merge_read_backward(
 ) -> MergeReadGradients:
     """See `interface`. `4 T P K V` FLOPs and `E T V (5 K + P)` bytes.
 
-    `d_mixed` and `d_current` are overwritten; a caller that still needs them pays for a copy.
+    The last two cotangents are overwritten; a caller that still needs them pays for a copy.
     """
-    of_merge = (query, mixed, log_sums, site, current, active)
-    call = _call(current, epsilon, interpret)
+    of_merge, norm_gain, read_keys = given
+    current, d_retrieved = of_merge.current, cotangents.z
+    call = matrices.merge_call(current, epsilon, interpret)
     dtype = d_retrieved.dtype
     read = _read("backward", call, current, read_keys, dtype, norm, 0.0)
     if read is None:
         h = _merged(of_merge, epsilon, interpret)
-        given = (h, statistics, norm_gain, read_keys, d_retrieved)
-        d_h, d_gain, d_keys = key_vector.read_backward(*given, norm=norm, interpret=interpret)
+        of_read = (h, statistics, norm_gain, read_keys, d_retrieved)
+        d_h, d_gain, d_keys = key_vector.read_backward(*of_read, norm=norm, interpret=interpret)
         options = {"norm": None, "norm_epsilon": 0.0, "epsilon": epsilon, "interpret": interpret}
-        g = matrices.merge_backward(*of_merge, None, d_h, d_mixed, d_current, **options)
+        g = matrices.merge_backward(of_merge, cotangents._replace(z=d_h), **options)
         return MergeReadGradients(*g[:4], d_gain, d_keys)
     call = dataclasses.replace(call, lanes=read.blocks.tokens)
     s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
@@ -156,13 +144,13 @@ def merge_read_backward(
         b, t = walk.tile(c, i, j)
         return b, 0, 0, t
 
-    inputs = _merge_inputs(call, index, *of_merge)
+    inputs = matrices.merge_inputs(call, index, of_merge)
     tile, of_site = inputs["current"][1], inputs["mixed"][1]
-    columns = matrices.query_columns(call, matrices.columns(query[None]))
+    columns = matrices.query_columns(call, matrices.columns(of_merge.query[None]))
     inputs |= {
         "query_columns": constant(columns),
-        "d_mixed_in": matrices.whole_tiles(call, tokens_last(d_mixed)),
-        "d_current_in": (tokens_last(d_current.astype(current.dtype)), tile),
+        "d_mixed_in": matrices.whole_tiles(call, tokens_last(cotangents.mixed)),
+        "d_current_in": (tokens_last(cotangents.current.astype(current.dtype)), tile),
         "read_keys": read_columns(read, norm_gain, read_keys, lambda *_: 0),
         "statistics": (jnp.stack(statistics, axis=1), pl.BlockSpec((1, 2, lanes), index)),
         "d_retrieved": (
@@ -193,7 +181,7 @@ def merge_read_backward(
         flops=4 * B * T * call.size * s.P,
         moved=5 * nbytes(current) + nbytes(d_retrieved),
         aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
-        prefetch={"site": site.reshape(1)},
+        prefetch={"site": of_merge.site.reshape(1)},
         interpret=interpret,
     )
     d_gain, d_keys = read_gradients(read, out["d_read_keys"], norm_gain, read_keys)
@@ -258,11 +246,6 @@ def _mix(call: Call, read: read_kernels.Call, inputs, h):
 # How the work is cut ---------------------------------------------------------------------------
 
 
-def _call(current, epsilon, interpret) -> Call:
-    B, T, K, V = current.shape
-    return Call(0, 1, B, T, K * V, current.dtype.name, epsilon, interpret)
-
-
 def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> read_kernels.Call | None:
     """The read of a tile as large as VMEM has room for; None if there is none."""
     K, V = current.shape[2:]
@@ -291,20 +274,3 @@ def _vmem_bytes(op: str, s: Sizes, blocks: BlockSizes) -> int:
     if op == "forward":
         return 5 * row + 2 * vectors
     return 12 * row + 3 * vectors + (4 * size if blocks.keep else 0)
-
-
-def _merge_inputs(call: Call, index, query, mixed, log_sums, site, current, active):
-    """`index`: a tile's block of [B, rows, T]."""
-    D, lanes = call.size, call.lanes
-
-    def of_site(*ids):
-        b, _, t = index(*ids)
-        return ids[-1][0], b, 0, t
-
-    return {
-        "active": (active.reshape(1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "queries": constant(matrices.query_rows(call, matrices.columns(query[None]))),
-        "log_sums": (log_sums[:, None], pl.BlockSpec((1, 1, lanes), index)),
-        "mixed": (tokens_last(mixed), pl.BlockSpec((None, 1, D, lanes), of_site)),
-        "current": (tokens_last(current), pl.BlockSpec((1, D, lanes), index)),
-    }

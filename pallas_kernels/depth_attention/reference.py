@@ -6,9 +6,9 @@ that JAX derives. Kimi Team (2026), "Attention Residuals", equations 2 to 6 and 
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.depth_attention.interface import Norm, wide
+from pallas_kernels.depth_attention.interface import Merge, Norm, Partial, wide
 
 
 def _logits(queries, sources, epsilon):
@@ -17,15 +17,9 @@ def _logits(queries, sources, epsilon):
     return jnp.einsum("sd,ntd->snt", queries, sources, precision="highest") * rstd
 
 
-def partial(
-    queries: Float[Array, "S D"],
-    sources: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    prior: tuple[Float[Array, "S T D"], Float[Array, "S T"]] | None,
-    *,
-    epsilon: float,
-) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
+def partial(given: Partial, *, epsilon: float) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """All S sites over the active sources, and over what `prior` stands for."""
+    queries, sources, count, prior = given
     dtype = sources.dtype
     active = jnp.arange(sources.shape[0]) < count
     values = jnp.where(active[:, None, None], wide(sources), 0)
@@ -43,19 +37,14 @@ def partial(
 
 
 def merge(
-    query: Float[Array, " D"],
-    mixed: Float[Array, "S T D"],
-    log_sums: Float[Array, " T"],
-    site: Int[Array, ""],
-    current: Float[Array, "T D"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, " D"] | None,
+    given: Merge,
     *,
     norm: Norm | None,
     epsilon: float,
     norm_epsilon: float,
 ) -> Float[Array, "T D"]:
     """The running partial sum beside what the sealed sources gave, normed."""
+    query, mixed, log_sums, site, current, active, norm_gain = given
     dtype = current.dtype
     mixed, current = wide(mixed[site]), wide(current)
     logits = _logits(wide(query)[None], current[None], epsilon)[0, 0]

@@ -26,13 +26,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
     MergeGradients,
     Norm,
+    Partial,
+    Scored,
     UnsupportedImplementation,
 )
 from pallas_kernels.depth_attention.triton_gpu_kernels import (
@@ -85,19 +89,17 @@ class Blocks(NamedTuple):
     ahead: int = 1
 
 
-def unsupported(op: str, *args) -> str | None:
-    """Why these kernels cannot serve the op named, called with `args`; None if they can."""
+def unsupported(op: str, given: Partial | Merge, *others) -> str | None:
+    """Why these kernels cannot serve the op named, called with these; None if they can."""
     if why := no_triton():
         return why
-    if op in ("merge", "merge_backward") and args[6] is None:
+    if isinstance(given, Merge) and given.norm_gain is None:
         return "a sum that is not normed"
-    held = {
-        "partial": (1,),
-        "partial_backward": (1, 5, 6),
-        "merge": (1, 4),
-        "merge_backward": (1, 4, 7, 8, 9),
-    }[op]
-    for array in (args[i] for i in held if args[i] is not None):
+    if isinstance(given, Merge):
+        held = [given.mixed, given.current, *jax.tree.leaves(others)]
+    else:
+        held = [given.sources, *(x for s in others for x in (s.d_mixed, s.accumulate))]
+    for array in (x for x in held if x is not None):
         if array.dtype not in _DTYPES:
             return f"an array is {array.dtype}, not bfloat16 or float32"
         if 0 in array.shape:
@@ -107,15 +109,15 @@ def unsupported(op: str, *args) -> str | None:
     return None
 
 
-def wins(op: str, *args) -> bool:
-    """Whether a table says that the kernel of the op named is the fastest, called with `args`."""
-    if unsupported(op, *args) is not None:
+def wins(op: str, given: Partial | Merge, *others) -> bool:
+    """Whether a table says that the kernel of the op named is the fastest, called with these."""
+    if unsupported(op, given, *others) is not None:
         return False
-    if op in ("merge", "merge_backward"):
-        (N, S), (T, D), dtype = (1, 1), args[4].shape, args[4].dtype
+    if isinstance(given, Merge):
+        (N, S), (T, D), dtype = (1, 1), given.current.shape, given.current.dtype
     else:
-        (N, T, D), dtype = args[1].shape, args[1].dtype
-        S = min(args[0].shape[0], MOST_SITES)
+        (N, T, D), dtype = given.sources.shape, given.sources.dtype
+        S = min(given.queries.shape[0], MOST_SITES)
     name = {
         "partial_backward": "backward" if fits(S, D) else "gradients",
     }.get(op, op)
@@ -155,10 +157,7 @@ def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeL
 
 
 def partial(
-    queries: Float[Array, "S D"],
-    sources: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    prior: tuple[Float[Array, "S T D"], Float[Array, "S T"]] | None,
+    given: Partial,
     *,
     epsilon: int | float,
     block_sizes: Blocks | None = None,
@@ -171,7 +170,8 @@ def partial(
     Raises:
       UnsupportedImplementation: for what `unsupported` names.
     """
-    _refuse("partial", queries, sources, count, prior)
+    _refuse("partial", given)
+    queries, sources, count, prior = given
     call = _call_of(queries, sources, epsilon)
     name = "depth_attention_partial"
     blocks = block_sizes or _blocks_of(call, name, sources)
@@ -203,13 +203,8 @@ def partial(
 
 
 def partial_backward(
-    queries: Float[Array, "S D"],
-    sources: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    log_sums: Float[Array, "S T"],
-    delta: Float[Array, "S T"] | None,
-    d_mixed: Float[Array, "S T D"],
-    accumulate: Float[Array, "N T D"] | None,
+    given: Partial,
+    scored: Scored,
     *,
     epsilon: int | float,
     block_sizes: Blocks | None = None,
@@ -226,19 +221,17 @@ def partial_backward(
     Raises:
       UnsupportedImplementation: for what `unsupported` names.
     """
-    _refuse("partial_backward", queries, sources, count, log_sums, delta, d_mixed, accumulate)
+    _refuse("partial_backward", given, scored)
+    queries, sources, count, _ = given
+    log_sums, delta, d_mixed, accumulate = scored
     if queries.shape[0] > MOST_SITES:
         parts = []
         for first in range(0, queries.shape[0], MOST_SITES):
             part = slice(first, first + MOST_SITES)
+            of_delta = None if delta is None else delta[part]
             d_queries, accumulate = partial_backward(
-                queries[part],
-                sources,
-                count,
-                log_sums[part],
-                None if delta is None else delta[part],
-                d_mixed[part],
-                accumulate,
+                Partial(queries[part], sources, count),
+                Scored(log_sums[part], of_delta, d_mixed[part], accumulate),
                 epsilon=epsilon,
                 block_sizes=block_sizes,
                 interpret=interpret,
@@ -303,13 +296,7 @@ def partial_backward(
 
 
 def merge(
-    query: Float[Array, " D"],
-    mixed: Float[Array, "S T D"],
-    log_sums: Float[Array, " T"],
-    site: Int[Array, ""],
-    current: Float[Array, "T D"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, " D"],
+    given: Merge,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -324,14 +311,15 @@ def merge(
     Raises:
       UnsupportedImplementation: for what `unsupported` names.
     """
-    _refuse("merge", query, mixed, log_sums, site, current, active, norm_gain)
+    _refuse("merge", given)
+    current = given.current
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
     name = "depth_attention_merge"
     blocks = block_sizes or _blocks_of(call, name, current)
     out = gpu_call(
         functools.partial(merge_kernel, call, blocks),
         name,
-        _merge_inputs(query, mixed, log_sums, site, current, active, norm_gain),
+        _merge_inputs(given),
         {"z": jax.ShapeDtypeStruct(current.shape, current.dtype)},
         grid=(pl.cdiv(call.T, blocks.tokens),),
         warps=blocks.warps,
@@ -344,16 +332,8 @@ def merge(
 
 
 def merge_backward(
-    query: Float[Array, " D"],
-    mixed: Float[Array, "S T D"],
-    log_sums: Float[Array, " T"],
-    site: Int[Array, ""],
-    current: Float[Array, "T D"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, " D"],
-    d_z: Float[Array, "T D"],
-    d_mixed: Float[Array, "S T D"],
-    d_current: Float[Array, "T D"],
+    given: Merge,
+    cotangents: MergeCotangents,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -370,18 +350,19 @@ def merge_backward(
     Raises:
       UnsupportedImplementation: for what `unsupported` names.
     """
-    given = (query, mixed, log_sums, site, current, active, norm_gain)
-    _refuse("merge_backward", *given, d_z, d_mixed, d_current)
+    _refuse("merge_backward", given, cotangents)
+    d_z, d_mixed, d_current = cotangents
+    current = given.current
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
     name = "depth_attention_merge_backward"
     blocks = block_sizes or _blocks_of(call, name, current)
     groups = pl.cdiv(call.T, blocks.tokens)
-    inputs = _merge_inputs(*given) | {"d_z": d_z, "d_mixed": d_mixed, "d_current": d_current}
+    inputs = _merge_inputs(given) | {"d_z": d_z, "d_mixed": d_mixed, "d_current": d_current}
     outputs = {
         "d_query": jax.ShapeDtypeStruct((groups, call.D), jnp.float32),
         "d_norm_gain": jax.ShapeDtypeStruct((groups, call.D), jnp.float32),
         "new_d_mixed": jax.ShapeDtypeStruct(d_mixed.shape, d_mixed.dtype),
-        "d_log_sums": jax.ShapeDtypeStruct(log_sums.shape, jnp.float32),
+        "d_log_sums": jax.ShapeDtypeStruct((call.T,), jnp.float32),
         "new_d_current": jax.ShapeDtypeStruct(d_current.shape, d_current.dtype),
     }
     out = gpu_call(
@@ -463,15 +444,13 @@ def _scalar(value: Array) -> Array:
     return value.astype(jnp.int32).reshape(1)
 
 
-def _merge_inputs(query, mixed, log_sums, site, current, active, norm_gain):
-    return {
-        "query": query.astype(jnp.float32),
-        "mixed": mixed,
-        "log_sums": log_sums.astype(jnp.float32),
-        "site": _scalar(site),
-        "current": current,
-        "active": _scalar(active),
-        "norm_gain": norm_gain.astype(jnp.float32),
+def _merge_inputs(given: Merge):
+    return given._asdict() | {
+        "query": given.query.astype(jnp.float32),
+        "log_sums": given.log_sums.astype(jnp.float32),
+        "site": _scalar(given.site),
+        "active": _scalar(given.active),
+        "norm_gain": given.norm_gain.astype(jnp.float32),
     }
 
 

@@ -13,9 +13,17 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.depth_attention.interface import MergeGradients, Norm, wide
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    MergeGradients,
+    Norm,
+    Partial,
+    Scored,
+    wide,
+)
 from pallas_kernels.depth_attention.reference import normalize
 
 
@@ -58,15 +66,13 @@ def _active_values(sources, count):
 
 
 def partial(
-    queries: Float[Array, "S D"],
-    sources: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    prior: tuple[Float[Array, "S T D"], Float[Array, "S T"]] | None,
+    given: Partial,
     *,
     epsilon: int | float,
     key_axis: str | None = None,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """See `interface`. `2 S N T D` multiplications and additions each for scores and mixing."""
+    queries, sources, count, prior = given
     products, squares = _over_devices(key_axis, *_products(queries, sources))
     D = _whole(sources.shape[-1], key_axis)
     logits, _ = _scores(products, squares, D, count, epsilon)
@@ -88,18 +94,15 @@ def prior_weights(prior_log_sums: Array, log_sums: Array) -> Array:
 
 
 def partial_backward(
-    queries: Float[Array, "S D"],
-    sources: Float[Array, "N T D"],
-    count: Int[Array, ""],
-    log_sums: Float[Array, "S T"],
-    delta: Float[Array, "S T"] | None,
-    d_mixed: Float[Array, "S T D"],
-    accumulate: Float[Array, "N T D"] | None,
+    given: Partial,
+    scored: Scored,
     *,
     epsilon: int | float,
     key_axis: str | None = None,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
     """See `interface`. With a `key_axis`, `delta` is the device's own part of a sum."""
+    queries, sources, count, _ = given
+    log_sums, delta, d_mixed, accumulate = scored
     values, d_mixed = _active_values(sources, count), wide(d_mixed)
     parts = (*_products(queries, sources), jnp.sum(d_mixed[:, None] * values, axis=-1))
     parts += () if delta is None else (delta,)
@@ -135,49 +138,37 @@ def _merged(query, mixed, log_sums, current, active, epsilon):
 
 
 def merge(
-    query: Float[Array, " D"],
-    mixed: Float[Array, "S T D"],
-    log_sums: Float[Array, " T"],
-    site: Int[Array, ""],
-    current: Float[Array, "T D"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, " D"] | None,
+    given: Merge,
     *,
     norm: Norm | None,
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> Float[Array, "T D"]:
     """See `interface`. `mixed` and `current` in, z out: 3 T D elements."""
+    query, mixed, log_sums, site, current, active, norm_gain = given
     h = _merged(query, mixed[site], log_sums, current, active, epsilon)
     return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon).astype(current.dtype)
 
 
 def merge_backward(
-    query: Float[Array, " D"],
-    mixed: Float[Array, "S T D"],
-    log_sums: Float[Array, " T"],
-    site: Int[Array, ""],
-    current: Float[Array, "T D"],
-    active: Bool[Array, ""],
-    norm_gain: Float[Array, " D"] | None,
-    d_z: Float[Array, "T D"],
-    d_mixed: Float[Array, "S T D"],
-    d_current: Float[Array, "T D"],
+    given: Merge,
+    cotangents: MergeCotangents,
     *,
     norm: Norm | None,
     epsilon: int | float,
     norm_epsilon: int | float,
 ) -> MergeGradients:
     """See `interface`."""
+    query, mixed, log_sums, site, current, active, norm_gain = given
 
     def forward(query, mixed, log_sums, current, norm_gain):
         h = _merged(query, mixed, log_sums, current, active, epsilon)
         return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon)
 
     inputs = (query, wide(mixed[site]), log_sums, wide(current), norm_gain)
-    g = MergeGradients(*jax.vjp(forward, *inputs)[1](wide(d_z)))
+    g = MergeGradients(*jax.vjp(forward, *inputs)[1](wide(cotangents.z)))
     row = g.mixed.astype(mixed.dtype)
     return g._replace(
-        mixed=jax.lax.dynamic_update_index_in_dim(d_mixed, row, site, 0),
-        current=(g.current + wide(d_current)).astype(current.dtype),
+        mixed=jax.lax.dynamic_update_index_in_dim(cotangents.mixed, row, site, 0),
+        current=(g.current + wide(cotangents.current)).astype(current.dtype),
     )

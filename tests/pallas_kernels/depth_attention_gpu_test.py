@@ -10,7 +10,13 @@ import pytest
 
 from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.depth_attention import triton_gpu
-from pallas_kernels.depth_attention.interface import UnsupportedImplementation
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    Partial,
+    Scored,
+    UnsupportedImplementation,
+)
 from pallas_kernels.depth_attention.triton_gpu import Blocks
 from tests import cuda
 from tests.closeness import assert_close, float64
@@ -56,12 +62,13 @@ def arguments(shape, dtype, seed=0):
 
 @functools.partial(jax.jit, static_argnames="blocks")
 def partial(*args, blocks=None):
-    return triton_gpu.partial(*args, epsilon=EPSILON, block_sizes=blocks, interpret=True)
+    return triton_gpu.partial(Partial(*args), epsilon=EPSILON, block_sizes=blocks, interpret=True)
 
 
 @functools.partial(jax.jit, static_argnames="blocks")
 def partial_backward(*args, blocks=None):
-    return triton_gpu.partial_backward(*args, epsilon=EPSILON, block_sizes=blocks, interpret=True)
+    options = {"epsilon": EPSILON, "block_sizes": blocks, "interpret": True}
+    return triton_gpu.partial_backward(Partial(*args[:3]), Scored(*args[3:]), **options)
 
 
 def expected_of(queries, sources, count, prior, cotangents):
@@ -247,8 +254,9 @@ def merge(args, active, gain, cotangents, *, norm, blocks=None):
     """z, and all gradients."""
     options = {"norm": norm, "epsilon": EPSILON, "norm_epsilon": 1e-5}
     options |= {"interpret": True, "block_sizes": blocks}
-    z = triton_gpu.merge(*args, active, gain, **options)
-    return z, triton_gpu.merge_backward(*args, active, gain, *cotangents, **options)
+    given = Merge(*args, active, gain)
+    z = triton_gpu.merge(given, **options)
+    return z, triton_gpu.merge_backward(given, MergeCotangents(*cotangents), **options)
 
 
 @SHARED
@@ -312,20 +320,23 @@ def test_merge_with_nothing_or_almost_nothing_on_one_side():
 
 def test_what_is_unsupported_is_said():
     queries, sources, count, prior, (d_mixed, d_log) = arguments(SHAPES[0], "float32")
-    why = functools.partial(triton_gpu.unsupported, "partial", queries)
+    why = lambda *others: triton_gpu.unsupported("partial", Partial(queries, *others))
     assert why(sources, count, prior) is None
     assert "float16" in why(sources.astype("float16"), count, None)
     assert "empty" in why(sources[:, :0], count, None)
     assert "16385" in why(jax.ShapeDtypeStruct((1, 1, 16385), jnp.float32), count, None)
-    backward = (queries, sources, count, d_log, None, d_mixed)
-    assert triton_gpu.unsupported("partial_backward", *backward, None) is None
+    given, scored = Partial(queries, sources, count), Scored(d_log, None, d_mixed, None)
+    assert triton_gpu.unsupported("partial_backward", given, scored) is None
     half = sources.astype("float16")
-    assert "float16" in triton_gpu.unsupported("partial_backward", *backward, half)
+    added = scored._replace(accumulate=half)
+    assert "float16" in triton_gpu.unsupported("partial_backward", given, added)
     x, gain = sources[0], queries[0]
-    merge = (gain, d_mixed, d_log[0], np.int32(0), x, np.bool(True), gain)
-    assert triton_gpu.unsupported("merge", *merge) is None
-    assert triton_gpu.unsupported("merge_backward", *merge, x, d_mixed, x) is None
-    assert "float16" in triton_gpu.unsupported("merge_backward", *merge, half[0], d_mixed, x)
+    merge = Merge(gain, d_mixed, d_log[0], np.int32(0), x, np.bool(True), gain)
+    assert triton_gpu.unsupported("merge", merge) is None
+    cotangents = MergeCotangents(x, d_mixed, x)
+    assert triton_gpu.unsupported("merge_backward", merge, cotangents) is None
+    why = triton_gpu.unsupported("merge_backward", merge, cotangents._replace(z=half[0]))
+    assert "float16" in why
     with pytest.raises(UnsupportedImplementation, match="float16"):
         partial(queries, half, count, None)
 
@@ -347,14 +358,16 @@ def calls(N, S, D, dtype, T=8192):
         float32(S, T),
     )
     count = shape(dtype="int32")
-    fixed = functools.partial(functools.partial, epsilon=EPSILON)
-    backward = fixed(triton_gpu.partial_backward)
+    whole = lambda *a: triton_gpu.partial(Partial(*a), epsilon=EPSILON)
+    backward = lambda *a: triton_gpu.partial_backward(
+        Partial(*a[:3]), Scored(*a[3:]), epsilon=EPSILON
+    )
     split = not triton_gpu.fits(S, D)
     names = ["scores", "gradients"] if split else ["backward"]
     args = (queries, sources, count, log_sums)
-    yield lambda *a: fixed(triton_gpu.partial)(*a, None), (queries, sources, count), ["partial"]
+    yield whole, (queries, sources, count), ["partial"]
     prior = (d_mixed, log_sums)
-    with_prior = lambda q, v, c, *prior: fixed(triton_gpu.partial)(q, v, c, prior)
+    with_prior = lambda q, v, c, *prior: whole(q, v, c, prior)
     yield with_prior, (queries, sources, count, *prior), ["partial"]
     yield lambda *a: backward(*a[:4], None, a[4], None), (*args, d_mixed), names
     yield backward, (*args, log_sums, d_mixed, sources), names
@@ -364,8 +377,10 @@ def calls(N, S, D, dtype, T=8192):
     x, gain = shape(T, D), float32(D)
     mixed = shape(8, T, D)
     merge = (gain, mixed, float32(T), shape(dtype="int32"), x, shape(dtype="bool"), gain)
-    yield functools.partial(triton_gpu.merge, **options), merge, ["merge"]
-    merge_backward = functools.partial(triton_gpu.merge_backward, **options)
+    yield lambda *a: triton_gpu.merge(Merge(*a), **options), merge, ["merge"]
+    merge_backward = lambda *a: triton_gpu.merge_backward(
+        Merge(*a[:7]), MergeCotangents(*a[7:]), **options
+    )
     yield merge_backward, (*merge, x, mixed, x), ["merge_backward"]
 
 

@@ -18,6 +18,13 @@ from jax.sharding import SingleDeviceSharding
 
 import pallas_kernels
 from pallas_kernels.depth_attention import mosaic_tpu_matrices, mosaic_tpu_merge_read
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    MergeRead,
+    Partial,
+    Scored,
+)
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
 
@@ -25,8 +32,16 @@ EPSILON = 1e-6
 FLOAT32 = 5e-6
 NO_NORM = {"norm": None, "norm_epsilon": 1e-6}
 options = {"epsilon": EPSILON, "interpret": True}
-partial = jax.jit(functools.partial(mosaic_tpu_matrices.partial, **options))
-partial_backward = jax.jit(functools.partial(mosaic_tpu_matrices.partial_backward, **options))
+
+
+@jax.jit
+def partial(*args):
+    return mosaic_tpu_matrices.partial(Partial(*args), **options)
+
+
+@jax.jit
+def partial_backward(*args):
+    return mosaic_tpu_matrices.partial_backward(Partial(*args[:3]), Scored(*args[3:]), **options)
 
 
 class Case(NamedTuple):
@@ -144,9 +159,9 @@ def test_merge_and_its_gradients(dtype):
 
     @jax.jit
     def run(query, mixed, log_sums, site, current, active, *cotangents):
-        args = (query, mixed, log_sums, site, current, active, None)
-        z = mosaic_tpu_matrices.merge(*args, **options, **NO_NORM)
-        return z, mosaic_tpu_matrices.merge_backward(*args, *cotangents, **options, **NO_NORM)
+        given = Merge(query, mixed, log_sums, site, current, active), MergeCotangents(*cotangents)
+        z = mosaic_tpu_matrices.merge(given[0], **options, **NO_NORM)
+        return z, mosaic_tpu_matrices.merge_backward(*given, **options, **NO_NORM)
 
     for active in (True, False):
         args = (query, mixed, log_sums, np.int32(1), current, np.bool(active))
@@ -190,11 +205,12 @@ def test_merge_and_read_and_their_gradients(T, K, norm, dtype):
 
     @jax.jit
     def run(query, mixed, log_sums, site, current, active, gain, read_keys, *cotangents):
-        args = (query, mixed, log_sums, site, current, active, gain, read_keys)
+        of_merge = Merge(query, mixed, log_sums, site, current, active)
+        given = MergeRead(of_merge, gain, read_keys)
         more = {"norm_epsilon": EPSILON, "dtype": dtype, "interpret": True}
-        z, statistics = mosaic_tpu_merge_read.merge_read(*args, **norms, **more)
+        z, statistics = mosaic_tpu_merge_read.merge_read(given, **norms, **more)
         backward = functools.partial(mosaic_tpu_merge_read.merge_read_backward, interpret=True)
-        return z, backward(*args, statistics, *cotangents, **norms)
+        return z, backward(given, statistics, MergeCotangents(*cotangents), **norms)
 
     args = (query, mixed, log_sums, site, current, np.bool(True), gain, read_keys)
     z, got = run(*args, d_z, d_mixed, d_current)
@@ -258,15 +274,15 @@ def test_ops_take_matrices_as_they_take_vectors():
 def test_what_is_not_served():
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     query, count = array("float32", 1, 16, 8), array("int32")
-    ask = lambda sources: mosaic_tpu_matrices.unsupported("partial", query, sources, count, None)
+    ask = lambda x: mosaic_tpu_matrices.unsupported("partial", Partial(query, x, count))
     assert ask(array("bfloat16", 9, 1, 128, 16, 8)) is None
     assert "neither bfloat16 nor float32" in ask(array("float16", 9, 1, 128, 16, 8))
     assert "a sequence of 64 tokens" in ask(array("bfloat16", 9, 1, 64, 16, 8))
     assert "a multiple of 128" in ask(array("bfloat16", 9, 1, 128, 10, 8))
     assert "do not fit VMEM" in ask(array("bfloat16", 9, 1, 128, 1024, 128))
     current = array("bfloat16", 1, 128, 16, 8)
-    merge = (query, array("bfloat16", 1, *current.shape), count, count, current, count, query)
-    assert "a norm of matrices" in mosaic_tpu_matrices.unsupported("merge", *merge)
+    merge = Merge(query, array("bfloat16", 1, *current.shape), count, count, current, count, query)
+    assert "a norm of matrices" in mosaic_tpu_matrices.unsupported("merge", merge)
 
 
 # Compilation for TPUs that are not there -------------------------------------------------------

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels.depth_attention import UnsupportedImplementation, xla
+from pallas_kernels.depth_attention.interface import Partial
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
 
@@ -149,11 +150,8 @@ def test_explicit_backward_is_what_jax_gives_on_each_device(has_prior):
                 flat = lambda x: x.reshape(x.shape[0], -1, x.shape[-1])
                 if prior is not None:
                     prior = flat(prior[0]), prior[1].reshape(2, -1)
-                out = xla.partial(
-                    *(queries * gains, flat(sources), jnp.int32(COUNT), prior),
-                    epsilon=EPSILON,
-                    key_axis="key",
-                )
+                given = Partial(queries * gains, flat(sources), jnp.int32(COUNT), prior)
+                out = xla.partial(given, epsilon=EPSILON, key_axis="key")
                 return out[0].reshape(d_mixed.shape), out[1].reshape(log_prior.shape)
 
             # No rows of NaN: JAX's derivative of the mean squares would see them.

@@ -7,6 +7,7 @@ products' error only.
 """
 
 import dataclasses
+import functools
 import re
 from typing import NamedTuple
 
@@ -19,7 +20,13 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.depth_attention import mosaic_tpu
-from pallas_kernels.depth_attention.interface import UnsupportedImplementation
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    Partial,
+    Scored,
+    UnsupportedImplementation,
+)
 from pallas_kernels.depth_attention.mosaic_tpu import BlockSizes
 from tests.closeness import float64
 from tests.pallas_kernels import plain
@@ -28,9 +35,17 @@ EPSILON, NORM_EPSILON = 1e-6, 1e-5
 FLOAT32 = 5e-6
 
 _OPTIONS = ("block_sizes", "epsilon", "interpret")
+
+
 # Compiled as one: op by op takes longer.
-partial = jax.jit(mosaic_tpu.partial, static_argnames=_OPTIONS)
-partial_backward = jax.jit(mosaic_tpu.partial_backward, static_argnames=_OPTIONS)
+@functools.partial(jax.jit, static_argnames=_OPTIONS)
+def partial(*args, **options):
+    return mosaic_tpu.partial(Partial(*args), **options)
+
+
+@functools.partial(jax.jit, static_argnames=_OPTIONS)
+def partial_backward(*args, **options):
+    return mosaic_tpu.partial_backward(Partial(*args[:3]), Scored(*args[3:]), **options)
 
 
 class Case(NamedTuple):
@@ -227,9 +242,9 @@ def test_merge_and_its_gradients(T, D, dtype, norm):
 
     @jax.jit
     def run(query, mixed, log_sums, site, current, active, gain, *cotangents):
-        args = (query, mixed, log_sums, site, current, active, gain)
-        z = mosaic_tpu.merge(*args, **kernel)
-        return z, mosaic_tpu.merge_backward(*args, *cotangents, **kernel)
+        given = Merge(query, mixed, log_sums, site, current, active, gain)
+        z = mosaic_tpu.merge(given, **kernel)
+        return z, mosaic_tpu.merge_backward(given, MergeCotangents(*cotangents), **kernel)
 
     for active in (True, False):
         args = (query, mixed, log_sums, np.int32(1), current, np.bool(active), gain)
@@ -261,7 +276,8 @@ def test_backward_twice_is_the_same_bits():
 
 
 def mix(queries, sources, count):
-    return mosaic_tpu.partial(queries, sources, count, None, epsilon=EPSILON, interpret=True)[0]
+    given = Partial(queries, sources, count)
+    return mosaic_tpu.partial(given, epsilon=EPSILON, interpret=True)[0]
 
 
 def plain_mix(queries, sources):
@@ -291,7 +307,7 @@ def test_shard_map_over_tokens():
 def test_what_is_not_served():
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     query, count = array("float32", 1, 128), array("int32")
-    ask = lambda sources: mosaic_tpu.unsupported("partial", query, sources, count, None)
+    ask = lambda sources: mosaic_tpu.unsupported("partial", Partial(query, sources, count))
     large = array("bfloat16", 20000, 64, 128)
     assert ask(array("bfloat16", 9, 64, 128)) is None
     assert "neither bfloat16 nor float32" in ask(array("float16", 9, 64, 128))
@@ -319,9 +335,9 @@ def compile_both(topology, S, N, T, D, dtype):
         return {"epsilon": EPSILON, "block_sizes": dataclasses.replace(blocks, unroll=1)}
 
     def both(queries, sources, count, log_sums, delta, d_mixed, added):
-        out = mosaic_tpu.partial(queries, sources, count, None, **options("partial"))
-        args = (queries, sources, count, log_sums, delta, d_mixed, added)
-        return out, mosaic_tpu.partial_backward(*args, **options("partial_backward"))
+        given, scored = Partial(queries, sources, count), Scored(log_sums, delta, d_mixed, added)
+        out = mosaic_tpu.partial(given, **options("partial"))
+        return out, mosaic_tpu.partial_backward(given, scored, **options("partial_backward"))
 
     args = (array("float32", S, D), sources, array("int32"), row, row, array(dtype, S, T, D))
     return jax.jit(both, donate_argnums=6).lower(*args, sources).compile()
@@ -368,9 +384,9 @@ def test_merge_compiles(topology, T, D):
     options = {"norm": "layernorm", "epsilon": EPSILON, "norm_epsilon": NORM_EPSILON}
 
     def both(query, mixed, log_sums, site, current, active, gain, d_mixed):
-        args = (query, mixed, log_sums, site, current, active, gain)
-        z = mosaic_tpu.merge(*args, **options)
-        return z, mosaic_tpu.merge_backward(*args, z, d_mixed, z, **options)
+        given = Merge(query, mixed, log_sums, site, current, active, gain)
+        z = mosaic_tpu.merge(given, **options)
+        return z, mosaic_tpu.merge_backward(given, MergeCotangents(z, d_mixed, z), **options)
 
     sites, number = array("bfloat16", 4, T, D), array("int32")
     args = (parameter, sites, array("float32", T), number, token, array("bool"), parameter, sites)

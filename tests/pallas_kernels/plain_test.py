@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.depth_attention import reference as depth_attention
+from pallas_kernels.depth_attention.interface import Merge, Partial
 from pallas_kernels.key_vector import reference as key_vector
 from tests.closeness import assert_close
 from tests.pallas_kernels import plain
@@ -72,9 +73,8 @@ def test_partial(with_prior):
 
     @jax.jit
     def reference(args, cotangents):
-        op = lambda q, v, *prior: depth_attention.partial(
-            q, v, jnp.int32(N), prior or None, epsilon=1e-2
-        )
+        given = lambda q, v, *prior: Partial(q, v, jnp.int32(N), prior or None)
+        op = lambda *args: depth_attention.partial(given(*args), epsilon=1e-2)
         out, pullback = jax.vjp(op, *args)
         return out, pullback(cotangents)
 
@@ -99,8 +99,8 @@ def test_merge(norm):
     def reference(args, active, d_z):
         def op(query, mixed, log_sums, current, gain):
             rows = jnp.stack([current, mixed])
-            args = (query, rows, log_sums, jnp.int32(1), current, active, gain)
-            return depth_attention.merge(*args, **options)
+            given = Merge(query, rows, log_sums, jnp.int32(1), current, active, gain)
+            return depth_attention.merge(given, **options)
 
         z, pullback = jax.vjp(op, *args)
         return z, pullback(d_z)
