@@ -6,6 +6,7 @@ from pallas_kernels.causal_attention import (
     attention_forward,
     causal_attention,
 )
+from pallas_kernels.delta_attention import delta_attention, delta_step
 from pallas_kernels.depth_attention import (
     depth_attention,
     depth_attention_merge,
@@ -33,6 +34,8 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "causal_attention",
+    "delta_attention",
+    "delta_step",
     "depth_attention",
     "depth_attention_merge",
     "depth_attention_merge_read",

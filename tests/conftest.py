@@ -87,6 +87,16 @@ def server(object_server, monkeypatch):
     object_server.faults.clear()
 
 
+@pytest.fixture
+def unannotated():
+    """Without the checks of annotations, which are the tests' alone."""
+    import jaxtyping
+
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.fixture(autouse=True)
 def programs_for_no_device(request):
     """Those for devices that are not there can be kept, and not be read back."""

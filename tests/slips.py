@@ -173,6 +173,10 @@ _equations = f"{_cores}::test_a_model_of_many_cores_follows_their_equations"
 _ways = f"{_cores}::test_decoding_and_unrolled_layers_are_the_model"
 _attention = _of("rmt_tpu/cores/attention.py", _equations)
 _mla = _of("rmt_tpu/cores/mla.py", _equations)
+_kda = _of("rmt_tpu/cores/kda.py", _cores)
+_linear = _of(
+    "pallas_kernels/delta_attention/xla.py", "tests/pallas_kernels/delta_attention_test.py"
+)
 _scalars = lambda file, old, new: Slip(file, old, new, (f"{_MODEL}/cores/aux_test.py",))
 _CORES = (
     _attention("k = normalize(k, self.key_gain[...], **norm)", "k = normalize(k, self.query_gain[...], **norm)"),
@@ -181,6 +185,14 @@ _CORES = (
     _of("rmt_tpu/cores/feed_forward.py", _equations)("return _ACTIVATIONS[self.activation](gate) * up", "return gate * _ACTIVATIONS[self.activation](up)"),
     _of("rmt_tpu/residual/depth_attention.py", _equations)("return Grouping(layers, False, into > 0 or goes_on, rows)", "return Grouping(layers, False, into > 0, rows)"),
     _of("rmt_tpu/residual/vector.py", _equations)("kept = (w for w in (site.read, site.read_fewer) if w is not None)", "kept = (w for w in (site.read_fewer, site.read) if w is not None)"),
+    _linear("sees = (documents == before[:, None])", "sees = (documents >= before[:, None])"),
+    _linear("behind = behind + jnp.concatenate([of_lower, none], axis=-3)", "behind = behind + jnp.concatenate([none, none], axis=-3)"),
+    _linear("inverse = _joined(inverse, -dot(dot(second, below), first))", "inverse = _joined(inverse, -below)"),
+    _kda("state = jnp.where(begun[:, None, None, None], state, 0)", "state = jnp.where(begun[:, None, None, None], state, state)"),
+    _kda("log_decay = jnp.where(there[..., None, None], log_decay, 0)", "log_decay = jnp.where(there[..., None, None], log_decay, -1)"),
+    _kda("return -rate * jax.nn.softplus(z)", "return -jax.nn.softplus(rate * z)"),
+    _of("rmt_tpu/layers/short_convolution.py", _cores)("own = (ids == segment_ids).reshape(", "own = (ids >= segment_ids - 1).reshape("),
+    _of("rmt_tpu/residual/whole_tiles.py", f"{_MODEL}/residual/depth_attention_test.py")("return epsilon * self.size / self.held", "return epsilon"),
     _scalars("rmt_tpu/cores/core.py", "return pullback((d_y, {name: d_aux[name].astype", "return pullback((d_y, {name: 0 * d_aux[name].astype"),
     _scalars("rmt_tpu/execution/layer.py", "return y, None, add_aux(aux, of_core)", "return y, None, aux | of_core"),
     _scalars("rmt_tpu/execution/banked.py", "= pullback((d_prior, d_rows, d_current, d_aux))", "= pullback((d_prior, d_rows, d_current, zeros))"),

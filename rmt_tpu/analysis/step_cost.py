@@ -50,6 +50,7 @@ _PART_OF_WORD = {part: part for part in PARTS} | {
     "key_vector_backward": "residual",
     "unembedding": "loss",
     "mla": "attention",
+    "kda": "attention",
     "attention_forward": "attention",
     "attention_backward": "attention",
     "attention_blocks_forward": "attention",

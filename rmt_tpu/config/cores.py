@@ -73,9 +73,11 @@ class Computes(Checked):
 
     Attributes:
       aux: names of the scalars that it gives beside what it writes; see `rmt_tpu.cores.core`.
+      by_ring: whether more devices can share a sequence than it has heads.
     """
 
     aux: ClassVar[tuple[str, ...]] = ()
+    by_ring: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,78 @@ class Mla(Computes):
         return of_queries + width * (self.kv_rank + self.rope_dim) + up
 
 
-Core = Attention | FeedForward | Mla
+@dataclass(frozen=True)
+class Kda(Computes):
+    """Kimi Delta Attention: `num_heads` (H) heads of size `head_dim` (D_h), with a state each.
+
+    Attributes:
+      conv_size: tokens that the convolutions of queries, keys and values see.
+      gate_rank: of the matrices that make decays and output gates; None is `head_dim`.
+      lower_bound: of log decays, which are then a sigmoid times it, like -5; None is no bound, and
+        a softplus.
+    """
+
+    kind: ClassVar[str] = "kda"
+    letter: ClassVar[str] = "K"
+    by_ring: ClassVar[bool] = False
+    num_heads: Size
+    head_dim: Size
+    conv_size: Size = 4
+    gate_rank: Size | None = None
+    lower_bound: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.lower_bound is not None and not -LARGEST_DECAY <= self.lower_bound < 0:
+            raise UsageError(
+                f"Kda.lower_bound={self.lower_bound} must be below 0 and at least "
+                f"{-LARGEST_DECAY}, like -5"
+            )
+
+    @property
+    def rank(self) -> int:
+        """Of the gates."""
+        return self.head_dim if self.gate_rank is None else self.gate_rank
+
+    @property
+    def reads(self) -> Port:
+        """Queries, keys and values of every head; and for the gates, the whole."""
+        return Port(heads=3 * (self.num_heads,), head_dim=self.head_dim, whole=True)
+
+    @property
+    def writes(self) -> Port:
+        """One vector a head."""
+        return Port(heads=(self.num_heads,), head_dim=self.head_dim)
+
+    @property
+    def divided_heads(self) -> dict[str, int]:
+        """By field, the heads that devices divide where they share tokens."""
+        return {"num_heads": self.num_heads}
+
+    def parameters(self, width: int, read_width: int) -> int:
+        """Of gates, convolutions and the norm."""
+        size = self.num_heads * self.head_dim
+        vectors = 3 * self.conv_size * size + size + self.num_heads + self.head_dim
+        return self._weights(read_width) + vectors
+
+    def flops(self, width: int, read_width: int, seq_len: int) -> int:
+        """Of one token: the gates, the convolutions, and the state in chunks of C = 64 tokens.
+
+        `6 D_h^2 + 3 C D_h + C^2` for each head, as the paper counts them.
+        """
+        size, chunk = self.head_dim, 64
+        of_head = 6 * size**2 + 3 * chunk * size + chunk**2 + 6 * self.conv_size * size
+        return 2 * self._weights(read_width) + self.num_heads * of_head
+
+    def _weights(self, width: int) -> int:
+        size = self.num_heads * self.head_dim
+        return 2 * self.rank * (width + size) + width * self.num_heads
+
+
+# A log decay below leaves nothing of a state in float32.
+LARGEST_DECAY = 100.0
+
+Core = Attention | FeedForward | Mla | Kda
 
 
 @dataclass(frozen=True)

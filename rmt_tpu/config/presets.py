@@ -25,11 +25,14 @@ from rmt_tpu.config import (
     Hierarchical,
     Highway,
     HyperConnections,
+    Kda,
     Learned,
     MatrixStore,
     Mhc,
     MhcLite,
+    Mla,
     ModelConfig,
+    NoPositions,
     Positions,
     Rope,
     RunConfig,
@@ -37,6 +40,7 @@ from rmt_tpu.config import (
     Store,
     TrainConfig,
     VectorStore,
+    stacks,
 )
 from rmt_tpu.errors import UsageError, unknown
 
@@ -182,6 +186,18 @@ _TINY |= {
     "rmt-llama-tiny": replace(_LLAMA_TINY, store=MatrixStore(16)),
 }
 
+# The cores of Kimi Linear (Kimi Team 2025), a dense layer in place of its experts: of four layers
+# three have linear attention and the last one latents, and nothing tells positions but the former.
+_MIXED = FeedForward(352, "swiglu")
+_LINEAR = (Kda(4, 32), _MIXED)
+_LATENT = (Mla(4, 32, kv_rank=64, rope_dim=16, positions=NoPositions()), _MIXED)
+_KIMI_TINY = replace(_LLAMA_TINY, stacks=stacks([*3 * [_LINEAR], _LATENT]))
+_TINY |= {
+    "kimi-dense-tiny": _KIMI_TINY,
+    "attnres-kimi-dense-tiny": replace(_KIMI_TINY, mixer=BlockAttention(num_blocks=4)),
+    "rmt-kimi-dense-tiny": replace(_KIMI_TINY, store=MatrixStore(16)),
+}
+
 # Batch size and training tokens, at 512 tokens a sequence: of Tables 8 and 9. Figure 6 (C.3) and
 # Table 10 (C.4) are 50,000 steps; C.4 prints 5,000, which are not its 1.6e9 tokens.
 _BUDGETS = {
@@ -230,6 +246,9 @@ _ABOUT = {
     "prenorm": "Transformer with RMSNorm and RoPE",
     "llama": "Transformer of today: RMSNorm, RoPE, SwiGLU, grouped queries",
     "llama-attnres": "Block Attention Residuals in a Transformer of today",
+    "kimi-dense": "Kimi Linear with dense layers: KDA and MLA 3 to 1",
+    "attnres-kimi-dense": "Block Attention Residuals in Kimi Linear with dense layers",
+    "rmt-kimi-dense": "Residual Matrix Transformer with the cores of Kimi Linear, dense layers",
     "rmt-llama": "Residual Matrix Transformer with the cores of today",
     "rmt-llama-attnres": "Block Attention Residuals on a residual matrix, with the cores of today",
     "rmt-attnres": "Block Attention Residuals on a residual matrix",

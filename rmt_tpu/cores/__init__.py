@@ -7,6 +7,7 @@ from rmt_tpu import residual
 from rmt_tpu.cores.attention import Attention
 from rmt_tpu.cores.core import Aux, Cache, Context, Core, apart, cached, causal, joined
 from rmt_tpu.cores.feed_forward import FeedForward
+from rmt_tpu.cores.kda import Kda
 from rmt_tpu.cores.mla import Mla
 
 __all__ = [
@@ -29,6 +30,8 @@ def make_core(config: cfg.ModelConfig, core: cfg.Core, rngs: nnx.Rngs, within: i
             return Attention(config, core, residual.heads_layout(config))
         case cfg.Mla():
             return Mla(config, core, rngs, residual.heads_layout(config))
+        case cfg.Kda():
+            return Kda(config, core, rngs, residual.heads_layout(config))
         case cfg.FeedForward():
             widths = config.mixer.second_input if within else 1
             return FeedForward(

@@ -18,7 +18,6 @@ from rmt_tpu.generation.programs import Asked, Chosen, Model, Rows, Scores
 from rmt_tpu.generation.sampling import Sampling, choice
 
 _LEAST = 32  # tokens that the smallest programs are for
-PART = 2048  # tokens of a prompt that are read at a time
 
 
 class Request(NamedTuple):
@@ -71,7 +70,7 @@ class Engine:
     """
 
     def __init__(
-        self, decoder: Decoder, stop: int, *, slots: int = 1, steps: int = 8, part: int = PART
+        self, decoder: Decoder, stop: int, *, slots: int = 1, steps: int = 8, part: int = 2048
     ):
         self.model, self.params = Model.of(decoder)
         check_slots("slots", slots, self.model.mesh)
@@ -210,7 +209,7 @@ class Engine:
         """Makes room for rows of so many tokens."""
         if tokens > self.capacity:
             self.capacity = self._size(tokens)
-            self.rows = programs.grown(self.model, self.rows, self.capacity)
+            self.rows = programs.grown(self.model, self.params, self.rows, self.capacity)
 
     def _size(self, tokens: int) -> int:
         """Of a program for so many tokens."""

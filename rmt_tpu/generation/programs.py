@@ -280,18 +280,18 @@ def insert(model: Model, rows: Rows, one: Rows, slot: Int[Array, ""]) -> Rows:
 
 
 @partial(jax.jit, static_argnames=("model", "capacity"))
-def grown(model: Model, rows: Rows, capacity: int) -> Rows:
-    """With room for so many tokens in the caches that have one for each."""
+def grown(model: Model, params: nnx.State, rows: Rows, capacity: int) -> Rows:
+    """With room for so many tokens."""
 
-    def grow_one(kept):
-        return jnp.pad(kept, [(0, 0), (0, 0), (0, capacity - kept.shape[2]), (0, 0)])
+    def grow_one(kept, like):
+        return jnp.pad(kept, [(0, n - m) for m, n in zip(kept.shape, like.shape, strict=True)])
 
-    def grow(rows):
-        return rows._replace(
-            cache=rows.cache._replace(cores=jax.tree.map(grow_one, rows.cache.cores))
-        )
+    def grow(decoder, rows):
+        wanted = jax.eval_shape(lambda: decoder.empty_cache(len(rows.token), capacity))
+        of_cores = jax.tree.map(grow_one, rows.cache.cores, wanted.cores)
+        return rows._replace(cache=rows.cache._replace(cores=of_cores))
 
-    return model.placed(grow, (model.rows,), model.rows)(rows)
+    return model.run(grow, params, (rows,), (model.rows,), model.rows)
 
 
 @partial(jax.jit, static_argnames=("model", "count"), donate_argnames="rows")

@@ -185,8 +185,8 @@ class Store(nnx.Module):
             return Read(whole=whole)
         with jax.named_scope("projection"):
             kept = (w for w in (site.read, site.read_fewer) if w is not None)
-            whole = (sharding.gather(w.astype(x.dtype), "fsdp", axis=1) for w in kept)
-            read = jnp.concatenate([w for group in whole for w in group], axis=-1)
+            groups = (sharding.gather(w.astype(x.dtype), "fsdp", axis=1) for w in kept)
+            read = jnp.concatenate([w for group in groups for w in group], axis=-1)
             x = jnp.dot(sharding.gather(x, "tensor", axis=1), read)
         head_dim = site.reads.head_dim
         return Read(x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim), whole)

@@ -161,7 +161,7 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
     # Each of the devices that share tokens attends with some of the heads; or those along
     # `sequence` do with the same ones, and have two parts of the tokens each.
     for core in model.cores:
-        ring = any(n % tokens for n in core.divided_heads.values())
+        ring = core.by_ring and any(n % tokens for n in core.divided_heads.values())
         for name, heads in core.divided_heads.items():
             axis = "heads" if ring else "tokens"
             sharding.check_divides(mesh, f"model.{core.kind}.{name}", heads, axis)

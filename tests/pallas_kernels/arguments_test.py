@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -13,14 +12,6 @@ from tests import cuda
 from tests.tiers import later
 
 B, N, K, V, R, P = 2, 3, 4, 5, 2, 6
-
-
-@pytest.fixture
-def unannotated():
-    """Without the checks of annotations, which are the tests' alone."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def ones(shape, dtype=np.float32):

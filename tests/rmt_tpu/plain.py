@@ -52,10 +52,18 @@ def relu(x):
     return np.where(x.real > 0, x, 0)
 
 
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
 ACTIVATIONS = {
     "gelu_tanh": gelu,
     "relu2": lambda x: relu(x) ** 2,
-    "swiglu": lambda gate: gate / (1 + np.exp(-gate)),
+    "swiglu": silu,
     "geglu": gelu,
 }
 
@@ -92,6 +100,9 @@ class Vector:
     def read(self, x, site):
         return x
 
+    def whole(self, x, site, core):
+        return x
+
     def write(self, y, site):
         return y
 
@@ -104,8 +115,11 @@ class Matrix:
 
     def heads(self, x, site, core):
         ends = np.cumsum(core.reads.heads)[:-1]
-        keys = np.split(site["read_keys"], ends)
+        keys = np.split(site["read_keys"][: sum(core.reads.heads)], ends)
         return [np.einsum("hk,bnkv->bnhv", r, x) for r in keys]
+
+    def whole(self, x, site, core):
+        return self.read(x, {"read_keys": site["read_keys"][sum(core.reads.heads) :]})
 
     def write_heads(self, heads, site):
         return np.einsum("hk,bnhv->bnkv", site["store_keys"], heads)
@@ -148,6 +162,37 @@ def mla_core(core, params, store, site, x, index, config):
     return attention(q, np.concatenate([k, k_rope], axis=-1), v)
 
 
+def kda_core(core, params, store, site, x, index, config):
+    q, k, v = store.heads(x, site, core)
+    x = store.whole(x, site, core)
+    q, k, v = (
+        silu(convolved(a, params["taps"][:, i].reshape(core.conv_size, *a.shape[2:])))
+        for i, a in enumerate((q, k, v))
+    )
+    unit = lambda a: a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6)
+    q, k = unit(q) / np.sqrt(core.head_dim), unit(k)
+    split = lambda a: a.reshape(*v.shape)
+    z = split(x @ params["w_decay_down"] @ params["w_decay_up"] + params["decay_bias"])
+    rate = np.exp(params["log_rate"])[:, None]
+    bounded = core.lower_bound is not None
+    g = core.lower_bound * sigmoid(rate * z) if bounded else -rate * np.log(1 + np.exp(z))
+    beta = sigmoid(x @ params["w_beta"])
+    state, read = 0 * k[:, 0, :, :, None] * v[:, 0, :, None], []
+    for t in range(v.shape[1]):
+        state = np.exp(g[:, t])[..., None] * state
+        missing = v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], state)
+        state = state + np.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], missing)
+        read.append(np.einsum("bhk,bhkv->bhv", q[:, t], state))
+    gates = sigmoid(split(x @ params["w_gate_down"] @ params["w_gate_up"]))
+    return rms_norm(np.stack(read, axis=1), params["gain"], config) * gates
+
+
+def convolved(x, taps):
+    """Over the last tokens, that of the token itself being the last tap."""
+    before = np.concatenate([np.zeros_like(x[:, : len(taps) - 1]), x], axis=1)
+    return sum(tap * before[:, j : j + x.shape[1]] for j, tap in enumerate(taps))
+
+
 def feed_forward_core(core, params, store, site, x, index, config):
     x, activation = store.read(x, site), ACTIVATIONS[core.activation]
     if core.gated:
@@ -156,7 +201,12 @@ def feed_forward_core(core, params, store, site, x, index, config):
     return activation(x @ params["w_1"]) @ params["w_2"]
 
 
-CORES = {"attention": attention_core, "mla": mla_core, "feed_forward": feed_forward_core}
+CORES = {
+    "attention": attention_core,
+    "mla": mla_core,
+    "kda": kda_core,
+    "feed_forward": feed_forward_core,
+}
 
 
 def model(params, tokens, config, mix=plain_sum):

@@ -25,6 +25,9 @@ STACKS = (
     cfg.Stack((GROUPED, GATED), repeat=2),
     cfg.Stack((LATENT, SQUARED, UNTURNED, cfg.FeedForward(6, "geglu")), repeat=2),
 )
+DELTA = cfg.Kda(num_heads=2, head_dim=4, conv_size=3)
+BOUNDED = cfg.Kda(num_heads=2, head_dim=4, gate_rank=3, lower_bound=-5.0)
+LINEAR = (cfg.Stack((DELTA, GATED), repeat=2), cfg.Stack((UNTURNED, GATED, BOUNDED, SQUARED)))
 STORES = {
     "vector": cfg.VectorStore(12),
     "matrix": cfg.MatrixStore(6, vectors=3, vector_dim=4),
@@ -44,9 +47,8 @@ MIXERS = {
 def model(store, name, **changes):
     mixer, remat = MIXERS[name]
     given = {"store": STORES[store], "mixer": mixer, "remat": remat, "norm": "rmsnorm"}
-    return cfg.ModelConfig(
-        STACKS, vocab_size=models.VOCAB, **given | {"compute_dtype": "float64"} | changes
-    )
+    given |= {"stacks": STACKS, "compute_dtype": "float64"}
+    return cfg.ModelConfig(vocab_size=models.VOCAB, **given | changes)
 
 
 def reference(params, tokens, config):
@@ -69,6 +71,63 @@ def reference(params, tokens, config):
 def test_a_model_of_many_cores_follows_their_equations(store, name):
     with jax.enable_x64(True):
         checks.assert_follows_equations(model(store, name), reference)
+
+
+@pytest.mark.parametrize(
+    "store, name",
+    [
+        ("matrix", "reversible"),
+        *later(
+            *[("vector", name) for name in ("sum", "blocks of 5", "full")],
+            *[("matrix", name) for name in ("sum", "blocks of 3", "dense")],
+        ),
+    ],
+)
+def test_linear_attention_follows_its_equations(store, name):
+    with jax.enable_x64(True):
+        checks.assert_follows_equations(model(store, name, stacks=LINEAR), reference)
+
+
+def test_linear_attention_of_documents_in_one_row():
+    """Each as if it were alone: neither a state nor a convolution goes over a border."""
+    with jax.enable_x64(True):
+        config = cfg.ModelConfig(
+            LINEAR, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"
+        )
+        graphdef, tokens = models.graph(config), models.tokens()
+
+        @jax.jit
+        def both(params):
+            decoder = nnx.merge(graphdef, params)
+            ids = jnp.broadcast_to(jnp.arange(11) >= 4, tokens.shape).astype(jnp.int32)
+            alone = [decoder(tokens[:, :4]), decoder(tokens[:, 4:])]
+            return decoder(tokens, segment_ids=ids), jnp.concatenate(alone, axis=1)
+
+        assert_close(*both(models.random_parameters(config)), 1e-12)
+
+
+def test_linear_attention_goes_on_from_its_state():
+    """A prompt of two lengths in parts, then token by token; and one that takes a used cache."""
+    with jax.enable_x64(True):
+        config = cfg.ModelConfig(
+            LINEAR, STORES["vector"], vocab_size=models.VOCAB, compute_dtype="float64"
+        )
+        graphdef, tokens = models.graph(config), models.tokens()
+
+        @jax.jit
+        def both(params, lengths):
+            decoder = nnx.merge(graphdef, params)
+            logits, cache = decoder.prefill(tokens[:, :6], lengths, decoder.empty_cache(2, 11))
+            again, _ = decoder.extend(tokens[:, :6], lengths, cache._replace(length=0 * lengths))
+            rows = jax.vmap(jnp.roll)(tokens, -lengths)
+            second, cache = decoder.extend(rows[:, :3], jnp.array([3, 2]), cache)
+            rows = jax.vmap(jnp.roll)(rows, -jnp.array([3, 2]))
+            third, cache = decoder.decode(rows[:, :1], cache)
+            return decoder(tokens), jnp.stack([logits, again, second, third[:, 0]], axis=1)
+
+        whole, decoded = both(models.random_parameters(config), jnp.array([6, 4]))
+        places = np.array([[5, 5, 8, 9], [3, 3, 5, 6]])
+        assert_close(decoded, np.take_along_axis(whole, places[..., None], axis=1), 1e-12)
 
 
 def test_decoding_with_grouped_and_latent_heads():

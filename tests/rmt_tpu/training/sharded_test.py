@@ -62,6 +62,7 @@ CORES = (
     cfg.Mla(num_heads=4, head_dim=6, kv_rank=4, rope_dim=2, query_rank=2),
     cfg.FeedForward(6, "relu2"),
 )
+LINEAR = (cfg.Kda(num_heads=4, head_dim=6), cfg.FeedForward(8))
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
 SYSTEMS = [("vector", name) for name in (*MIXERS, "cores")]
 SYSTEMS += [("matrix", name) for name in (*ON_MATRICES, "cores")]
@@ -143,9 +144,11 @@ def run_config(store, name, mesh, seq_len=12):
         **remat,
     )
     if name == "cores":
-        model = model.replace(stacks=(cfg.Stack(CORES, repeat=2),))
+        model = model.replace(stacks=(cfg.Stack(CORES + LINEAR, repeat=2),))
     if name == "attention":
         model = model.replace(stacks=(cfg.Stack(CORES[::2], repeat=1),))
+    if name == "passed round":
+        model = model.replace(stacks=(cfg.Stack(CORES, repeat=2),))
     train = cfg.TrainConfig(steps=2, batch_size=8, mesh=mesh)
     return cfg.RunConfig(model=model, train=train, data=cfg.DataConfig(seq_len=seq_len))
 
@@ -186,8 +189,8 @@ def test_gradients_on_a_mesh_are_those_of_one_device(store, name, mesh):
 # Four heads, or two of keys: keys go round the devices along `sequence`. Attention and MLA at once.
 RINGS = [("vector", "attention", "sequence=4,tensor=2")]
 RINGS += later(
-    ("vector", "cores", "sequence=4,tensor=2"),
-    ("vector", "cores", "sequence=8"),
+    ("vector", "passed round", "sequence=4,tensor=2"),
+    ("vector", "passed round", "sequence=8"),
     ("matrix", "blocks", "sequence=4,tensor=2"),
     ("vector", "sum", "sequence=8"),
     ("matrix", "reversible", "sequence=8"),
@@ -205,6 +208,11 @@ def test_a_sequence_that_has_no_two_parts_a_device_is_refused():
         sharding.MeshError, match="--seq_len=24 is .* and 2 parts a device, .* 16 or 32"
     ):
         prepared("vector", "sum", "sequence=8", seq_len=24)
+
+
+def test_linear_attention_has_no_more_devices_than_heads():
+    with pytest.raises(sharding.MeshError, match="model.kda.num_heads=4 is not .*; .*legal: 8"):
+        prepared("vector", "cores", "sequence=8", seq_len=16)
 
 
 def test_each_device_has_its_part_of_the_parameters():

@@ -15,6 +15,7 @@ from rmt_tpu.config import (
     Attention,
     BlockAttention,
     FeedForward,
+    Kda,
     Learned,
     Mla,
     Rope,
@@ -72,6 +73,8 @@ CORES = (
     FeedForward(96, "swiglu"),
     Mla(num_heads=4, head_dim=32, kv_rank=48, rope_dim=16, query_rank=64),
     FeedForward(96, "relu2"),
+    Kda(num_heads=4, head_dim=32),
+    FeedForward(64),
 )
 
 

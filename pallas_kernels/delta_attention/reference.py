@@ -1,0 +1,55 @@
+"""The gated delta rule as its recurrence: what every other implementation is tested against.
+
+Sums are float32 (float64 for float64 inputs), whatever the inputs are. A token and head cost
+`6 K V` FLOPs, one after the other: the state is read and written at every token.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def delta_attention(
+    q: Float[Array, "batch seq heads K"],
+    k: Float[Array, "batch seq heads K"],
+    v: Float[Array, "batch seq heads V"],
+    log_decay: Float[Array, "batch seq heads K"],
+    beta: Float[Array, "batch seq heads"],
+    state: Float[Array, "batch heads K V"],
+    *,
+    scale: float,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+) -> tuple[Float[Array, "batch seq heads V"], Float[Array, "batch heads K V"]]:
+    """What each token reads, in v's dtype, and the state behind the last: see the package."""
+    dtype = state.dtype
+    fresh = jnp.zeros(q.shape[:2], bool)
+    if segment_ids is not None:
+        fresh = fresh.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
+
+    def of_token(state, token):
+        q, k, v, log_decay, beta, fresh = token
+        state = jnp.where(fresh[:, None, None, None], 0, state)
+        return delta_step(q, k, v, log_decay, beta, state, scale=scale)[::-1]
+
+    of_tokens = (x.astype(dtype).swapaxes(0, 1) for x in (q, k, v, log_decay, beta))
+    state, read = jax.lax.scan(of_token, state, (*of_tokens, fresh.swapaxes(0, 1)))
+    return read.swapaxes(0, 1).astype(v.dtype), state
+
+
+def delta_step(
+    q: Float[Array, "batch heads K"],
+    k: Float[Array, "batch heads K"],
+    v: Float[Array, "batch heads V"],
+    log_decay: Float[Array, "batch heads K"],
+    beta: Float[Array, "batch heads"],
+    state: Float[Array, "batch heads K V"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "batch heads V"], Float[Array, "batch heads K V"]]:
+    """The same of one token: `S' = e^g S`, `S'' = S' + beta k (v - k^T S')^T`, `scale q^T S''`."""
+    q, k, values, log_decay, beta = (x.astype(state.dtype) for x in (q, k, v, log_decay, beta))
+    state = jnp.exp(log_decay)[..., None] * state
+    # Products of one row are sums on the vector unit: exact, and the state is read once.
+    missing = values - jnp.sum(k[..., None] * state, axis=-2)
+    state = state + (beta[..., None] * k)[..., None] * missing[..., None, :]
+    return (scale * jnp.sum(q[..., None] * state, axis=-2)).astype(v.dtype), state

@@ -1,0 +1,226 @@
+"""Kimi Delta Attention (Kimi Team 2025, "Kimi Linear"): one matrix a head is all that is kept.
+
+With x the concatenated data vectors that were read, and q, k, v those of the heads:
+
+    q, k, v = silu(conv(q)), silu(conv(k)), silu(conv(v));   q, k = q / |q|, k / |k|
+    z = W_gb W_ga x + b       g = -exp(A) softplus(z),  or  lower sigmoid(exp(A) z)
+    beta = sigmoid(w_beta x)
+    S_t = Diag(e^g) S_(t-1) + beta k (v - k^T Diag(e^g) S_(t-1))^T      o = S_t^T q / sqrt(D_h)
+    y = gain norm(o) sigmoid(W_ob W_oa x)
+
+for every head, with a gain of D_h numbers for all of them. The convolutions are over the last
+tokens of each channel. Order is known from them and from the decays: there are no positions.
+"""
+
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+import pallas_kernels
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu.cores.core import Context, Core, Index, apart, joined
+from rmt_tpu.layers import short_convolution, stacks
+from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
+from rmt_tpu.layers.norm import normalize
+from rmt_tpu.layers.parameters import gain, parameter
+
+# Of the squared length of a query or a key.
+_EPSILON = 1e-6
+# What a step of the state is at the start: exp of a uniform number between these, at least _LEAST.
+_STEPS, _LEAST = (1e-3, 1e-1), 1e-4
+_LARGEST_RATE = 16.0
+
+
+class Cache(NamedTuple):
+    """What is kept of the tokens seen so far, whatever their number.
+
+    Attributes:
+      states: S of own heads.
+      tails: of the last tokens, what the convolutions are given.
+    """
+
+    states: Float[Array, "repeat batch heads head_dim head_dim"]
+    tails: Float[Array, "repeat batch taps_less_1 3 heads_dim"]
+
+
+class Kda(Core):
+    """The core of `config.Kda`.
+
+    Attributes:
+      taps: of the convolutions of queries, keys and values: [conv_size, 3, H D_h].
+      w_decay_down, w_decay_up: W_ga [D, gate_rank], W_gb [gate_rank, H D_h].
+      decay_bias: b, [H D_h].
+      log_rate: A, [H].
+      w_beta: [D, H].
+      w_gate_down, w_gate_up: W_oa [D, gate_rank], W_ob [gate_rank, H D_h].
+      gain: of the norm of what heads read, [D_h].
+    """
+
+    name: ClassVar[str] = "kda"
+
+    def __init__(self, config: cfg.ModelConfig, core: cfg.Kda, rngs: nnx.Rngs, layout: HeadsLayout):
+        self.core, self.layout, self.epsilon = core, layout, config.norm_epsilon
+        width, heads, size = config.width, core.num_heads, core.num_heads * core.head_dim
+
+        def weights(*shape: int, axes: tuple) -> nnx.Param:
+            std = config.init_std * shape[0] ** -0.5
+            return parameter(rngs, shape, std=std, role="hidden", axes=axes)
+
+        # Not decayed, like a gain: as parts of a sum over tokens they are of order 1.
+        shape, axes = (core.conv_size, 3, size), ("taps", "projection", "heads")
+        std = core.conv_size**-0.5
+        self.taps = parameter(rngs, shape, std=std, role="gain", axes=axes)
+        down, up = ("embed", "rank"), ("embed", "heads")
+        self.w_decay_down = weights(width, core.rank, axes=down)
+        self.w_decay_up = weights(core.rank, size, axes=up)
+        steps = jax.random.uniform(
+            rngs.params(), (size,), minval=jnp.log(_STEPS[0]), maxval=jnp.log(_STEPS[1])
+        )
+        steps = jnp.maximum(jnp.exp(steps), _LEAST)
+        bounded = core.lower_bound is not None
+        # softplus of the bias is the step.
+        self.decay_bias = nnx.Param(
+            steps + jnp.log(-jnp.expm1(-steps)), role="gain", axes=("heads",)
+        )
+        rates = jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=_LARGEST_RATE)
+        log_rate = jnp.zeros(heads) if bounded else jnp.log(rates)
+        self.log_rate = nnx.Param(log_rate, role="gain", axes=("heads",))
+        self.w_beta = weights(width, heads, axes=("embed", "heads"))
+        self.w_gate_down = weights(width, core.rank, axes=down)
+        self.w_gate_up = weights(core.rank, size, axes=up)
+        self.gain = gain((core.head_dim,), axes=("head_dim",))
+
+    def __call__(
+        self, z: Read, context: Context, index: Index
+    ) -> Float[Array, "batch y_seq heads head_dim"]:
+        """One data vector a head, in z's dtype. Gates and states are at least float32."""
+        return self._run(z, context, None, None)[0]
+
+    def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+        """States of own heads."""
+        devices = sharding.axis_size(sharding.token_axes())
+        heads, size = self.core.num_heads // devices, self.core.head_dim
+        states = (repeat, batch, heads, size, size)
+        tails = (repeat, batch, self.core.conv_size - 1, 3, heads * size)
+        state_dtype = jnp.promote_types(dtype, jnp.float32)
+        return Cache(jnp.zeros(states, state_dtype), jnp.zeros(tails, dtype))
+
+    def cache_specs(self) -> Cache:
+        """Rows, and heads."""
+        rows, heads = (sharding.CACHE_RULES[axis] for axis in ("batch", "tokens"))
+        tails = PartitionSpec(None, rows, None, None, heads)
+        return Cache(PartitionSpec(None, rows, heads), tails)
+
+    def step(
+        self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
+        """The same, going on from what the cache has."""
+        state, tail = stacks.at(cache, layer)
+        if context.start is None:
+            state, tail = jnp.zeros_like(state), jnp.zeros_like(tail)
+        else:  # a row that begins again has nothing before it
+            begun = context.start > 0
+            state = jnp.where(begun[:, None, None, None], state, 0)
+            tail = jnp.where(begun[:, None, None, None], tail, 0)
+        y, *new = self._run(z, context, state, tail)
+        return y, stacks.put(cache, Cache(*new), layer)
+
+    def _run(self, z, context, state, tail):
+        """What heads write, and the state and the tail behind the last token."""
+        x = sharding.gather(concatenate(z.whole), "tensor", axis=1)
+        heads = apart(self._own_heads(z.heads), context)
+        batch, seq = heads.shape[:2]
+        size = self.core.conv_size
+        channels = heads.reshape(batch, seq, 3, -1)
+        if tail is None:
+            tail = jnp.zeros((batch, size - 1, *channels.shape[2:]), channels.dtype)
+        taps = self._own(self.taps, axis=2).astype(channels.dtype)
+        new_tail = short_convolution.tail(channels, tail, context.lengths)
+        qkv = short_convolution.convolve(channels, taps, tail, context.segment_ids)
+        q, k, v = jnp.split(jax.nn.silu(qkv).reshape(heads.shape), 3, axis=2)
+        log_decay, beta, gates = (
+            apart(part, context)
+            for part in (
+                self._decays(x),
+                jax.nn.sigmoid(self._betas(x)),
+                self._of_heads(x, self.w_gate_down, self.w_gate_up),
+            )
+        )
+        if context.lengths is not None:  # what fills a row up leaves its state alone
+            there = jnp.arange(seq) < context.lengths[:, None]
+            log_decay = jnp.where(there[..., None, None], log_decay, 0)
+            beta = jnp.where(there[..., None], beta, 0)
+        scale = self.core.head_dim**-0.5
+        args = (_unit(q), _unit(k), v, log_decay, beta)
+        if seq == 1 and state is not None:
+            of_one = pallas_kernels.delta_step(*(a[:, 0] for a in args), state, scale=scale)
+            read, state = of_one[0][:, None], of_one[1]
+        else:
+            ids = context.segment_ids
+            read, state = pallas_kernels.delta_attention(*args, state, scale=scale, segment_ids=ids)
+        norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
+        y = normalize(read, self.gain[...], **norm) * jax.nn.sigmoid(gates)
+        return self._to_tokens(joined(y, context)), state, new_tail
+
+    def _decays(self, x):
+        """g of every head: at least float32 from the bias on."""
+        dtype = jnp.result_type(x, jnp.float32)
+        z = self._of_heads(x, self.w_decay_down, self.w_decay_up).astype(dtype)
+        z = z + self._own(self.decay_bias).reshape(z.shape[2:])
+        rate = jnp.exp(self._own(self.log_rate))[:, None]
+        if self.core.lower_bound is not None:
+            return self.core.lower_bound * jax.nn.sigmoid(rate * z)
+        return -rate * jax.nn.softplus(z)
+
+    def _betas(self, x):
+        logits = jnp.dot(x, self._whole(self.w_beta, x.dtype))
+        dtype = jnp.result_type(x, jnp.float32)
+        return sharding.swap(logits, self._others, split=2, join=1).astype(dtype)
+
+    def _of_heads(self, x, down, up):
+        """`up down x` of own heads, for the tokens of all devices."""
+        y = jnp.dot(jnp.dot(x, self._whole(down, x.dtype)), self._whole(up, x.dtype))
+        y = y.reshape(*y.shape[:2], -1, self.core.head_dim)
+        return sharding.swap(y, self._others, split=2, join=1)
+
+    def _whole(self, weights, dtype):
+        return sharding.gather(weights.astype(dtype), "fsdp", axis=0)
+
+    def _own(self, x, axis=0):
+        """Of own heads; those of `tensor` are here."""
+        return sharding.own_part(x[...], self._others, axis=axis)
+
+    @property
+    def _others(self):
+        """Axes that divide heads after `tensor`, by which their weights are divided."""
+        return tuple(axis for axis in sharding.token_axes() if axis != "tensor")
+
+    def _own_heads(self, heads):
+        """Queries, keys and values of own heads, of the tokens of all devices.
+
+        First over `tensor`, which divides the weights of heads, then over the others.
+        """
+        groups = heads.reshape(*heads.shape[:2], 3, -1, heads.shape[-1])
+        if not self.layout.projected:
+            groups = sharding.swap(groups, "tensor", split=3, join=1)
+        groups = sharding.swap(groups, self._others, split=3, join=1)
+        return groups.reshape(*groups.shape[:2], -1, groups.shape[-1])
+
+    def _to_tokens(self, y):
+        """All heads of own tokens, as the store writes them: `_own_heads` undone."""
+        y = sharding.swap(y, self._others, split=1, join=2)
+        if not self.layout.projected:
+            y = sharding.swap(y, "tensor", split=1, join=2)
+        return y
+
+
+def _unit(x):
+    """Of length 1, in x's dtype."""
+    wide = x.astype(jnp.result_type(x, jnp.float32))
+    length = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(length + _EPSILON)).astype(x.dtype)

@@ -1,0 +1,50 @@
+"""A causal convolution over a few tokens, of every channel by itself."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def convolve(
+    x: Float[Array, "batch seq *channels"],
+    weights: Float[Array, "taps *channels"],
+    before: Float[Array, "batch taps_less_1 *channels"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+) -> Float[Array, "batch seq *channels"]:
+    """`sum_j weights[taps - 1 - j] x[t - j]`, within t's segment, in x's dtype.
+
+    Args:
+      x: of the tokens.
+      weights: the last is that of the token itself.
+      before: of the tokens before the first; None is zeros.
+      segment_ids: of the tokens; those before the first are of its segment. None is one segment.
+    """
+    taps, seq = len(weights), x.shape[1]
+    if before is None:
+        before = jnp.zeros((len(x), taps - 1, *x.shape[2:]), x.dtype)
+    all_x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+    y = x * weights[-1]
+    for j in range(1, taps):
+        earlier = all_x[:, taps - 1 - j : taps - 1 - j + seq]
+        if segment_ids is not None:
+            ids = jnp.pad(segment_ids, ((0, 0), (j, 0)), mode="edge")[:, :seq]
+            own = (ids == segment_ids).reshape(*ids.shape, *[1] * (x.ndim - 2))
+            earlier = jnp.where(own, earlier, 0)
+        y = y + earlier * weights[-1 - j]
+    return y
+
+
+def tail(
+    x: Float[Array, "batch seq *channels"],
+    before: Float[Array, "batch kept *channels"],
+    lengths: Int[Array, " batch"] | None,
+) -> Float[Array, "batch kept *channels"]:
+    """The last tokens of `before` and x, as the next call's `before`.
+
+    `lengths` is how many tokens each row of x has; None is all of them.
+    """
+    kept = before.shape[1]
+    all_x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+    if lengths is None:
+        return all_x[:, x.shape[1] :]
+    places = lengths[:, None] + jnp.arange(kept)
+    return jnp.take_along_axis(all_x, places.reshape(*places.shape, *[1] * (x.ndim - 2)), axis=1)

@@ -1,0 +1,189 @@
+"""The gated delta rule: in chunks against the recurrence, token by token in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+from pallas_kernels import UnsupportedImplementation, delta_attention, delta_step
+from pallas_kernels.compiler import TARGETS, lower
+from pallas_kernels.delta_attention import xla
+from tests.closeness import assert_close
+
+# A row each: as models begin, no decay, the strongest of bounded gates, gates far beyond what
+# float32 can hold as a product, and a few entries that are forgotten at once.
+GATES = {
+    "begin": lambda rng, shape: -16 * rng.uniform(0.001, 0.1, shape),
+    "none": lambda rng, shape: np.zeros(shape),
+    "strong": lambda rng, shape: np.full(shape, -5.0),
+    "extreme": lambda rng, shape: -np.exp(rng.uniform(-5, 6, shape)),
+    "spike": lambda rng, shape: np.where(rng.uniform(size=shape) < 0.05, -1e4, -0.1),
+}
+SCALE, SEQ, HEADS, KEYS, VALUES = 0.3, 70, 2, 4, 3
+NAMES = ("q", "k", "v", "log_decay", "beta", "state")
+
+
+def arguments(alike=False):
+    rng = np.random.default_rng(0)
+    shape = (len(GATES), SEQ, HEADS)
+    q, k = (rng.normal(size=(*shape, KEYS)) for _ in range(2))
+    if alike:
+        k = 1 + 0.3 * k
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v, beta = rng.normal(size=(*shape, VALUES)), rng.uniform(size=shape)
+    log_decay = np.stack([gate(rng, (*shape[1:], KEYS)) for gate in GATES.values()])
+    state = rng.normal(size=(len(GATES), HEADS, KEYS, VALUES))
+    return q, k, v, log_decay, beta, state
+
+
+def segments():
+    """Documents of any length; the last begins in the second chunk."""
+    ids = np.sort(np.random.default_rng(1).integers(0, 5, (len(GATES), SEQ)), axis=1)
+    ids[:, 67:] = 9
+    return ids.astype(np.int32)
+
+
+def recurrence(q, k, v, log_decay, beta, state, ids):
+    """`o` and the last state, a token after the other; complex where an argument is."""
+    read, state = [], state + 0 * (q + k)[:, 0, :, :, None] * (v + beta[..., None])[:, 0, :, None]
+    for t in range(SEQ):
+        if t:
+            state = np.where((ids[:, t] == ids[:, t - 1])[:, None, None, None], state, 0)
+        state = np.exp(log_decay[:, t])[..., None] * state
+        missing = v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], state)
+        state = state + np.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], missing)
+        read.append(SCALE * np.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return np.stack(read, axis=1), state
+
+
+@jax.jit
+def run(arguments, ids):
+    return delta_attention(*arguments, scale=SCALE, segment_ids=ids)
+
+
+def test_chunks_are_the_recurrence_and_so_are_their_gradients():
+    """In float64; every gradient against a complex step in a direction of its own."""
+    with jax.enable_x64(True):
+        given, ids = arguments(), segments()
+        want = recurrence(*given, ids)
+        assert_close(run(given, ids), want, 1e-11)
+        rng = np.random.default_rng(2)
+        weights = [rng.normal(size=x.shape) for x in want]
+        _, pull_back = jax.jit(lambda args: jax.vjp(lambda args: run(args, ids), args))(given)
+        (gradients,) = pull_back(tuple(weights))
+        for n, (name, gradient) in enumerate(zip(NAMES, gradients, strict=True)):
+            direction = rng.normal(size=given[n].shape)
+            moved = [x + 1e-30j * direction if n == m else x for m, x in enumerate(given)]
+            moved = recurrence(*moved, ids)
+            exact = sum(np.sum(w * x.imag) for w, x in zip(weights, moved, strict=True)) / 1e-30
+            got = np.sum(gradient * direction)
+            assert abs(got - exact) <= 1e-10 * np.abs(gradient * direction).sum(), name
+
+
+def test_narrow_numbers():
+    """Of any gates: no sum of decays is a difference. bfloat16 rounds every operand."""
+    given, ids = arguments(), segments()
+    want, _ = recurrence(*given, ids)
+    single = [np.float32(x) for x in given]
+    read, state = run(single, ids)
+    assert read.dtype == state.dtype == np.float32
+    for row in range(len(GATES)):
+        assert_close(read[row], want[row], 5e-6)
+    half = [jnp.bfloat16(x) for x in single[:3]] + single[3:]
+    read, state = run(half, ids)
+    assert read.dtype == jnp.bfloat16 and state.dtype == np.float32
+    assert_close(np.float32(read), want, 2e-2)
+
+
+def test_no_token_depends_on_a_later_one():
+    """Not even in the last bit: whatever follows token 37."""
+    given = [np.float32(x) for x in arguments()]
+    other = [np.float32(x) for x in arguments(alike=True)]
+    pairs = zip(given[:5], other[:5], strict=True)
+    mixed = [np.concatenate([x[:, :38], 3 * y[:, 38:]], axis=1) for x, y in pairs]
+    ids = np.zeros((len(GATES), SEQ), np.int32)
+    first, _ = run(given, ids)
+    second, _ = run([*mixed, given[5]], ids)
+    np.testing.assert_array_equal(first[:, :38], second[:, :38])
+    assert np.abs(first[:, 38:] - second[:, 38:]).max() > 0.1
+
+
+def test_keys_that_are_alike():
+    """With beta 1 and no decay: powers of their products would leave nothing right."""
+    q, k, v, log_decay, _, state = arguments(alike=True)
+    given = (q, k, v, 0 * log_decay, np.ones(k.shape[:3]), state)
+    ids = np.zeros((len(GATES), SEQ), np.int32)
+    want, _ = recurrence(*given, ids)
+    read, _ = run([np.float32(x) for x in given], ids)
+    assert_close(read, want, 1e-5)
+
+
+def test_a_state_goes_on_by_parts_and_token_by_token():
+    given = [jnp.float32(x) for x in arguments()]
+    whole, last = delta_attention(*given, scale=SCALE)
+    *of_tokens, state = given
+    first, state = delta_attention(*(x[:, :33] for x in of_tokens), state, scale=SCALE)
+    second, state = delta_attention(*(x[:, 33:69] for x in of_tokens), state, scale=SCALE)
+    third, state = delta_step(*(x[:, 69] for x in of_tokens), state, scale=SCALE)
+    parts = np.concatenate([first, second, third[:, None]], axis=1)
+    assert_close(parts, whole, 5e-6)
+    assert_close(state, last, 5e-6)
+    nothing = [x[:, :0] for x in of_tokens]
+    read, same = delta_attention(*nothing, given[5], scale=SCALE)
+    assert read.shape == (len(GATES), 0, HEADS, VALUES)
+    np.testing.assert_array_equal(same, given[5])
+
+
+def test_a_memory_of_orthogonal_keys():
+    """Each value is found again under its key, and tokens without beta and decay change nothing."""
+    keys = np.broadcast_to(np.eye(KEYS)[None, :, None], (1, KEYS, HEADS, KEYS))
+    values = np.random.default_rng(0).normal(size=(1, KEYS, HEADS, VALUES))
+    keys, values, beta = jnp.float32(keys), jnp.float32(values), jnp.ones((1, KEYS, HEADS))
+    read, state = delta_attention(keys, keys, values, 0 * keys, beta, scale=0.5)
+    np.testing.assert_array_equal(read, 0.5 * values)
+    beta = 0 * beta
+    _, same = delta_attention(keys, keys, values, 0 * keys, beta, state, scale=0.5)
+    np.testing.assert_array_equal(same, state)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"k": np.zeros((1, 4, 2, 3))}, "k is .1, 4, 2, 3., and must be .1, 4, 2, 5."),
+        ({"beta": np.zeros((1, 4))}, "beta .batch, seq, heads. must be an array .* 3 axes"),
+        ({"state": np.zeros((1, 2, 3, 5))}, "state is .1, 2, 3, 5., and must be .1, 2, 5, 3."),
+        ({"segment_ids": np.zeros((1, 3), np.int32)}, "segment_ids is .1, 3., .* .1, 4."),
+    ],
+)
+def test_what_does_not_fit_is_named(changes, message, unannotated):
+    shapes = {"q": 5, "k": 5, "v": 3, "log_decay": 5}
+    given = {name: np.zeros((1, 4, 2, size)) for name, size in shapes.items()}
+    given |= {"beta": np.zeros((1, 4, 2))}
+    with pytest.raises(ValueError, match=message):
+        delta_attention(**given | changes, scale=1.0)
+
+
+def test_an_unknown_implementation_is_named(unannotated):
+    given = [np.float32(x) for x in arguments()]
+    with pytest.raises(UnsupportedImplementation, match="'triton' is unknown; legal: xla"):
+        delta_attention(*given, scale=SCALE, implementation="triton")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def test_both_passes_compile_for_tpus(target):
+    """In bfloat16, of the paper's size; what is kept beside the operands is states alone."""
+    shape = (1, 1024, 4, 128)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3
+    operands += [jax.ShapeDtypeStruct(shape, jnp.float32)]
+    operands += [jax.ShapeDtypeStruct(shape[:3], jnp.float32)]
+
+    def loss(*args):
+        return jnp.sum(delta_attention(*args, scale=0.1)[0].astype(jnp.float32) ** 2)
+
+    device = topologies.get_topology_desc(**TARGETS[target].options).devices[0]
+    memory = lower(jax.grad(loss, range(5)), operands, device).compile().memory_analysis()
+    of_states = 1024 // xla.CHUNK * 4 * 128 * 128 * 4
+    of_arguments = sum(x.size * x.dtype.itemsize for x in operands)
+    assert memory.temp_size_in_bytes < of_states + 4 * of_arguments
