@@ -110,7 +110,7 @@ _CAUSAL = (
     _of("pallas_kernels/causal_attention/__init__.py", f"{_MODEL}/generation/parts_test.py")("sums = sums + slopes * (most - filled)", "sums = sums + 0 * slopes * (most - filled)"),
     _entries("[256 * high, high, 256 * low, low]", "[256 * high, high, 256 * high, low]"),
     _entries("with_last(x, last):\n", "with_last(x, last):\n        last = 0\n"),
-    _cudnn("sums = sums - _of_positions(q, shift, slopes)", "sums = sums + _of_positions(q, shift, slopes)"),
+    _cudnn("sums = sums - _of_positions(given)", "sums = sums + _of_positions(given)"),
     _cudnn('"CAUSAL" if causal else "NO_MASK"', '"NO_MASK"'),
     _ring("before = other < self.me", "before = other > self.me"),
     _ring("(queries - keys) * self.length", "queries - keys"),

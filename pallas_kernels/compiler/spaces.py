@@ -28,7 +28,7 @@ from pallas_kernels.key_vector import block_sizes as key_vector_blocks
 from pallas_kernels.key_vector import mosaic_tpu as key_vector_tpu
 from pallas_kernels.key_vector import triton_gpu as key_vector_gpu
 from pallas_kernels.key_vector import xla as key_vector_portable
-from pallas_kernels.key_vector.interface import Statistics
+from pallas_kernels.key_vector.interface import Site, Statistics
 
 Values = dict[str, tuned.Value]
 # Tokens of a call, at least: enough to fill a chip.
@@ -219,27 +219,23 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
         _array(B, N, R, V, dtype=data),
         _array(B, N, P, V, dtype=data),
     )
-    w, gain, r = _array(R, K), _array(K, V), _array(P, K)
-    norm = {"norm": "layernorm", "epsilon": _EPSILON, "fraction_bits": 9}
+    of_store = (_array(R, K), y) if R else (None, None)
+    of_read = (_array(K, V), _array(P, K)) if P else (None, None)
+    keys, norm = Site(None, *of_store, *of_read), {"norm": "layernorm"} if P else {}
     if op in ("backward", "rebuild"):
-        statistics = Statistics(_array(B, N), _array(B, N))
-        if not P:
-            return Call(lambda m: m.store_backward, *modules, (X, w, y))
-        if not R:
-            read = lambda m: functools.partial(m.read_backward, norm="layernorm")
-            return Call(read, *modules, (X, statistics, gain, r, z))
-        options = {"norm": "layernorm", "rebuild": op == "rebuild", "fraction_bits": 9}
-        cotangent = _array(B, N, K, V, dtype=data)
-        arguments = (X, statistics, w, y, gain, r, cotangent, z)
-        return Call(lambda m: functools.partial(m.backward, **options), *modules, arguments, (6,))
-    if not P:
-        store = lambda m: functools.partial(m.store, fraction_bits=9)
-        return Call(store, *modules, (X, w, y), (0,))
-    if not R:
-        read = lambda m: functools.partial(m.norm_retrieve, **norm, dtype=jnp.dtype(data))
-        return Call(read, *modules, (X, gain, r))
-    both = lambda m: functools.partial(m.store_norm_retrieve, **norm)
-    return Call(both, *modules, (X, w, y, gain, r), (0,))
+        both = bool(R and P)
+        options = norm | ({"rebuild": op == "rebuild", "fraction_bits": 9} if both else {})
+        cotangent = _array(B, N, K, V, dtype=data) if both else None if P else X
+        given = (keys, None, cotangent, None)
+        if P:
+            statistics = Statistics(_array(B, N), _array(B, N))
+            given = (keys._replace(residual=X), statistics, cotangent, z)
+        function = lambda m: functools.partial(m.backward, **options)
+        return Call(function, *modules, given, (2,) if both else ())
+    options = norm | ({"epsilon": _EPSILON} if P else {}) | {"fraction_bits": 9}
+    options |= {} if R else {"dtype": jnp.dtype(data)}
+    run = lambda m, X, keys: m.forward(keys._replace(residual=X), **options)
+    return Call(lambda m: functools.partial(run, m), *modules, (X, keys), (0,) if R else ())
 
 
 _in_sequences = lambda tokens: (max(2, _TOKENS // tokens), tokens)

@@ -12,7 +12,7 @@ from pallas_kernels.depth_attention.interface import (
 )
 from pallas_kernels.depth_attention.matrices import OfVectors
 from pallas_kernels.key_vector import xla as key_vector
-from pallas_kernels.key_vector.interface import Norm, Statistics
+from pallas_kernels.key_vector.interface import Norm, Site, Statistics
 
 _MERGE = OfVectors(xla)
 _NO_NORM = {"norm": None, "norm_epsilon": 0.0}
@@ -29,7 +29,8 @@ def merge_read(
     """See `interface`."""
     h = _MERGE.merge(given.merge, epsilon=epsilon, **_NO_NORM)
     options = {"norm": norm, "epsilon": norm_epsilon, "dtype": dtype}
-    return key_vector.norm_retrieve(h, given.norm_gain, given.read_keys, **options)
+    out = key_vector.forward(Site(h, None, None, *given[1:]), **options)
+    return out.retrieved, out.statistics
 
 
 def merge_read_backward(
@@ -43,10 +44,10 @@ def merge_read_backward(
     """See `interface`; h is mixed again."""
     options = {"epsilon": epsilon} | _NO_NORM
     h = _MERGE.merge(given.merge, **options)
-    of_read = (h, statistics, given.norm_gain, given.read_keys, cotangents.z)
-    d_h, d_gain, d_keys = key_vector.read_backward(*of_read, norm=norm)
-    g = _MERGE.merge_backward(given.merge, cotangents._replace(z=d_h), **options)
-    return MergeReadGradients(*g[:4], d_gain, d_keys)
+    of_read = (Site(h, None, None, *given[1:]), statistics, None, cotangents.z)
+    d_read = key_vector.backward(*of_read, norm=norm)
+    g = _MERGE.merge_backward(given.merge, cotangents._replace(z=d_read.residual), **options)
+    return MergeReadGradients(*g[:4], d_read.gain, d_read.read_keys)
 
 
 def unsupported(op: str, *operands: Any) -> str | None:

@@ -34,7 +34,7 @@ from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
 from pallas_kernels.key_vector import mosaic_tpu_kernels as read_kernels
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, grouped, sublanes
-from pallas_kernels.key_vector.interface import Norm, Statistics
+from pallas_kernels.key_vector.interface import Norm, Site, Statistics
 from pallas_kernels.key_vector.mosaic_tpu_operands import (
     Walk,
     read_columns,
@@ -51,8 +51,9 @@ _BUDGET = 46 * 2**20
 
 def unsupported(op: str, given: MergeRead, *others: Any) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    site = Site(given.merge.current, None, None, *given[1:])
     return matrices.unsupported("merge", given.merge) or key_vector.unsupported(
-        "norm_retrieve", given.merge.current, *given[1:], *jax.tree.leaves(others)
+        "forward", site, *others
     )
 
 
@@ -73,7 +74,8 @@ def merge_read(
     if read is None:
         h = _merged(of_merge, epsilon, interpret)
         options = {"norm": norm, "epsilon": norm_epsilon, "dtype": dtype, "interpret": interpret}
-        return key_vector.norm_retrieve(h, norm_gain, read_keys, **options)
+        read = key_vector.forward(Site(h, None, None, norm_gain, read_keys), **options)
+        return read.retrieved, read.statistics
     call = dataclasses.replace(call, lanes=read.blocks.tokens)
     s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
     index = lambda b, t, *_: (b, 0, t)
@@ -127,11 +129,11 @@ def merge_read_backward(
     read = _read("backward", call, current, read_keys, dtype, norm, 0.0)
     if read is None:
         h = _merged(of_merge, epsilon, interpret)
-        of_read = (h, statistics, norm_gain, read_keys, d_retrieved)
-        d_h, d_gain, d_keys = key_vector.read_backward(*of_read, norm=norm, interpret=interpret)
+        of_read = (Site(h, None, None, norm_gain, read_keys), statistics, None, d_retrieved)
+        d_read = key_vector.backward(*of_read, norm=norm, interpret=interpret)
         options = {"norm": None, "norm_epsilon": 0.0, "epsilon": epsilon, "interpret": interpret}
-        g = matrices.merge_backward(of_merge, cotangents._replace(z=d_h), **options)
-        return MergeReadGradients(*g[:4], d_gain, d_keys)
+        g = matrices.merge_backward(of_merge, cotangents._replace(z=d_read.residual), **options)
+        return MergeReadGradients(*g[:4], d_read.gain, d_read.read_keys)
     call = dataclasses.replace(call, lanes=read.blocks.tokens)
     s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
     walk = Walk.over(B, call.tiles)
@@ -198,7 +200,7 @@ def merge_read_backward(
 def _merged(of_merge, epsilon, interpret):
     """h, by a kernel of its own."""
     options = {"norm": None, "norm_epsilon": 0.0, "epsilon": epsilon, "interpret": interpret}
-    return matrices.merge(*of_merge, None, **options)
+    return matrices.merge(of_merge, **options)
 
 
 # The bodies -----------------------------------------------------------------------------------

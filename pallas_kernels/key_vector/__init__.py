@@ -35,6 +35,7 @@ from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
     Norm,
+    Site,
     Statistics,
     UnsupportedImplementation,
 )
@@ -104,8 +105,8 @@ def store_norm_retrieve(
         residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis, store_keys, data
     )
     call = _Call(norm, epsilon, implementation, None, key_axis, fraction_bits)
-    args = (_flat(residual), store_keys, _flat(data), gain, read_keys)
-    stored, retrieved = _store_norm_retrieve(call, *args)
+    site = Site(_flat(residual), store_keys, _flat(data), gain, read_keys)
+    stored, retrieved = _store_norm_retrieve(call, site)
     lead = data.shape[:-2]
     return stored.reshape(residual.shape), retrieved.reshape(*lead, *retrieved.shape[2:])
 
@@ -126,7 +127,7 @@ def store(
     _check_store(residual, store_keys, data, key_axis)
     check_fraction_bits(fraction_bits)
     call = _Call("layernorm", 0.0, implementation, None, key_axis, fraction_bits)
-    return _store(call, _flat(residual), store_keys, _flat(data)).reshape(residual.shape)
+    return _store(call, Site(_flat(residual), store_keys, _flat(data))).reshape(residual.shape)
 
 
 @reverse_mode
@@ -147,7 +148,8 @@ def norm_retrieve(
     call = _Call(
         norm, epsilon, implementation, jnp.dtype(dtype or residual.dtype), key_axis, fraction_bits
     )
-    retrieved = _norm_retrieve(call, _flat(residual), gain, read_keys)[0]
+    site = Site(_flat(residual), gain=gain, read_keys=read_keys)
+    retrieved = _norm_retrieve(call, site)[0]
     if key_axis is not None:
         return retrieved
     return retrieved.reshape(*residual.shape[:-2], *retrieved.shape[2:])
@@ -168,7 +170,7 @@ def norm_retrieve_with_statistics(
     """`norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
     key_axis = _check(residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis)
     call = _Call(norm, epsilon, implementation, jnp.dtype(dtype), key_axis, fraction_bits)
-    return _norm_retrieve(call, residual, gain, read_keys)
+    return _norm_retrieve(call, Site(residual, gain=gain, read_keys=read_keys))
 
 
 def undo(
@@ -208,8 +210,8 @@ def undo(
         own = sharded.key_sums(gain, read_keys)
         sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
         read = sharded.Read(retrieved, sums)
-    saved = (residual, statistics, store_keys, sharded.gather(data, key_axis), gain, read_keys)
-    return _backward(call, True, *saved, read, d_residual, d_retrieved)
+    site = Site(residual, store_keys, sharded.gather(data, key_axis), gain, read_keys)
+    return _backward(call, True, site, statistics, read, d_residual, d_retrieved)
 
 
 class _Call(NamedTuple):
@@ -230,56 +232,60 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _store_norm_retrieve(call, residual, store_keys, data, gain, read_keys):
-    data = sharded.gather(data, call.key_axis)
-    return _forward(call, True, residual, store_keys, data, gain, read_keys)[:2]
+def _store_norm_retrieve(call, site):
+    site = site._replace(data=sharded.gather(site.data, call.key_axis))
+    return _forward(call, True, site)[:2]
 
 
-def _store_norm_retrieve_forward(call, residual, store_keys, data, gain, read_keys):
-    _refuse_integers(residual)
+def _store_norm_retrieve_forward(call, site):
+    _refuse_integers(site.residual)
     # Not in place: where this is differentiated, the residual before is often needed as well.
-    data = sharded.gather(data, call.key_axis)
-    args = (store_keys, data, gain, read_keys)
-    stored, retrieved, statistics, read = _forward(call, False, residual, *args)
-    return (stored, retrieved), (stored, statistics, *args, read)
+    site = site._replace(data=sharded.gather(site.data, call.key_axis))
+    stored, retrieved, statistics, read = _forward(call, False, site)
+    return (stored, retrieved), (site._replace(residual=stored), statistics, read)
 
 
 def _store_norm_retrieve_backward(call, saved, cotangents):
-    store_keys, gain, read_keys = saved[2], saved[4], saved[5]
     g = _backward(call, False, *saved, *cotangents)
-    return (
-        g.residual,
-        g.store_keys.astype(store_keys.dtype),
-        g.data,
-        g.gain.astype(gain.dtype),
-        g.read_keys.astype(read_keys.dtype),
+    return (_of_parameters(saved[0], g.residual, g.data, g),)
+
+
+def _of_parameters(site, d_residual, d_data, g):
+    """The cotangents of a site, those of its keys and its gain in their dtypes."""
+    own = lambda d, x: None if x is None else d.astype(x.dtype)
+    return Site(
+        d_residual,
+        own(g.store_keys, site.store_keys),
+        d_data,
+        own(g.gain, site.gain),
+        own(g.read_keys, site.read_keys),
     )
 
 
 _store_norm_retrieve.defvjp(_store_norm_retrieve_forward, _store_norm_retrieve_backward)
 
 
-def _forward(call, in_place, *args):
-    options = {"in_place": in_place} | _read_options(call)
-    stored, *read = _run(call, "store_norm_retrieve", *args, **options)
-    return stored, *_of_all_slices(call, stored.dtype == jnp.int16, *read, *args[3:])
+def _forward(call, in_place, site):
+    out = _run(call, "forward", site, in_place=in_place, **_read_options(call))
+    return out.residual, *_of_all_slices(call, site, out)
 
 
-def _of_all_slices(call, integer, retrieved, statistics, gain, read_keys):
+def _of_all_slices(call, site, out):
     """What is retrieved and the statistics of all of K, and what `_backward` takes as `read`."""
     if call.key_axis is None:
-        return retrieved, statistics, None
-    args = (retrieved, statistics, gain, read_keys, call.key_axis)
+        return out.retrieved, out.statistics, None
+    args = (out.retrieved, out.statistics, site.gain, site.read_keys, call.key_axis)
+    integer = site.residual.dtype == jnp.int16
     least = xla.least_variance(call.fraction_bits) + call.epsilon if integer else None
     read, statistics = sharded.all_slices(*args, norm=call.norm, least=least)
     return read.retrieved, statistics, read
 
 
-def _backward(call, rebuild, *args):
-    *saved, read, d_residual, d_retrieved = args
-    d_retrieved, means = _to_all_slices(call, saved[0], read, d_retrieved)
+def _backward(call, rebuild, site, statistics, read, d_residual, d_retrieved):
+    d_retrieved, means = _to_all_slices(call, site.residual, read, d_retrieved)
     options = {"norm": call.norm, "rebuild": rebuild, "fraction_bits": call.fraction_bits}
-    g = _run(call, "backward", *saved, d_residual, d_retrieved, means, **options)
+    args = (site, statistics, d_residual, d_retrieved, means)
+    g = _run(call, "backward", *args, **options)
     return g._replace(data=sharded.scatter_sum(g.data, call.key_axis))
 
 
@@ -293,33 +299,34 @@ def _to_all_slices(call, residual, read, d_retrieved):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _store(call, residual, store_keys, data):
-    return _store_all(call, True, residual, store_keys, sharded.gather(data, call.key_axis))
+def _store(call, site):
+    site = site._replace(data=sharded.gather(site.data, call.key_axis))
+    return _store_all(call, True, site)
 
 
-def _store_all(call, in_place, *args):
-    return _run(call, "store", *args, in_place=in_place, fraction_bits=call.fraction_bits)
+def _store_all(call, in_place, site):
+    options = {"in_place": in_place, "fraction_bits": call.fraction_bits}
+    return _run(call, "forward", site, **options).residual
 
 
-def _store_forward(call, residual, store_keys, data):
-    _refuse_integers(residual)
-    data = sharded.gather(data, call.key_axis)
+def _store_forward(call, site):
+    _refuse_integers(site.residual)
+    site = site._replace(data=sharded.gather(site.data, call.key_axis))
     # Not in place, as above.
-    return _store_all(call, False, residual, store_keys, data), (store_keys, data)
+    return _store_all(call, False, site), site._replace(residual=None)
 
 
-def _store_backward(call, saved, d_stored):
-    d_keys, d_data = _run(call, "store_backward", d_stored, *saved)
-    d_data = sharded.scatter_sum(d_data, call.key_axis)
-    return d_stored, d_keys.astype(saved[0].dtype), d_data
+def _store_backward(call, site, d_stored):
+    g = _run(call, "backward", site, None, d_stored, None)
+    return (_of_parameters(site, d_stored, sharded.scatter_sum(g.data, call.key_axis), g),)
 
 
 _store.defvjp(_store_forward, _store_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_retrieve(call, residual, gain, read_keys):
-    return _read(call, residual, gain, read_keys)[:2]
+def _norm_retrieve(call, site):
+    return _read(call, site)[:2]
 
 
 def _read_options(call):
@@ -331,29 +338,22 @@ def _read_options(call):
     }
 
 
-def _read(call, *args):
-    options = {"dtype": call.dtype} | _read_options(call)
-    integer = args[0].dtype == jnp.int16
-    return _of_all_slices(call, integer, *_run(call, "norm_retrieve", *args, **options), *args[1:])
+def _read(call, site):
+    out = _run(call, "forward", site, dtype=call.dtype, **_read_options(call))
+    return _of_all_slices(call, site, out)
 
 
-def _norm_retrieve_forward(call, residual, gain, read_keys):
-    _refuse_integers(residual)
-    retrieved, statistics, read = _read(call, residual, gain, read_keys)
-    return (retrieved, statistics), (residual, statistics, gain, read_keys, read)
+def _norm_retrieve_forward(call, site):
+    _refuse_integers(site.residual)
+    retrieved, statistics, read = _read(call, site)
+    return (retrieved, statistics), (site, statistics, read)
 
 
 def _norm_retrieve_backward(call, saved, cotangents):
-    *args, read = saved
-    residual, _, gain, read_keys = args
-    d_retrieved, means = _to_all_slices(call, residual, read, cotangents[0])
-    given = (*args, d_retrieved, means)
-    d_residual, d_gain, d_keys = _run(call, "read_backward", *given, norm=call.norm)
-    return (
-        d_residual.astype(residual.dtype),
-        d_gain.astype(gain.dtype),
-        d_keys.astype(read_keys.dtype),
-    )
+    site, statistics, read = saved
+    d_retrieved, means = _to_all_slices(call, site.residual, read, cotangents[0])
+    g = _run(call, "backward", site, statistics, None, d_retrieved, means, norm=call.norm)
+    return (_of_parameters(site, g.residual.astype(site.residual.dtype), None, g),)
 
 
 _norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)

@@ -3,19 +3,14 @@
 An implementation is a module with these functions over arrays with exactly two token axes, a batch
 B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
-    store(residual, store_keys, data, *, fraction_bits, in_place) -> residual'
-    norm_retrieve(residual, gain, read_keys, *, norm, epsilon, dtype, scale=True, fraction_bits)
-        -> (retrieved, Statistics)
-    store_norm_retrieve(residual, store_keys, data, gain, read_keys, *, norm, epsilon, scale=True,
-                        fraction_bits, in_place) -> (residual', retrieved, Statistics)
-    backward(residual', statistics, store_keys, data, gain, read_keys, d_residual', d_retrieved,
-             means=None, *, norm, rebuild, fraction_bits) -> Gradients
-    read_backward(residual, statistics, gain, read_keys, d_retrieved, means=None, *, norm)
-        -> (d_residual, d_gain, d_read_keys)
-    store_backward(d_stored, store_keys, data) -> (d_store_keys, d_data)
+    forward(Site, *, norm, epsilon, dtype, scale=True, fraction_bits, in_place) -> Outcome
+    backward(Site, Statistics, d_residual', d_retrieved, means=None, *, norm, rebuild,
+             fraction_bits) -> Gradients
+    unsupported(op, *operands) -> why these cannot be served, in a line, or None
 
-    residual [B, N, K, V]   store_keys [R, K]   data [B, N, R, V]
-    gain [K, V]   read_keys [P, K]   retrieved [B, N, P, V]
+The residual given to `backward` is the stored one. With R stored and P retrieved vectors a site is
+both halves; without keys to store or to read with it is the other half alone, and what the missing
+one would give, or needs, is None. Of a store alone the backward pass needs no residual.
 
 A kernel may write the new residual over the old one (`in_place`); XLA does what is best.
 
@@ -37,6 +32,8 @@ __all__ = [
     "Gradients",
     "Means",
     "Norm",
+    "Outcome",
+    "Site",
     "Statistics",
     "UnsupportedImplementation",
 ]
@@ -46,6 +43,24 @@ __all__ = [
 FRACTION_BITS = 9
 # A token's spread in steps, below which what it reads is mostly what rounding made of it.
 LEAST_STEPS = 2.0
+
+
+class Site(NamedTuple):
+    """What is written to a residual, and what it is read with."""
+
+    residual: Shaped[Array, "B N K V"] | None
+    store_keys: Float[Array, "R K"] | None = None
+    data: Float[Array, "B N R V"] | None = None
+    gain: Float[Array, "K V"] | None = None
+    read_keys: Float[Array, "P K"] | None = None
+
+    @property
+    def stores(self) -> bool:
+        return self.store_keys is not None
+
+    @property
+    def reads(self) -> bool:
+        return self.read_keys is not None
 
 
 class Statistics(NamedTuple):
@@ -59,6 +74,14 @@ class Statistics(NamedTuple):
     rstd: Float[Array, "B N"]
 
 
+class Outcome(NamedTuple):
+    """The stored residual in its dtype; what was retrieved, in `dtype` or else the data's."""
+
+    residual: Shaped[Array, "B N K V"] | None
+    retrieved: Float[Array, "B N P V"] | None = None
+    statistics: Statistics | None = None
+
+
 class Means(NamedTuple):
     """Over the entries of a token's residual, with `a = gain * r^T dz` and `n = norm(X)`.
 
@@ -70,16 +93,16 @@ class Means(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the inputs of `store_norm_retrieve`.
+    """Cotangents of a site.
 
-    `residual` has the dtype of the cotangent given, `data` the data's, those of parameters are at
-    least float32. `rebuilt` is the residual before the store, if asked for: exact for int16, up to
-    rounding for floats.
+    `residual` has the dtype of the cotangent given (of a read alone, of the residual), `data` the
+    data's, those of parameters are at least float32. `rebuilt` is the residual before the store, if
+    asked for: exact for int16, up to rounding for floats.
     """
 
     residual: Float[Array, "B N K V"]
-    data: Float[Array, "B N R V"]
-    store_keys: Float[Array, "R K"]
-    gain: Float[Array, "K V"]
-    read_keys: Float[Array, "P K"]
-    rebuilt: Shaped[Array, "B N K V"] | None
+    data: Float[Array, "B N R V"] | None
+    store_keys: Float[Array, "R K"] | None
+    gain: Float[Array, "K V"] | None
+    read_keys: Float[Array, "P K"] | None
+    rebuilt: Shaped[Array, "B N K V"] | None = None

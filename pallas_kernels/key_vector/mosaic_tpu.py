@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, DTypeLike, Float, Shaped
+from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels.call import LANES, tpu_call
 from pallas_kernels.key_vector import mosaic_tpu_kernels
@@ -43,6 +43,8 @@ from pallas_kernels.key_vector.interface import (
     Gradients,
     Means,
     Norm,
+    Outcome,
+    Site,
     Statistics,
     UnsupportedImplementation,
 )
@@ -61,22 +63,14 @@ from pallas_kernels.key_vector.mosaic_tpu_operands import (
     store_keys_of,
 )
 
-__all__ = [
-    "BlockSizes",
-    "backward",
-    "norm_retrieve",
-    "read_backward",
-    "store",
-    "store_backward",
-    "store_norm_retrieve",
-    "unsupported",
-]
+__all__ = ["BlockSizes", "backward", "forward", "unsupported"]
 
 
-def unsupported(op: str, *args: Any) -> str | None:
+def unsupported(op: str, site: Site, *others: Any) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
-    residual, *others = args
-    arrays = jax.tree.leaves(others)
+    # Of a store alone, backward, the cotangent is all there is.
+    residual = others[1] if site.residual is None else site.residual
+    arrays = jax.tree.leaves((site[1:], others))
     N, K = residual.shape[1:3]
     if residual.dtype not in (jnp.bfloat16, jnp.float32, jnp.int16):
         return f"a residual of {residual.dtype} (bfloat16, float32 or int16)"
@@ -86,225 +80,90 @@ def unsupported(op: str, *args: Any) -> str | None:
         return f"a sequence of {N} tokens (at least {LANES})"
     if K > 4096:
         return f"keys of {K} entries (at most 4096)"
-    sizes = _sizes_of(op, args)
-    # A backward pass in slabs reads forward too.
-    needed = {
-        "backward": ("forward", "rebuild"),
-        "read_backward": ("forward", "backward"),
-        "store_backward": ("backward",),
-    }.get(op, ("forward",))
+    dtype = jnp.bfloat16 if residual.dtype == jnp.bfloat16 else jnp.float32
+    if op == "backward" and site.reads:
+        dtype = others[2].dtype
+    sizes = _sizes_of(site, residual, dtype)
+    needed = ("forward",)
+    if op == "backward":  # in slabs it reads forward too
+        needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
     if any(default_block_sizes(each, sizes, N) is None for each in needed):
         return f"K={K}, V={sizes.V}, R={sizes.R}, P={sizes.P}: a tile of tokens does not fit VMEM"
     return None
 
 
-def store(
-    residual: Shaped[Array, "B N K V"],
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
+def forward(
+    site: Site,
     *,
+    norm: Norm = "rmsnorm",
+    epsilon: int | float = 0.0,
+    dtype: DTypeLike | None = None,
+    scale: bool = True,
     in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
-) -> Shaped[Array, "B N K V"]:
-    """`X + sum_r w_r (x) y_r`, in the residual's dtype; `in_place` as below.
+) -> Outcome:
+    """See `interface`. `2 T (R + P) K V` FLOPs; `E T V (2 K + R + P)` bytes, of a read `K + P`.
 
-    `2 T R K V` FLOPs and `E T V (2 K + R)` bytes for T tokens of E bytes an entry.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
-    """
-    sizes = _sizes_of("store", (residual, store_keys, data))
-    call = Call(
-        sizes,
-        _blocks(block_sizes, "forward", sizes, residual, interpret),
-        "rmsnorm",
-        0.0,
-        interpret,
-        fraction_bits=fraction_bits,
-    )
-    return _forward(call, residual, store_keys, data, in_place=in_place)["residual"]
-
-
-def norm_retrieve(
-    residual: Shaped[Array, "B N K V"],
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    *,
-    norm: Norm,
-    epsilon: int | float,
-    dtype: DTypeLike,
-    scale: bool = True,
-    fraction_bits: int = FRACTION_BITS,
-    block_sizes: BlockSizes | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B N P V"], Statistics]:
-    """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X; over rstd without `scale`.
-
-    `2 T P K V` FLOPs and `E T V (K + P)` bytes for T tokens of E bytes an entry.
+    `in_place` writes X' over X, which a caller that still needs X pays for with a copy.
 
     Raises:
       UnsupportedImplementation: see `unsupported`.
     """
     compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    sizes = dataclasses.replace(
-        _sizes_of("norm_retrieve", (residual, gain, read_keys)),
-        data_dtype=jnp.dtype(compute).name,
-    )
-    blocks = _blocks(block_sizes, "forward", sizes, residual, interpret)
+    sizes = _sizes_of(site, site.residual, compute)
+    blocks = _blocks(block_sizes, "forward", sizes, site.residual, interpret)
     call = Call(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
-    out = _forward(call, residual, gain=gain, read_keys=read_keys)
-    return out["retrieved"].astype(dtype), out["statistics"]
-
-
-def store_norm_retrieve(
-    residual: Shaped[Array, "B N K V"],
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    *,
-    norm: Norm,
-    epsilon: int | float,
-    scale: bool = True,
-    in_place: bool = True,
-    fraction_bits: int = FRACTION_BITS,
-    block_sizes: BlockSizes | None = None,
-    interpret: bool = False,
-) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
-    """`store`, then `norm_retrieve` of what it stored, in the data's dtype.
-
-    `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)` bytes for T tokens of E bytes an entry.
-
-    `in_place` writes X' over X, which a caller that still needs X pays for with a copy. Without
-    `scale`, what is retrieved lacks the factor rstd.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
-    """
-    sizes = _sizes_of("store_norm_retrieve", (residual, store_keys, data, gain, read_keys))
-    blocks = _blocks(block_sizes, "forward", sizes, residual, interpret)
-    call = Call(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
-    out = _forward(call, residual, store_keys, data, gain, read_keys, in_place=in_place)
-    return out["residual"], out["retrieved"], out["statistics"]
+    out = _forward(call, site, in_place=in_place)
+    return out if site.stores else out._replace(retrieved=out.retrieved.astype(dtype))
 
 
 def backward(
-    residual: Shaped[Array, "B N K V"],
-    statistics: Statistics,
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    d_residual: Float[Array, "B N K V"],
-    d_retrieved: Float[Array, "B N P V"],
+    site: Site,
+    statistics: Statistics | None,
+    d_residual: Float[Array, "B N K V"] | None,
+    d_retrieved: Float[Array, "B N P V"] | None,
     means: Means | None = None,
     *,
-    norm: Norm,
+    norm: Norm = "rmsnorm",
     rebuild: bool = False,
     fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """Cotangents of `store_norm_retrieve`, from the residual that it stored.
+    """See `interface`.
 
     With n = norm(X) and a = G^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`, then
     `dy = w dX` and `dw = sum y dX`; and `dG[v] = sum dz n` gives both the gain's and the keys'.
 
-    `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes for T tokens of E bytes an entry;
-    `2 T R K V` and `E T K V` more to rebuild. With `means` given, a is computed once and not kept.
+    `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes for T tokens of E bytes an entry, of a
+    read `2 K + P`, of a store `K + 2 R`; `2 T R K V` and `E T K V` more to rebuild. With `means`
+    given, a is computed once and not kept.
 
     Raises:
       UnsupportedImplementation: see `unsupported`.
     """
-    args = (residual, statistics, store_keys, data, gain, read_keys, d_residual, d_retrieved)
-    sizes = _sizes_of("backward", args)
-    call = Call(
-        sizes,
-        _blocks(block_sizes, "rebuild" if rebuild else "backward", sizes, residual, interpret),
-        norm,
-        0.0,
-        interpret,
-        fraction_bits=fraction_bits,
-    )
+    if site.residual is None:
+        site = site._replace(residual=d_residual)
+    dtype = site.data.dtype if site.stores else d_retrieved.dtype
+    sizes = _sizes_of(site, site.residual, dtype)
+    op = "rebuild" if rebuild else "backward"
+    blocks = _blocks(block_sizes, op, sizes, site.residual, interpret)
+    call = Call(sizes, blocks, norm, 0.0, interpret, fraction_bits=fraction_bits)
     if means is not None:
         call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
-    elif call.slabs > 1:
-        means = _means(call, residual, statistics, gain, read_keys, d_retrieved)
-    return _backward(call, rebuild, means, *args)
+    elif site.reads and call.slabs > 1:
+        means = _means(call, site, d_retrieved)
+    return _backward(call, rebuild, means, site, statistics, d_residual, d_retrieved)
 
 
-def read_backward(
-    residual: Shaped[Array, "B N K V"],
-    statistics: Statistics,
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    d_retrieved: Float[Array, "B N P V"],
-    means: Means | None = None,
-    *,
-    norm: Norm,
-    block_sizes: BlockSizes | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
-    """Cotangents of `norm_retrieve`: of the residual, the gain and the keys.
-
-    `4 T P K V` FLOPs and `E T V (2 K + P)` bytes for T tokens of E bytes an entry.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
-    """
-    args = (residual, statistics, gain, read_keys, d_retrieved)
-    sizes = _sizes_of("read_backward", args)
-    blocks = _blocks(block_sizes, "backward", sizes, residual, interpret)
-    call = Call(sizes, blocks, norm, 0.0, interpret)
-    if means is not None:
-        call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
-    elif call.slabs > 1:
-        means = _means(call, residual, statistics, gain, read_keys, d_retrieved)
-    given = (residual, statistics, None, None, gain, read_keys, None, d_retrieved)
-    g = _backward(call, False, means, *given)
-    return g.residual, g.gain, g.read_keys
-
-
-def store_backward(
-    d_stored: Float[Array, "B N K V"],
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
-    *,
-    block_sizes: BlockSizes | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "R K"], Float[Array, "B N R V"]]:
-    """Cotangents of `store`: of the keys and the data; that of the residual is as given.
-
-    `4 T R K V` FLOPs and `E T V (K + 2 R)` bytes for T tokens of E bytes an entry.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
-    """
-    sizes = _sizes_of("store_backward", (d_stored, store_keys, data))
-    blocks = _blocks(block_sizes, "backward", sizes, d_stored, interpret)
-    call = Call(sizes, blocks, "rmsnorm", 0.0, interpret)
-    given = (d_stored, None, store_keys, data, None, None, d_stored, None)
-    g = _backward(call, False, None, *given)
-    return g.store_keys, g.data
-
-
-def _sizes_of(op: str, args) -> Sizes:
-    residual, K, V = args[0], *args[0].shape[2:]
-    data_dtype = jnp.bfloat16 if residual.dtype == jnp.bfloat16 else jnp.float32
-    R = P = 0
-    if op == "norm_retrieve":
-        P = args[2].shape[0]
-    elif op == "read_backward":
-        P, data_dtype = args[3].shape[0], args[4].dtype
-    elif op == "store_backward":
-        R, data_dtype = args[1].shape[0], args[2].dtype
-    else:
-        store_keys, data = args[2:4] if op == "backward" else args[1:3]
-        R, data_dtype = store_keys.shape[0], data.dtype
-        if op != "store":
-            P = args[5 if op == "backward" else 4].shape[0]
+def _sizes_of(site: Site, residual, dtype) -> Sizes:
+    """`dtype`: of what is retrieved, where nothing is stored."""
+    K, V = residual.shape[2:]
+    R = site.store_keys.shape[0] if site.stores else 0
+    P = site.read_keys.shape[0] if site.reads else 0
+    data_dtype = site.data.dtype if site.stores else dtype
     return Sizes(K, V, R, P, residual.dtype.name, jnp.dtype(data_dtype).name)
 
 
@@ -317,20 +176,12 @@ def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret
     return blocks
 
 
-def _forward(
-    call: Call,
-    residual,
-    store_keys=None,
-    data=None,
-    gain=None,
-    read_keys=None,
-    *,
-    in_place: bool = True,
-):
+def _forward(call: Call, site: Site, *, in_place: bool = True) -> Outcome:
     """The forward kernel with what there is of its two halves."""
     s, blocks = call.sizes, call.blocks
+    residual, store_keys, data, gain, read_keys = site
     B, N = residual.shape[:2]
-    stores, reads = store_keys is not None, read_keys is not None
+    stores, reads = site.stores, site.reads
     tokens, slab = blocks.tokens, blocks.slab
     by_slab = functools.partial(_spec, tokens, slab, lambda b, n, v: (b, v, 0, n))
     whole = functools.partial(_spec, tokens, s.V, lambda b, n, v: (b, 0, 0, n))
@@ -369,14 +220,15 @@ def _forward(
         aliased={"residual": "residual"} if stores and in_place else {},
         interpret=call.interpret,
     )
-    return {
-        name: Statistics(x[:, 0], x[:, 1]) if name == "statistics" else _tokens_first(x)
-        for name, x in out.items()
-    }
+    stored = _tokens_first(out["residual"]) if stores else None
+    if not reads:
+        return Outcome(stored)
+    statistics = Statistics(out["statistics"][:, 0], out["statistics"][:, 1])
+    return Outcome(stored, _tokens_first(out["retrieved"]), statistics)
 
 
-def _backward(call: Call, rebuild, means: Means | None, *args):
-    residual, statistics, store_keys, data, gain, read_keys, d_residual, d_retrieved = args
+def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_retrieved):
+    residual, store_keys, data, gain, read_keys = site
     s, blocks = call.sizes, call.blocks
     B, N = residual.shape[:2]
     tokens, slab, group = blocks.tokens, blocks.slab, blocks.read_group
@@ -395,7 +247,7 @@ def _backward(call: Call, rebuild, means: Means | None, *args):
         return b, 0, n
 
     token = pl.BlockSpec((1, 2, tokens), token_index)
-    reads, stores = read_keys is not None, store_keys is not None
+    reads, stores = site.reads, site.stores
     inputs, outputs, scratch = {}, {}, {}
     if d_residual is not None:
         inputs["d_residual"] = (_tokens_last(d_residual), by_slab(s.K))
@@ -469,13 +321,13 @@ def _backward(call: Call, rebuild, means: Means | None, *args):
     )
 
 
-def _means(call: Call, residual, statistics, gain, read_keys, d_retrieved):
+def _means(call: Call, site: Site, d_retrieved):
     """`mean(a)`, and `mean(a n) = mean(dz z)`, from a read of its own."""
     sizes = dataclasses.replace(call.sizes, R=0)
-    blocks = _blocks(None, "forward", sizes, residual, call.interpret)
+    blocks = _blocks(None, "forward", sizes, site.residual, call.interpret)
     read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
-    keys = folded(read, gain, read_keys).astype(jnp.float32)
-    retrieved = _forward(read, residual, gain=gain, read_keys=read_keys)["retrieved"]
+    keys = folded(read, site.gain, site.read_keys).astype(jnp.float32)
+    retrieved = _forward(read, site._replace(store_keys=None, data=None)).retrieved
     dz = d_retrieved.astype(jnp.float32)
     count = sizes.K * sizes.V
     mean_an = jnp.sum(dz * retrieved.astype(jnp.float32), axis=(2, 3)) / count

@@ -23,46 +23,36 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, DTypeLike, Float, Shaped
+from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.call import gpu_call, is_power_of_2
+from pallas_kernels.key_vector import xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
     Means,
     Norm,
+    Outcome,
+    Site,
     Statistics,
     UnsupportedImplementation,
 )
 from pallas_kernels.key_vector.triton_gpu_kernels import (
-    Site,
+    Sizes,
     backward_kernel,
     backward_sums_kernel,
     backward_tokens_kernel,
     forward_kernel,
     padded,
 )
-from pallas_kernels.key_vector.xla import read_backward, store_backward
 from pallas_kernels.triton import no_triton
 
-__all__ = [
-    "Blocks",
-    "backward",
-    "default_blocks",
-    "norm_retrieve",
-    "read_backward",
-    "store",
-    "store_backward",
-    "store_norm_retrieve",
-    "unsupported",
-]
+__all__ = ["Blocks", "backward", "default_blocks", "forward", "unsupported"]
 
 # Of a token's data and retrieved vectors: what still compiles with 99 KiB of shared memory.
 _MOST_BYTES = 128 * 1024
 _DATA = (jnp.bfloat16, jnp.float32)
-# Of these there is no kernel.
-_PLAIN = ("read_backward", "store_backward")
 _RESIDUAL = (jnp.bfloat16, jnp.float32, jnp.int16)
 
 
@@ -81,23 +71,18 @@ class Blocks(NamedTuple):
     programs: int
 
 
-def unsupported(op: str, *args) -> str | None:
-    """Why these kernels cannot serve the op named, called with `args`; None if they can."""
+def unsupported(op: str, site: Site, *others) -> str | None:
+    """Why these kernels cannot serve the op named, called with these; None if they can."""
     if why := no_triton():
         return why
-    if op in _PLAIN:
+    if _is_plain(op, site):
         return None
-    residual = args[0]
-    keys = {
-        "store": (1,),
-        "norm_retrieve": (2,),
-        "store_norm_retrieve": (1, 4),
-        "backward": (2, 5),
-    }[op]
-    data = {"store": (2,), "store_norm_retrieve": (2,), "backward": (3, 6, 7)}.get(op, ())
+    residual = site.residual
+    data = [site.data] * site.stores
+    data += others[1:3] if op == "backward" else []
     if residual.dtype not in _RESIDUAL:
         return f"the residual is {residual.dtype}, not bfloat16, float32 or int16"
-    for array in (args[i] for i in data):
+    for array in data:
         if array.dtype not in _DATA:
             return f"the data are {array.dtype}, not bfloat16 or float32"
     if 0 in residual.shape:
@@ -105,11 +90,11 @@ def unsupported(op: str, *args) -> str | None:
     V = residual.shape[3]
     if V > 256:
         return f"vectors of {V} entries are longer than 256"
-    counts = [args[i].shape[0] for i in keys]
+    counts = [keys.shape[0] for keys in (site.store_keys, site.read_keys) if keys is not None]
     for count in counts:
         if not 0 < count <= 256:
             return f"{count} key vectors are not 1 to 256"
-    for array in (args[i] for i in data):
+    for array in data:
         width = 2 if array.dtype == jnp.bfloat16 else 6  # A float32 is three bfloat16.
         size = sum(map(padded, counts)) * padded(V) * width
         if size > _MOST_BYTES:
@@ -117,24 +102,31 @@ def unsupported(op: str, *args) -> str | None:
     return None
 
 
-def wins(op: str, *args) -> bool:
-    """Whether a table says that the kernel of the op named is the fastest, called with `args`."""
-    if op in _PLAIN or unsupported(op, *args) is not None:
+def wins(op: str, site: Site, *others) -> bool:
+    """Whether a table says that the kernel of the op named is the fastest, called with these."""
+    if _is_plain(op, site) or unsupported(op, site, *others) is not None:
         return False
-    B, N, K, V = args[0].shape
-    names = {"store": "store", "norm_retrieve": "read", "store_norm_retrieve": "forward"}
-    stored = {"store": 1, "store_norm_retrieve": 1, "backward": 2}.get(op)
-    read = {"norm_retrieve": 2, "store_norm_retrieve": 4, "backward": 5}.get(op)
-    data = args[0] if op == "norm_retrieve" else args[stored + 1]
+    B, N, K, V = site.residual.shape
     key = {
         "K": K,
         "V": V,
-        "R": 0 if stored is None else args[stored].shape[0],
-        "P": 0 if read is None else args[read].shape[0],
-        "dtype": data.dtype.name,
+        "R": site.store_keys.shape[0] if site.stores else 0,
+        "P": site.read_keys.shape[0] if site.reads else 0,
+        "dtype": (site.data if site.stores else site.residual).dtype.name,
     }
-    kernel = KERNELS[f"key_vector_{names.get(op, op)}"]
-    return tuned.winner(kernel, key, B * N) == "triton"
+    name = "key_vector_backward" if op == "backward" else _name(site)
+    return tuned.winner(KERNELS[name], key, B * N) == "triton"
+
+
+def _is_plain(op: str, site: Site) -> bool:
+    """Whether it is a backward pass of half a site, of which there is no kernel."""
+    return op == "backward" and not (site.stores and site.reads)
+
+
+def _name(site: Site) -> str:
+    """Of the forward kernel."""
+    halves = {(True, True): "forward", (True, False): "store", (False, True): "read"}
+    return f"key_vector_{halves[site.stores, site.reads]}"
 
 
 def default_blocks(
@@ -163,119 +155,67 @@ def default_blocks(
 # The ops ---------------------------------------------------------------------------------------
 
 
-def store(
-    residual: Shaped[Array, "B N K V"],
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
+def forward(
+    site: Site,
     *,
+    norm: Norm = "rmsnorm",
+    epsilon: int | float = 0.0,
+    dtype: DTypeLike | None = None,
+    scale: bool = True,
     in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
     blocks: Blocks | None = None,
     interpret: bool = False,
-) -> Shaped[Array, "B N K V"]:
-    """`X + sum_r w_r (x) y_r`, in the residual's dtype.
+) -> Outcome:
+    """See `interface`.
 
     Raises:
-      UnsupportedImplementation: for what `unsupported` names.
+      UnsupportedImplementation: for what `unsupported` names, and of a read alone any `dtype` but
+        bfloat16 and float32.
     """
-    _refuse("store", residual, store_keys, data)
-    options = {"fraction_bits": fraction_bits, "blocks": blocks, "interpret": interpret}
-    stored, *_ = _forward(residual, store_keys, data, **options)
-    return stored
-
-
-def norm_retrieve(
-    residual: Shaped[Array, "B N K V"],
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    *,
-    norm: Norm,
-    epsilon: int | float,
-    dtype: DTypeLike,
-    scale: bool = True,
-    fraction_bits: int = FRACTION_BITS,
-    blocks: Blocks | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B N P V"], Statistics]:
-    """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X; over rstd without `scale`.
-
-    Raises:
-      UnsupportedImplementation: for what `unsupported` names, and any `dtype` but bfloat16 and
-        float32.
-    """
-    _refuse("norm_retrieve", residual, gain, read_keys)
-    if dtype not in _DATA:
+    _refuse("forward", site)
+    if not site.stores and dtype not in _DATA:
         raise UnsupportedImplementation(f"dtype={dtype} is not bfloat16 or float32")
-    return _forward(
-        residual,
-        gain=gain,
-        read_keys=read_keys,
-        norm=norm,
-        epsilon=epsilon,
-        dtype=jnp.dtype(dtype),
-        scale=scale,
-        fraction_bits=fraction_bits,
-        blocks=blocks,
-        interpret=interpret,
-    )
-
-
-def store_norm_retrieve(
-    residual: Shaped[Array, "B N K V"],
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    *,
-    norm: Norm,
-    epsilon: int | float,
-    scale: bool = True,
-    in_place: bool = True,
-    fraction_bits: int = FRACTION_BITS,
-    blocks: Blocks | None = None,
-    interpret: bool = False,
-) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
-    """`store`, then `norm_retrieve` of what it stored, in the data's dtype.
-
-    Without `scale`, what is retrieved lacks the factor rstd.
-
-    Raises:
-      UnsupportedImplementation: for what `unsupported` names.
-    """
-    _refuse("store_norm_retrieve", residual, store_keys, data, gain, read_keys)
-    return _forward(
-        residual,
-        store_keys,
-        data,
-        gain,
-        read_keys,
-        norm=norm,
-        epsilon=epsilon,
-        scale=scale,
-        fraction_bits=fraction_bits,
-        blocks=blocks,
-        interpret=interpret,
-    )
+    residual, store_keys, data, gain, read_keys = site
+    dtype = data.dtype if dtype is None else jnp.dtype(dtype)
+    sizes = Sizes.of(site, dtype, norm, fraction_bits)
+    T, K, V = sizes.T, sizes.K, sizes.V
+    inputs = {"residual": residual.reshape(T, K, V)}
+    outputs = {}
+    if site.stores:
+        inputs |= {"store_keys": store_keys.astype(dtype), "data": data.reshape(T, sizes.R, V)}
+        outputs["stored"] = jax.ShapeDtypeStruct((T, K, V), residual.dtype)
+    if site.reads:
+        inputs |= {"gain": gain, "read_keys": read_keys.astype(dtype)}
+        outputs["retrieved"] = jax.ShapeDtypeStruct((T, sizes.P, V), dtype)
+        outputs["mean"] = outputs["rstd"] = jax.ShapeDtypeStruct((T,), jnp.float32)
+    name = _name(site)
+    blocks = blocks or _blocks_of(sizes, name)
+    kernel = functools.partial(forward_kernel, sizes, blocks, float(epsilon), scale)
+    flops = 2 * T * (sizes.R + sizes.P) * K * V
+    out = _run(name, kernel, inputs, outputs, blocks, flops, interpret=interpret)
+    tokens = residual.shape[:2]
+    stored = out["stored"].reshape(residual.shape) if site.stores else None
+    if not site.reads:
+        return Outcome(stored)
+    statistics = Statistics(out["mean"].reshape(tokens), out["rstd"].reshape(tokens))
+    return Outcome(stored, out["retrieved"].reshape(*tokens, sizes.P, V), statistics)
 
 
 def backward(
-    residual: Shaped[Array, "B N K V"],
-    statistics: Statistics,
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    d_residual: Float[Array, "B N K V"],
-    d_retrieved: Float[Array, "B N P V"],
+    site: Site,
+    statistics: Statistics | None,
+    d_residual: Float[Array, "B N K V"] | None,
+    d_retrieved: Float[Array, "B N P V"] | None,
     means: Means | None = None,
     *,
-    norm: Norm,
+    norm: Norm = "rmsnorm",
     rebuild: bool = False,
     fraction_bits: int = FRACTION_BITS,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """Cotangents of `store_norm_retrieve`, from the residual that it stored.
+    """See `interface`; of half a site by plain JAX.
 
     With n = norm(X') and a = gain * r^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`, and
     `dy = w dX`, `dw = y dX^T`, `dr = dz (gain n)^T`, `dgain = (r^T dz) n`. The means are taken here
@@ -284,44 +224,38 @@ def backward(
     Raises:
       UnsupportedImplementation: for what `unsupported` names.
     """
-    _refuse(
-        "backward",
-        residual,
-        statistics,
-        store_keys,
-        data,
-        gain,
-        read_keys,
-        d_residual,
-        d_retrieved,
-    )
-    site = Site.of(residual, store_keys, read_keys, data.dtype, norm, fraction_bits)
+    given = (site, statistics, d_residual, d_retrieved)
+    if _is_plain("backward", site):
+        return xla.backward(*given, means, norm=norm, fraction_bits=fraction_bits)
+    _refuse("backward", *given)
+    residual, store_keys, data, gain, read_keys = site
+    sizes = Sizes.of(site, data.dtype, norm, fraction_bits)
     name = "key_vector_backward"
-    blocks = blocks or _blocks_of(site, name)
-    whole = blocks.keys >= site.K and len(site.groups(site.R) + site.groups(site.P)) == 2
-    T, K, V = site.T, site.K, site.V
+    blocks = blocks or _blocks_of(sizes, name)
+    whole = blocks.keys >= sizes.K and len(sizes.groups(sizes.R) + sizes.groups(sizes.P)) == 2
+    T, K, V = sizes.T, sizes.K, sizes.V
     inputs = {
         "stored": residual.reshape(T, K, V),
         "mean": statistics.mean.reshape(T),
         "rstd": statistics.rstd.reshape(T),
         "store_keys": store_keys.astype(data.dtype),
-        "data": data.reshape(T, site.R, V),
+        "data": data.reshape(T, sizes.R, V),
         "gain": gain,
         "read_keys": read_keys.astype(data.dtype),
-        "d_retrieved": d_retrieved.reshape(T, site.P, V).astype(data.dtype),
+        "d_retrieved": d_retrieved.reshape(T, sizes.P, V).astype(data.dtype),
     }
     token_outputs = {
         "d_residual": jax.ShapeDtypeStruct((T, K, V), d_residual.dtype),
-        "d_data": jax.ShapeDtypeStruct((T, site.R, V), data.dtype),
+        "d_data": jax.ShapeDtypeStruct((T, sizes.R, V), data.dtype),
     }
     if rebuild:
         token_outputs["rebuilt"] = jax.ShapeDtypeStruct((T, K, V), residual.dtype)
 
     def sums(programs):
         shapes = {
-            "d_store_keys": (programs, site.R, K),
+            "d_store_keys": (programs, sizes.R, K),
             "d_gain": (programs, K, V),
-            "d_read_keys": (programs, K, site.P),
+            "d_read_keys": (programs, K, sizes.P),
         }
         return {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
 
@@ -330,17 +264,17 @@ def backward(
     if means is not None:
         given = {"mean_an": means.an} | ({"mean_a": means.a} if norm == "layernorm" else {})
         inputs_and_cotangent |= {k: mean.reshape(T) for k, mean in given.items()}
-    flops = 2 * T * (site.R + site.P) * K * V
+    flops = 2 * T * (sizes.R + sizes.P) * K * V
     if whole:
-        kernel = functools.partial(backward_kernel, site, blocks)
+        kernel = functools.partial(backward_kernel, sizes, blocks)
         outputs = token_outputs | sums(blocks.programs)
         out = run(name, kernel, inputs_and_cotangent, outputs, blocks, 2 * flops)
     else:
-        kernel = functools.partial(backward_tokens_kernel, site, blocks)
+        kernel = functools.partial(backward_tokens_kernel, sizes, blocks)
         out = run(name, kernel, inputs_and_cotangent, token_outputs, blocks, 2 * flops)
         name = "key_vector_backward_sums"
-        sum_blocks = _blocks_of(site, name)._replace(programs=min(T, 64))
-        kernel = functools.partial(backward_sums_kernel, site, sum_blocks)
+        sum_blocks = _blocks_of(sizes, name)._replace(programs=min(T, 64))
+        kernel = functools.partial(backward_sums_kernel, sizes, sum_blocks)
         inputs = {k: inputs[k] for k in inputs if k != "store_keys"}
         inputs["d_residual"] = out["d_residual"]
         outputs = sums(sum_blocks.programs)
@@ -354,52 +288,6 @@ def backward(
         read_keys=jnp.sum(out["d_read_keys"], axis=0).T,
         rebuilt=out["rebuilt"].reshape(residual.shape) if rebuild else None,
     )
-
-
-def _forward(
-    residual,
-    store_keys=None,
-    data=None,
-    gain=None,
-    read_keys=None,
-    *,
-    norm="layernorm",
-    epsilon=0.0,
-    dtype=None,
-    scale=True,
-    fraction_bits,
-    blocks,
-    interpret,
-):
-    """Any of the three forward ops: with what to store, with what to read, or both."""
-    dtype = dtype or data.dtype
-    site = Site.of(residual, store_keys, read_keys, dtype, norm, fraction_bits)
-    T, K, V = site.T, site.K, site.V
-    inputs = {"residual": residual.reshape(T, K, V)}
-    outputs = {}
-    if site.R:
-        inputs |= {"store_keys": store_keys.astype(dtype), "data": data.reshape(T, site.R, V)}
-        outputs["stored"] = jax.ShapeDtypeStruct((T, K, V), residual.dtype)
-    if site.P:
-        inputs |= {"gain": gain, "read_keys": read_keys.astype(dtype)}
-        outputs["retrieved"] = jax.ShapeDtypeStruct((T, site.P, V), dtype)
-        outputs["mean"] = outputs["rstd"] = jax.ShapeDtypeStruct((T,), jnp.float32)
-    name = {(True, True): "key_vector_forward", (True, False): "key_vector_store"}.get(
-        (site.R > 0, site.P > 0), "key_vector_read"
-    )
-    blocks = blocks or _blocks_of(site, name)
-    kernel = functools.partial(forward_kernel, site, blocks, float(epsilon), scale)
-    flops = 2 * T * (site.R + site.P) * K * V
-    out = _run(name, kernel, inputs, outputs, blocks, flops, interpret=interpret)
-    tokens, results = residual.shape[:2], ()
-    if site.R:
-        results += (out["stored"].reshape(residual.shape),)
-    if site.P:
-        results += (
-            out["retrieved"].reshape(*tokens, site.P, V),
-            Statistics(out["mean"].reshape(tokens), out["rstd"].reshape(tokens)),
-        )
-    return results
 
 
 def _refuse(op, *args):
@@ -423,11 +311,11 @@ def _run(name, kernel, inputs, outputs, blocks: Blocks, flops, *more_grid, inter
     )
 
 
-def _blocks_of(site: Site, kernel: str) -> Blocks:
-    key = {"K": site.K, "V": site.V, "R": site.R, "P": site.P, "dtype": jnp.dtype(site.dtype).name}
-    default = default_blocks(kernel, tokens=site.T, **key)
-    blocks = tuned.look_up(KERNELS[kernel], key, site.T, default)
-    return blocks._replace(programs=min(blocks.programs, site.T))
+def _blocks_of(sizes: Sizes, kernel: str) -> Blocks:
+    key = {name: getattr(sizes, name) for name in "KVRP"} | {"dtype": sizes.dtype.name}
+    default = default_blocks(kernel, tokens=sizes.T, **key)
+    blocks = tuned.look_up(KERNELS[kernel], key, sizes.T, default)
+    return blocks._replace(programs=min(blocks.programs, sizes.T))
 
 
 def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:

@@ -15,7 +15,7 @@ _LARGEST = 2**15 - 1
 # Tiles -----------------------------------------------------------------------------------------
 
 
-class Site(NamedTuple):
+class Sizes(NamedTuple):
     """The sizes of a call; R or P is 0 where it stores or reads nothing."""
 
     T: int
@@ -28,9 +28,9 @@ class Site(NamedTuple):
     fraction_bits: int
 
     @classmethod
-    def of(cls, residual, store_keys, read_keys, dtype, norm, fraction_bits):
-        B, N, K, V = residual.shape
-        R, P = (0 if keys is None else keys.shape[0] for keys in (store_keys, read_keys))
+    def of(cls, site, dtype, norm, fraction_bits):
+        B, N, K, V = site.residual.shape
+        R, P = (0 if keys is None else keys.shape[0] for keys in (site.store_keys, site.read_keys))
         return cls(B * N, K, V, R, P, jnp.dtype(dtype), norm, fraction_bits)
 
     @property

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int16, Shaped
+from jaxtyping import Array, DTypeLike, Float, Int16
 
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
@@ -21,6 +21,8 @@ from pallas_kernels.key_vector.interface import (
     Gradients,
     Means,
     Norm,
+    Outcome,
+    Site,
     Statistics,
 )
 
@@ -35,128 +37,67 @@ class _Stored(NamedTuple):
     in_range: Array | None
 
 
-def store(
-    residual: Shaped[Array, "B N K V"],
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
+def forward(
+    site: Site,
     *,
-    in_place: bool = True,
-    fraction_bits: int = FRACTION_BITS,
-) -> Shaped[Array, "B N K V"]:
-    """`X + sum_r w_r (x) y_r`, in the residual's dtype."""
-    return _store(residual, store_keys, data, fraction_bits).residual
-
-
-def norm_retrieve(
-    residual: Shaped[Array, "B N K V"],
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    *,
-    norm: Norm,
-    epsilon: float,
-    dtype: DTypeLike,
-    scale: bool = True,
-    fraction_bits: int = FRACTION_BITS,
-) -> tuple[Float[Array, "B N P V"], Statistics]:
-    """`r_p . (gain * norm(X))` in `dtype`, and the statistics of X; over rstd without `scale`."""
-    values = _values(residual, _accumulator(residual, dtype), fraction_bits)
-    shift = jnp.mean(values[..., 0], axis=-1)
-    stored = _Stored(residual, values, None)
-    return _read(stored, shift, gain, read_keys, norm, epsilon, dtype, scale, fraction_bits)
-
-
-def store_norm_retrieve(
-    residual: Shaped[Array, "B N K V"],
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    *,
-    norm: Norm,
-    epsilon: float,
+    norm: Norm = "rmsnorm",
+    epsilon: float = 0.0,
+    dtype: DTypeLike | None = None,
     scale: bool = True,
     in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
-) -> tuple[Shaped[Array, "B N K V"], Float[Array, "B N P V"], Statistics]:
-    """`store`, then `norm_retrieve` of what it stored, in the data's dtype."""
+) -> Outcome:
+    """See `interface`."""
+    residual, store_keys, data, gain, read_keys = site
+    options = (gain, read_keys, norm, epsilon, dtype or data.dtype, scale, fraction_bits)
+    if not site.stores:
+        values = _values(residual, _accumulator(residual, dtype), fraction_bits)
+        shift = jnp.mean(values[..., 0], axis=-1)
+        return Outcome(None, *_read(_Stored(residual, values, None), shift, *options))
     stored = _store(residual, store_keys, data, fraction_bits)
+    if not site.reads:
+        return Outcome(stored.residual)
     # From a slice of the inputs: taken from the stored residual it would need a pass of its own.
     first = _store(residual[..., :1], store_keys, data[..., :1], fraction_bits).values
-    shift = jnp.mean(first, axis=(-2, -1))
-    options = (norm, epsilon, data.dtype, scale, fraction_bits)
-    read = _read(stored, shift, gain, read_keys, *options)
-    return stored.residual, *read
+    return Outcome(stored.residual, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
 
 
 def backward(
-    residual: Shaped[Array, "B N K V"],
-    statistics: Statistics,
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    d_residual: Float[Array, "B N K V"],
-    d_retrieved: Float[Array, "B N P V"],
+    site: Site,
+    statistics: Statistics | None,
+    d_residual: Float[Array, "B N K V"] | None,
+    d_retrieved: Float[Array, "B N P V"] | None,
     means: Means | None = None,
     *,
-    norm: Norm,
+    norm: Norm = "rmsnorm",
     rebuild: bool = False,
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
-    """Cotangents of `store_norm_retrieve`, from the residual that it stored.
+    """See `interface`.
 
     With n = norm(X) and a = G^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`. The means are
     taken here unless `means` gives them.
     """
-    dtype = data.dtype
-    through_norm, d_gain, d_read_keys = _norm_backward(
-        residual,
-        statistics,
-        gain,
-        read_keys,
-        d_retrieved,
-        means,
-        norm=norm,
-        fraction_bits=fraction_bits,
-    )
+    residual, store_keys, data, *_ = site
+    if not site.reads:
+        wide = jnp.promote_types(jnp.float32, data.dtype)
+        d_keys = jnp.einsum("bnrv,bnkv->rk", data, d_residual, preferred_element_type=wide)
+        d_data = jnp.einsum("rk,bnkv->bnrv", store_keys.astype(wide), d_residual.astype(wide))
+        return Gradients(d_residual, d_data.astype(data.dtype), d_keys, None, None)
+    given = (site, statistics, d_retrieved, means)
+    through_norm, *of_read = _norm_backward(*given, norm=norm, fraction_bits=fraction_bits)
+    if not site.stores:
+        return Gradients(through_norm.astype(residual.dtype), None, None, *of_read)
     d_stored = d_residual.astype(through_norm.dtype) + through_norm
-    rounded = d_stored.astype(dtype)
+    rounded = d_stored.astype(data.dtype)
+    d_data = _einsum("rk,bnkv->bnrv", store_keys.astype(data.dtype), rounded).astype(data.dtype)
     return Gradients(
-        residual=d_stored.astype(d_residual.dtype),
-        data=_einsum("rk,bnkv->bnrv", store_keys.astype(dtype), rounded).astype(dtype),
-        store_keys=_einsum("bnrv,bnkv->rk", data, rounded),
-        gain=d_gain,
-        read_keys=d_read_keys,
-        rebuilt=_take_back(residual, store_keys, data, fraction_bits) if rebuild else None,
+        d_stored.astype(d_residual.dtype),
+        d_data,
+        _einsum("bnrv,bnkv->rk", data, rounded),
+        *of_read,
+        _take_back(residual, store_keys, data, fraction_bits) if rebuild else None,
     )
-
-
-def read_backward(
-    residual: Float[Array, "B N K V"],
-    statistics: Statistics,
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
-    d_retrieved: Float[Array, "B N P V"],
-    means: Means | None = None,
-    *,
-    norm: Norm,
-) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
-    """Cotangents of `norm_retrieve`: of the residual, the gain and the keys; `means` as above."""
-    args = (residual, statistics, gain, read_keys, d_retrieved, means)
-    d_residual, d_gain, d_keys = _norm_backward(*args, norm=norm, fraction_bits=FRACTION_BITS)
-    return d_residual.astype(residual.dtype), d_gain, d_keys
-
-
-def store_backward(
-    d_stored: Float[Array, "B N K V"],
-    store_keys: Float[Array, "R K"],
-    data: Float[Array, "B N R V"],
-) -> tuple[Float[Array, "R K"], Float[Array, "B N R V"]]:
-    """Cotangents of `store`: of the keys, at least float32, and of the data."""
-    dtype = jnp.promote_types(jnp.float32, data.dtype)
-    d_keys = jnp.einsum("bnrv,bnkv->rk", data, d_stored, preferred_element_type=dtype)
-    d_data = jnp.einsum("rk,bnkv->bnrv", store_keys.astype(dtype), d_stored.astype(dtype))
-    return d_keys, d_data.astype(data.dtype)
 
 
 def to_fixed_point(
@@ -168,20 +109,16 @@ def to_fixed_point(
 
 
 def _norm_backward(
-    residual: Shaped[Array, "B N K V"],
+    site: Site,
     statistics: Statistics,
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
     d_retrieved: Float[Array, "B N P V"],
     means: Means | None,
     *,
     norm: Norm,
     fraction_bits: int,
 ) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
-    """Cotangents of `norm_retrieve`: of the residual, the gain and the keys, at least float32.
-
-    `means` as for `backward`.
-    """
+    """Cotangents of a read: of the residual, the gain and the keys, at least float32."""
+    residual, _, _, gain, read_keys = site
     dtype = d_retrieved.dtype
     accumulator = _accumulator(residual, dtype)
     mean, rstd = (s[:, :, None, None].astype(accumulator) for s in statistics)

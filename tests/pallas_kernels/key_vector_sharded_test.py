@@ -22,6 +22,7 @@ from pallas_kernels.platform import Implementations
 from tests import cuda
 from tests.closeness import assert_close
 from tests.pallas_kernels import plain
+from tests.pallas_kernels.halves import Halves
 from tests.pallas_kernels.plain import numbers
 
 EPSILON = 1e-5
@@ -264,7 +265,7 @@ def test_a_mean_that_is_large_beside_the_spread(dtype, mean, spread, tolerance):
 def interpreted(module):
     """The module's ops on a CPU."""
     portable = types.ModuleType("interpreted")
-    for name in ("store", "norm_retrieve", "store_norm_retrieve", "backward"):
+    for name in ("forward", "backward"):
         setattr(portable, name, functools.partial(getattr(module, name), interpret=True))
     return Implementations(portable, {}, ())
 
@@ -308,15 +309,15 @@ def given_means(norm, K, V, seed=0):
 
 
 BACKWARD = {
-    "mosaic_tpu": functools.partial(mosaic_tpu.backward, interpret=True),
+    "mosaic_tpu": functools.partial(Halves(mosaic_tpu).backward, interpret=True),
     "mosaic_tpu in slabs": functools.partial(
-        mosaic_tpu.backward,
+        Halves(mosaic_tpu).backward,
         block_sizes=mosaic_tpu.BlockSizes(128, slab=4, store_group=2, read_group=2),
         interpret=True,
     ),
-    "triton": functools.partial(triton_gpu.backward, interpret=True),
+    "triton": functools.partial(Halves(triton_gpu).backward, interpret=True),
     "triton in chunks": functools.partial(
-        triton_gpu.backward, blocks=triton_gpu.Blocks(16, 4, 1, 2), interpret=True
+        Halves(triton_gpu).backward, blocks=triton_gpu.Blocks(16, 4, 1, 2), interpret=True
     ),
 }
 QUICK = [("mosaic_tpu in slabs", "layernorm"), ("triton in chunks", "rmsnorm")]
@@ -334,7 +335,8 @@ def test_kernels_take_the_means_that_are_given(backward, norm):
     """Any means: they are not those of these arrays."""
     arrays, means = given_means(norm, 24, 8)
     got = jax.jit(functools.partial(BACKWARD[backward], norm=norm))(*arrays, means)
-    expected = jax.jit(functools.partial(key_vector.xla.backward, norm=norm))(*arrays, means)
+    plain_jax = Halves(key_vector.xla).backward
+    expected = jax.jit(functools.partial(plain_jax, norm=norm))(*arrays, means)
     assert_close(got[:5], expected[:5], TOLERANCE["float32"])
 
 
@@ -471,7 +473,7 @@ def test_backward_with_means_compiles_for_gpu_without_spilling(norm, tmp_path):
 
     def backward(X, mean, rstd, w, y, gain, r, d_X, d_z, mean_an, mean_a=None):
         means = Means(mean_a, mean_an)
-        return triton_gpu.backward(
+        return Halves(triton_gpu).backward(
             X, Statistics(mean, rstd), w, y, gain, r, d_X, d_z, means, norm=norm
         )
 

@@ -16,7 +16,10 @@ from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_bloc
 from pallas_kernels.key_vector.interface import FRACTION_BITS, Statistics
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
+from tests.pallas_kernels.halves import Halves
 from tests.pallas_kernels.plain import numbers
+
+tpu = Halves(mosaic_tpu)
 
 # Many tests run the programs of a few cases.
 SHARED = pytest.mark.xdist_group("key-vector kernels for TPU")
@@ -104,7 +107,7 @@ def cotangents_of(case: Case, seed=1):
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(case: Case, args):
-    return mosaic_tpu.store_norm_retrieve(
+    return tpu.store_norm_retrieve(
         *args, norm=case.norm, epsilon=EPSILON, block_sizes=case.blocks, interpret=True
     )
 
@@ -112,7 +115,7 @@ def forward(case: Case, args):
 @functools.partial(jax.jit, static_argnums=0)
 def backward(case: Case, stored, statistics, args, cotangents):
     """Of all, and the residual before."""
-    return mosaic_tpu.backward(
+    return tpu.backward(
         *(stored, statistics, *args[1:], *cotangents),
         norm=case.norm,
         rebuild=True,
@@ -156,10 +159,10 @@ def test_values_and_every_gradient_equal_numpy(case):
 def test_halves_are_the_whole(case):
     args = arguments(case)
     stored, retrieved, statistics = forward(case, args)
-    half = functools.partial(mosaic_tpu.store, block_sizes=case.blocks, interpret=True)
+    half = functools.partial(tpu.store, block_sizes=case.blocks, interpret=True)
     np.testing.assert_array_equal(jax.jit(half)(*args[:3]), stored)
     read = functools.partial(
-        mosaic_tpu.norm_retrieve,
+        tpu.norm_retrieve,
         norm=case.norm,
         epsilon=EPSILON,
         dtype=case.data,
@@ -182,9 +185,9 @@ def test_backward_halves_are_the_whole(case):
     def halves(stored, statistics, args, d_stored, d_retrieved):
         _, store_keys, data, gain, read_keys = args
         given = (stored, statistics, gain, read_keys, d_retrieved)
-        d_X, d_gain, d_read = mosaic_tpu.read_backward(*given, norm=case.norm, **blocks)
+        d_X, d_gain, d_read = tpu.read_backward(*given, norm=case.norm, **blocks)
         d_X = d_stored + d_X
-        d_store, d_data = mosaic_tpu.store_backward(d_X, store_keys, data, **blocks)
+        d_store, d_data = tpu.store_backward(d_X, store_keys, data, **blocks)
         return d_X, d_store, d_data, d_gain, d_read
 
     got = halves(stored, statistics, args, d_stored, d_retrieved)
@@ -338,8 +341,8 @@ def test_compiles_within_vmem(topology, case):
 
     @jax.jit
     def both(args, statistics, cotangents):
-        out = mosaic_tpu.store_norm_retrieve(*args, norm=case.norm, epsilon=EPSILON)
-        g = mosaic_tpu.backward(
+        out = tpu.store_norm_retrieve(*args, norm=case.norm, epsilon=EPSILON)
+        g = tpu.backward(
             *(args[0], statistics, *args[1:], *cotangents), norm=case.norm, rebuild=True
         )
         return out, g
@@ -353,21 +356,19 @@ def test_compiles_within_vmem(topology, case):
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_halves_compile(topology):
     case = Case(1, 256, 16, 16, 4, 12, "int16", "bfloat16", "rmsnorm")
-    read = functools.partial(
-        mosaic_tpu.norm_retrieve, norm=case.norm, epsilon=EPSILON, dtype=jnp.bfloat16
-    )
+    read = functools.partial(tpu.norm_retrieve, norm=case.norm, epsilon=EPSILON, dtype=jnp.bfloat16)
 
     @jax.jit
     def both(X, w, y, gain, r):
-        return mosaic_tpu.store(X, w, y), read(X, gain, r)
+        return tpu.store(X, w, y), read(X, gain, r)
 
     @jax.jit
     def gradients(X, w, y, gain, r):
         """Those of both halves, of X as a cotangent too, and of P vectors y."""
         statistics = Statistics(*jnp.ones((2, *X.shape[:2])))
         dz = jnp.concatenate([y] * 3, axis=2)
-        d_read = mosaic_tpu.read_backward(X, statistics, gain, r, dz, norm=case.norm)
-        return mosaic_tpu.store_backward(X, w, y), d_read
+        d_read = tpu.read_backward(X, statistics, gain, r, dz, norm=case.norm)
+        return tpu.store_backward(X, w, y), d_read
 
     place = place_on(topology)
     text = both.lower(*shapes(place, case)).compile().as_text()
@@ -390,13 +391,11 @@ def test_a_scan_over_layers_copies_no_residual():
         return op_forward(*args)[0]
 
     def op_forward(*args):
-        out = mosaic_tpu.store_norm_retrieve(
-            *args, norm=case.norm, epsilon=EPSILON, block_sizes=blocks
-        )
+        out = tpu.store_norm_retrieve(*args, norm=case.norm, epsilon=EPSILON, block_sizes=blocks)
         return out[:2], (out[0], out[2], *args[1:])
 
     def op_backward(saved, cotangents):
-        g = mosaic_tpu.backward(*saved, *cotangents, norm=case.norm, block_sizes=blocks)
+        g = tpu.backward(*saved, *cotangents, norm=case.norm, block_sizes=blocks)
         return g.residual, g.store_keys, g.data, g.gain, g.read_keys
 
     op.defvjp(op_forward, op_backward)
@@ -457,7 +456,7 @@ def big_copies(text, size, within):
 def test_unsupported_names_the_reason():
     case = Case(1, 128, 16, 8, 4, 4, "bfloat16", "bfloat16", "layernorm")
     args = arguments(case)
-    reason = functools.partial(mosaic_tpu.unsupported, "store_norm_retrieve")
+    reason = tpu.unsupported
     assert reason(*args) is None
     assert "float16" in reason(args[0].astype(np.float16), *args[1:])
     assert "float16" in reason(*args[:2], args[2].astype(np.float16), *args[3:])

@@ -12,6 +12,7 @@ from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import triton_gpu
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
+    Site,
     Statistics,
     UnsupportedImplementation,
 )
@@ -19,7 +20,10 @@ from pallas_kernels.key_vector.triton_gpu import Blocks
 from tests import cuda
 from tests.closeness import assert_close
 from tests.pallas_kernels import plain
+from tests.pallas_kernels.halves import Halves
 from tests.pallas_kernels.plain import numbers
+
+gpu = Halves(triton_gpu)
 
 # Many tests run the programs of a few cases.
 SHARED = pytest.mark.xdist_group("key-vector kernels for GPU")
@@ -58,14 +62,12 @@ def arguments(shape, dtypes, seed=0):
 
 @functools.partial(jax.jit, static_argnames=("norm", "blocks"))
 def forward(*args, norm, blocks=None):
-    return triton_gpu.store_norm_retrieve(
-        *args, norm=norm, epsilon=1e-6, blocks=blocks, interpret=True
-    )
+    return gpu.store_norm_retrieve(*args, norm=norm, epsilon=1e-6, blocks=blocks, interpret=True)
 
 
 @functools.partial(jax.jit, static_argnames=("norm", "blocks", "rebuild"))
 def backward(*args, norm, blocks=None, rebuild=True):
-    return triton_gpu.backward(*args, norm=norm, rebuild=rebuild, blocks=blocks, interpret=True)
+    return gpu.backward(*args, norm=norm, rebuild=rebuild, blocks=blocks, interpret=True)
 
 
 # Every shape and every norm once; the others at night.
@@ -124,9 +126,9 @@ def test_op_and_gradients_equal_numpy(shape, blocks, norm, dtypes):
 def test_halves_are_the_whole(dtypes):
     (X, w, y, gain, r), _ = arguments(CHUNKED, dtypes)
     run = dict(blocks=CHUNKS, interpret=True)
-    stored = jax.jit(functools.partial(triton_gpu.store, **run))(X, w, y)
+    stored = jax.jit(functools.partial(gpu.store, **run))(X, w, y)
     read = dict(norm="layernorm", epsilon=1e-6, dtype=y.dtype)
-    norm_retrieve = jax.jit(functools.partial(triton_gpu.norm_retrieve, **read, **run))
+    norm_retrieve = jax.jit(functools.partial(gpu.norm_retrieve, **read, **run))
     retrieved, statistics = norm_retrieve(stored, gain, r)
     whole = forward(X, w, y, gain, r, norm="layernorm", blocks=CHUNKS)
     # Compiled apart, XLA on the CPU may add up in another order.
@@ -193,7 +195,7 @@ def test_statistics_of_a_small_spread_about_a_large_mean(blocks):
     X = (1000 + 0.01 * rng.normal(size=(1, 2, 40, 24))).astype(np.float32)
     ones, r = np.ones((40, 24), np.float32), np.ones((1, 40), np.float32)
     options = dict(norm="layernorm", epsilon=0, dtype=jnp.float32, blocks=blocks, interpret=True)
-    _, statistics = jax.jit(functools.partial(triton_gpu.norm_retrieve, **options))(X, ones, r)
+    _, statistics = jax.jit(functools.partial(gpu.norm_retrieve, **options))(X, ones, r)
     exact = X.astype(np.float64)
     # A float32 mean near 1000 is a multiple of 2^-14, so off by up to 2^-15.
     np.testing.assert_allclose(statistics.mean, exact.mean((2, 3)), atol=2.0**-14, rtol=0)
@@ -203,7 +205,7 @@ def test_statistics_of_a_small_spread_about_a_large_mean(blocks):
 def test_products_of_float32_are_full():
     """To float32's rounding: the products of bfloat16 or TF32 would be off by 1e-3."""
     (X, w, y, gain, r), _ = arguments((1, 1, 16, 16, 16, 16), ("float32", "float32"))
-    got = jax.jit(functools.partial(triton_gpu.store, interpret=True))(0 * X, w, y)
+    got = jax.jit(functools.partial(gpu.store, interpret=True))(0 * X, w, y)
     assert_close(got, plain.store(0 * X, w, y), 2e-7)
 
 
@@ -231,22 +233,22 @@ def test_what_is_unsupported_is_said():
         lambda x: array(x.dtype, *x.shape), arguments(WHOLE, ("float32", "float32"))
     )
     X, w, y, gain, r = args
-    assert triton_gpu.unsupported("store_norm_retrieve", *args) is None
+    assert gpu.unsupported(*args) is None
     half = lambda x: array("float16", *x.shape)
-    assert "float16" in triton_gpu.unsupported("store", half(X), w, y)
-    assert "float16" in triton_gpu.unsupported("store", X, w, half(y))
-    assert "257" in triton_gpu.unsupported("norm_retrieve", X, gain, array("float32", 257, 12))
+    assert "float16" in gpu.unsupported(half(X), w, y)
+    assert "float16" in gpu.unsupported(X, w, half(y))
+    assert "257" in gpu.unsupported(X, None, None, gain, array("float32", 257, 12))
     empty = (array("float32", 2, 0, 12, 48), w, array("float32", 2, 0, 3, 48))
-    assert "empty" in triton_gpu.unsupported("store", *empty)
+    assert "empty" in gpu.unsupported(*empty)
     wide = array("float32", 1, 1, 4, 512)
-    assert "512" in triton_gpu.unsupported("store", wide, array("float32", 4, 4), wide)
+    assert "512" in gpu.unsupported(wide, array("float32", 4, 4), wide)
     large, keys = array("float32", 1, 1, 256, 256), array("float32", 256, 256)
-    assert "bytes" in triton_gpu.unsupported("store", large, keys, large)
+    assert "bytes" in gpu.unsupported(large, keys, large)
     statistics = Statistics(array("float32", 2, 3), array("float32", 2, 3))
-    assert triton_gpu.unsupported("backward", X, statistics, *args[1:], *cotangents) is None
+    assert triton_gpu.unsupported("backward", Site(*args), statistics, *cotangents) is None
     with pytest.raises(UnsupportedImplementation, match="float16"):
-        jax.eval_shape(triton_gpu.store, half(X), w, y)
-    read = functools.partial(triton_gpu.norm_retrieve, norm="rmsnorm", epsilon=0, dtype=jnp.int16)
+        jax.eval_shape(gpu.store, half(X), w, y)
+    read = functools.partial(gpu.norm_retrieve, norm="rmsnorm", epsilon=0, dtype=jnp.int16)
     with pytest.raises(UnsupportedImplementation, match="dtype"):
         jax.eval_shape(read, X, gain, r)
 
@@ -270,12 +272,12 @@ def calls(K, V, R, P, dtypes, T=4096):
     read = dict(norm="layernorm", epsilon=1e-6)
 
     def undo(X, mean, rstd, *others):
-        return triton_gpu.backward(
+        return gpu.backward(
             X, Statistics(mean, rstd), *others, norm="layernorm", rebuild=dtypes[0] == "int16"
         )
 
     return [
-        (lambda *args: triton_gpu.store_norm_retrieve(*args, **read), args),
+        (lambda *args: gpu.store_norm_retrieve(*args, **read), args),
         (undo, (args[0], statistic, statistic, *args[1:], *cotangents)),
     ]
 
@@ -288,11 +290,9 @@ def test_lowers_for_cuda_without_one(dtypes):
     program = cuda.lowered(forward, *args)
     assert "triton" in program and "key_vector_forward" in program
     assert "key_vector_backward" in cuda.lowered(undo, *undo_args)
-    read = functools.partial(
-        triton_gpu.norm_retrieve, norm="rmsnorm", epsilon=1e-6, dtype=jnp.bfloat16
-    )
+    read = functools.partial(gpu.norm_retrieve, norm="rmsnorm", epsilon=1e-6, dtype=jnp.bfloat16)
     assert "key_vector_read" in cuda.lowered(read, args[0], *args[3:])
-    assert "key_vector_store" in cuda.lowered(triton_gpu.store, *args[:3])
+    assert "key_vector_store" in cuda.lowered(gpu.store, *args[:3])
 
 
 @pytest.mark.compile
@@ -317,10 +317,8 @@ def test_compiles_for_each_gpu_without_spilling(K, V, R, target, tmp_path):
 @pytest.mark.compile
 def test_halves_compile_without_spilling(tmp_path):
     (_, args), _ = calls(64, 64, 16, 48, DTYPES[2])
-    read = functools.partial(
-        triton_gpu.norm_retrieve, norm="rmsnorm", epsilon=1e-6, dtype=jnp.bfloat16
-    )
-    both = lambda X, w, y, gain, r: (triton_gpu.store(X, w, y), read(X, gain, r))
+    read = functools.partial(gpu.norm_retrieve, norm="rmsnorm", epsilon=1e-6, dtype=jnp.bfloat16)
+    both = lambda X, w, y, gain, r: (gpu.store(X, w, y), read(X, gain, r))
     program = cuda.ptx(both, *args, target="sm_90", folder=tmp_path)
     kernels = ptxas_usage(program)
     kernels = {k: v for k, v in kernels.items() if k.startswith("key_vector")}
@@ -359,7 +357,7 @@ def test_store_and_rebuild_multiply_with_the_same_instruction(target, tmp_path):
     }
     for K, V, R in PRESETS:
         (_, args), (undo, undo_args) = calls(K, V, R, R, ("int16", "bfloat16"))
-        stored = used(triton_gpu.store, *args[:3])
+        stored = used(gpu.store, *args[:3])
         plain = calls(K, V, R, R, ("bfloat16", "bfloat16"))[1][0]
         with_rebuild, without = used(undo, *undo_args), used(plain, *undo_args)
         rebuilt = {kind for kind in kinds if with_rebuild[kind] > without[kind]}
