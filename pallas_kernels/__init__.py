@@ -4,7 +4,9 @@ from pallas_kernels.causal_attention import (
     attention_after,
     attention_backward,
     attention_forward,
+    attention_to,
     causal_attention,
+    merged,
 )
 from pallas_kernels.delta_attention import delta_attention, delta_step
 from pallas_kernels.depth_attention import (
@@ -33,6 +35,7 @@ __all__ = [
     "attention_after",
     "attention_backward",
     "attention_forward",
+    "attention_to",
     "causal_attention",
     "delta_attention",
     "delta_step",
@@ -41,6 +44,7 @@ __all__ = [
     "depth_attention_merge_read",
     "depth_attention_partial",
     "depth_attention_partial_backward",
+    "merged",
     "norm_retrieve",
     "norm_retrieve_with_statistics",
     "store",

@@ -245,6 +245,7 @@ _TRAINING = (
     _of("rmt_tpu/generation/programs.py", f"{_MODEL}/generation/mesh_test.py")("slot = slot - sharding.axis_index(_BATCH) * count", "slot = slot + 0"),
     _of("rmt_tpu/decoder.py", f"{_MODEL}/generation/mesh_test.py")("place -= sharding.axis_index(axes) * z.shape[1]", "place -= 0"),
     _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/generation/mesh_test.py")('positions.shape[0] > 1 or "key" in sharding.token_axes()', "positions.shape[0] > 1"),
+    _of("rmt_tpu/cores/mla.py", f"{_MODEL}/generation/parts_test.py")("seen = (places >= first) & (places < start[:, None])", "seen = places < start[:, None]"),
     _of("rmt_tpu/generation/programs.py", *_generation)("length = rows.cache.length + running", "length = rows.cache.length"),
     _of("rmt_tpu/generation/text.py", *_generation)("keep = max((_overlap(self.held, s) for s in self.stop), default=0)", "keep = 0"),
     _of("rmt_tpu/cores/core.py", f"{_MODEL}/decoder_test.py")("start[:, None] + jnp.arange(new.shape[1])", "start[:1, None] + jnp.arange(new.shape[1])"),

@@ -17,10 +17,11 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arguments import check_array
 from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, reference
+from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import Attended, Attention, Part, Rows, Scale
 from pallas_kernels.platform import (
     Implementations,
@@ -29,7 +30,14 @@ from pallas_kernels.platform import (
     reverse_mode,
 )
 
-__all__ = ["attention_after", "attention_backward", "attention_forward", "causal_attention"]
+__all__ = [
+    "attention_after",
+    "attention_backward",
+    "attention_forward",
+    "attention_to",
+    "causal_attention",
+    "merged",
+]
 
 Implementation = Literal["xla", "mosaic_tpu", "pallas", "splash", "cudnn"]
 
@@ -162,7 +170,38 @@ def _attention_after(call, qkv, before, filled, scale, slopes):
     out, sums = _part_forward(call, Part(q, kv, scale, most, slopes, segments))
     if slopes is not None:  # to rows of fewer tokens all keys are that much nearer
         sums = sums + slopes * (most - filled)[:, None, None]
-    return divided.merged(own, (out, sums))[0].astype(qkv.dtype)
+    return merged(own, (out, sums))[0].astype(qkv.dtype)
+
+
+def attention_to(
+    q: Float[Array, "B N H D"],
+    before: Float[Array, "B K keys_and_values D"],
+    seen: Bool[Array, "B K"],
+    *,
+    scale: Scale,
+    rows: Rows = "size_major",
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+    """Attention of all queries to those keys that are seen, and the log sum of each softmax.
+
+    What `merged` takes, to attend to many keys a part at a time; with no gradient of its own.
+
+    Args:
+      q: of every head.
+      before: keys of G heads, then values.
+      seen: which keys are.
+      scale, rows, implementation: as `causal_attention`.
+
+    Raises:
+      UnsupportedImplementation, ValueError: as `causal_attention`.
+    """
+    kv_heads = before.shape[2] // 2
+    if q.shape[2] % kv_heads or before.shape[2] % 2:
+        raise ValueError(f"shapes do not fit: heads of {q.shape} and of {before.shape}")
+    segments = jnp.ones(q.shape[:2], jnp.int32), seen.astype(jnp.int32)
+    call = _Call(rows, implementation, kv_heads, None)
+    given = Part(q, before.astype(q.dtype), jnp.asarray(scale), jnp.int32(0), None, segments)
+    return _part_forward(call, given)
 
 
 def _after_backward(call, given, d_out):

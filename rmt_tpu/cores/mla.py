@@ -11,16 +11,19 @@ Norms are RMS norms with a gain; there are none on queries without a rank, nor o
 "rope" are rotated by position, or not: order is then known from other layers.
 
 Training expands keys and values. Decoding keeps c and k_rope alone and absorbs W_kvb: with
-`q_c = W_uk^T q_nope`, scores are `q_c . c + q_rope . k_rope`, and `y = W_uv (softmax c)`.
+`q_c = W_uk^T q_nope`, scores are `q_c . c + q_rope . k_rope`, and `y = W_uv (softmax c)`. A part of
+a prompt attends to expanded keys, those before it expanded as many at a time as it has tokens.
 """
 
+import functools
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 import sharding
@@ -138,21 +141,12 @@ class Mla(Core):
             return self(z, context, index), cache
         q = apart(sharding.swap(q, self._others, split=2, join=1), context)
         q = self._rotated(q, context)
-        latents, rope_keys = stacks.at(cache, layer)
-        w_uk, w_uv = self._up(z.whole.dtype)
-        heads = lambda w: w.reshape(w.shape[0], -1, self.core.head_dim)
-        split = lambda w: sharding.own_part(heads(w), self._others, axis=1)
-        q_nope, q_rope = jnp.split(q, [self.core.head_dim], axis=-1)
-        dtype = jnp.result_type(q, jnp.float32)
-        absorbed = jnp.einsum("bnhd,chd->bnhc", q_nope, split(w_uk))
-        einsum = lambda *args: jnp.einsum(*args, preferred_element_type=dtype)
-        logits = einsum("bnhc,bmc->bhnm", absorbed, latents)
-        logits = self.scale * (logits + einsum("bnhr,bmr->bhnm", q_rope, rope_keys))
-        keys = jnp.arange(latents.shape[1])[None]
-        mask = context.query_positions[:, :, None] >= keys[:, None, :]
-        weights = _softmax(logits, mask).astype(q.dtype)
-        mixed = jnp.einsum("bhnm,bmc->bnhc", weights, latents)
-        y = joined(jnp.einsum("bnhc,chd->bnhd", mixed, split(w_uv)), context)
+        w_up = self._up(z.whole.dtype)
+        w_up = w_up.reshape(*w_up.shape[:2], -1, self.core.head_dim)
+        w_up = sharding.own_part(w_up, self._others, axis=2)
+        given = Step(q, latent, k_rope, cache, w_up, jnp.asarray(layer), context.start)
+        attend = _absorbed if q.shape[1] == 1 else _in_parts
+        y = joined(attend(self.scale, given), context)
         return self._to_tokens(y, self._others), cache
 
     @property
@@ -204,6 +198,92 @@ class Mla(Core):
         dtype = jnp.result_type(q, jnp.float32)
         logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype) * self.scale
         return jnp.einsum("bhnm,bmhd->bnhd", _softmax(logits, mask).astype(v.dtype), v)
+
+
+class Step(NamedTuple):
+    """Tokens that follow those in a cache, which has them too.
+
+    Attributes:
+      q: queries of own heads.
+      latent, k_rope: of the same tokens.
+      w_up: of own heads.
+      layer: of the cache.
+      start: how many tokens of each row are before these.
+    """
+
+    q: Float[Array, "batch new heads query_dim"]
+    latent: Float[Array, "batch new kv_rank"]
+    k_rope: Float[Array, "batch new rope_dim"]
+    cache: Cache
+    w_up: Float[Array, "2 kv_rank heads head_dim"]
+    layer: Int[Array, ""]
+    start: Int[Array, " batch"]
+
+
+def _absorbed(scale: float, given: Step) -> Float[Array, "batch new heads head_dim"]:
+    """With W_kvb in queries and outputs: no key is made, and all logits are there at once."""
+    q, (w_uk, w_uv) = given.q, given.w_up
+    latents, rope_keys = stacks.at(given.cache, given.layer)
+    q_nope, q_rope = jnp.split(q, [w_uk.shape[-1]], axis=-1)
+    dtype = jnp.result_type(q, jnp.float32)
+    absorbed = jnp.einsum("bnhd,chd->bnhc", q_nope, w_uk)
+    einsum = lambda *args: jnp.einsum(*args, preferred_element_type=dtype)
+    logits = einsum("bnhc,bmc->bhnm", absorbed, latents)
+    logits = scale * (logits + einsum("bnhr,bmr->bhnm", q_rope, rope_keys))
+    positions, keys = given.start[:, None] + jnp.arange(q.shape[1]), jnp.arange(latents.shape[1])
+    weights = _softmax(logits, positions[:, :, None] >= keys).astype(q.dtype)
+    mixed = jnp.einsum("bhnm,bmc->bnhc", weights, latents)
+    return jnp.einsum("bnhc,chd->bnhd", mixed, w_uv)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_parts(scale: float, given: Step) -> Float[Array, "batch new heads head_dim"]:
+    """The same by the kernels of attention, with so many expanded keys at a time as queries."""
+    q, start, capacity = given.q, given.start, given.cache.latents.shape[2]
+    shared = {"scale": scale, "rows": "head_major"}
+    own = jnp.concatenate([q, _expanded(given.w_up, given.latent, given.k_rope)], axis=2)
+    out, log_sums = pallas_kernels.attention_forward(own, **shared)
+    size = min(q.shape[1], capacity)
+
+    def add(part, state):
+        first = part * size
+        at = jnp.minimum(first, capacity - size)  # the last part may reach back into the one before
+        zero, layer = jnp.zeros_like(at), given.layer.astype(at.dtype)
+
+        def take(x):
+            found = jax.lax.dynamic_slice(
+                x, (layer, zero, at, zero), (1, x.shape[1], size, x.shape[3])
+            )
+            return found[0]
+
+        places = at + jnp.arange(size)
+        seen = (places >= first) & (places < start[:, None])
+        before = _expanded(given.w_up, *map(take, given.cache))
+        return pallas_kernels.merged(state, pallas_kernels.attention_to(q, before, seen, **shared))
+
+    parts = -(-jnp.max(start) // size)
+    out, _ = jax.lax.fori_loop(0, parts, add, (out.astype(log_sums.dtype), log_sums))
+    return out[..., : given.w_up.shape[-1]].astype(q.dtype)
+
+
+def _in_parts_backward(scale, given, d_y):
+    integers = {"layer": None, "start": None}
+    arrays = given._replace(**integers)
+    whole = lambda arrays: _absorbed(scale, arrays._replace(layer=given.layer, start=given.start))
+    (d_arrays,) = jax.vjp(whole, arrays)[1](d_y)
+    zeros = {name: np.zeros(getattr(given, name).shape, jax.dtypes.float0) for name in integers}
+    return (d_arrays._replace(**zeros),)
+
+
+_in_parts.defvjp(lambda scale, given: (_in_parts(scale, given), given), _in_parts_backward)
+
+
+def _expanded(w_up, latent, k_rope):
+    """Keys of own heads, and values, which are as wide as keys are: one array for the kernels."""
+    k, v = (jnp.einsum("bnc,chd->bnhd", latent, w) for w in w_up)
+    k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
+    v = jnp.pad(v, [(0, 0)] * 3 + [(0, k_rope.shape[-1])])
+    return jnp.concatenate([jnp.concatenate([k, k_rope], axis=-1), v], axis=2)
 
 
 def _softmax(logits, mask):
