@@ -9,6 +9,11 @@ and, as an estimate, how long a step takes; when it does not fit, what to change
 does not fit, 2 for a command that is wrong. The step is that of recipes.train with the same flags,
 so that the vocabulary is that of --tokenizer (byte, if none is given), or --set=model.vocab_size.
 
+    python -m recipes.preflight --preset=llama-attnres-1.2b --topology=v5e:2x4 --mesh=tensor=8 \
+        --prompt=131072
+
+compiles what recipes.generate runs with that mesh for a part of such a prompt.
+
 Topologies: v5e:AxB, v5p:AxBxC, v6e:AxB, tpu7x:AxBxC need the TPU compiler (`pip install
 'jax[tpu]'`); h100:N and h200:N need jax's CUDA plugin, and give memory and collectives, no time.
 """
@@ -29,6 +34,12 @@ _TOPOLOGY = flags.DEFINE_string("topology", None, "of devices, like v5e:16x16, v
 _JSON = flags.DEFINE_string("json", None, "a file for all figures as JSON; - is stdout, alone")
 _OUTPUT = flags.DEFINE_string("output", None, "folder for preflight.json and preflight.png")
 _BUFFERS = flags.DEFINE_integer("buffers", 12, "how many buffers to list", lower_bound=1)
+_PROMPT = flags.DEFINE_integer(
+    "prompt", None, "tokens of a prompt to read a part of, in place of a train step", lower_bound=1
+)
+_PART = flags.DEFINE_integer(
+    "part", None, "of them, read at a time; default as recipes.generate, 2048", lower_bound=1
+)
 common.define_run_flags()
 
 
@@ -39,18 +50,26 @@ def main() -> int:
     from rmt_tpu.analysis.preflight import preflight
     from rmt_tpu.analysis.preflight_advice import advice
     from rmt_tpu.analysis.preflight_report import draw_memory, report_text
+    from rmt_tpu.analysis.prompt import Prompt
+    from rmt_tpu.generation.engine import PART
 
     try:
         target = parse_topology(_TOPOLOGY.value or "")
     except ValueError as error:
         raise UsageError(f"--topology={error}") from None
+    if _PART.value is not None and _PROMPT.value is None:
+        raise UsageError(f"--part={_PART.value} is for a --prompt")
+    prompt = None
+    if _PROMPT.value is not None:
+        prompt = Prompt(_PROMPT.value, min(_PART.value or PART, _PROMPT.value))
+        prompt.check(config.model)
     folder = _OUTPUT.value and Path(_OUTPUT.value)
     if folder:
         with _writing("output", _OUTPUT.value):
             folder.mkdir(parents=True, exist_ok=True)
     print(f"compiling {name} for {target.topology}; minutes, for a large one", file=sys.stderr)
     try:
-        report = preflight(config, target)
+        report = preflight(config, target, prompt=prompt)
     except CompilerError as error:
         raise RunError(str(error)) from None
     values = report.json() | {

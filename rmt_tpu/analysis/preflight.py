@@ -1,9 +1,10 @@
 """Whether a run's train step fits the devices of a topology, and what it would cost there.
 
-The very step that `train` runs is compiled for all devices of a topology that need not exist. What
-is in memory comes from XLA's own assignment of buffers, which there is of a program that does not
-fit, too. Time is estimated: see `step_cost`; collectives take the bytes that a device sends over
-the bandwidth that the maker states for all of its links.
+The very step that `train` runs is compiled for all devices of a topology that need not exist; or
+what an engine runs for a part of a prompt. What is in memory comes from XLA's own assignment of
+buffers, which there is of a program that does not fit, too. Time is estimated: see `step_cost`;
+collectives take the bytes that a device sends over the bandwidth that the maker states for all of
+its links.
 """
 
 import contextlib
@@ -27,12 +28,13 @@ from pallas_kernels.compiler import (
     compile_jobs,
 )
 from rmt_tpu import cost as resources
+from rmt_tpu.analysis.prompt import Prompt, lower_prompt
 from rmt_tpu.analysis.step_cost import PARTS, StepCost, lower_config, step_cost
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError, UsageError
 
 # What is in memory: arguments, what only a step needs, and the program itself.
-KINDS = ("parameters", "optimizer", "batch", "activations", "temporaries", "program")
+KINDS = ("parameters", "optimizer", "cache", "batch", "activations", "temporaries", "program")
 # Parts of a step's time, and the parts of `step_cost` that they are made of.
 GROUPS = {
     "cores": ("attention", "feed_forward", "projections"),
@@ -156,6 +158,7 @@ class Preflight:
       time: None for what does not fit, or where there is no model of time.
       launches: of kernels and copies in a step, where each is one (on a GPU); else None.
       compile_seconds: None for what does not fit.
+      prompt: of which a part is read in place of a train step, if one is.
     """
 
     config: RunConfig
@@ -170,6 +173,20 @@ class Preflight:
     time: Time | None
     compile_seconds: float | None
     launches: int | None = None
+    prompt: Prompt | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those of KINDS that there can be."""
+        others = {"cache"} if self.prompt is None else {"optimizer", "activations"}
+        return tuple(kind for kind in KINDS if kind not in others)
+
+    @property
+    def tokens(self) -> int:
+        """That are read in a step."""
+        if self.prompt is not None:
+            return self.prompt.part
+        return self.config.train.batch_size * self.config.data.seq_len
 
     @property
     def devices(self) -> int:
@@ -202,12 +219,16 @@ class Preflight:
             "launches": self.launches,
             "interconnect_bytes_per_second": self.target.interconnect,
             "compile_seconds": self.compile_seconds,
+            "prompt": self.prompt and dataclasses.asdict(self.prompt),
             "config": overrides.to_json(self.config),
         }
 
 
 def preflight(
-    config: RunConfig, target: Target, progress: Callable[[str], None] | None = None
+    config: RunConfig,
+    target: Target,
+    progress: Callable[[str], None] | None = None,
+    prompt: Prompt | None = None,
 ) -> Preflight:
     """Compiles the train step of a run for all devices of a topology.
 
@@ -215,6 +236,7 @@ def preflight(
       config: of the run; "auto" dtypes are taken as on an accelerator.
       target: from `parse_topology`.
       progress: is told when it is compiled.
+      prompt: to read a part of, in place of a train step.
 
     Raises:
       UsageError: the run's mesh or a size does not go with the topology.
@@ -223,12 +245,15 @@ def preflight(
     """
     if config.model.compute_dtype == "auto":
         config = overrides.apply(config, {"model.compute_dtype": "bfloat16"})
-    job = Job(f"{__name__}:lower_run", {"config": overrides.to_json(config)}, whole_topology=True)
+    given, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
+    if prompt is not None:
+        given, lower = given | dataclasses.asdict(prompt), f"{lower_prompt.__module__}:lower_prompt"
+    job = Job(lower, given, whole_topology=True)
     with contextlib.closing(compile_jobs(target, [job], progress, buffers=True)) as compiled:
         (outcome,) = compiled
     if isinstance(outcome, Program):
-        return _of_program(config, outcome)
-    return _of_failure(config, target, outcome)
+        return _of_program(config, prompt, outcome)
+    return _of_failure(config, target, prompt, outcome)
 
 
 def lower_run(
@@ -245,7 +270,7 @@ def lower_run(
     return lower_config(run, devices), {"mesh": dict(mesh.shape)}
 
 
-def _of_program(config: RunConfig, program: Program) -> Preflight:
+def _of_program(config: RunConfig, prompt: Prompt | None, program: Program) -> Preflight:
     target, mesh = program.target, program.info["mesh"]
     if program.assignment is None:
         raise RunError(f"the compiler for {target.topology} did not say how it assigned memory")
@@ -254,10 +279,7 @@ def _of_program(config: RunConfig, program: Program) -> Preflight:
     sent = collectives(program.module, mesh)
     # A compiler for TPUs refuses what does not fit; one for GPUs does not.
     fits = target.platform == "tpu" or sum(memory.values()) <= target.hbm
-    timed = fits and target.matrix is not None
-    tokens = config.train.batch_size * config.data.seq_len
-    cost = step_cost(target.topology, tokens, program) if timed else None
-    return Preflight(
+    report = Preflight(
         config=config,
         target=target,
         mesh=mesh,
@@ -267,13 +289,20 @@ def _of_program(config: RunConfig, program: Program) -> Preflight:
         gaps=gaps,
         buffers=buffers,
         traffic=_traffic(sent),
-        time=cost and _time(config, target, math.prod(mesh.values()), cost, sent),
+        time=None,
         compile_seconds=program.seconds,
         launches=program.module.launches() if target.platform == "cuda" else None,
+        prompt=prompt,
     )
+    if not fits or target.matrix is None:
+        return report
+    cost = step_cost(target.topology, report.tokens, program)
+    return dataclasses.replace(report, time=_time(report, cost, sent))
 
 
-def _of_failure(config: RunConfig, target: Target, failure: Failure) -> Preflight:
+def _of_failure(
+    config: RunConfig, target: Target, prompt: Prompt | None, failure: Failure
+) -> Preflight:
     message = failure.message.removeprefix(f"{failure.error}: ")
     if failure.error in ("MeshError", "UsageError"):
         raise UsageError(message)
@@ -294,6 +323,7 @@ def _of_failure(config: RunConfig, target: Target, failure: Failure) -> Prefligh
         traffic=(),
         time=None,
         compile_seconds=None,
+        prompt=prompt,
     )
 
 
@@ -311,17 +341,17 @@ def _memory(assignment: Assignment) -> tuple[dict[str, int], int, tuple[Held, ..
 
 
 def _argument(path: str) -> str:
-    """The kind of an argument of the step, by its path."""
-    if ".optimizer" in path:
-        return "optimizer"
-    return "parameters" if ".params" in path else "batch"
+    """The kind of an argument, by its path."""
+    names = re.findall(r"\w+", path)
+    kinds = {"optimizer": "optimizer", "params": "parameters", "cache": "cache"}
+    return next((kinds[name] for name in names[:2] if name in kinds), "batch")
 
 
 def readable(op_name: str) -> str:
     """An op_name without what JAX and XLA put around the model's scopes, or an argument's path."""
     if _is_path(op_name):
         path = re.sub(r"\['([^']*)'\]", r".\1", op_name)
-        return re.sub(r"^(args\[\d\]|state|batch)\.", "", path)
+        return re.sub(r"^(args\[\d\]|state|batch)\.|\.value$", "", path)
     scopes = []
     for part in op_name.split("/"):
         wrapped = _WRAPPED.match(part)
@@ -360,9 +390,8 @@ def _traffic(sent: Sequence[Collective]) -> tuple[Traffic, ...]:
     return tuple(sorted(found, key=lambda traffic: -traffic.bytes))
 
 
-def _time(
-    config: RunConfig, target: Target, devices: int, cost: StepCost, sent: Sequence[Collective]
-) -> Time:
+def _time(report: Preflight, cost: StepCost, sent: Sequence[Collective]) -> Time:
+    config, target = report.config, report.target
     seconds = {part: cycles / target.clock for part, cycles in cost.parts.items()}
     assert set(PARTS) == {part for parts in GROUPS.values() for part in parts}
     time = Time(
@@ -373,7 +402,11 @@ def _time(
         mfu=0.0,
         unknown_loops=cost.unknown_loops,
     )
-    forward = resources.flops_per_token(config.model, config.data.seq_len)
-    flops = resources.train_flops(forward, cost.tokens)
-    mfu = flops / (time.total * devices * target.peak_flops) if time.total else 0.0
+    if report.prompt is not None:
+        flops = cost.tokens * resources.flops_per_token(config.model, report.prompt.tokens)
+    else:
+        forward = resources.flops_per_token(config.model, config.data.seq_len)
+        flops = resources.train_flops(forward, cost.tokens)
+    peak = report.devices * target.peak_flops
+    mfu = flops / (time.total * peak) if time.total else 0.0
     return dataclasses.replace(time, mfu=mfu)

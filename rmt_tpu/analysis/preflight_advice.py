@@ -33,6 +33,8 @@ def advice(report: Preflight) -> list[Advice]:
 
     What would neither make it fit nor save a twentieth is left out.
     """
+    if report.prompt is not None:
+        return _smaller_part(report)
     state = report.memory["parameters"] + report.memory["optimizer"]
     steps = [*_remat(report), *_parts(report), *_smaller_batch(report)]
     shards = _more_shards(report)
@@ -40,6 +42,15 @@ def advice(report: Preflight) -> list[Advice]:
     ordered = [*shards, *steps] if state > report.limit // 2 else [*steps, *shards]
     helps = lambda size: size is None or size <= max(report.limit, _ROOM * report.used)
     return [step for step in [*ordered, *_more_chips(report)] if helps(step.bytes)]
+
+
+def _smaller_part(report: Preflight) -> list[Advice]:
+    """Of a prompt: temporaries are in proportion to it."""
+    part, work = report.prompt.part, report.memory["temporaries"]
+    sized = [(part // n, report.used - work + work // n) for n in (2, 4, 8, 16) if part % n == 0]
+    fitting = [(tokens, size) for tokens, size in sized if size <= _ROOM * report.limit]
+    why = "fewer tokens at a time; Engine(part=...)"
+    return [Advice(f"--part={tokens}", why, size) for tokens, size in fitting[:1]]
 
 
 def _enough(report: Preflight, sized: list[tuple[int, int]]) -> tuple[int, int] | None:

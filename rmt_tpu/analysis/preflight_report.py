@@ -3,16 +3,17 @@
 from pathlib import Path
 
 from pallas_kernels.compiler.calibration import error_bar
-from rmt_tpu.analysis.preflight import KINDS, Preflight
+from rmt_tpu.analysis.preflight import Preflight
 from rmt_tpu.analysis.preflight_advice import advice
 
 _WIDTH = 40  # characters of a bar
 _MEANING = {
     "parameters": "as they are kept",
     "optimizer": "moments and counts",
+    "cache": "of the whole prompt, a row",
     "batch": "and other arguments",
     "activations": "kept by the forward pass for the backward pass",
-    "temporaries": "gradients, work space and gaps",
+    "temporaries": "what lasts for a step, work space and gaps",
     "program": "instructions",
 }
 
@@ -39,7 +40,7 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
     figure = Figure(figsize=(8, 2.6), layout="constrained")
     axes = figure.subplots()
     left = 0.0
-    for i, kind in enumerate(KINDS):
+    for i, kind in enumerate(report.kinds):
         size = report.memory[kind] / unit
         label = f"{kind} {size:.2f}"
         axes.barh([0], [size], 0.5, left=left, label=label, color=f"C{i}")
@@ -79,12 +80,17 @@ def _verdict(report: Preflight) -> str:
 def _heading(report: Preflight, name: str) -> str:
     train, model = report.config.train, report.config.model
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items() if size > 1) or "data=1"
-    parts = f" in {train.accumulate} parts" if train.accumulate > 1 else ""
+    if report.prompt is not None:
+        work = f"{report.prompt.part} tokens at a time of a prompt of {report.prompt.tokens}"
+        rest = ""
+    else:
+        parts = f" in {train.accumulate} parts" if train.accumulate > 1 else ""
+        work = f"{train.batch_size} x {report.config.data.seq_len} tokens a step{parts}"
+        rest = f", remat {model.remat}"
     return (
         f"{name} on {report.target.topology}: {_verdict(report)}\n"
-        f"{report.devices} device{'s' * (report.devices > 1)}, mesh {mesh}; {train.batch_size} x "
-        f"{report.config.data.seq_len} tokens a step{parts}, {model.compute_dtype}, "
-        f"vocabulary {model.vocab_size}, remat {model.remat}"
+        f"{report.devices} device{'s' * (report.devices > 1)}, mesh {mesh}; {work}, "
+        f"{model.compute_dtype}, vocabulary {model.vocab_size}{rest}"
     )
 
 
@@ -95,7 +101,7 @@ def _memory(report: Preflight) -> str:
         source = "it is sold with (JAX takes 75 % of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION is)"
     there = f"{report.limit / 2**30:.2f} GiB" if name != "GiB" else f"{report.limit / 2**30:.2f}"
     lines = [f"memory of a device in {name}, of the {there} that {source}"]
-    for kind in KINDS:
+    for kind in report.kinds:
         size = report.memory[kind]
         unknown = kind == "program" and not report.fits
         amount = "   ?  " if unknown else f"{size / unit:6.2f}"
@@ -167,7 +173,7 @@ def _time(report: Preflight) -> str:
     for part, seconds in parts.items():
         bar = "#" * _length_of(seconds, time.total)
         lines.append(f"  {part:12}{seconds * 1e3:8.2f} ms {seconds / time.total:4.0%}  {bar}")
-    tokens = report.config.train.batch_size * report.config.data.seq_len
+    tokens = report.tokens
     hidden = (
         f", {time.least * 1e3:.2f} ms if what overlaps costs nothing" if time.overlapped else ""
     )
@@ -195,6 +201,8 @@ def _advice(report: Preflight) -> str:
         return ""
     found = advice(report)
     if not found:
+        if report.prompt is not None:
+            return "what to change: more devices of tensor, sequence or key, or a shorter --prompt"
         return "what to change: a smaller model; nothing else is legal on this topology"
     lines = ["what to change, the first thing first (sizes are estimated in proportion)"]
     for i, step in enumerate(found, start=1):

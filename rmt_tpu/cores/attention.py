@@ -129,7 +129,7 @@ class Attention(Core):
         """Keys and values of own heads."""
         heads = self.core.kv_heads // sharding.axis_size(self.layout.divided)
         size = heads * self.core.head_dim
-        if size > _LANES:  # whole tiles, for else TPUs lay it out anew for each product
+        if size >= _LANES // 2:  # whole tiles, for else TPUs lay it out anew for each product
             size += -size % _LANES
         shape = (repeat, batch, capacity, size)
         # Two arrays, so that both can be donated.

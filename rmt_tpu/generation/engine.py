@@ -18,6 +18,7 @@ from rmt_tpu.generation.programs import Asked, Chosen, Model, Rows, Scores
 from rmt_tpu.generation.sampling import Sampling, choice
 
 _LEAST = 32  # tokens that the smallest programs are for
+PART = 2048  # tokens of a prompt that are read at a time
 
 
 class Request(NamedTuple):
@@ -70,7 +71,7 @@ class Engine:
     """
 
     def __init__(
-        self, decoder: Decoder, stop: int, *, slots: int = 1, steps: int = 8, part: int = 2048
+        self, decoder: Decoder, stop: int, *, slots: int = 1, steps: int = 8, part: int = PART
     ):
         self.model, self.params = Model.of(decoder)
         check_slots("slots", slots, self.model.mesh)

@@ -31,6 +31,18 @@ def test_a_step_that_fits(tmp_path):
 
 
 @pytest.mark.compile
+def test_a_part_of_a_prompt():
+    flags = (*SMALL[:3], "--mesh=data=2,tensor=2", "--prompt=4096", "--json=-")
+    values = json.loads(cli.succeed("preflight", *flags).stdout)
+    assert values["prompt"] == {"tokens": 4096, "part": 2048} and values["fits"]
+    # Keys and values of two layers and two of four heads of 32; beside them there are no moments.
+    memory = values["memory_bytes"]
+    assert memory["cache"] == pytest.approx(2 * 2 * 4096 * 2 * 128, rel=0.01)
+    assert memory["parameters"] > 0 == memory["optimizer"] == memory["activations"]
+    assert 0 < values["estimated_seconds"]["mfu"] < 1
+
+
+@pytest.mark.compile
 def test_a_step_that_does_not_fit(tmp_path):
     flags = (*SMALL, "--mesh=data=4", "--batch_size=131072", f"--json={tmp_path}/all.json")
     done = cli.run("preflight", *flags)
@@ -61,9 +73,23 @@ def test_a_step_that_does_not_fit(tmp_path):
         (["--topology=v5e:2x2", "--preset=rmt-306m"], "did you mean 'rmt-305m'"),
         (["--topology=v5e:2x2", "--preset=rmt-tiny", "--config=c.json"], "give one of them"),
         ([*SMALL, "--mesh=data=3"], "--mesh='data=3' asks for 3 devices, and there are 4"),
+        ([*SMALL, "--part=512"], "--part=512 is for a --prompt"),
+        (
+            ["--topology=v5e:2x2", "--preset=rmt-305m", "--prompt=4096"],
+            "--prompt=4096 is beyond the 512 learned positions of the model; legal: up to 512, or",
+        ),
         *later(([*SMALL, "--batch_size=6"], "--batch_size=6 is not divisible")),
     ],
-    ids=["no topology", "topology", "preset", "preset and config", "mesh", "batch size"],
+    ids=[
+        "no topology",
+        "topology",
+        "preset",
+        "preset and config",
+        "mesh",
+        "part",
+        "prompt",
+        "batch size",
+    ],
 )
 def test_usage_errors(flags, message):
     assert message in cli.fail("preflight", *flags)

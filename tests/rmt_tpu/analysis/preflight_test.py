@@ -22,6 +22,7 @@ from rmt_tpu.analysis import preflight as module
 from rmt_tpu.analysis.preflight import GROUPS, KINDS, Preflight, Time, preflight, readable
 from rmt_tpu.analysis.preflight_advice import advice
 from rmt_tpu.analysis.preflight_report import draw_memory, report_text
+from rmt_tpu.analysis.prompt import Prompt
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run
 from rmt_tpu.errors import RunError, UsageError
@@ -199,7 +200,7 @@ def test_what_does_not_fit(monkeypatch):
     report = preflight(config(), parse_topology("v5e:2x2"))
     sizes = {kind: size // GIB for kind, size in report.memory.items()}
     assert not report.fits and report.limit == 15.5 * GIB and report.gaps == 3 * GIB
-    assert sizes == {"parameters": 3, "optimizer": 6, "batch": 1, "activations": 5,
+    assert sizes == {"parameters": 3, "optimizer": 6, "cache": 0, "batch": 1, "activations": 5,
                      "temporaries": 6, "program": 0}  # fmt: skip
     assert [b.name for b in report.buffers] == [
         "optimizer[1].mu.w", "residual/add (forward)", "params.w", "a copy of params.w", "inputs",
@@ -248,6 +249,19 @@ def test_few_bytes_are_told_in_mib(tmp_path):
     draw_memory(given, tmp_path / "memory.png", "rmt-tiny")
     large = report_text(dataclasses.replace(report(), fits=True), "rmt-305m")
     assert "FITS, 23.00 of 15.75 GiB" in large and "memory of a device in GiB" in large
+
+
+def test_a_prompt_has_a_cache_and_no_moments():
+    read = dataclasses.replace(report(state=0.0), prompt=Prompt(131072, 2048))
+    text = report_text(read, "rmt-305m")
+    assert (
+        "mesh data=16; 2048 tokens at a time of a prompt of 131072, auto, vocabulary 50257" in text
+    )
+    assert "  cache " in text and "  optimizer " not in text and "  activations " not in text
+    assert flags(read) == [] and "what to change: more devices of tensor, sequence or key" in text
+    memory = read.memory | {"cache": 10 * GIB, "temporaries": 12 * GIB, "activations": 0}
+    (step,) = advice(dataclasses.replace(read, memory=memory))
+    assert step.flags == "--part=512" and step.bytes == 13 * GIB
 
 
 def test_time_is_a_range_where_the_model_of_cost_decides():

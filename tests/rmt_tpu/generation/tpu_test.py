@@ -11,7 +11,12 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import rmt_tpu
+from pallas_kernels.compiler import parse_topology
 from rmt_tpu import Decoder
+from rmt_tpu.analysis.preflight import preflight
+from rmt_tpu.analysis.prompt import Prompt
+from rmt_tpu.config import overrides
+from rmt_tpu.config.presets import run
 from tests import models
 from tests.tiers import later
 
@@ -77,3 +82,29 @@ def test_a_part_of_a_long_prompt_needs_little_beside_the_cache(preset):
     print(f"{preset}: {size_of(cache) / 1e9:.1f} GB of cache, {temporary / 1e9:.1f} GB beside it")
     assert temporary < size_of(cache) / 5
     assert "attention_blocks_forward" in compiled.as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "preset, mesh",
+    [("llama-attnres-1.2b", "tensor=8"), ("rmt-llama-attnres-1b", "sequence=4,tensor=2")],
+)
+def test_a_divided_prompt_takes_what_the_paper_says(preset, mesh):
+    """One bank of (N + 1) c D / P numbers a device; the cache divided by all of them."""
+    config = overrides.apply(run(preset), {"train.mesh": mesh, "model.vocab_size": 512})
+    tokens, part, model = 131072, 8192, config.model
+    report = preflight(config, parse_topology("v5e:2x4"), prompt=Prompt(tokens, part))
+    rows = model.mixer.num_blocks + 1
+    bank = 2 * rows * part * model.residual_size // 8
+    shape = re.compile(rf"(bf16|f32)\[{rows},")
+    found = sum(b.bytes for b in report.buffers if b.kind == "temporaries" and shape.match(b.shape))
+    # Keys and values of a head of 64, filled up to a tile.
+    cache = 2 * 2 * model.num_layers * tokens * 128
+    of_layer = report.memory["temporaries"] - found
+    print(
+        f"{preset}, {mesh}: MB a device: bank {found / 1e6:.1f} (formula {bank / 1e6:.1f}), cache"
+    )
+    print(f"{report.memory['cache'] / 1e6:.1f}, what a sublayer has beside {of_layer / 1e6:.1f}")
+    assert found == pytest.approx(bank, rel=0.2)
+    assert report.memory["cache"] == pytest.approx(cache, rel=0.01)
+    assert of_layer < 4 * 2 * part * model.width

@@ -1,0 +1,87 @@
+"""A part of a prompt, read by all devices of a topology that need not be there."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import sharding
+from rmt_tpu.config import ModelConfig, RunConfig, overrides
+from rmt_tpu.decoder import Decoder
+from rmt_tpu.errors import UsageError
+from rmt_tpu.generation import cast_once, programs
+from rmt_tpu.generation.engine import PART, bucket
+from rmt_tpu.generation.placement import parameter_shardings
+
+_WHOLE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What is read.
+
+    Attributes:
+      tokens: of the prompt, for which the cache has room.
+      part: of them that are read at a time.
+    """
+
+    tokens: int
+    part: int = PART
+
+    def check(self, model: ModelConfig) -> None:
+        """Raises UsageError if a model has no positions for it."""
+        learned = model.learned_positions
+        if learned is not None and learned.max_length < self.tokens:
+            raise UsageError(
+                f"--prompt={self.tokens} is beyond the {learned.max_length} learned positions of "
+                f"the model; legal: up to {learned.max_length}, or "
+                f"--set=model.attention.positions.max_length={self.tokens}"
+            )
+
+
+def lower_prompt(
+    devices: Sequence[jax.Device], config: dict[str, Any], tokens: int, part: int
+) -> tuple[jax.stages.Lowered, dict[str, Any]]:
+    """The engine's program for the last part of a prompt, and the sizes of its mesh.
+
+    Args:
+      devices: that need not exist.
+      config: a RunConfig as JSON; of its `train` the mesh alone is looked at.
+      tokens: of the prompt.
+      part: of them that are read at a time.
+
+    Raises:
+      MeshError: the mesh does not fit the devices, or the model does not divide over it.
+    """
+    run = overrides.from_json(RunConfig, config)
+    mesh = sharding.make_mesh(run.train.mesh, devices)
+    decoder = _placed(run.model, mesh)
+    model, params = programs.Model.of(decoder)
+    filled = lambda size: size + -size % model.devices("tokens")
+    ints = lambda *shape: _at(jax.ShapeDtypeStruct(shape, jnp.int32), mesh)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        make = lambda params: programs.empty_cache(model, params, 1, filled(bucket(tokens)))
+        cache = jax.eval_shape(make, params)
+        if model.cache is None:
+            cache = jax.tree.map(lambda x: _at(x, mesh), cache)
+        else:
+            cache = jax.tree.map(lambda x, spec: _at(x, mesh, spec), cache, model.cache)
+        given = params, ints(1, filled(part)), ints(1), cache
+        return programs.extend.lower(model, *given), {"mesh": dict(mesh.shape)}
+
+
+def _placed(config: ModelConfig, mesh: Mesh) -> Decoder:
+    """A decoder of shapes, with its weights as products take them, where they lie."""
+    abstract = nnx.eval_shape(lambda: cast_once(Decoder(config, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(abstract, nnx.Param)
+    shardings = parameter_shardings(abstract, mesh)
+    put = lambda x, sharding: _at(x, mesh, sharding.spec)
+    return nnx.merge(graphdef, jax.tree.map(put, nnx.to_pure_dict(state), shardings))
+
+
+def _at(x: Any, mesh: Mesh, spec: PartitionSpec = _WHOLE) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
