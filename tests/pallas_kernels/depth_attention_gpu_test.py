@@ -20,7 +20,10 @@ from pallas_kernels.depth_attention.interface import (
 from pallas_kernels.depth_attention.triton_gpu import Blocks
 from tests import cuda
 from tests.closeness import assert_close, float64
+from tests.pallas_kernels import depth_attention_battery as battery
 from tests.pallas_kernels import plain
+from tests.pallas_kernels.depth_attention_battery import Battery, Case, MergeCase
+from tests.tiers import later
 
 # Many tests run the programs of a few cases.
 SHARED = pytest.mark.xdist_group("depth attention kernels for GPU")
@@ -60,15 +63,21 @@ def arguments(shape, dtype, seed=0):
     return queries, sources, np.int32(count), prior, cotangents
 
 
-@functools.partial(jax.jit, static_argnames="blocks")
+def options(blocks):
+    return (
+        ("epsilon", EPSILON),
+        ("interpret", True),
+        *((("block_sizes", blocks),) if blocks else ()),
+    )
+
+
 def partial(*args, blocks=None):
-    return triton_gpu.partial(Partial(*args), epsilon=EPSILON, block_sizes=blocks, interpret=True)
+    return battery.partial(triton_gpu, options(blocks), Partial(*args))
 
 
-@functools.partial(jax.jit, static_argnames="blocks")
 def partial_backward(*args, blocks=None):
-    options = {"epsilon": EPSILON, "block_sizes": blocks, "interpret": True}
-    return triton_gpu.partial_backward(Partial(*args[:3]), Scored(*args[3:]), **options)
+    given = Partial(*args[:3]), Scored(*args[3:])
+    return battery.partial_backward(triton_gpu, options(blocks), *given)
 
 
 def expected_of(queries, sources, count, prior, cotangents):
@@ -76,88 +85,58 @@ def expected_of(queries, sources, count, prior, cotangents):
     return plain.partial(queries, sources[:count], prior, cotangents, epsilon=EPSILON)
 
 
-def delta_of(prior, log_sums, cotangents):
-    """What the rule subtracts beside `sum_j weight_j g_j`; see `interface`."""
-    d_mixed, d_log_sums = float64(cotangents)
-    delta = -d_log_sums
-    if prior is not None:
-        mixed, sums = float64(prior)
-        delta += np.exp(sums - log_sums) * np.sum(mixed * d_mixed, axis=-1)
-    return delta.astype(np.float32)
+def case_of(shape, dtype, prior=False, blocks=None, accumulate=False):
+    N, T, S, D, count = shape
+    return Case(S, N, (T,), (D,), count, dtype, prior, accumulate, blocks)
 
 
-# With a prior, and in several calls; the others at night.
-QUICK = [
-    (SHAPES[0], "float32", True, None),
-    (SHAPES[5], "float32", False, None),
-]
-CASES = [
-    *QUICK,
-    (SHAPES[1], "float32", False, PARTS),
-    (SHAPES[1], "bfloat16", True, None),
-    (SHAPES[0], "bfloat16", False, PARTS),
-    (SHAPES[2], "float32", False, None),
-    (SHAPES[3], "bfloat16", False, None),
-    (SHAPES[4], "float32", True, PARTS),
-]
-
-
-def name_of(case):
-    shape, dtype, with_prior, blocks = case
-    parts = ["x".join(map(str, shape)), dtype] + ["prior"] * with_prior + ["parts"] * bool(blocks)
-    return "-".join(parts)
+# Of more sites than a call takes.
+SEVERAL = case_of(SHAPES[5], "float32")
 
 
 @SHARED
-@pytest.mark.parametrize(
-    "shape, dtype, with_prior, blocks",
-    [
-        pytest.param(*case, id=name_of(case), marks=() if case in QUICK else pytest.mark.slow)
-        for case in CASES
-    ],
-)
-def test_partial_and_gradients_equal_numpy(shape, dtype, with_prior, blocks, monkeypatch):
-    most_sites = 2 if shape == SHAPES[5] else 16
-    monkeypatch.setattr(triton_gpu, "MOST_SITES", most_sites)
-    queries, sources, count, prior, cotangents = arguments(shape, dtype)
-    prior = prior if with_prior else None
-    mixed, log_sums = partial(queries, sources, count, prior)
-    args = (queries, sources, count, prior, cotangents)
-    (expected, expected_log_sums), (d_queries, d_sources, _) = expected_of(*args)
-    assert mixed.dtype == sources.dtype and log_sums.dtype == jnp.float32
-    assert_close(mixed, expected, TOLERANCE[dtype])
-    assert_close(log_sums, expected_log_sums, TOLERANCE["float32"])
-    delta = delta_of(prior, log_sums, cotangents)
-    args = (queries, sources, count, log_sums, delta, cotangents[0], None)
-    got = partial_backward(*args, blocks=blocks)
-    assert got[1].dtype == sources.dtype and got[0].dtype == jnp.float32
-    assert_close(got[0], d_queries, TOLERANCE["float32"])
-    # Sites beyond the most are added by a further call, with a rounding of its own.
-    calls = 1 + (shape[2] > most_sites)
-    assert_close(got[1][:count], d_sources, calls * TOLERANCE[dtype])
-    np.testing.assert_array_equal(got[1][count:], 0)
+class TestKernels(Battery):
+    module = triton_gpu
+    float32 = TOLERANCE["float32"]
+    # With a prior, in several calls and added to; the others at night.
+    cases = (
+        case_of(SHAPES[0], "float32", prior=True),
+        SEVERAL,
+        case_of(ADDED, "bfloat16", blocks=PARTS, accumulate=True),
+        *later(
+            (case_of(ADDED, "float32", blocks=PARTS, accumulate=True),),
+            (case_of(ADDED, "bfloat16", accumulate=True),),
+            (case_of(SHAPES[1], "float32", blocks=PARTS),),
+            (case_of(SHAPES[1], "bfloat16", prior=True),),
+            (case_of(SHAPES[0], "bfloat16", blocks=PARTS),),
+            (case_of(SHAPES[2], "float32"),),
+            (case_of(SHAPES[3], "bfloat16"),),
+            (case_of(SHAPES[4], "float32", prior=True, blocks=PARTS),),
+        ),
+    )
+    alone = (case_of(SHAPES[0], "float32"),)
+    merges = (
+        MergeCase((7,), (200,), "layernorm", "float32"),
+        MergeCase((40,), (300,), "rmsnorm", "bfloat16", PARTS._replace(columns=512)),
+        *later(
+            (MergeCase((1,), (64,), "layernorm", "float32"),),
+            (MergeCase((7,), (200,), "rmsnorm", "float32"),),
+            (MergeCase((7,), (200,), "layernorm", "bfloat16", PARTS._replace(columns=256)),),
+        ),
+    )
 
+    def options(self, case, op):
+        # All of D is in a tile but in the backward pass of `partial`.
+        return super().options(case._replace(blocks=None) if op == "partial" else case, op)
 
-@SHARED
-@pytest.mark.parametrize(
-    "dtype, blocks",
-    [
-        pytest.param("bfloat16", PARTS, id="bfloat16-parts"),
-        pytest.param("float32", PARTS, id="float32-parts", marks=pytest.mark.slow),
-        pytest.param("bfloat16", None, id="bfloat16", marks=pytest.mark.slow),
-    ],
-)
-def test_gradients_are_added_to_what_there_is(dtype, blocks):
-    N, T, S, D, count = ADDED
-    queries, sources, rows, _, (d_mixed, d_log_sums) = arguments(ADDED, dtype)
-    zero = (d_mixed, 0 * d_log_sums)
-    (_, log_sums), expected = expected_of(queries, sources, rows, None, zero)
-    before = draw(np.random.default_rng(1), (N, T, D), dtype)
-    args = (queries, sources, rows, log_sums.astype(np.float32), None, d_mixed)
-    d_queries, d_sources = partial_backward(*args, before, blocks=blocks)
-    assert_close(d_queries, expected[0], TOLERANCE["float32"])
-    assert_close(d_sources[:count], float64(before[:count]) + expected[1], TOLERANCE[dtype])
-    np.testing.assert_array_equal(d_sources[count:], before[count:])
+    def near(self, got, want, case, dtype, *, of=None):
+        calls = 1 + (case == SEVERAL and dtype == case.dtype)
+        assert_close(got, want, calls * TOLERANCE[dtype])
+
+    def test_partial_and_its_gradients(self, case, monkeypatch):
+        if case == SEVERAL:
+            monkeypatch.setattr(triton_gpu, "MOST_SITES", 2)
+        super().test_partial_and_its_gradients(case)
 
 
 @SHARED
@@ -257,45 +236,6 @@ def merge(args, active, gain, cotangents, *, norm, blocks=None):
     given = Merge(*args, active, gain)
     z = triton_gpu.merge(given, **options)
     return z, triton_gpu.merge_backward(given, MergeCotangents(*cotangents), **options)
-
-
-@SHARED
-@pytest.mark.parametrize(
-    "T, D, norm, dtype, blocks",
-    [
-        pytest.param(7, 200, "layernorm", "float32", None, id="whole"),
-        pytest.param(
-            *(40, 300, "rmsnorm", "bfloat16", PARTS._replace(columns=512)), id="more tokens"
-        ),
-        pytest.param(1, 64, "layernorm", "float32", None, id="one token", marks=pytest.mark.slow),
-        pytest.param(7, 200, "rmsnorm", "float32", None, id="rmsnorm", marks=pytest.mark.slow),
-        pytest.param(
-            *(7, 200, "layernorm", "bfloat16", PARTS._replace(columns=256)),
-            id="parts",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_merge_and_gradients_equal_numpy(T, D, norm, dtype, blocks):
-    (*args, gain), cotangents = merge_arguments(T, D, dtype)
-    (query, mixed, log_sums, _, current), (d_z, d_mixed, d_current) = args, cotangents
-    options = dict(norm=norm, epsilon=EPSILON, norm_epsilon=1e-5)
-    for active in (True, False):
-        z, got = merge(args, np.bool(active), gain, cotangents, norm=norm, blocks=blocks)
-        expected_z, expected = plain.merge(
-            *(query, mixed[SITE], log_sums, current, gain, d_z), active=active, **options
-        )
-        assert z.dtype == current.dtype
-        assert_close(z, expected_z, TOLERANCE[dtype])
-        np.testing.assert_array_equal(got.mixed[::2], d_mixed[::2])
-        assert_close(got.mixed[SITE], expected[1], TOLERANCE[dtype])
-        assert_close(got.current, float64(d_current) + expected[3], TOLERANCE[dtype])
-        assert_close(got.norm_gain, expected[4], TOLERANCE["float32"])
-        # Zeros exactly where nothing is active.
-        of_logits = (got.query, got.log_sums)
-        assert_close(of_logits, (expected[0], expected[2]), TOLERANCE["float32"])
-        assert got.mixed.dtype == got.current.dtype == z.dtype
-        assert got.query.dtype == got.norm_gain.dtype == got.log_sums.dtype == jnp.float32
 
 
 @SHARED

@@ -7,9 +7,7 @@ products' error only.
 """
 
 import dataclasses
-import functools
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,156 +27,102 @@ from pallas_kernels.depth_attention.interface import (
 )
 from pallas_kernels.depth_attention.mosaic_tpu import BlockSizes
 from tests.closeness import float64
+from tests.pallas_kernels import depth_attention_battery as battery
 from tests.pallas_kernels import plain
+from tests.pallas_kernels.depth_attention_battery import (
+    EPSILON,
+    NORM_EPSILON,
+    Battery,
+    Case,
+    MergeCase,
+    draw,
+)
+from tests.tiers import later
 
-EPSILON, NORM_EPSILON = 1e-6, 1e-5
 FLOAT32 = 5e-6
-
-_OPTIONS = ("block_sizes", "epsilon", "interpret")
 
 
 # Compiled as one: op by op takes longer.
-@functools.partial(jax.jit, static_argnames=_OPTIONS)
 def partial(*args, **options):
-    return mosaic_tpu.partial(Partial(*args), **options)
+    return battery.partial(mosaic_tpu, tuple(options.items()), Partial(*args))
 
 
-@functools.partial(jax.jit, static_argnames=_OPTIONS)
 def partial_backward(*args, **options):
-    return mosaic_tpu.partial_backward(Partial(*args[:3]), Scored(*args[3:]), **options)
+    given = Partial(*args[:3]), Scored(*args[3:])
+    return battery.partial_backward(mosaic_tpu, tuple(options.items()), *given)
 
 
-class Case(NamedTuple):
-    S: int
-    N: int
-    T: int
-    D: int
-    count: int
-    dtype: str
-    prior: bool = False
-    accumulate: bool = False
-    tokens: int = 128
-
-
-# With a prior or without, added to or not, one chunk of sources or two; at night also float32,
-# weights of one piece, no active source, and a single token.
-QUICK = [
-    Case(3, 5, 130, 256, 3, "bfloat16", prior=True, accumulate=True),
-    # One of two chunks of sources, a last tile of 32 tokens.
-    Case(1, 18, 80, 128, 9, "bfloat16", tokens=48),
-]
-CASES = [
-    *QUICK,
-    Case(2, 17, 20, 128, 17, "float32", prior=True),
-    Case(8, 9, 20, 128, 9, "bfloat16", accumulate=True, tokens=16),
-    Case(2, 3, 20, 128, 0, "bfloat16", prior=True, accumulate=True),
-    Case(1, 3, 24, 200, 3, "bfloat16"),
-    Case(1, 10, 7, 128, 10, "bfloat16", accumulate=True),
-    Case(1, 2, 1, 128, 2, "float32", accumulate=True),
-]
-
-
-# Tests that run the programs of QUICK[1].
+# Tests that run the programs of TWO.
 TWO_CHUNKS = pytest.mark.xdist_group("depth attention, two chunks")
 
 
-def draw(key, *shape, dtype="float32"):
-    return np.random.default_rng(key).normal(size=shape).astype(dtype)
+def case_of(S, N, T, D, count, dtype, tokens=128, **flags):
+    lanes = 128 if flags.get("prior") else 512  # one step of a product, or two
+    blocks = BlockSizes(tokens, lanes, weight_pieces=2 if S <= 3 else 1)
+    return Case(S, N, (T,), (D,), count, dtype, **flags, blocks=blocks)
 
 
-def arguments(case: Case):
-    """Queries, sources with NaN in the empty rows, count, prior."""
-    c = case
-    queries = np.float32(2 / np.sqrt(c.D)) * draw(0, c.S, c.D)
-    sources = draw(1, c.N, c.T, c.D, dtype=c.dtype)
-    sources *= np.exp(draw(2, c.N, c.T, 1)).astype(c.dtype)
-    sources[c.count :] = np.nan
-    prior = None
-    if c.prior:
-        prior = (draw(3, c.S, c.T, c.D, dtype=c.dtype), draw(4, c.S, c.T))
-    return queries, sources, np.int32(c.count), prior
-
-
-def blocks_of(case: Case):
-    lanes = 128 if case.prior else 512  # one step of a product, or two
-    return BlockSizes(case.tokens, lanes, weight_pieces=2 if case.S <= 3 else 1)
+# One of two chunks of sources, a last tile of 32 tokens.
+TWO = case_of(1, 18, 80, 128, 9, "bfloat16", tokens=48)
 
 
 def assert_near(got, want, dtype, *, of=None, weights=2.0**-15):
     """`of`: the largest value that was mixed, with weights that are so far off."""
     got, want = float64((got, want))
-    of = np.max(np.abs(want)) if of is None else of
+    of = np.max(np.abs(want), initial=0) if of is None else of
     bound = FLOAT32 * of
     if dtype == "bfloat16":
         bound = weights * of + 2.0**-8 * np.abs(want)
     np.testing.assert_array_less(np.abs(got - want), bound + 1e-30)
 
 
-def marks_of(case):
-    if case == QUICK[1]:
-        return TWO_CHUNKS
-    return () if case in QUICK else pytest.mark.slow
-
-
-def name_of(case):
-    flags = ["prior"] * case.prior + ["accumulate"] * case.accumulate
-    sizes = f"{case.S}x{case.N}x{case.T}x{case.D}"
-    return "-".join([sizes, f"{case.count}active", case.dtype, *flags])
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, id=name_of(c), marks=marks_of(c)) for c in CASES],
-)
-def test_partial_and_its_gradients(case):
-    queries, sources, count, prior = arguments(case)
-    blocks = blocks_of(case)
-    off = {2: 2.0**-15, 1: 2.0**-9}[blocks.weight_pieces]
-    options = {"epsilon": EPSILON, "interpret": True, "block_sizes": blocks}
-    mixed, log_sums = partial(queries, sources, count, prior, **options)
-    d_mixed, d_log_sums = draw(5, *mixed.shape, dtype=case.dtype), draw(6, *log_sums.shape)
-    added = None
-    if case.accumulate:
-        added = draw(7, *sources.shape, dtype=case.dtype)
-        added[case.count :] = np.nan
-
-    active = sources[: case.count]
-    (want, want_sums), (want_queries, want_sources, _) = plain.partial(
-        queries, active, prior, (d_mixed, d_log_sums), epsilon=EPSILON
+class TestKernels(Battery):
+    module = mosaic_tpu
+    float32 = FLOAT32
+    # With a prior or without, added to or not, one chunk of sources or two; at night also float32,
+    # weights of one piece, no active source, and a single token.
+    cases = (
+        case_of(3, 5, 130, 256, 3, "bfloat16", prior=True, accumulate=True),
+        pytest.param(TWO, marks=TWO_CHUNKS),
+        *later(
+            (case_of(2, 17, 20, 128, 17, "float32", prior=True),),
+            (case_of(8, 9, 20, 128, 9, "bfloat16", accumulate=True, tokens=16),),
+            (case_of(2, 3, 20, 128, 0, "bfloat16", prior=True, accumulate=True),),
+            (case_of(1, 3, 24, 200, 3, "bfloat16"),),
+            (case_of(1, 10, 7, 128, 10, "bfloat16", accumulate=True),),
+            (case_of(1, 2, 1, 128, 2, "float32", accumulate=True),),
+        ),
     )
-    delta = -float64(d_log_sums)
-    if prior is not None:
-        of_prior, sums = float64(prior)
-        delta += np.exp(sums - want_sums) * np.sum(float64(d_mixed) * of_prior, axis=-1)
-    largest = np.max(np.abs(float64(active)), initial=0)
-    assert_near(mixed, want, case.dtype, of=largest, weights=off)
-    np.testing.assert_allclose(log_sums, want_sums, rtol=FLOAT32, atol=FLOAT32)
-
-    d_queries, d_sources = partial_backward(
-        queries, sources, count, log_sums, np.float32(delta), d_mixed, added, **options
+    alone = (
+        pytest.param(TWO, marks=TWO_CHUNKS),
+        *later(
+            (case_of(3, 4, 20, 128, 4, "bfloat16"),),
+            (case_of(3, 4, 20, 128, 4, "float32"),),
+        ),
     )
-    assert d_queries.dtype == jnp.float32 and d_sources.dtype == sources.dtype
-    assert_near(d_queries, want_queries, "float32")
-    empty = float64(d_sources[case.count :])
-    if added is not None:
-        want_sources = want_sources + float64(added[: case.count])
-        assert np.isnan(empty).all()
-    else:
-        assert not np.any(empty)
-    if case.count:
-        assert_near(d_sources[: case.count], want_sources, case.dtype, weights=off)
+    merges = (
+        MergeCase((130,), (200,), "layernorm", "bfloat16", BlockSizes(48)),
+        MergeCase((40,), (128,), "rmsnorm", "float32", BlockSizes(48)),
+        *later((MergeCase((1,), (256,), "rmsnorm", "bfloat16", BlockSizes(48)),)),
+    )
+
+    def near(self, got, want, case, dtype, *, of=None):
+        weights = {2: 2.0**-15, 1: 2.0**-9}[case.blocks.weight_pieces]
+        assert_near(got, want, dtype, of=of, weights=weights)
 
 
 @TWO_CHUNKS
 def test_large_scores_are_as_exact_as_float32():
     # Scores near 60, none of which cancels to little, and the negatives of such: of one chunk, and
     # of the other in every second token, so that their largest is needed.
-    case = QUICK[1]
-    query = 0.5 * draw(27, 1, case.D)
-    sign = np.where((np.arange(case.N)[:, None] < 16) == (np.arange(case.T) % 2 == 0), 1, -1)
-    sources = sign[..., None] * (query[0] + 0.05 * draw(1, case.N, case.T, case.D))
+    case = TWO
+    query = 0.5 * draw(27, 1, case.size[0])
+    sign = np.where(
+        (np.arange(case.N)[:, None] < 16) == (np.arange(case.tokens[0]) % 2 == 0), 1, -1
+    )
+    sources = sign[..., None] * (query[0] + 0.05 * draw(1, case.N, case.tokens[0], case.size[0]))
     sources = sources.astype(case.dtype)
-    options = {"epsilon": EPSILON, "interpret": True, "block_sizes": blocks_of(case)}
+    options = {"epsilon": EPSILON, "interpret": True, "block_sizes": case.blocks}
     mixed, log_sums = partial(query, sources, np.int32(case.N), None, **options)
     zeros = np.zeros(mixed.shape), np.zeros(log_sums.shape)
     (want, want_sums), _ = plain.partial(query, sources, None, zeros, epsilon=EPSILON)
@@ -189,88 +133,33 @@ def test_large_scores_are_as_exact_as_float32():
 
 def run_with_count(case, count):
     """By the programs of `case`: sources, mixes, log sums, their cotangents, and gradients."""
-    queries, sources, _, _ = arguments(case)
+    queries, sources, *_ = TestKernels().sources(case)
     sources[count:] = np.nan
     args = queries, sources, np.int32(count)
-    options = {"epsilon": EPSILON, "interpret": True, "block_sizes": blocks_of(case)}
+    options = {"epsilon": EPSILON, "interpret": True, "block_sizes": case.blocks}
     mixed, log_sums = partial(*args, None, **options)
     d_mixed, zeros = draw(2, *mixed.shape, dtype=case.dtype), np.zeros_like(log_sums)
     gradients = partial_backward(*args, log_sums, zeros, d_mixed, None, **options)
     return sources, mixed, log_sums, d_mixed, gradients
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(QUICK[1], id="bfloat16", marks=TWO_CHUNKS),
-        pytest.param(Case(3, 4, 20, 128, 4, "bfloat16"), id="3 sites", marks=pytest.mark.slow),
-        pytest.param(Case(3, 4, 20, 128, 4, "float32"), id="float32", marks=pytest.mark.slow),
-    ],
-)
-def test_one_source_comes_back_bit_for_bit(case):
-    sources, mixed, _, d_mixed, (d_queries, d_sources) = run_with_count(case, 1)
-    np.testing.assert_array_equal(mixed, np.broadcast_to(sources[0], mixed.shape))
-    # Of one source the score does not matter: the gradient is that of a copy.
-    assert np.max(np.abs(d_queries)) < 1e-4
-    assert_near(d_sources[0], np.sum(float64(d_mixed), axis=0), case.dtype)
-
-
 @TWO_CHUNKS
 def test_no_source():
-    _, mixed, log_sums, _, gradients = run_with_count(QUICK[1], 0)
+    _, mixed, log_sums, _, gradients = run_with_count(TWO, 0)
     assert not np.any(float64(mixed)) and np.all(log_sums == -np.inf)
     assert not any(np.any(g) for g in float64(gradients))
 
 
-@pytest.mark.parametrize(
-    "T, D, dtype, norm",
-    [
-        (130, 200, "bfloat16", "layernorm"),
-        (40, 128, "float32", "rmsnorm"),
-        pytest.param(1, 256, "bfloat16", "rmsnorm", marks=pytest.mark.slow),
-    ],
-)
-def test_merge_and_its_gradients(T, D, dtype, norm):
-    query, gain = np.float32(2 / np.sqrt(D)) * draw(0, D), 1 + np.float32(0.1) * draw(1, D)
-    # A mean far from 0, which layernorm takes off.
-    mixed, current = draw(2, 3, T, D, dtype=dtype) + 3, draw(3, T, D, dtype=dtype) + 3
-    mixed, current = mixed.astype(dtype), current.astype(dtype)
-    d_mixed = np.full_like(mixed, 7)
-    log_sums, d_z, d_current = draw(4, T), draw(5, T, D, dtype=dtype), draw(6, T, D, dtype=dtype)
-    options = {"norm": norm, "epsilon": EPSILON, "norm_epsilon": NORM_EPSILON}
-    kernel = options | {"interpret": True, "block_sizes": BlockSizes(48)}
-
-    @jax.jit
-    def run(query, mixed, log_sums, site, current, active, gain, *cotangents):
-        given = Merge(query, mixed, log_sums, site, current, active, gain)
-        z = mosaic_tpu.merge(given, **kernel)
-        return z, mosaic_tpu.merge_backward(given, MergeCotangents(*cotangents), **kernel)
-
-    for active in (True, False):
-        args = (query, mixed, log_sums, np.int32(1), current, np.bool(active), gain)
-        z, got = run(*args, d_z, d_mixed, d_current)
-        want_z, want = plain.merge(
-            query, mixed[1], log_sums, current, gain, d_z, active=active, **options
-        )
-        assert_near(z, want_z, dtype)
-        assert_near(got.mixed[1], want[1], dtype)
-        assert np.all(float64(got.mixed[::2]) == 7)
-        assert_near(got.current, want[3] + float64(d_current), dtype)
-        for mine, theirs in ((got.query, want[0]), (got.log_sums, want[2])):
-            assert_near(mine, theirs, "float32", of=max(1, np.max(np.abs(theirs))))
-        assert_near(got.norm_gain, want[4], "float32")
-
-
 @TWO_CHUNKS
 def test_backward_twice_is_the_same_bits():
-    case = QUICK[1]
-    queries, sources, count, _ = arguments(case)
+    case = TWO
+    queries, sources, count, _ = TestKernels().sources(case)
     d_mixed, d_log_sums = draw(1, 1, 80, 128, dtype="bfloat16"), draw(2, 1, 80)
     active = sources[: case.count]
     cotangents = d_mixed, d_log_sums
     (_, log_sums), _ = plain.partial(queries, active, None, cotangents, epsilon=EPSILON)
     args = (queries, sources, count, log_sums.astype(np.float32), d_log_sums, d_mixed, None)
-    options = {"epsilon": EPSILON, "interpret": True, "block_sizes": blocks_of(case)}
+    options = {"epsilon": EPSILON, "interpret": True, "block_sizes": case.blocks}
     first, second = (partial_backward(*args, **options) for _ in range(2))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(*float64((a, b))), first, second)
 
