@@ -117,7 +117,7 @@ _CAUSAL = (
     _ring("d_kv = ring.passed_on(d_kv)  # home", "# home"),
     _ring("jnp.where(swapped, even, odd)])", "jnp.where(swapped, odd, even)])"),
     _chunk("inside & (of_queries[:, queries, None] ==", "inside | (of_queries[:, queries, None] =="),
-    _of("rmt_tpu/cores/attention.py", f"{_MODEL}/training/sharded_test.py")("positions = own_tokens(context.query_positions, self._ring)", "positions = context.query_positions[:, : q.shape[1]]"),
+    _of("rmt_tpu/cores/attention.py", f"{_MODEL}/training/sharded_test.py")("return own_tokens(context.query_positions, self._ring)", "return context.query_positions[:, : context.query_positions.shape[1] // sharding.axis_size(self._ring or ())]"),
 )  # fmt: skip
 
 # Residual systems -----------------------------------------------------------------------------
@@ -157,6 +157,7 @@ _layers = (f"{_MODEL}/layers/layers_test.py", *_decoder)
 _LAYERS = (
     _of("rmt_tpu/cores/attention.py", *_decoder)("scale / (index // 2 + 1) if", "scale / (index // 2 + 2) if"),
     _of("rmt_tpu/cores/attention.py", *_decoder)("mask = queries[:, :, None] >= keys", "mask = queries[:, :, None] > keys"),
+    _of("rmt_tpu/cores/positions.py", *_layers)("return _rotate_first(d_x, -positions, heads", "return _rotate_first(d_x, positions, heads"),
     _of("rmt_tpu/cores/positions.py", *_layers)("turned = [first * cos - second * sin", "turned = [first * cos + second * sin"),
     _of("rmt_tpu/layers/norm.py", *_layers)("x = x - jnp.mean(x, axis=-1, keepdims=True)", "x = x - jnp.mean(x)"),
     _of("rmt_tpu/layers/embedding.py", f"{_MODEL}/decoder_test.py::test_mup_multipliers_act_where_they_should")("rows = self.multiplier * jnp.take", "rows = jnp.take"),

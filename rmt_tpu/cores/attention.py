@@ -220,10 +220,21 @@ class Attention(Core):
 
     def _packed(self, z, context):
         """Queries, keys and values of own heads, side by side."""
-        as_read = isinstance(self.core.positions, cfg.Learned | cfg.Alibi | cfg.NoPositions)
-        if as_read and self.query_gain is None and self.bias is None and self._alike:
-            return self._to_heads(z, groups=3)
-        return jnp.concatenate(self._turned(z, context), axis=2)
+        if self.query_gain is not None or self.bias is not None:
+            return jnp.concatenate(self._turned(z, context), axis=2)
+        moved = sharding.axis_size(self._swapped) > 1
+        packed = jnp.concatenate(self._own_heads(z), axis=2) if moved and not self._alike else z
+        packed = self._to_heads(z, groups=3) if self._alike else packed
+        match self.core.positions:
+            case cfg.Rope(base=base, dims=dims):
+                each = self.core.num_heads // self.core.kv_heads
+                own = packed.shape[2] // (each + 2) * (each + 1)
+                positions = self._own_positions(context)
+                return pos.rotate_first(packed, positions, heads=own, base=base, dims=dims)
+        return packed
+
+    def _own_positions(self, context):
+        return own_tokens(context.query_positions, self._ring)
 
     @property
     def _alike(self):
@@ -239,7 +250,7 @@ class Attention(Core):
             k = normalize(k, self.key_gain[...], **norm)
         match self.core.positions:
             case cfg.Rope(base=base, dims=dims):
-                positions = own_tokens(context.query_positions, self._ring)
+                positions = self._own_positions(context)
                 q = pos.rotate(q, positions, base=base, dims=dims)
                 k = pos.rotate(k, positions, base=base, dims=dims)
         return q, k, v

@@ -52,6 +52,23 @@ def test_rope_turns_pairs_and_products_depend_on_distance_alone():
     assert turned[0] == pytest.approx(x[0] * np.cos(1) - x[3] * np.sin(1), abs=1e-6)
 
 
+@pytest.mark.parametrize("dims", [None, 4])
+def test_rope_of_the_first_vectors_in_place(dims):
+    """As if they were taken apart; and so are its gradients, turned back."""
+    x, d_y, at = draw(2, 5, 7, 6), draw(2, 5, 7, 6, seed=1), jnp.arange(5)[None] + 3
+    own = {"base": 100.0, "dims": dims}
+
+    def apart(x):
+        return jnp.concatenate([positions.rotate(x[:, :, :4], at, **own), x[:, :, 4:]], axis=2)
+
+    def in_place(x):
+        return positions.rotate_first(x, at, heads=4, **own)
+
+    for got, want in zip(*(jax.vjp(f, x) for f in (in_place, apart)), strict=True):
+        got, want = (f(d_y)[0] if callable(f) else f for f in (got, want))
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
 def test_gelu_exact_and_tanh():
     config = models.model("vector")
     z = draw(2, 1, 20)
