@@ -87,6 +87,18 @@ def checked_mesh() -> str | None:
     return mesh
 
 
+def check_rows(flag: str, rows: int) -> None:
+    """Before the model is read, which may take long.
+
+    Raises:
+      MeshError: so many rows, by a flag, do not divide over the mesh.
+    """
+    from rmt_tpu.generation import check_slots
+
+    if flags.FLAGS.mesh is not None:
+        check_slots(f"--{flag}", rows, sharding.make_mesh(flags.FLAGS.mesh))
+
+
 def define_distributed_flags() -> None:
     """Flags by which several processes train as one."""
     flags.DEFINE_bool(

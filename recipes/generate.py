@@ -124,10 +124,10 @@ def _file(sampling) -> int:
     print(f"{len(prompts) * samples} texts, {len(left)} to be written", file=sys.stderr)
     if not left:
         return 0
-    from rmt_tpu.generation import check_slots, complete, fitting_tokens, mesh_of
+    from rmt_tpu.generation import complete, fitting_tokens
 
+    common.check_rows("batch_size", _BATCH_SIZE.value)
     decoder, tokenizer = _load()
-    check_slots("--batch_size", _BATCH_SIZE.value, mesh_of(decoder))
     for number in sorted({number for number, _ in left}):  # before any is written
         try:
             fitting_tokens(decoder.config, 1 + len(tokenizer.encode(prompts[number])), 1)

@@ -75,15 +75,15 @@ def main() -> int:
 def _front():
     """The model, loaded, and with programs for short texts."""
     import rmt_tpu
-    from rmt_tpu.generation import Engine, cast_once, check_slots, mesh_of
+    from rmt_tpu.generation import Engine, cast_once
     from rmt_tpu.serving.app import Front
     from rmt_tpu.serving.protocol import Served
     from rmt_tpu.serving.worker import Worker
     from rmt_tpu.storage import open_folder
 
+    common.check_rows("slots", _SLOTS.value)
     with arguments_as_flags():
         decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value, mesh=flags.FLAGS.mesh)
-    check_slots("--slots", _SLOTS.value, mesh_of(decoder))
     learned = decoder.config.learned_positions
     longest = _MAX_LENGTH.value
     if learned is not None:

@@ -59,7 +59,7 @@ def lower_prompt(
     """
     run = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(run.train.mesh, devices)
-    decoder = _placed(run.model, mesh)
+    decoder = placed_decoder(run.model, mesh)
     model, params = programs.Model.of(decoder)
     filled = lambda size: size + -size % model.devices("tokens")
     ints = lambda *shape: _at(jax.ShapeDtypeStruct(shape, jnp.int32), mesh)
@@ -74,7 +74,7 @@ def lower_prompt(
         return programs.extend.lower(model, *given), {"mesh": dict(mesh.shape)}
 
 
-def _placed(config: ModelConfig, mesh: Mesh) -> Decoder:
+def placed_decoder(config: ModelConfig, mesh: Mesh) -> Decoder:
     """A decoder of shapes, with its weights as products take them, where they lie."""
     abstract = nnx.eval_shape(lambda: cast_once(Decoder(config, rngs=nnx.Rngs(0))))
     graphdef, state = nnx.split(abstract, nnx.Param)

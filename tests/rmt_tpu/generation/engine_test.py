@@ -6,9 +6,10 @@ import pytest
 from flax import nnx
 
 from rmt_tpu import config as cfg
-from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data import Batch, ByteTokenizer
 from rmt_tpu.generation import RANKS, Engine, Request, Sampling, programs
 from rmt_tpu.generation.programs import Model
+from rmt_tpu.training.step import batch_loss
 from tests import models
 
 
@@ -104,6 +105,21 @@ def test_programs_can_be_made_beforehand(two):
     rest(two, two.submit(request("ab", 3)))
     rest(two, two.submit(request("a" * 40, 20)))
     assert [program._cache_size() for program in made] == compiled
+
+
+def test_the_scores_of_a_text_are_its_loss(decoder, two):
+    """Nats of a window as training counts them."""
+    text = b"a window of text"
+    two.submit(request(text.decode(), 1, scored=True))
+    (said,) = two.step()
+    two.reset()
+    graphdef, params = nnx.split(decoder)
+    targets = np.array([[*text]], np.int32)
+    inputs = np.concatenate([[[ByteTokenizer.bos]], targets[:, :-1]], axis=1)
+    ones = np.ones(targets.shape, np.int32)
+    window = Batch(inputs.astype(np.int32), targets, ones, ones.astype(np.float32))
+    loss = jax.jit(batch_loss, static_argnums=0)(graphdef, params, window)
+    assert -sum(said.prompt.log_probabilities) == pytest.approx(float(loss.cross_entropy), rel=1e-5)
 
 
 def test_the_likeliest_tokens_and_the_scores_of_a_prompt(decoder, two):

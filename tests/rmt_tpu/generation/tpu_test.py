@@ -1,5 +1,6 @@
 """A new token for each row, compiled by the real TPU compiler: cache and weights stay in place."""
 
+import contextlib
 import re
 
 import jax
@@ -11,12 +12,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import rmt_tpu
-from pallas_kernels.compiler import parse_topology
+import sharding
+from pallas_kernels.compiler import Job, compile_jobs, parse_topology
 from rmt_tpu import Decoder
 from rmt_tpu.analysis.preflight import preflight
-from rmt_tpu.analysis.prompt import Prompt
-from rmt_tpu.config import overrides
+from rmt_tpu.analysis.prompt import Prompt, placed_decoder
+from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.config.presets import run
+from rmt_tpu.generation import Sampling, choice, programs
 from tests import models
 from tests.tiers import later
 
@@ -82,6 +85,38 @@ def test_a_part_of_a_long_prompt_needs_little_beside_the_cache(preset):
     print(f"{preset}: {size_of(cache) / 1e9:.1f} GB of cache, {temporary / 1e9:.1f} GB beside it")
     assert temporary < size_of(cache) / 5
     assert "attention_blocks_forward" in compiled.as_text()
+
+
+def lower_steps(devices, *, config, rows, capacity):
+    """A dispatch of the engine for rows on a mesh."""
+    given = overrides.from_json(RunConfig, config)
+    mesh = sharding.make_mesh(given.train.mesh, devices)
+    model, params = programs.Model.of(placed_decoder(given.model, mesh))
+    on = lambda spec: (
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    )
+    shapes = jax.eval_shape(lambda p: programs.empty_rows(model, p, rows, capacity), params)
+    shapes = jax.tree.map(lambda x, spec: on(spec)(x), shapes, model.rows)
+    used, how = jnp.ones(rows, bool), choice([Sampling()] * rows)
+    others = jax.tree.map(on(PartitionSpec()), (used, how, jnp.int32(0), jnp.bool_(False)))
+    return programs.steps.lower(model, params, shapes, *others, 8), {}
+
+
+@pytest.mark.slow
+def test_steps_on_a_mesh_copy_no_part_of_the_cache():
+    """A head of keys a device, and rows whose residuals are divided over the same devices."""
+    config = run("llama-374m")
+    config = overrides.apply(config, {"train.mesh": "tensor=4", "model.compute_dtype": "bfloat16"})
+    arguments = {"config": overrides.to_json(config), "rows": 32, "capacity": 1024}
+    job = Job("tests.rmt_tpu.generation.tpu_test:lower_steps", arguments, whole_topology=True)
+    with contextlib.closing(compile_jobs(parse_topology("v5e:2x2"), [job])) as compiled:
+        program = next(compiled)
+    run_of = [(program.module, ran.instruction) for ran in program.module.run()]
+    keys = [one.result for module, one in run_of if "32,1024,128]" in one.result]
+    moved = [one.result for module, one in run_of if module.moves_only(one)]
+    assert keys and not [result for result in moved if "1024,128]" in result]
+    # A layer's keys are 8 MB; W_1, of 704 columns a device, is laid out anew once a dispatch.
+    assert program.memory["temp"] < 2 * 85e6
 
 
 @pytest.mark.slow
