@@ -15,38 +15,26 @@ from pallas_kernels import UnsupportedImplementation, causal_attention, tuned
 from pallas_kernels.causal_attention import cudnn
 from pallas_kernels.causal_attention.interface import Attention
 from tests import cuda
-from tests.closeness import assert_close
-from tests.pallas_kernels.causal_attention_test import (
-    TOLERANCE,
-    arguments,
-    by_kernels,
-    numpy_attention,
-)
+from tests.pallas_kernels.causal_attention_battery import Battery, Case, arguments, by_tier
 from tests.tiers import later
 
 CALLED = re.compile(r"custom_call @(__cudnn\S+?)\(.*?\) (\{api_version.*)")
 
 
-@pytest.mark.parametrize(
-    "added, kv_heads, dtype",
-    [
-        (("alibi", "segments"), 2, "bfloat16"),
-        *later(
-            ((), 4, "bfloat16"),
-            (("alibi",), 4, "float16"),
-            (("segments",), 1, "float16"),
+class TestEntries(Battery):
+    """Further entries are ALiBi and segments; queries are scaled in their dtype."""
+
+    module = cudnn
+    sums = "bfloat16"
+    cases = by_tier(
+        (
+            Case((2, 300, 4, 12), "bfloat16", True, True, 2),
+            Case((2, 300, 4, 12), "bfloat16"),
+            Case((2, 300, 4, 12), "float16", True),
+            Case((2, 300, 4, 12), "float16", False, True, 1),
         ),
-    ],
-)
-def test_further_entries_are_alibi_and_segments(added, kv_heads, dtype):
-    qkv, d_out, options = arguments(
-        *(2, 300, 4, 12, dtype), **dict.fromkeys(added, True), kv_heads=kv_heads
+        Case((2, 300, 4, 12), "bfloat16", True, True, 2),
     )
-    run = functools.partial(by_kernels, cudnn, kv_heads=kv_heads)
-    out, log_sums, gradient = jax.jit(run)(qkv, d_out, options)
-    assert out.dtype == gradient.dtype == dtype and log_sums.dtype == jnp.float32
-    expected = numpy_attention(qkv, d_out, **options, kv_heads=kv_heads)
-    assert_close((out, log_sums, gradient), expected, TOLERANCE["bfloat16"])
 
 
 def test_no_weight_goes_to_another_segment():

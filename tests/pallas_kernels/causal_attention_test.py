@@ -18,58 +18,18 @@ from pallas_kernels.causal_attention import (
     reference,
     splash,
 )
-from pallas_kernels.causal_attention.interface import Attended, Attention
+from pallas_kernels.causal_attention.interface import Attention
 from pallas_kernels.causal_attention.mosaic_tpu_blocks import Blocks
-from tests.closeness import assert_close, float64
-
-# Largest error relative to the largest value. bfloat16 rounds weights, output and gradients: 2^-9
-# each, of sums of both signs.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
-
-
-def arguments(
-    batch, length, heads, size, dtype, *, alibi=False, segments=False, kv_heads=None, seed=0
-):
-    rng = np.random.default_rng(seed)
-    draw = lambda *shape: rng.normal(size=shape).astype(dtype)
-    rows = heads + 2 * (kv_heads or heads)
-    qkv, d_out = draw(batch, length, rows, size), draw(batch, length, heads, size)
-    options = {"scale": 1.3 * size**-0.5}
-    if alibi:
-        options["slopes"] = rng.uniform(0.01, 0.5, heads).astype(np.float32)
-    if segments:
-        # Not sorted: the same number may come back after another.
-        ids = np.repeat(rng.integers(0, 3, (batch, -(-length // 7))), 7, axis=1)[:, :length]
-        options["segment_ids"] = ids.astype(np.int32)
-    return qkv, d_out, options
-
-
-def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=None):
-    """Output, log sums and the cotangent of qkv in float64, one head of one row at a time."""
-    qkv, d_out = float64((qkv, d_out))
-    (B, N, _, D), H = qkv.shape, d_out.shape[2]
-    G = kv_heads or H
-    out, log_sums, d_qkv = np.empty((B, N, H, D)), np.empty((B, N, H)), np.zeros(qkv.shape)
-    for b, h in np.ndindex(B, H):
-        rows = h, H + h // (H // G), H + G + h // (H // G)
-        q, k, v = (qkv[b, :, row] for row in rows)
-        sees = np.tri(N, dtype=bool)
-        if segment_ids is not None:
-            sees &= segment_ids[b, :, None] == segment_ids[b]
-        logits = scale * q @ k.T
-        if slopes is not None:
-            logits -= float(slopes[h]) * (np.arange(N)[:, None] - np.arange(N))
-        weights = np.where(sees, np.exp(logits), 0)
-        sums = weights.sum(1)
-        weights /= sums[:, None]
-        out[b, :, h], log_sums[b, :, h] = weights @ v, np.log(sums)
-        d_weights = d_out[b, :, h] @ v.T
-        mean = np.sum(weights * d_weights, axis=1, keepdims=True)
-        d_logits = scale * weights * (d_weights - mean)
-        gradients = d_logits @ k, d_logits.T @ q, weights.T @ d_out[b, :, h]
-        for row, gradient in zip(rows, gradients, strict=True):
-            d_qkv[b, :, row] += gradient
-    return out, log_sums, d_qkv
+from tests.closeness import assert_close
+from tests.pallas_kernels.causal_attention_battery import (
+    TOLERANCE,
+    Battery,
+    Case,
+    arguments,
+    by_kernels,
+    by_tier,
+    numpy_attention,
+)
 
 
 def plain(qkv, d_out, options, **static):
@@ -108,17 +68,6 @@ def test_blocks_of_queries_give_the_same_and_never_all_logits(queries, monkeypat
     assert_close(got, numpy_attention(qkv, d_out, **options), 1e-14)
 
 
-def by_kernels(module, qkv, d_out, options, kv_heads=None, **static):
-    """What `numpy_attention` gives, by the interpreted kernels."""
-    given = Attention(qkv, **options)
-    kernel = static | {"interpret": True}
-    if module is not mosaic_tpu_whole:  # which has as many heads of keys as of queries
-        kernel["kv_heads"] = kv_heads or d_out.shape[2]
-    out, log_sums = module.attention_forward(given, **kernel)
-    attended = Attended(out, log_sums, d_out)
-    return out, log_sums, module.attention_backward(given, attended, **kernel)
-
-
 SHAPES = [  # of rows; with alibi, with segments
     ((2, 128, 2, 8), False, False),
     ((1, 256, 6, 16), True, True),
@@ -126,35 +75,22 @@ SHAPES = [  # of rows; with alibi, with segments
     ((1, 640, 2, 8), True, False),
     ((1, 256, 6, 8), True, True),
 ]
-# Each dtype and each order of rows once; the others at night.
-QUICK = [
-    (SHAPES[0], "float32", "size_major"),
-    (SHAPES[2], "bfloat16", "head_major"),
-]
 
 
-@pytest.mark.parametrize(
-    "shape, dtype, rows",
-    [
-        pytest.param(
-            *(shape, dtype, rows),
-            id="x".join(map(str, shape[0])) + f"-{dtype}-{rows}",
-            marks=() if (shape, dtype, rows) in QUICK else pytest.mark.slow,
-        )
-        for shape, dtype, rows in itertools.product(
-            SHAPES, ("float32", "bfloat16"), ("size_major", "head_major")
-        )
-    ],
-)
-def test_kernels_equal_numpy(shape, dtype, rows):
-    shape, alibi, segments = shape
-    qkv, d_out, options = arguments(*shape, dtype, alibi=alibi, segments=segments)
-    got = jax.jit(functools.partial(by_kernels, mosaic_tpu_whole, rows=rows))(qkv, d_out, options)
-    out, log_sums, gradient = got
-    assert out.dtype == gradient.dtype == dtype and log_sums.dtype == jnp.float32
-    expected = numpy_attention(qkv, d_out, **options)
-    assert_close((out, gradient), expected[::2], TOLERANCE[dtype])
-    assert_close(log_sums, expected[1], TOLERANCE["float32"])
+class TestWhole(Battery):
+    module = mosaic_tpu_whole
+    # Each dtype and each order of rows once; the others at night.
+    cases = by_tier(
+        (
+            Case(shape, dtype, alibi, segments, options=(("rows", rows),))
+            for shape, alibi, segments in SHAPES
+            for dtype, rows in itertools.product(
+                ("float32", "bfloat16"), ("size_major", "head_major")
+            )
+        ),
+        Case(*SHAPES[0][:1], "float32", *SHAPES[0][1:], options=(("rows", "size_major"),)),
+        Case(*SHAPES[2][:1], "bfloat16", *SHAPES[2][1:], options=(("rows", "head_major"),)),
+    )
 
 
 @pytest.mark.parametrize("queries", [128, pytest.param(256, marks=pytest.mark.slow)])
@@ -202,37 +138,34 @@ def test_kernels_over_blocks_have_no_races(mode):
     assert_close(got, want, TOLERANCE["float32"])
 
 
-BY_BLOCKS = [  # batch, length, heads, size; heads of keys; what else there is; blocks
-    ((1, 384, 4, 8), 2, ("alibi",), Blocks(128, 128, 1)),
-    ((2, 300, 3, 16), 3, ("segments",), Blocks(128, 256, 1)),  # a length of no whole blocks
-    ((1, 512, 4, 8), 1, ("alibi", "segments"), Blocks(256, 128, 1)),
-    ((1, 512, 2, 24), 2, (), Blocks(128, 256, 1)),
+def over_blocks(shape, kv_heads, dtype, blocks, alibi=False, segments=False):
+    return Case(shape, dtype, alibi, segments, kv_heads, (("blocks", blocks),))
+
+
+BY_BLOCKS = [  # batch, length, heads, size; heads of keys; blocks
+    ((1, 384, 4, 8), 2, Blocks(128, 128, 1), True, False),
+    ((2, 300, 3, 16), 3, Blocks(128, 256, 1), False, True),  # a length of no whole blocks
+    ((1, 512, 4, 8), 1, Blocks(256, 128, 1), True, True),
+    ((1, 512, 2, 24), 2, Blocks(128, 256, 1), False, False),
 ]
 
 
-@pytest.mark.parametrize(
-    "shape, kv_heads, added, blocks, dtype",
-    [
-        pytest.param(
-            *(*case, dtype),
-            id=f"{'x'.join(map(str, case[0]))}-{case[1]}-{'-'.join(case[2])}-{dtype}",
-            marks=() if quick else pytest.mark.slow,
-        )
-        for number, case in enumerate(BY_BLOCKS)
-        for dtype, quick in (("float32", number == 0), ("bfloat16", number == 1))
-    ],
-)
-def test_kernels_over_blocks_equal_numpy(shape, kv_heads, added, blocks, dtype, monkeypatch):
-    static = {"kv_heads": kv_heads}
-    qkv, d_out, options = arguments(*shape, dtype, **dict.fromkeys(added, True), **static)
-    # Backward in several spans of queries.
-    monkeypatch.setattr(mosaic_tpu_blocks, "_KEPT_BYTES", 2 * 128 * 4 * shape[3] * 2)
-    run = functools.partial(by_kernels, mosaic_tpu, blocks=blocks, **static)
-    out, log_sums, gradient = jax.jit(run)(qkv, d_out, options)
-    assert out.dtype == gradient.dtype == dtype and log_sums.dtype == jnp.float32
-    expected = numpy_attention(qkv, d_out, **options, **static)
-    assert_close((out, gradient), expected[::2], TOLERANCE[dtype])
-    assert_close(log_sums, expected[1], TOLERANCE["float32"])
+class TestBlocks(Battery):
+    module = mosaic_tpu
+    cases = by_tier(
+        (
+            over_blocks(shape, kv_heads, dtype, *others)
+            for shape, kv_heads, *others in BY_BLOCKS
+            for dtype in ("float32", "bfloat16")
+        ),
+        over_blocks(*BY_BLOCKS[0][:2], "float32", *BY_BLOCKS[0][2:]),
+        over_blocks(*BY_BLOCKS[1][:2], "bfloat16", *BY_BLOCKS[1][2:]),
+    )
+
+    def test_equals_numpy(self, case, monkeypatch):
+        # Backward in several spans of queries.
+        monkeypatch.setattr(mosaic_tpu_blocks, "_KEPT_BYTES", 2 * 128 * 4 * case.shape[3] * 2)
+        super().test_equals_numpy(case)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
