@@ -138,7 +138,7 @@ _streams = _of(
 _RESIDUAL = (
     _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/decoder_test.py::test_storage_starts_smaller_by_depth")("self.position_keys = keys(rngs, rank, self.key_dim, std=rank**-0.5)", "self.position_keys = keys(rngs, rank, self.key_dim, std=1.0)"),
     _matrix("return jnp.broadcast_to(written, shape), tokens", "return jnp.zeros(shape, tokens.dtype), tokens"),
-    _vector("return residual + self.written(y, writer)", "return self.written(y, writer)"),
+    _vector("return residual + self.tiles.widened(", "return self.tiles.widened("),
     _depth("return query if self.key_gain is None else query * self.key_gain[...]", "return query"),
     _depth("return sublayer // self.block + 1", "return sublayer // self.block"),
     _depth("active = at.sublayer % self.block > 0", "active = at.sublayer % self.block > 1"),
