@@ -28,7 +28,10 @@ def files(tmp_path_factory):
 
 
 TRAIN = {
-    "preset": (["--preset=rmt-tinny"], ["'rmt-tinny'", "did you mean 'rmt-tiny'", "gpt2-49m"]),
+    "preset": (
+        ["--preset=rmt-tinny"],
+        ["'rmt-tinny'", "did you mean 'rmt-tiny'", "gpt2-tiny", " in all)"],
+    ),
     "unknown flag": (["--stepz=3"], ["--stepz", "did you mean '--steps'", "--data"]),
     "no number": (["--steps=abc"], ["--steps=abc", "whole number"]),
     "not positive": (["--steps=0"], ["--steps=0", "positive"]),

@@ -100,10 +100,10 @@ def _before(line: str, text: str) -> tuple[str, str]:
 FILES = {
     # A core.
     "rmt_tpu/config/cores.py": [
-        _before("Core = Attention | FeedForward | Mla\n", CORE_CONFIG),
+        _before("Core = Attention | FeedForward | Mla | Kda\n", CORE_CONFIG),
         (
-            "Core = Attention | FeedForward | Mla\n",
-            "Core = Attention | FeedForward | Mla | Average\n",
+            "Core = Attention | FeedForward | Mla | Kda\n",
+            "Core = Attention | FeedForward | Mla | Kda | Average\n",
         ),
     ],
     "rmt_tpu/cores/average.py": CORE,

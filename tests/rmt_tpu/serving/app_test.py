@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
@@ -244,7 +245,7 @@ def test_a_model_that_cannot_begin_anew_ends_the_server(running, monkeypatch, ca
 def test_prompts_are_scored_as_a_harness_asks_for(running):
     """Of tokens without a start token, many at a time, with one more that is not looked at."""
     prompts = [[*b"abcd"], [*b"wxyz"]]
-    logits = jax.jit(running.engine.decoder)
+    logits = jax.jit(nnx.merge(running.engine.model.graphdef, running.engine.params))
     how = {"echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 1}
     for choice, prompt in zip(running.choices(prompt=prompts, **how), prompts, strict=True):
         tokens = jnp.array([[ByteTokenizer.bos, *prompt]])
