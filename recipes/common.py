@@ -69,13 +69,13 @@ def _presets() -> str:
 
 
 def define_mesh_flag() -> None:
-    """A flag for the mesh that text is made on: see `checked_mesh`."""
+    """A flag for the mesh that text is made on: see `check_mesh`."""
     flags.DEFINE_string(
         "mesh", None, "device axes, like tensor=4 or key=2,sequence=2; -1 fills; default one device"
     )
 
 
-def checked_mesh() -> str | None:
+def check_mesh() -> str | None:
     """The value of that flag.
 
     Raises:

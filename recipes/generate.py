@@ -75,7 +75,7 @@ def _load():
 
 
 def _check_flags() -> None:
-    common.checked_mesh()
+    common.check_mesh()
     if (_PROMPTS.value is None) != (_OUTPUT.value is None):
         raise UsageError("--prompts and --output go together: what is read, and what is written")
     if _PROMPTS.value is not None and _PROMPT.value:

@@ -47,7 +47,7 @@ _STEPS = 4  # tokens a row between two looks at what clients want
 
 
 def main() -> int:
-    common.checked_mesh()
+    common.check_mesh()
     from rmt_tpu.serving import address
 
     with address.bind(_HOST.value, _PORT.value) as opened:

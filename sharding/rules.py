@@ -62,6 +62,15 @@ def check_divides(
     )
 
 
+def check_keys(mesh: Mesh, has_keys: bool) -> None:
+    """Raises MeshError where devices of `key` would divide a residual that has no keys."""
+    if mesh.shape["key"] > 1 and not has_keys:
+        raise MeshError(
+            f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
+            "legal: key=1, or a model with a matrix store, as rmt-*"
+        )
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on every device."""
     return NamedSharding(mesh, PartitionSpec())

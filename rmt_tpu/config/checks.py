@@ -47,6 +47,8 @@ Finite = Annotated[float, Range("finite", -_LARGEST_FLOAT, _LARGEST_FLOAT)]
 Share = Annotated[float, Range("at least 0, at most 1", 0, 1)]
 NonZeroShare = Annotated[float, Range("above 0, at most 1", 0, 1, open_low=True)]
 Decay = Annotated[float, Range("at least 0, below 1", 0, 1, open_high=True)]
+# One further below leaves nothing of a state in float32.
+LogDecay = Annotated[float, Range("at least -100, below 0, like -5", -100, 0, open_high=True)]
 
 
 class Checked:

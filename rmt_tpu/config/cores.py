@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from rmt_tpu.config.checks import Checked, Positive, Size
+from rmt_tpu.config.checks import Checked, LogDecay, Positive, Size
 from rmt_tpu.errors import UsageError
 
 
@@ -81,8 +81,26 @@ class Computes(Checked):
 
 
 @dataclass(frozen=True)
-class Attention(Computes):
-    """`num_heads` (H) heads of size `head_dim` (D_h).
+class Heads(Computes):
+    """A core of `num_heads` (H) heads of size `head_dim` (D_h), each of which writes one vector."""
+
+    num_heads: Size
+    head_dim: Size
+
+    @property
+    def writes(self) -> Port:
+        """One vector a head."""
+        return Port(heads=(self.num_heads,), head_dim=self.head_dim)
+
+    @property
+    def divided_heads(self) -> dict[str, int]:
+        """By field, the heads that devices divide where they share tokens."""
+        return {"num_heads": self.num_heads}
+
+
+@dataclass(frozen=True)
+class Attention(Heads):
+    """Softmax attention.
 
     Attributes:
       inverse_layer_scaling: divides the logits of layer l by l + 1.
@@ -95,8 +113,6 @@ class Attention(Computes):
 
     kind: ClassVar[str] = "attention"
     letter: ClassVar[str] = "A"
-    num_heads: Size
-    head_dim: Size
     positions: Positions = Learned()
     inverse_layer_scaling: bool = True
     num_kv_heads: Size | None = None
@@ -135,11 +151,6 @@ class Attention(Computes):
         """Queries, keys and values of every head."""
         heads = (self.num_heads, self.kv_heads, self.kv_heads)
         return Port(heads=heads, head_dim=self.head_dim)
-
-    @property
-    def writes(self) -> Port:
-        """One vector a head."""
-        return Port(heads=(self.num_heads,), head_dim=self.head_dim)
 
     @property
     def divided_heads(self) -> dict[str, int]:
@@ -201,8 +212,8 @@ class FeedForward(Computes):
 
 
 @dataclass(frozen=True)
-class Mla(Computes):
-    """Multi-head latent attention: `num_heads` (H) heads of size `head_dim` (D_h).
+class Mla(Heads):
+    """Multi-head latent attention.
 
     Attributes:
       kv_rank: of the latent that keys and values of all heads are made from.
@@ -213,8 +224,6 @@ class Mla(Computes):
 
     kind: ClassVar[str] = "mla"
     letter: ClassVar[str] = "M"
-    num_heads: Size
-    head_dim: Size
     kv_rank: Size
     rope_dim: Size
     query_rank: Size | None = None
@@ -243,16 +252,6 @@ class Mla(Computes):
         """All of the store's data vectors."""
         return WHOLE
 
-    @property
-    def writes(self) -> Port:
-        """One vector a head."""
-        return Port(heads=(self.num_heads,), head_dim=self.head_dim)
-
-    @property
-    def divided_heads(self) -> dict[str, int]:
-        """By field, the heads that devices divide where they share tokens."""
-        return {"num_heads": self.num_heads}
-
     def parameters(self, width: int, read_width: int) -> int:
         """Of its matrices and norms."""
         return self._weights(read_width) + self.kv_rank + (self.query_rank or 0)
@@ -271,8 +270,8 @@ class Mla(Computes):
 
 
 @dataclass(frozen=True)
-class Kda(Computes):
-    """Kimi Delta Attention: `num_heads` (H) heads of size `head_dim` (D_h), with a state each.
+class Kda(Heads):
+    """Kimi Delta Attention: a state for each head.
 
     Attributes:
       conv_size: tokens that the convolutions of queries, keys and values see.
@@ -284,19 +283,9 @@ class Kda(Computes):
     kind: ClassVar[str] = "kda"
     letter: ClassVar[str] = "K"
     by_ring: ClassVar[bool] = False
-    num_heads: Size
-    head_dim: Size
     conv_size: Size = 4
     gate_rank: Size | None = None
-    lower_bound: float | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.lower_bound is not None and not -LARGEST_DECAY <= self.lower_bound < 0:
-            raise UsageError(
-                f"Kda.lower_bound={self.lower_bound} must be below 0 and at least "
-                f"{-LARGEST_DECAY}, like -5"
-            )
+    lower_bound: LogDecay | None = None
 
     @property
     def rank(self) -> int:
@@ -307,16 +296,6 @@ class Kda(Computes):
     def reads(self) -> Port:
         """Queries, keys and values of every head; and for the gates, the whole."""
         return Port(heads=3 * (self.num_heads,), head_dim=self.head_dim, whole=True)
-
-    @property
-    def writes(self) -> Port:
-        """One vector a head."""
-        return Port(heads=(self.num_heads,), head_dim=self.head_dim)
-
-    @property
-    def divided_heads(self) -> dict[str, int]:
-        """By field, the heads that devices divide where they share tokens."""
-        return {"num_heads": self.num_heads}
 
     def parameters(self, width: int, read_width: int) -> int:
         """Of gates, convolutions and the norm."""
@@ -337,9 +316,6 @@ class Kda(Computes):
         size = self.num_heads * self.head_dim
         return 2 * self.rank * (width + size) + width * self.num_heads
 
-
-# A log decay below leaves nothing of a state in float32.
-LARGEST_DECAY = 100.0
 
 Core = Attention | FeedForward | Mla | Kda
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 import pallas_kernels
 import sharding
+from pallas_kernels.call import LANES
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import positions as pos
 from rmt_tpu.cores.core import (
@@ -29,8 +30,6 @@ from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain
-
-_LANES = 128  # of a TPU's tile
 
 
 class Cache(NamedTuple):
@@ -129,8 +128,8 @@ class Attention(Core):
         """Keys and values of own heads."""
         heads = self.core.kv_heads // sharding.axis_size(self.layout.divided)
         size = heads * self.core.head_dim
-        if size >= _LANES // 2:  # whole tiles, for else TPUs lay it out anew for each product
-            size += -size % _LANES
+        if size >= LANES // 2:  # whole tiles, for else TPUs lay it out anew for each product
+            size += -size % LANES
         shape = (repeat, batch, capacity, size)
         # Two arrays, so that both can be donated.
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -222,9 +221,11 @@ class Attention(Core):
         """Queries, keys and values of own heads, side by side."""
         if self.query_gain is not None or self.bias is not None:
             return jnp.concatenate(self._turned(z, context), axis=2)
-        moved = sharding.axis_size(self._swapped) > 1
-        packed = jnp.concatenate(self._own_heads(z), axis=2) if moved and not self._alike else z
-        packed = self._to_heads(z, groups=3) if self._alike else packed
+        if self._alike:
+            packed = self._to_heads(z, groups=3)
+        else:
+            moved = sharding.axis_size(self._swapped) > 1
+            packed = jnp.concatenate(self._own_heads(z), axis=2) if moved else z
         match self.core.positions:
             case cfg.Rope(base=base, dims=dims):
                 each = self.core.num_heads // self.core.kv_heads

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.stacks import Index
 
 # Of a core in all repeats of its stack: a tree of arrays, () if decoding needs nothing.
@@ -116,6 +116,21 @@ def logit_scale(config: cfg.ModelConfig, size: int) -> float:
             return multiplier * base_head_dim**0.5 / size
         case cfg.Standard():
             return size**-0.5
+
+
+def other_axes() -> tuple[str, ...]:
+    """Axes that divide heads after `tensor`, which alone divides what heads are read with."""
+    return tuple(axis for axis in sharding.token_axes() if axis != "tensor")
+
+
+def to_tokens(
+    y: Float[Array, "batch seq heads head_dim"], layout: HeadsLayout, axes: tuple[str, ...]
+) -> Float[Array, "batch y_seq y_heads head_dim"]:
+    """From own heads of all tokens, those of the axes given, to what the store writes."""
+    y = sharding.swap(y, axes, split=1, join=2)
+    if not layout.projected:  # all heads of own tokens
+        y = sharding.swap(y, "tensor", split=1, join=2)
+    return y
 
 
 def ring_axis(heads: int, axes: tuple[str, ...]) -> str | None:

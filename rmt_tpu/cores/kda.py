@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.cores.core import Context, Core, Index, apart, joined
+from rmt_tpu.cores.core import Context, Core, Index, apart, joined, other_axes, to_tokens
 from rmt_tpu.layers import short_convolution, stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
@@ -133,31 +133,17 @@ class Kda(Core):
     def _run(self, z, context, state, tail):
         """What heads write, and the state and the tail behind the last token."""
         x = sharding.gather(concatenate(z.whole), "tensor", axis=1)
-        heads = apart(self._own_heads(z.heads), context)
-        batch, seq = heads.shape[:2]
-        size = self.core.conv_size
-        channels = heads.reshape(batch, seq, 3, -1)
-        if tail is None:
-            tail = jnp.zeros((batch, size - 1, *channels.shape[2:]), channels.dtype)
-        taps = self._own(self.taps, axis=2).astype(channels.dtype)
-        new_tail = short_convolution.tail(channels, tail, context.lengths)
-        qkv = short_convolution.convolve(channels, taps, tail, context.segment_ids)
-        q, k, v = jnp.split(jax.nn.silu(qkv).reshape(heads.shape), 3, axis=2)
-        log_decay, beta, gates = (
-            apart(part, context)
-            for part in (
-                self._decays(x),
-                jax.nn.sigmoid(self._betas(x)),
-                self._of_heads(x, self.w_gate_down, self.w_gate_up),
-            )
-        )
+        q, k, v, tail = self._convolved(apart(self._own_heads(z.heads), context), context, tail)
+        gates = self._of_heads(x, self.w_gate_down, self.w_gate_up)
+        parts = (self._decays(x), self._betas(x), gates)
+        log_decay, beta, gates = (apart(part, context) for part in parts)
         if context.lengths is not None:  # what fills a row up leaves its state alone
-            there = jnp.arange(seq) < context.lengths[:, None]
+            there = jnp.arange(q.shape[1]) < context.lengths[:, None]
             log_decay = jnp.where(there[..., None, None], log_decay, 0)
             beta = jnp.where(there[..., None], beta, 0)
         scale = self.core.head_dim**-0.5
         args = (_unit(q), _unit(k), v, log_decay, beta)
-        if seq == 1 and state is not None:
+        if q.shape[1] == 1 and state is not None:
             of_one = pallas_kernels.delta_step(*(a[:, 0] for a in args), state, scale=scale)
             read, state = of_one[0][:, None], of_one[1]
         else:
@@ -165,7 +151,19 @@ class Kda(Core):
             read, state = pallas_kernels.delta_attention(*args, state, scale=scale, segment_ids=ids)
         norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
         y = normalize(read, self.gain[...], **norm) * jax.nn.sigmoid(gates)
-        return self._to_tokens(joined(y, context)), state, new_tail
+        return to_tokens(joined(y, context), self.layout, other_axes()), state, tail
+
+    def _convolved(self, heads, context, tail):
+        """Queries, keys and values, and what the next tokens' convolutions are given."""
+        batch, seq = heads.shape[:2]
+        channels = heads.reshape(batch, seq, 3, -1)
+        if tail is None:
+            before = self.core.conv_size - 1
+            tail = jnp.zeros((batch, before, *channels.shape[2:]), channels.dtype)
+        taps = self._own(self.taps, axis=2).astype(channels.dtype)
+        qkv = short_convolution.convolve(channels, taps, tail, context.segment_ids)
+        q, k, v = jnp.split(jax.nn.silu(qkv).reshape(heads.shape), 3, axis=2)
+        return q, k, v, short_convolution.tail(channels, tail, context.lengths)
 
     def _decays(self, x):
         """g of every head: at least float32 from the bias on."""
@@ -178,27 +176,24 @@ class Kda(Core):
         return -rate * jax.nn.softplus(z)
 
     def _betas(self, x):
+        """Of every head, at least float32."""
         logits = jnp.dot(x, self._whole(self.w_beta, x.dtype))
         dtype = jnp.result_type(x, jnp.float32)
-        return sharding.swap(logits, self._others, split=2, join=1).astype(dtype)
+        logits = sharding.swap(logits, other_axes(), split=2, join=1)
+        return jax.nn.sigmoid(logits.astype(dtype))
 
     def _of_heads(self, x, down, up):
         """`up down x` of own heads, for the tokens of all devices."""
         y = jnp.dot(jnp.dot(x, self._whole(down, x.dtype)), self._whole(up, x.dtype))
         y = y.reshape(*y.shape[:2], -1, self.core.head_dim)
-        return sharding.swap(y, self._others, split=2, join=1)
+        return sharding.swap(y, other_axes(), split=2, join=1)
 
     def _whole(self, weights, dtype):
         return sharding.gather(weights.astype(dtype), "fsdp", axis=0)
 
     def _own(self, x, axis=0):
         """Of own heads; those of `tensor` are here."""
-        return sharding.own_part(x[...], self._others, axis=axis)
-
-    @property
-    def _others(self):
-        """Axes that divide heads after `tensor`, by which their weights are divided."""
-        return tuple(axis for axis in sharding.token_axes() if axis != "tensor")
+        return sharding.own_part(x[...], other_axes(), axis=axis)
 
     def _own_heads(self, heads):
         """Queries, keys and values of own heads, of the tokens of all devices.
@@ -208,15 +203,8 @@ class Kda(Core):
         groups = heads.reshape(*heads.shape[:2], 3, -1, heads.shape[-1])
         if not self.layout.projected:
             groups = sharding.swap(groups, "tensor", split=3, join=1)
-        groups = sharding.swap(groups, self._others, split=3, join=1)
+        groups = sharding.swap(groups, other_axes(), split=3, join=1)
         return groups.reshape(*groups.shape[:2], -1, groups.shape[-1])
-
-    def _to_tokens(self, y):
-        """All heads of own tokens, as the store writes them: `_own_heads` undone."""
-        y = sharding.swap(y, self._others, split=1, join=2)
-        if not self.layout.projected:
-            y = sharding.swap(y, "tensor", split=1, join=2)
-        return y
 
 
 def _unit(x):

@@ -37,9 +37,11 @@ from rmt_tpu.cores.core import (
     apart,
     joined,
     logit_scale,
+    other_axes,
     own_tokens,
     put_tokens,
     ring_axis,
+    to_tokens,
 )
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
@@ -97,7 +99,7 @@ class Mla(Core):
         # Own heads of the tokens of all devices of `sequence`; those of `tensor` are here. Where
         # there are more devices than heads, all heads of own tokens, and keys go round.
         ring = ring_axis(self.core.num_heads, sharding.token_axes())
-        swapped = tuple(axis for axis in self._others if axis != ring)
+        swapped = tuple(axis for axis in other_axes() if axis != ring)
         exchange = lambda x: sharding.swap(x, swapped, split=2, join=1)
         q, v = exchange(q), exchange(v)
         k = exchange(jnp.concatenate([k, k_rope], axis=-1))
@@ -116,7 +118,7 @@ class Mla(Core):
                 rows="head_major",
                 over=ring,
             )[..., : self.core.head_dim]
-        return self._to_tokens(y, swapped)
+        return to_tokens(y, self.layout, swapped)
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """For all heads together."""
@@ -132,34 +134,22 @@ class Mla(Core):
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
         """The same, over what the cache has and z, with W_kvb absorbed."""
         q, *latents = self._compressed(z)
-        latents = (apart(sharding.gather(x, self._others, axis=1), context) for x in latents)
+        latents = (apart(sharding.gather(x, other_axes(), axis=1), context) for x in latents)
         latent, k_rope = latents
         k_rope = self._rotated(k_rope[:, :, None], context)[:, :, 0]
         put = lambda kept, new: put_tokens(kept, new, layer, context.start)
         cache = Cache(put(cache.latents, latent), put(cache.rope_keys, k_rope))
         if context.start is None:
             return self(z, context, index), cache
-        q = apart(sharding.swap(q, self._others, split=2, join=1), context)
+        q = apart(sharding.swap(q, other_axes(), split=2, join=1), context)
         q = self._rotated(q, context)
         w_up = self._up(z.whole.dtype)
         w_up = w_up.reshape(*w_up.shape[:2], -1, self.core.head_dim)
-        w_up = sharding.own_part(w_up, self._others, axis=2)
+        w_up = sharding.own_part(w_up, other_axes(), axis=2)
         given = Step(q, latent, k_rope, cache, w_up, jnp.asarray(layer), context.start)
         attend = _absorbed if q.shape[1] == 1 else _in_parts
         y = joined(attend(self.scale, given), context)
-        return self._to_tokens(y, self._others), cache
-
-    @property
-    def _others(self):
-        """Axes that divide the tokens of what `_compressed` gives."""
-        return tuple(axis for axis in sharding.token_axes() if axis != "tensor")
-
-    def _to_tokens(self, y, swapped):
-        """From own heads of all tokens, those of the axes given, to what the store writes."""
-        y = sharding.swap(y, swapped, split=1, join=2)
-        if not self.layout.projected:  # all heads of own tokens
-            y = sharding.swap(y, "tensor", split=1, join=2)
-        return y
+        return to_tokens(y, self.layout, other_axes()), cache
 
     def _compressed(self, z):
         """Queries of own heads, the normed latent, and k_rope: of the tokens of all of `tensor`."""

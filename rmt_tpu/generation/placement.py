@@ -31,11 +31,7 @@ def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
             f"--mesh: stage={mesh.shape['stage']} divides layers for training; legal for text: "
             "stage=1"
         )
-    if mesh.shape["key"] > 1 and not model.store.has_keys:
-        raise sharding.MeshError(
-            f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
-            "legal: key=1, or a model with a matrix store, as rmt-*"
-        )
+    sharding.check_keys(mesh, model.store.has_keys)
     axes = [axis for axis in sharding.CACHE_RULES["tokens"] if mesh.shape[axis] > 1]
     devices = math.prod(mesh.shape[axis] for axis in axes)
     for core in model.cores:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.call import LANES
 from rmt_tpu import config as cfg
 
-_LANES = 128
 # More than this of zeros is not worth it on a GPU, or on a CPU.
 _MOST = 1 / 8
 
@@ -52,7 +52,7 @@ def tiles(config: cfg.ModelConfig) -> Tiles:
     """Those of a model's residual, if a bank of vectors is read by kernels; else as it is."""
     size = config.residual_shape[-1]
     vectors = not config.store.has_keys and getattr(config.mixer, "fused", False)
-    missing = -size % _LANES
+    missing = -size % LANES
     if not vectors or config.norm != "rmsnorm" or missing > _MOST * size:
         return Tiles(size, size)
     return Tiles(size, size + missing)

@@ -169,11 +169,7 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
             what = f"parts a device, for {core.kind}'s heads are fewer than devices"
             given = "--seq_len", config.data.seq_len
             sharding.check_divides(mesh, *given, "tokens", parts=2, what=what)
-    if mesh.shape["key"] > 1 and not model.store.has_keys:
-        raise sharding.MeshError(
-            f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
-            "legal: key=1, or a model with a matrix store, as rmt-*"
-        )
+    sharding.check_keys(mesh, model.store.has_keys)
 
 
 def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> TrainState:

@@ -5,6 +5,7 @@ An implementation inherits the battery, with cases of its own and how near it co
 
 import functools
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -96,6 +97,9 @@ class Battery:
     # Of numbers that are float32's, relative to the largest; of a gradient that should be 0.
     float32: ClassVar[float]
     nothing: ClassVar[float] = 1e-4
+    # Of (got, want, case, dtype), and `of`: the largest value that was mixed, where that is not the
+    # largest that is wanted.
+    near: Callable[..., None]
 
     def pytest_generate_tests(self, metafunc):
         for name, cases in (
@@ -105,10 +109,6 @@ class Battery:
         ):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, cases, ids=lambda case: case.name)
-
-    def near(self, got, want, case, dtype, *, of=None) -> None:
-        """`of`: the largest value that was mixed, if that is not the largest that is wanted."""
-        raise NotImplementedError
 
     def options(self, case, op: str) -> tuple:
         blocks = () if case.blocks is None else (("block_sizes", case.blocks),)
