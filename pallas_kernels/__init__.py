@@ -16,6 +16,7 @@ from pallas_kernels.depth_attention import (
     depth_attention_partial,
     depth_attention_partial_backward,
 )
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.key_vector import (
     FRACTION_BITS,
     Statistics,
@@ -44,6 +45,7 @@ __all__ = [
     "depth_attention_merge_read",
     "depth_attention_partial",
     "depth_attention_partial_backward",
+    "grouped_matmul",
     "merged",
     "norm_retrieve",
     "norm_retrieve_with_statistics",

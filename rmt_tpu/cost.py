@@ -54,6 +54,16 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     }
 
 
+def active_parameters(config: ModelConfig) -> int:
+    """Those that a token meets: without embeddings, and without experts that it did not choose."""
+    of_parts = parameters(config)
+    idle = sum(
+        count * (core.parameters(config.width, read) - core.active_parameters(config.width, read))
+        for core, read, count in _cores(config)
+    )
+    return sum(of_parts.values()) - of_parts["embedding"] - of_parts["unembedding"] - idle
+
+
 def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
     """FLOPs of the forward pass for one token of a window of `seq_len`, by part.
 

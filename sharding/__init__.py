@@ -27,6 +27,7 @@ _ON_DEVICES = {
         "RULES",
         "batch_sharding",
         "check_divides",
+        "check_experts",
         "check_keys",
         "parameter_specs",
         "replicated",

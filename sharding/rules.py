@@ -12,16 +12,21 @@ from sharding.errors import MeshError, divisors, nearest_multiples
 # Axes that are not here are whole on every device. `batch`, `tokens` and `key` are those of
 # activations too; a device's residual has its slice of D_k for the batch of all devices of `key`.
 RULES = {
-    "batch": ("data", "fsdp", "key"),
+    "batch": ("data", "fsdp", "expert", "key"),
     "tokens": ("sequence", "tensor"),
     "layer": ("stage",),
     "key": ("key",),
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "ff": ("tensor",),
+    "expert": ("expert",),
 }
-# Where tokens are read into caches. Rows may be few, or one: devices of `key` have parts of them.
-CACHE_RULES = RULES | {"batch": ("data", "fsdp"), "tokens": ("key", "sequence", "tensor")}
+# Where tokens are read into caches. Rows may be few, or one: devices of `expert` and `key` have
+# parts of them.
+CACHE_RULES = RULES | {
+    "batch": ("data", "fsdp"),
+    "tokens": ("expert", "key", "sequence", "tensor"),
+}
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -68,6 +73,15 @@ def check_keys(mesh: Mesh, has_keys: bool) -> None:
         raise MeshError(
             f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
             "legal: key=1, or a model with a matrix store, as rmt-*"
+        )
+
+
+def check_experts(mesh: Mesh, has_experts: bool) -> None:
+    """Raises MeshError where devices of `expert` would have no experts to divide."""
+    if mesh.shape["expert"] > 1 and not has_experts:
+        raise MeshError(
+            f"--mesh: expert={mesh.shape['expert']} divides experts, which the model does not "
+            "have; legal: expert=1, or a model with experts, as kimi-*"
         )
 
 

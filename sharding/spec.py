@@ -3,7 +3,7 @@
 from sharding.errors import MeshError
 
 # From the outermost, which talk least, to the innermost, whose devices are each other's neighbours.
-AXES = ("stage", "data", "fsdp", "key", "sequence", "tensor")
+AXES = ("stage", "data", "fsdp", "expert", "key", "sequence", "tensor")
 
 
 def parse_mesh(spec: str) -> dict[str, int]:

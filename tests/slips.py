@@ -178,6 +178,13 @@ _kda = _of("rmt_tpu/cores/kda.py", _cores)
 _linear = _of(
     "pallas_kernels/delta_attention/xla.py", "tests/pallas_kernels/delta_attention_test.py"
 )
+_spread = f"{_MODEL}/cores/experts_test.py"
+_experts = _of(
+    "rmt_tpu/cores/experts.py",
+    _spread,
+    f"{_MODEL}/training/sharded_test.py::test_experts_on_a_mesh_are_those_of_one_device",
+)
+_grouped = "tests/pallas_kernels/grouped_matmul_test.py"
 _scalars = lambda file, old, new: Slip(file, old, new, (f"{_MODEL}/cores/aux_test.py",))
 _CORES = (
     _attention("k = normalize(k, self.key_gain[...], **norm)", "k = normalize(k, self.query_gain[...], **norm)"),
@@ -192,6 +199,17 @@ _CORES = (
     _kda("state = jnp.where(begun[:, None, None, None], state, 0)", "state = jnp.where(begun[:, None, None, None], state, state)"),
     _kda("log_decay = jnp.where(there[..., None, None], log_decay, 0)", "log_decay = jnp.where(there[..., None, None], log_decay, -1)"),
     _kda("return -rate * jax.nn.softplus(z)", "return -jax.nn.softplus(rate * z)"),
+    _experts("bias = rate * self.load[...]", "bias = -rate * self.load[...]"),
+    _experts("weights = jnp.take_along_axis(scores, chosen", "weights = jnp.take_along_axis(biased, chosen"),
+    _experts("ends = jnp.minimum(wanted, room)", "ends = wanted"),
+    _experts("loads = sharding.total(of_rows, sharding.token_axes())", "loads = of_rows"),
+    _experts("dropped = rows.dropped / sharding", "dropped = 0 * rows.dropped / sharding"),
+    _experts("order = jnp.argsort(expert)", "order = jnp.argsort(-expert)"),
+    _experts("edge = (at + jnp.clip(within, 0, 1))", "edge = (at - jnp.clip(within, 0, 1))"),
+    _of("pallas_kernels/grouped_matmul/mosaic_tpu.py", _grouped)('options = {"transpose_rhs": transposed,', 'options = {"transpose_rhs": not transposed,'),
+    _of("pallas_kernels/grouped_matmul/xla.py", _grouped)("return _ragged(rows, matrices, sizes, ((1,), (2,)), groups=[0])", "return _ragged(rows, matrices.swapaxes(1, 2), 0 * sizes, ((1,), (1,)), groups=[0])"),
+    _of("rmt_tpu/training/optimizer.py", _spread)("return jnp.sign(jnp.mean(shares, axis=-1, keepdims=True) - shares)", "return jnp.sign(shares - jnp.mean(shares, axis=-1, keepdims=True))"),
+    _of("rmt_tpu/training/optimizer.py", _spread)("optimizer.update(of_weights(gradients, roles), state, params)", "optimizer.update(gradients, state, params)"),
     _of("rmt_tpu/layers/short_convolution.py", _cores)("own = (ids == segment_ids).reshape(", "own = (ids >= segment_ids - 1).reshape("),
     _of("rmt_tpu/residual/whole_tiles.py", f"{_MODEL}/residual/depth_attention_test.py")("return epsilon * self.size / self.held", "return epsilon"),
     _scalars("rmt_tpu/cores/core.py", "return pullback((d_y, {name: d_aux[name].astype", "return pullback((d_y, {name: 0 * d_aux[name].astype"),
@@ -238,7 +256,7 @@ _TRAINING = (
     _loss("d_logits = softmax * (1 + 2 * z_loss * log_z[..., None])", "d_logits = softmax * (1 + z_loss * log_z[..., None])"),
     _loss("return (d_x * scale.astype(d_x.dtype)", "return (d_x * 1"),
     _optimizer('scales = jax.tree.map(lambda role: 1 / width_ratio if role == "hidden"', 'scales = jax.tree.map(lambda role: 1 / width_ratio if role != "hidden"'),
-    _optimizer("decays = jax.tree.map(lambda role: role not in config.decay_exclude", "decays = jax.tree.map(lambda role: role in config.decay_exclude"),
+    _optimizer("excluded = (*config.decay_exclude, *COUNTED)", "excluded = COUNTED"),
     _sampling("before = jnp.cumsum(probabilities, axis=-1) - probabilities", "before = jnp.cumsum(probabilities, axis=-1)"),
     _sampling("jnp.arange(logits.shape[-1]) < top_k[:, None]", "jnp.arange(logits.shape[-1]) <= top_k[:, None]"),
     _sampling("jax.random.fold_in(jax.random.key(seed), position)", "jax.random.key(seed)"),

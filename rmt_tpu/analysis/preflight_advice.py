@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 
+import sharding
 from rmt_tpu.analysis.preflight import Preflight
 from rmt_tpu.config import overrides
 from rmt_tpu.errors import UsageError
@@ -84,7 +85,7 @@ def _rows(report: Preflight) -> int:
 
 
 def _batch_shards(mesh: dict[str, int]) -> int:
-    return math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp", "key"))
+    return math.prod(mesh.get(axis, 1) for axis in sharding.RULES["batch"])
 
 
 def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:

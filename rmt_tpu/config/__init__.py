@@ -4,8 +4,8 @@ Every class of a choice carries a `kind`, the name it has in JSON and on the com
 (`--set=model.store=vector`, `--set=model.attention.positions=rope`).
 """
 
+from rmt_tpu.config.core import WHOLE, Port
 from rmt_tpu.config.cores import (
-    WHOLE,
     Alibi,
     Attention,
     Core,
@@ -14,11 +14,18 @@ from rmt_tpu.config.cores import (
     Learned,
     Mla,
     NoPositions,
-    Port,
     Positions,
     Rope,
     Stack,
     stacks,
+)
+from rmt_tpu.config.experts import (
+    HISTOGRAM_BINS,
+    Balance,
+    BalanceLoss,
+    Experts,
+    Quantiles,
+    SignRule,
 )
 from rmt_tpu.config.mixers import (
     BlockAttention,
@@ -45,6 +52,7 @@ from rmt_tpu.config.resume import (
     resume_rule,
 )
 from rmt_tpu.config.run import (
+    COUNTED,
     AdamW,
     DataConfig,
     Role,
@@ -60,16 +68,21 @@ from rmt_tpu.config.stores import (
 )
 
 __all__ = [
+    "COUNTED",
+    "HISTOGRAM_BINS",
     "WHOLE",
     "AdamW",
     "Alibi",
     "Attention",
+    "Balance",
+    "BalanceLoss",
     "BlockAttention",
     "Core",
     "DType",
     "DataConfig",
     "Dense",
     "DepthLstm",
+    "Experts",
     "FeedForward",
     "FullAttention",
     "Hierarchical",
@@ -89,10 +102,12 @@ __all__ = [
     "Port",
     "Positions",
     "Kernels",
+    "Quantiles",
     "RematPolicy",
     "Role",
     "Rope",
     "RunConfig",
+    "SignRule",
     "Standard",
     "Stack",
     "StateDType",

@@ -20,6 +20,7 @@ from rmt_tpu.config import (
     DataConfig,
     Dense,
     DepthLstm,
+    Experts,
     FeedForward,
     FullAttention,
     Hierarchical,
@@ -36,6 +37,7 @@ from rmt_tpu.config import (
     Positions,
     Rope,
     RunConfig,
+    SignRule,
     Stack,
     Store,
     TrainConfig,
@@ -159,6 +161,43 @@ for _size, (_layers, _width, _heads, _kv_heads, _hidden, _key_dim, _small) in _L
     }
 _MODELS |= _LLAMA_MODELS
 
+# Kimi Linear (Kimi Team 2025): the last of every four layers, and the last of all, has latents, the
+# others linear attention; experts but in the first layer; nothing tells positions but the former.
+# Of the ladder of Kimi Team (2026), Table 2, only "identical to Kimi Linear" is said: these have
+# its 256 experts, ranks and vocabulary, and 1.0 to 1.7 percent fewer parameters than are printed.
+_KIMI_VOCABULARY = 163_840
+_KIMI_TOKENS, _KIMI_BATCH, _KIMI_LENGTH = 1.4e12, 2048, 4096
+
+
+def _kimi(layers: int, width: int, heads: int, hidden_dim: int, num_experts: int, top_k: int):
+    linear = Kda(heads, 128)
+    latent = Mla(heads, 128, kv_rank=512, rope_dim=64, positions=NoPositions())
+    experts = Experts(num_experts, top_k, hidden_dim, scale=2.446)
+    cores = [latent if n % 4 == 0 or n == layers else linear for n in range(1, layers + 1)]
+    wide = [FeedForward(4 * width, "swiglu"), *(layers - 1) * [experts]]
+    return ModelConfig(
+        stacks(list(zip(cores, wide, strict=True))),
+        VectorStore(width),
+        vocab_size=_KIMI_VOCABULARY,
+        norm="rmsnorm",
+        norm_epsilon=1e-5,
+    )
+
+
+_KIMI_48B = _kimi(27, 2304, 32, 1024, 256, 8)
+_KIMI_MODELS = {
+    "kimi-linear-48b-a3b": _KIMI_48B,
+    "attnres-kimi-48b": replace(_KIMI_48B, mixer=BlockAttention(sublayers_per_block=6)),
+}
+for _size, (_layers, _width, _expert, *_, _block) in _DEPTH_ROWS.items():
+    _row = _kimi(_layers, _width, _layers, _expert, 256, 8)
+    _KIMI_MODELS |= {
+        f"prenorm-kimi-{_size}": _row,
+        f"attnres-kimi-{_size}": replace(_row, mixer=BlockAttention(sublayers_per_block=_block)),
+        f"attnres-full-kimi-{_size}": replace(_row, mixer=FullAttention()),
+    }
+_MODELS |= _KIMI_MODELS
+
 # ALiBi, as in the RMT authors' code: learned positions take longer than these have, and RoPE turns
 # pairs of numbers that key vectors, unlike matrices, cannot choose. Their tokens are bytes and BOS:
 # most of so small a model would be GPT-2's vocabulary.
@@ -186,16 +225,19 @@ _TINY |= {
     "rmt-llama-tiny": replace(_LLAMA_TINY, store=MatrixStore(16)),
 }
 
-# The cores of Kimi Linear (Kimi Team 2025), a dense layer in place of its experts: of four layers
-# three have linear attention and the last one latents, and nothing tells positions but the former.
-_MIXED = FeedForward(352, "swiglu")
-_LINEAR = (Kda(4, 32), _MIXED)
-_LATENT = (Mla(4, 32, kv_rank=64, rope_dim=16, positions=NoPositions()), _MIXED)
-_KIMI_TINY = replace(_LLAMA_TINY, stacks=stacks([*3 * [_LINEAR], _LATENT]))
+# The cores of Kimi Linear in four layers, with 8 experts.
+_WIDE = FeedForward(384, "swiglu")
+_LINEAR = Kda(4, 32)
+_LATENT = Mla(4, 32, kv_rank=64, rope_dim=16, positions=NoPositions())
+_EXPERTS = Experts(8, 2, 128, scale=2.446, balance=SignRule(1e-2))
+_KIMI_TINY = replace(
+    _LLAMA_TINY, stacks=stacks([(_LINEAR, _WIDE), *2 * [(_LINEAR, _EXPERTS)], (_LATENT, _EXPERTS)])
+)
 _TINY |= {
-    "kimi-dense-tiny": _KIMI_TINY,
-    "attnres-kimi-dense-tiny": replace(_KIMI_TINY, mixer=BlockAttention(num_blocks=4)),
-    "rmt-kimi-dense-tiny": replace(_KIMI_TINY, store=MatrixStore(16)),
+    "kimi-tiny": _KIMI_TINY,
+    "attnres-kimi-tiny": replace(_KIMI_TINY, mixer=BlockAttention(num_blocks=4)),
+    "attnres-full-kimi-tiny": replace(_KIMI_TINY, mixer=FullAttention()),
+    "rmt-kimi-tiny": replace(_KIMI_TINY, store=MatrixStore(16)),
 }
 
 # Batch size and training tokens, at 512 tokens a sequence: of Tables 8 and 9. Figure 6 (C.3) and
@@ -246,9 +288,12 @@ _ABOUT = {
     "prenorm": "Transformer with RMSNorm and RoPE",
     "llama": "Transformer of today: RMSNorm, RoPE, SwiGLU, grouped queries",
     "llama-attnres": "Block Attention Residuals in a Transformer of today",
-    "kimi-dense": "Kimi Linear with dense layers: KDA and MLA 3 to 1",
-    "attnres-kimi-dense": "Block Attention Residuals in Kimi Linear with dense layers",
-    "rmt-kimi-dense": "Residual Matrix Transformer with the cores of Kimi Linear, dense layers",
+    "kimi": "Kimi Linear: KDA and MLA 3 to 1, and experts",
+    "kimi-linear-48b": "Kimi Linear: KDA and MLA 3 to 1, and experts",
+    "prenorm-kimi": "Kimi Linear: KDA and MLA 3 to 1, and experts",
+    "attnres-kimi": "Block Attention Residuals in Kimi Linear",
+    "attnres-full-kimi": "Full Attention Residuals in Kimi Linear",
+    "rmt-kimi": "Residual Matrix Transformer with the cores of Kimi Linear",
     "rmt-llama": "Residual Matrix Transformer with the cores of today",
     "rmt-llama-attnres": "Block Attention Residuals on a residual matrix, with the cores of today",
     "rmt-attnres": "Block Attention Residuals on a residual matrix",
@@ -268,7 +313,12 @@ def about(name: str) -> str:
         return f"{_ABOUT['rmt']}; RMT paper, Figure 6, D_k {_MODELS[name].store.key_dim}"
     if name in _LLAMA_MODELS:
         return f"{system}; after Llama 3"
-    if name.rpartition("-")[2] in _DEPTH_ROWS:
+    size = name.rpartition("-")[2]
+    if name in _KIMI_MODELS:
+        active = f"{cost.active_parameters(_MODELS[name]) / 1e6:,.1f}M active"
+        printed = f"; the AttnRes paper's Table 2 prints {size}" if size in _DEPTH_ROWS else ""
+        return f"{system}; {active}{printed}"
+    if size in _DEPTH_ROWS:
         return f"{system}; dense, after Kimi Team, Table 2"
     if name in _BUDGETS:
         return f"{system}; RMT paper, Table {9 if name.startswith('rmt-') else 8}"
@@ -285,6 +335,8 @@ def run(name: str) -> RunConfig:
         return _depth_run(model, size)
     if name in _LLAMA_MODELS:
         return _llama_run(model)
+    if name in _KIMI_MODELS:
+        return _kimi_run(model)
     batch_size, tokens = _BUDGETS.get(name, (64, 1.7e9))
     train = TrainConfig(steps=round(tokens / (batch_size * 512)), batch_size=batch_size)
     if name.startswith(_SWEEPS):
@@ -311,6 +363,16 @@ def _llama_run(model: ModelConfig) -> RunConfig:
         optimizer=AdamW(learning_rate=1e-3, weight_decay=0.1),
     )
     return RunConfig(model=model, train=train, data=DataConfig(seq_len=seq_len))
+
+
+def _kimi_run(model: ModelConfig) -> RunConfig:
+    """1.4T tokens in batches of 8M. The rate is that of a note on the paper, which has none."""
+    train = TrainConfig(
+        steps=round(_KIMI_TOKENS / (_KIMI_BATCH * _KIMI_LENGTH)),
+        batch_size=_KIMI_BATCH,
+        optimizer=AdamW(learning_rate=1.1e-3, weight_decay=0.1),
+    )
+    return RunConfig(model=model, train=train, data=DataConfig(seq_len=_KIMI_LENGTH))
 
 
 def _tiny_run(model: ModelConfig) -> RunConfig:

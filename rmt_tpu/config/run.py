@@ -24,7 +24,11 @@ from sharding.spec import parse_mesh
 _SampleTokens = Annotated[int, Range(f"at least 0, at most {2**20}", 0, 2**20)]
 _HeldOut = Annotated[float, Range("above 0, at most 0.5", 0, 0.5, open_low=True)]
 
-Role = Literal["gain", "embedding", "unembedding", "keys", "hidden"]
+Role = Literal[
+    "gain", "embedding", "unembedding", "keys", "hidden", "load", "balance_steps", "histogram"
+]
+# Those of no weights: as a gradient they get shares of the tokens, of experts.
+COUNTED = ("load", "balance_steps", "histogram")
 
 
 @dataclass(frozen=True)

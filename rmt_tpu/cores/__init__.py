@@ -6,6 +6,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu import residual
 from rmt_tpu.cores.attention import Attention
 from rmt_tpu.cores.core import Aux, Cache, Context, Core, apart, cached, causal, joined
+from rmt_tpu.cores.experts import Experts
 from rmt_tpu.cores.feed_forward import FeedForward
 from rmt_tpu.cores.kda import Kda
 from rmt_tpu.cores.mla import Mla
@@ -32,13 +33,13 @@ def make_core(config: cfg.ModelConfig, core: cfg.Core, rngs: nnx.Rngs, within: i
             return Mla(config, core, rngs, residual.heads_layout(config))
         case cfg.Kda():
             return Kda(config, core, rngs, residual.heads_layout(config))
+    widths = config.mixer.second_input if within else 1
+    sizes = {
+        "output_scale": residual.output_scale(config),
+        "input_width": widths * config.width,
+    }
+    match core:
         case cfg.FeedForward():
-            widths = config.mixer.second_input if within else 1
-            return FeedForward(
-                config,
-                core,
-                rngs,
-                output_scale=residual.output_scale(config),
-                input_width=widths * config.width,
-                norm_hidden=widths > 1,
-            )
+            return FeedForward(config, core, rngs, **sizes, norm_hidden=widths > 1)
+        case cfg.Experts():
+            return Experts(config, core, rngs, **sizes)

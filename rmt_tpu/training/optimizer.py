@@ -1,4 +1,8 @@
-"""AdamW with roles: which parameters decay, and which learn at a rate scaled by width."""
+"""AdamW with roles: which parameters decay, which learn at a rate scaled by width, and which count.
+
+Parameters that count (`config.COUNTED`) are no weights. Their gradients are shares of tokens, by
+which experts are balanced: they are in no norm, and have a rule of their own.
+"""
 
 from typing import Any
 
@@ -6,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rmt_tpu.config import AdamW
+from rmt_tpu.config import COUNTED, AdamW
 
 
 def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
@@ -37,7 +41,8 @@ def make_optimizer(
       roles: tree of the parameters' roles.
       width_ratio: "hidden" parameters learn at `1 / width_ratio` of the rate (muP).
     """
-    decays = jax.tree.map(lambda role: role not in config.decay_exclude, roles)
+    excluded = (*config.decay_exclude, *COUNTED)
+    decays = jax.tree.map(lambda role: role not in excluded, roles)
     scales = jax.tree.map(lambda role: 1 / width_ratio if role == "hidden" else 1.0, roles)
     scale_by_role = optax.stateless(
         lambda updates, params: jax.tree.map(jnp.multiply, updates, scales)
@@ -48,5 +53,59 @@ def make_optimizer(
     ]
     rate = [optax.scale_by_learning_rate(learning_rate(config, steps)), scale_by_role]
     if config.independent_weight_decay:
-        return optax.chain(*adam, *rate, optax.add_decayed_weights(-config.weight_decay, decays))
-    return optax.chain(*adam, optax.add_decayed_weights(config.weight_decay, decays), *rate)
+        decay = optax.add_decayed_weights(-config.weight_decay, decays)
+        return _counting(optax.chain(*adam, *rate, decay), roles)
+    decay = optax.add_decayed_weights(config.weight_decay, decays)
+    return _counting(optax.chain(*adam, decay, *rate), roles)
+
+
+def of_weights(gradients: Any, roles: Any) -> Any:
+    """Gradients with zeros for parameters that count."""
+    return jax.tree.map(lambda g, role: 0 * g if role in COUNTED else g, gradients, roles)
+
+
+def _counting(optimizer: optax.GradientTransformation, roles: Any) -> optax.GradientTransformation:
+    """`optimizer` of the weights, and the rules of what counts."""
+    if not any(role in COUNTED for role in jax.tree.leaves(roles)):
+        return optimizer
+
+    def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(of_weights(gradients, roles), state, params)
+        return jax.tree.map(_ruled, updates, gradients, params, roles), state
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
+def _ruled(update: jax.Array, shares: jax.Array, param: jax.Array, role: str) -> jax.Array:
+    match role:
+        case "balance_steps":  # a step up for who had less than the mean
+            return jnp.sign(jnp.mean(shares, axis=-1, keepdims=True) - shares)
+        case "histogram":  # of the last batch
+            return shares - param
+        case "load":
+            return jnp.zeros_like(update)
+    return update
+
+
+def load_metrics(gradients: Any, roles: Any) -> dict[str, jax.Array]:
+    """How experts were loaded, from the shares of a step: {} without experts.
+
+    "max_load": of the fullest expert over the mean, the mean over layers; "worst_load": in the
+    worst layer. "entropy": of the loads over that of even ones, the mean over layers.
+    """
+    told = zip(jax.tree.leaves(gradients), jax.tree.leaves(roles), strict=True)
+    loads = [g.reshape(-1, g.shape[-1]) for g, role in told if role in ("load", "balance_steps")]
+    if not loads:
+        return {}
+    most, entropies = [], []
+    for load in loads:
+        share = load / jnp.sum(load, axis=1, keepdims=True)
+        count = share.shape[1]
+        most.append(count * jnp.max(share, axis=1))
+        entropies.append(-jnp.sum(jax.scipy.special.xlogy(share, share), axis=1) / jnp.log(count))
+    most, entropies = jnp.concatenate(most), jnp.concatenate(entropies)
+    return {
+        "train/experts/max_load": jnp.mean(most),
+        "train/experts/worst_load": jnp.max(most),
+        "train/experts/entropy": jnp.mean(entropies),
+    }

@@ -13,6 +13,8 @@ from rmt_tpu.training.metrics import read_metrics, series
 def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warning) -> str:
     """Draws training and held-out loss against steps; returns the picture's path or url.
 
+    A model of experts has their loads below: of the fullest over the mean.
+
     Args:
       workdir: the run folder.
       report: see `read_metrics`.
@@ -21,13 +23,25 @@ def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warn
 
     folder = open_folder(workdir)
     rows = read_metrics(folder, report=report)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    loads = {
+        "mean over layers": series(rows, "train/experts/max_load"),
+        "worst layer": series(rows, "train/experts/worst_load"),
+    }
+    with_loads = any(steps for steps, _ in loads.values())
+    figure = Figure(figsize=(8, 6.5 if with_loads else 4.5), layout="constrained")
+    ratios = [2, 1] if with_loads else [1]
+    axes, *below = figure.subplots(len(ratios), squeeze=False, height_ratios=ratios)[:, 0]
     axes.plot(*series(rows, "train/loss"), color="tab:blue", linewidth=1, label="train")
     axes.plot(*series(rows, "eval/loss"), "o-", color="tab:orange", label="held out")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
     axes.grid(alpha=0.3)
     axes.legend()
+    for of_loads in below:
+        for name, points in loads.items():
+            of_loads.plot(*points, linewidth=1, label=name)
+        of_loads.set(xlabel="step", ylabel="fullest expert / mean", ylim=(1, None))
+        of_loads.grid(alpha=0.3)
+        of_loads.legend()
     return save_picture(figure, folder, "plots/loss.png")
 
 

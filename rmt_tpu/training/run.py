@@ -90,10 +90,11 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
     abstract = nnx.eval_shape(make)
     graphdef, _ = nnx.split(abstract, nnx.Param)
     names, virtual = metadata(abstract, "axes"), schedule.virtual if schedule else 1
+    roles = metadata(abstract, "role")
     optimizer = make_optimizer(
         config.train.optimizer,
         steps=config.train.steps,
-        roles=metadata(abstract, "role"),
+        roles=roles,
         width_ratio=config.model.width_ratio,
     )
 
@@ -123,7 +124,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
         abstract=state,
         init=init,
         gradients=gradients,
-        step=make_train_step(config, gradients, optimizer),
+        step=make_train_step(config, gradients, optimizer, roles),
         loss=loss,
         state_shardings=_state_shardings(mesh, specs, state),
         batch_sharding=batch_sharding,
@@ -170,6 +171,7 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
             given = "--seq_len", config.data.seq_len
             sharding.check_divides(mesh, *given, "tokens", parts=2, what=what)
     sharding.check_keys(mesh, model.store.has_keys)
+    sharding.check_experts(mesh, bool(model.of_kind("experts")))
 
 
 def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> TrainState:

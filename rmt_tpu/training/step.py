@@ -14,7 +14,7 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
 from rmt_tpu.execution import kernels
 from rmt_tpu.training.loss import Loss, next_token_loss
-from rmt_tpu.training.optimizer import learning_rate
+from rmt_tpu.training.optimizer import learning_rate, load_metrics, of_weights
 
 
 class TrainState(NamedTuple):
@@ -125,14 +125,18 @@ def make_train_step(
     config: RunConfig,
     gradients: Callable[[Any, Batch], tuple[Any, Loss]],
     optimizer: optax.GradientTransformation,
+    roles: Any,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """The step: `(state, batch) -> (state, metrics)`; metrics are scalars under their names."""
+    """The step: `(state, batch) -> (state, metrics)`; metrics are scalars under their names.
+
+    `roles` are those of the parameters.
+    """
     schedule = learning_rate(config.train.optimizer, config.train.steps)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, loss = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
-            grad_norm = optax.tree.norm(grads)
+            grad_norm = optax.tree.norm(of_weights(grads, roles))
             updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
             finite = jnp.isfinite(loss.cross_entropy) & jnp.isfinite(grad_norm)
@@ -155,6 +159,7 @@ def make_train_step(
             "optim/learning_rate": schedule(state.step),
             "optim/grad_norm": grad_norm,
             **{f"train/aux/{name}": value for name, value in loss.aux.items()},
+            **load_metrics(grads, roles),
         }
         return new, metrics
 

@@ -201,11 +201,29 @@ def feed_forward_core(core, params, store, site, x, index, config):
     return activation(x @ params["w_1"]) @ params["w_2"]
 
 
+def experts_core(core, params, store, site, x, index, config):
+    """All experts of every token, and of what they give the weighted sum of those chosen."""
+    x = store.read(x, site)
+    scores = sigmoid(x @ params["w_router"])
+    bias = core.balance.rate * params["load"] if core.balance.kind == "sign" else 0
+    chosen = np.argsort(-(scores + bias).real, axis=-1)[..., : core.top_k]
+    weights = np.zeros_like(scores)
+    np.put_along_axis(weights, chosen, np.take_along_axis(scores, chosen, -1), -1)
+    weights = core.scale * weights / weights.sum(-1, keepdims=True)
+    gate, up = np.moveaxis(np.einsum("bnd,edgf->bnegf", x, params["w_1"]), 3, 0)
+    y = np.einsum("bne,bnef,efd->bnd", weights, silu(gate) * up, params["w_2"])
+    if core.shared:
+        gate, up = params["shared"]["w_1"]
+        y = y + (silu(x @ gate) * (x @ up)) @ params["shared"]["w_2"]
+    return y
+
+
 CORES = {
     "attention": attention_core,
     "mla": mla_core,
     "kda": kda_core,
     "feed_forward": feed_forward_core,
+    "experts": experts_core,
 }
 
 

@@ -15,17 +15,17 @@ from sharding import MeshError
 @pytest.mark.parametrize(
     "spec, shape",
     [
-        ("data=8", (1, 8, 1, 1, 1, 1)),
-        ("data=2,fsdp=4", (1, 2, 4, 1, 1, 1)),
-        ("fsdp=4,data=-1", (1, 2, 4, 1, 1, 1)),
-        ("tensor=2,key=-1", (1, 1, 1, 4, 1, 2)),
-        ("stage=2,sequence=4", (2, 1, 1, 1, 4, 1)),
-        ("data=-1", (1, 8, 1, 1, 1, 1)),
+        ("data=8", (1, 8, 1, 1, 1, 1, 1)),
+        ("data=2,fsdp=4", (1, 2, 4, 1, 1, 1, 1)),
+        ("fsdp=4,data=-1", (1, 2, 4, 1, 1, 1, 1)),
+        ("tensor=2,key=-1", (1, 1, 1, 1, 4, 1, 2)),
+        ("stage=2,sequence=4", (2, 1, 1, 1, 1, 4, 1)),
+        ("data=-1", (1, 8, 1, 1, 1, 1, 1)),
     ],
 )
 def test_meshes(spec, shape):
     mesh = sharding.make_mesh(spec)
-    assert mesh.axis_names == ("stage", "data", "fsdp", "key", "sequence", "tensor")
+    assert mesh.axis_names == ("stage", "data", "fsdp", "expert", "key", "sequence", "tensor")
     assert mesh.devices.shape == shape
 
 
@@ -36,7 +36,7 @@ def test_meshes(spec, shape):
         ("", "asks for 1 devices, and there are 8"),
         ("data=3,fsdp=-1", "asks for 3 devices or a multiple, and there are 8"),
         ("data=-1,fsdp=-1", "-1 on data and fsdp; only one"),
-        ("dtaa=8", "axis 'dtaa' is unknown; legal axes: stage, data, fsdp, key"),
+        ("dtaa=8", "axis 'dtaa' is unknown; legal axes: stage, data, fsdp, expert, key"),
         ("data=2,data=4", "axis 'data' is given twice"),
         ("data", "'data' must be axis=size"),
         ("data=two", "'data=two' must be axis=size"),

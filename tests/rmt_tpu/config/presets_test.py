@@ -48,6 +48,25 @@ def test_analytic_parameters_are_those_of_the_decoder(name):
     assert sum(resources.parameters(rmt_tpu.preset(name)).values()) == count(name)
 
 
+@pytest.mark.parametrize(
+    "name, parameters, active",
+    [
+        ("kimi-linear-48b-a3b", 49_122_681_728, 2_729.5),
+        ("attnres-kimi-48b", 49_122_681_728 + 55 * 2 * 2304, 2_729.7),
+        ("attnres-kimi-194m", 3_417_435_244, 190.7),
+        ("attnres-kimi-241m", 4_254_517_237, 237.3),
+        ("attnres-kimi-296m", 5_222_954_124, 291.9),
+        ("attnres-kimi-436m", 7_696_133_744, 431.0),
+        ("attnres-kimi-528m", 9_362_942_076, 522.6),
+    ],
+)
+def test_kimi_models_have_what_its_configuration_gives(name, parameters, active):
+    """To the unit: KDA and MLA layers, experts, embeddings; 55 sites of a query and a gain."""
+    config = rmt_tpu.preset(name)
+    assert sum(resources.parameters(config).values()) == parameters
+    assert resources.active_parameters(config) / 1e6 == pytest.approx(active, abs=0.06)
+
+
 @pytest.mark.parametrize("name, parameters", {"gpt2-tiny": 853_376, "rmt-tiny": 596_352}.items())
 def test_tiny_models_have_the_vocabulary_of_bytes(name, parameters):
     """As the command line and README's table have them."""

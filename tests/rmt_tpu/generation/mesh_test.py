@@ -15,13 +15,17 @@ from tests import models
 
 GROUPED = cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, query_key_norm=True, bias=True)
 LATENT = cfg.Mla(num_heads=4, head_dim=6, kv_rank=4, rope_dim=2, query_rank=2)
+# In place of a core with a cache: its layer has grouped queries before it.
+EXPERTS = cfg.Experts(num_experts=4, top_k=2, hidden_dim=5)
 LENGTHS, PART, NEW = (29, 5, 12), 12, 9
 
 
 def config(store, mixer, core):
     stores = {"vector": cfg.VectorStore(dim=12), "matrix": cfg.MatrixStore(6, "float32", 4, 6)}
+    of_layer = core, cfg.FeedForward(hidden_dim=16)
+    of_layer = (GROUPED, core) if core == EXPERTS else of_layer
     return cfg.ModelConfig(
-        (cfg.Stack((core, cfg.FeedForward(hidden_dim=16)), repeat=2),),
+        (cfg.Stack(of_layer, repeat=2),),
         store=stores[store],
         mixer=mixer,
         vocab_size=models.VOCAB + 1,
@@ -98,6 +102,8 @@ SYSTEMS = [
     ("matrix", cfg.Dense(), plain(cfg.NoPositions()), "tensor=4"),
     ("vector", cfg.Sum(), cfg.Kda(num_heads=4, head_dim=6), "data=2,sequence=2,tensor=2"),
     ("matrix", cfg.BlockAttention(num_blocks=2), cfg.Kda(4, 6), "key=2,tensor=2"),
+    ("vector", cfg.BlockAttention(num_blocks=2), EXPERTS, "expert=2,tensor=2"),
+    ("matrix", cfg.Sum(), EXPERTS, "expert=2,key=2"),
 ]
 
 

@@ -96,6 +96,14 @@ def test_the_loss_is_drawn(tmp_path):
     assert Path(plot_loss(tmp_path)).read_bytes().startswith(b"\x89PNG")
 
 
+def test_loads_of_experts_are_drawn_below(tmp_path):
+    write(tmp_path, 1, [(1, {"train/loss": 3.0})])
+    plain = Path(plot_loss(tmp_path)).read_bytes()
+    write(tmp_path, 2, [(2, {"train/experts/max_load": 1.5, "train/experts/worst_load": 2.0})])
+    height = lambda png: int.from_bytes(png[20:24])
+    assert height(Path(plot_loss(tmp_path)).read_bytes()) > height(plain)
+
+
 def test_tensorboard_reads_what_is_written(tmp_path):
     writer = MetricsWriter(tmp_path, first_step=3, board=True)
     writer.write(3, {"train/loss": 3.0, "optim/grad_norm": float("nan")})

@@ -63,6 +63,8 @@ CORES = (
     cfg.FeedForward(6, "relu2"),
 )
 LINEAR = (cfg.Kda(num_heads=4, head_dim=6), cfg.FeedForward(8))
+EXPERTS = (CORES[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=4))
+BALANCED = cfg.Experts(6, 3, 4, shared=0, balance=cfg.BalanceLoss(0.1))
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
 SYSTEMS = [("vector", name) for name in (*MIXERS, "cores")]
 SYSTEMS += [("matrix", name) for name in (*ON_MATRICES, "cores")]
@@ -145,6 +147,8 @@ def run_config(store, name, mesh, seq_len=12):
     )
     if name == "cores":
         model = model.replace(stacks=(cfg.Stack(CORES + LINEAR, repeat=2),))
+    if name == "experts":
+        model = model.replace(stacks=(cfg.Stack((*EXPERTS, CORES[2], BALANCED), repeat=2),))
     if name == "attention":
         model = model.replace(stacks=(cfg.Stack(CORES[::2], repeat=1),))
     if name == "passed round":
@@ -201,6 +205,24 @@ RINGS += later(
 @pytest.mark.parametrize("store, name, mesh", RINGS)
 def test_more_devices_than_heads_share_a_sequence(store, name, mesh):
     assert_same(gradients(store, name, mesh, seq_len=16), gradients(store, name, "data=1", 16))
+
+
+# A loss of balance over sequences that are divided, and loads as gradients, once for every token.
+@pytest.mark.xdist_group("experts")
+@pytest.mark.parametrize(
+    "store, mesh",
+    [
+        ("vector", ("fsdp", "expert", "tensor")),
+        *later(
+            ("vector", ("expert", "sequence", "stage")),
+            ("vector", ("data", "tensor", "stage")),
+            ("matrix", ("expert", "sequence", "key")),
+        ),
+    ],
+)
+def test_experts_on_a_mesh_are_those_of_one_device(store, mesh):
+    spec = ",".join(f"{axis}=2" for axis in mesh)
+    assert_same(gradients(store, "experts", spec), alone(store, "experts"))
 
 
 def test_a_sequence_that_has_no_two_parts_a_device_is_refused():
@@ -260,6 +282,12 @@ def test_accumulated_parts_are_added_before_devices_add_theirs():
         ("tensor=3", {}, "model.attention.num_heads=4 .* mesh axes tensor=3; .*: 3 or 6"),
         ("key=4", {}, "key=4 does not divide the parameters' axis 'key' of size 6; legal: 1, 2"),
         ("key=2", {"store": "vector"}, "key=2 divides D_k, which a vector store does not have"),
+        (
+            "expert=2",
+            {},
+            "expert=2 divides experts, which the model does not have; legal: expert=1",
+        ),
+        ("expert=4", {"name": "experts"}, "expert=4 does not divide .* 'expert' of size 6; legal"),
         ("stage=8", {}, "model.num_layers=2 is not divisible over stage=8 x .*: 8"),
         ("stage=2", {"name": "reversible"}, "stage=2 does not go with .*'reversible'; legal: none"),
     ],

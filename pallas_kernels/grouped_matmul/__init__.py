@@ -1,0 +1,83 @@
+"""Products of rows with a matrix for each group of them: what experts compute of their tokens.
+
+Rows lie group by group, and `sizes` says how many each group has; those behind the last group are
+of none. Implementations: "xla" (`jax.lax.ragged_dot`, anywhere), "mosaic_tpu" (jax's megablox
+kernels), "pallas" where there is a kernel. None takes the kernel on TPUs: XLA's gradient of the
+matrices is there, in jax 0.10, as dense as if every row were of every group.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.arguments import check_array
+from pallas_kernels.grouped_matmul import mosaic_tpu, xla
+from pallas_kernels.platform import Implementations, reverse_mode
+
+__all__ = ["grouped_matmul"]
+
+Implementation = Literal["xla", "mosaic_tpu", "pallas"]
+
+
+@reverse_mode
+def grouped_matmul(
+    rows: Float[Array, "M K"],
+    matrices: Float[Array, "G K N"],
+    sizes: Int[Array, " G"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "M N"]:
+    """`rows[m] @ matrices[g]` for every row m of a group g, in the rows' dtype.
+
+    `2 M K N` FLOPs, and for its gradient twice that. Sums are at least float32.
+
+    Args:
+      rows: those of group 0, then those of group 1, and so on.
+      matrices: of the rows' dtype.
+      sizes: of the groups, int32; together at most M.
+      implementation: None picks what is best on the platform that the program is lowered for.
+
+    Returns:
+      Products. Rows of no group may be anything, NaN too, and so may their gradient.
+
+    Raises:
+      UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
+      ValueError: shapes or dtypes do not fit.
+      TypeError: it is differentiated in forward mode.
+    """
+    check_array("rows", rows, "M K")
+    check_array("matrices", matrices, "G K N")
+    if matrices.shape[1] != rows.shape[1] or matrices.dtype != rows.dtype:
+        raise ValueError(
+            f"matrices {matrices.dtype}{list(matrices.shape)} do not fit rows {rows.dtype}"
+            f"{list(rows.shape)}: K and the dtype must be the same"
+        )
+    if sizes.shape != matrices.shape[:1] or sizes.dtype != jnp.int32:
+        raise ValueError(
+            f"sizes is {sizes.dtype}{list(sizes.shape)}, and must be int32[{len(matrices)}], "
+            "one for each matrix"
+        )
+    return _grouped_matmul(implementation, rows, matrices, sizes)
+
+
+_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu}, ("tpu",))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_matmul(implementation, rows, matrices, sizes):
+    return _IMPLEMENTATIONS.run(implementation, "product", rows, matrices, sizes)
+
+
+def _backward(implementation, saved, d_products):
+    rows, matrices, sizes = saved
+    run = functools.partial(_IMPLEMENTATIONS.run, implementation)
+    d_rows = run("product_transposed", d_products, matrices, sizes)
+    return d_rows, run("of_matrices", rows, d_products, sizes), None
+
+
+_grouped_matmul.defvjp(
+    lambda implementation, *given: (_grouped_matmul(implementation, *given), given), _backward
+)

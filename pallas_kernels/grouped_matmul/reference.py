@@ -1,0 +1,16 @@
+"""Grouped products, each row with its own group's matrix: every matrix is there once a row."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def grouped_matmul(
+    rows: Float[Array, "M K"], matrices: Float[Array, "G K N"], sizes: Int[Array, " G"]
+) -> Float[Array, "M N"]:
+    """`rows[m] @ matrices[g]`, and 0 of rows of no group. Sums are at least float32."""
+    ends = jnp.cumsum(sizes)
+    group = jnp.searchsorted(ends, jnp.arange(len(rows)), side="right")
+    dtype = jnp.promote_types(rows.dtype, jnp.float32)
+    own = matrices[jnp.minimum(group, len(matrices) - 1)]
+    products = jnp.einsum("mk,mkn->mn", rows, own, preferred_element_type=dtype)
+    return jnp.where((group < len(matrices))[:, None], products, 0).astype(rows.dtype)

@@ -1,0 +1,38 @@
+"""Grouped products by XLA's own op.
+
+On a CPU it is a dense product for each group; on a TPU it is a kernel of the compiler's, but for
+the gradient of the matrices in jax 0.10.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.lax import RaggedDotDimensionNumbers
+from jaxtyping import Array, Float, Int
+
+
+def product(
+    rows: Float[Array, "M K"], matrices: Float[Array, "G K N"], sizes: Int[Array, " G"]
+) -> Float[Array, "M N"]:
+    """`rows[m] @ matrices[g]`."""
+    return _ragged(rows, matrices, sizes, ((1,), (1,)), groups=[0])
+
+
+def product_transposed(
+    rows: Float[Array, "M N"], matrices: Float[Array, "G K N"], sizes: Int[Array, " G"]
+) -> Float[Array, "M K"]:
+    """`matrices[g] @ rows[m]`: the gradient of the rows, from that of products."""
+    return _ragged(rows, matrices, sizes, ((1,), (2,)), groups=[0])
+
+
+def of_matrices(
+    rows: Float[Array, "M K"], d_products: Float[Array, "M N"], sizes: Int[Array, " G"]
+) -> Float[Array, "G K N"]:
+    """Each group's sum of outer products of its rows: the gradient of the matrices."""
+    return _ragged(rows, d_products, sizes, ((0,), (0,)), groups=[])
+
+
+def _ragged(a, b, sizes, contracting, groups):
+    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    numbers = RaggedDotDimensionNumbers((contracting, ((), ())), [0], groups)
+    product = jax.lax.ragged_dot_general(a, b, sizes, numbers, preferred_element_type=dtype)
+    return product.astype(a.dtype)

@@ -1,0 +1,283 @@
+"""A mixture of experts: each token meets a few of many gated feed-forward layers.
+
+Of one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2):
+
+    s = sigmoid(W_r x)                  C = the k largest of s + b
+    w_e = scale s_e / sum_(C) s         y = sum_(e of C) w_e W_2e (silu(G_e x) * U_e x) + shared(x)
+
+Scores and weights are at least float32. The bias b of an expert decides what is chosen and nothing
+else; it has no gradient and is no weight: it follows how tokens were spread, by `config.Balance`.
+How they were is told the way gradients go: the loss has `load_e (b_e - b_e)` in it, which is 0 and
+has the load as its derivative, so that every schedule and mesh adds loads up with the gradients.
+
+On a mesh `expert` divides experts and, elsewhere, sequences: its devices have all of each other's
+tokens, compute what is chosen of their own experts, and give sums back (a ring). `tensor` divides
+hidden neurons.
+"""
+
+import functools
+import math
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+import pallas_kernels
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu.cores.core import Aux, Context, Core, Index
+from rmt_tpu.cores.feed_forward import FeedForward
+from rmt_tpu.layers.data_vectors import Read, concatenate, separate
+from rmt_tpu.layers.parameters import parameter
+
+# Of the sum of scores.
+_LEAST = 1e-20
+# Scores over the one that just was not chosen are counted from -_SPAN to _SPAN.
+_SPAN = 2.0
+
+
+class Routing(NamedTuple):
+    """Which experts tokens meet, and with what weights."""
+
+    chosen: Int[Array, "... top_k"]
+    weights: Float[Array, "... top_k"]
+
+
+class Rows(NamedTuple):
+    """Choices of own experts, sorted by expert, in R rows; there may be fewer, or too many.
+
+    Attributes:
+      order: the choice (k of each token, one after the other) in each row.
+      places: the row of each choice, or R if it has none.
+      sizes: how many rows each expert has; what is behind them is of none.
+      dropped: choices that had no room.
+    """
+
+    order: Int[Array, " rows"]
+    places: Int[Array, " choices"]
+    sizes: Int[Array, " own_experts"]
+    dropped: Int[Array, ""]
+
+
+class Experts(Core):
+    """The core of `config.Experts`.
+
+    Attributes:
+      w_router: W_r, [D, E].
+      load: [E], whose gradient is how many tokens in all chose an expert; of `SignRule` its value
+        is the bias over the rule's rate: how many more steps it rose than it fell.
+      seen: [E, bins], of `Quantiles`: of the last batch, the shares of tokens by how far scores
+        were above what just was not chosen. None elsewhere.
+      w_1: G and U of each expert, [E, D, 2, F].
+      w_2: [E, F, D].
+      shared: the layer that every token meets; None without.
+    """
+
+    name: ClassVar[str] = "experts"
+
+    def __init__(
+        self,
+        config: cfg.ModelConfig,
+        core: cfg.Experts,
+        rngs: nnx.Rngs,
+        *,
+        output_scale: float,
+        input_width: int,
+    ):
+        self.core, self.vectors = core, config.data_shape[0]
+        width, hidden, count = config.width, core.hidden_dim, core.num_experts
+        draw = functools.partial(parameter, rngs, role="hidden")
+        std = config.init_std * input_width**-0.5
+        self.w_router = draw((input_width, count), std=std, axes=("embed", "choices"))
+        by_sign = isinstance(core.balance, cfg.SignRule)
+        role, axes = "balance_steps" if by_sign else "load", ("choices",)
+        self.load = nnx.Param(jnp.zeros(count), role=role, axes=axes)
+        shape = (count, cfg.HISTOGRAM_BINS)
+        seen = nnx.Param(jnp.zeros(shape), role="histogram", axes=("choices", "bins"))
+        self.seen = seen if isinstance(core.balance, cfg.Quantiles) else None
+        axes = ("expert", "embed", "projection", "ff")
+        self.w_1 = draw((count, input_width, 2, hidden), std=std, axes=axes)
+        std = output_scale * config.init_std * hidden**-0.5
+        self.w_2 = draw((count, hidden, width), std=std, axes=("expert", "ff", "embed"))
+        sizes = {"output_scale": output_scale, "input_width": input_width}
+        shared = cfg.FeedForward(max(core.shared, 1) * hidden, "swiglu")
+        self.shared = FeedForward(config, shared, rngs, **sizes) if core.shared else None
+
+    def __call__(
+        self, z: Read, context: Context, index: Index
+    ) -> Float[Array, "batch seq vectors size"]:
+        """Each token by itself."""
+        return self.with_aux(z, context, index)[0]
+
+    def with_aux(
+        self, z: Read, context: Context, index: Index
+    ) -> tuple[Float[Array, "batch seq vectors size"], Aux]:
+        """The same, and "loss": of balance, and what has the loads as its gradient."""
+        x = concatenate(z.whole)
+        scores = self._scores(x)
+        biased = scores + self._bias().astype(scores.dtype)
+        routing = self._routed(scores, biased)
+        y, dropped = self._mixed(x, routing)
+        y = separate(y, self.vectors)
+        if self.shared is not None:
+            y = y + self.shared(z, context, index)
+        aux = {"loss": self._told(scores, biased, routing)}
+        if self.core.capacity is not None:
+            aux["dropped"] = dropped.astype(scores.dtype)
+        return y, aux
+
+    # Who meets whom -----------------------------------------------------------------------------
+
+    def _scores(self, x):
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        w_router = sharding.gather(self.w_router.astype(dtype), "fsdp", axis=0)
+        highest = jax.lax.Precision.HIGHEST
+        return jax.nn.sigmoid(jnp.dot(x.astype(dtype), w_router, precision=highest))
+
+    def _bias(self):
+        match self.core.balance:
+            case cfg.SignRule(rate=rate):
+                bias = rate * self.load[...]
+            case cfg.Quantiles():
+                bias = _bias_of(self.seen[...], self.core.top_k / self.core.num_experts)
+            case cfg.BalanceLoss():
+                bias = jnp.zeros(self.core.num_experts)
+        return jax.lax.stop_gradient(bias)
+
+    def _routed(self, scores, biased) -> Routing:
+        _, chosen = jax.lax.top_k(biased, self.core.top_k)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        total = jnp.sum(weights, axis=-1, keepdims=True) + _LEAST
+        return Routing(chosen, self.core.scale * weights / total)
+
+    def _told(self, scores, biased, routing):
+        """The loss of balance over own tokens, or 0, and how they were spread as its gradient."""
+        count, top_k = self.core.num_experts, self.core.top_k
+        of_rows = _loads(routing.chosen, count)
+        told = _told(self.load, jnp.sum(of_rows, axis=0))
+        match self.core.balance:
+            case cfg.Quantiles():
+                just_not = jax.lax.top_k(biased, min(top_k + 1, count))[0][..., -1:]
+                above = jax.lax.stop_gradient(scores - just_not).reshape(-1, count)
+                told += _told(self.seen, _histogram(above))
+            case cfg.BalanceLoss(weight=weight):
+                # Both over a whole sequence, whose tokens may be divided.
+                shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
+                loads = sharding.total(of_rows, sharding.token_axes())
+                loads = loads / jnp.sum(loads, axis=-1, keepdims=True)
+                told += weight * count * jnp.sum(loads[:, None] * shares)
+        return told.astype(scores.dtype)
+
+    # What they compute --------------------------------------------------------------------------
+
+    def _mixed(self, x, routing: Routing):
+        """The sum over chosen experts in x's dtype, and how many choices had no room."""
+        x, *routing = (sharding.gather(a, "tensor", axis=1) for a in (x, *routing))
+        batch, seq = x.shape[:2]
+        flat = (a.reshape(batch * seq, -1) for a in (x, *routing))
+        x, chosen, weights = (sharding.gather(a, "expert", axis=0) for a in flat)
+        top_k, rows = self.core.top_k, self._rows(chosen)
+        spread = _spread(top_k, x, rows.order, rows.places)
+        weights = _spread(1, weights.reshape(-1, 1), rows.order, rows.places)
+        w_1 = sharding.gather(self.w_1.astype(x.dtype), "fsdp", axis=1)
+        w_2 = sharding.gather(self.w_2.astype(x.dtype), "fsdp", axis=2)
+        w_1 = w_1.reshape(*w_1.shape[:2], -1)
+        gate, up = jnp.split(pallas_kernels.grouped_matmul(spread, w_1, rows.sizes), 2, axis=-1)
+        # Weighted before the second product: there are fewer hidden neurons than numbers in y.
+        hidden = (jax.nn.silu(gate) * up * weights).astype(x.dtype)
+        y = pallas_kernels.grouped_matmul(hidden, w_2, rows.sizes)
+        y = _collected(top_k, y, rows.order, rows.places)
+        y = sharding.scatter_sum(y, "expert", axis=0).reshape(batch, seq, -1)
+        # Devices of `tensor` have the same rows.
+        dropped = rows.dropped / sharding.axis_size("tensor")
+        return sharding.scatter_sum(y, "tensor", axis=1), dropped
+
+    def _rows(self, chosen: Int[Array, "tokens top_k"]) -> Rows:
+        devices = sharding.axis_size("expert")
+        own = self.core.num_experts // devices
+        # As many as can be, of which a device's share is even if its load is.
+        room = len(chosen) * min(self.core.top_k, own)
+        if self.core.capacity is not None and devices > 1:
+            room = min(room, math.ceil(self.core.capacity * chosen.size / devices))
+        expert = chosen.reshape(-1) - own * sharding.axis_index("expert")
+        expert = jnp.where((expert >= 0) & (expert < own), expert, own)
+        order = jnp.argsort(expert)
+        wanted = jnp.cumsum(jnp.sum(expert[:, None] == jnp.arange(own), axis=0, dtype=jnp.int32))
+        ends = jnp.minimum(wanted, room)
+        places = jnp.argsort(order)
+        places = jnp.where(places < ends[-1], places, room)
+        sizes = jnp.diff(ends, prepend=0)
+        return Rows(order[:room], places, sizes, wanted[-1] - ends[-1])
+
+
+def _loads(chosen, count):
+    """How many tokens of each row chose each expert."""
+    of_tokens = jnp.sum(chosen[..., None] == jnp.arange(count), axis=2)
+    return jnp.sum(of_tokens, axis=1, dtype=jnp.float32)
+
+
+def _told(parameter, gradient):
+    """0, whose derivative along a parameter is this."""
+    return jnp.sum(gradient * (parameter[...] - jax.lax.stop_gradient(parameter[...])))
+
+
+def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts bins"]:
+    """How many tokens are in which bin; a product of two digits, which TPUs are faster at."""
+    bins = cfg.HISTOGRAM_BINS
+    digit = math.isqrt(bins)
+    at = jnp.clip((above + _SPAN) * (bins / (2 * _SPAN)), 0, bins - 1).astype(jnp.int32)
+    one = lambda x: jax.nn.one_hot(x, digit, dtype=jnp.bfloat16)
+    counts = jnp.einsum(
+        "teh,tel->ehl", one(at // digit), one(at % digit), preferred_element_type=jnp.float32
+    )
+    return counts.reshape(-1, bins)
+
+
+def _bias_of(seen: Float[Array, "experts bins"], share: float) -> Float[Array, " experts"]:
+    """What lifts a share of the tokens of each expert above 0; of mean 0, which chooses alike."""
+    bins = seen.shape[-1]
+    # Shares of tokens at or above the lower edge of each bin.
+    above = jnp.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
+    wanted = share * above[:, :1]
+    # The highest bin at whose lower edge there are enough, and how far into it.
+    at = jnp.sum(above >= wanted, axis=1, keepdims=True) - 1
+    take = lambda x: jnp.take_along_axis(x, at, axis=1)
+    within = (take(above) - wanted) / jnp.maximum(take(seen), jnp.finfo(seen.dtype).tiny)
+    edge = (at + jnp.clip(within, 0, 1)) * (2 * _SPAN / bins) - _SPAN
+    return -(edge - jnp.mean(edge))[:, 0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(
+    each: int,
+    x: Float[Array, "tokens width"],
+    order: Int[Array, " rows"],
+    places: Int[Array, " choices"],
+) -> Float[Array, "rows width"]:
+    """The token of each row's choice, of which every token has `each`."""
+    return x[order // each]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _collected(
+    each: int,
+    rows: Float[Array, "rows width"],
+    order: Int[Array, " rows"],
+    places: Int[Array, " choices"],
+) -> Float[Array, "tokens width"]:
+    """The sum of every token's rows: `_spread` transposed, and no scatter either."""
+    dtype = jnp.promote_types(rows.dtype, jnp.float32)
+    own = jnp.take(rows, places.reshape(-1, each), axis=0, mode="fill", fill_value=0)
+    return jnp.sum(own, axis=1, dtype=dtype).astype(rows.dtype)
+
+
+_spread.defvjp(
+    lambda each, x, *rows: (_spread(each, x, *rows), rows),
+    lambda each, rows, d_y: (_collected(each, d_y, *rows), None, None),
+)
+_collected.defvjp(
+    lambda each, x, *rows: (_collected(each, x, *rows), rows),
+    lambda each, rows, d_y: (_spread(each, d_y, *rows), None, None),
+)

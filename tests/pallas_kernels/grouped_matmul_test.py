@@ -1,0 +1,136 @@
+"""Products of rows with their groups' matrices, and what a group is given back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+from pallas_kernels import UnsupportedImplementation, grouped_matmul
+from pallas_kernels.grouped_matmul import mosaic_tpu, reference, xla
+from tests.closeness import assert_close
+from tests.tiers import later
+
+# Of a group: none, one row, more than a tile of the kernel; and rows that are of none.
+SIZES = np.array([5, 0, 140, 1, 37], np.int32)
+M, K, N = 200, 24, 136
+# Of the largest value: sums of up to 140 numbers, rounded at the end.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
+
+
+def arguments(dtype):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(dtype)
+    return draw(M, K), draw(len(SIZES), K, N), draw(M, N)
+
+
+def plain(rows, matrices, d_products):
+    """Products of the rows of some group, and the gradients of rows and matrices."""
+    rows, matrices, d_products = (np.float64(x) for x in (rows, matrices, d_products))
+    ends = np.cumsum(SIZES)
+    products, d_rows, d_matrices = [], [], []
+    for matrix, end, size in zip(matrices, ends, SIZES, strict=True):
+        own = slice(end - size, end)
+        products.append(rows[own] @ matrix)
+        d_rows.append(d_products[own] @ matrix.T)
+        d_matrices.append(rows[own].T @ d_products[own])
+    return np.concatenate(products), np.concatenate(d_rows), np.stack(d_matrices)
+
+
+def given_back(module, **options):
+    """A compiled function of rows, matrices and d_products that has all of an implementation."""
+    sizes = jnp.asarray(SIZES)
+
+    def run(rows, matrices, d_products):
+        products = module.product(rows, matrices, sizes, **options)
+        d_rows = module.product_transposed(d_products, matrices, sizes, **options)
+        return products, d_rows, module.of_matrices(rows, d_products, sizes, **options)
+
+    return jax.jit(run)
+
+
+def of_the_op(rows, matrices, d_products):
+    op = lambda *given: grouped_matmul(*given, jnp.asarray(SIZES))
+    products, pull_back = jax.vjp(op, rows, matrices)
+    return products, *pull_back(d_products)
+
+
+RUNS = {
+    "op": jax.jit(of_the_op),
+    "xla": given_back(xla),
+    "mosaic_tpu": given_back(mosaic_tpu, interpret=True),
+}
+
+
+@pytest.mark.parametrize(
+    "run, dtype",
+    [
+        ("op", "float32"),
+        ("mosaic_tpu", "float32"),
+        *later(("xla", "float32"), ("xla", "bfloat16"), ("mosaic_tpu", "bfloat16")),
+    ],
+)
+def test_each_row_meets_its_group_s_matrix(run, dtype):
+    """Rows of none are not a number, of products too, and are in nobody's gradient."""
+    rows, matrices, d_products = arguments(dtype)
+    rows[SIZES.sum() :] = d_products[SIZES.sum() :] = np.nan
+    products, d_rows, d_matrices = RUNS[run](rows, matrices, d_products)
+    of_some = lambda x: x[: SIZES.sum()]
+    want = plain(*arguments(dtype))
+    assert_close((of_some(products), of_some(d_rows), d_matrices), want, TOLERANCE[dtype])
+
+
+def test_the_reference_is_the_plain_product():
+    rows, matrices, d_products = arguments("float32")
+    given = map(jnp.asarray, (rows, matrices, SIZES))
+    products = reference.grouped_matmul(*given)
+    want, *_ = plain(rows, matrices, d_products)
+    assert_close(products, np.pad(want, [(0, M - len(want)), (0, 0)]), TOLERANCE["float32"])
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_the_gradient_on_a_tpu_costs_what_rows_cost(topology):
+    """Twice the product's FLOPs, and not as many again for each of 64 matrices."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    rows, columns, inner, groups = 4096, 512, 768, 64
+
+    def run(rows, matrices, d_products, sizes):
+        products, pull_back = jax.vjp(lambda *given: grouped_matmul(*given, sizes), rows, matrices)
+        return products, *pull_back(d_products)
+
+    given = (
+        array(rows, inner),
+        array(groups, inner, columns),
+        array(rows, columns),
+        array(groups, dtype=jnp.int32),
+    )
+    cost = jax.jit(run).lower(*given).compile().cost_analysis()
+    assert 0.9 < cost["flops"] / (6 * rows * columns * inner) < 1.2
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rows": np.zeros(3, np.float32)}, "rows .M, K. must be an array of floats with 2 axes"),
+        (
+            {"matrices": np.zeros((2, 2, 5), np.float32)},
+            r"matrices float32.2, 2, 5. do not fit rows float32.4, 3.: K and the dtype must",
+        ),
+        ({"sizes": np.zeros(1, np.int32)}, "sizes is int32.1., and must be int32.2., one for each"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_line(unannotated, changes, message):
+    given = {"rows": np.zeros((4, 3), np.float32), "matrices": np.zeros((2, 3, 5), np.float32)}
+    with pytest.raises(ValueError, match=message):
+        grouped_matmul(**given | {"sizes": np.zeros(2, np.int32)} | changes)
+
+
+def test_a_kernel_that_cannot_serve_says_why(unannotated):
+    given = np.zeros((4, 3)), np.zeros((2, 3, 5)), np.zeros(2, np.int32)
+    with pytest.raises(UnsupportedImplementation, match="'triton' is unknown"):
+        grouped_matmul(*given, implementation="triton")
+    with jax.enable_x64(True), pytest.raises(UnsupportedImplementation, match="rows of float64"):
+        grouped_matmul(*given, implementation="mosaic_tpu")

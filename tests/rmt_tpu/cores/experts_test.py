@@ -1,0 +1,190 @@
+"""Experts: their equations, how tokens are spread over them, and what has no room."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu.cores import experts
+from rmt_tpu.cores.core import causal
+from rmt_tpu.errors import UsageError
+from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.training.optimizer import load_metrics, make_optimizer, of_weights
+from tests import models
+from tests.closeness import assert_close
+from tests.rmt_tpu import plain
+from tests.rmt_tpu.residual import checks, over_depth
+from tests.tiers import later
+
+MIX = cfg.Experts(6, 2, 5, scale=2.5, balance=cfg.SignRule(rate=0.4))
+ALONE = cfg.Experts(5, 3, 4, shared=0, balance=cfg.BalanceLoss())
+ATTENTION = cfg.Attention(2, 4, cfg.Rope(), False)
+STACKS = (cfg.Stack((ATTENTION, MIX, ALONE), 2),)
+STORES = {"vector": cfg.VectorStore(12), "matrix": cfg.MatrixStore(6, vectors=3, vector_dim=4)}
+
+
+@pytest.mark.parametrize(
+    "store, mixer, remat",
+    [
+        ("matrix", cfg.Sum(), "reversible"),
+        *later(
+            ("vector", cfg.Sum(), "full"),
+            ("vector", cfg.BlockAttention(sublayers_per_block=3), "blocks"),
+            ("matrix", cfg.FullAttention(), "full"),
+        ),
+    ],
+)
+def test_a_model_of_experts_follows_their_equations(store, mixer, remat):
+    with jax.enable_x64(True):
+        config = cfg.ModelConfig(
+            STACKS, STORES[store], mixer, models.VOCAB, remat=remat, compute_dtype="float64"
+        )
+        plainly = plain.model if mixer.kind == "sum" else over_depth.reference
+        checks.assert_follows_equations(config, plainly, unused=("load",))
+
+
+# One layer alone, in float32 ---------------------------------------------------------------------
+
+WIDTH, BATCH, SEQ = 12, 4, 16
+
+
+def core_of(core: cfg.Experts):
+    """Its graph and random parameters."""
+    config = cfg.ModelConfig((cfg.Stack((ATTENTION, core)),), STORES["vector"])
+    make = lambda rngs: experts.Experts(config, core, rngs, output_scale=1.0, input_width=WIDTH)
+    graphdef, params = nnx.split(make(nnx.Rngs(0)), nnx.Param)
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def tokens(seed=0):
+    """That like some experts more than others."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(BATCH, SEQ, 1, WIDTH)) + rng.normal(size=WIDTH)
+    return jnp.asarray(x, jnp.float32)
+
+
+def run(graphdef, params, x):
+    core = nnx.merge(graphdef, params)
+    return core.with_aux(Read(whole=x), causal(x.shape[1], None, None), 0)
+
+
+def loads(params, x, bias):
+    """How many tokens choose each expert, in NumPy."""
+    scores = plain.sigmoid(np.float64(x[:, :, 0]) @ np.float64(params["w_router"]))
+    chosen = np.argsort(-(scores + np.float64(bias)), axis=-1)[..., :2]
+    return np.bincount(chosen.ravel(), minlength=6)
+
+
+@pytest.mark.parametrize(
+    "balance", [cfg.SignRule(rate=0.02), cfg.Quantiles()], ids=lambda b: b.kind
+)
+def test_the_bias_moves_load_towards_the_mean(balance):
+    """Its gradient is the load, to the unit; the optimizer moves it and counts it in no norm."""
+    graphdef, params = core_of(cfg.Experts(6, 2, 5, balance=balance))
+    roles = nnx.to_pure_dict(
+        jax.tree.map(
+            lambda p: p.get_metadata("role"),
+            nnx.state(nnx.merge(graphdef, params), nnx.Param),
+            is_leaf=lambda p: isinstance(p, nnx.Variable),
+        )
+    )
+    optimizer = make_optimizer(
+        cfg.AdamW(learning_rate=1e-9), steps=99, roles=roles, width_ratio=1.0
+    )
+    x, state = tokens(), optimizer.init(params)
+
+    @jax.jit
+    def step(params, state):
+        loss = lambda params: run(graphdef, params, x)[1]["loss"]
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradients, state, params)
+        metrics = load_metrics(gradients, roles)
+        norm = optax.tree.norm(of_weights(gradients, roles))
+        return optax.apply_updates(params, updates), state, gradients, metrics, (value, norm)
+
+    most = []
+    for _ in range(16):
+        if balance.kind == "sign":
+            bias = 0.02 * params["load"]
+        else:
+            bias = experts._bias_of(params["seen"], 2 / 6)
+        params, state, gradients, metrics, zeros = step(params, state)
+        np.testing.assert_array_equal(gradients["load"], loads(params, x, bias))
+        assert zeros == (0, 0) and not np.any(state[1].mu["load"])
+        share = np.float64(gradients["load"]) / (2 * BATCH * SEQ)
+        most.append(6 * share.max())
+        assert_close(metrics["train/experts/max_load"], most[-1], 1e-6)
+        entropy = -np.sum(share * np.log(np.maximum(share, 1e-30))) / np.log(6)
+        assert_close(metrics["train/experts/entropy"], entropy, 1e-5)
+    assert most[0] > 1.5
+    assert most[-1] < 1.2
+
+
+def test_scores_are_counted_where_they_are():
+    """The quantile between bins too: to a quarter of a bin of what NumPy finds."""
+    above = np.random.default_rng(0).uniform(-0.6, 0.3, size=(4000, 3)).astype(np.float32)
+    above += np.float32([0, 0.5, -0.2])
+    seen = experts._histogram(jnp.asarray(above))
+    edges = np.linspace(-2, 2, cfg.HISTOGRAM_BINS + 1)
+    for e in range(3):
+        np.testing.assert_array_equal(seen[e], np.histogram(above[:, e], edges)[0])
+    want = -np.quantile(above, 1 - 0.25, axis=0)
+    got = np.asarray(experts._bias_of(seen / len(above), 0.25))
+    assert np.abs(got - (want - want.mean())).max() < 1 / cfg.HISTOGRAM_BINS
+
+
+def test_the_loss_of_balance_is_one_where_loads_are_even():
+    graphdef, params = core_of(cfg.Experts(6, 2, 5, balance=cfg.BalanceLoss(0.5)))
+    x = tokens()
+    loss = run(graphdef, params, x)[1]["loss"]
+    scores = plain.sigmoid(np.float64(x[:, :, 0]) @ np.float64(params["w_router"]))
+    shares = scores / scores.sum(-1, keepdims=True)
+    chosen = np.argsort(-scores, axis=-1)[..., :2]
+    of_rows = np.stack([np.bincount(row.ravel(), minlength=6) for row in chosen]) / (2 * SEQ)
+    expected = 0.5 * 6 * SEQ * np.sum(of_rows * shares.mean(1))
+    assert_close(loss, expected, 1e-5)
+    even = run(graphdef, params | {"w_router": 0 * params["w_router"]}, x)[1]["loss"]
+    assert_close(even, 0.5 * BATCH * SEQ, 1e-5)
+
+
+def test_what_has_no_room_is_dropped_and_counted():
+    """Two devices of three experts each, with room for 0.75 of an even load each."""
+    core = cfg.Experts(6, 2, 5, shared=0, capacity=0.75)
+    graphdef, params = core_of(core)
+    x = tokens()
+    mesh = sharding.make_mesh("expert=2", jax.devices()[:2])
+    specs = {"load": (), "w_router": (), "w_1": ("expert",), "w_2": ("expert",)}
+    specs = {name: jax.sharding.PartitionSpec(*spec) for name, spec in specs.items()}
+    rows = jax.sharding.PartitionSpec("expert")
+
+    def on_mesh(params, x):
+        y, aux = run(graphdef, params, x)
+        return y, sharding.add_up(aux)
+
+    of_all = sharding.per_device(on_mesh, mesh, (specs, rows), (rows, jax.sharding.PartitionSpec()))
+    y, aux = jax.jit(of_all)(params, x)
+
+    flat = np.float64(x).reshape(-1, WIDTH)
+    scores = plain.sigmoid(flat @ np.float64(params["w_router"]))
+    chosen = np.argsort(-scores, axis=-1)[:, :2]
+    weights = np.take_along_axis(scores, chosen, -1)
+    weights /= weights.sum(-1, keepdims=True)
+    room, expected, dropped = int(0.75 * len(flat)), np.zeros_like(flat), 0
+    for first in (0, 3):
+        own = [(e, t) for e in range(first, first + 3) for t in np.nonzero(chosen == e)[0]]
+        dropped += max(0, len(own) - room)
+        for e, t in own[:room]:
+            gate, up = (flat[t] @ np.float64(params["w_1"][e, :, i]) for i in (0, 1))
+            weight = weights[t][chosen[t] == e][0]
+            expected[t] += weight * (plain.silu(gate) * up) @ np.float64(params["w_2"][e])
+    assert dropped == aux["dropped"] > 10
+    assert_close(y.reshape(-1, WIDTH), expected, 1e-5)
+
+
+def test_more_choices_than_experts_are_refused():
+    with pytest.raises(UsageError, match="Experts.top_k=7 must be at most num_experts=6"):
+        cfg.Experts(6, 7, 5)
