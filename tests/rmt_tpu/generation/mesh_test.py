@@ -16,7 +16,7 @@ from tests import models
 GROUPED = cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, query_key_norm=True, bias=True)
 LATENT = cfg.Mla(num_heads=4, head_dim=6, kv_rank=4, rope_dim=2, query_rank=2)
 # In place of a core with a cache: its layer has grouped queries before it.
-EXPERTS = cfg.Experts(num_experts=4, top_k=2, hidden_dim=5)
+EXPERTS = cfg.Experts(num_experts=4, top_k=2, hidden_dim=6)
 LENGTHS, PART, NEW = (29, 5, 12), 12, 9
 
 
