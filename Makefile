@@ -22,7 +22,7 @@ test-compile: $(VENV)/installed-test
 
 # Every night: also the slow ones, such as every store, mixer and pair of mesh axes, and full-size
 # steps on the largest pods.
-test-all: lint $(VENV)/installed-test
+test-all: lint $(VENV)/installed-test $(VENV)/installed-lm-eval
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/installed-test
@@ -45,6 +45,11 @@ $(VENV)/installed-test: setup.py | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/cuda \
 		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc
 	touch $@ $(VENV)/installed
+
+# lm-evaluation-harness: half a gigabyte, for tests of the night alone.
+$(VENV)/installed-lm-eval: setup.py | $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lm_eval]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info

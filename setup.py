@@ -15,8 +15,10 @@ PROGRAMS = [
     "compare",
     "decode_report",
     "depth_report",
+    "evaluate",
     "generate",
     "kernel_report",
+    "lm_eval",
     "preflight",
     "prepare_data",
     "report",
@@ -40,6 +42,7 @@ INSTALL = JAX + [
     "absl-py>=2.3",
     "numpy>=2.1",
     "matplotlib>=3.9",  # loss curves and figures
+    "scipy>=1.13",  # exact tests of differences; jax depends on it already
     "rich>=13",  # the progress bar; flax depends on it already
 ]
 TPU = [f"jax[tpu]>=0.10.2,<0.11; {OLD}", f"jax[tpu]>=0.11.2,<0.13; {NEW}"]
@@ -49,6 +52,7 @@ DATA = [
     "zstandard>=0.22",  # .zst files; Python has its own from 3.14 on
 ]
 SERVE = ["starlette>=1.10", "uvicorn>=0.54"]  # recipes.serve
+LM_EVAL = ["lm-eval>=0.4.13,<0.5"]  # any task of the harness, and datasets of the hub
 GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
 
 setup(
@@ -72,6 +76,7 @@ setup(
         "cuda": CUDA,
         "gcs": GCS,
         "data": DATA,
+        "lm_eval": LM_EVAL,
         "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],
         # libtpu is here for its compiler: the tests compile for TPU on a machine without one.

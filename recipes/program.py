@@ -68,14 +68,24 @@ def start(main: Callable[[], int | None]) -> NoReturn:
     help_of = lambda: f"{sys.modules[main.__module__].__doc__}\nFlags:\n{_flags_of(module)}"
     flags.DEFINE_flag(Answer("help", "say this, and end", help_of, short_name="h"))
     flags.DEFINE_flag(Answer("version", "say which version this is, and end", _version))
+    _begin()
+    argv = _parse_flags(module)
+    sys.exit(_main(main, argv))
+
+
+def start_unparsed(main: Callable[[], int | None]) -> NoReturn:
+    """`start` of a recipe that parses its command line itself."""
+    _begin()
+    sys.exit(_main(main, sys.argv[:1]))
+
+
+def _begin() -> None:
     with contextlib.suppress(OSError, RuntimeError):  # of a stderr that is no file
         faulthandler.enable()
     # Libraries say much at INFO; what the recipes say themselves is printed.
     for library in ("jax", "matplotlib"):
         logging.getLogger(library).setLevel(logging.WARNING)
     _hush_libtpu()
-    argv = _parse_flags(module)
-    sys.exit(_main(main, argv))
 
 
 def _flags_of(module: str) -> str:

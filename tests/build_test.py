@@ -21,7 +21,8 @@ PYPI_NAMES = {  # where it is not the name that is imported
     "orbax": "orbax-checkpoint",
 }
 UNSEEN = {"tests": {"beartype", "jaxtyping", "libtpu"}}  # loaded by name
-OPTIONAL = {"tokamax"}  # for one command of developers, which says so
+# For one command of developers, and for an extra of some hundred megabytes: both say so.
+OPTIONAL = {"tokamax", "datasets", "lm_eval"}
 
 
 def third_party(package: str) -> list[str]:

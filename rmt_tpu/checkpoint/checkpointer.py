@@ -306,6 +306,11 @@ class Checkpointer:
         """
         return self._find(step).arrays
 
+    def identity(self, step: int | None = None) -> tuple[int, str]:
+        """A step, as for `arrays`, and hexadecimal by which it is told from any other save."""
+        found = self._find(step)
+        return found.step, found.attempt
+
     def array(self, name: str, step: int | None = None) -> ts.TensorStore:
         """One array of a step, to be read in part: `array("w")[5:7].read().result()`.
 

@@ -4,7 +4,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rmt_tpu.data.inputs import (
     COMPRESSED,
@@ -28,7 +28,7 @@ _PIECE = 2**20  # bytes of a line that is passed over
 _SIGN_OF_LIFE = 2**22  # bytes that are unpacked
 
 
-def documents(source: str) -> list[str]:
+def documents(source: str, flag: str = "data") -> list[str]:
     """All documents of a corpus, in order; documents of nothing but white space are left out.
 
     Args:
@@ -36,6 +36,7 @@ def documents(source: str) -> list[str]:
         or paths and globs (`**` is any depth) with commas between. A `.txt` file is one document,
         or several with lines `<|endoftext|>` between; a `.jsonl` file has one on each line, in
         the field "text". Both may end in `.gz` or `.zst`. A file given twice is read once.
+      flag: that names it, for messages.
 
     Returns:
       At least one document.
@@ -44,10 +45,12 @@ def documents(source: str) -> list[str]:
       UsageError: a path has no file, or a file cannot be read as text, or there is no text.
       RunError: a file was edited meanwhile.
     """
-    with problems("data", source):
+    with problems(flag, source):
         found = [text for span in files(source) for text in read_span(span)]
     if not found:
-        raise UsageError(f"--data={source!r} has no text: legal is at least one non-empty document")
+        raise UsageError(
+            f"--{flag}={source!r} has no text: legal is at least one non-empty document"
+        )
     return found
 
 
@@ -176,6 +179,22 @@ def _json_lines(span: Span, seen: Seen) -> Iterator[str]:
                 raise Problem(f"{span.path!r} line {number} {problem}") from None
 
 
+def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON objects of a whole .jsonl file, each with the words for where it is.
+
+    Raises:
+      Problem: the file cannot be read, or a line is no object.
+    """
+    for number, line in enumerate(_lines(span, lambda block: None), 1):
+        text, where = _decode(line.content, span, line.offset), f"{span.path!r} line {number}"
+        if text.strip():
+            try:
+                value = _json_object(text, "{...}")
+            except Problem as problem:
+                raise Problem(f"{where} {problem}") from None
+            yield where, value
+
+
 def _module(span: Span, seen: Seen) -> Iterator[str]:
     """A module of the standard library: of the installation, so nothing for a person to correct."""
     with readable(span.path), opened(span) as file:
@@ -210,13 +229,8 @@ def _line_number(span: Span, offset: int) -> int:
 
 def _json_text(line: str) -> str:
     """The "text" of one line of a .jsonl file."""
-    legal = 'legal: an object like {"text": "..."}'
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise Problem(f"is not JSON ({error}); {legal}") from None
-    if not isinstance(value, dict):
-        raise Problem(f"is a JSON {type(value).__name__}, not an object; {legal}")
+    like = '{"text": "..."}'
+    value, legal = _json_object(line, like), f"legal: an object like {like}"
     if not isinstance(value.get("text"), str):
         shown = [f"{name[:40]!r} ({type(v).__name__})" for name, v in list(value.items())[:8]]
         fields = ", ".join(shown + ["..."] * (len(value) > 8)) or "none"
@@ -228,3 +242,15 @@ def _json_text(line: str) -> str:
             f'has half a surrogate pair at character {error.start} of "text"; legal: Unicode text'
         ) from None
     return value["text"]
+
+
+def _json_object(line: str, like: str) -> dict[str, Any]:
+    """What one line of a .jsonl file says."""
+    legal = f"legal: an object like {like}"
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Problem(f"is not JSON ({error}); {legal}") from None
+    if not isinstance(value, dict):
+        raise Problem(f"is a JSON {type(value).__name__}, not an object; {legal}")
+    return value

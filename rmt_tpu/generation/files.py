@@ -58,9 +58,9 @@ class Output:
         self._broken = text[text.rfind("\n") + 1 :] != ""
         self.lines = list(self._parsed(text[: text.rfind("\n") + 1]))
 
-    def add(self, line: dict[str, Any]) -> None:
-        """A line more."""
-        text = json.dumps(line, ensure_ascii=False) + "\n"
+    def add(self, *lines: dict[str, Any]) -> None:
+        """Lines more, all at once."""
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         if self._broken:
             text, self._broken = "\n" + text, False
         self._folder.append(self._name, text.encode())

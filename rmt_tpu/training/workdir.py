@@ -139,8 +139,21 @@ def read_config(workdir: Location) -> RunConfig:
         return _parsed(folder, found.data)
 
 
+class Loaded(NamedTuple):
+    """A trained decoder, its tokenizer, and the step that it was trained to."""
+
+    decoder: Any
+    tokenizer: Tokenizer
+    step: int
+
+
 def load(workdir: Location, step: int | None = None, *, mesh: str | None = None):
-    """The trained decoder of a run folder, and its tokenizer.
+    """The trained decoder of a run folder, and its tokenizer: the first two of `load_step`."""
+    return load_step(workdir, step, mesh=mesh)[:2]
+
+
+def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = None) -> Loaded:
+    """What a run folder has of a step.
 
     Args:
       workdir: of `recipes.train`, local or gs://.
@@ -149,7 +162,7 @@ def load(workdir: Location, step: int | None = None, *, mesh: str | None = None)
         are read, for an `Engine`; None is one device.
 
     Returns:
-      `(decoder, tokenizer)`.
+      The decoder, with its tokenizer and step.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
@@ -178,8 +191,8 @@ def load(workdir: Location, step: int | None = None, *, mesh: str | None = None)
     checkpoints = open_checkpoints(folder)
     like = {"params": params}
     with memory.told_if_out("the model's parameters do not fit"):
-        _, state, _ = restore_grown(checkpoints, like, config.model, step, partial=True)
-    return nnx.merge(graphdef, state["params"]), load_saved(folder)
+        step, state, _ = restore_grown(checkpoints, like, config.model, step, partial=True)
+    return Loaded(nnx.merge(graphdef, state["params"]), load_saved(folder), step)
 
 
 def _parsed(folder: Folder, content: bytes) -> RunConfig:

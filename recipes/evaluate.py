@@ -1,0 +1,127 @@
+"""Ask a trained model what it knows: tasks of lm-evaluation-harness, and perplexity of texts.
+
+    python -m recipes.evaluate --workdir=runs/a --tasks=arc_easy,lambada_openai --data_dir=eval
+    python -m recipes.evaluate --workdir=runs/a --text='books/*.txt' --against=runs/b
+
+Prompts and metrics are the harness's, by a scorer of our own. --data_dir has <task>.jsonl (.gz,
+.zst) in the form of the dataset on the hub, or with "query", "choices" and "gold"; or it is `hub`.
+Answers are kept in <workdir>/evaluation: the same command goes on where it was stopped, and what
+was answered is not asked again. Leaves evaluation.json, evaluation.md and plots/evaluation.png in
+--output, by default the run folder.
+
+--against compares with another run folder, with `untrained` (the model before its first step) or
+`unigram` (tokens as often as in the training text), on the same documents.
+"""
+
+import sys
+import time
+
+from absl import flags
+
+from recipes import common, program
+from rmt_tpu import memory
+from rmt_tpu.errors import UsageError, arguments_as_flags, of_flag
+from rmt_tpu.storage import open_folder
+
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "a run folder of recipes.train, local or gs://", required=True
+)
+_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+common.define_mesh_flag()
+_TASKS = flags.DEFINE_list("tasks", [], "names of tasks, like arc_easy,hellaswag")
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", None, "a folder with <task>.jsonl, local or gs://; or hub"
+)
+_TEXT = flags.DEFINE_string(
+    "text", None, "files of text and globs, or a token store's held-out part"
+)
+_STRIDE = flags.DEFINE_integer(
+    "stride", None, "tokens scored in a window of --text; default all of them", lower_bound=1
+)
+_LIMIT = flags.DEFINE_integer(
+    "limit", None, "of each task the first so many documents", lower_bound=1
+)
+_MAX_LENGTH = flags.DEFINE_integer(
+    "max_length", None, "tokens read at a time; default as many as in training", lower_bound=1
+)
+_BATCH_TOKENS = flags.DEFINE_integer(
+    "batch_tokens", 16384, "read at once by each device that rows are divided over", lower_bound=1
+)
+_AGAINST = flags.DEFINE_list("against", [], "run folders to compare with; untrained; unigram")
+_OUTPUT = flags.DEFINE_string("output", None, "folder for the results; default the run folder")
+
+
+def main() -> int:
+    _check_flags()
+    started = time.monotonic()
+    from rmt_tpu.evaluation import documents, subjects
+    from rmt_tpu.evaluation.evaluate import evaluate
+    from rmt_tpu.evaluation.report import write_report
+
+    with of_flag("workdir"):
+        workdir = open_folder(_WORKDIR.value)
+    with of_flag("output"):
+        folder = workdir if _OUTPUT.value is None else open_folder(_OUTPUT.value)
+    tasks = documents.find_tasks(_TASKS.value)
+    sources = [documents.read_task(task, _DATA_DIR.value, _LIMIT.value) for task in tasks]
+    with arguments_as_flags():
+        asked = [_subject(_WORKDIR.value)]
+    if _TEXT.value is not None:
+        sources.append(documents.read_texts(_TEXT.value, asked[0].tokenizer))
+    for other in _AGAINST.value:
+        if other in (subjects.UNTRAINED, subjects.UNIGRAM):
+            asked.append(getattr(subjects, other)(workdir, asked[0]))
+        else:
+            with of_flag("against"):
+                asked.append(_subject(other))
+    names = _names([subject.name for subject in asked])
+    results = {}
+    with memory.told_if_out("less is taken with a smaller --batch_tokens or --max_length"):
+        for name, subject in zip(names, asked, strict=True):
+            try:
+                results[name] = evaluate(subject, sources, _STRIDE.value)
+            except KeyboardInterrupt:
+                print(f"stopped; to go on:\n  {program.resume_command()}", file=sys.stderr)
+                return program.INTERRUPTED
+    print(write_report(results, folder))
+    print(f"picture: {folder}/plots/evaluation.png")
+    print(f"{len(sources)} sources in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def _subject(workdir: str):
+    from rmt_tpu.evaluation import subjects
+
+    return subjects.of_run(
+        workdir,
+        _STEP.value if workdir == _WORKDIR.value else None,
+        mesh=flags.FLAGS.mesh,
+        max_length=_MAX_LENGTH.value,
+        batch_tokens=_BATCH_TOKENS.value,
+    )
+
+
+def _check_flags() -> None:
+    common.check_mesh()
+    if not _TASKS.value and _TEXT.value is None:
+        raise UsageError("--tasks or --text is needed: what to ask")
+    if bool(_TASKS.value) != (_DATA_DIR.value is not None):
+        raise UsageError("--tasks and --data_dir go together: what to ask, and where it is")
+    if _STRIDE.value is not None and _TEXT.value is None:
+        raise UsageError(f"--stride={_STRIDE.value} is for --text")
+
+
+def _names(given: list[str]) -> list[str]:
+    """Each its own, for tables."""
+    return [
+        name if given.count(name) == 1 else f"{name} ({number + 1})"
+        for number, name in enumerate(given)
+    ]
+
+
+def run() -> None:
+    program.start(main)
+
+
+if __name__ == "__main__":
+    run()

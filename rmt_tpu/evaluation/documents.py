@@ -1,0 +1,276 @@
+"""Documents of tasks and of texts, as requests of tokens."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rmt_tpu import data
+from rmt_tpu.data.corpus import objects
+from rmt_tpu.data.inputs import Problem, digest_of, files, problems
+from rmt_tpu.errors import RunError, UsageError, one_line, unknown
+from rmt_tpu.evaluation.metrics import Metric
+from rmt_tpu.evaluation.scorer import Answer, Request
+from rmt_tpu.evaluation.tasks import TASKS, Document, Kind, Malformed, Task, whole_text
+
+HUB = "hub"
+_ENDINGS = ("", ".gz", ".zst")
+
+
+class Source(NamedTuple):
+    """What is to be asked.
+
+    Attributes:
+      name: of the task; "text" for files and stores.
+      kind: see `Task`.
+      documents: in order.
+      digest: of the data that they are made of, and of how.
+      task: None for texts.
+    """
+
+    name: str
+    kind: Kind
+    documents: list[Document]
+    digest: str
+    task: Task | None = None
+
+
+def find_tasks(names: Iterable[str]) -> list[Task]:
+    """
+    Raises:
+      UsageError: there is no such task, or one is named twice.
+    """
+    names = list(names)
+    for name in names:
+        if name not in TASKS:
+            raise UsageError(unknown("--tasks", name, TASKS))
+    if len(set(names)) < len(names):
+        raise UsageError(f"--tasks={','.join(names)} names one twice; legal: each once")
+    return [TASKS[name] for name in names]
+
+
+def read_task(task: Task, data_dir: str, limit: int | None = None) -> Source:
+    """The documents of a task.
+
+    Args:
+      data_dir: a folder, local or gs://, with `<task>.jsonl`, plain, .gz or .zst; or "hub".
+      limit: the first so many; None is all.
+
+    Raises:
+      UsageError: there is no such file, or a line of it is not of the task.
+      RunError: the hub does not give it.
+    """
+    if data_dir == HUB:
+        digest, lines = f"hub/{'/'.join(map(str, task.hub))}", _from_hub(task)
+    else:
+        with problems("data_dir", data_dir):
+            span = _find(task, data_dir)
+            digest, lines = digest_of(span), objects(span)
+    documents = []
+    with problems("data_dir", data_dir):
+        for number, line in itertools.islice(lines, limit):
+            try:
+                documents.append(task.document(line))
+            except Malformed as what:
+                raise Problem(f"{number} {what}; legal: {task.fields}") from None
+        if not documents:
+            raise Problem(f"{task.name} has no documents")
+    return Source(task.name, task.kind, documents, f"{digest}/{task.version}/{limit}", task)
+
+
+def _find(task: Task, data_dir: str):
+    base = f"{data_dir.rstrip('/')}/{task.name}.jsonl"
+    for ending in _ENDINGS:
+        with contextlib.suppress(Problem):
+            return files(base + ending, buckets=True)[0]
+    raise Problem(f"has no {task.name}.jsonl, nor .gz or .zst; legal: a folder with it, or {HUB}")
+
+
+def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        import datasets
+    except ImportError:
+        raise UsageError(
+            f"--data_dir={HUB} needs datasets: pip install 'rmt_tpu[lm_eval]'; legal without: a "
+            "folder of files"
+        ) from None
+    path, name, split = task.hub
+    try:
+        found = datasets.load_dataset(path, name, split=split)
+    except Exception as error:  # of many libraries: no network, no such dataset, no access
+        raise RunError(
+            f"--data_dir={HUB}: {path} cannot be had: {one_line(error)[:200]}; a folder of files "
+            "needs no network"
+        ) from None
+    return ((f"{path} {split} {number}", line) for number, line in enumerate(found))
+
+
+def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
+    """Files of text, as `--data` of training has them, or the held-out part of a token store.
+
+    Raises:
+      UsageError: there is no text, or the store is of another tokenizer.
+    """
+    if data.is_store(source):
+        store = data.open_store(source)
+        store.check_tokenizer(tokenizer)
+        held_out = store.held_out
+        texts = [
+            tokenizer.decode(held_out.document(number)) for number in range(held_out.num_documents)
+        ]
+        if not texts:
+            raise UsageError(
+                f"--text={source} holds out no documents; legal: files, or a store "
+                "made with a held-out part"
+            )
+    else:
+        texts = data.documents(source, "text")
+    digest = hashlib.blake2b(json.dumps(texts).encode(), digest_size=16).hexdigest()
+    return Source("text", "text", [whole_text(text) for text in texts], digest)
+
+
+# Requests ------------------------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """A source in tokens.
+
+    Attributes:
+      requests: of all documents.
+      owners: of each request, its document.
+    """
+
+    source: Source
+    requests: list[Request]
+    owners: np.ndarray
+
+
+def ask(source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int | None) -> Asked:
+    """The requests of all documents; each text has the start token before it.
+
+    A context and its continuation are encoded together, as the harness does: spaces that end the
+    context belong to the continuation.
+
+    Args:
+      max_length: tokens that are read at a time.
+      stride: of windows over texts: how many tokens are scored in each after the first, behind as
+        many as fit; None is `max_length`.
+
+    Raises:
+      UsageError: a text cannot be encoded.
+    """
+    bos = np.array([tokenizer.bos], np.int32)
+    if source.kind == "text":
+        encoded = tokenizer.encode_all([document.pairs[0][1] for document in source.documents])
+        windows = [
+            (request, number)
+            for number, tokens in enumerate(encoded)
+            for request in rolling(np.concatenate([bos, tokens]), max_length, stride or max_length)
+        ]
+        requests, owners = [w[0] for w in windows], [w[1] for w in windows]
+        if not requests:
+            raise UsageError("--text has no tokens to score")
+        return Asked(source, requests, np.array(owners))
+    pairs = [_moved(*pair) for document in source.documents for pair in document.pairs]
+    owners = np.repeat(
+        np.arange(len(source.documents)), [len(document.pairs) for document in source.documents]
+    )
+    contexts = list(dict.fromkeys(context for context, _ in pairs))
+    of_context = dict(zip(contexts, tokenizer.encode_all(contexts), strict=True))
+    wholes = tokenizer.encode_all([context + continuation for context, continuation in pairs])
+    requests = []
+    for (context, continuation), whole in zip(pairs, wholes, strict=True):
+        before = len(of_context[context])
+        if len(whole) <= before:
+            raise UsageError(
+                f"--tasks={source.name}: {continuation!r:.80} is no token of its own behind its "
+                "context with this tokenizer"
+            )
+        requests.append(Request(np.concatenate([bos, whole[:before]]), whole[before:]))
+    return Asked(source, requests, owners)
+
+
+def _moved(context: str, continuation: str) -> tuple[str, str]:
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation
+
+
+def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Request]:
+    """Windows of up to `max_length` inputs in which each token but the first is scored once.
+
+    The first scores all its tokens; each other one `stride` more, behind as many as there is room
+    for. With a stride of `max_length`: those of the harness.
+    """
+    stop = min(len(tokens), max_length + 1)
+    if stop > 1:
+        yield Request(tokens[:1], tokens[1:stop])
+    while stop < len(tokens):
+        scored = min(stride, len(tokens) - stop)
+        stop += scored
+        start = max(stop - max_length - 1, 0)
+        yield Request(tokens[start : stop - scored], tokens[stop - scored : stop])
+
+
+# What they give ------------------------------------------------------------------------------
+
+
+class Total(NamedTuple):
+    """Of a request: the log-probability of its continuation, and whether all of it is greedy."""
+
+    log_probability: float
+    greedy: bool
+
+    @classmethod
+    def of(cls, answer: Answer) -> "Total":
+        return cls(
+            float(np.sum(answer.log_probabilities, dtype=np.float64)), bool(answer.greedy.all())
+        )
+
+
+def _of_texts(asked: Asked, nats: np.ndarray) -> list[Metric]:
+    """Perplexities, in the three units that are about; a single text is as many as its windows."""
+    documents = asked.source.documents
+    lengths = np.array([len(request.continuation) for request in asked.requests], float)
+    if len(documents) == 1:
+        shares = lengths / lengths.sum()
+        words, sizes = documents[0].words * shares, documents[0].bytes * shares
+    else:
+        nats, lengths = (np.bincount(asked.owners, x, len(documents)) for x in (nats, lengths))
+        words, sizes = (
+            np.array([getattr(d, name) for d in documents], float) for name in ("words", "bytes")
+        )
+    return [
+        Metric("word_perplexity", "word", "perplexity", nats, words),
+        Metric("byte_perplexity", "byte", "perplexity", nats, sizes),
+        Metric("bits_per_byte", "byte", "bits", nats, sizes),
+        Metric("token_perplexity", "token", "perplexity", nats, lengths),
+    ]
+
+
+def metrics(asked: Asked, totals: list[Total]) -> list[Metric]:
+    """Those of a task, as the harness has them, from the totals of all its requests."""
+    documents, kind = asked.source.documents, asked.source.kind
+    logs = np.array([total.log_probability for total in totals])
+    greedy = np.array([total.greedy for total in totals], float)
+    ones = np.ones(len(documents))
+    mean = lambda name, values: Metric(name, "document", "share", np.array(values, float), ones)
+    if kind == "last_word":
+        return [
+            Metric("perplexity", "word", "perplexity", -logs, ones),
+            mean("acc", greedy),
+        ]
+    if kind == "text":
+        return _of_texts(asked, -logs)
+    of_documents = np.split(logs, np.flatnonzero(np.diff(asked.owners)) + 1)
+    right, right_by_length = [], []
+    for document, of_choices in zip(documents, of_documents, strict=True):
+        right.append(np.argmax(of_choices) == document.gold)
+        if document.lengths:
+            per_character = of_choices / np.array(document.lengths)
+            right_by_length.append(np.argmax(per_character) == document.gold)
+    found = [mean("acc", right)]
+    return found + ([mean("acc_norm", right_by_length)] if right_by_length else [])

@@ -1,0 +1,279 @@
+"""Models of run folders in lm-evaluation-harness, which has all tasks there are.
+
+from rmt_tpu.evaluation import harness
+
+args = {"workdir": "runs/a"}
+kept = harness.cache_path("cache", **args)
+lm_eval.simple_evaluate("rmt_tpu", args, tasks=["gsm8k"], use_cache=kept)
+
+Needs the extra `lm_eval`; nothing here imports torch.
+"""
+
+import hashlib
+import json
+import logging
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from rmt_tpu.errors import UsageError
+from rmt_tpu.evaluation import subjects
+from rmt_tpu.evaluation.documents import Source, Total, rolling
+from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Request
+from rmt_tpu.generation import Sampling, complete
+from rmt_tpu.storage import Folder, open_folder
+from rmt_tpu.training.workdir import open_checkpoints, read_config
+
+_TOLD = logging.getLogger("rmt_tpu")
+
+
+@register_model("rmt_tpu")
+class RmtTpu(TemplateLM):
+    """A trained model, for `simple_evaluate` and the command line.
+
+    Each text has the start token before it, as in training. Every answer goes to the harness's
+    cache as soon as it is there: with `use_cache` a run goes on where it was stopped.
+
+    Args:
+      workdir: a run folder of `recipes.train`, local or gs://.
+      step: of the checkpoint; None is the last good one.
+      mesh: of devices, with `;` for each comma where commas separate arguments.
+      max_length: tokens that are read at a time; None is as many as in training.
+      batch_tokens: read at once by each device that rows are divided over.
+      max_gen_toks: of a text, if a task does not say.
+      batch_size: texts that are generated at a time; "auto" is 8.
+      max_batch_size, device: what the harness also passes; not used.
+
+    Raises:
+      UsageError: there is no such run or step.
+    """
+
+    def __init__(
+        self,
+        workdir: str,
+        step: int | None = None,
+        mesh: str | None = None,
+        max_length: int | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        max_gen_toks: int = 256,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ):
+        super().__init__()
+        del max_batch_size, device
+        subject = subjects.of_run(
+            workdir,
+            step,
+            mesh=mesh.replace(";", ",") if mesh else None,
+            max_length=max_length,
+            batch_tokens=batch_tokens,
+        )
+        self._tokenizer, self._scorer = subject.tokenizer, subject.scorer
+        self._decoder = subject.decoder
+        self._max_gen_toks = max_gen_toks
+        self._slots = int(batch_size) if str(batch_size).isdecimal() else 8
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that are read at a time."""
+        return self._scorer.max_length
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Tokens of a text, if a task does not say."""
+        return self._max_gen_toks
+
+    @property
+    def eot_token_id(self) -> int:
+        """The start token, which also ends a text."""
+        return self._tokenizer.bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness's caches of prompts."""
+        return self._tokenizer.fingerprint()
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Tokens of a text, without the start token: `_loglikelihood_tokens` puts it there."""
+        del add_special_tokens, kwargs
+        return self._tokenizer.encode(string).tolist()
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        del disable_tqdm, kwargs
+        asked = []
+        for _, context, continuation in requests:
+            begins = [] if context[:1] == [self.eot_token_id] else [self.eot_token_id]
+            tokens = (np.array(x, np.int32) for x in ([*begins, *context], continuation))
+            asked.append(Request(*tokens))
+        return self._asked(asked, [strings for strings, _, _ in requests])
+
+    def _asked(
+        self, requests: list[Request], strings: list[tuple[str, str]]
+    ) -> list[tuple[float, bool]]:
+        if not requests:
+            return []
+        self._scorer.check("the task", requests)
+        if cut := self._scorer.cut(requests):
+            _TOLD.warning(
+                "the beginnings of %d of %d contexts are cut to max_length=%d tokens",
+                cut,
+                len(requests),
+                self.max_length,
+            )
+        found: dict[int, tuple[float, bool]] = {}
+        for some in self._scorer.answers(requests):
+            for number, answer in some.items():
+                found[number] = tuple(Total.of(answer))
+                self.cache_hook.add_partial("loglikelihood", strings[number], found[number])
+        return [found[number] for number in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each whole text, in windows that each score what is new."""
+        del disable_tqdm
+        asked, owners = [], []
+        for number, request in enumerate(requests):
+            tokens = [self.eot_token_id, *self.tok_encode(request.args[0])]
+            windows = list(rolling(np.array(tokens, np.int32), self.max_length, self.max_length))
+            asked += windows
+            owners += [number] * len(windows)
+        totals = [0.0] * len(requests)
+        for some in self._scorer.answers(asked):
+            for number, answer in some.items():
+                totals[owners[number]] += Total.of(answer).log_probability
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+        """What follows each prompt, cut before the first of its stop strings."""
+        del disable_tqdm
+        by_stops = defaultdict(list)
+        for number, request in enumerate(requests):
+            how = normalize_gen_kwargs(request.args[1], self._max_gen_toks)
+            by_stops[tuple(filter(None, how["until"]))].append((number, how))
+        texts = [""] * len(requests)
+        for stops, some in by_stops.items():
+            prompts = [
+                (self._fitting(requests[number].args[0], how), _sampling(how))
+                for number, how in some
+            ]
+            given = (self._decoder, self._tokenizer, prompts)
+            for one in complete(*given, stop=stops, slots=self._slots):
+                number = some[one.number][0]
+                texts[number] = one.text
+                self.cache_hook.add_partial("generate_until", requests[number].args, one.text)
+        return texts
+
+    def _fitting(self, prompt: str, how: dict[str, Any]) -> str:
+        """The end of a prompt behind which there is room for the text."""
+        learned = self._decoder.config.learned_positions
+        tokens = self._tokenizer.encode(prompt)
+        if learned is None or len(tokens) + how["max_gen_toks"] < learned.max_length:
+            return prompt
+        kept = max(learned.max_length - 1 - how["max_gen_toks"], 1)
+        return self._tokenizer.decode(tokens[-kept:])
+
+
+def cache_path(path: str, workdir: str, step: int | None = None, **others: Any) -> str:
+    """A path for `use_cache` of a model's own, for the harness's keys name texts and no model.
+
+    Args:
+      path: to which the checkpoint's identity is added.
+      workdir, step, others: as of `RmtTpu`.
+
+    Raises:
+      ArgumentError: there is no run in the folder, or no such step.
+    """
+    step, attempt = open_checkpoints(_of_run(workdir)).identity(step)
+    known = json.dumps([attempt, sorted(others.items())], default=str)
+    return f"{path}-{step}-{hashlib.blake2b(known.encode(), digest_size=6).hexdigest()}"
+
+
+def _of_run(workdir: str) -> Folder:
+    read_config(workdir)  # tells if it holds no run
+    return open_folder(workdir)
+
+
+def _sampling(how: dict[str, Any]) -> Sampling:
+    known = {"top_k", "top_p", "min_p", "repetition_penalty"}
+    others = {name: value for name, value in how.items() if name in known and value is not None}
+    return Sampling(
+        temperature=float(how.get("temperature") or 0.0), max_tokens=how["max_gen_toks"], **others
+    )
+
+
+def write_tasks(sources: list[Source], folder: Path) -> None:
+    """Task files of the harness for documents that are here: no network is needed.
+
+    `TaskManager(include_path=folder, include_defaults=False)` finds them, under their own names.
+
+    Raises:
+      UsageError: one is a text, which the harness counts words of in its own way.
+    """
+    for source in sources:
+        if source.kind == "text":
+            raise UsageError(f"--tasks={source.name} is not made of files for the harness")
+        lines, fields = _in_fields(source)
+        path = folder / f"{source.name}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        task = {
+            "task": source.name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(path.resolve())}},
+            "test_split": "test",
+            "metadata": {"version": source.task.version},
+            **fields,
+        }
+        # JSON is YAML.
+        (folder / f"{source.name}.yaml").write_text(json.dumps(task), encoding="utf-8")
+
+
+def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Lines of data, and which of their fields is what."""
+    metrics = lambda *names: {
+        "metric_list": [
+            {
+                "metric": name,
+                "aggregation": "perplexity" if name == "perplexity" else "mean",
+                "higher_is_better": name != "perplexity",
+            }
+            for name in names
+        ]
+    }
+    if source.kind == "last_word":
+        lines = [
+            {"context": context, "word": word}
+            for ((context, word),) in (d.pairs for d in source.documents)
+        ]
+        return lines, {
+            "output_type": "loglikelihood",
+            "doc_to_text": "context",
+            "doc_to_target": "word",
+            **metrics("perplexity", "acc"),
+        }
+    if not source.documents[0].lengths:  # one ending of several beginnings
+        lines = [
+            {"beginnings": [b for b, _ in d.pairs], "ending": d.pairs[0][1][1:], "gold": d.gold}
+            for d in source.documents
+        ]
+        of_lines = {"doc_to_text": "gold", "doc_to_choice": "beginnings", "doc_to_target": "ending"}
+        return lines, {"output_type": "multiple_choice", **of_lines, **metrics("acc")}
+    lines = [
+        {"context": d.pairs[0][0], "choices": [c[1:] for _, c in d.pairs], "gold": d.gold}
+        for d in source.documents
+    ]
+    of_lines = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "gold"}
+    return lines, {"output_type": "multiple_choice", **of_lines, **metrics("acc", "acc_norm")}

@@ -1,0 +1,202 @@
+"""Results of an evaluation as a table, a picture and JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rmt_tpu.evaluation.evaluate import Result
+from rmt_tpu.evaluation.metrics import Difference, Metric, difference
+from rmt_tpu.evaluation.tasks import TASKS
+from rmt_tpu.storage import Folder
+from rmt_tpu.training.plots import line_style, save_picture
+
+FILE, TABLE, PICTURE = "evaluation.json", "evaluation.md", "plots/evaluation.png"
+
+
+def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
+    """Writes evaluation.json, .md and plots/evaluation.png; returns the table.
+
+    Args:
+      results: by name, of the first one, and of those that it is compared with, of the same
+        sources.
+      folder: for the three files.
+    """
+    first, *others = results
+    text = table(results[first])
+    for other in others:
+        text += "\n" + comparison(first, results[first], other, results[other])
+    content = {name: [result.json() for result in of_name] for name, of_name in results.items()}
+    for other in others:
+        pairs = zip(results[first], results[other], strict=True)
+        content[f"{first} - {other}"] = [
+            {"task": a.source.name, "metric": metric.name, **apart._asdict()}
+            for a, b in pairs
+            for metric, _, apart in _differences(a, b)
+        ]
+    folder.write(FILE, (json.dumps(content, indent=2) + "\n").encode())
+    folder.write(TABLE, text.encode())
+    _draw(results, folder)
+    return text
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown: a row for each metric; beside it what the RMT paper prints of its two models."""
+    lines = [
+        "| task | metric | value | standard error | documents | per | paper: 405M Transformer, "
+        "305M RMT | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        for number, metric in enumerate(result.metrics):
+            seconds = f"{result.seconds:.1f}" if number == 0 and result.answered else ""
+            lines.append(
+                f"| {result.source.name} | {metric.name} | {_told(metric)} | {_error(metric)} | "
+                f"{len(result.source.documents):,} | {metric.unit} | {_paper(result, metric)} | "
+                f"{seconds} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def comparison(
+    name: str, results: Sequence[Result], other_name: str, others: Sequence[Result]
+) -> str:
+    """Markdown: differences on the same documents, and what their errors would be on others."""
+    lines = [
+        f"| task | metric | {name} | {other_name} | difference | its error | unpaired | p | "
+        "paper: 405M Transformer, 305M RMT |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result, other in zip(results, others, strict=True):
+        for one, of_other, apart in _differences(result, other):
+            lines.append(
+                f"| {result.source.name} | {one.name} | {_told(one)} | {_told(of_other)} | "
+                f"{_signed(one, apart.value)} | {_of(one, apart.error)} | "
+                f"{_of(one, apart.unpaired)} | {_p(apart)} | {_paper(result, one)} |"
+            )
+    return "\n".join(lines) + (
+        "\n\nDifferences are of shares in points, and of perplexities in nats; errors are of the "
+        "same documents for both, and unpaired as if each had its own. p: McNemar's exact test for "
+        "shares, the normal distribution for nats.\n"
+    )
+
+
+def _differences(one: Result, other: Result) -> list[tuple[Metric, Metric, Difference]]:
+    pairs = zip(one.metrics, other.metrics, strict=True)
+    # Tokens of two tokenizers are no common unit.
+    same = one.identity["tokenizer"] == other.identity["tokenizer"]
+    return [(a, b, difference(a, b)) for a, b in pairs if same or a.unit != "token"]
+
+
+def _told(metric: Metric) -> str:
+    return f"{100 * metric.value:.2f}%" if metric.told == "share" else f"{metric.value:,.4g}"
+
+
+def _error(metric: Metric) -> str:
+    if metric.error is None:
+        return ""
+    return f"{100 * metric.error:.2f}" if metric.told == "share" else f"{metric.error:,.2g}"
+
+
+def _signed(metric: Metric, value: float) -> str:
+    return f"{100 * value:+.2f}" if metric.told == "share" else f"{value:+.4f}"
+
+
+def _of(metric: Metric, error: float | None) -> str:
+    return "" if error is None else _signed(metric, error).removeprefix("+")
+
+
+def _p(apart: Difference) -> str:
+    if apart.p is None:
+        return ""
+    return f"{apart.p:.2g}" if apart.p >= 1e-99 else "<1e-99"
+
+
+def _paper(result: Result, metric: Metric) -> str:
+    task = result.source.task
+    printed = task.papers.get(metric.name) if task else None
+    if printed is None:
+        return ""
+    share = metric.told == "share"
+    return ", ".join(f"{100 * x:.1f}%" if share else f"{x:.2f}" for x in printed)
+
+
+# The picture ---------------------------------------------------------------------------------
+
+
+def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
+    """Shares with their errors, and, of texts, nats by position."""
+    from matplotlib.figure import Figure
+
+    shares = _bars(results)
+    texts = {
+        f"{name} {result.source.name}": result
+        for name, of_name in results.items()
+        for result in of_name
+        if result.by_position is not None
+    }
+    panels = [bool(shares), bool(texts)]
+    if not any(panels):
+        return
+    height = max(1.6 + 0.4 * len(shares) * (1 + 0.5 * len(results)), 3.5)
+    figure = Figure(figsize=(6 * sum(panels), height), layout="constrained")
+    axes = iter(figure.subplots(1, sum(panels), squeeze=False)[0])
+    if shares:
+        _draw_shares(next(axes), shares, list(results))
+    if texts:
+        _draw_positions(next(axes), texts)
+    save_picture(figure, folder, PICTURE)
+
+
+def _bars(results: Mapping[str, list[Result]]) -> dict[tuple[str, str], list[Metric]]:
+    """Of each task and metric that is a share: of each model."""
+    found: dict[tuple[str, str], list[Metric]] = {}
+    for of_name in results.values():
+        for result in of_name:
+            for metric in result.metrics:
+                if metric.told == "share":
+                    found.setdefault((result.source.name, metric.name), []).append(metric)
+    return found
+
+
+def _draw_shares(
+    axes: Any, shares: Mapping[tuple[str, str], list[Metric]], names: list[str]
+) -> None:
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        rows = np.arange(len(shares)) + (number - (len(names) - 1) / 2) * width
+        values = [100 * metrics[number].value for metrics in shares.values()]
+        errors = [100 * (metrics[number].error or 0) for metrics in shares.values()]
+        axes.barh(rows, values, 0.9 * width, xerr=errors, color=f"C{number}", label=name)
+    for row, (task, _) in enumerate(shares):
+        chance = 100 * TASKS[task].chance
+        axes.plot([chance, chance], [row - 0.45, row + 0.45], "k:", linewidth=1)
+    axes.set_yticks(range(len(shares)), [f"{task} {metric}" for task, metric in shares])
+    axes.invert_yaxis()
+    axes.set(xlabel="right (percent); line: standard error; dots: chance")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _draw_positions(axes: Any, texts: Mapping[str, Result]) -> None:
+    for number, (name, result) in enumerate(texts.items()):
+        centers, nats = by_position(result.by_position)
+        style = line_style(number)
+        axes.plot(centers, nats, label=name, markersize=4, **style)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens before in the window", ylabel="nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def by_position(sums: np.ndarray) -> tuple[list[float], list[float]]:
+    """Nats a token where so many stood before, in ranges that widen by the square root of two."""
+    edges = np.unique(np.round(2 ** np.arange(0, np.log2(sums.shape[1]) + 0.5, 0.5)).astype(int))
+    centers, nats = [], []
+    for start, stop in zip(edges, [*edges[1:], sums.shape[1]], strict=True):
+        total, count = sums[:, start:stop].sum(axis=1)
+        if count:
+            centers.append(float(start))
+            nats.append(float(total / count))
+    return centers, nats

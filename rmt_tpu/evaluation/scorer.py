@@ -1,0 +1,226 @@
+"""Log-probabilities of continuations, many at a time, in rows of few lengths."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float, Int32
+
+import sharding
+from rmt_tpu.decoder import Decoder
+from rmt_tpu.errors import UsageError
+from rmt_tpu.evaluation.scores import NONE, TokenScores, token_scores
+from rmt_tpu.generation import mesh_of
+
+BATCH_TOKENS = 16384  # of a device that rows are divided over
+_LEAST = 32
+
+
+class Request(NamedTuple):
+    """Tokens to score behind others.
+
+    Attributes:
+      context: at least one token, the start token of a text, say.
+      continuation: at least one token.
+    """
+
+    context: Int32[np.ndarray, " before"]
+    continuation: Int32[np.ndarray, " scored"]
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads."""
+        return len(self.context) + len(self.continuation) - 1
+
+
+class Answer(NamedTuple):
+    """Of the tokens of a continuation, in nats."""
+
+    log_probabilities: Float[np.ndarray, " scored"]
+    greedy: Bool[np.ndarray, " scored"]
+
+
+class Scorer(NamedTuple):
+    """What answers requests.
+
+    Attributes:
+      scores: of rows [batch, seq] and targets, on the devices.
+      max_length: tokens that are read at most.
+      rows: multiples of which a batch has.
+      tokens: multiples of which a row has.
+      batch_tokens: about as many are read at a time.
+    """
+
+    scores: Callable[[Any, Any], TokenScores]
+    max_length: int
+    rows: int = 1
+    tokens: int = 1
+    batch_tokens: int = BATCH_TOKENS
+
+    @classmethod
+    def of(cls, decoder: Decoder, max_length: int, batch_tokens: int = BATCH_TOKENS) -> "Scorer":
+        """By a decoder, on the devices that its parameters lie on.
+
+        An answer does not depend on the requests beside it: experts drop nothing.
+
+        Raises:
+          UsageError: the model's learned positions end before `max_length`.
+          MeshError: `max_length` does not divide over the devices.
+        """
+        check_length(decoder.config, max_length)
+        graphdef, params = nnx.split(_dropless(decoder))
+        if (mesh := mesh_of(decoder)) is None:
+            compiled = jax.jit(partial(_scores, graphdef))
+            return cls(partial(compiled, params), max_length, batch_tokens=batch_tokens)
+        sharding.check_divides(mesh, "--max_length", max_length, "tokens")
+        specs = jax.tree.map(lambda x: x.sharding.spec, params)
+        given = PartitionSpec(sharding.RULES["batch"])
+        over = PartitionSpec(sharding.RULES["batch"], sharding.RULES["tokens"])
+        run = sharding.per_device(
+            partial(_scores, graphdef), mesh, (specs, given, given), TokenScores(over, over)
+        )
+        # Every process has them.
+        compiled = jax.jit(run, out_shardings=sharding.replicated(mesh))
+        put = partial(jax.device_put, device=NamedSharding(mesh, given))
+        rows = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
+        tokens = math.prod(mesh.shape[axis] for axis in sharding.RULES["tokens"])
+        return cls(
+            lambda *given: compiled(params, *map(put, given)),
+            max_length,
+            rows,
+            2 * tokens if tokens > 1 else 1,  # a ring has two parts of a row on each device
+            batch_tokens * rows,
+        )
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[dict[int, Answer]]:
+        """Answers by the requests' numbers, as they come, those of the longest first.
+
+        Of a context that is too long its beginning is cut; see `check`.
+        """
+        by_length = defaultdict(list)
+        for number, request in enumerate(requests):
+            by_length[self._size(min(request.length, self.max_length))].append(number)
+        batches = (
+            (size, numbers[start : start + self._rows(size)])
+            for size, numbers in sorted(by_length.items(), reverse=True)
+            for start in range(0, len(numbers), self._rows(size))
+        )
+        before = None
+        for size, numbers in batches:
+            # The next batch is made while the devices are at this one.
+            begun = numbers, self._begin(size, [requests[number] for number in numbers])
+            if before is not None:
+                yield _answers(*before, requests)
+            before = begun
+        if before is not None:
+            yield _answers(*before, requests)
+
+    def check(self, name: str, requests: Sequence[Request]) -> None:
+        """Raises UsageError if a continuation, of a task of this name, is too long."""
+        longest = max(len(request.continuation) for request in requests)
+        if longest > self.max_length:
+            raise UsageError(
+                f"--max_length={self.max_length} is less than the {longest} tokens of a "
+                f"continuation of {name}; legal: {longest} or more"
+            )
+
+    def cut(self, requests: Sequence[Request]) -> int:
+        """Requests whose context is too long."""
+        return sum(request.length > self.max_length for request in requests)
+
+    def _size(self, length: int) -> int:
+        """Of the rows for so many tokens: a power of two, or one and a half of it."""
+        size = max(_LEAST, 1 << (length - 1).bit_length())
+        if length <= size * 3 // 4 and size > _LEAST:
+            size = size * 3 // 4
+        return min(size + -size % self.tokens, self.max_length)
+
+    def _rows(self, size: int) -> int:
+        """Of a batch of rows of a size."""
+        return max(self.batch_tokens // size // self.rows, 1) * self.rows
+
+    def _begin(self, size: int, requests: list[Request]) -> TokenScores:
+        shape = self._rows(size), size
+        tokens, targets = np.zeros(shape, np.int32), np.full(shape, NONE, np.int32)
+        for row, request in enumerate(requests):
+            whole = np.concatenate(request)[-(self.max_length + 1) :]
+            read, scored = len(whole) - 1, len(request.continuation)
+            tokens[row, :read] = whole[:-1]
+            targets[row, read - scored : read] = request.continuation
+        return self.scores(tokens, targets)
+
+
+def check_length(model: Any, max_length: int) -> None:
+    """Raises UsageError unless a model reads so many tokens."""
+    learned = model.learned_positions
+    if learned is not None and max_length > learned.max_length:
+        raise UsageError(
+            f"--max_length={max_length} is more than the model's {learned.max_length} learned "
+            f"positions; legal: 1 to {learned.max_length}"
+        )
+
+
+def fingerprint(decoder: Decoder) -> str:
+    """Hexadecimal, of the parameters' names, shapes and bits, the same on any mesh."""
+    params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
+    sums = jax.jit(partial(jax.tree.map, _digest))(params)
+    flat, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(sums))
+    shapes = [list(x.shape) for x in jax.tree.leaves(params)]
+    told = [
+        [jax.tree_util.keystr(path), shape, int(value)]
+        for (path, value), shape in zip(flat, shapes, strict=True)
+    ]
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
+
+
+def _digest(x: jax.Array) -> jax.Array:
+    """A sum modulo 2^32 over bits, each with a weight of its place: in any order the same."""
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    weight = (place * jnp.uint32(2654435761)) | jnp.uint32(1)
+    return jnp.sum(bits * weight, dtype=jnp.uint32)
+
+
+def _scores(graphdef, params, tokens, targets) -> TokenScores:
+    return token_scores(nnx.merge(graphdef, params), tokens, targets)
+
+
+def _answers(
+    numbers: list[int], scores: TokenScores, requests: Sequence[Request]
+) -> dict[int, Answer]:
+    scores, answers = jax.device_get(scores), {}
+    limit = scores.greedy.shape[1]
+    for row, number in enumerate(numbers):
+        stop = min(requests[number].length, limit)
+        of_row = slice(stop - len(requests[number].continuation), stop)
+        answers[number] = Answer(scores.log_probability[row, of_row], scores.greedy[row, of_row])
+    return answers
+
+
+def _dropless(decoder: Decoder) -> Decoder:
+    """The same parameters in a model whose experts take all that chooses them."""
+    model = decoder.config
+    if not any(getattr(core, "capacity", None) for core in model.cores):
+        return decoder
+
+    def free(core):
+        return dataclasses.replace(core, capacity=None) if core.kind == "experts" else core
+
+    stacks = tuple(
+        dataclasses.replace(stack, cores=tuple(map(free, stack.cores))) for stack in model.stacks
+    )
+    model = dataclasses.replace(model, stacks=stacks)
+    shapes = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    return nnx.merge(nnx.split(shapes)[0], nnx.state(decoder))

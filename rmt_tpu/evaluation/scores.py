@@ -1,0 +1,80 @@
+"""How likely tokens are: what an evaluation asks of a model, without all its logits."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+import sharding
+from rmt_tpu.decoder import Decoder
+from rmt_tpu.layers.data_vectors import concatenate
+
+# Logits held at a time, of at least so many tokens: 2^25 float32 are 128 MB.
+_LOGITS, _LEAST = 2**25, 64
+
+# In place of a target that is not asked for.
+NONE = -1
+
+
+class TokenScores(NamedTuple):
+    """Of each target that was asked for; 0 and False of the others.
+
+    Attributes:
+      log_probability: `log softmax(logits)[target]`, in nats.
+      greedy: whether the target is the likeliest token, the first one of equals.
+    """
+
+    log_probability: Float[Array, "rows seq"]
+    greedy: Bool[Array, "rows seq"]
+
+
+def token_scores(
+    decoder: Decoder,
+    tokens: Int[Array, "batch seq"],
+    targets: Int[Array, "batch seq"],
+    schedule: sharding.Schedule | None = None,
+) -> TokenScores:
+    """How likely each target is behind the tokens of its row up to its place.
+
+    Only what is asked for is unembedded, in chunks, and logits are at least float32. What fills a
+    row up at its end is seen by nothing before it.
+
+    In per-device code (see `sharding.per_device`): of this device's own tokens, and with a
+    `schedule` of stages of its part of their rows.
+
+    Args:
+      tokens: rows.
+      targets: that follow the tokens, or NONE.
+    """
+    z, _ = decoder.features(tokens, schedule=schedule)
+    targets = sharding.own_part(targets, "stage", axis=0)
+    targets = sharding.own_part(targets, sharding.token_axes(), axis=1)
+    x, wanted = concatenate(z).reshape(targets.size, -1), targets.reshape(-1)
+    unembedding = decoder.unembedding
+    kernel = sharding.gather(unembedding.kernel[...].astype(x.dtype), "fsdp", axis=0)
+    chunk = min(targets.size, max(_LOGITS // kernel.shape[1], _LEAST))
+    dtype = jnp.result_type(x, jnp.float32)
+
+    # Places that are asked for, one after the other; behind them there are none.
+    room = targets.size + -targets.size % chunk
+    places = jnp.nonzero(wanted >= 0, size=room, fill_value=targets.size)[0]
+
+    def score(number, scores):
+        at = jax.lax.dynamic_slice_in_dim(places, number * chunk, chunk)
+        target = wanted.at[at].get(mode="fill", fill_value=0)
+        of_chunk = x.at[at].get(mode="fill", fill_value=0)
+        logits = jnp.dot(of_chunk, kernel, preferred_element_type=dtype)
+        logits = unembedding.multiplier * logits
+        of_target = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
+        log_probability = of_target - jax.nn.logsumexp(logits, axis=1)
+        return TokenScores(
+            scores.log_probability.at[at].set(log_probability, mode="drop"),
+            scores.greedy.at[at].set(jnp.argmax(logits, axis=1) == target, mode="drop"),
+        )
+
+    chunks = -(-jnp.sum(wanted >= 0) // chunk)
+    none = TokenScores(jnp.zeros(targets.size, dtype), jnp.zeros(targets.size, bool))
+    with jax.named_scope("scores"):
+        scores = jax.lax.fori_loop(0, chunks, score, none)
+    return TokenScores(*(of.reshape(targets.shape) for of in scores))

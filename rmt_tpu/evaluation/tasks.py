@@ -1,0 +1,286 @@
+"""Tasks that are scored by log-probabilities, with the prompts of lm-evaluation-harness 0.4.13."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from rmt_tpu.errors import shown
+
+
+class Malformed(Exception):
+    """What is wrong with a line; whoever knows where it is adds that."""
+
+
+class Document(NamedTuple):
+    """One question, or one text.
+
+    Attributes:
+      pairs: context and continuation of each request; of a text alone ("", text).
+      gold: the right one of them.
+      lengths: of the choices in characters, by which `acc_norm` divides; () has none.
+      words, bytes: of a text, as it was before it was made ready.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    gold: int = 0
+    lengths: tuple[int, ...] = ()
+    words: int = 0
+    bytes: int = 0
+
+
+class Hub(NamedTuple):
+    """A dataset on the hub."""
+
+    path: str
+    name: str | None
+    split: str
+
+
+Kind = Literal["choices", "last_word", "text"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, and how it is told.
+
+    Attributes:
+      kind: the likeliest of choices; a word that is to be continued by; or a whole text.
+      document: makes one of a line of the data.
+      fields: of a line, for messages.
+      hub: where the data is.
+      version: of the prompt, the harness's number.
+      chance: how often a choice that is drawn is right.
+      papers: metric to what the RMT paper prints of its Transformer and of its RMT.
+    """
+
+    name: str
+    kind: Kind
+    document: Callable[[Mapping[str, Any]], Document]
+    fields: str
+    hub: Hub
+    version: float = 1.0
+    chance: float = 0.0
+    papers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+# Lines of the data ---------------------------------------------------------------------------
+
+
+def _text(line: Mapping[str, Any], name: str) -> str:
+    value = line.get(name)
+    if not isinstance(value, str):
+        there = ", ".join(map(repr, list(line)[:8])) or "none"
+        raise Malformed(f"has no field {name!r} that is text; fields: {there}")
+    return value
+
+
+def _index(line: Mapping[str, Any], name: str, count: int) -> int:
+    value = line.get(name)
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if type(value) is not int or not 0 <= value < count:
+        raise Malformed(f"has {name!r} {shown(value)}; legal: 0 to {count - 1}")
+    return value
+
+
+def _choices(context: str, choices: list[str], gold: int) -> Document:
+    pairs = tuple((context, f" {choice}") for choice in choices)
+    return Document(pairs, gold, tuple(map(len, choices)))
+
+
+def _listed(line: Mapping[str, Any], name: str = "choices") -> list[str]:
+    value = line.get(name)
+    good = isinstance(value, list) and len(value) > 1 and all(isinstance(x, str) for x in value)
+    if not good:
+        raise Malformed(f"has no field {name!r} that is a list of texts")
+    return value
+
+
+def _query(line: Mapping[str, Any], ending: str = "") -> Document:
+    """A line that is made ready: "query", "choices" and "gold"."""
+    choices = _listed(line)
+    gold = _index(line, "gold", len(choices))
+    return _choices(_text(line, "query") + ending, choices, gold)
+
+
+def _arc(line: Mapping[str, Any]) -> Document:
+    if "query" in line:
+        return _query(line, "\nAnswer:")
+    choices = line.get("choices")
+    if not isinstance(choices, Mapping):
+        raise Malformed("has no field 'choices' with 'text' and 'label'")
+    texts, labels, key = (
+        _listed(choices, "text"),
+        _listed(choices, "label"),
+        _text(line, "answerKey"),
+    )
+    if len(labels) != len(texts) or key not in labels:
+        raise Malformed(f"has 'answerKey' {key!r}; legal: one of the labels {labels}")
+    question = f"Question: {_text(line, 'question')}\nAnswer:"
+    return _choices(question, texts, labels.index(key))
+
+
+def _without_marks(text: str) -> str:
+    """As the harness reads text of WikiHow."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
+def _hellaswag(line: Mapping[str, Any]) -> Document:
+    if "query" in line:
+        return _query(line)
+    begins = f"{_text(line, 'ctx_a')} {_text(line, 'ctx_b').capitalize()}"
+    query = _without_marks(f"{_text(line, 'activity_label')}: {begins}")
+    endings = _listed(line, "endings")
+    gold = _index(line, "label", len(endings))
+    return _choices(query, list(map(_without_marks, endings)), gold)
+
+
+def _piqa(line: Mapping[str, Any]) -> Document:
+    if "query" in line:
+        return _query(line, "\nAnswer:")
+    solutions = [_text(line, "sol1"), _text(line, "sol2")]
+    question = f"Question: {_text(line, 'goal')}\nAnswer:"
+    return _choices(question, solutions, _index(line, "label", 2))
+
+
+def _winogrande(line: Mapping[str, Any]) -> Document:
+    """Which of two beginnings makes the rest of the sentence likelier."""
+    sentence, answer = _text(line, "sentence"), line.get("answer")
+    before, blank, after = sentence.partition("_")
+    if not blank:
+        raise Malformed("has no '_' in 'sentence'")
+    if str(answer) not in ("1", "2"):
+        raise Malformed(f"has 'answer' {shown(answer)}; legal: '1' or '2'")
+    begins = [before + _text(line, name) for name in ("option1", "option2")]
+    rest = f" {after.strip()}"
+    return Document(tuple((b, rest) for b in begins), int(answer) - 1)
+
+
+def _lambada(line: Mapping[str, Any]) -> Document:
+    if "continuation" in line:
+        context, word = _text(line, "context"), _text(line, "continuation").strip()
+    else:
+        context, space, word = _text(line, "text").rpartition(" ")
+        if not space:
+            raise Malformed("has a 'text' of one word")
+    return Document(((context, f" {word}"),))
+
+
+_WIKITEXT = [
+    (r"s '", "s'"),
+    (r"/' [0-9]/", r"/'[0-9]/"),
+    (r" @-@ ", "-"),
+    (r" @,@ ", ","),
+    (r" @\.@ ", "."),
+    (r" : ", ": "),
+    (r" ; ", "; "),
+    (r" \. ", ". "),
+    (r" ! ", "! "),
+    (r" \? ", "? "),
+    (r" , ", ", "),
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    (r"{\s*([^}]*?)\s*}", r"{\1}"),
+    (r"\"\s*([^\"]*?)\s*\"", r'"\1"'),
+    (r"'\s*([^']*?)\s*'", r"'\1'"),
+    (r"= = = =", "===="),
+    (r"= = =", "==="),
+    (r"= =", "=="),
+    (f" {chr(176)} ", chr(176)),
+    (r" \n", "\n"),
+    (r"\n ", "\n"),
+    (r" N ", " 1 "),
+    (r" 's", "'s"),
+]
+
+
+def whole_text(text: str, ready: str | None = None) -> Document:
+    """A text whose words and bytes are counted as it is, and scored as it was made ready."""
+    pairs = (("", text if ready is None else ready),)
+    return Document(pairs, words=len(re.split(r"\s+", text)), bytes=len(text.encode()))
+
+
+def _wikitext(line: Mapping[str, Any]) -> Document:
+    page = ready = _text(line, "page")
+    for pattern, new in _WIKITEXT:
+        ready = re.sub(pattern, new, ready)
+    return whole_text(page, ready)
+
+
+_QUERY = '"query", "choices" and "gold"'
+
+TASKS = {
+    task.name: task
+    for task in [
+        Task(
+            "lambada_openai",
+            "last_word",
+            _lambada,
+            '"text", or "context" and "continuation"',
+            Hub("EleutherAI/lambada_openai", "default", "test"),
+            papers={"perplexity": (61.34, 25.21)},
+        ),
+        Task(
+            "lambada_standard",
+            "last_word",
+            _lambada,
+            '"text", or "context" and "continuation"',
+            Hub("cimec/lambada", None, "test"),
+        ),
+        Task(
+            "arc_easy",
+            "choices",
+            _arc,
+            f'"question", "choices" and "answerKey", or {_QUERY}',
+            Hub("allenai/ai2_arc", "ARC-Easy", "test"),
+            chance=0.25,
+            papers={"acc": (0.443, 0.461)},
+        ),
+        Task(
+            "arc_challenge",
+            "choices",
+            _arc,
+            f'"question", "choices" and "answerKey", or {_QUERY}',
+            Hub("allenai/ai2_arc", "ARC-Challenge", "test"),
+            chance=0.25,
+            papers={"acc": (0.197, 0.206)},
+        ),
+        Task(
+            "hellaswag",
+            "choices",
+            _hellaswag,
+            f'"activity_label", "ctx_a", "ctx_b", "endings" and "label", or {_QUERY}',
+            Hub("Rowan/hellaswag", None, "validation"),
+            chance=0.25,
+            papers={"acc": (0.287, 0.305)},
+        ),
+        Task(
+            "piqa",
+            "choices",
+            _piqa,
+            f'"goal", "sol1", "sol2" and "label", or {_QUERY}',
+            Hub("baber/piqa", None, "validation"),
+            chance=0.5,
+            papers={"acc": (0.619, 0.637)},
+        ),
+        Task(
+            "winogrande",
+            "choices",
+            _winogrande,
+            '"sentence", "option1", "option2" and "answer"',
+            Hub("allenai/winogrande", "winogrande_xl", "validation"),
+            chance=0.5,
+            papers={"acc": (0.495, 0.525)},
+        ),
+        Task(
+            "wikitext",
+            "text",
+            _wikitext,
+            '"page"',
+            Hub("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1", "test"),
+            version=2.0,
+        ),
+    ]
+}

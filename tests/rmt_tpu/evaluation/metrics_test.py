@@ -1,0 +1,63 @@
+"""Values with their errors, and differences on the same documents."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rmt_tpu.evaluation.metrics import Metric, difference
+
+rng = np.random.default_rng(0)
+
+
+def share(values):
+    return Metric("acc", "document", "share", np.array(values, float), np.ones(len(values)))
+
+
+def test_the_error_of_a_share_is_that_of_a_mean():
+    values = rng.random(50) < 0.3
+    metric = share(values)
+    assert metric.value == pytest.approx(values.mean())
+    assert metric.error == pytest.approx(np.std(values, ddof=1) / math.sqrt(50))
+    assert share([1.0]).error is None
+
+
+def test_the_errors_of_ratios_are_those_of_drawing_documents_again():
+    nats, words = rng.gamma(3.0, 40.0, 400), rng.integers(5, 60, 400).astype(float)
+    nats += 3 * words
+    drawn = rng.integers(0, 400, (4000, 400))
+    rates = nats[drawn].sum(1) / words[drawn].sum(1)
+    for told, values in {"perplexity": np.exp(rates), "bits": rates / math.log(2)}.items():
+        metric = Metric("x", "word", told, nats, words)
+        assert metric.error == pytest.approx(np.std(values), rel=0.06)
+        assert metric.value == pytest.approx(np.median(values), rel=0.01)
+
+
+def test_a_difference_is_of_the_same_documents():
+    right = rng.random(300) < 0.4
+    flipped = right ^ (rng.random(300) < 0.1)
+    apart = difference(share(right), share(flipped))
+    assert apart.value == pytest.approx(right.mean() - flipped.mean())
+    each = np.subtract(right, flipped, dtype=float)
+    assert apart.error == pytest.approx(np.std(each, ddof=1) / math.sqrt(300))
+    errors = share(right).error, share(flipped).error
+    assert apart.unpaired == pytest.approx(math.hypot(*errors)) and apart.error < apart.unpaired / 2
+    with pytest.raises(ValueError, match="same metric of the same documents"):
+        difference(share(right), share(right[1:]))
+
+
+def test_p_of_shares_is_mcnemar_s_exact_test():
+    """Of 10 documents that differ, 9 are better: 2 (C(10, 9) + C(10, 10)) / 2^10."""
+    one, other = [1] * 9 + [0] + [1] * 20, [0] * 9 + [1] + [1] * 20
+    assert difference(share(one), share(other)).p == pytest.approx(2 * 11 / 1024)
+    assert difference(share(one), share(one)).p == 1.0
+
+
+def test_p_of_nats_is_normal():
+    nats, words = rng.normal(300, 40, 200), np.full(200, 60.0)
+    moved = nats + 1.96 * 2.0 / math.sqrt(200) + (noise := rng.normal(0, 1, 200)) * 0
+    noise = (noise - noise.mean()) / np.std(noise, ddof=1) * 2.0
+    one, other = (Metric("x", "word", "perplexity", n, words) for n in (moved + noise, nats))
+    apart = difference(one, other)
+    assert apart.value == pytest.approx(1.96 * 2.0 / math.sqrt(200) / 60)
+    assert apart.p == pytest.approx(0.05, abs=1e-4)
