@@ -28,6 +28,10 @@ _RUN_FLAGS = [
     ("log_every", "train.log_every", int, "steps between rows of metrics.jsonl"),
     ("checkpoint_every", "train.checkpoint_every", int, "steps; 0 is only at the end"),
     ("eval_every", "train.eval_every", int, "steps; 0 is only at the end"),
+    ("eval_tasks", "train.eval_tasks", str, "tasks of recipes.evaluate that are asked meanwhile"),
+    ("eval_tasks_every", "train.eval_tasks_every", int, "steps; 0 is only at the end"),
+    ("eval_tasks_limit", "train.eval_tasks_limit", int, "the first documents of each"),
+    ("eval_data_dir", "train.eval_data_dir", str, "a folder with <task>.jsonl, or hub"),
     ("sample_every", "train.sample_every", int, "steps between samples of text; 0 is only at the "
      "end"),
     ("tensorboard", "train.tensorboard", str, "auto (where tensorboardX is installed), on or off"),

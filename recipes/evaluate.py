@@ -20,7 +20,7 @@ from absl import flags
 
 from recipes import common, program
 from rmt_tpu import memory
-from rmt_tpu.errors import UsageError, arguments_as_flags, of_flag
+from rmt_tpu.errors import ArgumentError, UsageError, arguments_as_flags, of_flag
 from rmt_tpu.storage import open_folder
 
 _WORKDIR = flags.DEFINE_string(
@@ -72,8 +72,7 @@ def main() -> int:
         if other in (subjects.UNTRAINED, subjects.UNIGRAM):
             asked.append(getattr(subjects, other)(workdir, asked[0]))
         else:
-            with of_flag("against"):
-                asked.append(_subject(other))
+            asked.append(_other(other))
     names = _names([subject.name for subject in asked])
     results = {}
     with memory.told_if_out("less is taken with a smaller --batch_tokens or --max_length"):
@@ -99,6 +98,13 @@ def _subject(workdir: str):
         max_length=_MAX_LENGTH.value,
         batch_tokens=_BATCH_TOKENS.value,
     )
+
+
+def _other(workdir: str):
+    try:
+        return _subject(workdir)
+    except ArgumentError as error:
+        raise UsageError(f"--against={str(error).partition('=')[2]}") from None
 
 
 def _check_flags() -> None:

@@ -75,6 +75,10 @@ class TrainConfig(Checked):
       keep_every: those of steps divisible by it stay for good; 0 is none.
       keep_best: how many with the least loss on held-out text stay.
       eval_batches: batches of held-out text at an evaluation, or fewer if there are fewer.
+      eval_tasks: names of tasks of `rmt_tpu.evaluation`, with commas between.
+      eval_tasks_every: in steps; 0 is only at the end.
+      eval_tasks_limit: documents of each, the first so many.
+      eval_data_dir: where they are: a folder, or "hub".
       max_bad_steps: the run stops after so many non-finite steps in a row.
       sample_every: in steps; 0 is only at the end.
       sample_prompt, sample_tokens, sample_temperature: of the text that is then generated; 0 tokens
@@ -100,6 +104,10 @@ class TrainConfig(Checked):
     keep_best: Count = free(0)
     eval_every: Count = free(1000)
     eval_batches: Size = free(16)
+    eval_tasks: str = free("")
+    eval_tasks_every: Count = free(0)
+    eval_tasks_limit: Size = free(500)
+    eval_data_dir: str = free("")
     max_bad_steps: Size = free(5)
     sample_every: Count = free(0)
     sample_prompt: str = free("")

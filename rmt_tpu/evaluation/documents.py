@@ -39,26 +39,32 @@ class Source(NamedTuple):
     task: Task | None = None
 
 
-def find_tasks(names: Iterable[str]) -> list[Task]:
+def find_tasks(names: Iterable[str], flag: str = "tasks") -> list[Task]:
     """
+    Args:
+      flag: that names them, for messages.
+
     Raises:
       UsageError: there is no such task, or one is named twice.
     """
     names = list(names)
     for name in names:
         if name not in TASKS:
-            raise UsageError(unknown("--tasks", name, TASKS))
+            raise UsageError(unknown(f"--{flag}", name, TASKS))
     if len(set(names)) < len(names):
-        raise UsageError(f"--tasks={','.join(names)} names one twice; legal: each once")
+        raise UsageError(f"--{flag}={','.join(names)} names one twice; legal: each once")
     return [TASKS[name] for name in names]
 
 
-def read_task(task: Task, data_dir: str, limit: int | None = None) -> Source:
+def read_task(
+    task: Task, data_dir: str, limit: int | None = None, flag: str = "data_dir"
+) -> Source:
     """The documents of a task.
 
     Args:
       data_dir: a folder, local or gs://, with `<task>.jsonl`, plain, .gz or .zst; or "hub".
       limit: the first so many; None is all.
+      flag: that names the folder, for messages.
 
     Raises:
       UsageError: there is no such file, or a line of it is not of the task.
@@ -67,11 +73,11 @@ def read_task(task: Task, data_dir: str, limit: int | None = None) -> Source:
     if data_dir == HUB:
         digest, lines = f"hub/{'/'.join(map(str, task.hub))}", _from_hub(task)
     else:
-        with problems("data_dir", data_dir):
+        with problems(flag, data_dir):
             span = _find(task, data_dir)
             digest, lines = digest_of(span), objects(span)
     documents = []
-    with problems("data_dir", data_dir):
+    with problems(flag, data_dir):
         for number, line in itertools.islice(lines, limit):
             try:
                 documents.append(task.document(line))

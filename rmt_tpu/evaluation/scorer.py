@@ -1,6 +1,5 @@
 """Log-probabilities of continuations, many at a time, in rows of few lengths."""
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -19,7 +18,7 @@ from jaxtyping import Bool, Float, Int32
 import sharding
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
-from rmt_tpu.evaluation.scores import NONE, TokenScores, token_scores
+from rmt_tpu.evaluation.scores import NONE, TokenScores, dropless, token_scores
 from rmt_tpu.generation import mesh_of
 
 BATCH_TOKENS = 16384  # of a device that rows are divided over
@@ -78,7 +77,9 @@ class Scorer(NamedTuple):
           MeshError: `max_length` does not divide over the devices.
         """
         check_length(decoder.config, max_length)
-        graphdef, params = nnx.split(_dropless(decoder))
+        params = nnx.state(decoder, nnx.Param)
+        make = lambda: Decoder(dropless(decoder.config), rngs=nnx.Rngs(0))
+        graphdef = nnx.split(nnx.eval_shape(make), nnx.Param)[0]
         if (mesh := mesh_of(decoder)) is None:
             compiled = jax.jit(partial(_scores, graphdef))
             return cls(partial(compiled, params), max_length, batch_tokens=batch_tokens)
@@ -207,20 +208,3 @@ def _answers(
         of_row = slice(stop - len(requests[number].continuation), stop)
         answers[number] = Answer(scores.log_probability[row, of_row], scores.greedy[row, of_row])
     return answers
-
-
-def _dropless(decoder: Decoder) -> Decoder:
-    """The same parameters in a model whose experts take all that chooses them."""
-    model = decoder.config
-    if not any(getattr(core, "capacity", None) for core in model.cores):
-        return decoder
-
-    def free(core):
-        return dataclasses.replace(core, capacity=None) if core.kind == "experts" else core
-
-    stacks = tuple(
-        dataclasses.replace(stack, cores=tuple(map(free, stack.cores))) for stack in model.stacks
-    )
-    model = dataclasses.replace(model, stacks=stacks)
-    shapes = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
-    return nnx.merge(nnx.split(shapes)[0], nnx.state(decoder))

@@ -1,5 +1,6 @@
 """How likely tokens are: what an evaluation asks of a model, without all its logits."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import sharding
+from rmt_tpu import config as cfg
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.layers.data_vectors import concatenate
 
@@ -27,6 +29,16 @@ class TokenScores(NamedTuple):
 
     log_probability: Float[Array, "rows seq"]
     greedy: Bool[Array, "rows seq"]
+
+
+def dropless(model: cfg.ModelConfig) -> cfg.ModelConfig:
+    """The same model, whose experts take all that chooses them: no answer depends on another."""
+
+    def free(core: cfg.Core) -> cfg.Core:
+        return replace(core, capacity=None) if isinstance(core, cfg.Experts) else core
+
+    stacks = (replace(stack, cores=tuple(map(free, stack.cores))) for stack in model.stacks)
+    return replace(model, stacks=tuple(stacks))
 
 
 def token_scores(

@@ -2,21 +2,22 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jaxtyping import Int64
 
 import sharding
-from rmt_tpu.data import Batch
+
+_Batch = TypeVar("_Batch")  # a `data.Batch`, or any tree of arrays like its
 
 
 def put_batch(
-    read: Callable[[Int64[np.ndarray, " rows"]], Batch],
+    read: Callable[[Int64[np.ndarray, " rows"]], _Batch],
     shape: tuple[int, int],
     batch_sharding: jax.sharding.Sharding,
-) -> Batch:
+) -> _Batch:
     """A batch on the devices, of which this process reads only the rows that its devices hold.
 
     Args:

@@ -16,6 +16,7 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.distributed import kept_programs
 from rmt_tpu.errors import UsageError
+from rmt_tpu.evaluation.scores import TokenScores, dropless, token_scores
 from rmt_tpu.execution import pipelined
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.training.loss import Loss
@@ -40,6 +41,7 @@ class Run(NamedTuple):
       gradients: `(params, Batch) -> (gradients, mean Loss)`, to be jitted.
       step: `(TrainState, Batch) -> (TrainState, metrics)`, to be jitted.
       loss: `(params, Batch) -> Loss` sums, to be jitted.
+      scores: `(params, tokens, targets) -> TokenScores`, to be jitted.
       state_shardings: of the TrainState.
       batch_sharding: of the batch.
     """
@@ -51,6 +53,7 @@ class Run(NamedTuple):
     gradients: Callable[[Any, data.Batch], tuple[Any, Loss]]
     step: Callable[[TrainState, data.Batch], tuple[TrainState, dict[str, jax.Array]]]
     loss: Callable[[Any, data.Batch], Loss]
+    scores: Callable[[Any, jax.Array, jax.Array], TokenScores]
     state_shardings: TrainState
     batch_sharding: jax.sharding.NamedSharding
 
@@ -126,9 +129,25 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
         gradients=gradients,
         step=make_train_step(config, gradients, optimizer, roles),
         loss=loss,
+        scores=_scores(config, mesh, specs, schedule),
         state_shardings=_state_shardings(mesh, specs, state),
         batch_sharding=batch_sharding,
     )
+
+
+def _scores(
+    config: RunConfig, mesh: jax.sharding.Mesh, specs: Any, schedule: sharding.Schedule | None
+) -> Callable[[Any, jax.Array, jax.Array], TokenScores]:
+    """See `Run`: of rows that are divided as a batch is, and over stages as these have them."""
+    make = lambda: Decoder(dropless(config.model), rngs=nnx.Rngs(0))
+    graphdef, _ = nnx.split(nnx.eval_shape(make), nnx.Param)
+
+    def scores(params: Any, tokens: jax.Array, targets: jax.Array) -> TokenScores:
+        return token_scores(nnx.merge(graphdef, params), tokens, targets, schedule)
+
+    given = sharding.batch_sharding(mesh).spec
+    over = PartitionSpec((*sharding.RULES["batch"], "stage"), sharding.RULES["tokens"])
+    return sharding.per_device(scores, mesh, (specs, given, given), TokenScores(over, over))
 
 
 def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule | None:

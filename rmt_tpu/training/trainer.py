@@ -18,7 +18,7 @@ from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import kernel_blocks, lease, room, signals, workdir
-from rmt_tpu.training.evaluation import HeldOutLoss, sample_text
+from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.growth import restore_grown
 from rmt_tpu.training.progress import TrainingProgress
@@ -80,6 +80,7 @@ def train(
         progress.doing("reading data")
         tokenizer = data.load_tokenizer(config.data.tokenizer)
         datasets = load_datasets(config, tokenizer)
+        tasks = TaskMetrics(run, config, tokenizer)
         data_checksum = datasets.train.checksum()
         _check_agreement(config, data_checksum)
         opened = workdir.open_workdir(folder, config, change_config=change_config)
@@ -105,7 +106,16 @@ def train(
             SideFiles(folder, start.step, config.train.tensorboard, progress.say)
         )
         loop = _Loop(
-            config, run, datasets, tokenizer, checkpoints, side_files, blocks, progress, start
+            config,
+            run,
+            datasets,
+            tasks,
+            tokenizer,
+            checkpoints,
+            side_files,
+            blocks,
+            progress,
+            start,
         )
         return loop.run(profile_steps, folder, all_is_saved)
 
@@ -203,6 +213,7 @@ class _Loop:
         config: RunConfig,
         run: Run,
         datasets: Datasets,
+        tasks: TaskMetrics,
         tokenizer: data.Tokenizer,
         checkpoints: Checkpointer,
         side_files: SideFiles,
@@ -211,6 +222,7 @@ class _Loop:
         start: _Start,
     ):
         self.config, self.model, self.datasets, self.tokenizer = config, run, datasets, tokenizer
+        self.tasks = tasks
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
         self.blocks = blocks
         self.state, self.step, self.windows_read = start
@@ -249,6 +261,7 @@ class _Loop:
             self.progress.say(f"{folder} is complete at step {steps}")
         else:
             self._evaluate()
+            self._ask_tasks()
             self._leave_side_files()
             self.side_files.complete(steps)
         return Outcome(self.step, None)
@@ -276,6 +289,8 @@ class _Loop:
                 # again.
                 if step < steps and self._due(self.config.train.eval_every):
                     self._evaluate()
+                if step < steps and self._due(self.config.train.eval_tasks_every):
+                    self._ask_tasks()
                 if wanted != signals.GO_ON or self._due(self.config.train.checkpoint_every):
                     self._save()
                 if stopped_by is not None:
@@ -396,6 +411,18 @@ class _Loop:
         row = {f"eval/aux/{name}": value for name, value in aux.items()}
         self.side_files.write(self.step, {"eval/loss": loss, **row})
         self.progress.say(f"step {self.step}: loss on held-out text {loss:.4f}")
+        self.throughput.restart()
+
+    def _ask_tasks(self) -> None:
+        """Write what the tasks give, if there are any."""
+        if not self.config.train.eval_tasks:
+            return
+        self._report()
+        self.progress.doing("asking tasks")
+        found = self.tasks(self.state.params)
+        self.side_files.write(self.step, found)
+        told = (f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
+        self.progress.say(f"step {self.step}: {', '.join(told)}")
         self.throughput.restart()
 
     def _leave_side_files(self) -> None:

@@ -1,0 +1,91 @@
+"""recipes.evaluate: a trained run beside what knows less, and what it refuses."""
+
+import json
+
+import pytest
+
+from tests import cli
+
+pytestmark = pytest.mark.xdist_group("recipes")
+
+WORDS = "the quick brown fox jumps over the lazy dog".split()
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """Questions about the text that the run was trained on."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = [{"query": WORDS[n - 1], "choices": [WORDS[n], "xqzw"], "gold": 0} for n in range(1, 9)]
+    texts = [{"text": " ".join(WORDS[: n + 1])} for n in range(1, 9)]
+    for name, of_name in {"piqa": lines, "hellaswag": lines, "lambada_openai": texts}.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, of_name)))
+    return folder
+
+
+def test_a_run_beside_what_knows_less(trained, data_dir, tmp_path):
+    flags = (
+        f"--workdir={trained}",
+        "--tasks=hellaswag,lambada_openai",
+        f"--data_dir={data_dir}",
+        f"--text={cli.TEXT}",
+        "--stride=8",
+        "--against=unigram,untrained",
+        f"--output={tmp_path}",
+    )
+    out = cli.succeed("evaluate", *flags).stdout
+    assert "| hellaswag | acc | " in out and f"picture: {tmp_path}/plots/evaluation.png" in out
+    told = json.loads((tmp_path / "evaluation.json").read_text())
+    run, unigram, untrained = (told[name] for name in (trained.name, "unigram", "untrained"))
+    perplexity = lambda results, name: results[2]["metrics"][name]["value"]
+    for other in (unigram, untrained):
+        for name in ("token_perplexity", "word_perplexity"):
+            assert perplexity(run, name) < 0.8 * perplexity(other, name)
+    assert run[0]["metrics"]["acc"]["value"] > untrained[0]["metrics"]["acc"]["value"]
+    assert {r["step"] for r in run} == {cli.STEPS} and run[0]["contexts_cut"] == 0
+    (word,) = [
+        line
+        for line in told[f"{trained.name} - unigram"]
+        if (line["task"], line["metric"]) == ("text", "word_perplexity")
+    ]
+    assert word["value"] < 0 and word["p"] < 1e-9
+    # All of it was answered, and kept: nothing is asked again.
+    assert all(result["requests_answered_now"] == result["requests"] for result in run)
+    cli.succeed("evaluate", *flags[:-2], f"--output={tmp_path}")
+    (again,) = json.loads((tmp_path / "evaluation.json").read_text()).values()
+    assert [r["requests_answered_now"] for r in again] == [0, 0, 0]
+    assert [r["metrics"] for r in again] == [r["metrics"] for r in run]
+
+
+REFUSED = {
+    "nothing": ([], ["--tasks or --text is needed"]),
+    "no data": (["--tasks=piqa"], ["--tasks and --data_dir go together"]),
+    "stride": (["--tasks=piqa", "--data_dir={data}", "--stride=3"], ["--stride=3 is for --text"]),
+    "unknown": (["--tasks=pika", "--data_dir={data}"], ["'pika'", "did you mean 'piqa'"]),
+    "no file": (["--tasks=arc_easy", "--data_dir={data}"], ["--data_dir=", "no arc_easy.jsonl"]),
+    "length": (
+        ["--tasks=piqa", "--data_dir={data}", "--max_length=65"],
+        ["--max_length=65", "64 learned positions; legal: 1 to 64"],
+    ),
+    "short": (
+        ["--tasks=lambada_openai", "--data_dir={data}", "--max_length=3"],
+        ["--max_length=3", "6 tokens of a continuation of lambada_openai; legal: 6 or more"],
+    ),
+    "no other": (
+        ["--tasks=piqa", "--data_dir={data}", "--against={data}"],
+        ["--against=", "holds no run"],
+    ),
+    "mesh": (["--tasks=piqa", "--data_dir={data}", "--mesh=stage=2"], ["--mesh"]),
+}
+
+
+@pytest.mark.parametrize(
+    "flags, pieces",
+    [
+        pytest.param(*case, id=name, marks=() if name == "no other" else pytest.mark.slow)
+        for name, case in REFUSED.items()
+    ],
+)
+def test_one_line(flags, pieces, trained, data_dir, tmp_path):
+    flags = [flag.replace("{data}", str(data_dir)) for flag in flags]
+    error = cli.fail("evaluate", f"--workdir={trained}", f"--output={tmp_path}", *flags)
+    assert all(piece in error for piece in pieces), error

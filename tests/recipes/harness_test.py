@@ -1,0 +1,150 @@
+"""Models in lm-evaluation-harness: its numbers are ours, document by document."""
+
+import json
+import os
+import sys
+
+import lm_eval
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+from rmt_tpu.errors import UsageError
+from rmt_tpu.evaluation import documents, harness, subjects
+from rmt_tpu.evaluation.evaluate import evaluate
+from rmt_tpu.generation import Sampling, complete
+from tests import cli
+
+# Its libraries warn of each other.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("recipes"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+WORDS = "the quick brown fox jumps over the lazy dog".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline(tmp_path_factory):
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    several = range(1, 9)
+    lines = {
+        "arc_easy": [
+            {
+                "question": WORDS[n - 1],
+                "choices": {"text": [WORDS[n], "dogs go", "x"], "label": ["A", "B", "C"]},
+                "answerKey": "ABC"[n % 3],
+            }
+            for n in several
+        ],
+        "winogrande": [
+            {
+                "sentence": f"{WORDS[n]} _ {WORDS[n - 1]}.",
+                "option1": "fox",
+                "option2": "lazy dog",
+                "answer": "12"[n % 2],
+            }
+            for n in several
+        ],
+        "lambada_openai": [{"text": " ".join(WORDS[: n + 1])} for n in several],
+    }
+    for name, of_name in lines.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, of_name)))
+    return [documents.read_task(task, str(folder)) for task in documents.find_tasks(lines)], folder
+
+
+@pytest.fixture(scope="module")
+def asked_by_the_harness(trained, sources, tmp_path_factory):
+    """A function that asks: with a model, or by its name."""
+    folder = tmp_path_factory.mktemp("tasks")
+    harness.write_tasks(sources[0], folder)
+
+    def ask(**how):
+        return lm_eval.simple_evaluate(
+            tasks=[source.name for source in sources[0]],
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            bootstrap_iters=0,
+            **how,
+        )
+
+    return ask
+
+
+def test_its_numbers_are_ours(trained, sources, asked_by_the_harness):
+    theirs = asked_by_the_harness(model=harness.RmtTpu(str(trained)))
+    for result in evaluate(subjects.of_run(trained), sources[0]):
+        name = result.source.name
+        samples = sorted(theirs["samples"][name], key=lambda sample: sample["doc_id"])
+        for metric in result.metrics:
+            each = [sample[metric.name] for sample in samples]
+            if metric.name == "perplexity":
+                assert metric.total.tolist() == pytest.approx([-log for log in each], abs=1e-5)
+            else:
+                assert metric.total.tolist() == each
+            told = theirs["results"][name][f"{metric.name},none"]
+            assert metric.value == pytest.approx(told, rel=1e-5)
+
+
+def test_a_run_goes_on_from_its_cache(trained, asked_by_the_harness, tmp_path, monkeypatch):
+    args = {"workdir": str(trained)}
+    kept = harness.cache_path(str(tmp_path / "kept"), **args)
+    assert kept != harness.cache_path(str(tmp_path / "kept"), step=20, **args)
+    assert kept != harness.cache_path(str(tmp_path / "kept"), max_length=8, **args)
+    first = asked_by_the_harness(model="rmt_tpu", model_args=args, use_cache=kept)
+
+    def none(*args):
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(harness.RmtTpu, "_asked", none)
+    again = asked_by_the_harness(model="rmt_tpu", model_args=args, use_cache=kept)
+    assert again["results"] == first["results"]
+
+
+def test_texts(trained):
+    model = harness.RmtTpu(str(trained))
+    text = " ".join(WORDS * 3)
+    (found,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+    source = documents.Source("text", "text", [documents.whole_text(text)], "")
+    (result,) = evaluate(subjects.of_run(trained), [source])
+    assert found == pytest.approx(-result.metrics[0].total.sum(), rel=1e-6)
+    greedy = {"until": ["."], "max_gen_toks": 30}
+    drawn = {"until": ["z"], "do_sample": True, "temperature": 0.9, "max_gen_toks": 5}
+    given = [("the quick", greedy), ("the", drawn), ("x" * 80, greedy)]
+    asked = [Instance("generate_until", {}, args, 0) for args in given]
+    texts = model.generate_until(asked)
+    decoder, tokenizer = subjects.of_run(trained).decoder, model._tokenizer
+    how = Sampling(temperature=0.0, max_tokens=30)
+    # Of the last one the room for its text is left: 64 positions.
+    prompts = [("the quick", how), ("x" * 33, how)]
+    ours = {one.number: one.text for one in complete(decoder, tokenizer, prompts, stop=["."])}
+    assert [texts[0], texts[2]] == [ours[0], ours[1]]
+    assert "." not in texts[0] and len(texts[1]) <= 5
+
+
+def test_the_command(trained, sources, tmp_path):
+    run = f"{sys.executable} -m recipes.lm_eval run"
+    line = (
+        f"{run} --model_args workdir={trained} --tasks arc_easy,winogrande "
+        f"--data_dir {sources[1]} --use_cache {tmp_path}/kept --output_path {tmp_path}/out"
+    )
+    quiet = {"PYTHONWARNINGS": "ignore"}
+    done = cli.run_line(line, quiet)
+    assert done.returncode == 0, done.stderr
+    assert "|arc_easy" in done.stdout and "|winogrande" in done.stdout
+    assert list(tmp_path.glob("kept-48-*.db"))
+    wrong = cli.run_line(f"{run} --tasks pika --data_dir .", quiet)
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+    assert "error: --tasks 'pika' is unknown; did you mean 'piqa'" in wrong.stderr
+
+
+def test_texts_are_not_for_its_files(tmp_path):
+    source = documents.Source("text", "text", [documents.whole_text("a")], "")
+    with pytest.raises(UsageError, match="--tasks=text is not made of files"):
+        harness.write_tasks([source], tmp_path)

@@ -1,0 +1,71 @@
+"""Tasks that are asked while a run goes on, on any mesh it can have."""
+
+import json
+
+import pytest
+
+from rmt_tpu.config import overrides
+from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.errors import UsageError
+from rmt_tpu.evaluation import subjects
+from rmt_tpu.evaluation.documents import find_tasks, read_task
+from rmt_tpu.evaluation.evaluate import evaluate
+from rmt_tpu.training import trainer
+from rmt_tpu.training.metrics import read_metrics
+from tests.tiers import later
+
+PIPELINE = "stage=2,data=2,tensor=2"
+TEXT = "the quick brown fox jumps over the lazy dog.\n" * 40
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    line = {"query": "the quick", "choices": ["brown", "fox"], "gold": 0}
+    lines = [line | {"gold": n % 2, "query": TEXT[n : n + 9].strip()} for n in range(12)]
+    (tmp_path / "piqa.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return overrides.apply(
+        preset_run("gpt2-tiny"),
+        {
+            "model.num_layers": 2,
+            "model.vocab_size": 257,
+            "model.feed_forward.hidden_dim": 32,
+            "data.source": str(tmp_path / "text.txt"),
+            "data.seq_len": 32,
+            "train.batch_size": 4,
+            "train.steps": 3,
+            "train.eval_batches": 1,
+            "train.sample_tokens": 0,
+            "train.mesh": PIPELINE,
+            "train.eval_tasks": "piqa",
+            "train.eval_tasks_every": 2,
+            "train.eval_tasks_limit": 10,
+            "train.eval_data_dir": str(tmp_path),
+        },
+    )
+
+
+@pytest.mark.parametrize("mesh", [PIPELINE, *later("data=2,fsdp=2,sequence=2")])
+def test_live_parameters_give_what_the_checkpoint_does(config, tmp_path, mesh):
+    trainer.train(overrides.apply(config, {"train.mesh": mesh}), tmp_path / "run", label="tiny")
+    rows = [row for row in read_metrics(tmp_path / "run") if "eval/piqa/acc" in row]
+    assert [row["step"] for row in rows] == [2, 3]
+    source = read_task(*find_tasks(["piqa"]), str(tmp_path), 10)
+    (result,) = evaluate(subjects.of_run(tmp_path / "run"), [source])
+    for metric in result.metrics:
+        assert rows[-1][f"eval/piqa/{metric.name}"] == pytest.approx(metric.value)
+        assert rows[-1][f"eval/piqa/{metric.name}_stderr"] == pytest.approx(metric.error)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"train.eval_tasks": "pika"}, "--eval_tasks 'pika' is unknown; did you mean 'piqa'"),
+        ({"train.eval_data_dir": ""}, "--eval_tasks and --eval_data_dir go together"),
+        ({"train.eval_data_dir": "nowhere"}, "--eval_data_dir='nowhere': has no piqa.jsonl"),
+    ],
+)
+def test_what_cannot_be_asked_is_told_before_the_run_begins(config, tmp_path, changes, message):
+    with pytest.raises(UsageError, match=message):
+        trainer.train(overrides.apply(config, changes), tmp_path / "run", label="tiny")
+    assert not (tmp_path / "run").exists()
