@@ -16,6 +16,7 @@ PROGRAMS = [
     "decode_report",
     "depth_report",
     "evaluate",
+    "export",
     "generate",
     "kernel_report",
     "lm_eval",
@@ -51,6 +52,7 @@ DATA = [
     "tokenizers>=0.20",  # GPT-2 BPE and tokenizer.json files
     "zstandard>=0.22",  # .zst files; Python has its own from 3.14 on
 ]
+HUB = ["safetensors>=0.5", "ml_dtypes"]  # weights of the hub's form: others' and ours
 SERVE = ["starlette>=1.10", "uvicorn>=0.54"]  # recipes.serve
 LM_EVAL = ["lm-eval>=0.4.13,<0.5"]  # any task of the harness, and datasets of the hub
 GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
@@ -76,6 +78,7 @@ setup(
         "cuda": CUDA,
         "gcs": GCS,
         "data": DATA,
+        "hub": HUB,
         "lm_eval": LM_EVAL,
         "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],
@@ -84,6 +87,7 @@ setup(
         + DATA
         + GCS
         + SERVE
+        + HUB
         + [
             "beartype>=0.20",
             # Exactly this: the test server mends its handlers, which are its internals.

@@ -11,7 +11,7 @@ import sharding
 from recipes.program import Answer
 from rmt_tpu.config import RunConfig, overrides, presets
 from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member
-from rmt_tpu.errors import UsageError, unknown
+from rmt_tpu.errors import ArgumentError, UsageError, of_flag, unknown
 
 # Flag, config path, type, help.
 _RUN_FLAGS = [
@@ -24,6 +24,8 @@ _RUN_FLAGS = [
     ("learning_rate", "train.optimizer.learning_rate", float, "at its peak"),
     ("batch_size", "train.batch_size", int, "sequences a step, over all devices"),
     ("mesh", "train.mesh", str, "device axes, like data=2,fsdp=4; -1 fills"),
+    ("init_from", "train.init_from", str, "a run folder or one of the hub's form, whose parameters "
+     "are taken"),
     ("seed", "train.seed", int, "of parameters and data order"),
     ("log_every", "train.log_every", int, "steps between rows of metrics.jsonl"),
     ("checkpoint_every", "train.checkpoint_every", int, "steps; 0 is only at the end"),
@@ -70,6 +72,36 @@ def _presets() -> str:
         number = sum(parameters(model).values())
         lines.append(f"{name:<21} {number:>11,} {model.residual_size:>8,}  {presets.about(name)}")
     return "\n".join(lines)
+
+
+def define_source_flags() -> None:
+    """Flags that say which trained model is meant: see `source`."""
+    flags.DEFINE_string("workdir", None, "a run folder of recipes.train, local or gs://")
+    flags.DEFINE_string(
+        "init_from", None, "in its place a folder of the hub's form: config.json and safetensors"
+    )
+    flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+
+
+def source() -> str:
+    """The folder of --workdir or --init_from.
+
+    Raises:
+      UsageError: neither or both are given, or --init_from is no such folder.
+    """
+    workdir, init_from = flags.FLAGS.workdir, flags.FLAGS.init_from
+    if (workdir is None) == (init_from is None):
+        if workdir is None:
+            raise UsageError("--workdir is needed, or --init_from with a folder of the hub's form")
+        raise UsageError(f"--workdir={workdir} and --init_from={init_from}: give one of them")
+    if init_from is not None:
+        from rmt_tpu.hub.models import describe
+
+        try:
+            describe(init_from)
+        except UsageError as error:
+            raise UsageError(f"--init_from: {error}") from None
+    return workdir if init_from is None else init_from
 
 
 def define_mesh_flag() -> None:
@@ -169,7 +201,34 @@ def model_of_flags() -> tuple[str, RunConfig]:
             raise UsageError(f"--{flag}= is empty; leave it out for rmt-tiny")
     if config and preset:
         raise UsageError(f"--preset={preset} and --config={config}: give one of them")
+    init_from = flags.FLAGS.init_from
+    if init_from and not (preset or config):
+        return Path(init_from).name, _as(init_from)
     return config or preset or "rmt-tiny", base_config(preset or "rmt-tiny", config)
+
+
+def _as(init_from: str) -> RunConfig:
+    """The run of the model of a run folder, or of a folder of the hub's form."""
+    from rmt_tpu.hub.models import describe, is_hub
+    from rmt_tpu.storage import open_folder
+
+    with of_flag("init_from"):
+        local = open_folder(init_from).local_path
+    if is_hub(local):
+        try:
+            model, max_length = describe(local)
+        except UsageError as error:
+            raise UsageError(f"--init_from: {error}") from None
+        config = presets.run_of_today(model)
+        seq_len = min(config.data.seq_len, max_length)
+        data = dataclasses.replace(config.data, seq_len=seq_len, tokenizer=init_from)
+        return dataclasses.replace(config, data=data)
+    from rmt_tpu.training.workdir import read_config
+
+    try:
+        return read_config(init_from)
+    except ArgumentError as error:
+        raise UsageError(f"--init_from={str(error).partition('=')[2]}") from None
 
 
 def run_config(base: RunConfig) -> RunConfig:

@@ -23,10 +23,7 @@ from rmt_tpu import memory
 from rmt_tpu.errors import ArgumentError, UsageError, arguments_as_flags, of_flag
 from rmt_tpu.storage import open_folder
 
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "a run folder of recipes.train, local or gs://", required=True
-)
-_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+common.define_source_flags()
 common.define_mesh_flag()
 _TASKS = flags.DEFINE_list("tasks", [], "names of tasks, like arc_easy,hellaswag")
 _DATA_DIR = flags.DEFINE_string(
@@ -58,14 +55,17 @@ def main() -> int:
     from rmt_tpu.evaluation.evaluate import evaluate
     from rmt_tpu.evaluation.report import write_report
 
+    source = common.source()
     with of_flag("workdir"):
-        workdir = open_folder(_WORKDIR.value)
+        workdir = open_folder(source)
     with of_flag("output"):
         folder = workdir if _OUTPUT.value is None else open_folder(_OUTPUT.value)
     tasks = documents.find_tasks(_TASKS.value)
     sources = [documents.read_task(task, _DATA_DIR.value, _LIMIT.value) for task in tasks]
     with arguments_as_flags():
-        asked = [_subject(_WORKDIR.value)]
+        asked = [_subject(source, flags.FLAGS.step)]
+    if flags.FLAGS.init_from is not None:  # which may be others' to write to
+        asked = [asked[0]._replace(folder=folder)]
     if _TEXT.value is not None:
         sources.append(documents.read_texts(_TEXT.value, asked[0].tokenizer))
     for other in _AGAINST.value:
@@ -88,12 +88,12 @@ def main() -> int:
     return 0
 
 
-def _subject(workdir: str):
+def _subject(workdir: str, step: int | None = None):
     from rmt_tpu.evaluation import subjects
 
     return subjects.of_run(
         workdir,
-        _STEP.value if workdir == _WORKDIR.value else None,
+        step,
         mesh=flags.FLAGS.mesh,
         max_length=_MAX_LENGTH.value,
         batch_tokens=_BATCH_TOKENS.value,
@@ -109,6 +109,12 @@ def _other(workdir: str):
 
 def _check_flags() -> None:
     common.check_mesh()
+    if flags.FLAGS.init_from is not None and _OUTPUT.value is None:
+        raise UsageError("--init_from needs an --output: a folder for answers and results")
+    if flags.FLAGS.init_from is not None and _AGAINST.value:
+        runs = [other for other in _AGAINST.value if other in ("untrained", "unigram")]
+        if runs:
+            raise UsageError(f"--against={runs[0]} needs a --workdir: it is of a run's beginning")
     if not _TASKS.value and _TEXT.value is None:
         raise UsageError("--tasks or --text is needed: what to ask")
     if bool(_TASKS.value) != (_DATA_DIR.value is not None):

@@ -20,10 +20,7 @@ from recipes import common, program
 from rmt_tpu import memory
 from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags, of_flag
 
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "a run folder of recipes.train, local or gs://", required=True
-)
-_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+common.define_source_flags()
 common.define_mesh_flag()
 _PROMPT = flags.DEFINE_string("prompt", "", "text to go on from")
 _PROMPTS = flags.DEFINE_string("prompts", None, "a file of prompts, local or gs://")
@@ -70,12 +67,14 @@ def _load():
     from rmt_tpu.generation import cast_once
 
     with arguments_as_flags():
-        decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value, mesh=flags.FLAGS.mesh)
+        given = flags.FLAGS.step, flags.FLAGS.mesh
+        decoder, tokenizer = rmt_tpu.load(common.source(), given[0], mesh=given[1])
     return cast_once(decoder), tokenizer
 
 
 def _check_flags() -> None:
     common.check_mesh()
+    common.source()
     if (_PROMPTS.value is None) != (_OUTPUT.value is None):
         raise UsageError("--prompts and --output go together: what is read, and what is written")
     if _PROMPTS.value is not None and _PROMPT.value:

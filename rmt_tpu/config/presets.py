@@ -334,7 +334,7 @@ def run(name: str) -> RunConfig:
     if size in _DEPTH_ROWS:
         return _depth_run(model, size)
     if name in _LLAMA_MODELS:
-        return _llama_run(model)
+        return run_of_today(model)
     if name in _KIMI_MODELS:
         return _kimi_run(model)
     batch_size, tokens = _BUDGETS.get(name, (64, 1.7e9))
@@ -354,7 +354,7 @@ def _depth_run(model: ModelConfig, size: str) -> RunConfig:
     return RunConfig(model=model, train=train, data=DataConfig(seq_len=8192))
 
 
-def _llama_run(model: ModelConfig) -> RunConfig:
+def run_of_today(model: ModelConfig) -> RunConfig:
     """Twenty tokens a parameter, in batches of half a million."""
     batch_size, seq_len = 256, 2048
     train = TrainConfig(

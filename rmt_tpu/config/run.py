@@ -63,6 +63,7 @@ class TrainConfig(Checked):
       batch_size: sequences a step, over all devices and accumulation steps.
       accumulate: parts that a batch is computed in, one after the other.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
+      init_from: a run folder or one of the hub's form whose parameters are taken at the start.
       seed: of the parameters and of the order of the data.
       mesh: axes of devices, like "data=2,fsdp=4"; -1 fills.
       microbatches: parts of a device's rows that a pipeline (`stage`) works on at a time; 0 is as
@@ -92,6 +93,7 @@ class TrainConfig(Checked):
     optimizer: AdamW = changeable(AdamW())
     z_loss: NonNegative = changeable(1e-4)
     seed: Seed = 0
+    init_from: str = free("")
     mesh: str = free("data=-1")
     microbatches: Count = free(0)
     virtual_stages: Size = free(1)

@@ -29,7 +29,7 @@ def of_run(
     max_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Subject:
-    """The model of a run folder, where its answers are kept.
+    """The model of a run folder, or of one of the hub's form, where its answers are kept.
 
     Args:
       step: of the checkpoint; None is the last good one.
@@ -42,9 +42,9 @@ def of_run(
       UsageError: the model does not read so many tokens.
       MeshError: there are not so many devices, or the model does not divide over them.
     """
-    config, folder = read_config(workdir), open_folder(workdir)
-    decoder, tokenizer, step = load_step(workdir, step, mesh=mesh)
-    max_length = max_length or config.data.seq_len
+    decoder, tokenizer, step, seq_len = load_step(workdir, step, mesh=mesh)
+    folder = open_folder(workdir)
+    max_length = max_length or seq_len
     identity = {"weights": fingerprint(decoder), "step": step, "dtype": decoder.dtype.name}
     decoder = cast_once(decoder)
     scorer = Scorer.of(decoder, max_length, batch_tokens)

@@ -21,6 +21,7 @@ from rmt_tpu.training import kernel_blocks, lease, room, signals, workdir
 from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.growth import restore_grown
+from rmt_tpu.training.origin import Origin
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import Datasets, Run, load_datasets, prepare, resolve_dtypes
 from rmt_tpu.training.side_files import SideFiles, set_aside, wants_board
@@ -83,6 +84,7 @@ def train(
         tasks = TaskMetrics(run, config, tokenizer)
         data_checksum = datasets.train.checksum()
         _check_agreement(config, data_checksum)
+        origin = _origin(config, folder)
         opened = workdir.open_workdir(folder, config, change_config=change_config)
         if opened.changes:
             how = "starting anew" if opened.anew else "going on"
@@ -92,7 +94,9 @@ def train(
         checkpoints = _checkpointer(folder, config, progress)
         progress.doing("compiling")
         blocks = stack.enter_context(kernel_blocks.kept(folder, progress.say, anew=opened.anew))
-        start = _restore_or_init(config, run, folder, checkpoints, tokenizer, data_checksum)
+        start = _restore_or_init(
+            config, run, folder, checkpoints, tokenizer, data_checksum, origin, progress.say
+        )
         if start.step:
             progress.say(f"resuming {folder} from step {start.step}")
         if processes.is_first():
@@ -160,6 +164,13 @@ def _check_agreement(config: RunConfig, data_checksum: int) -> None:
         )
 
 
+def _origin(config: RunConfig, folder: Folder) -> Origin | None:
+    """What a run that begins is to take; one that goes on does not look for it any more."""
+    if not config.train.init_from or workdir.open_checkpoints(folder).steps():
+        return None
+    return Origin(config.train.init_from, config.model)
+
+
 def _untrained_positions(config: RunConfig) -> str | None:
     learned, seq_len = config.model.learned_positions, config.data.seq_len
     if learned is None or seq_len >= learned.max_length:
@@ -185,9 +196,14 @@ def _restore_or_init(
     checkpoints: Checkpointer,
     tokenizer: data.Tokenizer,
     data_checksum: int,
+    origin: Origin | None,
+    say: Callable[[str], None],
 ) -> _Start:
     if not processes.from_first(checkpoints.steps(), "the run's checkpoints"):
-        return _Start(jax.jit(run.init, out_shardings=run.state_shardings)(), 0, 0)
+        state = jax.jit(run.init, out_shardings=run.state_shardings)()
+        if origin is not None:
+            state = state._replace(params=origin.taken(run, state.params, say))
+        return _Start(state, 0, 0)
     if processes.is_first():
         workdir.check_tokenizer(folder, tokenizer, config.data.tokenizer)
     like = jax.tree.map(

@@ -13,7 +13,8 @@ from rmt_tpu.config.overrides import differences
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.roll_call import listed
-from rmt_tpu.errors import UsageError, of_argument, of_flag
+from rmt_tpu.errors import ArgumentError, UsageError, of_argument, of_flag
+from rmt_tpu.hub.models import describe, is_hub
 from rmt_tpu.storage import Folder, Location, open_folder
 
 CONFIG = "config.json"
@@ -140,11 +141,17 @@ def read_config(workdir: Location) -> RunConfig:
 
 
 class Loaded(NamedTuple):
-    """A trained decoder, its tokenizer, and the step that it was trained to."""
+    """A trained decoder.
+
+    Attributes:
+      step: that it was trained to; None is not known, of a folder of the hub.
+      seq_len: tokens that it read at a time.
+    """
 
     decoder: Any
     tokenizer: Tokenizer
-    step: int
+    step: int | None
+    seq_len: int
 
 
 def load(workdir: Location, step: int | None = None, *, mesh: str | None = None):
@@ -153,7 +160,7 @@ def load(workdir: Location, step: int | None = None, *, mesh: str | None = None)
 
 
 def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = None) -> Loaded:
-    """What a run folder has of a step.
+    """What a run folder has of a step; or what a folder of the hub's form has (`rmt_tpu.hub`).
 
     Args:
       workdir: of `recipes.train`, local or gs://.
@@ -179,8 +186,12 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     from rmt_tpu.training.growth import restore_grown
 
     kernel_tables.use_storage()
+    with of_argument("workdir"):
+        folder = open_folder(workdir)
+    if is_hub(folder.local_path):
+        with memory.told_if_out("the model's parameters do not fit"):
+            return _of_hub(folder, step, mesh)
     config = read_config(workdir)
-    folder = open_folder(workdir)
     abstract = nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(abstract, nnx.Param)
     params = nnx.to_pure_dict(shapes)
@@ -192,7 +203,18 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     like = {"params": params}
     with memory.told_if_out("the model's parameters do not fit"):
         step, state, _ = restore_grown(checkpoints, like, config.model, step, partial=True)
-    return Loaded(nnx.merge(graphdef, state["params"]), load_saved(folder), step)
+    decoder = nnx.merge(graphdef, state["params"])
+    return Loaded(decoder, load_saved(folder), step, config.data.seq_len)
+
+
+def _of_hub(folder: Folder, step: int | None, mesh: str | None) -> Loaded:
+    from rmt_tpu.hub.folder import load
+
+    if step is not None:
+        raise ArgumentError(
+            f"step={step} is of a run folder, and {folder} is one of the hub's form"
+        )
+    return Loaded(*load(folder.local_path, mesh=mesh), None, describe(folder.local_path).max_length)
 
 
 def _parsed(folder: Folder, content: bytes) -> RunConfig:

@@ -1,0 +1,40 @@
+"""Write a trained model of Llama's family in the hub's form: config.json and safetensors.
+
+    python -m recipes.export --workdir=runs/llama-153m --output=llama-153m-hub
+
+Models with RMSNorm, RoPE, SwiGLU and the plain residual have that form (`llama-...` presets);
+others are refused with the field that has none. The folder opens in other programs, and here with
+--init_from (train, generate, evaluate).
+"""
+
+from absl import flags
+
+from recipes import program
+from rmt_tpu.errors import arguments_as_flags
+
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "a run folder of recipes.train, local or gs://", required=True
+)
+_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
+_OUTPUT = flags.DEFINE_string("output", None, "a new local folder", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "of the tensors")
+
+
+def main() -> int:
+    from rmt_tpu.hub.folder import export
+    from rmt_tpu.training.workdir import load_step
+
+    with arguments_as_flags():
+        found = load_step(_WORKDIR.value, _STEP.value)
+    options = {"max_length": found.seq_len, "dtype": _DTYPE.value}
+    export(found.decoder, found.tokenizer, _OUTPUT.value, **options)
+    print(f"step {found.step} of {_WORKDIR.value} is in {_OUTPUT.value}")
+    return 0
+
+
+def run() -> None:
+    program.start(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,95 @@
+"""A folder of the hub's form: its decoder and tokenizer, and one written for a model of ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu import data
+from rmt_tpu.decoder import Decoder
+from rmt_tpu.errors import UsageError
+from rmt_tpu.generation.placement import parameter_shardings
+from rmt_tpu.hub import weights
+from rmt_tpu.hub.models import CONFIG, describe, values_of
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.Tokenizer]:
+    """A folder's decoder and its tokenizer.
+
+    Args:
+      mesh: see `rmt_tpu.load`.
+
+    Raises:
+      UsageError: the folder has no such model, or no tokenizer, or tensors that do not fit.
+      RunError: a file is damaged.
+      MeshError: there are not so many devices, or the model does not divide over them.
+    """
+    model = describe(folder).model
+    tokenizer = data.load_tokenizer(str(folder))
+    abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    graphdef, shapes = nnx.split(abstract, nnx.Param)
+    placed = None if mesh is None else parameter_shardings(abstract, sharding.make_mesh(mesh))
+    params = _read(Path(folder), model, nnx.to_pure_dict(shapes), placed)
+    return nnx.merge(graphdef, params), tokenizer
+
+
+def _read(folder: Path, model: cfg.ModelConfig, shapes: Any, placed: Any | None) -> Any:
+    """The tree of `nnx.to_pure_dict`: each device reads its part of each parameter."""
+    tensors = weights.Tensors(folder)
+    by_path = weights.by_path(weights.check(tensors, weights.pieces(model)))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def read(path: Any, shape: jax.ShapeDtypeStruct, where: Any) -> jax.Array:
+        found = by_path[tuple(key.key for key in path)]
+        part = weights.reader(tensors, found, shape.shape)
+        return jax.make_array_from_callback(shape.shape, where, part)
+
+    placed = jax.tree.map(lambda _: one, shapes) if placed is None else placed
+    return jax.tree_util.tree_map_with_path(read, shapes, placed)
+
+
+def export(
+    decoder: Decoder,
+    tokenizer: data.Tokenizer,
+    folder: str | Path,
+    *,
+    max_length: int,
+    dtype: str = "float32",
+) -> None:
+    """Writes a model of Llama's family in the hub's form, with its tokenizer.
+
+    Args:
+      max_length: tokens that it was trained on at a time.
+      dtype: of the tensors, one of DTYPES.
+
+    Raises:
+      UsageError: the model has no form on the hub, or the folder cannot be written.
+    """
+    path, model = Path(folder), decoder.config
+    values = values_of(model, max_length=max_length, bos=tokenizer.bos)
+    params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
+
+    def value(piece: weights.Piece) -> np.ndarray:
+        array = params
+        for key in piece.path:
+            array = array[key]
+        return np.asarray(array[tuple(slice(*at) for at in piece.at)])
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise UsageError(f"{folder} is not empty; legal: a new folder")
+        weights.write(path, weights.pieces(model), value, DTYPES[dtype])
+        text = json.dumps(values | {"torch_dtype": dtype}, indent=2) + "\n"
+        (path / CONFIG).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
+    tokenizer.save(str(path))

@@ -1,0 +1,221 @@
+"""The hub's config.json of Llama's family as a model of ours, and back. No jax."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rmt_tpu import config as cfg
+from rmt_tpu.errors import UsageError, shown, unknown
+
+CONFIG = "config.json"
+# Of each kind: whether queries, keys and values have a bias, and queries and keys a norm.
+KINDS = {
+    "llama": (False, False),
+    "mistral": (False, False),
+    "qwen2": (True, False),
+    "qwen3": (False, True),
+}
+_ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+class Description(NamedTuple):
+    """What config.json says.
+
+    Attributes:
+      max_length: tokens that the model was made for.
+    """
+
+    model: cfg.ModelConfig
+    max_length: int
+
+
+def is_hub(folder: str | Path | None) -> bool:
+    """Whether a local folder has a model in the hub's form; None is not local."""
+    return folder is not None and "model_type" in (_values(Path(folder)) or {})
+
+
+def describe(folder: str | Path) -> Description:
+    """
+    Raises:
+      UsageError: the folder has no such model, or one that no core here computes.
+    """
+    path = Path(folder)
+    values = _values(path)
+    if values is None:
+        raise UsageError(f"{folder} has no {CONFIG} of the hub; legal: a folder with one")
+    where = str(path / CONFIG)
+    return Description(model_of(values, where), max_length_of(values, where))
+
+
+def _values(folder: Path) -> Mapping[str, Any] | None:
+    try:
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+class Fields:
+    """The fields of a config.json, read one by one.
+
+    Args:
+      values: of the file.
+      where: for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self._values, self._where = values, where
+
+    def wrong(self, name: str, value: object, legal: str) -> UsageError:
+        return UsageError(
+            f"{self._where}: {name}={shown(value)} is not of a model here; legal: {legal}"
+        )
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise self.wrong(name, value, "a whole number, at least 1")
+        return value
+
+    def positive(self, name: str, default: float) -> float:
+        value = self._values.get(name, default)
+        if type(value) not in (int, float) or not value > 0:
+            raise self.wrong(name, value, "a positive number")
+        return float(value)
+
+    def chosen(self, name: str, legal: Mapping[str, Any]) -> Any:
+        value = self._values.get(name)
+        if value not in legal:
+            raise UsageError(unknown(f"{self._where}: {name}", value, legal))
+        return legal[value]
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._values.get(name, default)
+        if type(value) is not bool:
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def only(self, name: str, *legal: object) -> None:
+        """Refuses what changes the function in a way that no core here has."""
+        value = self._values.get(name, legal[0])
+        if value not in legal:
+            raise self.wrong(name, value, " or ".join(map(repr, legal)))
+
+    def rope(self) -> cfg.Rope:
+        """`rope_theta`, or `rope_parameters` of later files, which have all of it."""
+        later = self._values.get("rope_parameters") or {}
+        scaling = self._values.get("rope_scaling") or later
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind != "default":
+            raise self.wrong("rope_scaling's rope_type", kind, "'default'")
+        self.only("partial_rotary_factor", 1.0, 1, None)
+        base = Fields(later, self._where) if "rope_theta" in later else self
+        return cfg.Rope(base=base.positive("rope_theta", 10_000.0))
+
+
+def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
+    """The model that a config.json of the hub describes, with the plain residual.
+
+    Raises:
+      UsageError: it is of another family, or has what no core here has.
+    """
+    given = Fields(values, where)
+    bias, norm = given.chosen("model_type", KINDS)
+    given.only("mlp_bias", False)
+    given.only("attention_bias", bias, False)
+    if strange := set(values.get("layer_types") or []) - {"full_attention"}:
+        raise given.wrong("layer_types", sorted(strange), "'full_attention'")
+    slides = given.flag("use_sliding_window", True)
+    if slides and (window := values.get("sliding_window")) is not None:
+        raise given.wrong("sliding_window", window, "null")
+    width, heads = given.size("hidden_size"), given.size("num_attention_heads")
+    attention = cfg.Attention(
+        heads,
+        given.size("head_dim", max(width // heads, 1)),
+        given.rope(),
+        inverse_layer_scaling=False,
+        num_kv_heads=given.size("num_key_value_heads", heads),
+        query_key_norm=norm,
+        bias=bias,
+    )
+    activation = given.chosen("hidden_act", _ACTIVATIONS)
+    feed_forward = cfg.FeedForward(given.size("intermediate_size"), activation)
+    return cfg.ModelConfig(
+        (cfg.Stack((attention, feed_forward), given.size("num_hidden_layers")),),
+        cfg.VectorStore(width),
+        vocab_size=given.size("vocab_size"),
+        norm="rmsnorm",
+        norm_epsilon=given.positive("rms_norm_eps", 1e-6),
+    )
+
+
+def max_length_of(values: Mapping[str, Any], where: str) -> int:
+    """Tokens that the model was made for."""
+    return Fields(values, where).size("max_position_embeddings", 2048)
+
+
+def values_of(model: cfg.ModelConfig, *, max_length: int, bos: int) -> dict[str, Any]:
+    """The hub's config.json of a model.
+
+    Raises:
+      UsageError: the model is none of Llama's family; the message has the field.
+    """
+    attention, feed_forward = _sublayers(model)
+    kinds = {flags: kind for kind, flags in reversed(KINDS.items())}
+    kind = kinds.get((attention.bias, attention.query_key_norm))
+    if kind is None:
+        raise _not_of_hub("model.attention.bias and query_key_norm", "both", "one of them")
+    activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    return {
+        "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
+        "model_type": kind,
+        "hidden_size": model.store.dim,
+        "intermediate_size": feed_forward.hidden_dim,
+        "num_hidden_layers": model.stacks[0].repeat,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": activations[feed_forward.activation],
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": attention.positions.base,
+        "max_position_embeddings": max_length,
+        "vocab_size": model.vocab_size,
+        "attention_bias": attention.bias,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": bos,
+        "eos_token_id": bos,
+    }
+
+
+def _sublayers(model: cfg.ModelConfig) -> tuple[cfg.Attention, cfg.FeedForward]:
+    """The two cores of all layers of a model of Llama's family."""
+    if not isinstance(model.store, cfg.VectorStore):
+        raise _not_of_hub("model.store", model.store.kind, "vector")
+    if not isinstance(model.mixer, cfg.Sum):
+        raise _not_of_hub("model.mixer", model.mixer.kind, "sum")
+    if not isinstance(model.parametrization, cfg.Standard):
+        raise _not_of_hub("model.parametrization", model.parametrization.kind, "standard")
+    if model.norm != "rmsnorm":
+        raise _not_of_hub("model.norm", model.norm, "rmsnorm")
+    kinds = [core.kind for core in model.cores]
+    if len(model.stacks) > 1 or kinds != ["attention", "feed_forward"]:
+        raise _not_of_hub("model.stacks", ", ".join(kinds), "one, of attention and feed_forward")
+    attention, feed_forward = model.cores
+    if feed_forward.activation not in _ACTIVATIONS.values():
+        legal = " or ".join(_ACTIVATIONS.values())
+        raise _not_of_hub("model.feed_forward.activation", feed_forward.activation, legal)
+    if not isinstance(attention.positions, cfg.Rope) or attention.positions.dims is not None:
+        raise _not_of_hub(
+            "model.attention.positions", attention.positions.kind, "rope, of all dims"
+        )
+    if attention.inverse_layer_scaling:
+        raise _not_of_hub("model.attention.inverse_layer_scaling", True, "false")
+    return attention, feed_forward
+
+
+def _not_of_hub(name: str, value: object, legal: str) -> UsageError:
+    return UsageError(f"{name}={value} has no form on the hub; legal: {legal}")

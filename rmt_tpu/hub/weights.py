@@ -1,0 +1,274 @@
+"""Tensors of the hub's Llama family as parameters of ours, and back, one at a time."""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rmt_tpu import config as cfg
+from rmt_tpu.errors import RunError, UsageError
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+_SHARD = 5 * 10**9  # bytes, as the hub's own tools have it
+
+Index = tuple[slice, ...]
+
+
+class Piece(NamedTuple):
+    """A tensor of the hub, and what of a parameter it is.
+
+    Attributes:
+      name: of the tensor.
+      path: of the parameter, in the tree of `nnx.to_pure_dict`.
+      at: from where to where on each of the parameter's axes.
+      transposed: whether the tensor has the other axis first.
+    """
+
+    name: str
+    path: tuple[Any, ...]
+    at: tuple[tuple[int, int], ...]
+    transposed: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """On the parameter's axes."""
+        return tuple(stop - start for start, stop in self.at)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        *_, before, last = (1, *self.sizes)
+        if self.name.endswith((".bias", "norm.weight")):
+            return (math.prod(self.sizes),)
+        return (last, before) if self.transposed else (before, last)
+
+
+def pieces(model: cfg.ModelConfig) -> list[Piece]:
+    """All tensors of a model of Llama's family with the plain residual.
+
+    Heads lie side by side and RoPE turns a head's halves, there and here. Biases are of queries,
+    keys and values, and norms of queries and keys, where the model has them.
+    """
+    attention, feed_forward = model.cores
+    dim, vocab, hidden = model.store.dim, model.vocab_size, feed_forward.hidden_dim
+    counts = attention.num_heads, attention.kv_heads, attention.kv_heads
+    size, equal = attention.head_dim, attention.num_heads == attention.kv_heads
+    whole = lambda *sizes: tuple((0, s) for s in sizes)
+    found = [
+        Piece("model.embed_tokens.weight", ("embedding", "tokens"), whole(vocab, dim)),
+        Piece("model.norm.weight", ("final_site", "gain"), whole(dim)),
+        Piece("lm_head.weight", ("unembedding", "kernel"), whole(dim, vocab), True),
+    ]
+    for layer in range(model.stacks[0].repeat):
+        own = (layer, layer + 1)
+        first, second = ("stacks", 0, 0), ("stacks", 0, 1)
+        named = lambda name, path, *at, transposed=True, own=own, layer=layer: Piece(
+            f"model.layers.{layer}.{name}", path, (own, *at), transposed
+        )
+        matrix = lambda name, path, number, *sizes, named=named: named(
+            f"{name}_proj.weight", path, (number, number + 1), *whole(*sizes)
+        )
+        width = lambda count: (dim, count * size)
+        found.append(named("input_layernorm.weight", (*first, "site", "gain"), (0, dim)))
+        for number, (letter, count) in enumerate(zip("qkv", counts, strict=True)):
+            fewer = number > 0 and not equal
+            path = (*first, "site", "read_fewer" if fewer else "read")
+            place = number - fewer
+            found.append(matrix(f"self_attn.{letter}", path, place, *width(count)))
+            if attention.bias:
+                begin = sum(counts[:number])
+                at = (begin, begin + count), (0, size)
+                found.append(named(f"self_attn.{letter}_proj.bias", (*first, "core", "bias"), *at))
+        if attention.query_key_norm:
+            for letter, gain in (("q", "query_gain"), ("k", "key_gain")):
+                path = (*first, "core", gain)
+                found.append(named(f"self_attn.{letter}_norm.weight", path, (0, size)))
+        out = whole(counts[0] * size, dim)
+        found += [
+            named("self_attn.o_proj.weight", (*second, "site", "write"), *out),
+            named("post_attention_layernorm.weight", (*second, "site", "gain"), (0, dim)),
+            matrix("mlp.gate", (*second, "core", "w_1"), 0, dim, hidden),
+            matrix("mlp.up", (*second, "core", "w_1"), 1, dim, hidden),
+            named("mlp.down_proj.weight", (*second, "core", "w_2"), *whole(hidden, dim)),
+        ]
+    return found
+
+
+def by_path(found: list[Piece]) -> dict[tuple[Any, ...], list[Piece]]:
+    """The pieces of each parameter."""
+    paths: dict[tuple[Any, ...], list[Piece]] = {}
+    for piece in found:
+        paths.setdefault(piece.path, []).append(piece)
+    return paths
+
+
+# Reading -------------------------------------------------------------------------------------
+
+
+class Tensors:
+    """The tensors of a folder, which are read when they are asked for.
+
+    Args:
+      folder: with model.safetensors, or with shards and their index.
+
+    Raises:
+      UsageError: there are none, or safetensors is not installed.
+      RunError: a file is damaged.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self._files, self._names = folder, {}, {}
+        for file in _files_of(folder):
+            with _whole(folder / file):
+                opened = _library().safe_open(folder / file, framework="numpy")
+                self._files[file] = opened
+                self._names |= dict.fromkeys(opened.keys(), file)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, by name."""
+        return {n: tuple(self._of(n).get_slice(n).get_shape()) for n in self._names}
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in its dtype."""
+        with _whole(self.folder / self._names[name]):
+            return self._of(name).get_tensor(name)
+
+    def _of(self, name: str) -> Any:
+        return self._files[self._names[name]]
+
+
+def check(tensors: Tensors, wanted: list[Piece]) -> list[Piece]:
+    """The pieces by names that are there: where embeddings are tied, W_U is theirs too.
+
+    Raises:
+      UsageError: tensors are missing, unknown or of other shapes; each is told, the first ones of
+        many, with both shapes.
+    """
+    there, problems = tensors.shapes(), []
+    if "lm_head.weight" not in there:
+        tied = {"lm_head.weight": "model.embed_tokens.weight"}
+        wanted = [piece._replace(name=tied.get(piece.name, piece.name)) for piece in wanted]
+    for piece in wanted:
+        shape = there.get(piece.name)
+        if shape is None:
+            problems.append(f"{piece.name} is missing, {list(piece.shape)}")
+        elif shape != piece.shape:
+            problems.append(f"{piece.name} is {list(shape)} and not {list(piece.shape)}")
+    known = {piece.name for piece in wanted}
+    # Frequencies of RoPE, which older files have.
+    strange = [n for n in there if n not in known and not n.endswith("rotary_emb.inv_freq")]
+    problems += [f"{name} {list(there[name])} is of no model here" for name in strange]
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise UsageError(
+            f"the tensors in {tensors.folder} do not fit its config.json: "
+            f"{'; '.join(problems[:8])}{more}"
+        )
+    return wanted
+
+
+def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Callable[[Index], Any]:
+    """What reads any part of a parameter, in float32, from the pieces that it is made of."""
+
+    def read(index: Index) -> np.ndarray:
+        ranges = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+        part = np.empty([stop - start for start, stop in ranges], np.float32)
+        for piece in found:
+            common = [
+                (max(a, start), min(b, stop))
+                for (a, b), (start, stop) in zip(piece.at, ranges, strict=True)
+            ]
+            if all(a < b for a, b in common):
+                value = tensors.read(piece.name)
+                value = (value.T if piece.transposed else value).reshape(piece.sizes)
+                inside = (
+                    slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, piece.at, strict=True)
+                )
+                there = (
+                    slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, ranges, strict=True)
+                )
+                part[tuple(there)] = value[tuple(inside)]
+        return part
+
+    return read
+
+
+def _files_of(folder: Path) -> list[str]:
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise UsageError(f"{folder} has no {WEIGHTS} and no {INDEX}; legal: a folder with one")
+    try:
+        names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        files = sorted(set(names))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RunError(f"{folder / INDEX} is damaged: it has no weight_map") from None
+    for file in files:
+        if not (folder / Path(file).name).is_file():
+            raise RunError(f"{folder} lacks {file}, which its index names")
+    return [Path(file).name for file in files]
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, _library().SafetensorError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from None
+
+
+def _library() -> Any:
+    try:
+        import ml_dtypes  # noqa: F401  by which NumPy knows bfloat16
+        import safetensors
+    except ImportError:
+        raise UsageError(
+            "weights of the hub need safetensors: pip install 'rmt_tpu[hub]'"
+        ) from None
+    return safetensors
+
+
+# Writing -------------------------------------------------------------------------------------
+
+
+def write(
+    folder: Path, wanted: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any
+) -> None:
+    """Files of the hub's form: of more than 5 GB in shards, with an index.
+
+    Args:
+      wanted: all tensors.
+      value: the part of the parameter that is a piece.
+      dtype: that they are written in.
+    """
+    from safetensors.numpy import save_file
+
+    groups: list[list[Piece]] = [[]]
+    filled = 0
+    for piece in wanted:
+        count = math.prod(piece.sizes) * np.dtype(dtype).itemsize
+        if groups[-1] and filled + count > _SHARD:
+            groups.append([])
+            filled = 0
+        groups[-1].append(piece)
+        filled += count
+    one, placed = len(groups) == 1, {}
+    for number, group in enumerate(groups, 1):
+        name = WEIGHTS if one else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        tensors = {piece.name: _tensor(piece, value(piece), dtype) for piece in group}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        placed |= dict.fromkeys(tensors, name)
+    if not one:
+        total = sum(math.prod(piece.sizes) for piece in wanted) * np.dtype(dtype).itemsize
+        index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": placed}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _tensor(piece: Piece, value: np.ndarray, dtype: Any) -> np.ndarray:
+    shape = piece.shape[::-1] if piece.transposed and len(piece.shape) == 2 else piece.shape
+    value = value.reshape(shape)
+    return np.ascontiguousarray(value.T if piece.transposed else value).astype(dtype)

@@ -1,0 +1,117 @@
+"""Where a new run's parameters come from: another run, or a folder of the hub's form."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx, traverse_util
+
+from rmt_tpu import config as cfg
+from rmt_tpu.decoder import Decoder
+from rmt_tpu.errors import UsageError, of_argument
+from rmt_tpu.hub import weights
+from rmt_tpu.hub.models import describe, is_hub
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training.run import Run
+from rmt_tpu.training.workdir import open_checkpoints, read_config
+
+Path = tuple[Any, ...]
+
+
+class Origin:
+    """What a model shares with another one: parameters of the same place and shape.
+
+    So a model can go on with another residual: what only that has stays as it was drawn.
+
+    Args:
+      location: a run folder, or a local one of the hub's form.
+      model: that is to start from it.
+
+    Raises:
+      UsageError: there is none, parameters have other shapes, or none are shared.
+    """
+
+    def __init__(self, location: str, model: cfg.ModelConfig):
+        self._location, self._folder = location, open_folder(location)
+        self._is_hub = is_hub(self._folder.local_path)
+        try:
+            with of_argument("init_from"):
+                other = self._model()
+        except UsageError as error:
+            raise UsageError(f"--{str(error).replace('workdir=', '')}") from None
+        own, theirs = _shapes(model), _shapes(other)
+        self._other = other
+        self._shared = [path for path in own if own[path] == theirs.get(path)]
+        self._drawn = [path for path in own if path not in theirs]
+        different = [
+            f"{_name(path)} is {list(theirs[path])} there and {list(own[path])} here"
+            for path in own
+            if path in theirs and own[path] != theirs[path]
+        ]
+        if different:
+            more = f"; and {len(different) - 8} more" if len(different) > 8 else ""
+            raise UsageError(
+                f"--init_from={location} has parameters of other shapes: "
+                f"{'; '.join(different[:8])}{more}"
+            )
+        if not self._shared:
+            raise UsageError(f"--init_from={location} shares no parameter with this model")
+
+    def _model(self) -> cfg.ModelConfig:
+        if self._is_hub:
+            return describe(self._folder.local_path).model
+        return read_config(self._folder).model
+
+    def taken(self, run: Run, params: Any, say: Callable[[str], None]) -> Any:
+        """`params` of a run with what is shared in place of what was drawn.
+
+        Each device reads its part.
+
+        Raises:
+          RunError: a file or checkpoint is damaged.
+        """
+        placed = traverse_util.flatten_dict(run.state_shardings.params)
+        flat = traverse_util.flatten_dict(params)
+        like = {
+            path: jax.ShapeDtypeStruct(flat[path].shape, flat[path].dtype, sharding=placed[path])
+            for path in self._shared
+        }
+        read = self._of_hub(like) if self._is_hub else self._of_run(like)
+        count = sum(x.size for x in read.values())
+        told = f"{len(read)} of {len(flat)} arrays, {count:,} parameters, are those of "
+        drawn = ", ".join(_name(path) for path in self._drawn[:8])
+        more = f" and {len(self._drawn) - 8} more" if len(self._drawn) > 8 else ""
+        say(told + self._location + (f"; drawn anew: {drawn}{more}" if drawn else ""))
+        return traverse_util.unflatten_dict(flat | read)
+
+    def _of_run(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
+        tree = {"params": traverse_util.unflatten_dict(like)}
+        _, state, _ = open_checkpoints(self._folder).restore(tree, partial=True)
+        return traverse_util.flatten_dict(state["params"])
+
+    def _of_hub(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
+        tensors = weights.Tensors(self._folder.local_path)
+        found = weights.by_path(weights.check(tensors, weights.pieces(self._other)))
+        shapes, arrays = _shapes(self._other), {}
+        for path, wanted in like.items():
+            read = weights.reader(tensors, found[path], shapes[path])
+            if wanted.shape != shapes[path]:  # in chunks, of virtual stages
+                read = _in_chunks(read, shapes[path], wanted.shape)
+            arrays[path] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
+        return arrays
+
+
+def _in_chunks(read: Callable, shape: tuple[int, ...], chunks: tuple[int, ...]) -> Callable:
+    whole = lambda: read(tuple(slice(0, size) for size in shape))
+    return lambda index: whole().reshape(chunks)[index]
+
+
+def _shapes(model: cfg.ModelConfig) -> dict[Path, tuple[int, ...]]:
+    abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    params = nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
+    return {path: np.shape(x) for path, x in traverse_util.flatten_dict(params).items()}
+
+
+def _name(path: Path) -> str:
+    return "/".join(map(str, path))

@@ -1,0 +1,224 @@
+"""Folders of the hub's form: the published equations on their tensors, in and out, bit for bit."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import rmt_tpu
+from rmt_tpu import config as cfg
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.hub import weights
+from rmt_tpu.hub.folder import export
+from rmt_tpu.hub.models import describe, is_hub, model_of, values_of
+from tests import models
+from tests.tiers import later
+
+KINDS = {
+    "llama": {},
+    "qwen2": {"bias": True},
+    "qwen3": {"query_key_norm": True},
+    "no groups": {"num_kv_heads": 4},
+}
+
+
+def model(kind="llama", **changes):
+    how = {"num_kv_heads": 2} | KINDS[kind]
+    attention = cfg.Attention(4, 6, cfg.Rope(base=5000.0), inverse_layer_scaling=False, **how)
+    layer = (attention, cfg.FeedForward(hidden_dim=14, activation="swiglu"))
+    plain = cfg.ModelConfig(
+        (cfg.Stack(layer, 3),),
+        cfg.VectorStore(12),
+        vocab_size=257,
+        norm="rmsnorm",
+        norm_epsilon=1e-5,
+    )
+    return plain.replace(**changes)
+
+
+def made(config):
+    params = jax.tree.map(jnp.float32, models.random_parameters(config))
+    return nnx.merge(models.graph(config), params)
+
+
+def parameters(decoder):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, parameters(one), parameters(other))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    export(made(model()), ByteTokenizer(), tmp_path / "hub", max_length=64)
+    return tmp_path / "hub"
+
+
+def llama(tensors, config, tokens):
+    """Logits of a row, by the equations of Touvron et al. (2023), in float64."""
+    t = {name: np.float64(x) for name, x in tensors.items()}
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    size, places = config["head_dim"], np.arange(len(tokens))
+
+    def norm(x, gain):
+        return gain * x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config["rms_norm_eps"])
+
+    def turned(x):
+        """Number i of a head and number i + size / 2 are turned together."""
+        half = size // 2
+        angles = places[:, None] * config["rope_theta"] ** (-2 * np.arange(half) / size)
+        z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+        return np.concatenate([z.real, z.imag], -1)
+
+    h = t["model.embed_tokens.weight"][tokens]
+    for layer in range(config["num_hidden_layers"]):
+        own = lambda name, layer=layer: t[f"model.layers.{layer}.{name}"]
+        x, qkv = norm(h, own("input_layernorm.weight")), {}
+        for letter, count in (("q", heads), ("k", groups), ("v", groups)):
+            y = x @ own(f"self_attn.{letter}_proj.weight").T
+            if config["attention_bias"]:
+                y += own(f"self_attn.{letter}_proj.bias")
+            y = y.reshape(-1, count, size)
+            if config["model_type"] == "qwen3" and letter != "v":
+                y = norm(y, own(f"self_attn.{letter}_norm.weight"))
+            qkv[letter] = np.repeat(y if letter == "v" else turned(y), heads // count, axis=1)
+        logits = np.einsum("qhd,khd->hqk", qkv["q"], qkv["k"]) / np.sqrt(size)
+        logits = np.where(places[:, None] >= places, logits, -np.inf)
+        share = np.exp(logits - logits.max(-1, keepdims=True))
+        share /= share.sum(-1, keepdims=True)
+        mixed = np.einsum("hqk,khd->qhd", share, qkv["v"]).reshape(len(tokens), -1)
+        h = h + mixed @ own("self_attn.o_proj.weight").T
+        x = norm(h, own("post_attention_layernorm.weight"))
+        gate = x @ own("mlp.gate_proj.weight").T
+        hidden = gate / (1 + np.exp(-gate)) * (x @ own("mlp.up_proj.weight").T)
+        h = h + hidden @ own("mlp.down_proj.weight").T
+    return norm(h, t["model.norm.weight"]) @ t["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("kind", ["qwen3", *later("llama", "qwen2", "no groups")])
+def test_the_published_equations_on_its_tensors(kind, tmp_path):
+    decoder = made(model(kind))
+    export(decoder, ByteTokenizer(), tmp_path / "hub", max_length=64)
+    tensors = load_file(tmp_path / "hub/model.safetensors")
+    config = json.loads((tmp_path / "hub/config.json").read_text())
+    tokens = np.array([256, 5, 99, 5, 200, 7, 31])
+    wanted = llama(tensors, config, tokens)
+    found = jax.jit(lambda tokens: decoder(tokens))(jnp.array(tokens)[None])[0]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_out_and_in_is_the_same_bit_for_bit(kind, tmp_path, monkeypatch):
+    decoder = made(model(kind))
+    export(decoder, ByteTokenizer(), tmp_path / "one", max_length=64)
+    monkeypatch.setattr(weights, "_SHARD", 9000)  # bytes
+    export(decoder, ByteTokenizer(), tmp_path / "shards", max_length=64)
+    assert len(list((tmp_path / "shards").glob("model-0000*-of-0000*.safetensors"))) > 2
+    for name in ("one", "shards"):
+        found, tokenizer = rmt_tpu.load(tmp_path / name)
+        assert found.config == decoder.config and isinstance(tokenizer, ByteTokenizer)
+        same(found, decoder)
+    assert is_hub(tmp_path / "one") and describe(tmp_path / "one").max_length == 64
+    # And on a mesh, each device its part.
+    placed, _ = rmt_tpu.load(tmp_path / "shards", mesh="data=2,fsdp=2,tensor=2")
+    same(placed, decoder)
+    w_1 = placed.stacks[0][1].core.w_1[...]
+    assert w_1.addressable_shards[0].data.size == w_1.size // 4
+
+
+def test_narrow_tensors_and_tied_embeddings(folder, tmp_path):
+    decoder = made(model())
+    export(decoder, ByteTokenizer(), tmp_path / "narrow", max_length=64, dtype="bfloat16")
+    found, _ = rmt_tpu.load(tmp_path / "narrow")
+    narrow = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), decoder)
+    same(found, narrow)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    found = parameters(rmt_tpu.load(folder)[0])
+    tokens = found["embedding"]["tokens"]
+    np.testing.assert_array_equal(found["unembedding"]["kernel"], tokens.T)
+
+
+def test_tensors_that_do_not_fit_are_told_with_both_shapes(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = np.ones(13, np.float32)
+    tensors["model.extra"] = np.ones((2, 3), np.float32)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UsageError, match="do not fit its config.json: ") as error:
+        rmt_tpu.load(folder)
+    for piece in (
+        "model.norm.weight is [13] and not [12]",
+        "model.layers.1.mlp.up_proj.weight is missing, [14, 12]",
+        "model.extra [2, 3] is of no model here",
+    ):
+        assert piece in str(error.value)
+
+
+def test_files_that_are_not_whole(folder, tmp_path):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:900])
+    with pytest.raises(RunError, match="model.safetensors cannot be read: "):
+        rmt_tpu.load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"has no model.safetensors and no model.safetensors.ind"):
+        rmt_tpu.load(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(RunError, match="index.json is damaged: it has no weight_map"):
+        rmt_tpu.load(folder)
+    index.write_text('{"weight_map": {"a": "b.safetensors"}}')
+    with pytest.raises(RunError, match="lacks b.safetensors, which its index names"):
+        rmt_tpu.load(folder)
+    with pytest.raises(UsageError, match="is not empty; legal: a new folder"):
+        export(made(model()), ByteTokenizer(), folder, max_length=64)
+
+
+VALUES = values_of(model(), max_length=64, bos=256)
+REFUSED = {
+    "family": ({"model_type": "gpt2"}, "model_type 'gpt2' is unknown; legal: llama, mistral"),
+    "rope": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is .*; legal: 'default'"),
+    "later rope": ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' is not"),
+    "window": ({"sliding_window": 4096}, "sliding_window=4096 is not .*; legal: null"),
+    "layers": ({"layer_types": ["sliding_attention"]}, "layer_types=.'sliding_attention'"),
+    "bias": ({"attention_bias": True}, "attention_bias=True is not .*; legal: False"),
+    "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is unknown; .* legal: silu"),
+    "size": ({"hidden_size": "12"}, "hidden_size='12' is not .* at least 1"),
+}
+
+
+@pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
+def test_what_no_core_computes_is_named(changes, message):
+    assert model_of(VALUES, "x") == model()
+    with pytest.raises(UsageError, match=f"^x: .*{message}"):
+        model_of(VALUES | changes, "x")
+
+
+def test_later_files_have_rope_s_base_elsewhere():
+    later = {name: value for name, value in VALUES.items() if name != "rope_theta"}
+    later["rope_parameters"] = {"rope_theta": 5000.0, "rope_type": "default"}
+    assert model_of(later, "x") == model()
+    window = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 9}
+    assert model_of(VALUES | window, "x") == model("qwen2")
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"mixer": cfg.BlockAttention(num_blocks=2)}, "model.mixer=block_attention"),
+        ({"store": cfg.MatrixStore(4)}, "model.store=matrix"),
+        ({"norm": "layernorm"}, "model.norm=layernorm"),
+    ],
+)
+def test_what_has_no_form_there_is_named(changes, field):
+    with pytest.raises(UsageError, match=f"{field} has no form on the hub; legal: "):
+        values_of(model(**changes), max_length=1, bos=0)

@@ -1,0 +1,105 @@
+"""Runs that start from another model's parameters, with the same residual or another one."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx, traverse_util
+
+import rmt_tpu
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu.config import overrides
+from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.errors import UsageError
+from rmt_tpu.hub.folder import export
+from rmt_tpu.training import trainer
+from rmt_tpu.training.origin import Origin
+from rmt_tpu.training.run import prepare
+from tests import models
+
+
+@pytest.fixture
+def config():
+    return overrides.apply(
+        preset_run("llama-tiny"),
+        {"model.num_layers": 4, "model.feed_forward.hidden_dim": 32, "train.batch_size": 4},
+    )
+
+
+@pytest.fixture
+def hub(config, tmp_path):
+    export(models.decoder(config.model), ByteTokenizer(), tmp_path / "hub", max_length=64)
+    return str(tmp_path / "hub")
+
+
+def taken(config, location, said):
+    run = prepare(config, sharding.make_mesh(config.train.mesh))
+    drawn = jax.jit(run.init, out_shardings=run.state_shardings)().params
+    found = Origin(location, config.model).taken(run, drawn, said.append)
+    return [traverse_util.flatten_dict(jax.tree.map(np.asarray, tree)) for tree in (drawn, found)]
+
+
+@pytest.mark.parametrize("mesh", ["stage=2,fsdp=2,tensor=2", "data=8"])
+def test_another_residual_takes_what_it_shares(config, hub, mesh):
+    changes = {
+        "train.mesh": mesh,
+        "train.seed": 7,
+        "train.virtual_stages": 1,
+        "train.batch_size": 8,
+    }
+    if "stage" in mesh:
+        changes["train.virtual_stages"] = 2
+    else:
+        changes |= {"model.mixer": "block_attention", "model.mixer.num_blocks": 2}
+    config, said = overrides.apply(config, changes), []
+    drawn, found = taken(config, hub, said)
+    origin = traverse_util.flatten_dict(models.split(config.model.replace(mixer=cfg.Sum()))[1])
+    assert len(origin) == 10
+    for path, array in found.items():
+        if path in origin:
+            wanted = np.reshape(origin[path], array.shape)
+            np.testing.assert_array_equal(array, wanted)
+        else:
+            assert "mix" in path
+            np.testing.assert_array_equal(array, drawn[path])
+    assert said[0].startswith(f"10 of {len(found)} arrays, ") and hub in said[0]
+    assert ("drawn anew: " in said[0]) == ("stage" not in mesh)
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_a_run_once(config, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 40)
+    config = overrides.apply(
+        config,
+        {
+            "data.source": str(tmp_path / "text.txt"),
+            "data.seq_len": 16,
+            "train.steps": 2,
+            "train.batch_size": 8,
+            "train.sample_tokens": 0,
+            "train.eval_batches": 1,
+        },
+    )
+    trainer.train(config, tmp_path / "a", label="a")
+    on = overrides.apply(config, {"train.init_from": str(tmp_path / "a"), "train.seed": 3})
+    said = []
+    found = taken(on, str(tmp_path / "a"), said)[1]
+    decoder, _ = rmt_tpu.load(tmp_path / "a")
+    trained = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
+    for path, array in found.items():
+        np.testing.assert_array_equal(array, trained[path])
+    trainer.train(on, tmp_path / "b", label="b")
+    # What it started from may be gone when it goes on.
+    (tmp_path / "a").rename(tmp_path / "gone")
+    longer = overrides.apply(on, {"train.steps": 3})
+    trainer.train(longer, tmp_path / "b", label="b", change_config=True)
+    with pytest.raises(UsageError, match="--init_from=.*/a holds no run"):
+        trainer.train(on, tmp_path / "c", label="c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_other_shapes_are_told(config, hub):
+    other = overrides.apply(config, {"model.feed_forward.hidden_dim": 40}).model
+    with pytest.raises(UsageError, match=r"w_1 is \[4, 2, 128, 32\] there and \[4, 2, 128, 40\]"):
+        Origin(hub, other)
