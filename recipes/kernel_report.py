@@ -23,7 +23,7 @@ from recipes import common, program
 from rmt_tpu.errors import RunError, UsageError, unknown
 
 # Those of pallas_kernels.compiler.ops, which imports jax.
-_OPS = ("key_vector", "attention", "depth_attention")
+_OPS = ("key_vector", "attention", "depth_attention", "delta_attention")
 _OP = flags.DEFINE_string("op", "all", f"one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string("case", None, "only this case of the ops, like 'H=16 D=64'")
 _TARGETS = flags.DEFINE_list(
@@ -92,7 +92,7 @@ def _report_ops(folder: Path) -> int:
             )
     failures = report.failure_lines(rows)
     text = (
-        f"# Ops beside their portable form\n\n{how}. {_versions()}. 16 x 512 tokens, bfloat16.\n"
+        f"# Ops beside their portable form\n\n{how}. {_versions()}. 8192 tokens, bfloat16.\n"
         '"training" is both passes. Bytes are as if all arrays lay in HBM; "least" counts every '
         "operand and result once.\n\n"
         f"{report.op_table(rows)}{kernels}" + (f"\n## Failed\n\n{failures}" if failures else "")

@@ -5,8 +5,8 @@ decays g of its rows and a strength beta of each token's write:
 
     S' = Diag(e^g_t) S_(t-1)     S_t = S' + beta_t k_t (v_t - k_t^T S')^T     o_t = scale S_t^T q_t
 
-Implementations: "xla" (plain JAX, anywhere), in chunks of 64 tokens; "pallas" is the same until
-there are kernels. None is "xla".
+Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (kernels for TPUs), "pallas" where there
+are kernels. None is "xla".
 """
 
 import functools
@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import check_array
-from pallas_kernels.delta_attention import xla
+from pallas_kernels.delta_attention import mosaic_tpu, xla
 from pallas_kernels.delta_attention.interface import Operands
 from pallas_kernels.delta_attention.reference import delta_step
 from pallas_kernels.platform import Implementations, reverse_mode
 
 __all__ = ["delta_attention", "delta_step"]
 
-Implementation = Literal["xla", "pallas"]
+Implementation = Literal["xla", "mosaic_tpu", "pallas"]
 
 
 @reverse_mode
@@ -57,7 +57,7 @@ def delta_attention(
       One data vector a head in v's dtype, and the state, which as all sums is at least float32.
 
     Raises:
-      UnsupportedImplementation: a named implementation is unknown.
+      UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
       ValueError: shapes or dtypes do not fit.
       TypeError: it is differentiated in forward mode.
     """
@@ -88,7 +88,7 @@ class _Call(NamedTuple):
         return _IMPLEMENTATIONS.run(self.implementation, op, *args, scale=self.scale)
 
 
-_IMPLEMENTATIONS = Implementations(xla, {}, ())
+_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu}, ())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -97,46 +97,17 @@ def _delta_attention(call, q, k, v, log_decay, beta, state, documents):
 
 
 def _forward(call, q, k, v, log_decay, beta, state, documents):
-    operands = _chunked(q, k, v, log_decay, beta, documents)
+    operands = Operands(q, k, v, log_decay, beta, documents)
     read, after, states = call.run("forward", operands, state)
-    # What is saved is not in chunks: it may be there for others too.
-    return (_joined(read, q.shape[1]), after), (q, k, v, log_decay, beta, documents, states)
+    return (read, after), (operands, states)
 
 
 def _backward(call, saved, cotangents):
-    (*given, documents, states), (d_read, d_state) = saved, cotangents
-    operands, pull_back = jax.vjp(lambda *given: _chunked(*given, documents), *given)
-    d_read = _in_chunks(d_read, operands.q.shape[-2])
-    d_chunks, d_state = call.run("backward", operands, states, d_read, d_state)
-    no_gradient = lambda x: jnp.zeros(x.shape, jax.dtypes.float0)
-    d_operands = Operands(*d_chunks, *map(no_gradient, operands[5:]))
-    return *pull_back(d_operands), d_state, None
+    gradients = call.run("backward", *saved, *cotangents)
+    return *gradients, None
 
 
 _delta_attention.defvjp(_forward, _backward)
-
-
-def _chunked(q, k, v, log_decay, beta, documents) -> Operands:
-    """In chunks as long as the implementations', or the next power of two above the sequence."""
-    size = min(xla.CHUNK, 1 << (q.shape[1] - 1).bit_length())
-    *floats, beta = (_in_chunks(x, size) for x in (q, k, v, log_decay, beta[..., None]))
-    documents = jnp.pad(documents, ((0, 0), (0, -documents.shape[1] % size)), mode="edge")
-    documents = documents.reshape(len(documents), -1, size).swapaxes(0, 1)
-    before = jnp.concatenate([jnp.zeros_like(documents[:1, :, 0]), documents[:-1, :, -1]])
-    return Operands(*floats, beta[..., 0], documents, before)
-
-
-def _in_chunks(x, size):
-    """`[batch, seq, heads, ..]` as `[chunks, batch, heads, size, ..]`, zeros at the end."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)))
-    x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
-    return jnp.transpose(x, (1, 0, 3, 2, 4))
-
-
-def _joined(x, seq):
-    """`_in_chunks` undone."""
-    x = jnp.transpose(x, (1, 0, 3, 2, 4))
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :seq]
 
 
 def _check(q, k, v, log_decay, beta, state, segment_ids):

@@ -1,13 +1,14 @@
 """What every implementation of the gated delta rule gives and takes.
 
-An implementation is a module with these functions over operands in chunks of C tokens:
+An implementation is a module with these functions, which go through the tokens in chunks of C:
 
     forward(Operands, state, *, scale) -> (read, state', states)
-    backward(Operands, states, d_read, d_state', *, scale) -> (d Operands, d_state)
+    backward(Operands, states, d_read, d_state', *, scale) -> Gradients
 
-    read [N, B, H, C, V]: what tokens read, in v's dtype
+    read [B, T, H, V]: what tokens read, in v's dtype
     state, state' [B, H, K, V]: before the first token and behind the last, at least float32
-    states [N, B, H, K, V]: before each chunk: all that the backward pass needs beside operands
+    states [N, B, H, V, K]: before each chunk, transposed: all that the backward pass needs beside
+        operands
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 
 class Operands(NamedTuple):
-    """Of N chunks of C tokens; past the last token everything is 0, and the document the last one.
+    """Of at least one token.
 
     Attributes:
       q, k, v: queries, keys and values.
@@ -24,13 +25,30 @@ class Operands(NamedTuple):
       beta: how much of what is missing a token writes, at least float32.
       documents: counted from 0 in each row; a token sees only its own. The state before the first
         token is of document 0.
-      before: the document of the token before each chunk.
     """
 
-    q: Float[Array, "N B H C K"]
-    k: Float[Array, "N B H C K"]
-    v: Float[Array, "N B H C V"]
-    log_decay: Float[Array, "N B H C K"]
-    beta: Float[Array, "N B H C"]
-    documents: Int[Array, "N B C"]
-    before: Int[Array, "N B"]
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T H V"]
+    log_decay: Float[Array, "B T H K"]
+    beta: Float[Array, "B T H"]
+    documents: Int[Array, "B T"]
+
+
+class Gradients(NamedTuple):
+    """Cotangents, of the operands' shapes and dtypes; `state` is of that before the first token."""
+
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T H V"]
+    log_decay: Float[Array, "B T H K"]
+    beta: Float[Array, "B T H"]
+    state: Float[Array, "B H K V"]
+
+
+def chunk_size(keys: int) -> int:
+    """Tokens in a chunk: states are kept, and products run one after the other, for each.
+
+    Half of what is computed between tokens grows with it; a state is worth it from 128 keys on.
+    """
+    return 128 if keys >= 128 else 64

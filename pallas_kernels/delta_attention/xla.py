@@ -17,59 +17,99 @@ each chunk, and computes the chunk again.
 """
 
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.delta_attention.interface import Operands
+from pallas_kernels.delta_attention.interface import Gradients, Operands, chunk_size
 
-# Tokens in a chunk: states are kept, and products run one after the other, for each.
-CHUNK = 64
 # The inverse of products rounded to bfloat16 would be off by percents where keys are alike.
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 def forward(
     operands: Operands, state: Float[Array, "B H K V"], *, scale: float
-) -> tuple[Float[Array, "N B H C V"], Float[Array, "B H K V"], Float[Array, "N B H K V"]]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
     """See `interface`."""
 
     def of_chunk(state, chunk):
         read, after = _chunk(chunk, state, scale)
-        return after, (read, state)
+        return after, (read, state.swapaxes(-1, -2))
 
-    state, (read, states) = jax.lax.scan(of_chunk, state, operands)
-    return read, state, states
+    state, (read, states) = jax.lax.scan(of_chunk, state, _chunked(operands))
+    return _tokens(read, operands.q.shape[1]), state, states
 
 
 def backward(
     operands: Operands,
-    states: Float[Array, "N B H K V"],
-    d_read: Float[Array, "N B H C V"],
+    states: Float[Array, "N B H V K"],
+    d_read: Float[Array, "B T H V"],
     d_state: Float[Array, "B H K V"],
     *,
     scale: float,
-) -> tuple[Any, Float[Array, "B H K V"]]:
-    """See `interface`: cotangents of the operands' floats."""
+) -> Gradients:
+    """See `interface`."""
 
     def of_chunk(d_state, given):
         *chunk, documents, before, state, d_read = given
 
         def again(chunk, state):
-            return _chunk(Operands(*chunk, documents, before), state, scale)
+            return _chunk(_Chunks(*chunk, documents, before), state, scale)
 
-        _, pull_back = jax.vjp(again, tuple(chunk), state)
+        _, pull_back = jax.vjp(again, tuple(chunk), state.swapaxes(-1, -2))
         d_chunk, d_state = pull_back((d_read, d_state))
         return d_state, d_chunk
 
-    given = (*operands, states, d_read)
-    d_state, d_chunks = jax.lax.scan(of_chunk, d_state, given, reverse=True)
-    return d_chunks, d_state
+    chunks = _chunked(operands)
+    given = (*chunks, states, _in_chunks(d_read, chunks.q.shape[-2]))
+    d_state, (*d_chunks, d_beta) = jax.lax.scan(of_chunk, d_state, given, reverse=True)
+    d_tokens = [_tokens(x, d_read.shape[1]) for x in (*d_chunks, d_beta[..., None])]
+    return Gradients(*d_tokens[:-1], d_tokens[-1][..., 0], d_state)
 
 
-def _chunk(chunk: Operands, state, scale):
+class _Chunks(NamedTuple):
+    """Operands in N chunks of C tokens, or one of them; and `before`: documents before each.
+
+    Past the last token everything is 0, and the document the last one.
+    """
+
+    q: Float[Array, "*N B H C K"]
+    k: Float[Array, "*N B H C K"]
+    v: Float[Array, "*N B H C V"]
+    log_decay: Float[Array, "*N B H C K"]
+    beta: Float[Array, "*N B H C"]
+    documents: Int[Array, "*N B C"]
+    before: Int[Array, "*N B"]
+
+
+def _chunked(operands: Operands) -> _Chunks:
+    """In chunks, of the next power of two above a short sequence."""
+    *floats, beta, documents = operands
+    _, seq, _, keys = operands.q.shape
+    size = min(chunk_size(keys), 1 << (seq - 1).bit_length())
+    *floats, beta = (_in_chunks(x, size) for x in (*floats, beta[..., None]))
+    documents = jnp.pad(documents, ((0, 0), (0, -seq % size)), mode="edge")
+    documents = documents.reshape(len(documents), -1, size).swapaxes(0, 1)
+    before = jnp.concatenate([jnp.zeros_like(documents[:1, :, 0]), documents[:-1, :, -1]])
+    return _Chunks(*floats, beta[..., 0], documents, before)
+
+
+def _in_chunks(x, size):
+    """`[batch, seq, heads, ..]` as `[chunks, batch, heads, size, ..]`, zeros at the end."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)))
+    x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+    return jnp.transpose(x, (1, 0, 3, 2, 4))
+
+
+def _tokens(x, seq):
+    """`_in_chunks` undone."""
+    x = jnp.transpose(x, (1, 0, 3, 2, 4))
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :seq]
+
+
+def _chunk(chunk: _Chunks, state, scale):
     """What the tokens of one chunk read, and the state behind it."""
     q, k, v, log_decay, beta, documents, before = chunk
     dtype, narrow = state.dtype, v.dtype

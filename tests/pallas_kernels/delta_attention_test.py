@@ -1,5 +1,7 @@
 """The gated delta rule: in chunks against the recurrence, token by token in NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,11 @@ import pytest
 from jax.experimental import topologies
 
 from pallas_kernels import UnsupportedImplementation, delta_attention, delta_step
-from pallas_kernels.compiler import TARGETS, lower
-from pallas_kernels.delta_attention import xla
-from tests.closeness import assert_close
+from pallas_kernels.compiler import DEVICES, lower
+from pallas_kernels.delta_attention import mosaic_tpu, reference
+from pallas_kernels.delta_attention.interface import Operands, chunk_size
+from tests.closeness import assert_close, float64
+from tests.tiers import later
 
 # A row each: as models begin, no decay, the strongest of bounded gates, gates far beyond what
 # float32 can hold as a product, and a few entries that are forgotten at once.
@@ -24,16 +28,16 @@ SCALE, SEQ, HEADS, KEYS, VALUES = 0.3, 70, 2, 4, 3
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
 
 
-def arguments(alike=False):
+def arguments(alike=False, seq=SEQ, keys=KEYS, values=VALUES):
     rng = np.random.default_rng(0)
-    shape = (len(GATES), SEQ, HEADS)
-    q, k = (rng.normal(size=(*shape, KEYS)) for _ in range(2))
+    shape = (len(GATES), seq, HEADS)
+    q, k = (rng.normal(size=(*shape, keys)) for _ in range(2))
     if alike:
         k = 1 + 0.3 * k
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v, beta = rng.normal(size=(*shape, VALUES)), rng.uniform(size=shape)
-    log_decay = np.stack([gate(rng, (*shape[1:], KEYS)) for gate in GATES.values()])
-    state = rng.normal(size=(len(GATES), HEADS, KEYS, VALUES))
+    v, beta = rng.normal(size=(*shape, values)), rng.uniform(size=shape)
+    log_decay = np.stack([gate(rng, (*shape[1:], keys)) for gate in GATES.values()])
+    state = rng.normal(size=(len(GATES), HEADS, keys, values))
     return q, k, v, log_decay, beta, state
 
 
@@ -47,7 +51,7 @@ def segments():
 def recurrence(q, k, v, log_decay, beta, state, ids):
     """`o` and the last state, a token after the other; complex where an argument is."""
     read, state = [], state + 0 * (q + k)[:, 0, :, :, None] * (v + beta[..., None])[:, 0, :, None]
-    for t in range(SEQ):
+    for t in range(q.shape[1]):
         if t:
             state = np.where((ids[:, t] == ids[:, t - 1])[:, None, None, None], state, 0)
         state = np.exp(log_decay[:, t])[..., None] * state
@@ -170,9 +174,104 @@ def test_an_unknown_implementation_is_named(unannotated):
         delta_attention(*given, scale=SCALE, implementation="triton")
 
 
+# The kernels -----------------------------------------------------------------------------------
+
+# Two chunks, the second in part; of the smallest heads that they serve.
+WIDE = {"seq": 150, "keys": 128, "values": 128}
+# Of the largest value: sums in float32, or of operands rounded to bfloat16.
+TOLERANCE = {"float32": 5e-6, "bfloat16": 1e-2}
+
+
+def documents():
+    """One in a row, one a chunk, one that goes on in the second chunk, and many."""
+    ids = np.zeros((len(GATES), WIDE["seq"]), np.int32)
+    ids[1, 128:] = 1
+    ids[2, 100:] = 1
+    ids[3] = np.arange(WIDE["seq"]) // 7
+    ids[4, 37:], ids[4, 140:] = 1, 2
+    return ids
+
+
+@functools.partial(jax.jit, static_argnames="backward")
+def run_kernels(arguments, ids, d_read, d_state, backward=True):
+    """What is read, the state, and the gradients of all arguments."""
+    *operands, state = arguments
+    operands = Operands(*operands, ids)
+    read, after, states = mosaic_tpu.forward(operands, state, scale=SCALE, interpret=True)
+    if not backward:
+        return read, after, ()
+    given = (operands, states, d_read, d_state)
+    return read, after, tuple(mosaic_tpu.backward(*given, scale=SCALE, interpret=True))
+
+
+def in_dtype(arguments, dtype):
+    """The operands in it, what is summed in float32."""
+    return [jnp.asarray(x, dtype if n < 3 else "float32") for n, x in enumerate(arguments)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", *later("bfloat16")])
+def test_kernels_are_the_recurrence_and_its_gradient(dtype):
+    """Of every gate, with documents that end in a chunk, between two, and of a few tokens."""
+    given, ids = in_dtype(arguments(**WIDE), dtype), jnp.asarray(documents())
+    exact = [np.asarray(x, np.float64) for x in given]
+    want = recurrence(*exact, ids)
+    rng = np.random.default_rng(2)
+    d_read, d_state = (rng.normal(size=x.shape) for x in want)
+    d_read = np.asarray(jnp.asarray(d_read, dtype), np.float64)
+    read, state, gradients = run_kernels(
+        given, ids, jnp.asarray(d_read, dtype), jnp.float32(d_state)
+    )
+    assert read.dtype == dtype and state.dtype == np.float32
+    assert [x.dtype for x in gradients] == [x.dtype for x in given]
+    with jax.enable_x64(True):
+        by_token = lambda *x: reference.delta_attention(*x, scale=SCALE, segment_ids=ids)
+        pull_back = jax.jit(lambda x, d: jax.vjp(by_token, *x)[1](d))
+        of_inputs = pull_back([jnp.asarray(x) for x in exact], (d_read, d_state))
+    for row in range(len(GATES)):
+        of_row = lambda tree, row=row: float64(jax.tree.map(lambda x: x[row], tree))
+        got, wanted = of_row((read, state, gradients)), of_row((*want, of_inputs))
+        assert_close(got, wanted, TOLERANCE[dtype])
+
+
+def test_no_token_of_the_kernels_depends_on_a_later_one():
+    """As above; nor the gradient of a token on one that nothing is asked of."""
+    given, other = (in_dtype(arguments(alike, **WIDE), "bfloat16") for alike in (False, True))
+    mixed = [
+        jnp.concatenate([x[:, :138], 3 * y[:, 138:]], 1) for x, y in zip(given, other, strict=True)
+    ]
+    ids = np.zeros((len(GATES), WIDE["seq"]), np.int32)
+    d_read = jnp.bfloat16(np.random.default_rng(2).normal(size=given[2].shape)).at[:, 138:].set(0)
+    zeros = jnp.zeros_like(given[5])
+    *first, _, d_first = run_kernels(given, ids, d_read, zeros)
+    *second, _, d_second = run_kernels([*mixed[:5], given[5]], ids, d_read, zeros)
+    for x, y in zip((*first, *d_first[:5]), (*second, *d_second[:5]), strict=True):
+        np.testing.assert_array_equal(x[:, :138], y[:, :138])
+    assert np.abs(np.float32(first[0] - second[0])[:, 138:]).max() > 0.1
+
+
+def test_keys_that_are_alike_in_the_kernels():
+    """In bfloat16: the inverse alone would be off by half a percent."""
+    q, k, v, log_decay, _, state = arguments(alike=True, **WIDE)
+    ids = np.zeros((len(GATES), WIDE["seq"]), np.int32)
+    given = (q, k, v, 0 * log_decay, np.ones(k.shape[:3]), state)
+    given = in_dtype([x[:1] for x in given], "bfloat16")
+    want, _ = recurrence(*(np.asarray(x, np.float64) for x in given), ids[:1])
+    read, *_ = run_kernels(given, ids[:1], None, None, backward=False)
+    assert_close(read, want, 1e-2)
+
+
+def test_what_the_kernels_do_not_serve_is_said(unannotated):
+    given = [np.float32(x) for x in arguments()]
+    with pytest.raises(UnsupportedImplementation, match="heads of 4 keys and 3 values"):
+        delta_attention(*given, scale=SCALE, implementation="mosaic_tpu")
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("target", ["v5e", "v6e"])
-def test_both_passes_compile_for_tpus(target):
+@pytest.mark.parametrize(
+    "target, implementation",
+    [("v5e", "xla"), ("v6e", "xla"), *((t, "mosaic_tpu") for t in ("v5e", "v5p", "v6e", "tpu7x"))],
+)
+def test_both_passes_compile_for_tpus(target, implementation):
     """In bfloat16, of the paper's size; what is kept beside the operands is states alone."""
     shape = (1, 1024, 4, 128)
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3
@@ -180,10 +279,13 @@ def test_both_passes_compile_for_tpus(target):
     operands += [jax.ShapeDtypeStruct(shape[:3], jnp.float32)]
 
     def loss(*args):
-        return jnp.sum(delta_attention(*args, scale=0.1)[0].astype(jnp.float32) ** 2)
+        read, _ = delta_attention(*args, scale=0.1, implementation=implementation)
+        return jnp.sum(read.astype(jnp.float32) ** 2)
 
-    device = topologies.get_topology_desc(**TARGETS[target].options).devices[0]
-    memory = lower(jax.grad(loss, range(5)), operands, device).compile().memory_analysis()
-    of_states = 1024 // xla.CHUNK * 4 * 128 * 128 * 4
+    device = topologies.get_topology_desc(**DEVICES[target].options).devices[0]
+    program = lower(jax.grad(loss, range(5)), operands, device).compile()
+    kernels = program.as_text().count('custom_call_target="tpu_custom_call"')
+    assert kernels == (2 if implementation == "mosaic_tpu" else 0)
+    of_states = 1024 // chunk_size(128) * 4 * 128 * 128 * 4
     of_arguments = sum(x.size * x.dtype.itemsize for x in operands)
-    assert memory.temp_size_in_bytes < of_states + 4 * of_arguments
+    assert program.memory_analysis().temp_size_in_bytes < of_states + 4 * of_arguments

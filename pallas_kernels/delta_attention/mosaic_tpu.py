@@ -1,0 +1,229 @@
+"""The gated delta rule on a TPU: a grid over rows, groups of heads, and chunks one after another.
+
+A step is one chunk of tokens of a few heads, whose states stay in VMEM. Operands are
+`[B, H, T, K]`, as XLA lays them out where it may choose. The backward pass goes through the chunks
+from the last to the first, and computes each again from the state before it.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.call import LANES, largest_divisor, tpu_call
+from pallas_kernels.delta_attention import mosaic_tpu_kernels as kernels
+from pallas_kernels.delta_attention.interface import Gradients, Operands, chunk_size
+
+# Heads of a step: products of one hide the latency of another's.
+_FORWARD_HEADS, _BACKWARD_HEADS = 4, 2
+
+
+def unsupported(op: str, operands: Operands, *others) -> str | None:
+    """Why it cannot serve this call, in a line; None if it can."""
+    keys, values = operands.k.shape[-1], operands.v.shape[-1]
+    if keys != LANES or values != LANES:
+        return f"heads of {keys} keys and {values} values ({LANES} of each)"
+    dtypes = {x.dtype for x in operands[:3]}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
+        return f"q, k, v of {', '.join(sorted(map(str, dtypes)))} (all bfloat16 or all float32)"
+    if operands.log_decay.dtype != jnp.float32:
+        return f"sums of {operands.log_decay.dtype} (float32)"
+    return None
+
+
+def wins(op: str, *args) -> bool:
+    """Whether a table says so: there is none."""
+    return False
+
+
+def forward(
+    operands: Operands,
+    state: Float[Array, "B H K V"],
+    *,
+    scale: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
+    """See `interface`."""
+    call = _Call.of(operands, scale, _FORWARD_HEADS)
+    B, T, H, G = call.rows, call.chunks * call.size, call.heads, call.group
+    inputs, prefetch = _inputs(call, operands, lambda n: n)
+    inputs["state"] = (state.swapaxes(-1, -2), _state_block(G))
+    of_states = jax.ShapeDtypeStruct((call.chunks, B, H, LANES, LANES), jnp.float32)
+    outputs = {
+        "read": (jax.ShapeDtypeStruct((B, H, T, LANES), call.dtype), _tokens(call, lambda n: n)),
+        "after": (jax.ShapeDtypeStruct((B, H, LANES, LANES), jnp.float32), _state_block(G)),
+        "states": (of_states, _states_block(G, lambda n: n)),
+    }
+    out = _run(_forward_kernel, "delta_forward", call, inputs, outputs, prefetch, interpret)
+    read = out["read"].swapaxes(1, 2)[:, : operands.q.shape[1]]
+    return read, out["after"].swapaxes(-1, -2), out["states"]
+
+
+def backward(
+    operands: Operands,
+    states: Float[Array, "N B H V K"],
+    d_read: Float[Array, "B T H V"],
+    d_state: Float[Array, "B H K V"],
+    *,
+    scale: float,
+    interpret: bool = False,
+) -> Gradients:
+    """See `interface`."""
+    call = _Call.of(operands, scale, _BACKWARD_HEADS)
+    B, seq, H, _ = operands.q.shape
+    back = lambda n: call.chunks - 1 - n
+    inputs, prefetch = _inputs(call, operands, back)
+    tokens = _tokens(call, back)
+    inputs["states"] = (states, _states_block(call.group, back))
+    inputs["d_read"] = (_heads_first(call, d_read), tokens)
+    inputs["d_after"] = (d_state.swapaxes(-1, -2), _state_block(call.group))
+    like = lambda name: jax.ShapeDtypeStruct(inputs[name][0].shape, inputs[name][0].dtype)
+    of_tokens = ("q", "k", "v", "log_decay", "beta")
+    outputs = {f"d_{name}": (like(name), inputs[name][1]) for name in of_tokens}
+    outputs["d_state"] = (like("d_after"), _state_block(call.group))
+    out = _run(_backward_kernel, "delta_backward", call, inputs, outputs, prefetch, interpret)
+    heads = [out[f"d_{name}"].swapaxes(1, 2)[:, :seq] for name in of_tokens[:-1]]
+    d_beta = out["d_beta"].swapaxes(1, 2).reshape(B, -1, H)[:, :seq]
+    return Gradients(*heads, d_beta, out["d_state"].swapaxes(-1, -2))
+
+
+# The kernels ---------------------------------------------------------------------------------
+
+
+def _forward_kernel(call: "_Call", inputs, outputs, scratch):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        scratch["state"][...] = inputs["state"][0]
+
+    state = scratch["state"][...]
+    outputs["states"][0, 0] = state
+    chunk, masks = _load(call, inputs, pl.program_id(2))
+    read, state = kernels.forward(chunk, state, masks, call.dtype)
+    outputs["read"][0] = read.astype(call.dtype)
+    scratch["state"][...] = state
+    outputs["after"][0] = state
+
+
+def _backward_kernel(call: "_Call", inputs, outputs, scratch):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        scratch["state"][...] = inputs["d_after"][0]
+
+    chunk, masks = _load(call, inputs, call.chunks - 1 - pl.program_id(2))
+    state, d_after = inputs["states"][0, 0], scratch["state"][...]
+    d = kernels.backward(chunk, state, inputs["d_read"][0], d_after, masks, call.dtype)
+    d = d._replace(q=call.scale * d.q)
+    for name in ("q", "k", "v", "log_decay"):
+        output = outputs[f"d_{name}"]
+        output[0] = getattr(d, name).astype(output.dtype)
+    outputs["d_beta"][0, 0] = jnp.concatenate(list(d.beta), axis=-1)
+    scratch["state"][...] = d.state
+    outputs["d_state"][0] = d.state
+
+
+def _load(call: "_Call", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]:
+    """Chunk n of the group's heads."""
+    wide = lambda name: inputs[name][0].astype(jnp.float32)
+    beta = inputs["beta"][0, 0]
+    beta = jnp.stack([beta[:, head : head + 1] for head in range(call.group)])
+    chunk = kernels.Chunk(call.scale * wide("q"), wide("k"), wide("v"), wide("log_decay"), beta)
+    at = pl.program_id(0) * call.chunks + n
+    masks = kernels.masks(
+        inputs["documents"][0],
+        inputs["documents_columns"][0],
+        inputs["before"][at],
+        inputs["last"][at],
+        LANES,
+    )
+    return chunk, masks
+
+
+# Around the kernels --------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """What a kernel is compiled for."""
+
+    rows: int
+    chunks: int
+    size: int  # of a chunk
+    heads: int
+    group: int  # of heads in a step
+    dtype: jnp.dtype
+    scale: float
+
+    @classmethod
+    def of(cls, operands: Operands, scale: float, group: int) -> "_Call":
+        B, T, H, K = operands.q.shape
+        size = chunk_size(K)
+        return cls(
+            B, -(-T // size), size, H, largest_divisor(H, group), operands.q.dtype, float(scale)
+        )
+
+
+def _inputs(call: _Call, operands: Operands, at):
+    """Operands as blocks; `at` says which chunk is a step's. Past the last token all is 0."""
+    tokens = _tokens(call, at)
+    of_heads = ("q", "k", "v", "log_decay")
+    inputs = {name: (_heads_first(call, getattr(operands, name)), tokens) for name in of_heads}
+    B, G, C = call.rows, call.group, call.size
+    beta = _padded(call, operands.beta).reshape(B, -1, call.heads // G, G).swapaxes(1, 2)
+    inputs["beta"] = (beta, pl.BlockSpec((1, 1, C, G), lambda b, h, n, *_: (b, h, at(n), 0)))
+    documents = _padded(call, operands.documents, mode="edge")
+    inputs["documents"] = (
+        documents[:, None],
+        pl.BlockSpec((1, 1, C), lambda b, h, n, *_: (b, 0, at(n))),
+    )
+    inputs["documents_columns"] = (
+        documents[..., None],
+        pl.BlockSpec((1, C, 1), lambda b, h, n, *_: (b, at(n), 0)),
+    )
+    last = documents[:, C - 1 :: C]
+    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)))
+    return inputs, {"before": before.reshape(-1), "last": last.reshape(-1)}
+
+
+def _padded(call: _Call, x, **mode):
+    none = ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % call.size), *none), **mode)
+
+
+def _heads_first(call: _Call, x):
+    """[B, T, H, K] as [B, H, T, K], to whole chunks."""
+    return _padded(call, x).swapaxes(1, 2)
+
+
+def _tokens(call: _Call, at) -> pl.BlockSpec:
+    shape = (1, call.group, call.size, LANES)
+    return pl.BlockSpec(shape, lambda b, h, n, *_: (b, h, at(n), 0))
+
+
+def _state_block(group: int) -> pl.BlockSpec:
+    return pl.BlockSpec((1, group, LANES, LANES), lambda b, h, n, *_: (b, h, 0, 0))
+
+
+def _states_block(group: int, at) -> pl.BlockSpec:
+    return pl.BlockSpec((1, 1, group, LANES, LANES), lambda b, h, n, *_: (at(n), b, h, 0, 0))
+
+
+def _run(kernel, name: str, call: _Call, inputs, outputs, prefetch, interpret):
+    levels = (call.size - 1).bit_length()
+    products = 4 * levels + 8 if kernel is _forward_kernel else 10 * levels + 20
+    tokens = call.rows * call.chunks * call.size * call.heads
+    return tpu_call(
+        functools.partial(kernel, call),
+        name,
+        inputs,
+        outputs,
+        {"state": pltpu.VMEM((call.group, LANES, LANES), jnp.float32)},
+        grid=(call.rows, call.heads // call.group, call.chunks),
+        semantics=("parallel", "parallel", "arbitrary"),
+        flops=2 * products * tokens * call.size * LANES,
+        transcendentals=tokens * LANES * (levels + 2),
+        prefetch=prefetch,
+        interpret=interpret,
+    )

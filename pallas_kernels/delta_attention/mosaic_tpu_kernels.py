@@ -1,0 +1,295 @@
+"""What one chunk of tokens computes on a TPU, of some heads at once: the mathematics of `xla`.
+
+All arrays are of G heads, `[G, C, ..]`, and states lie transposed, `[G, V, K]`: their rows are
+decayed along the lanes. With x a power of two, tokens i > j meet at the level of the highest bit in
+which i and j differ: there `e^(G_i - G_j)` is the product of i's factor and j's, and each token has
+one factor a level, that of a row or that of a column. So a level is one exponential an element, one
+product of `[2 C, K]` with `[K, C]`, and a choice of the entries that are its own.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+_SUBLANES = 8
+
+
+class Masks(NamedTuple):
+    """Who sees whom, of all heads alike.
+
+    Attributes:
+      apart: `i xor j` of tokens i > j of one document, else 0: level n has what is from 2^n on and
+        below 2^(n+1).
+      sees: 1 for tokens that see the state before the chunk, else 0.
+      stays: 1 for tokens that are seen from behind the chunk, else 0.
+    """
+
+    apart: Int[Array, "C C"]
+    sees: Float[Array, "C K"]
+    stays: Float[Array, "C K"]
+
+
+class Chunk(NamedTuple):
+    """Operands of a chunk in float32, queries scaled."""
+
+    q: Float[Array, "G C K"]
+    k: Float[Array, "G C K"]
+    v: Float[Array, "G C V"]
+    log_decay: Float[Array, "G C K"]
+    beta: Float[Array, "G C 1"]
+
+
+class Gradients(NamedTuple):
+    q: Float[Array, "G C K"]
+    k: Float[Array, "G C K"]
+    v: Float[Array, "G C V"]
+    log_decay: Float[Array, "G C K"]
+    beta: Float[Array, "G C 1"]
+    state: Float[Array, "G V K"]
+
+
+class _Shared(NamedTuple):
+    """What both passes compute of a chunk before they come to their own; products' operands narrow.
+
+    Attributes:
+      factors: of each level, `e` to what lies between a token and its level's middle.
+      keys, queries: times the factors.
+      of_keys: M, 0 on and above the diagonal.
+      of_queries: P.
+      inverse: of `I + diag(beta) M`.
+      decay, left: of the state before, to each token, and of each token's write, to the chunk's
+        end; 0 where nothing is seen.
+      missing: `V - (k e^G) S`.
+      written: U.
+    """
+
+    factors: list[Float[Array, "G C K"]]
+    keys: list[Float[Array, "G C K"]]
+    queries: list[Float[Array, "G C K"]]
+    of_keys: Float[Array, "G C C"]
+    of_queries: Float[Array, "G C C"]
+    inverse: Float[Array, "G C C"]
+    decay: Float[Array, "G C K"]
+    left: Float[Array, "G C K"]
+    decayed_q: Float[Array, "G C K"]
+    decayed_k: Float[Array, "G C K"]
+    left_k: Float[Array, "G C K"]
+    missing: Float[Array, "G C V"]
+    written: Float[Array, "G C V"]
+
+
+def masks(rows, columns, before, last, keys: int) -> Masks:
+    """Of documents as a row `[1, C]` and a column `[C, 1]`, and those of the tokens around."""
+    size = rows.shape[-1]
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    apart = jnp.where(i > j, i ^ j, 0)
+    apart = jnp.where(jnp.broadcast_to(columns, (size, size)) == rows, apart, 0)
+    documents = jnp.broadcast_to(columns, (size, keys))
+    as_float = lambda same: jnp.where(same, 1.0, 0.0)
+    return Masks(apart, as_float(documents == before), as_float(documents == last))
+
+
+def forward(
+    chunk: Chunk, state: Float[Array, "G V K"], masks: Masks, narrow: jnp.dtype
+) -> tuple[Float[Array, "G C V"], Float[Array, "G V K"]]:
+    """What the tokens read, and the state behind them."""
+    narrow_state = state.astype(narrow)
+    own = _shared(chunk, narrow_state, masks, narrow)
+    read = _rows(own.decayed_q, narrow_state) + _plain(own.of_queries, own.written)
+    state = own.decay[:, -1:] * state + _columns(own.written, own.left_k)
+    return read, state
+
+
+def backward(
+    chunk: Chunk,
+    state: Float[Array, "G V K"],
+    d_read: Float[Array, "G C V"],
+    d_state: Float[Array, "G V K"],
+    masks: Masks,
+    narrow: jnp.dtype,
+) -> Gradients:
+    """Cotangents, of the scaled queries too, from what was read and the state behind."""
+    narrow_state, d_after = state.astype(narrow), d_state.astype(narrow)
+    own = _shared(chunk, narrow_state, masks, narrow)
+    q, k, v, _, beta = chunk
+
+    d_written = _columns(own.of_queries, d_read) + _rows(own.left_k, d_after)
+    d_of_queries = _rows(d_read, own.written)
+    d_right = _columns(own.inverse, d_written.astype(narrow))
+    d_lower = -_rows(d_right.astype(narrow), own.written)
+    d_lower = jnp.where((masks.apart > 0)[None], d_lower, 0)
+    d_beta = jnp.sum(d_right * own.missing, axis=-1, keepdims=True)
+    d_beta += jnp.sum(d_lower * own.of_keys, axis=-1, keepdims=True)
+    d_v = beta * d_right
+    d_missing = d_v.astype(narrow)
+
+    d_decayed_k = -_plain(d_missing, narrow_state)
+    d_decayed_q = _plain(d_read, narrow_state)
+    d_left_k = _plain(own.written, d_after)
+    d_before = own.decay[:, -1:] * d_state
+    d_state_decay = jnp.sum(d_before * state, axis=1, keepdims=True)
+    d_before += _columns(d_read, own.decayed_q) - _columns(d_missing, own.decayed_k)
+
+    itself = jnp.sum(d_read.astype(jnp.float32) * own.written, axis=-1, keepdims=True)
+    d_q = own.decay * d_decayed_q + itself * k
+    d_k = own.decay * d_decayed_k + own.left * d_left_k + itself * q
+    d_total = own.decay * (d_decayed_q * q + d_decayed_k * k)
+    at_end = jax.lax.broadcasted_iota(jnp.int32, d_total.shape, 1) == d_total.shape[1] - 1
+    d_total += jnp.where(at_end, d_state_decay, 0)
+    d_following = own.left * d_left_k * k
+
+    d_of_keys, d_factors = beta * d_lower, []
+    for level, (factor, keys, queries) in enumerate(
+        zip(own.factors, own.keys, own.queries, strict=True)
+    ):
+        here = _at(masks.apart, level)
+        of_queries = jnp.where(here, d_of_queries, 0).astype(narrow)
+        of_keys = jnp.where(here, d_of_keys, 0).astype(narrow)
+        rows = factor * _plain(of_queries, keys)
+        columns = _plain(of_keys, keys) + _columns(of_queries, queries) + _columns(of_keys, keys)
+        columns = factor * columns
+        d_q, d_k = d_q + rows, d_k + columns
+        d_factors.append(rows * q + columns * k)
+    d_log_decay = _sums_transposed(d_factors, d_total, d_following)
+    return Gradients(d_q, d_k, d_v, d_log_decay, d_beta, d_before)
+
+
+def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
+    q, k, v, log_decay, beta = chunk
+    between, total, following = _sums(log_decay)
+    factors = [jnp.exp(x) for x in between]
+    keys = [(k * factor).astype(narrow) for factor in factors]
+    queries = [(q * factor).astype(narrow) for factor in factors]
+    of_keys = of_queries = jnp.zeros((*k.shape[:-1], k.shape[1]), jnp.float32)
+    for level, (of_k, of_q) in enumerate(zip(keys, queries, strict=True)):
+        here = _at(masks.apart, level)
+        of_keys = jnp.where(here, _rows(of_k, of_k), of_keys)
+        of_queries = jnp.where(here, _rows(of_q, of_k), of_queries)
+    itself = jnp.sum(q * k, axis=-1, keepdims=True)
+    of_queries = jnp.where(_diagonal(masks.apart), itself, of_queries).astype(narrow)
+    inverse = _inverse(beta * of_keys, masks.apart, narrow).astype(narrow)
+
+    decay, left = jnp.exp(total) * masks.sees, jnp.exp(following) * masks.stays
+    decayed_k = (decay * k).astype(narrow)
+    missing = v - _rows(decayed_k, narrow_state)
+    written = _plain(inverse, (beta * missing).astype(narrow)).astype(narrow)
+    return _Shared(
+        factors,
+        keys,
+        queries,
+        of_keys,
+        of_queries,
+        inverse,
+        decay,
+        left,
+        (decay * q).astype(narrow),
+        decayed_k,
+        (left * k).astype(narrow),
+        missing,
+        written,
+    )
+
+
+# Sums of decays ------------------------------------------------------------------------------
+
+
+def _sums(x: Float[Array, "G C K"]) -> tuple[list[Array], Array, Array]:
+    """Of every level, what lies between a token and the middle of its block; then x up to each
+    token, and behind it. All are sums of smaller sums, and none knows of a later token.
+    """
+    before, behind, total, between = x, jnp.zeros_like(x), x, []
+    for half in _halves(x.shape[1]):
+        lower = _lower(x.shape, half)
+        between.append(jnp.where(lower, before, behind))
+        other = _sibling(total, half)
+        before = before + jnp.where(lower, other, 0)
+        behind = behind + jnp.where(lower, 0, other)
+        total = total + other
+    return between, before, behind
+
+
+def _sums_transposed(d_between, d_before, d_behind):
+    d_total = jnp.zeros_like(d_before)
+    for half, d in reversed(list(zip(_halves(d_before.shape[1]), d_between, strict=True))):
+        lower = _lower(d.shape, half)
+        d_total = d_total + _sibling(jnp.where(lower, d_before, d_behind) + d_total, half)
+        d_before = d_before + jnp.where(lower, d, 0)
+        d_behind = d_behind + jnp.where(lower, 0, d)
+    return d_before + d_total
+
+
+def _halves(size: int) -> list[int]:
+    return [1 << level for level in range((size - 1).bit_length())]
+
+
+def _lower(shape, half):
+    """Tokens in the second half of their block of `2 half`."""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 1) & half != 0
+
+
+def _sibling(x, half):
+    """Of each token i, the row `i xor half`."""
+    heads, size, width = x.shape
+    if half >= _SUBLANES:
+        x = x.reshape(heads * size // (2 * half), 2, half, width)
+        return jnp.concatenate([x[:, 1:], x[:, :1]], axis=1).reshape(heads, size, width)
+    tiles = x.reshape(-1, _SUBLANES, width)
+    down, up = pltpu.roll(tiles, half, 1), pltpu.roll(tiles, _SUBLANES - half, 1)
+    return jnp.where(_lower(tiles.shape, half), down, up).reshape(x.shape)
+
+
+# Between tokens ------------------------------------------------------------------------------
+
+
+def _at(apart, level):
+    """The pairs of tokens that meet at a level, of every head."""
+    return ((apart >= 1 << level) & (apart < 2 << level))[None]
+
+
+def _diagonal(apart):
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, apart.shape, axis) for axis in (0, 1))
+    return (i == j)[None]
+
+
+def _inverse(lower: Float[Array, "G C C"], apart, narrow) -> Float[Array, "G C C"]:
+    """`(I + lower)^-1`, block by block: of A, B with L below them, `-B^-1 L A^-1` below theirs.
+
+    In bfloat16 that is off by up to 5e-3 where keys are alike; one step of Newton's, with `lower`
+    as a sum of two numbers, makes 1e-5 of it.
+    """
+    unit = jnp.where(_diagonal(apart), 1.0, 0.0)
+    inverse = (unit - jnp.where(_at(apart, 0), lower, 0)).astype(narrow)
+    high = lower.astype(narrow)
+    for level in range(1, len(_halves(apart.shape[0]))):
+        below = jnp.where(_at(apart, level), high, jnp.zeros_like(high))
+        below = _plain(inverse, _plain(below, inverse).astype(narrow))
+        inverse = inverse - below.astype(narrow)
+    if narrow == jnp.float32:
+        return inverse
+    low = (lower - high.astype(jnp.float32)).astype(narrow)
+    rest = unit - inverse.astype(jnp.float32) - _plain(high, inverse) - _plain(low, inverse)
+    return inverse.astype(jnp.float32) + _plain(inverse, rest.astype(narrow))
+
+
+# Products of each head -----------------------------------------------------------------------
+
+
+def _product(x, y, *, over: tuple[int, int]):
+    """Of `x` and `y` over these axes; float32 is not rounded for it."""
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        x,
+        y,
+        (((over[0],), (over[1],)), ((0,), (0,))),
+        precision=exact,
+        preferred_element_type=jnp.float32,
+    )
+
+
+_plain = functools.partial(_product, over=(2, 1))
+_rows = functools.partial(_product, over=(2, 2))
+_columns = functools.partial(_product, over=(1, 1))
