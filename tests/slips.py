@@ -329,6 +329,45 @@ _CONFIG = (
     _of("sharding/rules.py", "tests/sharding/mesh_test.py", _mesh)("if size % shards:", "if size < shards:"),
 )  # fmt: skip
 
+_EVAL = f"{_MODEL}/evaluation"
+_scores = _of("rmt_tpu/evaluation/scores.py", f"{_EVAL}/scorer_test.py")
+_scorer = _of("rmt_tpu/evaluation/scorer.py", f"{_EVAL}/scorer_test.py")
+_documents = _of("rmt_tpu/evaluation/documents.py", f"{_EVAL}/documents_test.py")
+_tasks = _of("rmt_tpu/evaluation/tasks.py", f"{_EVAL}/documents_test.py")
+_figures = _of("rmt_tpu/evaluation/metrics.py", f"{_EVAL}/metrics_test.py")
+_asking = _of("rmt_tpu/evaluation/evaluate.py", f"{_EVAL}/evaluate_test.py")
+_live = _of("rmt_tpu/training/run.py", f"{_MODEL}/training/task_metrics_test.py")
+_hub = f"{_MODEL}/hub/folder_test.py"
+_weights = _of("rmt_tpu/hub/weights.py", _hub)
+_origin = _of("rmt_tpu/training/origin.py", f"{_MODEL}/training/origin_test.py")
+_EVALUATION = (
+    _scores("logits = unembedding.multiplier * logits", "logits = 1.01 * logits"),
+    _scores("chunks = -(-jnp.sum(wanted >= 0) // chunk)", "chunks = jnp.sum(wanted >= 0) // chunk"),
+    _scores("jnp.argmax(logits, axis=1) == target", "of_target >= jnp.mean(logits, axis=1)"),
+    _scorer("whole = np.concatenate(request)[-(self.max_length + 1) :]", "whole = np.concatenate(request)[: self.max_length + 1]"),
+    _scorer("stop = min(requests[number].length, limit)", "stop = limit"),
+    _scorer("targets[row, read - scored : read] = request.continuation", "targets[row, read - scored : read] = whole[-scored - 1 : -1]"),
+    _scorer("weight = (place * jnp.uint32(2654435761)) | jnp.uint32(1)", "weight = jnp.uint32(1)"),
+    _documents("scored = min(stride, len(tokens) - stop)", "scored = min(max_length, len(tokens) - stop)"),
+    _documents("start = max(stop - max_length - 1, 0)", "start = max(stop - max_length, 0)"),
+    _documents("requests.append(Request(np.concatenate([bos, whole[:before]]), whole[before:]))", "requests.append(Request(whole[:before], whole[before:]))"),
+    _documents("per_character = of_choices / np.array(document.lengths)", "per_character = of_choices"),
+    _documents("    kept = context.rstrip()", "    kept = context"),
+    _tasks("begins = f\"{_text(line, 'ctx_a')} {_text(line, 'ctx_b').capitalize()}\"", "begins = f\"{_text(line, 'ctx_a')} {_text(line, 'ctx_b')}\""),
+    _figures("return math.sqrt(count / (count - 1) * math.fsum(np.square(influence)))", "return math.sqrt(math.fsum(np.square(influence)))"),
+    _figures("error = _error(one.influence - other.influence)", "error = _error(one.influence + other.influence)"),
+    _figures("(self.total - self.rate * self.weight)", "(self.total - self.rate)"),
+    _asking("left = [number for number in range(len(requests)) if number not in kept]", "left = list(range(len(requests)))"),
+    _asking("    finally:\n        add()", "    finally:\n        pass"),
+    _live('over = PartitionSpec((*sharding.RULES["batch"], "stage"), ', 'over = PartitionSpec(("stage", *sharding.RULES["batch"]), '),
+    _weights("value = (value.T if piece.transposed else value)", "value = (value if piece.transposed else value)"),
+    _weights("begin = sum(counts[:number])", "begin = number * counts[0]"),
+    _weights("place = number - fewer", "place = number"),
+    _of("rmt_tpu/hub/models.py", _hub)('base = Fields(later, self._where) if "rope_theta" in later else self', "base = self"),
+    _origin("self._shared = [path for path in own if own[path] == theirs.get(path)]", "self._shared = [path for path in own if path in theirs][1:]"),
+    _origin("whole().reshape(chunks)[index]", "whole().swapaxes(0, 1).reshape(chunks)[index]"),
+)  # fmt: skip
+
 SLIPS: dict[str, tuple[Slip, ...]] = {
     "kernels": _KEY_VECTOR + _KEY_VECTOR_TPU + _DEPTH + _CAUSAL,
     "residual systems": _RESIDUAL,
@@ -336,6 +375,7 @@ SLIPS: dict[str, tuple[Slip, ...]] = {
     "cores": _CORES,
     "meshes": _SHARDING,
     "training and generation": _TRAINING,
+    "evaluation and weights of the hub": _EVALUATION,
     "checkpoints, storage, data": _STORED,
     "configs": _CONFIG,
 }
