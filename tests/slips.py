@@ -340,7 +340,12 @@ _live = _of("rmt_tpu/training/run.py", f"{_MODEL}/training/task_metrics_test.py"
 _hub = f"{_MODEL}/hub/folder_test.py"
 _weights = _of("rmt_tpu/hub/weights.py", _hub)
 _origin = _of("rmt_tpu/training/origin.py", f"{_MODEL}/training/origin_test.py")
+_muon = _of("rmt_tpu/training/optimizer.py", f"{_MODEL}/training/muon_test.py")
 _EVALUATION = (
+    _muon("scale = config.update_rms * max(x.shape[-2:]) ** 0.5", "scale = config.update_rms * min(x.shape[-2:]) ** 0.5"),
+    _muon('_OF_MANY = ("layer", "node", "expert", "projection", "stream")', '_OF_MANY = ("layer", "node", "expert", "stream")'),
+    _muon("jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True)", "jnp.linalg.norm(wide)"),
+    _muon("optax.trace(config.momentum, nesterov=True)", "optax.trace(config.momentum)"),
     _scores("logits = unembedding.multiplier * logits", "logits = 1.01 * logits"),
     _scores("chunks = -(-jnp.sum(wanted >= 0) // chunk)", "chunks = jnp.sum(wanted >= 0) // chunk"),
     _scores("jnp.argmax(logits, axis=1) == target", "of_target >= jnp.mean(logits, axis=1)"),
@@ -375,7 +380,7 @@ SLIPS: dict[str, tuple[Slip, ...]] = {
     "cores": _CORES,
     "meshes": _SHARDING,
     "training and generation": _TRAINING,
-    "evaluation and weights of the hub": _EVALUATION,
+    "evaluation, weights of the hub, Muon": _EVALUATION,
     "checkpoints, storage, data": _STORED,
     "configs": _CONFIG,
 }

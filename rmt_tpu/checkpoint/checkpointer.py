@@ -381,7 +381,8 @@ class Checkpointer:
                 differing.append(f"{name}: checkpoint {theirs}, model {ours}")
         if differing:
             what = f"checkpoint step {step} in {self.root} does not fit the model"
-            raise UsageError(f"{what}: {'; '.join(differing)}")
+            more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
+            raise UsageError(f"{what}: {'; '.join(differing[:8])}{more}")
 
     def _read(self, name: str, limit: int) -> storage.Found:
         found = self.root.read(name, limit=limit)

@@ -184,7 +184,8 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
 def _parse_choice(classes: tuple[type, ...], value: Any, path: str) -> Any:
     by_kind = {cls.kind: cls for cls in classes}
     values = {"kind": value} if isinstance(value, str) else value
-    kind = values.get("kind") if isinstance(values, dict) else None
+    implied = next((cls.kind for cls in classes if getattr(cls, "implied", False)), None)
+    kind = values.get("kind", implied) if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in by_kind:
         raise UsageError(unknown(path, kind or value, by_kind))
     return _parse_fields(by_kind[kind], {k: v for k, v in values.items() if k != "kind"}, path)

@@ -23,7 +23,8 @@ def resume_rule(config: Any, path: str) -> Rule:
         if name not in fields:  # of another choice, or its kind
             break
         if rule := fields[name].metadata.get("resume"):
-            return rule
+            # Another kind keeps another state.
+            return "fixed" if rule == "change" and path.endswith(".kind") else rule
         config = getattr(config, name)
         if not dataclasses.is_dataclass(config):
             break

@@ -1,7 +1,7 @@
 """A run: what to train, how, and on what."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from rmt_tpu.config.checks import (
     Checked,
@@ -33,7 +33,7 @@ COUNTED = ("load", "balance_steps", "histogram")
 
 @dataclass(frozen=True)
 class AdamW(Checked):
-    """AdamW after clipping the gradient to a global norm of `clip_norm`.
+    """AdamW (Loshchilov and Hutter 2019) after clipping the gradient to a norm of `clip_norm`.
 
     Attributes:
       learning_rate: the peak. Linear warmup over `warmup_fraction` of the steps, then a cosine
@@ -42,6 +42,8 @@ class AdamW(Checked):
       decay_exclude: roles of parameters that do not decay.
     """
 
+    kind: ClassVar[str] = "adamw"
+    implied: ClassVar[bool] = True  # config.json had no kind of optimizer at first
     learning_rate: Positive = 2e-3
     warmup_fraction: Share = 0.05
     final_fraction: Share = 0.1
@@ -52,6 +54,31 @@ class AdamW(Checked):
     weight_decay: NonNegative = 1e-4
     independent_weight_decay: bool = False
     decay_exclude: tuple[Role, ...] = ("gain", "embedding", "unembedding")
+
+
+@dataclass(frozen=True)
+class Muon(AdamW):
+    """Muon (Jordan 2024) for matrices, as Moonlight has it (Liu et al. 2025), AdamW for the rest.
+
+    Of each matrix W [A, B] of role "hidden", of each layer, expert and projection: the momentum M
+    after Nesterov's step is made near orthogonal, all its singular values near 1, and
+
+        W -= learning_rate * (update_rms * sqrt(max(A, B)) * orthogonal(M) + weight_decay * W)
+
+    so that its numbers move as those under AdamW do, at the same rate and decay. Embedding,
+    unembedding, key vectors, gains and small weights of residual mixers are AdamW's.
+
+    Attributes:
+      momentum: of the gradients' sum.
+      iterations: of Newton and Schulz's quintic.
+      update_rms: root mean square of a matrix's update, at a rate of 1.
+    """
+
+    kind: ClassVar[str] = "muon"
+    implied: ClassVar[bool] = False
+    momentum: Decay = 0.95
+    iterations: Size = 5
+    update_rms: Positive = 0.2
 
 
 @dataclass(frozen=True)
@@ -90,7 +117,7 @@ class TrainConfig(Checked):
     steps: Size = changeable(1000)
     batch_size: Size = changeable(64)
     accumulate: Size = changeable(1)
-    optimizer: AdamW = changeable(AdamW())
+    optimizer: AdamW | Muon = changeable(AdamW())
     z_loss: NonNegative = changeable(1e-4)
     seed: Seed = 0
     init_from: str = free("")

@@ -1,4 +1,4 @@
-"""AdamW with roles: which parameters decay, which learn at a rate scaled by width, and which count.
+"""AdamW and Muon by roles: what decays, what learns at a rate scaled by width, and what counts.
 
 Parameters that count (`config.COUNTED`) are no weights. Their gradients are shares of tokens, by
 which experts are balanced: they are in no norm, and have a rule of their own.
@@ -9,8 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 
-from rmt_tpu.config import COUNTED, AdamW
+from rmt_tpu.config import COUNTED, AdamW, Muon
+
+_QUINTIC = 3.4445, -4.7750, 2.0315
 
 
 def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
@@ -31,14 +34,15 @@ def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    config: AdamW, *, steps: int, roles: Any, width_ratio: float
+    config: AdamW | Muon, *, steps: int, roles: Any, axes: Any, width_ratio: float
 ) -> optax.GradientTransformation:
-    """Clip, Adam, weight decay, learning rate.
+    """Clip, Adam or Muon, weight decay, learning rate.
 
     Args:
       config: the numbers.
       steps: of the whole run, for the schedule.
       roles: tree of the parameters' roles.
+      axes: tree of the names of their axes.
       width_ratio: "hidden" parameters learn at `1 / width_ratio` of the rate (muP).
     """
     excluded = (*config.decay_exclude, *COUNTED)
@@ -47,16 +51,68 @@ def make_optimizer(
     scale_by_role = optax.stateless(
         lambda updates, params: jax.tree.map(jnp.multiply, updates, scales)
     )
-    adam = [
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(config.b1, config.b2, config.epsilon),
-    ]
+    adam = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
+    if isinstance(config, Muon):
+        rules = jax.tree.map(_rule, roles, axes)
+        of_muon = {*jax.tree.leaves(rules)} - {_ADAM}
+        muon = {rule: _scale_by_muon(config, rule) for rule in of_muon}
+        adam = optax.partition({_ADAM: adam, **muon}, rules)
+    adam = [optax.clip_by_global_norm(config.clip_norm), adam]
     rate = [optax.scale_by_learning_rate(learning_rate(config, steps)), scale_by_role]
     if config.independent_weight_decay:
         decay = optax.add_decayed_weights(-config.weight_decay, decays)
         return _counting(optax.chain(*adam, *rate, decay), roles)
     decay = optax.add_decayed_weights(config.weight_decay, decays)
     return _counting(optax.chain(*adam, decay, *rate), roles)
+
+
+# Axes of many matrices in one parameter; and of weights that are small, or read as vectors are.
+_OF_MANY = ("layer", "node", "expert", "projection", "stream")
+_SMALL = ("coefficient", "taps")
+
+
+_ADAM = "adam"
+
+
+def _rule(role: str, axes: tuple[str, ...]) -> str:
+    """Whose a parameter is: "adam"; or "muon-2-1", with the axes of its matrices in the name."""
+    of_matrix = [n - len(axes) for n, name in enumerate(axes) if name not in _OF_MANY]
+    if role != "hidden" or set(axes) & set(_SMALL) or len(of_matrix) != 2:
+        return _ADAM
+    return "muon{}{}".format(*of_matrix)
+
+
+def _scale_by_muon(config: Muon, rule: str) -> optax.GradientTransformation:
+    """Nesterov's momentum, made near orthogonal; see `Muon`."""
+    axes = tuple(-int(place) for place in rule.split("-")[1:])
+
+    def update(x: jax.Array) -> jax.Array:
+        # Not one axis of all matrices: meshes divide those of layers and of experts.
+        x = jnp.moveaxis(x, axes, (-2, -1))
+        scale = config.update_rms * max(x.shape[-2:]) ** 0.5
+        x = scale * near_orthogonal(x, config.iterations)
+        return jnp.moveaxis(x, (-2, -1), axes)
+
+    return optax.chain(
+        optax.trace(config.momentum, nesterov=True),
+        optax.stateless(lambda updates, params: jax.tree.map(update, updates)),
+    )
+
+
+def near_orthogonal(
+    x: Float[Array, "*many rows columns"], iterations: int
+) -> Float[Array, "*many rows columns"]:
+    """`U S V^T` with singular values S about 0.7 to 1.2 for x of any, by Newton and Schulz.
+
+    After Jordan (2024): `x <- (a + b x x^T + c (x x^T)^2) x`, from x of Frobenius norm 1.
+    """
+    wide = x if x.shape[-2] <= x.shape[-1] else x.mT
+    wide = wide / (jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True) + 1e-8)
+    a, b, c = _QUINTIC
+    for _ in range(iterations):
+        square = wide @ wide.mT
+        wide = a * wide + (b * square + c * square @ square) @ wide
+    return wide if x.shape[-2] <= x.shape[-1] else wide.mT
 
 
 def of_weights(gradients: Any, roles: Any) -> Any:

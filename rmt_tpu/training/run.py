@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -98,6 +99,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
         config.train.optimizer,
         steps=config.train.steps,
         roles=roles,
+        axes=names,
         width_ratio=config.model.width_ratio,
     )
 
@@ -198,9 +200,14 @@ def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> 
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     replicated = sharding.replicated(mesh)
     structure = jax.tree.structure(state.params)
-    like_params = lambda tree: jax.tree.structure(tree) == structure
+    # In place of a parameter that another rule is for, in a tree of what one rule keeps.
+    is_none = lambda leaf: isinstance(leaf, optax.MaskedNode)
+    like_params = lambda tree: jax.tree.structure(tree, is_none) == structure
+    of_params = lambda tree: jax.tree.map(
+        lambda kept, own: kept if is_none(kept) else own, tree, params, is_leaf=is_none
+    )
     optimizer = jax.tree.map(
-        lambda tree: params if like_params(tree) else replicated,
+        lambda tree: of_params(tree) if like_params(tree) else replicated,
         state.optimizer,
         is_leaf=like_params,
     )

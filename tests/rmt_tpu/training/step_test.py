@@ -120,7 +120,8 @@ ROLES = {"a": "gain", "b": "hidden", "c": "embedding", "d": "keys"}
 
 
 def one_update(config, gradient, params, width_ratio=1.0):
-    optimizer = make_optimizer(config, steps=1, roles=ROLES, width_ratio=width_ratio)
+    axes = dict.fromkeys(ROLES, ())
+    optimizer = make_optimizer(config, steps=1, roles=ROLES, axes=axes, width_ratio=width_ratio)
 
     @jax.jit
     def update(gradient, params):
