@@ -204,7 +204,21 @@ def model_of_flags() -> tuple[str, RunConfig]:
     init_from = flags.FLAGS.init_from
     if init_from and not (preset or config):
         return Path(init_from).name, _as(init_from)
-    return config or preset or "rmt-tiny", base_config(preset or "rmt-tiny", config)
+    return config or preset or "rmt-tiny", of_origin(base_config(preset or "rmt-tiny", config))
+
+
+def of_origin(base: RunConfig) -> RunConfig:
+    """`base` with the tokenizer that --init_from has, and its vocabulary, which may be larger.
+
+    Raises:
+      UsageError: there is no model in that folder.
+    """
+    if not flags.FLAGS.init_from:
+        return base
+    origin = _as(flags.FLAGS.init_from)
+    model = base.model.replace(vocab_size=origin.model.vocab_size)
+    data = dataclasses.replace(base.data, tokenizer=origin.data.tokenizer)
+    return dataclasses.replace(base, model=model, data=data)
 
 
 def _as(init_from: str) -> RunConfig:
@@ -216,7 +230,7 @@ def _as(init_from: str) -> RunConfig:
         local = open_folder(init_from).local_path
     if is_hub(local):
         try:
-            model, max_length = describe(local)
+            model, max_length, _ = describe(local)
         except UsageError as error:
             raise UsageError(f"--init_from: {error}") from None
         config = presets.run_of_today(model)
@@ -233,6 +247,7 @@ def _as(init_from: str) -> RunConfig:
 
 def run_config(base: RunConfig) -> RunConfig:
     """`base` with the flags of `define_run_flags`; another tokenizer brings its vocabulary.
+    With --init_from it does not: the vocabulary is that of the parameters (`of_origin`).
 
     Raises:
       UsageError: a flag's value, or a path of --set, is not legal.
@@ -254,7 +269,8 @@ def run_config(base: RunConfig) -> RunConfig:
         config = overrides.apply(base, changes)
     except UsageError as error:
         raise UsageError(_as_spelt(str(error), spelt)) from None
-    if "data.tokenizer" in changes and "model.vocab_size" not in changes:
+    given_vocabulary = flags.FLAGS.init_from or "model.vocab_size" in changes
+    if "data.tokenizer" in changes and not given_vocabulary:
         return _with_vocabulary(config)
     return config
 

@@ -42,7 +42,9 @@ def main() -> int:
     shared = common.base_config(names[0], None)
     configs = {
         name: common.run_config(
-            dataclasses.replace(shared, model=common.base_config(name, None).model)
+            common.of_origin(
+                dataclasses.replace(shared, model=common.base_config(name, None).model)
+            )
         )
         for name in names
     }

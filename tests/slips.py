@@ -339,6 +339,7 @@ _asking = _of("rmt_tpu/evaluation/evaluate.py", f"{_EVAL}/evaluate_test.py")
 _live = _of("rmt_tpu/training/run.py", f"{_MODEL}/training/task_metrics_test.py")
 _hub = f"{_MODEL}/hub/folder_test.py"
 _weights = _of("rmt_tpu/hub/weights.py", _hub)
+_of_config = _of("rmt_tpu/hub/models.py", _hub)
 _origin = _of("rmt_tpu/training/origin.py", f"{_MODEL}/training/origin_test.py")
 _muon = _of("rmt_tpu/training/optimizer.py", f"{_MODEL}/training/muon_test.py")
 _EVALUATION = (
@@ -368,7 +369,12 @@ _EVALUATION = (
     _weights("value = (value.T if piece.transposed else value)", "value = (value if piece.transposed else value)"),
     _weights("begin = sum(counts[:number])", "begin = number * counts[0]"),
     _weights("place = number - fewer", "place = number"),
-    _of("rmt_tpu/hub/models.py", _hub)('base = Fields(later, self._where) if "rope_theta" in later else self', "base = self"),
+    _weights('matrix("mlp.gate", (*second, "core", "w_1"), 0,', 'matrix("mlp.gate", (*second, "core", "w_1"), 1,'),
+    _weights('if described.tied and "lm_head.weight" not in there:', 'if "lm_head.weight" not in there:'),
+    _weights("for (a, b), (lo, _) in zip(common, piece.at, strict=True)", "for (a, b), (lo, _) in zip(common, ranges, strict=True)"),
+    _of_config('later.positive("rope_theta", self.positive("rope_theta", 10_000.0))', 'self.positive("rope_theta", 10_000.0)'),
+    _of_config('            group.only("partial_rotary_factor", 1.0, None)', '            group.only("partial_rotary_factor", 1.0, 0.5, None)'),
+    _of_config("any(isinstance(one, dict) for one in value.values())", "any(isinstance(one, list) for one in value.values())"),
     _origin("self._shared = [path for path in own if own[path] == theirs.get(path)]", "self._shared = [path for path in own if path in theirs][1:]"),
     _origin("whole().reshape(chunks)[index]", "whole().swapaxes(0, 1).reshape(chunks)[index]"),
 )  # fmt: skip

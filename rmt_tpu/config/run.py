@@ -120,7 +120,7 @@ class TrainConfig(Checked):
     optimizer: AdamW | Muon = changeable(AdamW())
     z_loss: NonNegative = changeable(1e-4)
     seed: Seed = 0
-    init_from: str = free("")
+    init_from: str = ""
     mesh: str = free("data=-1")
     microbatches: Count = free(0)
     virtual_stages: Size = free(1)

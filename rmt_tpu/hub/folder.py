@@ -10,13 +10,12 @@ import numpy as np
 from flax import nnx
 
 import sharding
-from rmt_tpu import config as cfg
 from rmt_tpu import data
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation.placement import parameter_shardings
 from rmt_tpu.hub import weights
-from rmt_tpu.hub.models import CONFIG, describe, values_of
+from rmt_tpu.hub.models import CONFIG, Description, describe, values_of
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -32,19 +31,20 @@ def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.
       RunError: a file is damaged.
       MeshError: there are not so many devices, or the model does not divide over them.
     """
-    model = describe(folder).model
+    described = describe(folder)
+    model = described.model
     tokenizer = data.load_tokenizer(str(folder))
     abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(abstract, nnx.Param)
     placed = None if mesh is None else parameter_shardings(abstract, sharding.make_mesh(mesh))
-    params = _read(Path(folder), model, nnx.to_pure_dict(shapes), placed)
+    params = _read(Path(folder), described, nnx.to_pure_dict(shapes), placed)
     return nnx.merge(graphdef, params), tokenizer
 
 
-def _read(folder: Path, model: cfg.ModelConfig, shapes: Any, placed: Any | None) -> Any:
+def _read(folder: Path, described: Description, shapes: Any, placed: Any | None) -> Any:
     """The tree of `nnx.to_pure_dict`: each device reads its part of each parameter."""
     tensors = weights.Tensors(folder)
-    by_path = weights.by_path(weights.check(tensors, weights.pieces(model)))
+    by_path = weights.of_parameters(tensors, described)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def read(path: Any, shape: jax.ShapeDtypeStruct, where: Any) -> jax.Array:

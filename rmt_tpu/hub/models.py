@@ -1,6 +1,7 @@
 """The hub's config.json of Llama's family as a model of ours, and back. No jax."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +26,12 @@ class Description(NamedTuple):
 
     Attributes:
       max_length: tokens that the model was made for.
+      tied: W_U is the embeddings, and may have no tensor of its own.
     """
 
     model: cfg.ModelConfig
     max_length: int
+    tied: bool
 
 
 def is_hub(folder: str | Path | None) -> bool:
@@ -46,7 +49,9 @@ def describe(folder: str | Path) -> Description:
     if values is None:
         raise UsageError(f"{folder} has no {CONFIG} of the hub; legal: a folder with one")
     where = str(path / CONFIG)
-    return Description(model_of(values, where), max_length_of(values, where))
+    given = Fields(values, where)
+    max_length = given.size("max_position_embeddings", 2048)
+    return Description(model_of(values, where), max_length, given.flag("tie_word_embeddings"))
 
 
 def _values(folder: Path) -> Mapping[str, Any] | None:
@@ -76,19 +81,19 @@ class Fields:
     def size(self, name: str, default: int | None = None) -> int:
         value = self._values.get(name)
         value = default if value is None else value
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 0 < value < 2**31:
             raise self.wrong(name, value, "a whole number, at least 1")
         return value
 
     def positive(self, name: str, default: float) -> float:
         value = self._values.get(name, default)
-        if type(value) not in (int, float) or not value > 0:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(name, value, "a positive number")
         return float(value)
 
     def chosen(self, name: str, legal: Mapping[str, Any]) -> Any:
         value = self._values.get(name)
-        if value not in legal:
+        if not isinstance(value, str) or value not in legal:
             raise UsageError(unknown(f"{self._where}: {name}", value, legal))
         return legal[value]
 
@@ -102,18 +107,30 @@ class Fields:
         """Refuses what changes the function in a way that no core here has."""
         value = self._values.get(name, legal[0])
         if value not in legal:
-            raise self.wrong(name, value, " or ".join(map(repr, legal)))
+            raise self.wrong(name, value, " or ".join(dict.fromkeys(map(json.dumps, legal))))
+
+    def only_each(self, name: str, legal: str) -> None:
+        """Refuses a list, of which there may be none, with anything else in it."""
+        value = self._values.get(name) or []
+        if not isinstance(value, list) or any(one != legal for one in value):
+            raise self.wrong(name, value, f"a list of {legal!r}")
+
+    def group(self, name: str) -> "Fields":
+        """Fields within a field, of which there may be none; not groups of their own."""
+        value = self._values.get(name) or {}
+        if not isinstance(value, dict) or any(isinstance(one, dict) for one in value.values()):
+            raise self.wrong(name, value, "null, or one group of plain values")
+        return Fields(value, f"{self._where}: {name}")
 
     def rope(self) -> cfg.Rope:
         """`rope_theta`, or `rope_parameters` of later files, which have all of it."""
-        later = self._values.get("rope_parameters") or {}
-        scaling = self._values.get("rope_scaling") or later
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind != "default":
-            raise self.wrong("rope_scaling's rope_type", kind, "'default'")
-        self.only("partial_rotary_factor", 1.0, 1, None)
-        base = Fields(later, self._where) if "rope_theta" in later else self
-        return cfg.Rope(base=base.positive("rope_theta", 10_000.0))
+        later = self.group("rope_parameters")
+        for group in (later, self.group("rope_scaling")):
+            group.only("rope_type", "default")
+            group.only("type", "default")
+            group.only("partial_rotary_factor", 1.0, None)
+        self.only("partial_rotary_factor", 1.0, None)
+        return cfg.Rope(base=later.positive("rope_theta", self.positive("rope_theta", 10_000.0)))
 
 
 def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
@@ -126,18 +143,24 @@ def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     bias, norm = given.chosen("model_type", KINDS)
     given.only("mlp_bias", False)
     given.only("attention_bias", bias, False)
-    if strange := set(values.get("layer_types") or []) - {"full_attention"}:
-        raise given.wrong("layer_types", sorted(strange), "'full_attention'")
+    given.only("quantization_config", None)
+    given.only_each("layer_types", "full_attention")
     slides = given.flag("use_sliding_window", True)
     if slides and (window := values.get("sliding_window")) is not None:
         raise given.wrong("sliding_window", window, "null")
     width, heads = given.size("hidden_size"), given.size("num_attention_heads")
+    size = given.size("head_dim", max(width // heads, 1))
+    if size % 2:
+        raise given.wrong("head_dim", size, "an even number, whose halves RoPE turns")
+    groups = given.size("num_key_value_heads", heads)
+    if heads % groups:
+        raise given.wrong("num_key_value_heads", groups, f"what divides {heads} heads")
     attention = cfg.Attention(
         heads,
-        given.size("head_dim", max(width // heads, 1)),
+        size,
         given.rope(),
         inverse_layer_scaling=False,
-        num_kv_heads=given.size("num_key_value_heads", heads),
+        num_kv_heads=groups,
         query_key_norm=norm,
         bias=bias,
     )
@@ -150,11 +173,6 @@ def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
         norm="rmsnorm",
         norm_epsilon=given.positive("rms_norm_eps", 1e-6),
     )
-
-
-def max_length_of(values: Mapping[str, Any], where: str) -> int:
-    """Tokens that the model was made for."""
-    return Fields(values, where).size("max_position_embeddings", 2048)
 
 
 def values_of(model: cfg.ModelConfig, *, max_length: int, bos: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.hub.models import Description
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _SHARD = 5 * 10**9  # bytes, as the hub's own tools have it
@@ -98,14 +99,6 @@ def pieces(model: cfg.ModelConfig) -> list[Piece]:
     return found
 
 
-def by_path(found: list[Piece]) -> dict[tuple[Any, ...], list[Piece]]:
-    """The pieces of each parameter."""
-    paths: dict[tuple[Any, ...], list[Piece]] = {}
-    for piece in found:
-        paths.setdefault(piece.path, []).append(piece)
-    return paths
-
-
 # Reading -------------------------------------------------------------------------------------
 
 
@@ -141,15 +134,15 @@ class Tensors:
         return self._files[self._names[name]]
 
 
-def check(tensors: Tensors, wanted: list[Piece]) -> list[Piece]:
-    """The pieces by names that are there: where embeddings are tied, W_U is theirs too.
+def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, ...], list[Piece]]:
+    """The pieces of each parameter, by its path: where embeddings are tied, W_U is theirs too.
 
     Raises:
       UsageError: tensors are missing, unknown or of other shapes; each is told, the first ones of
         many, with both shapes.
     """
-    there, problems = tensors.shapes(), []
-    if "lm_head.weight" not in there:
+    there, problems, wanted = tensors.shapes(), [], pieces(described.model)
+    if described.tied and "lm_head.weight" not in there:
         tied = {"lm_head.weight": "model.embed_tokens.weight"}
         wanted = [piece._replace(name=tied.get(piece.name, piece.name)) for piece in wanted]
     for piece in wanted:
@@ -168,7 +161,10 @@ def check(tensors: Tensors, wanted: list[Piece]) -> list[Piece]:
             f"the tensors in {tensors.folder} do not fit its config.json: "
             f"{'; '.join(problems[:8])}{more}"
         )
-    return wanted
+    found: dict[tuple[Any, ...], list[Piece]] = {}
+    for piece in wanted:
+        found.setdefault(piece.path, []).append(piece)
+    return found
 
 
 def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Callable[[Index], Any]:
@@ -244,7 +240,11 @@ def write(
       wanted: all tensors.
       value: the part of the parameter that is a piece.
       dtype: that they are written in.
+
+    Raises:
+      UsageError: safetensors is not installed.
     """
+    _library()
     from safetensors.numpy import save_file
 
     groups: list[list[Piece]] = [[]]

@@ -92,7 +92,7 @@ class Origin:
 
     def _of_hub(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         tensors = weights.Tensors(self._folder.local_path)
-        found = weights.by_path(weights.check(tensors, weights.pieces(self._other)))
+        found = weights.of_parameters(tensors, describe(self._folder.local_path))
         shapes, arrays = _shapes(self._other), {}
         for path, wanted in like.items():
             read = weights.reader(tensors, found[path], shapes[path])

@@ -114,6 +114,21 @@ def test_kernel_report_names_its_ops():
     )
 
 
+def test_parameters_bring_their_vocabulary(tmp_path):
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    values = dict.fromkeys(sizes, 8) | {"head_dim": 4, "hidden_act": "silu", "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "llama"}))
+    (tmp_path / "tokenizer.json").write_text(ByteTokenizer().to_json())
+    shared = (f"--init_from={tmp_path}", f"--data={cli.TEXT}", "--dry_run")
+    for flags, tokenizer in (
+        (("--preset=llama-tiny",), str(tmp_path)),
+        (("--tokenizer=byte",), "byte"),
+    ):
+        text = cli.succeed("train", *shared, *flags).stdout.split("\n}\n\n")[0]
+        config = json.loads(text + "}")
+        assert config["model"]["vocab_size"] == 300 and config["data"]["tokenizer"] == tokenizer
+
+
 def test_dry_run(tmp_path):
     workdir = tmp_path / "run"
     flags = (*cli.TINY, "--learning_rate=0.5", "--mesh=fsdp=2", f"--workdir={workdir}", "--dry_run")

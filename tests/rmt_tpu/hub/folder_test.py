@@ -141,6 +141,10 @@ def test_narrow_tensors_and_tied_embeddings(folder, tmp_path):
     same(found, narrow)
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UsageError, match=r"lm_head.weight is missing, \[257, 12\]$"):
+        rmt_tpu.load(folder)
+    (folder / "config.json").write_text(json.dumps(VALUES | {"tie_word_embeddings": True}))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
     save_file(tensors, folder / "model.safetensors")
     found = parameters(rmt_tpu.load(folder)[0])
@@ -186,11 +190,18 @@ def test_files_that_are_not_whole(folder, tmp_path):
 VALUES = values_of(model(), max_length=64, bos=256)
 REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type 'gpt2' is unknown; legal: llama, mistral"),
-    "rope": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is .*; legal: 'default'"),
+    "rope": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is .*; legal: \"default\""),
+    "named rope": ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is not .*; legal: null, or one"),
+    "ropes of kinds": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters=.* plain val"),
+    "part": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config=.*; legal: null"),
+    "groups": ({"num_key_value_heads": 3}, "num_key_value_heads=3 .*; legal: what divides 4 heads"),
+    "odd": ({"head_dim": 5}, "head_dim=5 is not .*; legal: an even number"),
+    "no name": ({"model_type": ["llama"]}, "model_type .* is unknown; did you mean"),
     "later rope": ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' is not"),
     "window": ({"sliding_window": 4096}, "sliding_window=4096 is not .*; legal: null"),
     "layers": ({"layer_types": ["sliding_attention"]}, "layer_types=.'sliding_attention'"),
-    "bias": ({"attention_bias": True}, "attention_bias=True is not .*; legal: False"),
+    "bias": ({"attention_bias": True}, "attention_bias=True is not .*; legal: false$"),
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is unknown; .* legal: silu"),
     "size": ({"hidden_size": "12"}, "hidden_size='12' is not .* at least 1"),
 }
