@@ -118,7 +118,9 @@ def _one(subject: Subject, asked: Asked, stride: int | None, progress: "_Progres
             f"--max_length={subject.scorer.max_length} tokens"
         )
     answers = subject.scorer.answers([requests[number] for number in left])
-    kept |= _kept(output, ({left[at]: a for at, a in some.items()} for some in answers), progress)
+    of_text = source.kind == "text"
+    lines = ({left[at]: _line(a, of_text) for at, a in some.items()} for some in answers)
+    kept |= _kept(output, lines, progress)
     totals = [Total(kept[n]["log_probability"], kept[n]["greedy"]) for n in range(len(requests))]
     return Result(
         source,
@@ -129,14 +131,14 @@ def _one(subject: Subject, asked: Asked, stride: int | None, progress: "_Progres
         tokens=sum(len(request.continuation) for request in requests),
         answered=len(left),
         seconds=time.monotonic() - started,
-        by_position=_by_position(asked, kept) if source.kind == "text" else None,
+        by_position=_by_position(asked, kept) if of_text else None,
     )
 
 
 def _kept(
-    output: Output, answers: Iterable[dict[int, Answer]], progress: "_Progress"
+    output: Output, answers: Iterable[dict[int, dict[str, Any]]], progress: "_Progress"
 ) -> dict[int, dict[str, Any]]:
-    """Lines of answers by number, in the file now: those of some seconds, or to an error, at once.
+    """All lines by number, in the file now: those of some seconds, or to an error, at once.
 
     In a bucket each addition is a file.
     """
@@ -151,7 +153,7 @@ def _kept(
 
     try:
         for some in answers:
-            lines |= {number: _line(answer) for number, answer in some.items()}
+            lines |= some
             progress.add(len(some))
             if time.monotonic() - told > _SECONDS:
                 add()
@@ -160,10 +162,11 @@ def _kept(
     return lines
 
 
-def _line(answer: Answer) -> dict[str, Any]:
+def _line(answer: Answer, each: bool) -> dict[str, Any]:
+    """The answer as it is kept; with `each` token's own, of which positions are told."""
     total = Total.of(answer)
     line = {"log_probability": total.log_probability, "greedy": total.greedy}
-    if len(answer.log_probabilities) > 1:
+    if each:
         # As few digits as tell these numbers apart.
         line["log_probabilities"] = [float(str(x)) for x in answer.log_probabilities]
     return line
@@ -175,7 +178,7 @@ def _by_position(asked: Asked, kept: dict[int, dict[str, Any]]) -> np.ndarray:
     sums = np.zeros((2, longest))
     for number, request in enumerate(asked.requests):
         line, begin = kept[number], len(request.context)
-        logs = line.get("log_probabilities", [line["log_probability"]])
+        logs = line["log_probabilities"]
         sums[0, begin : begin + len(logs)] -= logs
         sums[1, begin : begin + len(logs)] += 1
     return sums
