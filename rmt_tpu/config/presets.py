@@ -357,8 +357,9 @@ def _depth_run(model: ModelConfig, size: str) -> RunConfig:
 def run_of_today(model: ModelConfig) -> RunConfig:
     """Twenty tokens a parameter, in batches of half a million."""
     batch_size, seq_len = 256, 2048
+    steps = round(20 * sum(cost.parameters(model).values()) / (batch_size * seq_len))
     train = TrainConfig(
-        steps=round(20 * sum(cost.parameters(model).values()) / (batch_size * seq_len)),
+        steps=max(steps, 1),
         batch_size=batch_size,
         optimizer=AdamW(learning_rate=1e-3, weight_decay=0.1),
     )
