@@ -178,6 +178,10 @@ _kda = _of("rmt_tpu/cores/kda.py", _cores)
 _linear = _of(
     "pallas_kernels/delta_attention/xla.py", "tests/pallas_kernels/delta_attention_test.py"
 )
+_delta_kernels = _of(
+    "pallas_kernels/delta_attention/mosaic_tpu_kernels.py",
+    "tests/pallas_kernels/delta_attention_test.py::test_kernels_are_the_recurrence_and_its_gradient",
+)
 _spread = f"{_MODEL}/cores/experts_test.py"
 _experts = _of(
     "rmt_tpu/cores/experts.py",
@@ -196,6 +200,8 @@ _CORES = (
     _linear("sees = (documents == before[:, None])", "sees = (documents >= before[:, None])"),
     _linear("behind = behind + jnp.concatenate([of_lower, none], axis=-3)", "behind = behind + jnp.concatenate([none, none], axis=-3)"),
     _linear("inverse = _joined(inverse, -dot(dot(second, below), first))", "inverse = _joined(inverse, -below)"),
+    _delta_kernels("as_float(documents == last))", "as_float(documents == before))"),
+    _delta_kernels("d_total += jnp.where(at_end, d_state_decay, 0)", "d_total += jnp.where(at_end, 0, 0)"),
     _kda("state = jnp.where(begun[:, None, None, None], state, 0)", "state = jnp.where(begun[:, None, None, None], state, state)"),
     _kda("log_decay = jnp.where(there[..., None, None], log_decay, 0)", "log_decay = jnp.where(there[..., None, None], log_decay, -1)"),
     _kda("return -rate * jax.nn.softplus(z)", "return -jax.nn.softplus(rate * z)"),

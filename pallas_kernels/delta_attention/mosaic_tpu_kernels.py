@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-_SUBLANES = 8
+# Rows of a tile of 32-bit words, and of bfloat16.
+_SUBLANES, _TILE = 8, 16
 
 
 class Masks(NamedTuple):
@@ -146,12 +147,15 @@ def backward(
     for level, (factor, keys, queries) in enumerate(
         zip(own.factors, own.keys, own.queries, strict=True)
     ):
-        here = _at(masks.apart, level)
-        of_queries = jnp.where(here, d_of_queries, 0).astype(narrow)
-        of_keys = jnp.where(here, d_of_keys, 0).astype(narrow)
-        rows = factor * _plain(of_queries, keys)
-        columns = _plain(of_keys, keys) + _columns(of_queries, queries) + _columns(of_keys, keys)
-        columns = factor * columns
+        here = _taken(_at(masks.apart, level), level)
+        of_rows = lambda d, here=here, level=level: jnp.where(here, _taken(d, level), 0)
+        d_scores = jnp.concatenate([of_rows(d_of_queries), of_rows(d_of_keys)], axis=1)
+        d_scores = d_scores.astype(narrow)
+        of_queries, of_keys = jnp.split(_plain(d_scores, keys), 2, axis=1)
+        both = jnp.concatenate([_taken(queries, level), _taken(keys, level)], axis=1)
+        columns = _columns(d_scores, both)
+        rows = factor * _put(jnp.zeros_like(q), of_queries, level)
+        columns = factor * _put(columns, of_keys + _taken(columns, level), level)
         d_q, d_k = d_q + rows, d_k + columns
         d_factors.append(rows * q + columns * k)
     d_log_decay = _sums_transposed(d_factors, d_total, d_following)
@@ -166,9 +170,11 @@ def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
     queries = [(q * factor).astype(narrow) for factor in factors]
     of_keys = of_queries = jnp.zeros((*k.shape[:-1], k.shape[1]), jnp.float32)
     for level, (of_k, of_q) in enumerate(zip(keys, queries, strict=True)):
-        here = _at(masks.apart, level)
-        of_keys = jnp.where(here, _rows(of_k, of_k), of_keys)
-        of_queries = jnp.where(here, _rows(of_q, of_k), of_queries)
+        here = _taken(_at(masks.apart, level), level)
+        rows = jnp.where(here, _rows(_taken(of_k, level), of_k), _taken(of_keys, level))
+        of_keys = _put(of_keys, rows, level)
+        rows = jnp.where(here, _rows(_taken(of_q, level), of_k), _taken(of_queries, level))
+        of_queries = _put(of_queries, rows, level)
     itself = jnp.sum(q * k, axis=-1, keepdims=True)
     of_queries = jnp.where(_diagonal(masks.apart), itself, of_queries).astype(narrow)
     inverse = _inverse(beta * of_keys, masks.apart, narrow).astype(narrow)
@@ -250,6 +256,25 @@ def _at(apart, level):
     return ((apart >= 1 << level) & (apart < 2 << level))[None]
 
 
+def _taken(x, level):
+    """Rows that may be of a level: of blocks of whole tiles the second halves, else all."""
+    half, (heads, size, width) = 1 << level, x.shape
+    if half < _TILE:
+        return x
+    x = x.reshape(heads, size // (2 * half), 2, half, width)
+    return x[:, :, 1].reshape(heads, size // 2, width)
+
+
+def _put(x, rows, level):
+    """With what `_taken` took in place of it."""
+    half, (heads, size, width) = 1 << level, x.shape
+    if half < _TILE:
+        return rows
+    x = x.reshape(heads, size // (2 * half), 2, half, width)
+    rows = rows.reshape(heads, size // (2 * half), 1, half, width)
+    return jnp.concatenate([x[:, :, :1], rows], axis=2).reshape(heads, size, width)
+
+
 def _diagonal(apart):
     i, j = (jax.lax.broadcasted_iota(jnp.int32, apart.shape, axis) for axis in (0, 1))
     return (i == j)[None]
@@ -265,9 +290,12 @@ def _inverse(lower: Float[Array, "G C C"], apart, narrow) -> Float[Array, "G C C
     inverse = (unit - jnp.where(_at(apart, 0), lower, 0)).astype(narrow)
     high = lower.astype(narrow)
     for level in range(1, len(_halves(apart.shape[0]))):
-        below = jnp.where(_at(apart, level), high, jnp.zeros_like(high))
-        below = _plain(inverse, _plain(below, inverse).astype(narrow))
-        inverse = inverse - below.astype(narrow)
+        rows = _taken(high, level)
+        rows = jnp.where(_taken(_at(apart, level), level), rows, jnp.zeros_like(rows))
+        rows = _plain(rows, inverse).astype(narrow)
+        below = _put(jnp.zeros_like(high), rows, level)
+        rows = _taken(inverse, level)
+        inverse = _put(inverse, rows - _plain(rows, below).astype(narrow), level)
     if narrow == jnp.float32:
         return inverse
     low = (lower - high.astype(jnp.float32)).astype(narrow)
