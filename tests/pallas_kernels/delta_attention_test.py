@@ -185,7 +185,7 @@ TOLERANCE = {"float32": 5e-6, "bfloat16": 1e-2}
 def documents():
     """One in a row, one a chunk, one that goes on in the second chunk, and many."""
     ids = np.zeros((len(GATES), WIDE["seq"]), np.int32)
-    ids[1, 128:] = 1
+    ids[0, 128:] = 1
     ids[2, 100:] = 1
     ids[3] = np.arange(WIDE["seq"]) // 7
     ids[4, 37:], ids[4, 140:] = 1, 2
