@@ -35,7 +35,7 @@ def dropless(model: cfg.ModelConfig) -> cfg.ModelConfig:
     """The same model, whose experts take all that chooses them: no answer depends on another."""
 
     def free(core: cfg.Core) -> cfg.Core:
-        return replace(core, capacity=None) if isinstance(core, cfg.Experts) else core
+        return core if getattr(core, "capacity", None) is None else replace(core, capacity=None)
 
     stacks = (replace(stack, cores=tuple(map(free, stack.cores))) for stack in model.stacks)
     return replace(model, stacks=tuple(stacks))

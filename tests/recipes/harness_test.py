@@ -4,13 +4,10 @@ import json
 import os
 import sys
 
-import lm_eval
 import pytest
-from lm_eval.api.instance import Instance
-from lm_eval.tasks import TaskManager
 
 from rmt_tpu.errors import UsageError
-from rmt_tpu.evaluation import documents, harness, subjects
+from rmt_tpu.evaluation import documents, subjects
 from rmt_tpu.evaluation.evaluate import evaluate
 from rmt_tpu.generation import Sampling, complete
 from tests import cli
@@ -25,7 +22,15 @@ pytestmark = [
 WORDS = "the quick brown fox jumps over the lazy dog".split()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
+def harness(offline):
+    """Of an extra that only the night has: with `make test-all` it is installed."""
+    from rmt_tpu.evaluation import harness
+
+    return harness
+
+
+@pytest.fixture(scope="module")
 def offline(tmp_path_factory):
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
@@ -61,8 +66,11 @@ def sources(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def asked_by_the_harness(trained, sources, tmp_path_factory):
+def asked_by_the_harness(harness, trained, sources, tmp_path_factory):
     """A function that asks: with a model, or by its name."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
     folder = tmp_path_factory.mktemp("tasks")
     harness.write_tasks(sources[0], folder)
 
@@ -77,7 +85,7 @@ def asked_by_the_harness(trained, sources, tmp_path_factory):
     return ask
 
 
-def test_its_numbers_are_ours(trained, sources, asked_by_the_harness):
+def test_its_numbers_are_ours(harness, trained, sources, asked_by_the_harness):
     theirs = asked_by_the_harness(model=harness.RmtTpu(str(trained)))
     for result in evaluate(subjects.of_run(trained), sources[0]):
         name = result.source.name
@@ -92,7 +100,9 @@ def test_its_numbers_are_ours(trained, sources, asked_by_the_harness):
             assert metric.value == pytest.approx(told, rel=1e-5)
 
 
-def test_a_run_goes_on_from_its_cache(trained, asked_by_the_harness, tmp_path, monkeypatch):
+def test_a_run_goes_on_from_its_cache(
+    harness, trained, asked_by_the_harness, tmp_path, monkeypatch
+):
     args = {"workdir": str(trained)}
     kept = harness.cache_path(str(tmp_path / "kept"), **args)
     assert kept != harness.cache_path(str(tmp_path / "kept"), step=20, **args)
@@ -107,7 +117,9 @@ def test_a_run_goes_on_from_its_cache(trained, asked_by_the_harness, tmp_path, m
     assert again["results"] == first["results"]
 
 
-def test_texts(trained):
+def test_texts(harness, trained):
+    from lm_eval.api.instance import Instance
+
     model = harness.RmtTpu(str(trained))
     text = " ".join(WORDS * 3)
     (found,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
@@ -128,7 +140,7 @@ def test_texts(trained):
     assert "." not in texts[0] and len(texts[1]) <= 5
 
 
-def test_the_command(trained, sources, tmp_path):
+def test_the_command(offline, trained, sources, tmp_path):
     run = f"{sys.executable} -m recipes.lm_eval run"
     line = (
         f"{run} --model_args workdir={trained} --tasks arc_easy,winogrande "
@@ -144,7 +156,7 @@ def test_the_command(trained, sources, tmp_path):
     assert "error: --tasks 'pika' is unknown; did you mean 'piqa'" in wrong.stderr
 
 
-def test_texts_are_not_for_its_files(tmp_path):
+def test_texts_are_not_for_its_files(harness, tmp_path):
     source = documents.Source("text", "text", [documents.whole_text("a")], "")
     with pytest.raises(UsageError, match="--tasks=text is not made of files"):
         harness.write_tasks([source], tmp_path)

@@ -93,7 +93,7 @@ def test_the_bias_moves_load_towards_the_mean(balance):
         )
     )
     optimizer = make_optimizer(
-        cfg.AdamW(learning_rate=1e-9), steps=99, roles=roles, width_ratio=1.0
+        cfg.AdamW(learning_rate=1e-9), steps=99, roles=roles, axes=roles, width_ratio=1.0
     )
     x, state = tokens(), optimizer.init(params)
 

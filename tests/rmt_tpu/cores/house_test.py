@@ -9,6 +9,7 @@ from rmt_tpu import config as cfg
 ROOT = Path(__file__).parents[3]
 MADE = {"rmt_tpu/cores/__init__.py", "rmt_tpu/residual/__init__.py"}
 MADE |= {"rmt_tpu/residual/hyper_connections.py"}  # whose kinds share a module
+MADE |= {"rmt_tpu/hub/models.py"}  # whose form is that of one store, mixer and pair of cores
 CHOICES = get_args(cfg.Core | cfg.Store | cfg.Mixer)
 CLASSES = "|".join(choice.__name__ for choice in CHOICES)
 KINDS = "|".join(choice.kind for choice in CHOICES)
