@@ -18,13 +18,13 @@ import time
 
 from absl import flags
 
-from recipes import common, program
+from recipes import program, trained
 from rmt_tpu import memory
 from rmt_tpu.errors import ArgumentError, UsageError, arguments_as_flags, of_flag
 from rmt_tpu.storage import open_folder
 
-common.define_source_flags()
-common.define_mesh_flag()
+trained.define_source_flags()
+trained.define_mesh_flag()
 _TASKS = flags.DEFINE_list("tasks", [], "names of tasks, like arc_easy,hellaswag")
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "a folder with <task>.jsonl, local or gs://; or hub"
@@ -55,7 +55,7 @@ def main() -> int:
     from rmt_tpu.evaluation.evaluate import evaluate
     from rmt_tpu.evaluation.report import write_report
 
-    source = common.source()
+    source = trained.source()
     with of_flag("workdir"):
         workdir = open_folder(source)
     with of_flag("output"):
@@ -108,7 +108,7 @@ def _other(workdir: str):
 
 
 def _check_flags() -> None:
-    common.check_mesh()
+    trained.check_mesh()
     if flags.FLAGS.init_from is not None and _OUTPUT.value is None:
         raise UsageError("--init_from needs an --output: a folder for answers and results")
     if flags.FLAGS.init_from is not None and _AGAINST.value:

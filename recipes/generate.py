@@ -16,12 +16,12 @@ import time
 
 from absl import flags
 
-from recipes import common, program
+from recipes import program, trained
 from rmt_tpu import memory
 from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags, of_flag
 
-common.define_source_flags()
-common.define_mesh_flag()
+trained.define_source_flags()
+trained.define_mesh_flag()
 _PROMPT = flags.DEFINE_string("prompt", "", "text to go on from")
 _PROMPTS = flags.DEFINE_string("prompts", None, "a file of prompts, local or gs://")
 _OUTPUT = flags.DEFINE_string("output", None, "a .jsonl file to add to, local or gs://")
@@ -68,13 +68,13 @@ def _load():
 
     with arguments_as_flags():
         given = flags.FLAGS.step, flags.FLAGS.mesh
-        decoder, tokenizer = rmt_tpu.load(common.source(), given[0], mesh=given[1])
+        decoder, tokenizer = rmt_tpu.load(trained.source(), given[0], mesh=given[1])
     return cast_once(decoder), tokenizer
 
 
 def _check_flags() -> None:
-    common.check_mesh()
-    common.source()
+    trained.check_mesh()
+    trained.source()
     if (_PROMPTS.value is None) != (_OUTPUT.value is None):
         raise UsageError("--prompts and --output go together: what is read, and what is written")
     if _PROMPTS.value is not None and _PROMPT.value:
@@ -125,7 +125,7 @@ def _file(sampling) -> int:
         return 0
     from rmt_tpu.generation import complete, fitting_tokens
 
-    common.check_rows("batch_size", _BATCH_SIZE.value)
+    trained.check_rows("batch_size", _BATCH_SIZE.value)
     decoder, tokenizer = _load()
     for number in sorted({number for number, _ in left}):  # before any is written
         try:

@@ -9,7 +9,7 @@ import sys
 
 from absl import flags
 
-from recipes import common, program
+from recipes import program, trained
 from rmt_tpu import memory
 from rmt_tpu.errors import UsageError, arguments_as_flags
 
@@ -17,7 +17,7 @@ _WORKDIR = flags.DEFINE_string(
     "workdir", None, "a run folder of recipes.train, local or gs://", required=True
 )
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
-common.define_mesh_flag()
+trained.define_mesh_flag()
 _NAME = flags.DEFINE_string("name", None, "of the model for clients; default the folder's")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "address to serve at; there is no authentication")
 _PORT = flags.DEFINE_integer(
@@ -47,7 +47,7 @@ _STEPS = 4  # tokens a row between two looks at what clients want
 
 
 def main() -> int:
-    common.check_mesh()
+    trained.check_mesh()
     from rmt_tpu.serving import address
 
     with address.bind(_HOST.value, _PORT.value) as opened:
@@ -81,7 +81,7 @@ def _front():
     from rmt_tpu.serving.worker import Worker
     from rmt_tpu.storage import open_folder
 
-    common.check_rows("slots", _SLOTS.value)
+    trained.check_rows("slots", _SLOTS.value)
     with arguments_as_flags():
         decoder, tokenizer = rmt_tpu.load(_WORKDIR.value, _STEP.value, mesh=flags.FLAGS.mesh)
     learned = decoder.config.learned_positions
