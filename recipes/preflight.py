@@ -14,6 +14,9 @@ so that the vocabulary is that of --tokenizer (byte, if none is given), or --set
 
 compiles what recipes.generate runs with that mesh for a part of such a prompt.
 
+Of several slices (--num_slices), whose devices the mesh has first along data, stage or fsdp, what
+goes over the data center's network is told apart.
+
 Topologies: v5e:AxB, v5p:AxBxC, v6e:AxB, tpu7x:AxBxC need the TPU compiler (`pip install
 'jax[tpu]'`); h100:N and h200:N need jax's CUDA plugin, and give memory and collectives, no time.
 """
@@ -31,6 +34,9 @@ from rmt_tpu.errors import RunError, UsageError
 
 common.define_model_flags()
 _TOPOLOGY = flags.DEFINE_string("topology", None, "of devices, like v5e:16x16, v5p:4x4x8, h100:8")
+_SLICES = flags.DEFINE_integer(
+    "num_slices", 1, "of the topology, connected by the data center's network", lower_bound=1
+)
 _JSON = flags.DEFINE_string("json", None, "a file for all figures as JSON; - is stdout, alone")
 _OUTPUT = flags.DEFINE_string("output", None, "folder for preflight.json and preflight.png")
 _BUFFERS = flags.DEFINE_integer("buffers", 12, "how many buffers to list", lower_bound=1)
@@ -54,7 +60,7 @@ def main() -> int:
     from rmt_tpu.generation.engine import PART
 
     try:
-        target = parse_topology(_TOPOLOGY.value or "")
+        target = parse_topology(_TOPOLOGY.value or "", _SLICES.value)
     except ValueError as error:
         raise UsageError(f"--topology={error}") from None
     if _PART.value is not None and _PROMPT.value is None:
@@ -67,7 +73,7 @@ def main() -> int:
     if folder:
         with _writing("output", _OUTPUT.value):
             folder.mkdir(parents=True, exist_ok=True)
-    print(f"compiling {name} for {target.topology}; minutes, for a large one", file=sys.stderr)
+    print(f"compiling {name} for {target.label}; minutes, for a large one", file=sys.stderr)
     try:
         report = preflight(config, target, prompt=prompt)
     except CompilerError as error:
@@ -83,7 +89,7 @@ def main() -> int:
         used = versions() if target.platform == "tpu" else {"jax": versions()["jax"]}
         told = ", ".join(f"{package} {version}" for package, version in used.items())
         print(report_text(report, name, _BUFFERS.value))
-        print(f"{told}; compiled for {target.topology}, measured on no device")
+        print(f"{told}; compiled for {target.label}, measured on no device")
     if _JSON.value and _JSON.value != "-":
         with _writing("json", _JSON.value):
             Path(_JSON.value).write_text(content, encoding="utf-8")

@@ -255,6 +255,10 @@ _optimizer = _of("rmt_tpu/training/optimizer.py", *_step)
 _generation = (f"{_MODEL}/generation/generate_test.py",)
 _serving = f"{_MODEL}/serving"
 _sampling = _of("rmt_tpu/generation/sampling.py", *_generation)
+_slices = _of(
+    "pallas_kernels/compiler/collectives.py",
+    f"{_KERNELS}/compiler/programs_test.py::test_what_goes_between_slices_is_told_apart",
+)
 _TRAINING = (
     _not_finite("optimizer_state = jax.tree.map(keep, optimizer_state, state.optimizer)", "optimizer_state = optimizer_state"),
     _not_finite("skipped_in_a_row=jnp.where(finite, 0,", "skipped_in_a_row=jnp.where(~finite, 0,"),
@@ -283,6 +287,10 @@ _TRAINING = (
     _of("rmt_tpu/training/growth.py", f"{_MODEL}/training/growth_test.py::test_moments_of_new_entries")('{"mu": "zeros", "nu": "squared"}', '{"mu": "zeros", "nu": "zeros"}'),
     _of("rmt_tpu/analysis/decode.py", f"{_MODEL}/analysis/decode_test.py")("if looked_up else size", "if not looked_up else size"),
     _of("rmt_tpu/analysis/decode.py", f"{_MODEL}/analysis/decode_test.py")("size = min(written, module", "size = max(written, module"),
+    _slices("sent = operand * (devices - own)\n", "sent = operand\n"),
+    _slices("own = sum(i // _SLICE == groups[0][0] // _SLICE for i in groups[0])", "own = 1"),
+    _slices("mesh = _of_slice(mesh, ids)", "mesh = dict(mesh)"),
+    _slices("done.index(True)]", "len(order)]"),
     _of("pallas_kernels/compiler/hlo.py", f"{_KERNELS}/compiler/schedule_test.py::test_a_scatter_writes_what_it_is_given")('"scatter": 2}', '"scatter": 1}'),
     _of("rmt_tpu/cost.py", f"{_MODEL}/config/presets_test.py::test_analytic_parameters_are_those_of_the_decoder")("(WHOLE, 1)] if learned", "(WHOLE, 2)] if learned"),
 )  # fmt: skip

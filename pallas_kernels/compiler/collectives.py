@@ -7,13 +7,16 @@ Bytes are those that one device sends, of arrays without padding, as a ring of n
     all-to-all          (n - 1) / n  of the operand
     all-reduce        2 (n - 1) / n  of the operand
     collective-permute               the operand
+
+Between slices of a TPU, XLA hands an operand to the host and names the devices that take part:
+the bytes are then those that leave the slice.
 """
 
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,6 +33,19 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _CHAIN = re.compile(r'chain_id="')
 _HALF = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
 _STARTS = 'custom_call_target="AsyncCollectiveStart"'
+_BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_MEMBERS = re.compile(r"_xla_megascale_target=\{(\{.*?\})\}")
+_OF_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"')
+_HOST_OPCODES = ("send", "send-done", "recv", "recv-done")
+_SLICE = 100_000  # libtpu numbers the devices of slice n from here times n on
+_KIND_BETWEEN = {
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_REDUCE": "all-reduce",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -46,6 +62,7 @@ class Collective:
       calls: in one run of the program.
       bytes: that a device sends in all calls.
       overlaps: whether it runs beside other work.
+      between_slices: whether it goes over the data center's network.
     """
 
     kind: str
@@ -55,17 +72,28 @@ class Collective:
     calls: int
     bytes: int
     overlaps: bool
+    between_slices: bool = False
 
 
-def collectives(module: Module, mesh: Mapping[str, int]) -> list[Collective]:
+def collectives(
+    module: Module, mesh: Mapping[str, int], ids: Sequence[int] | None = None
+) -> list[Collective]:
     """Every collective of a program that sends something.
 
     Args:
       module: the compiled program.
       mesh: sizes of the axes, outer to inner, of the devices in their order.
+      ids: of the devices in that order, where there are several slices of them.
     """
     found = []
+    whole = mesh
+    if ids is not None:
+        mesh = _of_slice(mesh, ids)  # what a slice's program is for
     for ran in module.run():
+        if ids is not None and _BETWEEN.search(ran.instruction.attributes):
+            if ran.instruction.opcode == "send":
+                found.append(_between(module, ran, whole, ids))
+            continue
         for scope, instruction, kind, overlaps in _within(module, ran):
             axes, devices = _along(instruction, mesh)
             sent = _sent(kind, scope, instruction, devices)
@@ -89,6 +117,8 @@ def only_communicates(module: Module, instruction: Instruction) -> bool:
     """Whether an instruction is a collective, a part of one, or a fusion made for one."""
     if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return True
+    if instruction.opcode in _HOST_OPCODES:
+        return "megascale" in instruction.attributes
     if instruction.opcode != "fusion":
         return False
     name = instruction.called["calls"]
@@ -134,6 +164,77 @@ def _sent(kind: str, scope: dict[str, Instruction], instruction: Instruction, de
         return operands if devices else 0
     whole = operands * devices if kind == "all-gather" else operands
     return (2 if kind == "all-reduce" else 1) * whole * (devices - 1) // max(devices, 1)
+
+
+# Between slices -------------------------------------------------------------------------------
+
+
+def _of_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int]:
+    """Sizes of the axes within a slice."""
+    slices = np.asarray(ids).reshape(tuple(mesh.values())) // _SLICE
+    first = lambda axis: slices[tuple(slice(None) if a == axis else 0 for a in mesh)]
+    return {axis: size // len(np.unique(first(axis))) for axis, size in mesh.items()}
+
+
+def _between(
+    module: Module, ran: Executed, mesh: Mapping[str, int], ids: Sequence[int]
+) -> Collective:
+    """What a `send` to the host is a part of."""
+    instruction, scope = ran.instruction, module.computations[ran.computation]
+    transfer = _BETWEEN.search(instruction.attributes)
+    assert transfer is not None
+    kind, groups = _KIND_BETWEEN[transfer.group(1)], _members(instruction.attributes)
+    places = dict(zip(ids, np.ndindex(tuple(mesh.values())), strict=True))
+    differ = {
+        axis
+        for group in groups
+        for axis, *indices in zip(mesh, *(places[i] for i in group), strict=True)
+        if len(set(indices)) > 1
+    }
+    devices = len(groups[0])
+    own = sum(i // _SLICE == groups[0][0] // _SLICE for i in groups[0])
+    operand = sum(array.size for name in instruction.operands[:1] for array in scope[name].arrays)
+    if kind == "all-gather":
+        sent = operand * (devices - own)
+    elif kind == "collective-permute":
+        sent = operand
+    else:
+        sent = (2 if kind == "all-reduce" else 1) * operand * (devices - own) // devices
+    return Collective(
+        kind, instruction.op_name, tuple(axis for axis in mesh if axis in differ), devices,
+        ran.times, sent * ran.times, _has_work_beside(instruction, scope), between_slices=True,
+    )  # fmt: skip
+
+
+def _members(attributes: str) -> Groups:
+    """The devices of each group, or each pair."""
+    if (product := _OF_SLICES.search(attributes)) is not None:
+        slices, devices = (_numbers(text) for text in product.groups())
+        return tuple(tuple(_SLICE * s + d for s in slices) for d in devices)
+    found = _MEMBERS.search(attributes)
+    assert found is not None, attributes
+    listed = re.findall(r"\{([\d,>-]+)\}", found.group(1))
+    return tuple(tuple(map(int, re.findall(r"\d+", text))) for text in listed)
+
+
+def _numbers(text: str) -> list[int]:
+    """Of "1,2" or "0:3", the last included."""
+    parts = [[int(n) for n in part.split(":")] for part in text.split(",")]
+    return [n for part in parts for n in range(part[0], part[-1] + 1)]
+
+
+def _has_work_beside(send: Instruction, scope: dict[str, Instruction]) -> bool:
+    """Whether anything is computed between a `send` and the end of what answers it."""
+    rendezvous = _RENDEZVOUS.findall(send.attributes)
+    answers = {
+        name
+        for name, i in scope.items()
+        if i.opcode == "recv" and _RENDEZVOUS.findall(i.attributes) == rendezvous
+    }
+    order = list(scope.values())
+    done = [i.opcode == "recv-done" and bool(answers & {*i.operands}) for i in order]
+    meanwhile = order[list(scope).index(send.name) : done.index(True)]
+    return any(i.opcode in ("fusion", "while", "custom-call") for i in meanwhile)
 
 
 # Groups ---------------------------------------------------------------------------------------

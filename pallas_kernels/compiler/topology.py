@@ -39,9 +39,10 @@ class Target:
 
     `hbm` is what libtpu's out-of-memory error says is available to a program (on a GPU, the
     maker's capacity). `interconnect` is what the maker states for all links of a chip together, in
-    one direction. `most` devices or chips make up the largest topology. `kind` is the device kind,
-    as jax says it. `matrix` is None where there is no model of time. `assumed` says of what a
-    figure is that nobody states.
+    one direction; `dcn` is a device's share of a host's or a pod's links to the data center, over
+    which `slices` of the topology send to each other. `most` devices or chips make up the largest
+    topology. `kind` is the device kind, as jax says it. `matrix` is None where there is no model of
+    time. `assumed` says of what a figure is that nobody states.
     """
 
     name: str
@@ -58,6 +59,17 @@ class Target:
     kind: str
     platform: str = "tpu"
     assumed: str = ""
+    dcn: float = 0.0
+    slices: int = 1
+
+    @property
+    def label(self) -> str:
+        """The topology, and of how many slices."""
+        return self.topology if self.slices == 1 else f"{self.slices} slices of {self.topology}"
+
+    def network(self, between_slices: bool) -> float:
+        """Bytes/s out of a device, over its links or between slices."""
+        return self.dcn if between_slices else self.interconnect
 
     @property
     def peak_flops(self) -> float:
@@ -80,7 +92,7 @@ class Target:
         options: dict[str, Any] = {"platform": "tpu", "topology_name": self.topology}
         if math.prod(self.shape) < _HOST:
             options["chips_per_host_bounds"] = [*self.shape, 1, 1][:3]
-        return options
+        return options | ({"num_slices": self.slices} if self.slices > 1 else {})
 
 
 _MATRIX_128 = MatrixUnit(size=128, units=4, rows16=16, rows8_float32=8)
@@ -97,14 +109,17 @@ TARGETS = {
         Target(
             "v5e", "v5e:2x2", "v5litepod-4", 1, 1.5e9, 819e9, 128 * _MIB, _MATRIX_128,
             hbm=16128 * _MIB, interconnect=200e9, most=256, kind="TPU v5 lite",
+            dcn=25e9 / 8,
         ),
         Target(
             "v5p", "v5p:2x2x1", "v5p-8", 2, 1.75e9, 2765e9, 64 * _MIB, _MATRIX_128,
             hbm=int(95.74 * _GIB), interconnect=600e9, most=6144, kind="TPU v5",
+            dcn=50e9 / 8,
         ),
         Target(
             "v6e", "v6e:2x2", "v6e-4", 1, 1.75e9, 1640e9, 128 * _MIB, _MATRIX_256,
             hbm=32000 * _MIB, interconnect=400e9, most=256, kind="TPU v6 lite",
+            dcn=100e9 / 8,
         ),
     )
 }  # fmt: skip
@@ -118,6 +133,7 @@ DEVICES = TARGETS | {
             "tpu7x", "tpu7x:2x2x1", "tpu7x-8", 1, 2.2e9, 3690e9, 64 * _MIB, _MATRIX_256,
             hbm=97024 * _MIB, interconnect=300e9, most=9216, kind="TPU7x",
             assumed="matrix units as those of v6e, at the clock that gives the maker's peak",
+            dcn=50e9 / 8,
         ),
         Target(
             "h100", "h100:1", "9.0", 132, 1.755e9, 3352e9, 0, None,
@@ -134,16 +150,23 @@ DEVICES = TARGETS | {
 TPUS = {name: target for name, target in DEVICES.items() if target.platform == "tpu"}
 
 
-def parse_topology(text: str) -> Target:
+def parse_topology(text: str, slices: int = 1) -> Target:
     """The device of a topology like "v5e:16x16", "v5p:4x4x8" or "h100:8", with that topology.
 
+    Args:
+      text: the topology.
+      slices: of it, of a TPU, that are connected by the data center's network.
+
     Raises:
-      ValueError: there is no such generation, or its topologies have another form.
+      ValueError: there is no such generation, its topologies have another form, or it has no
+        slices.
     """
     name, colon, shape = text.partition(":")
     device = DEVICES.get(name)
     if device is None or (device.platform == "tpu" and not colon):
         raise ValueError(f"{text!r} is unknown; legal: {_LEGAL}")
+    if slices > 1 and device.platform != "tpu":
+        raise ValueError(f"{text!r} has no slices: only those of TPUs are connected by a network")
     if not colon:
         return device
     form = r"\d+" + r"x\d+" * (len(device.shape) - 1)
@@ -152,7 +175,7 @@ def parse_topology(text: str) -> Target:
     hosts = len(sizes) == 1 or max(sizes) == 1 or all(n % 2 == 0 for n in sizes[:2])
     if min(sizes) < 1 or not hosts or math.prod(sizes) > device.most:
         raise ValueError(f"{text!r} is no topology of {name}; legal: {_LEGAL}")
-    return dataclasses.replace(device, topology=text)
+    return dataclasses.replace(device, topology=text, slices=slices)
 
 
 _LEGAL = (

@@ -88,7 +88,7 @@ class _Call(NamedTuple):
         return _IMPLEMENTATIONS.run(self.implementation, op, *args, scale=self.scale)
 
 
-_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu}, ())
+_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu}, ("tpu",))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -39,11 +39,6 @@ def unsupported(op: str, operands: Operands, *others) -> str | None:
     return None
 
 
-def wins(op: str, *args) -> bool:
-    """Whether a table says so: there is none."""
-    return False
-
-
 def forward(
     operands: Operands,
     state: Float[Array, "B H K V"],

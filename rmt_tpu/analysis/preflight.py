@@ -4,7 +4,7 @@ The very step that `train` runs is compiled for all devices of a topology that n
 what an engine runs for a part of a prompt. What is in memory comes from XLA's own assignment of
 buffers, which there is of a program that does not fit, too. Time is estimated: see `step_cost`;
 collectives take the bytes that a device sends over the bandwidth that the maker states for all of
-its links.
+its links, or, between slices, for its share of the data center's network.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from pallas_kernels.compiler import (
     compile_jobs,
 )
 from rmt_tpu import cost as resources
-from rmt_tpu.analysis.prompt import Prompt, lower_prompt
+from rmt_tpu.analysis.prompt import Prompt, lower_prompt, sizes_of
 from rmt_tpu.analysis.step_cost import PARTS, StepCost, lower_config, step_cost
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError, UsageError
@@ -83,6 +83,7 @@ class Traffic:
       calls: of them in a step.
       bytes: that a device sends.
       overlapped: of `bytes`, what is sent beside other work.
+      between_slices: whether they go over the data center's network.
     """
 
     kind: str
@@ -91,6 +92,7 @@ class Traffic:
     calls: int
     bytes: int
     overlapped: int
+    between_slices: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +208,7 @@ class Preflight:
         }
         return {
             "topology": self.target.topology,
+            "num_slices": self.target.slices,
             "mesh": self.mesh,
             "devices": self.devices,
             "fits": self.fits,
@@ -218,6 +221,7 @@ class Preflight:
             "estimated_seconds": time,
             "launches": self.launches,
             "interconnect_bytes_per_second": self.target.interconnect,
+            "data_center_bytes_per_second": self.target.dcn,
             "compile_seconds": self.compile_seconds,
             "prompt": self.prompt and dataclasses.asdict(self.prompt),
             "config": overrides.to_json(self.config),
@@ -259,7 +263,7 @@ def preflight(
 def lower_run(
     devices: Sequence[jax.Device], config: dict[str, Any]
 ) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-    """The train step lowered for all devices of a topology, and the sizes of its mesh.
+    """The train step lowered for all devices of a topology, and `sizes_of` its mesh.
 
     Args:
       devices: that need not exist.
@@ -267,16 +271,16 @@ def lower_run(
     """
     run = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(run.train.mesh, devices)
-    return lower_config(run, devices), {"mesh": dict(mesh.shape)}
+    return lower_config(run, devices), sizes_of(mesh)
 
 
 def _of_program(config: RunConfig, prompt: Prompt | None, program: Program) -> Preflight:
     target, mesh = program.target, program.info["mesh"]
     if program.assignment is None:
-        raise RunError(f"the compiler for {target.topology} did not say how it assigned memory")
+        raise RunError(f"the compiler for {target.label} did not say how it assigned memory")
     memory, gaps, buffers = _memory(program.assignment)
     memory["program"] = program.memory["generated_code"]
-    sent = collectives(program.module, mesh)
+    sent = collectives(program.module, mesh, program.info["ids"])
     # A compiler for TPUs refuses what does not fit; one for GPUs does not.
     fits = target.platform == "tpu" or sum(memory.values()) <= target.hbm
     report = Preflight(
@@ -307,7 +311,7 @@ def _of_failure(
     if failure.error in ("MeshError", "UsageError"):
         raise UsageError(message)
     if failure.assignment is None or _NO_MEMORY not in message:
-        raise RunError(f"the step does not compile for {target.topology}: {message}")
+        raise RunError(f"the step does not compile for {target.label}: {message}")
     memory, gaps, buffers = _memory(failure.assignment)
     available = _AVAILABLE.search(message)
     limit = float(available[1]) * _UNITS[available[2]] if available else target.hbm
@@ -372,9 +376,9 @@ def _is_path(name: str) -> bool:
 
 
 def _traffic(sent: Sequence[Collective]) -> tuple[Traffic, ...]:
-    groups: dict[tuple[str, str], list[Collective]] = {}
+    groups: dict[tuple[str, str, bool], list[Collective]] = {}
     for collective in sent:
-        key = collective.kind, " x ".join(collective.axes)
+        key = collective.kind, " x ".join(collective.axes), collective.between_slices
         groups.setdefault(key, []).append(collective)
     found = [
         Traffic(
@@ -384,8 +388,9 @@ def _traffic(sent: Sequence[Collective]) -> tuple[Traffic, ...]:
             calls=sum(c.calls for c in group),
             bytes=sum(c.bytes for c in group),
             overlapped=sum(c.bytes for c in group if c.overlaps),
+            between_slices=between_slices,
         )
-        for (kind, axes), group in groups.items()
+        for (kind, axes, between_slices), group in groups.items()
     ]
     return tuple(sorted(found, key=lambda traffic: -traffic.bytes))
 
@@ -397,8 +402,8 @@ def _time(report: Preflight, cost: StepCost, sent: Sequence[Collective]) -> Time
     time = Time(
         parts={group: sum(seconds[p] for p in parts) for group, parts in GROUPS.items()},
         by_model={name: cycles / target.clock for name, cycles in cost.by_model.items()},
-        collectives=sum(c.bytes for c in sent) / target.interconnect,
-        overlapped=sum(c.bytes for c in sent if c.overlaps) / target.interconnect,
+        collectives=sum(c.bytes / target.network(c.between_slices) for c in sent),
+        overlapped=sum(c.bytes / target.network(c.between_slices) for c in sent if c.overlaps),
         mfu=0.0,
         unknown_loops=cost.unknown_loops,
     )

@@ -51,7 +51,7 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
         axes.axvline(limit, color="black", linestyle="--", label=f"HBM {limit:.2f}")
     axes.set(xlim=(0, 1.05 * shown), ylim=(-0.5, 0.5), yticks=[])
     axes.set_xlabel(f"{name_of_unit} of a device, by the compiler's assignment of buffers")
-    axes.set_title(f"{name} on {report.target.topology}: {_verdict(report)}", fontsize=10)
+    axes.set_title(f"{name} on {report.target.label}: {_verdict(report)}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=150)
 
@@ -88,7 +88,7 @@ def _heading(report: Preflight, name: str) -> str:
         work = f"{train.batch_size} x {report.config.data.seq_len} tokens a step{parts}"
         rest = f", remat {model.remat}"
     return (
-        f"{name} on {report.target.topology}: {_verdict(report)}\n"
+        f"{name} on {report.target.label}: {_verdict(report)}\n"
         f"{report.devices} device{'s' * (report.devices > 1)}, mesh {mesh}; {work}, "
         f"{model.compute_dtype}, vocabulary {model.vocab_size}{rest}"
     )
@@ -134,22 +134,24 @@ def _collectives(report: Preflight) -> str:
         return ""
     if not report.traffic:
         return "no collectives"
-    speed = report.target.interconnect
+    target = report.target
     rows = [
         (
             t.kind,
-            t.axes,
+            t.axes + t.between_slices * ", between slices",
             str(t.calls),
             f"{t.bytes / 1e6:.1f}",
             f"{t.overlapped / t.bytes:.0%}",
-            f"{t.bytes / speed * 1e3:.2f}",
+            f"{t.bytes / target.network(t.between_slices) * 1e3:.2f}",
         )
         for t in report.traffic
     ]
     title = (
-        f"collectives of a step; ASSUMED: {speed / 1e9:.0f} GB/s out of a device, which the maker "
-        "states for all of its links"
+        f"collectives of a step; ASSUMED: {target.interconnect / 1e9:.0f} GB/s out of a device, "
+        "which the maker states for all of its links"
     )
+    if target.slices > 1:
+        title += f"; {target.dcn / 1e9:.2f} GB/s, its share of the network, between slices"
     heads = ("kind", "along", "calls", "MB sent", "overlaps", "ms")
     return f"{title}\n{_table(heads, rows)}"
 

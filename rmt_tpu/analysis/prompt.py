@@ -46,7 +46,7 @@ class Prompt:
 def lower_prompt(
     devices: Sequence[jax.Device], config: dict[str, Any], tokens: int, part: int
 ) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-    """The engine's program for the last part of a prompt, and the sizes of its mesh.
+    """The engine's program for the last part of a prompt, and `sizes_of` its mesh.
 
     Args:
       devices: that need not exist.
@@ -71,7 +71,14 @@ def lower_prompt(
         else:
             cache = jax.tree.map(lambda x, spec: _at(x, mesh, spec), cache, model.cache)
         given = params, ints(1, filled(part)), ints(1), cache
-        return programs.extend.lower(model, *given), {"mesh": dict(mesh.shape)}
+        return programs.extend.lower(model, *given), sizes_of(mesh)
+
+
+def sizes_of(mesh: Mesh) -> dict[str, Any]:
+    """Of its axes; and where there are several slices, the devices in their order."""
+    devices = mesh.devices.flatten().tolist()
+    several = len({getattr(device, "slice_index", 0) for device in devices}) > 1
+    return {"mesh": dict(mesh.shape), "ids": [d.id for d in devices] if several else None}
 
 
 def placed_decoder(config: ModelConfig, mesh: Mesh) -> Decoder:

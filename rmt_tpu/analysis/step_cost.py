@@ -49,6 +49,7 @@ _PART_OF_WORD = {part: part for part in PARTS} | {
     "key_vector_forward": "residual",
     "key_vector_backward": "residual",
     "unembedding": "loss",
+    "experts": "feed_forward",
     "mla": "attention",
     "kda": "attention",
     "attention_forward": "attention",

@@ -277,6 +277,56 @@ def test_collectives_within_fusions_count_once():
     assert only == {"f", "cp", "cd", "alone", "e"}
 
 
+# Four slices of four devices: what goes between them, and one collective within a slice. The
+# reduction is answered after a fusion, the gather at once.
+SLICES = """HloModule m
+
+%other (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0} parameter(0)
+  ROOT %n = f32[8,128]{1,0} negate(%p)
+}
+
+ENTRY %main (a: f32[8,128]) -> f32[8,128] {
+  %a = f32[8,128]{1,0} parameter(0)
+  %t = token[] after-all()
+  %r = f32[8,128]{1,0} reduce-scatter(%a), replica_groups={{0,1},{2,3}}, dimensions={0}, to_apply=%add
+  %s.1 = (f32[8,128]{1,0}, u32[], token[]) send(%r, %t), is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="one_0",_xla_megascale_target="{1,2,3,4}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %r.1 = (f32[8,128]{1,0}, u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="one_0",_xla_megascale_target="{1,2,3,4}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %f = f32[8,128]{1,0} fusion(%a), kind=kLoop, calls=%other
+  %d.1 = token[] send-done(%s.1), is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %e.1 = (f32[8,128]{1,0}, token[]) recv-done(%r.1), is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %s.2 = (f32[8,128]{1,0}, u32[], token[]) send(%f, %t), is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="two_0",_xla_megascale_target={{100000,100001,200000,200001},{300000,300001,400000,400001}},_xla_megascale_transfer_type="ALL_GATHER"}
+  %r.2 = (f32[16,128]{1,0}, u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="two_0",_xla_megascale_target={{100000,100001,200000,200001},{300000,300001,400000,400001}},_xla_megascale_transfer_type="ALL_GATHER"}
+  %e.2 = (f32[16,128]{1,0}, token[]) recv-done(%r.2), is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %s.3 = (f32[8,128]{1,0}, u32[], token[]) send(%f, %t), is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="three_0",_xla_megascale_target={{100000->300000},{300000->100000}},_xla_megascale_transfer_type="ONE_TO_ONE"}
+  %r.3 = (f32[8,128]{1,0}, u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="three_0",_xla_megascale_target={{100000->300000},{300000->100000}},_xla_megascale_transfer_type="ONE_TO_ONE"}
+  %e.3 = (f32[8,128]{1,0}, token[]) recv-done(%r.3), is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %s.4 = (f32[8,128]{1,0}, u32[], token[]) send(%f, %t), is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="four_0",_xla_megascale_target={{100000,100001,200000,200001},{300000,300001,400000,400001}},_xla_megascale_transfer_type="ALL_TO_ALL"}
+  %r.4 = (f32[8,128]{1,0}, u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="four_0",_xla_megascale_target={{100000,100001,200000,200001},{300000,300001,400000,400001}},_xla_megascale_transfer_type="ALL_TO_ALL"}
+  %e.4 = (f32[8,128]{1,0}, token[]) recv-done(%r.4), is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  ROOT %l = f32[8,128]{1,0} fusion(%e.4), kind=kLoop, calls=%other
+}
+"""  # noqa: E501
+
+
+def test_what_goes_between_slices_is_told_apart():
+    """`data` is between slices alone; of `fsdp`, its 4 devices are in two slices of two each."""
+    module, mesh = Module(SLICES), {"data": 2, "fsdp": 4, "key": 2}
+    ids = [100_000 * s + d for s in (1, 2, 3, 4) for d in range(4)]
+    found = collectives(module, mesh, ids)
+    size = 4 * 8 * 128
+    assert [(c.kind, c.axes, c.devices, c.bytes, c.overlaps, c.between_slices) for c in found] == [
+        ("reduce-scatter", ("key",), 2, size // 2, False, False),
+        ("all-reduce", ("data", "fsdp"), 4, 2 * 3 * size // 4, True, True),
+        ("all-gather", ("fsdp", "key"), 4, 2 * size, False, True),
+        ("collective-permute", ("data",), 2, size, False, True),
+        ("all-to-all", ("fsdp", "key"), 4, size // 2, False, True),
+    ]
+    entry = module.computations["main"]
+    computed = {name for name, i in entry.items() if not only_communicates(module, i)}
+    assert computed == {"a", "t", "f", "l"}
+
+
 # Topologies -----------------------------------------------------------------------------------
 
 
@@ -293,6 +343,10 @@ def test_topologies(name, shape, options):
     target = parse_topology(name)
     assert target.shape == shape and target.name == name.partition(":")[0]
     assert target.options == {"platform": "tpu", "topology_name": name} | options
+    assert target.label == name
+    several = parse_topology(name, 3)
+    assert several.options == target.options | {"num_slices": 3}
+    assert several.label == f"3 slices of {name}"
 
 
 @pytest.mark.parametrize(
@@ -312,6 +366,11 @@ def test_topologies(name, shape, options):
 def test_topologies_that_are_none(name):
     with pytest.raises(ValueError, match=rf"^'{name}' is .*; legal: v5e:AxB and v6e:AxB"):
         parse_topology(name)
+
+
+def test_gpus_have_no_slices():
+    with pytest.raises(ValueError, match=r"^'h100:8' has no slices: only those of TPUs"):
+        parse_topology("h100:8", 2)
 
 
 def test_peaks_are_the_makers():
