@@ -109,7 +109,8 @@ class Decoder(nnx.Module):
         `lengths` are those of rows that are filled up at their ends with any token.
 
         In per-device code (see `sharding.per_device`): of this device's own tokens, and with a
-        `schedule` of stages z of its part of their rows, and the scalars of its own cores.
+        `schedule` of stages z of its part of their rows, and the scalars of its own cores; a loss
+        with its gradient is `pipelined.loss`.
         """
         context = cores.causal(tokens.shape[1], positions, segment_ids)
         context = context._replace(lengths=lengths)
@@ -219,29 +220,16 @@ class Decoder(nnx.Module):
             return self._run_layers(tokens, context, caches, schedule)
 
     def _run_layers(self, tokens, context, caches, schedule):
-        with jax.named_scope("embedding"):
-            row = lambda x: cores.joined(x, context)
-            own = lambda x: sharding.own_part(row(x), sharding.token_axes(), axis=1)
-            embedded = self.embedding(own(tokens), own(self._positions(context)), self.dtype)
-            state, y = self.store.start(*embedded)
         if schedule is not None:
-            z, aux = pipelined.run_layers(self, state, y, context, schedule)
-        elif self.config.remat == "reversible" and caches is None:
+            z, aux = pipelined.run_layers(self, tokens, context, schedule)
+            return z.whole, None, aux
+        state, y = layer.start(self.embedding, self.store, tokens, context, self.dtype)
+        if self.config.remat == "reversible" and caches is None:
             z, aux = reversible.run_layers(self, state, y, context)
         else:
             run = banked if self.config.mixer.banked else scanned
             z, caches, aux = run.run_layers(self, state, y, context, caches)
         return z.whole, caches, aux
-
-    def _positions(self, context):
-        """Of the tokens; what fills up a row is at its last one.
-
-        It may reach beyond those that are learned: NaN would stay in the cache.
-        """
-        if self.embedding.positions is None or context.lengths is None:
-            return context.query_positions
-        before = 0 if context.start is None else context.start
-        return jnp.minimum(context.query_positions, (before + context.lengths - 1)[:, None])
 
 
 def _check(tokens):

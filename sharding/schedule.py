@@ -1,14 +1,20 @@
-"""Which stage works on what, and when: the interleaved schedule of a pipeline, and what it sends.
+"""Which stage works on what, and when: the schedule of a pipeline, and what it sends.
 
 P stages hold V chunks of layers each (the *virtual* stages); stage r holds the chunks v P + r, of
-`C = P V`. M microbatches pass through all of them. In a tick, every stage works on one chunk of one
-microbatch, and then hands on to the next stage, around a ring (Narayanan et al. 2021):
+`C = P V`. M microbatches pass through all of them, forward and then back. In a tick, every stage
+computes one chunk of one microbatch, and then undoes one of another: a microbatch turns back as
+soon as it has left the last chunk ("one forward, one backward", Narayanan et al. 2021). After both
+it hands on, around a ring. P = 2, V = 2, M = 4, as chunk.microbatch:
 
-    tick            0    1    2    3    4    5    6    7    8        P = 2, V = 2, M = 4
-    stage 0        0.0  0.1  2.0  2.1  0.2  0.3  2.2  2.3            chunk.microbatch
-    stage 1             1.0  1.1  3.0  3.1  1.2  1.3  3.2  3.3
+    tick               0   1   2   3   4   5   6   7   8   9  10  11
+    stage 0 forward  0.0 0.1 2.0 2.1 0.2 0.3 2.2 2.3
+            backward                 2.0 2.1 0.0 0.1 2.2 2.3 0.2 0.3
+    stage 1 forward      1.0 1.1 3.0 3.1 1.2 1.3 3.2 3.3
+            backward             3.0 3.1 1.0 1.1 3.2 3.3 1.2 1.3
 
-Stage r is idle in P - 1 of the `M V + P - 1` ticks. The backward pass is the same in reverse.
+Stage r is idle in P - 1 of the `M V + P - 1` ticks in which chunks are computed, and in as many of
+those in which chunks are undone: no more than if all microbatches went forward before the first
+turned back. But what a stage keeps of them is of 2 P microbatches at most, however many there are.
 """
 
 from dataclasses import dataclass
@@ -26,14 +32,12 @@ class Place(NamedTuple):
 
     Attributes:
       active: whether it works at all.
-      number: how many pieces of work it has done before.
       virtual: which of its own chunks.
       microbatch: of which microbatch.
       chunk: which of all chunks.
     """
 
     active: Any
-    number: Any
     virtual: Any
     microbatch: Any
     chunk: Any
@@ -50,6 +54,8 @@ class Message(NamedTuple):
 @dataclass(frozen=True)
 class Schedule:
     """P `stages` of V = `virtual` chunks, and M `microbatches`.
+
+    Ticks and stages that its methods take are integer arrays, of NumPy or JAX.
 
     Raises:
       MeshError: the microbatches are no multiple of the stages.
@@ -72,21 +78,56 @@ class Schedule:
         return self.stages * self.virtual
 
     @property
-    def ticks(self) -> int:
-        """`M V + P - 1`."""
+    def forward_ticks(self) -> int:
+        """`M V + P - 1`: until the last microbatch has left the last chunk."""
         return self.microbatches * self.virtual + self.stages - 1
 
-    def place(self, tick: Any, stage: Any) -> Place:
-        """Of a stage in a tick; both are integer arrays, of NumPy or JAX."""
+    @property
+    def ticks(self) -> int:
+        """`M V + P + C - 2`: until it is back."""
+        return self.forward_ticks + self.chunks - 1
+
+    def forward(self, tick: Any, stage: Any) -> Place:
+        """What a stage computes in a tick."""
+        return self._place(tick - stage, stage, lambda virtual: virtual)
+
+    def backward(self, tick: Any, stage: Any) -> Place:
+        """What a stage undoes in a tick; of the last chunk, what it has just computed."""
+        before = self.chunks - 1 + self.stages - 1 - stage
+        return self._place(tick - before, stage, lambda virtual: self.virtual - 1 - virtual)
+
+    def _place(self, number: Any, stage: Any, order: Any) -> Place:
+        """Of its piece of work of a number, given the order of its chunks."""
         work = self.microbatches * self.virtual
-        number = tick - stage
         active = (number >= 0) & (number < work)
         number = number.clip(0, work - 1)
         # Rounds of P microbatches: the first is back at stage 0 when the last has left it.
         rounds, within = number // self.chunks, number % self.chunks
-        virtual = within // self.stages
+        virtual = order(within // self.stages)
         microbatch = rounds * self.stages + within % self.stages
-        return Place(active, number, virtual, microbatch, virtual * self.stages + stage)
+        return Place(active, virtual, microbatch, virtual * self.stages + stage)
+
+    def room(self, first: int = 0) -> int:
+        """For how many microbatches a stage needs room, by number, at any time.
+
+        What it keeps of microbatch m has the place `m % room`: nobody needs what was there.
+
+        Args:
+          first: of its chunks the one (of V) from the forward pass of which on it keeps something,
+            until that chunk is undone.
+        """
+        # Of stage 0, the first to compute a chunk and the last to undo it.
+        return self._in(2 * (self.chunks - first * self.stages) - 1)
+
+    @property
+    def room_one_way(self) -> int:
+        """The same, of what it keeps from its first chunk to its last, or back."""
+        return self._in((self.virtual - 1) * self.stages + 1)
+
+    def _in(self, ticks: int) -> int:
+        """How many microbatches a stage begins with in so many ticks, at most."""
+        rounds, ticks = divmod(ticks, self.chunks)
+        return min(rounds * self.stages + min(ticks, self.stages), self.microbatches)
 
     def spans(self, caching: Caching) -> np.ndarray:
         """After each chunk, of how many chunks the rows are sent on: those of the latest ones.
@@ -105,25 +146,31 @@ class Schedule:
         spans[-1] = 0
         return spans
 
-    def messages(self, spans: np.ndarray) -> tuple[list[tuple[Message, ...]], np.ndarray]:
+    def messages(
+        self, spans: np.ndarray, *, back: bool = False
+    ) -> tuple[list[tuple[Message, ...]], np.ndarray]:
         """The different sets of messages that there are, and which of them is sent after each tick.
 
         Args:
           spans: of each chunk, how many slots are sent after it; slot 0 is its own.
+          back: whether what was sent after a chunk goes back where it came from, when the next one
+            was undone.
         """
         ticks, stages = np.arange(self.ticks)[:, None], np.arange(self.stages)
-        at = self.place(ticks, stages)
-        sent = np.where(at.active, spans[at.chunk], 0)
+        at = self.backward(ticks, stages) if back else self.forward(ticks, stages)
+        of_chunk = np.roll(spans, 1) if back else spans  # none is sent after the last one
+        sent = np.where(at.active, of_chunk[at.chunk], 0)
         kinds, kind_at = np.unique(sent, axis=0, return_inverse=True)
-        return [_messages(kind.tolist()) for kind in kinds], kind_at.reshape(-1)
+        step = -1 if back else 1
+        return [_messages(kind.tolist(), step) for kind in kinds], kind_at.reshape(-1)
 
 
-def _messages(spans: list[int]) -> tuple[Message, ...]:
-    """As few as can be, given how many slots each stage sends to the next one."""
+def _messages(spans: list[int], step: int) -> tuple[Message, ...]:
+    """As few as can be, given how many slots each stage sends to the one a `step` behind it."""
     messages, first = [], 0
     for last in sorted(set(spans) - {0}):
         senders = [stage for stage, span in enumerate(spans) if span >= last]
-        pairs = tuple((stage, (stage + 1) % len(spans)) for stage in senders)
+        pairs = tuple((stage, (stage + step) % len(spans)) for stage in senders)
         messages.append(Message(first, last, pairs))
         first = last
     return tuple(messages)

@@ -230,15 +230,22 @@ _CORES = (
 
 _mesh = f"{_MODEL}/training/sharded_test.py"
 _devices = _of("sharding/per_device.py", "tests/sharding/per_device_test.py", _mesh)
-_pipeline = _of("sharding/pipeline.py", "tests/sharding/pipeline_test.py")
+_stages = "tests/sharding/pipeline_test.py"
+_pipeline, _carried = _of("sharding/pipeline.py", _stages), _of("sharding/carried.py", _stages)
+_schedule = _of("sharding/schedule.py", _stages)
 _SHARDING = (
     _devices("return jax.lax.psum(x, names) if names else x", "return x"),
     _devices("return jax.lax.all_to_all(x, used, split, join", "return jax.lax.all_to_all(x, used, join, split"),
     _devices("return jax.lax.dynamic_slice_in_dim(x, axis_index(names) * size, size, axis)", "return jax.lax.dynamic_slice_in_dim(x, 0, size, axis)"),
-    _pipeline("state = _where(here.chunk == 0,", "state = _where(here.number == 0,"),
-    _pipeline("return value, _add(sums, terms)", "return value, terms"),
-    _pipeline("is_start = here.active & (here.chunk == 0)", "is_start = here.active"),
-    _of("sharding/schedule.py", "tests/sharding/pipeline_test.py")("virtual = within // self.stages", "virtual = within % self.stages"),
+    _pipeline("return add(total, terms), add(gradients.last, d_last), d_result", "return add(total, terms), d_last, d_result"),
+    _pipeline("return jax.tree.map(lambda x: x * cotangents[0].astype(x.dtype), gradients), None", "return gradients, None", f"{_MODEL}/execution/pipelined_test.py"),
+    _carried("state = jax.lax.cond(here.chunk == 0, begin,", "state = jax.lax.cond(here.virtual == 0, begin,"),
+    _carried("return state, after, add(sums, terms)", "return state, after, terms"),
+    _carried("d_first = self._add_first(here.chunk == 0, *given)", "d_first = self._add_first(here.virtual == 0, *given)"),
+    _of("sharding/banked.py", _stages)("done = here.active & (here.virtual == 0)", "done = here.active & (here.chunk == 0)"),
+    _schedule("virtual = order(within // self.stages)", "virtual = order(within % self.stages)"),
+    _schedule("return self._in(2 * (self.chunks - first * self.stages) - 1)", "return self._in(2 * (self.chunks - first * self.stages) - 2)"),
+    _schedule("return self._in((self.virtual - 1) * self.stages + 1)", "return self._in(self.virtual * self.stages)"),
     _of("pallas_kernels/key_vector/sharded.py", f"{_KERNELS}/key_vector_sharded_test.py")("every = gather(jnp.stack(own, axis=1), key_axis)", "every = gather(jnp.stack(own[::-1], axis=1), key_axis)", _mesh),
 )  # fmt: skip
 

@@ -93,8 +93,9 @@ class TrainConfig(Checked):
       init_from: a run folder or one of the hub's form whose parameters are taken at the start.
       seed: of the parameters and of the order of the data.
       mesh: axes of devices, like "data=2,fsdp=4"; -1 fills.
-      microbatches: parts of a device's rows that a pipeline (`stage`) works on at a time; 0 is as
-        many as stages.
+      microbatches: parts of a device's rows that a pipeline (`stage`) works on at a time, a
+        multiple of the stages P; 0 is as many. More of the same size idle less (P - 1 of
+        `microbatches * virtual_stages + P - 1` ticks) and take no more memory than 2 P.
       virtual_stages: chunks of layers on each stage of a pipeline.
       checkpoint_every, eval_every: in steps; 0 is only at the end.
       checkpoint_seconds: a checkpoint also when so many have passed since the last; 0 is never.

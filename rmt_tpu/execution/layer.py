@@ -5,13 +5,15 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
-from rmt_tpu.cores import Aux, Cache, Context, Core, make_core
+from rmt_tpu.cores import Aux, Cache, Context, Core, joined, make_core
 from rmt_tpu.cores.core import Index
 from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.embedding import Embedding, Unembedding
 from rmt_tpu.layers.parameters import stack
 from rmt_tpu.residual.protocols import Banked, Carried, Store
 
@@ -21,15 +23,19 @@ class Model(Protocol):
     """What schedules ask of a decoder.
 
     Attributes:
+      dtype: of data vectors.
       stacks: from `make_stacks`; in per-device code this stage's own layers.
       final_site: from `make_final_site`.
     """
 
     config: cfg.ModelConfig
+    dtype: jnp.dtype
+    embedding: Embedding
     store: Store
     mixer: Carried | Banked
     stacks: nnx.List
     final_site: nnx.Module
+    unembedding: Unembedding
 
 
 class Sublayer(nnx.Module):
@@ -75,6 +81,30 @@ def make_final_site(config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
         jnp.int32(depth), depth % 2, config.stacks[-1].cores[-1].writes, cfg.WHOLE, last=True
     )
     return residual.make_site(config, rngs, place)
+
+
+@jax.named_scope("embedding")
+def start(
+    embedding: Embedding,
+    store: Store,
+    tokens: Int[Array, "batch seq"],
+    context: Context,
+    dtype: jnp.dtype,
+) -> tuple[Float[Array, "group own_seq *shape"], Float[Array, "batch own_seq vectors size"]]:
+    """The residual before the first write, and what that is to be: of own tokens."""
+    own = lambda x: sharding.own_part(joined(x, context), sharding.token_axes(), axis=1)
+    return store.start(*embedding(own(tokens), own(_positions(embedding, context)), dtype))
+
+
+def _positions(embedding: Embedding, context: Context) -> Int[Array, "batch_or_1 seq"]:
+    """Of the tokens; what fills up a row is at its last one.
+
+    It may reach beyond those that are learned: NaN would stay in the cache.
+    """
+    if embedding.positions is None or context.lengths is None:
+        return context.query_positions
+    before = 0 if context.start is None else context.start
+    return jnp.minimum(context.query_positions, (before + context.lengths - 1)[:, None])
 
 
 def no_aux(config: cfg.ModelConfig, dtype: jnp.dtype) -> Aux:

@@ -1,28 +1,45 @@
 """The layers of a decoder on a mesh with stages: microbatches pass through chunks of layers.
 
 Runs in per-device code, by `sharding.pipeline`. A chunk takes what its mixer carries from layer to
-layer, or for a mixer with a bank the rows before it. Everything else each stage does itself, on all
-its rows: the embedding, and with it row 0; the read for the unembedding is the last stage's.
+layer, or for a mixer with a bank the rows before it. The embedding of a microbatch the first stage
+does when it begins, or with a bank all stages, whose row 0 it is; the read for the unembedding the
+last stage, and of the loss each stage a part.
 
-The backward pass computes each chunk again, of one microbatch at a time; `remat` says what it then
-keeps within it.
+A microbatch's backward pass begins when its loss is known. It computes each chunk again; `remat`
+says what it then keeps within it.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
-from rmt_tpu.execution import banked, scanned
-from rmt_tpu.execution.layer import Model, no_aux
+from rmt_tpu.execution import banked, kernels, scanned
+from rmt_tpu.execution.layer import Model, no_aux, start
 from rmt_tpu.layers.data_vectors import Read
 from sharding import pipeline
+from sharding.banked import Banked
+from sharding.carried import Carried
+
+
+class Given(NamedTuple):
+    """Of a microbatch.
+
+    Attributes:
+      tokens: of its rows.
+      context: of attention.
+      of_tokens: what a loss takes of each token: arrays like `tokens`.
+    """
+
+    tokens: Int[Array, "*microbatches part seq"]
+    context: Context
+    of_tokens: Any = ()
 
 
 def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) -> None:
@@ -76,51 +93,121 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
 
 def run_layers(
     decoder: Model,
-    state: Float[Array, "group seq *shape"],
-    y: Float[Array, "batch seq vectors size"],
+    tokens: Int[Array, "batch seq"],
     context: Context,
     schedule: sharding.Schedule,
 ) -> tuple[Read, Aux]:
-    """All layers of a decoder: the read for the unembedding, and sums of cores' scalars.
+    """The read for the unembedding, and sums of cores' scalars.
 
     Args:
       decoder: with this stage's own layers: [L / P, ...], or with several virtual stages
         [V, L / (P V), ...].
-      state, y: from its store's `start`.
+      tokens: of the rows.
       context: of attention.
       schedule: of the stages.
 
     Returns:
-      This stage's part of the rows that the last stage has read, for a loss that all share; and of
-      all rows the scalars of this stage's own cores.
+      This stage's part of the rows that the last stage has read, for what all share; and of all
+      rows the scalars of this stage's own cores.
 
     Raises:
       MeshError: see `check`.
     """
-    check(decoder.config, schedule, len(y))
-    run = _banked if decoder.config.mixer.banked else _carried
-    split = lambda x, groups=1: _microbatches(x, schedule.microbatches, groups)
-    groups = len(state) // len(y)  # a residual divided by `key` has the rows of all its devices
-    context = jax.tree.map(split, context)
-    given = (split(state, groups), split(y), context, schedule)
-    read, (results, aux), site = run(decoder, *given)
+    given = _microbatches(decoder, Given(tokens, context), schedule)
 
-    z = pipeline.on_last(
-        lambda operands: jax.lax.map(lambda result: read(result, operands[1]), operands[0]),
-        (results, site),
-    )
-    shared = lambda x: sharding.scatter_sum(x.reshape(len(y), *x.shape[2:]), "stage", axis=0)
+    def last(reading, result, _):
+        return pipeline.on_last(lambda given: stages.read(*given), (reading, result))
+
+    stages = _stages(decoder, schedule)
+    z, aux = stages.pipeline(last).results(stages.parameters, given)
+    shared = lambda x: sharding.scatter_sum(x.reshape(len(tokens), *x.shape[2:]), "stage", axis=0)
     return jax.tree.map(shared, z), aux
 
 
-def _microbatches(
-    x: Shaped[Array, "batch *shape"], count: int, groups: int
-) -> Shaped[Array, "count part *shape"]:
-    """Runs of rows, each from every group of them; one row is the same for all."""
-    if len(x) == 1:
-        return jnp.broadcast_to(x, (count, *x.shape))
-    x = x.reshape(groups, count, -1, *x.shape[1:]).swapaxes(0, 1)
-    return x.reshape(count, -1, *x.shape[3:])
+def loss(
+    decoder: Model,
+    tokens: Int[Array, "batch seq"],
+    context: Context,
+    of_tokens: Any,
+    terms: Callable[..., Any],
+    weights: tuple[Any, dict[str, float]],
+    schedule: sharding.Schedule,
+) -> tuple[Float[Array, ""], tuple[Any, Aux]]:
+    """An objective whose gradient takes the memory of a few microbatches, however many there are.
+
+    Args:
+      decoder, tokens, context, schedule: as for `run_layers`.
+      of_tokens: a tuple of arrays like `tokens`, for `terms`.
+      terms: `terms(z, kernel, *of_tokens)`, scalars that are sums over tokens, of what the
+        unembedding reads and its kernel; of any tokens, in rows of any length.
+      weights: of the terms and of the cores' scalars in the objective.
+
+    Returns:
+      This stage's part of the objective, and sums of terms and of its own cores' scalars; these
+      have no gradient.
+
+    Raises:
+      MeshError: see `check`.
+    """
+    own = lambda x: sharding.own_part(x, sharding.token_axes(), axis=1)
+    given = Given(tokens, context, jax.tree.map(own, of_tokens))
+    given = _microbatches(decoder, given, schedule)
+    stages = _stages(decoder, schedule)
+
+    def last(parameters, result, given):
+        reading, kernel = parameters
+        z = pipeline.on_last(lambda given: stages.read(*given), (reading, result))
+        share = sharding.scatter_sum(_tokens(z.whole, schedule.stages), "stage", axis=0)
+        part = lambda x: sharding.own_part(_tokens(x, schedule.stages), "stage", axis=0)[None]
+        return terms(share[None], kernel, *jax.tree.map(part, given.of_tokens))
+
+    parameters = stages.parameters
+    parameters = parameters._replace(last=(parameters.last, decoder.unembedding.kernel[...]))
+    with kernels.preferred(decoder.config):
+        return stages.pipeline(last).objective(parameters, given, weights)
+
+
+def _microbatches(decoder: Model, given: Given, schedule: sharding.Schedule) -> Given:
+    """Runs of rows, [M, rows / M, ...]; one row is the same for all."""
+    check(decoder.config, schedule, len(given.tokens))
+    count = schedule.microbatches
+
+    def split(x: Shaped[Array, "batch *shape"]) -> Shaped[Array, "count part *shape"]:
+        if len(x) == 1:
+            return jnp.broadcast_to(x, (count, *x.shape))
+        return x.reshape(count, -1, *x.shape[1:])
+
+    return jax.tree.map(split, given)
+
+
+def _tokens(x: Shaped[Array, "batch seq *shape"], parts: int) -> Shaped[Array, "tokens *shape"]:
+    """One after the other, filled up with zeros to equal parts."""
+    x = x.reshape(-1, *x.shape[2:])
+    return jnp.pad(x, [(0, -len(x) % parts), *[(0, 0)] * (x.ndim - 1)])
+
+
+class Stages(NamedTuple):
+    """What a decoder is to `sharding.pipeline`.
+
+    Attributes:
+      pipeline: from what is done behind the last chunk.
+      parameters: `last` has those of `read`.
+      read: `read(parameters, result)`, what the unembedding reads of a state or bank.
+    """
+
+    pipeline: Callable[[pipeline.Last], Carried | Banked]
+    parameters: pipeline.Parameters
+    read: Callable[[Any, Any], Read]
+
+
+def _stages(decoder: Model, schedule: sharding.Schedule) -> Stages:
+    return (_banked if decoder.config.mixer.banked else _carried)(decoder, schedule)
+
+
+def _parameters(*modules: nnx.Module) -> tuple[tuple, Callable[[tuple], list[nnx.Module]]]:
+    """Those of modules, and what makes modules of them."""
+    graphdefs, states = zip(*map(nnx.split, modules), strict=True)
+    return states, lambda states: list(map(nnx.merge, graphdefs, states))
 
 
 def _own_layers(decoder: Model, schedule: sharding.Schedule) -> tuple[nnx.GraphDef, Any]:
@@ -135,43 +222,41 @@ def _own_layers(decoder: Model, schedule: sharding.Schedule) -> tuple[nnx.GraphD
 # Mixers that carry a state -------------------------------------------------------------------
 
 
-def _carried(
-    decoder: Model, state: Array, y: Array, context: Context, schedule: sharding.Schedule
-) -> tuple[Callable, tuple[Any, Aux], tuple]:
-    """How results are read; they and the sums of scalars; mixer and site to read them with."""
-    config, store = decoder.config, decoder.store
+def _carried(decoder: Model, schedule: sharding.Schedule) -> Stages:
+    config, dtype = decoder.config, decoder.dtype
     size = config.num_sublayers // schedule.chunks
     graphdef, layers = _own_layers(decoder, schedule)
-    mixer_graph, mixer = nnx.split(decoder.mixer)
-    start = jax.vmap(lambda state, y: decoder.mixer.start(store, state, y))
+    of_first, to_start = _parameters(decoder.embedding, decoder.store, decoder.mixer)
+    of_mixer, to_mixer = _parameters(decoder.mixer)
+    of_last, to_read = _parameters(decoder.store, decoder.mixer, decoder.final_site)
 
-    def chunk(layers, mixer, index, carry, context):
-        mixer, stack = nnx.merge(mixer_graph, mixer), nnx.merge(graphdef, layers)
-        body, carry = (mixer, store, stack, config.remat), (*carry, no_aux(config, y.dtype))
-        (*carry, aux), _ = scanned.scan(*body, carry, context, index * size)
+    def first(of_first, given):
+        embedding, store, mixer = to_start(of_first)
+        return mixer.start(store, *start(embedding, store, given.tokens, given.context, dtype))
+
+    def chunk(layers, of_mixer, index, carry, given):
+        (mixer,), stack = to_mixer(of_mixer), nnx.merge(graphdef, layers)
+        body, carry = (mixer, decoder.store, stack, config.remat), (*carry, no_aux(config, dtype))
+        (*carry, aux), _ = scanned.scan(*body, carry, given.context, index * size)
         return tuple(carry), aux
 
-    sums = jax.eval_shape(lambda: no_aux(config, y.dtype))
-    results = pipeline.run_carried(
-        chunk, layers, mixer, start(state, y), context, sums=sums, schedule=schedule
-    )
-
-    def read(result, site):
-        mixer, site = nnx.merge(mixer_graph, site[0]), nnx.merge(site_graph, site[1])
+    def read(of_last, result):
+        store, mixer, site = to_read(of_last)
         return mixer.advance(store, *result, site, config.num_sublayers)[1]
 
-    site_graph, site = nnx.split(decoder.final_site)
-    return read, results, (mixer, site)
+    sums = jax.eval_shape(lambda: no_aux(config, dtype))
+    return Stages(
+        lambda last: Carried(first, chunk, last, schedule, sums=sums),
+        pipeline.Parameters(of_first, layers, of_mixer, of_last),
+        read,
+    )
 
 
 # Mixers that read a bank ---------------------------------------------------------------------
 
 
-def _banked(
-    decoder: Model, state: Array, y: Array, context: Context, schedule: sharding.Schedule
-) -> tuple[Callable, tuple[Array, Aux], tuple]:
-    """The same; the results are banks."""
-    store, mixer, config = decoder.store, decoder.mixer, decoder.config
+def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
+    mixer, config, dtype = decoder.mixer, decoder.config, decoder.dtype
     graphdef, layers = _own_layers(decoder, schedule)
     merged = nnx.merge(graphdef, layers)
     writers = merged[0].site.writer
@@ -180,49 +265,50 @@ def _banked(
         _scores(decoder, graphdef, layers, schedule),
         _after(writers, decoder.final_site.writer),
     )
-    writer = _first(writers)
-    first = jax.vmap(lambda state, y: store.write(store.hold(state), y, writer))(state, y)
     repeat, period = config.stacks[0].repeat // schedule.chunks, len(merged)
     run, size = banked.Run(decoder, graphdef, 0, repeat, period), repeat * period
     # A chunk is whole blocks, and takes nothing but rows from what is before it.
     num_rows = mixer.first_row(size) - 1
+    of_first, to_start = _parameters(decoder.embedding, decoder.store)
+    of_last, to_read = _parameters(decoder.store, mixer, decoder.final_site)
 
-    def rows(of_chunk, _, index, bank, context):
+    def first(of_first, given):
+        (embedding, store), writer = to_start(of_first[0]), of_first[1]
+        state, y = start(embedding, store, given.tokens, given.context, dtype)
+        return store.write(store.hold(state), y, writer)
+
+    def rows(of_chunk, _, index, bank, given):
         """Those that chunk `index` completes, and its cores' scalars."""
-        carry, at = (bank, jnp.zeros_like(bank[0]), no_aux(config, y.dtype)), index * size
-        (bank, _, aux), *_ = run.forward(of_chunk, carry, context, None, keep=False, first=at)
+        carry, at = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype)), index * size
+        (bank, _, aux), *_ = run.forward(of_chunk, carry, given.context, None, keep=False, first=at)
         return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
-    def rows_backward(of_chunk, _, index, bank, context, d_bank, d_aux):
+    def rows_backward(of_chunk, _, index, bank, given, d_bank, d_aux):
         """Gradients of the stacked parameters and, added to `d_bank`, of the rows before."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
         kept = banked.Kept()
         if run.grouping.open:
-            again = (bank, jnp.zeros_like(bank[0]), no_aux(config, y.dtype))
-            kept = run.forward(of_chunk, again, context, None, keep=True, first=at)[2]
-        given = (of_chunk, kept, bank, carry, context, d_aux)
-        (d_bank, _), gradients = run.backward(*given, first=at)
+            again = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype))
+            kept = run.forward(of_chunk, again, given.context, None, keep=True, first=at)[2]
+        of_both = (of_chunk, kept, bank, carry, given.context, d_aux)
+        (d_bank, _), gradients = run.backward(*of_both, first=at)
         return gradients, (), d_bank
 
-    banks = pipeline.run_banked(
-        rows,
-        of_chunks,
-        (),
-        first,
-        context,
-        chunk_rows=num_rows,
-        chunk_backward=rows_backward,
-        sums=jax.eval_shape(lambda: no_aux(config, y.dtype)),
-        schedule=schedule,
-    )
-
-    def read(bank, parameters):
-        mixer, site = nnx.merge(mixer_graph, parameters[0]), nnx.merge(site_graph, parameters[1])
+    def read(of_last, bank):
+        store, mixer, site = to_read(of_last)
         return mixer.final(store, bank, site)
 
-    mixer_graph, mixer = nnx.split(mixer)
-    site_graph, site = nnx.split(decoder.final_site)
-    return read, banks, (mixer, site)
+    options = {
+        "chunk_rows": num_rows,
+        "chunk_backward": rows_backward,
+        "sums": jax.eval_shape(lambda: no_aux(config, dtype)),
+    }
+    of_first = (of_first, _first(writers))
+    return Stages(
+        lambda last: Banked(first, rows, last, schedule, **options),
+        pipeline.Parameters(of_first, of_chunks, (), of_last),
+        read,
+    )
 
 
 def _scores(

@@ -11,8 +11,9 @@ from jaxtyping import Array, Int, Key
 
 import sharding
 from rmt_tpu.config import RunConfig
+from rmt_tpu.cores import Aux, causal
 from rmt_tpu.data import Batch
-from rmt_tpu.execution import kernels
+from rmt_tpu.execution import kernels, pipelined
 from rmt_tpu.training.loss import Loss, next_token_loss
 from rmt_tpu.training.optimizer import learning_rate, load_metrics, of_weights
 
@@ -55,22 +56,25 @@ def batch_loss(
 ) -> Loss:
     """Loss sums over a batch, or over this device's own tokens of it.
 
-    With a `schedule` of stages, each stage has the loss of a part of their rows.
+    With a `schedule` of stages, each stage has the loss of a part of their tokens, and the gradient
+    is known with the loss.
     """
     decoder = nnx.merge(graphdef, params)
-    z, aux = decoder.features(batch.inputs, segment_ids=batch.segment_ids, schedule=schedule)
-    rows = lambda x: sharding.own_part(x, "stage", axis=0)
-    own = lambda x: sharding.own_part(rows(x), sharding.token_axes(), axis=1)
-    with jax.named_scope("loss"):
-        return next_token_loss(
-            z,
-            decoder.unembedding.kernel[...],
-            own(batch.targets),
-            own(batch.weights),
-            multiplier=decoder.unembedding.multiplier,
-            z_loss=z_loss,
-            aux=aux,
-        )
+    kernel, multiplier = decoder.unembedding.kernel[...], decoder.unembedding.multiplier
+
+    @jax.named_scope("loss")
+    def loss(*given: Any, aux: Aux | None = None) -> Loss:
+        return next_token_loss(*given, multiplier=multiplier, z_loss=z_loss, aux=aux)
+
+    if schedule is None:
+        z, aux = decoder.features(batch.inputs, segment_ids=batch.segment_ids)
+        own = lambda x: sharding.own_part(x, sharding.token_axes(), axis=1)
+        return loss(z, kernel, own(batch.targets), own(batch.weights), aux=aux)
+    context = causal(batch.inputs.shape[1], None, batch.segment_ids)
+    weights = Loss(1.0, 0.0, 0.0), {name: float(name == "loss") for name in decoder.config.aux}
+    given = (decoder, batch.inputs, context, (batch.targets, batch.weights), loss, weights)
+    objective, (sums, aux) = pipelined.loss(*given, schedule)
+    return sums._replace(objective=objective, aux=aux)
 
 
 def make_gradients(

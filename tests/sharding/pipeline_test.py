@@ -13,10 +13,12 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding import MeshError, pipeline
+from sharding import MeshError, pipeline, schedule
+from sharding.banked import Banked
+from sharding.carried import Carried
 from sharding.schedule import Schedule
 
-DIM, CHUNK_ROWS, BATCH = 3, 2, 8
+DIM, CHUNK_ROWS, BATCH, TOKENS = 3, 2, 8, 5
 
 
 class State(NamedTuple):
@@ -26,16 +28,32 @@ class State(NamedTuple):
     y: jax.Array
 
 
-def carried_chunk(weights, shared, index, state, noise):
+class Context(NamedTuple):
+    """Of each microbatch; `weights` are those of a loss."""
+
+    tokens: jax.Array
+    noise: jax.Array
+    weights: jax.Array | State
+
+
+def carried_first(tables, context):
+    return State(tables["x"][context.tokens], tables["y"][context.tokens])
+
+
+def carried_chunk(weights, shared, index, state, context):
     """Its gradient is NaN for a state of zeros, which a stage without work has."""
-    scaled = noise[:, None] * weights["q"].sum()
+    scaled = context.noise[:, None] * weights["q"].sum()
     term = jnp.sum(state.x * weights["q"][0])
     x = jnp.tanh(state.x @ weights["w"] + shared * state.y[:, 0] + scaled)
     norm = jnp.sqrt(jnp.sum(state.x**2, axis=-1))
     return State(x, state.y / (1 + index) + x[:, None] / norm[:, None, None]), term
 
 
-def banked_chunk(weights, shared, index, bank, noise):
+def banked_first(tables, context):
+    return tables["x"][context.tokens] + jnp.sum(tables["y"][context.tokens], axis=1)
+
+
+def banked_chunk(weights, shared, index, bank, context):
     """Every row attends to those before it, like the sites of attention over depth."""
     first = 1 + index * CHUNK_ROWS
     term = jnp.sum(bank[0] * weights["q"][0])
@@ -43,110 +61,135 @@ def banked_chunk(weights, shared, index, bank, noise):
         there = jnp.arange(len(bank))[:, None] < first + i
         logits = jnp.where(there, bank @ weights["q"][i], -jnp.inf)
         mixed = jnp.sum(jax.nn.softmax(logits, axis=0)[..., None] * bank, axis=0)
-        row = jnp.tanh(mixed @ weights["w"] + shared) + noise[:, None]
+        row = jnp.tanh(mixed @ weights["w"] + shared) + context.noise[:, None]
         bank = jax.lax.dynamic_update_index_in_dim(bank, row, first + i, 0)
     return jax.lax.dynamic_slice_in_dim(bank, first, CHUNK_ROWS), term
 
 
-class Case(NamedTuple):
-    """What a pipeline is given, in the order of the layers, and the weights of a loss."""
+def read(head_and_result):
+    head, result = head_and_result
+    return jax.tree.map(lambda r: jnp.sin(r * head), result)
 
-    parameters: dict
-    shared: jax.Array
-    start: jax.Array | State
-    noise: jax.Array
-    weights: jax.Array | State
+
+def loss(z, context):
+    """Of a microbatch, and a number that the objective does not have."""
+    terms = jax.tree.leaves(jax.tree.map(lambda r, w: r * w, z, context.weights))
+    return {"loss": sum(map(jnp.sum, terms)), "size": sum(jnp.sum(abs(x)) for x in terms)}
+
+
+def last(head, result, context):
+    return loss(read((head, result)), context)
+
+
+def last_of_stages(head, result, context):
+    return loss(pipeline.on_last(read, (head, result)), context)
+
+
+# Of the terms, in the objective.
+WEIGHTS = ({"loss": 1.0, "size": 0.0}, 0.5)
+KINDS = {"carried": (carried_first, carried_chunk), "banked": (banked_first, banked_chunk)}
+
+
+class Case(NamedTuple):
+    """What a pipeline is given, with parameters in the order of the layers."""
+
+    parameters: pipeline.Parameters
+    context: Context
 
 
 def make(kind, chunks, microbatches):
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.normal(size=shape)
-    parameters = {"w": normal(chunks, DIM, DIM), "q": normal(chunks, CHUNK_ROWS, DIM)}
-    start = normal(microbatches, BATCH, DIM)
-    weights = normal(microbatches, 1 + chunks * CHUNK_ROWS, BATCH, DIM)
+    parameters = pipeline.Parameters(
+        first={"x": normal(TOKENS, DIM), "y": normal(TOKENS, 2, DIM)},
+        chunks={"w": normal(chunks, DIM, DIM), "q": normal(chunks, CHUNK_ROWS, DIM)},
+        shared=normal(DIM),
+        last=normal(DIM),
+    )
+    of_rows = lambda *shape: normal(microbatches, *shape)
+    weights = of_rows(1 + chunks * CHUNK_ROWS, BATCH, DIM)
     if kind == "carried":
-        start = State(start, normal(microbatches, BATCH, 2, DIM))
-        weights = jax.tree.map(lambda s: normal(*s.shape), start)
-    return Case(parameters, normal(DIM), start, normal(microbatches, BATCH), weights)
-
-
-def loss(results, weights):
-    terms = jax.tree.map(lambda r, w: jnp.sum(jnp.sin(r) * w), results, weights)
-    return sum(jax.tree.leaves(terms))
+        weights = State(of_rows(BATCH, DIM), of_rows(BATCH, 2, DIM))
+    tokens = rng.integers(0, TOKENS, (microbatches, BATCH), dtype=np.int32)
+    return Case(parameters, Context(tokens, of_rows(BATCH), weights))
 
 
 def one_after_the_other(kind, case):
-    chunks = len(case.parameters["w"])
+    first, chunk = KINDS[kind]
+    chunks = len(case.parameters.chunks["w"])
 
-    def microbatch(parameters, shared, value, noise):
+    def microbatch(parameters, context):
+        value = first(parameters.first, context)
         if kind == "banked":
             value = jnp.zeros((1 + chunks * CHUNK_ROWS, *value.shape)).at[0].set(value)
 
         def step(value, of_chunk):
-            index, parameters = of_chunk
-            if kind == "carried":
-                return carried_chunk(parameters, shared, index, value, noise)
-            rows, term = banked_chunk(parameters, shared, index, value, noise)
-            first = 1 + index * CHUNK_ROWS
-            return jax.lax.dynamic_update_slice_in_dim(value, rows, first, 0), term
+            index, of_chunk = of_chunk
+            after, term = chunk(of_chunk, parameters.shared, index, value, context)
+            if kind == "banked":
+                row = 1 + index * CHUNK_ROWS
+                after = jax.lax.dynamic_update_slice_in_dim(value, after, row, 0)
+            return after, term
 
-        return jax.lax.scan(step, value, (jnp.arange(chunks), parameters))
+        value, terms = jax.lax.scan(step, value, (jnp.arange(chunks), parameters.chunks))
+        return last(parameters.last, value, context), jnp.sum(terms)
 
-    def objective(parameters, shared, start):
-        over = jax.vmap(microbatch, in_axes=(None, None, 0, 0))
-        results, terms = over(parameters, shared, start, case.noise)
-        return loss(results, case.weights) + 0.5 * jnp.sum(terms)
+    def objective(parameters):
+        over = jax.vmap(microbatch, in_axes=(None, 0))
+        totals = jax.tree.map(jnp.sum, over(parameters, case.context))
+        return totals[0]["loss"] + 0.5 * totals[1], totals
 
-    return jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2)))(*case[:3])
+    return jax.jit(jax.value_and_grad(objective, has_aux=True))(case.parameters)
 
 
-def own_part(kind, schedule, options, parameters, shared, start, noise, weights):
-    """What each device does: its share of the loss, and gradients summed over who shares them."""
+def build(kind, schedule, options):
+    sums = jax.ShapeDtypeStruct((), jnp.result_type(float))
+    if kind == "carried":
+        return Carried(*KINDS[kind], last_of_stages, schedule, sums=sums)
+    options = {"chunk_rows": CHUNK_ROWS, "sums": sums, **options}
+    return Banked(*KINDS[kind], last_of_stages, schedule, **options)
 
-    def objective(parameters, shared, start):
-        arguments = (jax.tree.map(lambda w: w[:, 0], parameters), shared, start, noise)
-        given = {"sums": jax.ShapeDtypeStruct((), shared.dtype), "schedule": schedule}
-        if kind == "carried":
-            results, total = pipeline.run_carried(carried_chunk, *arguments, **given)
-        else:
-            given |= {"chunk_rows": CHUNK_ROWS, **options}
-            results, total = pipeline.run_banked(banked_chunk, *arguments, **given)
-        return pipeline.on_last(lambda results: loss(results, weights), results) + 0.5 * total
 
-    value, gradients = jax.value_and_grad(objective, argnums=(0, 1, 2))(parameters, shared, start)
-    value, of_shared = jax.lax.psum((value, gradients[1]), ("stage", "data"))
-    of_parameters, of_start = (
-        jax.lax.psum(gradients[0], "data"),
-        jax.lax.psum(gradients[2], "stage"),
-    )
-    return value, (of_parameters, of_shared, of_start)
+def own_part(kind, schedule, options, gradient, parameters, context):
+    """What each device does: its share of the sums, and gradients added up over who shares them."""
+    parameters = parameters._replace(chunks=jax.tree.map(lambda w: w[:, 0], parameters.chunks))
+    of_stages = build(kind, schedule, options)
+    if not gradient:
+        outputs, sums = of_stages.results(parameters, context)
+        return jax.lax.psum((outputs, sums), ("stage", "data"))
+    run = lambda parameters: of_stages.objective(parameters, context, WEIGHTS)
+    value, gradients = jax.value_and_grad(run, has_aux=True)(parameters)
+    chunks = jax.lax.psum(gradients.chunks, "data")
+    value, rest = jax.lax.psum((value, gradients._replace(chunks=())), ("stage", "data"))
+    return value, rest._replace(chunks=jax.tree.map(lambda w: w[:, None], chunks))
 
 
 def specs(kind):
     """Of a case, with parameters as [V, P, ...]."""
-    stage, rows = PartitionSpec(None, "stage"), PartitionSpec(None, "data")
+    whole, rows = PartitionSpec(), PartitionSpec(None, "data")
     bank = PartitionSpec(None, None, "data")
-    return Case(stage, PartitionSpec(), rows, rows, bank if kind == "banked" else rows)
+    parameters = pipeline.Parameters(whole, PartitionSpec(None, "stage"), whole, whole)
+    return Case(parameters, Context(rows, rows, bank if kind == "banked" else rows))
 
 
-def pipelined(kind, schedule, devices, **options):
+def pipelined(kind, schedule, devices, *, gradient=True, **options):
     """A function of a case with parameters as [V, P, ...]."""
     mesh = Mesh(np.asarray(devices).reshape(schedule.stages, -1), ("stage", "data"))
-    stage, whole, rows = specs(kind)[:3]
+    whole = PartitionSpec()
     mapped = jax.shard_map(
-        functools.partial(own_part, kind, schedule, options),
+        functools.partial(own_part, kind, schedule, options, gradient),
         mesh=mesh,
         in_specs=tuple(specs(kind)),
-        out_specs=(whole, (stage, whole, rows)),
+        out_specs=(whole, specs(kind).parameters if gradient else whole),
         check_vma=False,
     )
     return mesh, jax.jit(mapped)
 
 
-def placed(case, schedule):
-    """With parameters as [V, P, ...]."""
+def placed(parameters, schedule):
+    """As [V, P, ...]."""
     split = lambda w: w.reshape(schedule.virtual, schedule.stages, *w.shape[1:])
-    return case._replace(parameters=jax.tree.map(split, case.parameters))
+    return parameters._replace(chunks=jax.tree.map(split, parameters.chunks))
 
 
 def check(kind, schedule, **options):
@@ -154,13 +197,12 @@ def check(kind, schedule, **options):
     with jax.enable_x64(True):
         case = make(kind, schedule.chunks, schedule.microbatches)
         value, gradients = one_after_the_other(kind, case)
-        given = placed(case, schedule)
+        given = placed(case.parameters, schedule), case.context
         program = pipelined(kind, schedule, jax.devices(), **options)[1].lower(*given).compile()
         got = program(*given)
-        expected = placed(case._replace(parameters=gradients[0]), schedule).parameters
         # Sums in another order, of terms of about 1.
         close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
-        jax.tree.map(close, got, (value, (expected, *gradients[1:])))
+        jax.tree.map(close, got, (value, placed(gradients, schedule)))
     assert all(np.any(np.asarray(g)) for g in jax.tree.leaves(gradients))
     return program
 
@@ -169,14 +211,14 @@ def name_of(kind, sizes):
     return "{}-{} stages-{} virtual-{} microbatches".format(kind, *sizes)
 
 
-# P, V, M; the cases of COUNTS are some of banks.
-SOME = [("carried", (8, 2, 8))]
+# P, V, M: microbatches take the places of others, or of none. Those of COUNTS are some of banks.
+SOME = [("carried", (4, 2, 12))]
 ALL = [
     ("banked", (1, 2, 1)),
     *(
         (kind, (stages, virtual, rounds * stages))
         for kind, stages, virtual, rounds in itertools.product(
-            ("carried", "banked"), (2, 4, 8), (1, 2, 4), (1, 2)
+            ("carried", "banked"), (2, 4, 8), (1, 2, 4), (1, 3)
         )
     ),
 ]
@@ -193,38 +235,42 @@ def test_loss_and_gradients_are_those_of_the_chunks_one_after_the_other(kind, si
     check(kind, Schedule(*sizes))
 
 
-def bytes_sent(text, times):
-    """In the collective-permutes of a program, by all devices together.
+def bytes_sent(text, schedule, caching):
+    """In the collective-permutes of a program, by all devices together, there and back.
 
-    Args:
-      text: HLO, whose permutes are in the branches of conditionals over what is sent after a tick.
-      times: how often each branch is taken.
+    They are in the branches of two conditionals, over what is sent after a tick.
     """
     computations = dict(re.findall(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S))
     conditionals = re.findall(r" conditional\(.*branch_computations=\{([^}]*)\}", text)
-    total, found = 0, 0
+    totals, found = {}, 0
     for branches in conditionals:
         names = [name.strip(" %") for name in branches.split(",")]
-        sizes = [[permuted(line) for line in computations[n].splitlines()] for n in names]
-        sizes = [[size for size in branch if size] for branch in sizes]
-        if any(sizes):
-            total += sum(n * sum(branch) for n, branch in zip(times, sizes, strict=True))
-            found += sum(map(len, sizes))
+        sent = [[permuted(line) for line in computations[n].splitlines()] for n in names]
+        sent = [[pairs for pairs in branch if pairs] for branch in sent]
+        if any(sent):
+            stage_of = lambda device: device * schedule.stages // len(jax.devices())
+            pairs = [pair for branch in sent for _, pairs in branch for pair in pairs]
+            (step,) = {(stage_of(b) - stage_of(a)) % schedule.stages for a, b in pairs}
+            _, kind_at = schedule.messages(schedule.spans(caching), back=step > 1)
+            sizes = [sum(size * len(pairs) for size, pairs in branch) for branch in sent]
+            totals[step] = np.dot(np.bincount(kind_at), sizes)
+            found += sum(map(len, sent))
     assert found == len(re.findall(r" collective-permute(?:-start)?\(", text))  # all of them
-    return total
+    return totals[1], totals[schedule.stages - 1]
 
 
 def permuted(line):
-    """Bytes that all devices together send in an instruction; 0 if it is another one."""
+    """Bytes that a device sends in an instruction, and pairs of devices; None if it is another."""
     instruction = (
         r" = \(?f(32|64)\[([\d,]*)\].* collective-permute(?:-start)?\("
         r".*source_target_pairs=\{(\{.*?\})\}"
     )
     match = re.search(instruction, line)
     if not match:
-        return 0
+        return None
     bits, shape, pairs = match.groups()
-    return int(bits) // 8 * math.prod(map(int, shape.split(","))) * len(pairs.split("},{"))
+    pairs = [tuple(map(int, pair)) for pair in re.findall(r"(\d+),(\d+)", pairs)]
+    return int(bits) // 8 * math.prod(map(int, shape.split(","))), pairs
 
 
 # P (P - 1) / 2 + (V - 1) P^2 is the paper's count; with the rows that a stage itself made kept too,
@@ -232,7 +278,7 @@ def permuted(line):
 COUNTS = [
     ((4, 2, 4), "none", 28),
     ((4, 2, 4), "received", 22),
-    ((4, 2, 8), "all", 18),
+    ((4, 2, 12), "all", 18),
     ((8, 4, 8), "received", 220),
     ((8, 4, 8), "all", 196),
 ]
@@ -258,12 +304,8 @@ def test_stages_are_sent_just_the_rows_that_they_lack(sizes, caching, units):
     schedule = Schedule(*sizes)
     program = check("banked", schedule, caching=caching)
     unit = CHUNK_ROWS * BATCH * DIM * 8  # bytes; devices along "data" send their parts of it
-    sent = bytes_sent(program.as_text(), times_sent(schedule, caching))
-    assert sent == 2 * schedule.microbatches * units * unit  # forward and backward
-
-
-def times_sent(schedule, caching):
-    return np.bincount(schedule.messages(schedule.spans(caching))[1])
+    sent = schedule.microbatches * units * unit
+    assert bytes_sent(program.as_text(), schedule, caching) == (sent, sent)
 
 
 @pytest.mark.compile
@@ -271,31 +313,119 @@ def test_compiles_for_a_tpu_with_the_same_messages():
     schedule = Schedule(8, 2, 8)
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
     mesh, function = pipelined("banked", schedule, topology.devices)
-    shape = lambda s, x: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=NamedSharding(mesh, s))
-    shapes = lambda spec, tree: jax.tree.map(functools.partial(shape, spec), tree)
-    case = placed(make("banked", schedule.chunks, schedule.microbatches), schedule)
-    program = function.lower(*map(shapes, specs("banked"), case)).compile()
+
+    def shapes(spec, tree):
+        sharding = NamedSharding(mesh, spec)
+        dtype = lambda x: np.float32 if x.dtype == np.float64 else x.dtype
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x), sharding=sharding)
+        return jax.tree.map(shape, tree)
+
+    case = make("banked", schedule.chunks, schedule.microbatches)
+    given = case._replace(parameters=placed(case.parameters, schedule))
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    given = jax.tree.map(shapes, specs("banked"), given, is_leaf=is_spec)
+    program = function.lower(*given).compile()
     unit = CHUNK_ROWS * BATCH * DIM * 4
-    sent = bytes_sent(program.as_text(), times_sent(schedule, "all"))
-    assert sent == 2 * schedule.microbatches * int(schedule.spans("all").sum()) * unit
+    sent = schedule.microbatches * int(schedule.spans("all").sum()) * unit
+    assert bytes_sent(program.as_text(), schedule, "all") == (sent, sent)
 
 
-@pytest.mark.parametrize("sizes", [(4, 2, 8), (2, 3, 2), (8, 1, 16), (1, 3, 2)])
+@pytest.mark.parametrize("kind", ["carried", pytest.param("banked", marks=pytest.mark.slow)])
+def test_results_are_those_that_the_objective_is_made_of(kind):
+    """Of each microbatch, by the forward pass alone, whose places are others."""
+    schedule = Schedule(2, 2, 6)
+    with jax.enable_x64(True):
+        case = make(kind, schedule.chunks, schedule.microbatches)
+        of_last, sums = pipelined(kind, schedule, jax.devices(), gradient=False)[1](
+            placed(case.parameters, schedule), case.context
+        )
+        (_, expected), _ = one_after_the_other(kind, case)
+        assert {len(x) for x in of_last.values()} == {schedule.microbatches}
+        got = jax.tree.map(jnp.sum, of_last), sums
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+        jax.tree.map(close, got, expected)
+
+
+@pytest.mark.parametrize(
+    "kind, virtual",
+    [
+        ("banked", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("banked", 1), ("carried", 2)]),
+    ],
+)
+def test_memory_does_not_grow_with_the_number_of_microbatches(kind, virtual):
+    """Of microbatches of the same size; a number is kept of each tick, what is sent after it."""
+
+    def temporary(schedule):
+        case = make(kind, schedule.chunks, schedule.microbatches)
+        function = pipelined(kind, schedule, jax.devices()[:2])[1]
+        program = function.lower(placed(case.parameters, schedule), case.context).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    few, many = Schedule(2, virtual, 4), Schedule(2, virtual, 16)
+    assert temporary(many) - temporary(few) <= 2 * 4 * (many.ticks - few.ticks)
+
+
+# P, V, M.
+SIZES = [(4, 2, 12), (2, 3, 10), (8, 1, 24), (1, 3, 4), (2, 2, 4)]
+
+
+def ticks_of(schedule, place):
+    """[C, M]: when each chunk of each microbatch is worked on, by whoever has it."""
+    at = place(np.arange(schedule.ticks)[:, None], np.arange(schedule.stages))
+    assert np.all(at.chunk % schedule.stages == np.arange(schedule.stages))
+    assert np.all(at.chunk // schedule.stages == at.virtual)
+    ticks, _ = np.nonzero(at.active)
+    pieces = np.stack([at.chunk, at.microbatch])[:, at.active]
+    found = np.full((schedule.chunks, schedule.microbatches), -1)
+    found[tuple(pieces)] = ticks
+    assert np.all(found >= 0) and len(ticks) == found.size  # each of them once
+    return found
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_a_schedule_does_every_piece_of_work_once_and_right_after_the_one_before(sizes):
     schedule = Schedule(*sizes)
-    done = {}
-    for tick in range(schedule.ticks):
-        for stage in range(schedule.stages):
-            at = schedule.place(np.int32(tick), np.int32(stage))
-            if at.active:
-                assert (
-                    at.chunk % schedule.stages == stage
-                    and at.chunk // schedule.stages == at.virtual
-                )
-                assert (at.chunk, at.microbatch) not in done
-                assert at.chunk == 0 or done[at.chunk - 1, at.microbatch] == tick - 1
-                done[at.chunk.item(), at.microbatch.item()] = tick
-    assert len(done) == schedule.chunks * schedule.microbatches
+    forward, backward = (ticks_of(schedule, f) for f in (schedule.forward, schedule.backward))
+    assert np.all(np.diff(forward, axis=0) == 1) and np.all(np.diff(backward, axis=0) == -1)
+    assert np.all(forward[-1] == backward[-1])
+    assert forward.max() + 1 == schedule.forward_ticks and backward.max() + 1 == schedule.ticks
+    # No tick is without work, there or back, between the first and the last.
+    assert len(np.unique(forward)) == len(np.unique(backward)) == schedule.forward_ticks
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_nothing_takes_the_place_of_what_is_needed_and_no_place_is_too_many(sizes):
+    schedule = Schedule(*sizes)
+    forward, backward = (ticks_of(schedule, f) for f in (schedule.forward, schedule.backward))
+    last = schedule.chunks - schedule.stages
+
+    def check(room, begins, ends):
+        """What one stage keeps of each microbatch, from a tick to a tick."""
+        assert np.all(begins[room:] > ends[: len(ends) - room])
+        ticks = np.arange(schedule.ticks)[:, None]
+        return np.max(np.sum((begins <= ticks) & (ticks <= ends), axis=1))
+
+    for virtual in range(schedule.virtual):
+        room, first = schedule.room(virtual), virtual * schedule.stages
+        chunks = range(first, first + schedule.stages)
+        assert max(check(room, forward[chunk], backward[chunk]) for chunk in chunks) == room
+        assert room <= 2 * schedule.stages
+    room = schedule.room_one_way
+    for stage in range(schedule.stages):
+        there = check(room, forward[stage], forward[last + stage])
+        assert there == check(room, backward[last + stage], backward[stage]) == room
+
+
+def test_the_table_of_the_docstring_is_the_schedule():
+    schedule_ = Schedule(2, 2, 4)
+    for stage in range(2):
+        for name, place in (("forward", schedule_.forward), ("backward", schedule_.backward)):
+            at = place(np.arange(schedule_.ticks), np.int32(stage))
+            pieces = zip(at.active, at.chunk, at.microbatch, strict=True)
+            row = "".join(f" {chunk}.{m}" if there else "    " for there, chunk, m in pieces)
+            head = f"stage {stage} forward " if name == "forward" else "        backward"
+            assert f"    {head}{row}".rstrip() in schedule.__doc__.splitlines()
 
 
 def test_what_does_not_divide_is_one_line():

@@ -14,7 +14,8 @@ from rmt_tpu.training.run import prepare
 from tests import models
 from tests.closeness import assert_close
 
-BATCH, SEQ = 8, 8
+# A row's tokens do not divide over stages.
+BATCH, SEQ = 8, 6
 MATRIX = {"num_layers": 4, "num_heads": 2, "store": cfg.MatrixStore(key_dim=4)}
 VECTOR = {"num_layers": 4, "num_heads": 2}
 
@@ -49,7 +50,10 @@ def check(kind, mixer, mesh, **train):
     assert_close(got, expected, 1e-11)
 
 
-SOME = [("matrix", cfg.Dense(), "stage=2,tensor=2", {"virtual_stages": 2})]
+# More microbatches than a stage has in flight.
+SOME = [
+    ("matrix", cfg.Dense(), "stage=2,tensor=2", {"virtual_stages": 2, "microbatches": 8}),
+]
 MORE = [
     ("matrix", cfg.Sum(), "stage=2,data=2", {"microbatches": 4}),
     ("vector", cfg.Hierarchical(hidden_dim=5), "stage=2", {"virtual_stages": 2}),

@@ -1,0 +1,206 @@
+"""Pipelines whose chunks complete rows of a bank: see `sharding.pipeline`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sharding.pipeline import Chunk, First, Last, Parameters, Pipeline, Tick, add, at, own, put
+from sharding.schedule import Caching, Place, Schedule
+
+Shape = jax.ShapeDtypeStruct
+Bank = Float[Array, "rows *shape"]
+Banks = Float[Array, "room rows *shape"]
+BackBanks = Float[Array, "room_back rows *shape"]
+Rows = Float[Array, "chunk_rows *shape"]
+ChunkBackward = Callable[[Any, Any, Int[Array, ""], Bank, Any, Bank, Any], tuple[Any, Any, Bank]]
+
+
+class Banked(Pipeline):
+    """Chunks that complete rows of a bank: `1 + C * chunk_rows` of them.
+
+    Slot j is the rows of a chunk: 0 of the one that was just completed, 1 of that before, ...
+
+    Args:
+      first: `first(of_first, context) -> row 0`.
+      chunk: `chunk(of_chunk, shared, index, bank, context) -> rows, terms` of chunk `index`; rows
+        are [chunk_rows, ...] from the rows before them, those below `1 + index * chunk_rows`; the
+        others are those of an earlier microbatch, or zeros.
+      last: `last(of_last, bank, context) -> terms`, or anything; all stages run it at the same
+        time, and on all but the last one the bank is not complete: see `on_last`.
+      schedule: of the stages.
+      chunk_rows: how many rows a chunk completes.
+      chunk_backward: `chunk_backward(of_chunk, shared, index, bank, context, d_bank, d_terms)`
+        gives the gradients of both parameters, and d_bank with those of the rows before the chunk's
+        added. Bank and d_bank have the chunk's own rows. None differentiates `chunk`.
+      sums: shapes and dtypes of the chunks' terms, as a tree.
+      axis: of the mesh.
+      caching: which rows stages keep, see `Schedule.spans`: communication, not results.
+    """
+
+    def __init__(
+        self,
+        first: First,
+        chunk: Chunk,
+        last: Last,
+        schedule: Schedule,
+        *,
+        chunk_rows: int,
+        chunk_backward: ChunkBackward | None = None,
+        sums: Any = (),
+        axis: str = "stage",
+        caching: Caching = "all",
+    ):
+        super().__init__(first, chunk, last, schedule, sums, axis, schedule.spans(caching))
+        self.chunk_rows, self.chunk_backward = chunk_rows, chunk_backward
+
+    def _shapes(self, parameters: Parameters, context: Any) -> tuple[Shape, Shape]:
+        """Of what `first` gives, and of what `last` takes."""
+        start = jax.eval_shape(self.first, parameters.first, at(context, 0))
+        rows = 1 + self.schedule.chunks * self.chunk_rows
+        return start, jax.ShapeDtypeStruct((rows, *start.shape), start.dtype)
+
+    def _empty(self, start: Shape, *, back: bool) -> Banks:
+        """The banks of microbatches on their way."""
+        count = self.schedule.room() if back else self.schedule.room_one_way
+        return self._banks(start, count)
+
+    def _empty_back(self, start: Shape) -> Banks:
+        return self._banks(start, self.schedule.room_one_way)
+
+    def _banks(self, start: Shape, count: int) -> Banks:
+        rows = 1 + self.schedule.chunks * self.chunk_rows
+        return jnp.zeros((count, rows, *start.shape), start.dtype)
+
+    def _compute(
+        self, parameters: Parameters, context: Any, banks: Banks, sums: Any, tick: Tick
+    ) -> tuple[Banks, Callable[[], Bank], Any]:
+        """The banks then, a bank, and the sums with the chunk's terms.
+
+        No time is spent on it where the stage is idle.
+        """
+        here = self.schedule.forward(tick, self._stage())
+        of_chunk, of_microbatch = own(parameters, context, here)
+        slot = here.microbatch % len(banks)
+        begins = here.active & (here.virtual == 0)
+        begin = lambda: self.first(parameters.first, of_microbatch)
+        row = jax.lax.cond(begins, begin, lambda: banks[slot, 0])
+        banks = banks.at[slot, 0].set(row)
+
+        def run():
+            given = (of_chunk, parameters.shared, here.chunk, banks[slot], of_microbatch)
+            rows, terms = self.chunk(*given)
+            return rows, add(sums, terms)
+
+        rows, sums = jax.lax.cond(here.active, run, lambda: (self._rows(banks, here), sums))
+        banks = self._with_rows(banks, here, rows)
+        return banks, lambda: banks[slot], sums
+
+    def _undo(
+        self,
+        parameters: Parameters,
+        context: Any,
+        banks: Banks,
+        d_banks: BackBanks,
+        d_result: Bank,
+        d_sums: Any,
+        gradients: Parameters,
+        tick: Tick,
+    ) -> tuple[tuple[BackBanks, Bank], Parameters]:
+        """Those of the banks, that of the one at hand, and gradients with the chunk's added."""
+        here = self.schedule.backward(tick, self._stage())
+        of_chunk, of_microbatch = own(parameters, context, here)
+        is_result = here.chunk == self.schedule.chunks - 1
+        d_bank = jnp.where(is_result, d_result, d_banks[here.microbatch % len(d_banks)])
+        so_far = at(gradients.chunks, here.virtual)
+
+        def run():
+            bank = banks[here.microbatch % len(banks)]
+            given = (of_chunk, parameters.shared, here, bank, of_microbatch, d_bank, d_sums)
+            d_chunk, d_shared, d_earlier = self._pull_back(*given)
+            given = (parameters.first, of_microbatch, d_earlier[0], gradients.first)
+            d_first = self._add_first(here.virtual == 0, *given)
+            return d_earlier, d_first, add(so_far, d_chunk), add(gradients.shared, d_shared)
+
+        rest = lambda: (d_bank, gradients.first, so_far, gradients.shared)
+        d_bank, d_first, d_chunk, d_shared = jax.lax.cond(here.active, run, rest)
+        d_chunks = put(gradients.chunks, d_chunk, here.virtual)
+        return (d_banks, d_bank), Parameters(d_first, d_chunks, d_shared, gradients.last)
+
+    def _pull_back(
+        self,
+        of_chunk: Any,
+        shared: Any,
+        here: Place,
+        bank: Bank,
+        of_microbatch: Any,
+        d_bank: Bank,
+        d_sums: Any,
+    ) -> tuple[Any, Any, Bank]:
+        """As `chunk_backward`."""
+        if self.chunk_backward is not None:
+            given = (of_chunk, shared, here.chunk, bank, of_microbatch, d_bank, d_sums)
+            return self.chunk_backward(*given)
+
+        def forward(of_chunk, shared, bank):
+            return self.chunk(of_chunk, shared, here.chunk, bank, of_microbatch)
+
+        pullback = jax.vjp(forward, of_chunk, shared, bank)[1]
+        d_rows = self._rows(d_bank[None], here)
+        d_chunk, d_shared, d_earlier = pullback((d_rows, d_sums))
+        return d_chunk, d_shared, d_bank + d_earlier
+
+    def _hand_on(self, banks: Banks, tick: Tick) -> Banks:
+        """The rows that the next stages lack; the tick's own work is done."""
+        if not self.slots:
+            return banks
+        forward, stage = self.schedule.forward, self._stage()
+        here, after = forward(tick, stage), forward(tick + 1, stage)
+        sender = forward(tick, (stage - 1) % self.schedule.stages)
+        slots = jnp.stack([self._rows(banks, here, before=j) for j in range(self.slots)])
+        slots = self._transfer(slots, tick)
+        for j in range(self.slots):
+            comes = sender.active & (j < self.spans[sender.chunk])
+            rows = jnp.where(comes, slots[j], self._rows(banks, after, before=j + 1))
+            banks = self._with_rows(banks, after, rows, before=j + 1)
+        return banks
+
+    def _hand_back(self, d_memory: tuple[Banks, Bank], tick: Tick) -> Banks:
+        """Moves the gradients of the rows that `_hand_on` sent to where they came from."""
+        (d_banks, d_bank), backward, stage = d_memory, self.schedule.backward, self._stage()
+        here, after = backward(tick, stage), backward(tick + 1, stage)
+        one, moved = d_bank[None], []
+        for j in range(self.slots):
+            rows = self._rows(one, here, before=j + 1)
+            moved.append(rows)
+            came = here.active & (here.chunk > 0) & (j < self.spans[here.chunk - 1])
+            rows = jnp.where(came, jnp.zeros_like(rows), rows)
+            one = self._with_rows(one, here, rows, before=j + 1)
+        # What the next microbatch of this place begins with.
+        done = here.active & (here.virtual == 0)
+        d_bank = jnp.where(done, jnp.zeros_like(d_bank), one[0])
+        d_banks = d_banks.at[here.microbatch % len(d_banks)].set(d_bank)
+        if not self.slots:
+            return d_banks
+        moved = self._transfer(jnp.stack(moved), tick, back=True)
+        for j in range(self.slots):  # zeros where this stage had sent none
+            rows = self._rows(d_banks, after, before=j) + moved[j]
+            d_banks = self._with_rows(d_banks, after, rows, before=j)
+        return d_banks
+
+    def _start(self, banks: Banks, place: Place, before: int) -> tuple:
+        row = 1 + (place.chunk - before) * self.chunk_rows
+        # Slots that reach back beyond the first chunk are never sent.
+        place = (place.microbatch % len(banks), jnp.maximum(row, 1))
+        return (*place, *(0,) * (banks.ndim - 2))
+
+    def _rows(self, banks: Banks, place: Place, *, before: int = 0) -> Rows:
+        """Of a microbatch, the rows of the chunk `before` that at `place`."""
+        sizes = (1, self.chunk_rows, *banks.shape[2:])
+        return jax.lax.dynamic_slice(banks, self._start(banks, place, before), sizes)[0]
+
+    def _with_rows(self, banks: Banks, place: Place, rows: Rows, *, before: int = 0) -> Banks:
+        start = self._start(banks, place, before)
+        return jax.lax.dynamic_update_slice(banks, rows[None], start)

@@ -1,0 +1,152 @@
+"""Pipelines whose chunks map a state to a state: see `sharding.pipeline`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from sharding.pipeline import (
+    Chunk,
+    First,
+    Last,
+    Parameters,
+    Pipeline,
+    Tick,
+    add,
+    at,
+    choose,
+    own,
+    put,
+    zeros,
+)
+from sharding.schedule import Place, Schedule
+
+# A tree of arrays, and the same of many.
+State = Any
+Kept = Any
+
+
+class Carried(Pipeline):
+    """Chunks that map a state to a state, a tree of arrays. One slot: the state.
+
+    The state before each chunk that is not undone yet is kept.
+
+    Args:
+      first: `first(of_first, context) -> state` before the first chunk.
+      chunk: `chunk(of_chunk, shared, index, state, context) -> state, terms` of chunk `index`.
+      last: `last(of_last, state, context) -> terms`, or anything; all stages run it at the same
+        time, and on all but the last one the state is not one: see `on_last`.
+      schedule: of the stages.
+      sums: shapes and dtypes of the chunks' terms, as a tree.
+      axis: of the mesh.
+    """
+
+    def __init__(
+        self,
+        first: First,
+        chunk: Chunk,
+        last: Last,
+        schedule: Schedule,
+        *,
+        sums: Any = (),
+        axis: str = "stage",
+    ):
+        spans = np.ones(schedule.chunks, int)
+        spans[-1] = 0
+        super().__init__(first, chunk, last, schedule, sums, axis, spans)
+        self.rooms = np.array([schedule.room(virtual) for virtual in range(schedule.virtual)])
+
+    def _shapes(self, parameters: Parameters, context: Any) -> tuple[State, State]:
+        """Of what `first` gives, and of what `last` takes."""
+        start = jax.eval_shape(self.first, parameters.first, at(context, 0))
+        return start, start
+
+    def _empty(self, start: State, *, back: bool) -> tuple[State, Kept]:
+        """The state that has come, and those that wait until their chunks are undone."""
+        count = self.rooms.sum() if back else 0
+        kept = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), start)
+        return zeros(start), kept
+
+    def _empty_back(self, start: State) -> State:
+        return zeros(start)
+
+    def _compute(
+        self,
+        parameters: Parameters,
+        context: Any,
+        memory: tuple[State, Kept],
+        sums: Any,
+        tick: Tick,
+    ) -> tuple[tuple[State, Kept], Callable[[], State], Any]:
+        """What is kept then, the state, and the sums with the chunk's terms.
+
+        No time is spent on it where the stage is idle.
+        """
+        (arrived, kept), here = memory, self.schedule.forward(tick, self._stage())
+
+        def run():
+            of_chunk, of_microbatch = own(parameters, context, here)
+            begin = lambda: self.first(parameters.first, of_microbatch)
+            state = jax.lax.cond(here.chunk == 0, begin, lambda: arrived)
+            given = (of_chunk, parameters.shared, here.chunk, state, of_microbatch)
+            after, terms = self.chunk(*given)
+            return state, after, add(sums, terms)
+
+        rest = lambda: (arrived, arrived, sums)
+        state, after, sums = jax.lax.cond(here.active, run, rest)
+        if len(jax.tree.leaves(kept)[0]):
+            kept = put(kept, state, self._place(here), where=here.active)
+        return (after, kept), lambda: after, sums
+
+    def _undo(
+        self,
+        parameters: Parameters,
+        context: Any,
+        memory: tuple[State, Kept],
+        d_memory: State,
+        d_result: State,
+        d_sums: Any,
+        gradients: Parameters,
+        tick: Tick,
+    ) -> tuple[State, Parameters]:
+        """Gradient of the state before the chunk, and gradients with the chunk's added."""
+        here = self.schedule.backward(tick, self._stage())
+        d_after = choose(here.chunk == self.schedule.chunks - 1, d_result, d_memory)
+        so_far = at(gradients.chunks, here.virtual)
+
+        def run():
+            of_chunk, of_microbatch = own(parameters, context, here)
+            state = at(memory[1], self._place(here))
+
+            def forward(of_chunk, shared, state):
+                return self.chunk(of_chunk, shared, here.chunk, state, of_microbatch)
+
+            pullback = jax.vjp(forward, of_chunk, parameters.shared, state)[1]
+            d_chunk, d_shared, d_state = pullback((d_after, d_sums))
+            given = (parameters.first, of_microbatch, d_state, gradients.first)
+            d_first = self._add_first(here.chunk == 0, *given)
+            return d_state, d_first, add(so_far, d_chunk), add(gradients.shared, d_shared)
+
+        rest = lambda: (d_after, gradients.first, so_far, gradients.shared)
+        d_state, d_first, d_chunk, d_shared = jax.lax.cond(here.active, run, rest)
+        d_chunks = put(gradients.chunks, d_chunk, here.virtual)
+        return d_state, Parameters(d_first, d_chunks, d_shared, gradients.last)
+
+    def _hand_on(self, memory: tuple[State, Kept], tick: Tick) -> tuple[State, Kept]:
+        state, kept = memory
+        return self._pass(state, tick), kept
+
+    def _hand_back(self, d_state: State, tick: Tick) -> State:
+        return self._pass(d_state, tick, back=True)
+
+    def _pass(self, state: State, tick: Tick, *, back: bool = False) -> State:
+        one = jax.tree.map(lambda x: x[None], state)
+        return at(self._transfer(one, tick, back=back), 0)
+
+    def _place(self, here: Place) -> Int[Array, ""]:
+        """Where the state before a chunk is kept."""
+        before = jnp.asarray(np.cumsum(self.rooms) - self.rooms)[here.virtual]
+        return before + here.microbatch % jnp.asarray(self.rooms)[here.virtual]
