@@ -68,6 +68,21 @@ def test_residual_memory_falls_with_the_devices_of_key():
     assert temporary[4] < 0.6 * temporary[2]
 
 
+@pytest.mark.parametrize(
+    "mixer", [cfg.Sum(), cfg.BlockAttention(num_blocks=4)], ids=lambda m: m.kind
+)
+def test_memory_of_a_pipeline_does_not_grow_with_its_microbatches(mixer):
+    """Four times as many of the same two rows: not even by what one of them carries."""
+    temporary = {}
+    for count in (4, 16):
+        sizes = {"num_layers": 4, "vocab_size": 512, "mixer": mixer}
+        config = on_accelerator("gpt2-160m", "stage=2", 2 * count, **sizes)
+        train = dataclasses.replace(config.train, microbatches=count)
+        step = lowered(dataclasses.replace(config, train=train), "v5e:2x2", 2)
+        temporary[count] = step.compile().memory_analysis().temp_size_in_bytes
+    assert temporary[16] - temporary[4] < 2 * 512 * 768 * 2
+
+
 # Block caches ----------------------------------------------------------------------------------
 
 BLOCKS, WIDTH = 8, 7168
