@@ -30,7 +30,8 @@ class Work:
       estimate: XLA's own; None where it makes none.
       schedule: of its bundles, with waiting for matrix units and not for HBM; None where libtpu
         left no schedule, or one with a loop of unknown trip count (kernels' count as running once).
-      matrix: of its matrix products at the peak; of a kernel's, nothing is known here.
+      matrix: of its matrix products at the peak; of a kernel's with a loop of unknown trip count,
+        as many as it declares, and of others 0: they are in the schedule.
       hbm: of moving its bytes at the full HBM bandwidth.
       parked: of moving those of its operands and results that XLA keeps in VMEM, if they were in
         HBM.
@@ -49,7 +50,7 @@ def _by_compiler(work: Work) -> float:
     if work.kind in ("asynchronous", "collective"):
         return 0.0
     if work.kind == "kernel":
-        return max(work.schedule or 0.0, work.hbm)
+        return max(work.schedule or 0.0, work.matrix, work.hbm)
     return work.hbm if work.estimate is None else work.estimate
 
 
@@ -76,7 +77,7 @@ def _unparked(work: Work) -> float:
     """As by roofline with every array in HBM, and kernels copy first and then compute."""
     moved = dataclasses.replace(work, hbm=work.hbm + work.parked)
     if work.kind == "kernel":
-        return (work.schedule or 0.0) + moved.hbm
+        return max(work.schedule or 0.0, work.matrix) + moved.hbm
     return _by_roofline(moved)
 
 
@@ -146,6 +147,8 @@ def work_of(program: Program, ran: Executed) -> Work:
         schedule = None
     traffic = module.traffic(ran.computation, instruction)
     flops = matmul_flops(module, ran.computation, instruction)
+    if instruction.is_kernel and schedule is not None and schedule.unknown_loops:
+        flops = instruction.declared_flops
     if only_communicates(module, instruction):
         kind = "collective"
     elif instruction.is_kernel:

@@ -18,6 +18,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _ACCESSED = re.compile(r'"bytes_accessed":"(\d+)"')
+_FLOPS = re.compile(r'"flops":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
@@ -125,6 +126,12 @@ class Instruction:
         """The kernel's program, encoded: the same for kernels that are alike."""
         found = _KERNEL_BODY.search(self.attributes)
         return found.group(1) if found else self.name
+
+    @property
+    def declared_flops(self) -> int:
+        """Those that a kernel says it has; 0 if it says nothing."""
+        found = _FLOPS.search(self.attributes) if self.is_kernel else None
+        return int(found.group(1)) if found else 0
 
     @property
     def vmem_bytes(self) -> int:

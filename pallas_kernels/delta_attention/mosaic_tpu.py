@@ -23,7 +23,7 @@ from pallas_kernels.delta_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.delta_attention.interface import Gradients, Operands, chunk_size
 
 # Heads of a step: products of one hide the latency of another's.
-_FORWARD_HEADS, _BACKWARD_HEADS = 4, 4
+_FORWARD_HEADS, _BACKWARD_HEADS = 8, 8
 
 
 def unsupported(op: str, operands: Operands, *others) -> str | None:

@@ -189,7 +189,9 @@ def _time(report: Preflight) -> str:
     if report.target.assumed:
         lines.append(f"  assumed for kernels: {report.target.assumed}")
     if time.unknown_loops:
-        lines.append(f"  {time.unknown_loops} loops of unknown trip count are counted once")
+        lines.append(
+            f"  {time.unknown_loops} loops of unknown length count once, kernels as they declare"
+        )
     lines.append(f"  {error_bar([report.target.name])}")
     return "\n".join(lines)
 

@@ -97,7 +97,7 @@ def model_lines() -> str:
 def _notes(costs: Sequence[StepCost]) -> list[str]:
     notes = []
     if unknown := sum(cost.unknown_loops for cost in costs):
-        notes.append(f"{unknown} loops of unknown trip count are counted once.")
+        notes.append(f"{unknown} loops of unknown length count once, kernels as they declare.")
     for cost in costs:
         if cost.unscheduled:
             names = ", ".join(cost.unscheduled)

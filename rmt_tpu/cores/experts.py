@@ -269,8 +269,10 @@ def _collected(
 ) -> Float[Array, "tokens width"]:
     """The sum of every token's rows: `_spread` transposed, and no scatter either."""
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
-    own = jnp.take(rows, places.reshape(-1, each), axis=0, mode="fill", fill_value=0)
-    return jnp.sum(own, axis=1, dtype=dtype).astype(rows.dtype)
+    # First choices, then second ones: tiles are then added up as they are, and not row by row.
+    places = places.reshape(-1, each).T
+    own = jnp.take(rows, places, axis=0, mode="fill", fill_value=0)
+    return jnp.sum(own, axis=0, dtype=dtype).astype(rows.dtype)
 
 
 _spread.defvjp(

@@ -50,7 +50,7 @@ class Result:
     Attributes:
       cut: requests whose context's beginning was left out, for it was too long.
       tokens: that were scored.
-      seconds: it took this time, and `answered` of the requests.
+      seconds: its share of the time, in which `answered` of its requests were.
       by_position: of texts: nats and tokens by how many tokens stood before in the window.
     """
 
@@ -98,68 +98,94 @@ def evaluate(
     ]
     for one in asked:
         subject.scorer.check(one.source.name, one.requests)
+    open_ones = [_Open(subject, one, stride) for one in asked]
     with _Progress(subject.name, sum(len(one.requests) for one in asked)) as progress:
-        return [_one(subject, one, stride, progress) for one in asked]
+        progress.add(sum(len(one.kept) for one in open_ones))
+        for one in open_ones:
+            if one.left and one.cut:
+                progress.say(
+                    f"note: {one.source.name}: the beginnings of {one.cut} of "
+                    f"{len(one.requests)} contexts are cut to "
+                    f"--max_length={subject.scorer.max_length} tokens"
+                )
+        _answer(subject.scorer, open_ones, progress)
+    return [one.result() for one in open_ones]
 
 
-def _one(subject: Subject, asked: Asked, stride: int | None, progress: "_Progress") -> Result:
-    source, requests, started = asked.source, asked.requests, time.monotonic()
-    identity = subject.identity | ({"stride": stride} if source.kind == "text" else {})
-    key = json.dumps([source.name, source.digest, identity], sort_keys=True).encode()
-    name = f"{source.name}-{hashlib.blake2b(key, digest_size=6).hexdigest()}.jsonl"
-    output = Output(f"{subject.folder}/{ANSWERS}/{name}")
-    kept = {line["number"]: line for line in output.lines if 0 <= line["number"] < len(requests)}
-    left = [number for number in range(len(requests)) if number not in kept]
-    cut = subject.scorer.cut(requests)
-    progress.begin(source.name, len(kept))
-    if left and cut:
-        progress.say(
-            f"note: {source.name}: the beginnings of {cut} of {len(requests)} contexts are cut to "
-            f"--max_length={subject.scorer.max_length} tokens"
-        )
-    answers = subject.scorer.answers([requests[number] for number in left])
-    of_text = source.kind == "text"
-    lines = ({left[at]: _line(a, of_text) for at, a in some.items()} for some in answers)
-    kept |= _kept(output, lines, progress)
-    totals = [Total(kept[n]["log_probability"], kept[n]["greedy"]) for n in range(len(requests))]
-    return Result(
-        source,
-        metrics(asked, totals),
-        identity,
-        requests=len(requests),
-        cut=cut,
-        tokens=sum(len(request.continuation) for request in requests),
-        answered=len(left),
-        seconds=time.monotonic() - started,
-        by_position=_by_position(asked, kept) if of_text else None,
-    )
+class _Open:
+    """A source, and what is known of it: all lines by number, which are in its file or will be.
 
-
-def _kept(
-    output: Output, answers: Iterable[dict[int, dict[str, Any]]], progress: "_Progress"
-) -> dict[int, dict[str, Any]]:
-    """All lines by number, in the file now: those of some seconds, or to an error, at once.
-
-    In a bucket each addition is a file.
+    Attributes:
+      left: numbers of requests that had no answer.
+      seconds: that others took.
     """
-    lines, added, told = {}, 0, time.monotonic()
 
-    def add() -> None:
-        nonlocal added, told
-        some, told = list(lines.items())[added:], time.monotonic()
-        if some:
-            output.add(*({"number": number, **line} for number, line in some))
-        added = len(lines)
+    def __init__(self, subject: Subject, asked: Asked, stride: int | None):
+        self.asked, self.source, self.requests = asked, asked.source, asked.requests
+        self.of_text = self.source.kind == "text"
+        self.identity = subject.identity | ({"stride": stride} if self.of_text else {})
+        told = [self.source.name, self.source.digest, self.identity]
+        key = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
+        location = f"{subject.folder}/{ANSWERS}/{self.source.name}-{key}.jsonl"
+        self._output, self._new, self.seconds = Output(location), [], 0.0
+        count = len(self.requests)
+        lines = self._output.lines
+        self.kept = {line["number"]: line for line in lines if 0 <= line["number"] < count}
+        self.left = [number for number in range(count) if number not in self.kept]
+        self.cut = subject.scorer.cut(self.requests)
 
+    def put(self, number: int, answer: Answer, seconds: float) -> None:
+        """What took so many seconds; in the file only with `add`."""
+        line = {"number": number, **_line(answer, self.of_text)}
+        self.kept[number] = line
+        self._new.append(line)
+        self.seconds += seconds
+
+    def add(self) -> None:
+        """New lines to the file, at once: in a bucket each addition is a file."""
+        if self._new:
+            self._output.add(*self._new)
+        self._new = []
+
+    def result(self) -> Result:
+        """When all is answered."""
+        lines = (self.kept[number] for number in range(len(self.requests)))
+        totals = [Total(line["log_probability"], line["greedy"]) for line in lines]
+        return Result(
+            self.source,
+            metrics(self.asked, totals),
+            self.identity,
+            requests=len(self.requests),
+            cut=self.cut,
+            tokens=sum(len(request.continuation) for request in self.requests),
+            answered=len(self.left),
+            seconds=self.seconds,
+            by_position=_by_position(self.asked, self.kept) if self.of_text else None,
+        )
+
+
+def _answer(scorer: Scorer, sources: list[_Open], progress: "_Progress") -> None:
+    """All that is left of all sources together, so that batches are full.
+
+    Lines are in their files after some seconds, or with an error at once.
+    """
+    left = [(source, number) for source in sources for number in source.left]
+    last = added = time.monotonic()
     try:
-        for some in answers:
-            lines |= some
+        for some in scorer.answers([source.requests[number] for source, number in left]):
+            now = time.monotonic()
+            for at, answer in some.items():
+                source, number = left[at]
+                source.put(number, answer, (now - last) / len(some))
+            last = now
             progress.add(len(some))
-            if time.monotonic() - told > _SECONDS:
-                add()
+            if now - added > _SECONDS:
+                added = now
+                for source in sources:
+                    source.add()
     finally:
-        add()
-    return lines
+        for source in sources:
+            source.add()
 
 
 def _line(answer: Answer, each: bool) -> dict[str, Any]:
@@ -192,23 +218,15 @@ class _Progress(ProgressShown):
             label,
             total,
             TextColumn("[bold]{task.description}"),
-            TextColumn("{task.fields[doing]}"),
             BarColumn(),
             TextColumn("{task.completed:,.0f}/{task.total:,.0f} requests"),
             TimeRemainingColumn(),
             TextColumn("left"),
-            doing="",
         )
-        self._label, self._total, self._done, self._name = label, total, 0, ""
-
-    def begin(self, name: str, done: int) -> None:
-        """Of a source; so many of its requests have an answer already."""
-        self._name = name
-        self.change(doing=name)
-        if done:
-            self.add(done)
+        self._label, self._total, self._done = label, total, 0
 
     def add(self, count: int) -> None:
+        """So many more have one."""
         self._done += count
-        line = f"{self._label} {self._name}: {self._done:,} of {self._total:,} requests"
+        line = f"{self._label}: {self._done:,} of {self._total:,} requests"
         self.show(lambda: line, completed=self._done)

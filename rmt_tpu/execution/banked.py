@@ -299,7 +299,7 @@ class Run:
         new = []
         for k, one in enumerate(layer):
             place = At(at + offset * self.period + k, at)
-            prior, current, z = self.mixer.read(
+            prior, rows, current, z = self.mixer.read(
                 self.store, one.site, of_layer.scores[k], prior, rows, current, place
             )
             cache = None if caches is None else caches[k]

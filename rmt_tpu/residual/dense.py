@@ -104,7 +104,7 @@ class Dense(nnx.Module):
         rows: Bank | None,
         current: Row,
         at: At,
-    ) -> tuple[Array, Row, Read]:
+    ) -> tuple[Array, Bank | None, Row, Read]:
         """A layer begins with what it reads, and goes on as in the plain model."""
         if site.begins_layer:
             offset = (at.sublayer - at.group) // 2
@@ -114,7 +114,7 @@ class Dense(nnx.Module):
             own = _mix(weights[None], rows, jnp.arange(len(rows)) < offset)[0]
             prior, earlier = stacks.take(prior, offset)
             current = earlier + own
-        return prior, current, store.read(current, site, store.compute_dtype)
+        return prior, rows, current, store.read(current, site, store.compute_dtype)
 
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: At

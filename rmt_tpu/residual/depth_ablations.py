@@ -110,11 +110,11 @@ class DepthAblation(depth_attention.DepthAttention):
         rows: Bank | None,
         current: Row,
         at: At,
-    ) -> tuple[None, Row, Read]:
+    ) -> tuple[None, Bank | None, Row, Read]:
         """One look at the whole bank: see `protocols.Banked`."""
         running = jnp.asarray(at.sublayer % self.block > 0)
         h = self._mix(site, score, rows, self._row(at.sublayer), current, running)
-        return prior, current, store.read(h, site, store.compute_dtype)
+        return prior, rows, current, store.read(h, site, store.compute_dtype)
 
     @jax.named_scope("residual")
     def _mix(self, at, shared, rows, count, current, running):

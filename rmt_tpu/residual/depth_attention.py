@@ -178,6 +178,35 @@ class DepthAttention(nnx.Module):
             **self._divided(),
         )
 
+    @jax.named_scope("residual")
+    def _of_rows(self, queries, rows, count, prior):
+        """`_partial` of rows that later sites look at too; and the rows, to be used from here on.
+
+        What sites give to the rows' gradient is so added within the pass over them.
+        """
+        options = {"epsilon": self.epsilon, **self._divided()}
+
+        @jax.custom_vjp
+        def partial(queries, rows, count, prior):
+            given = {"count": count, "prior": prior} | options
+            return rows, *pallas_kernels.depth_attention_partial(queries, rows, **given)
+
+        def save(*given):
+            out = partial(*given)
+            return out, (*given, *out[1:])
+
+        def backward(saved, cotangents):
+            queries, rows, count, prior, *out = saved
+            d_rows, *d_out = cotangents
+            arrays = (queries, rows, *out, *d_out)
+            given = {"count": count, "prior": prior, "accumulate": d_rows} | options
+            with jax.named_scope("residual"):
+                g = pallas_kernels.depth_attention_partial_backward(*arrays, **given)
+            return g.queries, g.sources, None, g.prior
+
+        partial.defvjp(save, backward)
+        return partial(_shaped(queries, rows), rows, jnp.asarray(count), prior)
+
     def _divided(self):
         """The axis of the mesh that divides a source, if there is one."""
         return {"key_axis": "key"} if sharding.axis_size("key") > 1 else {}
@@ -199,32 +228,34 @@ class DepthAttention(nnx.Module):
         rows: Bank | None,
         current: Row,
         at: At,
-    ) -> tuple[Prior, Row, Read]:
+    ) -> tuple[Prior, Bank | None, Row, Read]:
         """Phase two: see `protocols.Banked`."""
-        dtype, place = store.compute_dtype, at.sublayer - at.group
+        place = at.sublayer - at.group
         active = at.sublayer % self.block > 0
-        if rows is None and not self._divided():
-            log_sums, own = stacks.take(prior.log_sums, place)
-            mixed, current, z = store.merge_and_read(
-                (prior.mixed, own, place),
-                current,
-                score.reshape(current.shape[2:]),
-                site,
-                active=active,
-                epsilon=self.epsilon,
-            )
-            return Prior(mixed, log_sums), current, z
-        mixed, own_mixed = stacks.take(prior.mixed, place)
         log_sums, own_log_sums = stacks.take(prior.log_sums, place)
+
+        def with_current(mixed, log_sums, place):
+            query = score.reshape(current.shape[2:])
+            sealed, given = (mixed, log_sums, place), {"active": active, "epsilon": self.epsilon}
+            return store.merge_and_read(sealed, current, query, site, **given)
+
+        if rows is None and not self._divided():
+            mixed, passed, z = with_current(prior.mixed, own_log_sums, place)
+            return Prior(mixed, log_sums), rows, passed, z
+        mixed, own_mixed = stacks.take(prior.mixed, place)
+        prior = Prior(mixed, log_sums)
         own = Prior(own_mixed[None], own_log_sums[None])
         if rows is not None:
             count = self._row(at.sublayer) - self.first_row(at.group)
-            own = Prior(*self._partial(score[None], rows, count, tuple(own)))
+            rows, *own = self._of_rows(score[None], rows, count, tuple(own))
+            own = Prior(*own)
+        if self.block > 1 and not self._divided():
+            _, current, z = with_current(own.mixed, own.log_sums[0], 0)
+            return prior, rows, current, z
         if self.block > 1:
             running = jnp.asarray(active, jnp.int32)
             own = Prior(*self._partial(score[None], current[None], running, tuple(own)))
-        z = store.read(own.mixed[0], site, dtype)
-        return Prior(mixed, log_sums), current, z
+        return prior, rows, current, store.read(own.mixed[0], site, store.compute_dtype)
 
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: At

@@ -240,8 +240,8 @@ class Banked(Protocol):
         rows: Bank | None,
         current: Row,
         at: At,
-    ) -> tuple[Any, Row, Read]:
-        """Phase two at one site: prior and running sum as passed on, and what the core gets.
+    ) -> tuple[Any, Bank | None, Row, Read]:
+        """Phase two at one site: prior, rows and running sum as passed on, and what the core gets.
 
         `rows` are those of the group, of which the sealed ones count; None where it is closed.
         """

@@ -26,7 +26,7 @@ ENTRY %main (a: bf16[256,512], b: bf16[128,512]) -> bf16[256,128] {
   %cd = bf16[128,512]{1,0:T(8,128)(2,1)S(1)} copy-done(%cs)
   %f = bf16[256,128]{1,0:T(8,128)(2,1)} fusion(%a, %cd), kind=kOutput, calls=%fused, backend_config={"estimated_cycles":"900"}
   %e = bf16[256,128]{1,0:T(8,128)(2,1)} exponential(%f), backend_config={"estimated_cycles":"700"}
-  %k = bf16[256,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%e), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"QQ=="}}
+  %k = bf16[256,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%e), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"QQ==","cost_estimate":{"flops":"3000000"}}}
   ROOT %k2 = bf16[256,128]{1,0:T(8,128)(2,1)} custom-call(%k), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"QUE="}}
 }
 """  # noqa: E501 (the lines are the compiler's)
@@ -73,6 +73,9 @@ def test_an_operand_in_vmem_costs_a_kernel_what_its_schedule_copies():
 def test_a_fusion_of_unknown_trips_counts_by_the_compiler():
     found = works(e=schedule(300, trips=None), k=schedule(50, trips=None))
     assert found["e"].schedule is None and found["k"].schedule == 50
+    # What a kernel declares is looked at where its schedule does not say.
+    declared = pytest.approx(3_000_000 / TARGET.peak_flops * TARGET.clock)
+    assert found["k"].matrix == declared and works(k=schedule(50))["k"].matrix == 0
 
 
 def work(kind, **changes):
@@ -90,6 +93,7 @@ def work(kind, **changes):
         (work("matmul", matrix=180.0), [700, 700, 700, 200, 350]),
         (work("kernel", estimate=None), [300, 300, 450, 300, 650]),
         (work("kernel", estimate=None, schedule=None), [200, 200, 300, 200, 350]),
+        (work("kernel", estimate=None, matrix=400.0), [400, 400, 600, 400, 750]),
         (work("asynchronous", estimate=None), [0, 0, 0, 0, 0]),
         (work("collective"), [0, 0, 0, 0, 0]),
     ],

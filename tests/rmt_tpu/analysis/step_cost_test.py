@@ -145,7 +145,7 @@ def test_figures_of_rows():
     assert cost.moves == (2, 10.0, 7)
     assert cost.hbm_bytes == 100 and cost.hbm_cycles == 8
     table = step_report.step_table([cost])
-    assert "3 loops of unknown trip count" in table
+    assert "3 loops of unknown length" in table
     assert "rmt-tiny, v5e: the compiler left no schedule of kernel.7" in table
 
 

@@ -68,6 +68,17 @@ def test_what_was_answered_is_not_asked_again(scorer, tmp_path):
     assert len(list((tmp_path / "a/evaluation").iterdir())) == 3
 
 
+def test_batches_are_of_all_sources(scorer, tmp_path):
+    shapes = []
+    counted = lambda tokens, targets: shapes.append(tokens.shape) or scorer.scores(tokens, targets)
+    some = scorer._replace(scores=counted)
+    few = [SOURCES[0]._replace(name=f"{n}", documents=QUESTIONS[:n]) for n in (1, 2)]
+    results = evaluate(subject(some, tmp_path), [*SOURCES, *few])
+    assert [result.requests for result in results] == [18, 3, 2, 4]
+    assert shapes == 9 * [(3, 32)]  # and not 6 + 1 + 1 + 2
+    assert all(result.seconds > 0 for result in results)
+
+
 def test_results_are_told(scorer, tmp_path):
     one = evaluate(subject(scorer, tmp_path / "a"), SOURCES)
     even = scorer._replace(scores=lambda *given: scorer.scores(given[0] * 0, given[1]))
