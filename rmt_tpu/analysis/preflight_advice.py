@@ -70,6 +70,8 @@ _REMAT = {
 def _remat(report: Preflight) -> list[Advice]:
     order = ["none", "dots", "full", "reversible", "blocks"]
     now = report.config.model.remat
+    if report.mesh.get("stage", 1) > 1:
+        order.remove("reversible")
     found = []
     for policy in order[order.index(now) + 1 :]:
         with contextlib.suppress(UsageError):
@@ -97,6 +99,8 @@ def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
 
 def _parts(report: Preflight) -> list[Advice]:
     """More accumulation: the fewest parts that fit by proportion, or all that there can be."""
+    if report.mesh.get("stage", 1) > 1:
+        return _microbatches(report)
     now, rows = report.config.train.accumulate, _rows(report)
     more = [n for n in range(now + 1, rows + 1) if rows % n == 0]
     # Accumulating keeps another gradient than the one that is added to it.
@@ -106,6 +110,19 @@ def _parts(report: Preflight) -> list[Advice]:
         return []
     n, size = chosen
     return [Advice(f"--set=train.accumulate={n}", f"the same batch in {n} parts", size)]
+
+
+def _microbatches(report: Preflight) -> list[Advice]:
+    """Of a pipeline, the fewest that fit by proportion: it keeps some at a time, of any number."""
+    stages, train = report.mesh["stage"], report.config.train
+    now, rows = train.microbatches or stages, _rows(report) // train.accumulate
+    kept = lambda count: sharding.Schedule(stages, train.virtual_stages, count).room() / count
+    more = [n for n in range(now + stages, rows + 1, stages) if rows % n == 0]
+    chosen = _enough(report, [(n, _with_rows(report, kept(n) / kept(now))) for n in more])
+    if chosen is None:
+        return []
+    n, size = chosen
+    return [Advice(f"--set=train.microbatches={n}", f"the same batch in {n} parts", size)]
 
 
 def _smaller_batch(report: Preflight) -> list[Advice]:

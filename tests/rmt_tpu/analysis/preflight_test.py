@@ -358,6 +358,16 @@ def test_more_parts_than_there_are():
     assert step.bytes == 3 * GIB + 60 * GIB // 8 < given.limit
 
 
+def test_a_pipeline_takes_more_microbatches():
+    """Of 32 rows; two stages keep 2 of 2, then 3 of 4, 8 or 16. The rest is as with one stage."""
+    mesh = dict.fromkeys(("data", "key", "sequence", "tensor", "fsdp"), 1) | {"stage": 2}
+    given = report(work=40.0, mesh=mesh, **{"train.batch_size": 32})
+    (step,) = [s for s in advice(given) if "microbatches" in s.flags]
+    assert step.flags == "--set=train.microbatches=16"
+    assert step.bytes == 3 * GIB + 40 * GIB * 3 // 16 < given.limit
+    assert not any("accumulate" in flag or "reversible" in flag for flag in flags(given))
+
+
 def test_no_more_chips_than_a_pod_has():
     largest = report(topology="v5e:16x16", mesh={"data": 256}, **{"train.batch_size": 1024})
     assert not any("topology" in flag for flag in flags(largest))
