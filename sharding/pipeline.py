@@ -86,8 +86,10 @@ def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage
 class Pipeline:
     """What both kinds have in common: the loops over ticks, and what happens in one.
 
-    Kinds say what a stage keeps: `memory` from ticks before on the way there, `d_memory` on the way
-    back.
+    A kind says what a stage keeps from tick to tick: `memory` of microbatches on their way there,
+    `d_memory` of those on their way back, of `_shapes` that are `_empty` and `_empty_back` before
+    the first tick. `_compute` and `_undo` are a stage's pieces of work in a tick; `_hand_on` and
+    `_hand_back` end it.
     """
 
     def __init__(

@@ -102,7 +102,8 @@ def make(kind, chunks, microbatches):
     normal = lambda *shape: rng.normal(size=shape)
     parameters = pipeline.Parameters(
         first={"x": normal(TOKENS, DIM), "y": normal(TOKENS, 2, DIM)},
-        chunks={"w": normal(chunks, DIM, DIM), "q": normal(chunks, CHUNK_ROWS, DIM)},
+        # Of this size deep chains of chunks neither forget their start nor magnify rounding.
+        chunks={"w": normal(chunks, DIM, DIM) * DIM**-0.5, "q": normal(chunks, CHUNK_ROWS, DIM)},
         shared=normal(DIM),
         last=normal(DIM),
     )

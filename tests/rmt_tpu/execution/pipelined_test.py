@@ -20,8 +20,8 @@ MATRIX = {"num_layers": 4, "num_heads": 2, "store": cfg.MatrixStore(key_dim=4)}
 VECTOR = {"num_layers": 4, "num_heads": 2}
 
 
-def gradients(model, mesh, **train):
-    """In float64, at parameters that are not the first ones; in the shapes of one device's."""
+def prepared(model, mesh, **train):
+    """A run on a mesh, parameters that are not the first ones as it has them, and a batch."""
     train = TrainConfig(batch_size=BATCH, mesh=mesh, **train)
     sizes = (part.split("=")[1] for part in mesh.split(","))
     on = sharding.make_mesh(mesh, jax.devices()[: int(np.prod([int(size) for size in sizes]))])
@@ -30,9 +30,15 @@ def gradients(model, mesh, **train):
     chunked = lambda x, like: np.reshape(x, like.shape)
     params = jax.tree.map(chunked, base, jax.eval_shape(run.init).params)
     params = jax.device_put(params, run.state_shardings.params)
-    batch = jax.device_put(models.batch(BATCH, SEQ), run.batch_sharding)
+    return run, params, jax.device_put(models.batch(BATCH, SEQ), run.batch_sharding)
+
+
+def gradients(model, mesh, **train):
+    """In float64, with the losses; in the shapes of one device's."""
+    run, params, batch = prepared(model, mesh, **train)
     of_params, loss = jax.jit(run.gradients)(params, batch)
-    return loss, jax.tree.map(lambda g, like: np.reshape(g, like.shape), of_params, base)
+    like = models.random_parameters(model)
+    return loss, jax.tree.map(lambda g, like: np.reshape(g, like.shape), of_params, like)
 
 
 @functools.cache
@@ -85,6 +91,20 @@ def test_loss_and_gradients_are_those_of_one_device(kind, mixer, mesh, train):
 @pytest.mark.parametrize("kind, mixer, mesh, train", MORE, ids=label)
 def test_and_of_the_other_mixers(kind, mixer, mesh, train):
     check(kind, mixer, mesh, **train)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", [cfg.Sum(), cfg.BlockAttention(num_blocks=4)], ids=label)
+def test_the_loss_alone_is_that_of_the_gradient(mixer):
+    """Of an evaluation, which no microbatch goes back for."""
+    with jax.enable_x64(True):
+        model = models.model("matrix", mixer=mixer, compute_dtype="float64", **MATRIX)
+        train = {"virtual_stages": 2, "microbatches": 8}
+        run, params, batch = prepared(model, "stage=2", **train)
+        got, total = jax.jit(run.loss)(params, batch), np.sum(models.batch(BATCH, SEQ).weights)
+        expected, _ = on_one_device(model)
+    got = (np.asarray(got.cross_entropy) / total, np.asarray(got.z) / total)
+    assert_close(got, (expected.cross_entropy, expected.z), 1e-11)
 
 
 REFUSED = [
