@@ -393,6 +393,8 @@ _EVALUATION = (
     _weights('matrix("mlp.gate", (*second, "core", "w_1"), 0,', 'matrix("mlp.gate", (*second, "core", "w_1"), 1,'),
     _weights('if described.tied and "lm_head.weight" not in there:', 'if "lm_head.weight" not in there:'),
     _weights("for (a, b), (lo, _) in zip(common, piece.at, strict=True)", "for (a, b), (lo, _) in zip(common, ranges, strict=True)"),
+    _of_config("scaling = group._scaling() or scaling", "group._scaling()"),
+    _of("rmt_tpu/cores/positions.py", f"{_MODEL}/layers/layers_test.py::test_low_frequencies_are_scaled_for_long_texts")("(kept + (1 - kept) / factor)", "(1 - kept + kept / factor)"),
     _of_config('later.positive("rope_theta", self.positive("rope_theta", 10_000.0))', 'self.positive("rope_theta", 10_000.0)'),
     _of_config('            group.only("partial_rotary_factor", 1.0, None)', '            group.only("partial_rotary_factor", 1.0, 0.5, None)'),
     _of_config("any(isinstance(one, dict) for one in value.values())", "any(isinstance(one, list) for one in value.values())"),

@@ -29,15 +29,39 @@ class Alibi:
 
 
 @dataclass(frozen=True)
+class Llama3Scaling(Checked):
+    """Low frequencies of RoPE are divided, for texts longer than those trained on (Llama 3.1).
+
+    Frequencies f that turn fewer than `low` times within `original_length` tokens become
+    `f / factor`, those that turn more than `high` times stay, and others lie between.
+    """
+
+    kind: ClassVar[str] = "llama3"
+    factor: Positive = 8.0
+    low: Positive = 1.0
+    high: Positive = 4.0
+    original_length: Size = 8192
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.low >= self.high:
+            raise UsageError(
+                f"Llama3Scaling.low={self.low} must be below high={self.high}, like low=1 high=4"
+            )
+
+
+@dataclass(frozen=True)
 class Rope(Checked):
     """Queries and keys are rotated by their position, at frequencies `base^(-2 i / dims)`.
 
-    `dims` is how many of a head's first numbers are rotated; None is all of them.
+    `dims` is how many of a head's first numbers are rotated; None is all of them. `scaling` changes
+    frequencies.
     """
 
     kind: ClassVar[str] = "rope"
     base: Positive = 10_000.0
     dims: Size | None = None
+    scaling: Llama3Scaling | None = None
 
 
 @dataclass(frozen=True)

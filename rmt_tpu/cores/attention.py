@@ -227,11 +227,11 @@ class Attention(Core):
             moved = sharding.axis_size(self._swapped) > 1
             packed = jnp.concatenate(self._own_heads(z), axis=2) if moved else z
         match self.core.positions:
-            case cfg.Rope(base=base, dims=dims):
+            case cfg.Rope() as rope:
                 each = self.core.num_heads // self.core.kv_heads
                 own = packed.shape[2] // (each + 2) * (each + 1)
                 positions = self._own_positions(context)
-                return pos.rotate_first(packed, positions, heads=own, base=base, dims=dims)
+                return pos.rotate_first(packed, positions, heads=own, rope=rope)
         return packed
 
     def _own_positions(self, context):
@@ -250,10 +250,9 @@ class Attention(Core):
             q = normalize(q, self.query_gain[...], **norm)
             k = normalize(k, self.key_gain[...], **norm)
         match self.core.positions:
-            case cfg.Rope(base=base, dims=dims):
+            case cfg.Rope() as rope:
                 positions = self._own_positions(context)
-                q = pos.rotate(q, positions, base=base, dims=dims)
-                k = pos.rotate(k, positions, base=base, dims=dims)
+                q, k = (pos.rotate(x, positions, rope) for x in (q, k))
         return q, k, v
 
     def _own_heads(self, z):

@@ -177,9 +177,9 @@ class Mla(Core):
     def _rotated(self, x, context):
         """With the last `rope_dim` numbers of each head rotated, if they are."""
         match self.core.positions:
-            case cfg.Rope(base=base):
+            case cfg.Rope() as rope:
                 first = x.shape[-1] - self.core.rope_dim
-                turned = pos.rotate(x[..., first:], context.query_positions, base=base)
+                turned = pos.rotate(x[..., first:], context.query_positions, rope)
                 return jnp.concatenate([x[..., :first], turned], axis=-1)
         return x
 

@@ -4,7 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
+
+from rmt_tpu import config as cfg
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
@@ -12,24 +15,34 @@ def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
     return 2.0 ** (-8.0 * jnp.arange(1, num_heads + 1) / num_heads)
 
 
+def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array, " pairs"]:
+    """`base^(-2 i / dims)` of each pair of `dims` numbers, scaled: see `config.Llama3Scaling`."""
+    half = dims // 2
+    frequencies = rope.base ** (-jnp.arange(half, dtype=dtype) / half)
+    match rope.scaling:
+        case cfg.Llama3Scaling(factor=factor, low=low, high=high, original_length=length):
+            turns = length * frequencies / (2 * jnp.pi)
+            kept = jnp.clip((turns - low) / (high - low), 0, 1)
+            frequencies = frequencies * (kept + (1 - kept) / factor)
+    return frequencies
+
+
 def rotate(
     x: Float[Array, "batch seq heads head_dim"],
     positions: Int[Array, "batch_or_1 seq"],
-    *,
-    base: float,
-    dims: int | None = None,
+    rope: cfg.Rope,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """RoPE: pairs (x_i, x_{i + dims / 2}) turned by `position * base^(-2 i / dims)`.
+    """RoPE: pairs (x_i, x_{i + dims / 2}) turned by `position * frequency_i`.
 
-    Of the first `dims` numbers of a head, or of all; the others stay as they are.
+    Of the first `rope.dims` numbers of a head, or of all; the others stay as they are.
     """
-    if dims is not None and dims < x.shape[-1]:
-        turned = rotate(x[..., :dims], positions, base=base)
+    dims = x.shape[-1] if rope.dims is None else rope.dims
+    if dims < x.shape[-1]:
+        turned = rotate(x[..., :dims], positions, rope)
         return jnp.concatenate([turned, x[..., dims:]], axis=-1)
-    half = x.shape[-1] // 2
+    half = dims // 2
     dtype = jnp.result_type(x, jnp.float32)
-    frequencies = base ** (-jnp.arange(half, dtype=dtype) / half)
-    angles = positions[:, :, None, None] * frequencies
+    angles = positions[:, :, None, None] * rope_frequencies(rope, dims, dtype)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = x[..., :half].astype(dtype), x[..., half:].astype(dtype)
     turned = [first * cos - second * sin, second * cos + first * sin]
@@ -41,21 +54,19 @@ def rotate_first(
     positions: Int[Array, "batch_or_1 seq"],
     *,
     heads: int,
-    base: float,
-    dims: int | None = None,
+    rope: cfg.Rope,
 ) -> Float[Array, "batch seq vectors head_dim"]:
     """`rotate` of the first `heads` vectors of a token; the others stay as they are.
 
     They are changed in place, and gradients are turned back in place: taken apart and put together
     again, a TPU would write all vectors three times. There is no forward mode.
     """
-    return _rotate_first(x, positions, heads, base, dims)
+    return _rotate_first(x, positions, heads, rope)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _rotate_first(x, positions, heads, base, dims):
-    dims = x.shape[-1] if dims is None else dims
-    turned = rotate(x[:, :, :heads, :dims], positions, base=base)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rotate_first(x, positions, heads, rope):
+    turned = rotate(x[:, :, :heads, : rope.dims], positions, rope)
     return jax.lax.dynamic_update_slice(x, turned, (0, 0, 0, 0))
 
 
@@ -63,8 +74,8 @@ def _rotate_forward(x, positions, *fixed):
     return _rotate_first(x, positions, *fixed), positions
 
 
-def _rotate_backward(heads, base, dims, positions, d_x):
-    return _rotate_first(d_x, -positions, heads, base, dims), None
+def _rotate_backward(heads, rope, positions, d_x):
+    return _rotate_first(d_x, -positions, heads, rope), None
 
 
 _rotate_first.defvjp(_rotate_forward, _rotate_backward)

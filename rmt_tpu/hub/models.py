@@ -123,14 +123,26 @@ class Fields:
         return Fields(value, f"{self._where}: {name}")
 
     def rope(self) -> cfg.Rope:
-        """`rope_theta`, or `rope_parameters` of later files, which have all of it."""
-        later = self.group("rope_parameters")
+        """`rope_theta` and `rope_scaling`, or `rope_parameters` of later files, which have both."""
+        later, scaling = self.group("rope_parameters"), None
         for group in (later, self.group("rope_scaling")):
-            group.only("rope_type", "default")
-            group.only("type", "default")
+            scaling = group._scaling() or scaling
             group.only("partial_rotary_factor", 1.0, None)
         self.only("partial_rotary_factor", 1.0, None)
-        return cfg.Rope(base=later.positive("rope_theta", self.positive("rope_theta", 10_000.0)))
+        base = later.positive("rope_theta", self.positive("rope_theta", 10_000.0))
+        return cfg.Rope(base=base, scaling=scaling)
+
+    def _scaling(self) -> cfg.Llama3Scaling | None:
+        for name in ("rope_type", "type"):
+            self.only(name, "default", cfg.Llama3Scaling.kind)
+        if cfg.Llama3Scaling.kind not in (self._values.get("rope_type"), self._values.get("type")):
+            return None
+        low = self.positive("low_freq_factor", 1.0)
+        high = self.positive("high_freq_factor", 4.0)
+        if low >= high:
+            raise self.wrong("low_freq_factor", low, f"below high_freq_factor={high}")
+        length = self.size("original_max_position_embeddings", 8192)
+        return cfg.Llama3Scaling(self.positive("factor", 8.0), low, high, length)
 
 
 def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
@@ -199,6 +211,7 @@ def values_of(model: cfg.ModelConfig, *, max_length: int, bos: int) -> dict[str,
         "hidden_act": activations[feed_forward.activation],
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": attention.positions.base,
+        "rope_scaling": _scaling_of(attention.positions.scaling),
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
         "attention_bias": attention.bias,
@@ -233,6 +246,18 @@ def _sublayers(model: cfg.ModelConfig) -> tuple[cfg.Attention, cfg.FeedForward]:
     if attention.inverse_layer_scaling:
         raise _not_of_hub("model.attention.inverse_layer_scaling", True, "false")
     return attention, feed_forward
+
+
+def _scaling_of(scaling: cfg.Llama3Scaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    return {
+        "rope_type": scaling.kind,
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
+        "original_max_position_embeddings": scaling.original_length,
+    }
 
 
 def _not_of_hub(name: str, value: object, legal: str) -> UsageError:

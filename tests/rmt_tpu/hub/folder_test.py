@@ -190,7 +190,10 @@ def test_files_that_are_not_whole(folder, tmp_path):
 VALUES = values_of(model(), max_length=64, bos=256)
 REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type 'gpt2' is unknown; legal: llama, mistral"),
-    "rope": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is .*; legal: \"default\""),
+    "rope": (
+        {"rope_scaling": {"rope_type": "yarn"}},
+        'rope_type=\'yarn\' is .*; legal: "default" or "llama3"',
+    ),
     "named rope": ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is not .*; legal: null, or one"),
     "ropes of kinds": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters=.* plain val"),
     "part": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is"),
@@ -198,7 +201,11 @@ REFUSED = {
     "groups": ({"num_key_value_heads": 3}, "num_key_value_heads=3 .*; legal: what divides 4 heads"),
     "odd": ({"head_dim": 5}, "head_dim=5 is not .*; legal: an even number"),
     "no name": ({"model_type": ["llama"]}, "model_type .* is unknown; did you mean"),
-    "later rope": ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' is not"),
+    "later rope": ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' is not"),
+    "turns": (
+        {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4}},
+        "rope_scaling: low_freq_factor=4.0 is not .*; legal: below high_freq_factor=4.0",
+    ),
     "window": ({"sliding_window": 4096}, "sliding_window=4096 is not .*; legal: null"),
     "layers": ({"layer_types": ["sliding_attention"]}, "layer_types=.'sliding_attention'"),
     "bias": ({"attention_bias": True}, "attention_bias=True is not .*; legal: false$"),
@@ -218,6 +225,19 @@ def test_later_files_have_rope_s_base_elsewhere():
     later = {name: value for name, value in VALUES.items() if name != "rope_theta"}
     later["rope_parameters"] = {"rope_theta": 5000.0, "rope_type": "default"}
     assert model_of(later, "x") == model()
+    # As Llama 3.1's files have it, where either kind of file does, and back.
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    scaled = model_of(VALUES | {"rope_scaling": scaling}, "x")
+    rope = cfg.Rope(5000.0, scaling=cfg.Llama3Scaling(32.0, original_length=64))
+    assert scaled.cores[0].positions == rope
+    assert model_of(later | {"rope_parameters": {"rope_theta": 5000.0, **scaling}}, "x") == scaled
+    assert values_of(scaled, max_length=64, bos=256) == VALUES | {"rope_scaling": scaling}
     window = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 9}
     assert model_of(VALUES | window, "x") == model("qwen2")
 

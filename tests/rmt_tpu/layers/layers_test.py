@@ -11,6 +11,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu import cores
 from rmt_tpu.cores import positions
 from rmt_tpu.cores.feed_forward import FeedForward
+from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import metadata
@@ -40,7 +41,7 @@ def test_alibi_slopes_are_geometric_for_any_number_of_heads(num_heads):
 
 def test_rope_turns_pairs_and_products_depend_on_distance_alone():
     q, k = draw(1, 1, 1, 6), draw(1, 1, 1, 6, seed=1)
-    turn = lambda x, at: positions.rotate(x, jnp.asarray([[at]]), base=100.0)
+    turn = lambda x, at: positions.rotate(x, jnp.asarray([[at]]), cfg.Rope(100.0))
     np.testing.assert_allclose(turn(q, 0), q, rtol=1e-6)
     np.testing.assert_allclose(jnp.linalg.norm(turn(q, 9)), jnp.linalg.norm(q), rtol=1e-6)
     product = lambda a, b: float(jnp.sum(turn(q, a) * turn(k, b)))
@@ -56,17 +57,37 @@ def test_rope_turns_pairs_and_products_depend_on_distance_alone():
 def test_rope_of_the_first_vectors_in_place(dims):
     """As if they were taken apart; and so are its gradients, turned back."""
     x, d_y, at = draw(2, 5, 7, 6), draw(2, 5, 7, 6, seed=1), jnp.arange(5)[None] + 3
-    own = {"base": 100.0, "dims": dims}
+    rope = cfg.Rope(100.0, dims)
 
     def apart(x):
-        return jnp.concatenate([positions.rotate(x[:, :, :4], at, **own), x[:, :, 4:]], axis=2)
+        return jnp.concatenate([positions.rotate(x[:, :, :4], at, rope), x[:, :, 4:]], axis=2)
 
     def in_place(x):
-        return positions.rotate_first(x, at, heads=4, **own)
+        return positions.rotate_first(x, at, heads=4, rope=rope)
 
     for got, want in zip(*(jax.vjp(f, x) for f in (in_place, apart)), strict=True):
         got, want = (f(d_y)[0] if callable(f) else f for f in (got, want))
         np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_low_frequencies_are_scaled_for_long_texts():
+    """As Llama 3.1 writes it, by wavelengths."""
+    rope = cfg.Rope(5e5, scaling=cfg.Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    want = []
+    for f in 5e5 ** (-np.arange(0, 128, 2) / 128):
+        wavelength = 2 * np.pi / f
+        if wavelength < 8192 / 4.0:
+            want.append(f)
+        elif wavelength > 8192 / 1.0:
+            want.append(f / 8.0)
+        else:
+            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            want.append((1 - smooth) * f / 8.0 + smooth * f)
+    assert 0 < sum(f / 8.0 < w < f for f, w in zip(5e5 ** (-np.arange(64) / 64), want, strict=True))
+    got = positions.rope_frequencies(rope, 128, jnp.float32)
+    np.testing.assert_allclose(got, want, rtol=2e-5)
+    with pytest.raises(UsageError, match=r"^Llama3Scaling.low=4.0 must be below high=4.0"):
+        cfg.Llama3Scaling(low=4.0)
 
 
 def test_gelu_exact_and_tanh():
