@@ -25,6 +25,7 @@ PROGRAMS = [
     "report",
     "serve",
     "storage_report",
+    "sweep",
     "train",
 ]
 

@@ -18,6 +18,10 @@ class RunError(RmtError):
     """The run itself failed: a non-finite loss, a damaged checkpoint. Exit code 1."""
 
 
+class DivergedError(RunError):
+    """The loss or its gradient stayed non-finite."""
+
+
 @contextlib.contextmanager
 def of_flag(name: str) -> Iterator[None]:
     """A UsageError within is about the value of this flag, and begins with that value."""

@@ -33,6 +33,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores import causal
 from rmt_tpu.data import Batch
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import DepthWeights, Stepwise, Store, Unstacked
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.loss import Loss, next_token_loss
@@ -68,12 +69,15 @@ class Trace(NamedTuple):
       z: what the unembedding reads.
       written: `2L + 1` arrays in the order of the writes.
       residuals: the residual after each; none where the mixer does not add to one.
+      reads: what each site has read, the last one's for the unembedding; none where the mixer does
+        not read by the store.
       weights: of attention over depth, by site: of the sources that it sees, oldest first.
     """
 
     z: Float[Array, "batch seq vectors size"]
     written: tuple[Float[Array, "batch seq *shape"], ...]
     residuals: tuple[Float[Array, "batch seq *shape"], ...]
+    reads: tuple[Read, ...]
     weights: tuple[Float[Array, "sources batch seq heads"], ...]
 
 
@@ -185,7 +189,8 @@ def unrolled(
         z, weights = unrolled(store, state, y, sublayers, decoder.final_site)
     else:
         z, weights = _advance(decoder, sublayers, store, state, y), ()
-    return Trace(z.whole, tuple(store.outputs), tuple(store.residuals), tuple(weights))
+    recorded = map(tuple, (store.outputs, store.residuals, store.reads, weights))
+    return Trace(z.whole, *recorded)
 
 
 class _TappedStore:
@@ -197,23 +202,28 @@ class _TappedStore:
     def __init__(self, store: Store, taps: Sequence[Array] | None):
         self._store, self._taps = store, taps
         self.dtype, self.compute_dtype = store.dtype, store.compute_dtype
-        self.start, self.hold, self.read = store.start, store.hold, store.read
+        self.start, self.hold = store.start, store.hold
         if isinstance(store, Stepwise):
             self.norm_of, self.project = store.norm_of, store.project
         self.outputs: list[Array] = []
         self.residuals: list[Array] = []
+        self.reads: list[Read] = []
 
     def write(self, residual, y, writer):
         written = self._store.write(jnp.zeros_like(residual), y, writer)
         self.residuals.append(residual + self._tapped(written))
         return self.residuals[-1]
 
+    def read(self, residual, site, dtype):
+        self.reads.append(self._store.read(residual, site, dtype))
+        return self.reads[-1]
+
     def written(self, y, writer):
         return self._tapped(self._store.written(y, writer))
 
     def add_and_read(self, residual, y, site):
         residual = self.write(residual, y, site.writer)
-        return residual, self._store.read(residual, site, y.dtype)
+        return residual, self.read(residual, site, y.dtype)
 
     def _tapped(self, written):
         if self._taps is not None:

@@ -54,6 +54,11 @@ class Heads(Computes):
         return Port(heads=(self.num_heads,), head_dim=self.head_dim)
 
     @property
+    def query_dim(self) -> int:
+        """Of a query, and of a key."""
+        return self.head_dim
+
+    @property
     def divided_heads(self) -> dict[str, int]:
         """By field, the heads that devices divide where they share tokens."""
         return {"num_heads": self.num_heads}

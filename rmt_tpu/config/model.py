@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
+from rmt_tpu.config import overrides
 from rmt_tpu.config.checks import LARGEST_SIZE, Checked, Positive, Size
 from rmt_tpu.config.cores import (
     WHOLE,
@@ -33,21 +34,36 @@ class Standard:
 
 @dataclass(frozen=True)
 class MuP(Checked):
-    """Maximal update parametrisation: multipliers and rates that transfer over width.
+    """Maximal update parametrisation (Yang et al. 2022): rates that transfer over width.
 
-    Hidden weights learn at `learning_rate * base_width / width`, logits are multiplied by
-    `output_multiplier * base_width / width`, attention logits by
-    `attention_multiplier * sqrt(base_head_dim) / head_dim`, embeddings by `input_multiplier`.
-    Defaults: what the paper's search found for its Transformer (appendix C.2.1), for use with
-    `init_std=0.15` and a learning rate of 6.5e-3.
+    The base model is this one with the sizes of `base`. There, with multipliers of 1, all is as in
+    the standard parametrisation. Of a model whose sizes are others:
+
+    - Adam's entries are of order `learning_rate` and go along with what the weight reads, so that a
+      sum over its fan-in moves by fan-in times that. So each weight learns at
+      `learning_rate * base fan-in / fan-in` of its own: matrices, key vectors (the fan-in of those
+      that read is D_k, of those that write R) and the queries of attention over depth (the size of
+      the residual). Its weight decay is not scaled so.
+    - Gains, biases and embeddings have no such sum, and learn at the rate itself.
+    - The unembedding too, and starts with the base's standard deviation: instead logits are
+      multiplied by `output_multiplier * base width / width`.
+    - Attention logits are multiplied by `attention_multiplier * sqrt(base size) / size` of queries,
+      a constant where heads keep their size.
+    - Embeddings are multiplied by `input_multiplier`.
+
+    The RMT paper's search found 9.76, 0.25 and 5.52 for its Transformer's input, attention and
+    output, with `init_std=0.15` and a learning rate of 6.5e-3 (appendix C.2.1).
+
+    Attributes:
+      base: sizes of the base model, like "store.dim=128,attention.num_heads=4": every size that
+        differs from this model's, as a path of ModelConfig; none is this model itself.
     """
 
     kind: ClassVar[str] = "mup"
-    base_width: Size = 256
-    base_head_dim: Size = 32
-    input_multiplier: Positive = 9.76
-    attention_multiplier: Positive = 0.25
-    output_multiplier: Positive = 5.52
+    base: tuple[str, ...] = ()
+    input_multiplier: Positive = 1.0
+    attention_multiplier: Positive = 1.0
+    output_multiplier: Positive = 1.0
 
 
 Parametrization = Standard | MuP
@@ -104,6 +120,7 @@ class ModelConfig(Checked):
         self._check_ports()
         self._check_sizes()
         self._check_mixer()
+        self._check_base()
         dtype = self.store.dtype
         if self.remat == "reversible" and isinstance(self.store, VectorStore):
             raise UsageError(
@@ -181,6 +198,19 @@ class ModelConfig(Checked):
             raise UsageError(
                 f"ModelConfig.remat={self.remat!r} is not for mixer={kind}; legal: "
                 f"{', '.join(mixer.remats)}"
+            )
+
+    def _check_base(self):
+        """The base model of muP can be, and is this one but for sizes."""
+        kinds = lambda model: [
+            model.store.kind,
+            model.mixer.kind,
+            *([core.kind for core in stack.cores] for stack in model.stacks),
+        ]
+        if kinds(self.base_model) != kinds(self):
+            raise UsageError(
+                "ModelConfig.parametrization.base is a model of another store, mixer or other "
+                "cores; legal: sizes of this one, like store.dim=128"
             )
 
     # The short form -----------------------------------------------------------------------------
@@ -332,10 +362,27 @@ class ModelConfig(Checked):
                 return key_dim, self.data_shape[1]
 
     @property
+    def base_model(self) -> "ModelConfig":
+        """That of muP, whose rates are those that are given; else the model itself.
+
+        Raises:
+          UsageError: a size of it cannot be.
+        """
+        if not getattr(self.parametrization, "base", ()):
+            return self
+        try:
+            sizes = dict(map(overrides.parse_assignment, self.parametrization.base))
+            return overrides.apply(replace(self, parametrization=Standard()), sizes)
+        except UsageError as error:
+            text = str(error).removeprefix("--set=")
+            raise UsageError(f"ModelConfig.parametrization.base: {text}") from None
+
+    @property
     def width_ratio(self) -> float:
-        """Width over the muP base width; 1 in the standard parametrisation."""
-        match self.parametrization:
-            case MuP(base_width=base_width):
-                return self.width / base_width
-            case Standard():
-                return 1.0
+        """Width over that of muP's base model; 1 in the standard parametrisation."""
+        return self.width / self.base_model.width
+
+    def base_core(self, core: Core) -> Core:
+        """What a core of this model is in muP's base model."""
+        of = lambda model: [core for stack in model.stacks for core in stack.cores]
+        return of(self.base_model)[of(self).index(core)]

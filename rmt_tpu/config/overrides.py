@@ -70,6 +70,19 @@ def apply(config: Config, overrides: dict[str, Any]) -> Config:
     return from_json(type(config), values)
 
 
+def value_at(config: Any, path: str) -> Any:
+    """What a config has at a dotted path, as JSON: of all that are of a kind, the first one's.
+
+    Raises:
+      UsageError: it has no such path.
+    """
+    values = to_json(config, short=_WHOLE_FORM not in path.split("."))
+    holder, key = _places(values, path.split("."), path)[0]
+    if isinstance(holder, dict) and key not in holder:
+        raise UsageError(unknown(f"{path}: field", key, holder))
+    return holder[key]
+
+
 # A part of a path which only the whole form has.
 _WHOLE_FORM = "stacks"
 

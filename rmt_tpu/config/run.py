@@ -15,7 +15,7 @@ from rmt_tpu.config.checks import (
     Size,
 )
 from rmt_tpu.config.cores import Learned
-from rmt_tpu.config.model import ModelConfig
+from rmt_tpu.config.model import ModelConfig, MuP
 from rmt_tpu.config.resume import changeable, free
 from rmt_tpu.errors import UsageError
 from sharding.spec import parse_mesh
@@ -179,6 +179,12 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self):
+        if isinstance(self.train.optimizer, Muon) and isinstance(self.model.parametrization, MuP):
+            raise UsageError(
+                "train.optimizer=muon with model.parametrization=mup is not defined: the rates are "
+                "Adam's, and Muon's matrices would need others; legal: train.optimizer=adamw, or "
+                "model.parametrization=standard"
+            )
         match self.model.learned_positions:
             case Learned(max_length=max_length) if self.data.seq_len > max_length:
                 raise UsageError(

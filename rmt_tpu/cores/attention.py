@@ -60,7 +60,7 @@ class Attention(Core):
 
     def __init__(self, config: cfg.ModelConfig, core: cfg.Attention, layout: HeadsLayout):
         self.core, self.layout = core, layout
-        self.scale, self.epsilon = logit_scale(config, core.head_dim), config.norm_epsilon
+        self.scale, self.epsilon = logit_scale(config, core), config.norm_epsilon
         normed, size = core.query_key_norm, (core.head_dim,)
         self.query_gain = gain(size, axes=("head_dim",)) if normed else None
         self.key_gain = gain(size, axes=("head_dim",)) if normed else None

@@ -106,14 +106,15 @@ def apart(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _
     return x[:, : rows * new].reshape(rows, new, *x.shape[2:])
 
 
-def logit_scale(config: cfg.ModelConfig, size: int) -> float:
-    """Of queries and keys of a size: `1 / sqrt(size)`.
+def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float:
+    """Of queries and keys: `1 / sqrt(size)`.
 
-    In muP `attention_multiplier * sqrt(base_head_dim) / size`.
+    In muP `attention_multiplier * sqrt(base size) / size`.
     """
+    size = core.query_dim
     match config.parametrization:
-        case cfg.MuP(attention_multiplier=multiplier, base_head_dim=base_head_dim):
-            return multiplier * base_head_dim**0.5 / size
+        case cfg.MuP(attention_multiplier=multiplier):
+            return multiplier * config.base_core(core).query_dim ** 0.5 / size
         case cfg.Standard():
             return size**-0.5
 

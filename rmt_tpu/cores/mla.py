@@ -71,7 +71,7 @@ class Mla(Core):
 
     def __init__(self, config: cfg.ModelConfig, core: cfg.Mla, rngs: nnx.Rngs, layout: HeadsLayout):
         self.core, self.layout, self.epsilon = core, layout, config.norm_epsilon
-        self.scale = logit_scale(config, core.query_dim)
+        self.scale = logit_scale(config, core)
         width, heads = config.width, core.num_heads
 
         def weights(*shape: int, axes: tuple) -> nnx.Param:

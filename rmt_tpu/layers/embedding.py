@@ -66,11 +66,13 @@ class Unembedding(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
         output_multiplier = getattr(config.parametrization, "output_multiplier", 1.0)
         self.multiplier = output_multiplier / config.width_ratio
+        # In muP its start is the base's, for the multiplier divides what its rate else would.
+        base_width = config.width / config.width_ratio
         # One 2-D matrix: with a vectors axis of its own the compiler transposes it.
         self.kernel = parameter(
             rngs,
             (config.width, config.vocab_size),
-            std=config.init_std * config.width**-0.5,
+            std=config.init_std * base_width**-0.5,
             role="unembedding",
             axes=("embed", "vocab"),
         )

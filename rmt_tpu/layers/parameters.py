@@ -11,9 +11,18 @@ from rmt_tpu.config import Role
 
 Module = TypeVar("Module", bound=nnx.Module)
 
+# Axes of many matrices in one parameter.
+OF_MANY = ("layer", "node", "expert", "projection", "stream")
+
 
 def parameter(
-    rngs: nnx.Rngs, shape: tuple[int, ...], *, std: float | jax.Array, role: Role, axes: tuple
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    *,
+    std: float | jax.Array,
+    role: Role,
+    axes: tuple,
+    fan_in: int | None = None,
 ) -> nnx.Param:
     """A float32 parameter drawn from N(0, std^2).
 
@@ -23,9 +32,14 @@ def parameter(
       std: standard deviation; may be traced, so that it can differ between stacked layers.
       role: what the optimizer goes by for weight decay and width-scaled learning rates.
       axes: logical names of the axes, for sharding rules.
+      fan_in: how many numbers of a token a product with it adds up; muP's rate goes by it. None is
+        the size of the first axis of a "hidden" weight's matrix, and of others 1: no such sum.
     """
+    if fan_in is None:
+        of_matrix = (size for size, axis in zip(shape, axes, strict=True) if axis not in OF_MANY)
+        fan_in = next(of_matrix) if role == "hidden" else 1
     value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, role=role, axes=axes)
+    return nnx.Param(value, role=role, axes=axes, fan_in=fan_in)
 
 
 def storage_scale(num_sublayers: int) -> float:
@@ -38,9 +52,29 @@ def gain(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
     return nnx.Param(jnp.ones(shape, jnp.float32), role="gain", axes=axes)
 
 
-def keys(rngs: nnx.Rngs, count: int, key_dim: int, *, std: float | jax.Array) -> nnx.Param:
-    """`count` key vectors of size `key_dim`, [count, key_dim]."""
-    return parameter(rngs, (count, key_dim), std=std, role="keys", axes=("head", "key"))
+def read_keys(
+    rngs: nnx.Rngs, count: int, key_dim: int, *, scale: float | jax.Array = 1.0
+) -> nnx.Param:
+    """`count` key vectors of size `key_dim` (D_k) that read, r [count, D_k].
+
+    `z[p, v] = sum_k r[p, k] X[k, v]` adds up D_k numbers of a residual that is normed to order 1:
+    of order 1 for r of `1 / sqrt(D_k)`. What Adam adds to r[p, k] has the sign of a gradient that
+    is itself a sum over X[k, v], so that its D_k terms go along: by rate r moves z by `rate * D_k`.
+    """
+    axes, std = ("head", "key"), scale * key_dim**-0.5
+    return parameter(rngs, (count, key_dim), std=std, role="keys", axes=axes, fan_in=key_dim)
+
+
+def store_keys(
+    rngs: nnx.Rngs, count: int, key_dim: int, *, scale: float | jax.Array = 1.0
+) -> nnx.Param:
+    """`count` (R) key vectors of size `key_dim` (D_k) that write, w [R, D_k].
+
+    `X[k, v] += sum_r w[r, k] y[r, v]`, an outer product of each vector, adds up R numbers for each
+    that it writes, however large D_k: of order 1 for w of `1 / sqrt(R)`, and moved by `rate * R`.
+    """
+    axes, std = ("head", "key"), scale * count**-0.5
+    return parameter(rngs, (count, key_dim), std=std, role="keys", axes=axes, fan_in=count)
 
 
 def stack(
@@ -68,9 +102,12 @@ def stack(
 
 
 def metadata(module: nnx.Module, name: str) -> dict:
-    """The `name` ("role" or "axes") of each parameter, in the tree of `nnx.to_pure_dict`."""
+    """The `name` ("role", "axes", "fan_in") of each parameter, in the tree of `nnx.to_pure_dict`.
+
+    A parameter that says nothing of its fan-in has 1.
+    """
     state = nnx.state(module, nnx.Param)
+    default = {"fan_in": 1} if name == "fan_in" else {}
+    found = lambda leaf: (default | leaf.get_metadata())[name]
     is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
-    return nnx.to_pure_dict(
-        jax.tree.map(lambda leaf: leaf.get_metadata(name), state, is_leaf=is_variable)
-    )
+    return nnx.to_pure_dict(jax.tree.map(found, state, is_leaf=is_variable))

@@ -57,7 +57,9 @@ class Mix(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
         shape = config.residual_shape
         axes = ("width",) if len(shape) == 1 else ("key", "head")
-        self.query = parameter(rngs, shape, std=0.0, role="gain", axes=axes)
+        # A logit is a sum over all numbers of a source, which are normed to order 1.
+        fan_in = config.residual_size
+        self.query = parameter(rngs, shape, std=0.0, role="gain", axes=axes, fan_in=fan_in)
         with_gain = config.mixer.key_norm and config.mixer.key_gain
         self.key_gain = gain(shape, axes=axes) if with_gain else None
 

@@ -13,7 +13,7 @@ import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
-from rmt_tpu.layers.parameters import gain, keys, storage_scale
+from rmt_tpu.layers.parameters import gain, read_keys, storage_scale, store_keys
 from rmt_tpu.layers.stacks import Index
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.residual.place import Place
@@ -35,10 +35,12 @@ class Site(nnx.Module):
         count = lambda port: sum(port.heads) + port.whole * rank
         # The first site is written by the embedding, which is one write and not one of 2L.
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
-        writes = count(place.writes)
-        self.store_keys = keys(rngs, writes, key_dim, std=scale * writes**-0.5)
+        writes, reads = count(place.writes), count(place.reads)
+        scale *= start_of_keys(config, writes, writes=True)
+        self.store_keys = store_keys(rngs, writes, key_dim, scale=scale)
         self.gain = gain((key_dim, size), axes=("key", "head"))
-        self.read_keys = keys(rngs, count(place.reads), key_dim, std=key_dim**-0.5)
+        scale = start_of_keys(config, reads, writes=False)
+        self.read_keys = read_keys(rngs, reads, key_dim, scale=scale)
         self.begins_layer, self.reads = place.within == 0, place.reads
 
     @property
@@ -58,6 +60,25 @@ class Site(nnx.Module):
     def join(self, read: Read) -> Float[Array, "batch seq reads D_v"]:
         """`split` undone."""
         return jnp.concatenate([part for part in read if part is not None], axis=2)
+
+
+def start_of_keys(config: cfg.ModelConfig, count: int, *, writes: bool) -> float:
+    """In muP, what keys of the base model's standard deviation are multiplied by; else 1.
+
+    Of draws of s, [m, n], the largest singular value is `s (sqrt(m) + sqrt(n))`. What comes before
+    a matrix learns along its largest ones: that the outcome then moves by what its input does asks
+    for `sqrt(out / in)` (Yang, Simon and Bernstein 2023), so for s of
+    `1 / sqrt(in) / (1 + sqrt(in / out))`. Where all sizes grow as one the last factor does not
+    change; R and D_k may grow alone, and keys are then more and more like an unembedding.
+    """
+    base = config.base_model
+
+    def narrow(model: cfg.ModelConfig, count: int | float) -> float:
+        ratio = count / model.store.key_dim
+        return 1 / (1 + (ratio if writes else 1 / ratio) ** 0.5)
+
+    of_base = count * base.data_shape[0] / config.data_shape[0]
+    return narrow(config, count) / narrow(base, of_base)
 
 
 # A device has all heads of its own tokens.
@@ -85,7 +106,7 @@ class Store(nnx.Module):
         self.key_dim = config.store.key_dim
         self.norm, self.epsilon = config.norm, config.norm_epsilon
         learned = config.learned_positions is not None
-        self.position_keys = keys(rngs, rank, self.key_dim, std=rank**-0.5) if learned else None
+        self.position_keys = store_keys(rngs, rank, self.key_dim) if learned else None
 
     def start(
         self,

@@ -1,4 +1,4 @@
-"""AdamW and Muon by roles: what decays, what learns at a rate scaled by width, and what counts.
+"""AdamW and Muon by roles: what decays, what learns at a rate of its own, and what counts.
 
 Parameters that count (`config.COUNTED`) are no weights. Their gradients are shares of tokens, by
 which experts are balanced: they are in no norm, and have a rule of their own.
@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Float
 
 from rmt_tpu.config import COUNTED, AdamW, Muon
+from rmt_tpu.layers.parameters import OF_MANY
 
 _QUINTIC = 3.4445, -4.7750, 2.0315
 
@@ -34,7 +35,7 @@ def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    config: AdamW | Muon, *, steps: int, roles: Any, axes: Any, width_ratio: float
+    config: AdamW | Muon, *, steps: int, roles: Any, axes: Any, rates: Any
 ) -> optax.GradientTransformation:
     """Clip, Adam or Muon, weight decay, learning rate.
 
@@ -43,14 +44,12 @@ def make_optimizer(
       steps: of the whole run, for the schedule.
       roles: tree of the parameters' roles.
       axes: tree of the names of their axes.
-      width_ratio: "hidden" parameters learn at `1 / width_ratio` of the rate (muP).
+      rates: tree of what each parameter's rate is multiplied by (muP, see `MuP`). Weight decay
+        is not: else a wide model would hardly decay.
     """
     excluded = (*config.decay_exclude, *COUNTED)
     decays = jax.tree.map(lambda role: role not in excluded, roles)
-    scales = jax.tree.map(lambda role: 1 / width_ratio if role == "hidden" else 1.0, roles)
-    scale_by_role = optax.stateless(
-        lambda updates, params: jax.tree.map(jnp.multiply, updates, scales)
-    )
+    scale = optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, rates))
     adam = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
     if isinstance(config, Muon):
         rules = jax.tree.map(_rule, roles, axes)
@@ -58,16 +57,23 @@ def make_optimizer(
         muon = {rule: _scale_by_muon(config, rule) for rule in of_muon}
         adam = optax.partition({_ADAM: adam, **muon}, rules)
     adam = [optax.clip_by_global_norm(config.clip_norm), adam]
-    rate = [optax.scale_by_learning_rate(learning_rate(config, steps)), scale_by_role]
+    rate = optax.scale_by_learning_rate(learning_rate(config, steps))
     if config.independent_weight_decay:
         decay = optax.add_decayed_weights(-config.weight_decay, decays)
-        return _counting(optax.chain(*adam, *rate, decay), roles)
-    decay = optax.add_decayed_weights(config.weight_decay, decays)
-    return _counting(optax.chain(*adam, decay, *rate), roles)
+        return _counting(optax.chain(*adam, rate, scale, decay), roles)
+    # Scaled after it: each decays by as much more.
+    weights = jax.tree.map(lambda decays, rate: decays * config.weight_decay / rate, decays, rates)
+    decay = optax.stateless(
+        lambda updates, params: jax.tree.map(_decayed, updates, params, weights)
+    )
+    return _counting(optax.chain(*adam, decay, rate, scale), roles)
 
 
-# Axes of many matrices in one parameter; and of weights that are small, or read as vectors are.
-_OF_MANY = ("layer", "node", "expert", "projection", "stream")
+def _decayed(update: jax.Array, param: jax.Array, weight: float) -> jax.Array:
+    return update + weight * param if weight else update
+
+
+# Axes of weights that are small, or read as vectors are.
 _SMALL = ("coefficient", "taps")
 
 
@@ -76,7 +82,7 @@ _ADAM = "adam"
 
 def _rule(role: str, axes: tuple[str, ...]) -> str:
     """Whose a parameter is: "adam"; or "muon-2-1", with the axes of its matrices in the name."""
-    of_matrix = [n - len(axes) for n, name in enumerate(axes) if name not in _OF_MANY]
+    of_matrix = [n - len(axes) for n, name in enumerate(axes) if name not in OF_MANY]
     if role != "hidden" or set(axes) & set(_SMALL) or len(of_matrix) != 2:
         return _ADAM
     return "muon{}{}".format(*of_matrix)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
 from rmt_tpu import data
-from rmt_tpu.config import RunConfig
+from rmt_tpu.config import ModelConfig, RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.distributed import kept_programs
 from rmt_tpu.errors import UsageError
@@ -100,7 +100,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
         steps=config.train.steps,
         roles=roles,
         axes=names,
-        width_ratio=config.model.width_ratio,
+        rates=_rates(config.model, abstract),
     )
 
     def init() -> TrainState:
@@ -150,6 +150,15 @@ def _scores(
     given = sharding.batch_sharding(mesh).spec
     over = PartitionSpec((*sharding.RULES["batch"], "stage"), sharding.RULES["tokens"])
     return sharding.per_device(scores, mesh, (specs, given, given), TokenScores(over, over))
+
+
+def _rates(model: ModelConfig, abstract: Decoder) -> Any:
+    """What the rate of each parameter is multiplied by: in muP its base fan-in over its own."""
+    own = metadata(abstract, "fan_in")
+    if model.base_model == model:
+        return jax.tree.map(lambda _: 1.0, own)
+    base = nnx.eval_shape(lambda: Decoder(model.base_model, rngs=nnx.Rngs(0)))
+    return jax.tree.map(lambda base, own: base / own, metadata(base, "fan_in"), own)
 
 
 def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule | None:

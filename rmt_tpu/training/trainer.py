@@ -14,7 +14,7 @@ from rmt_tpu import data, memory
 from rmt_tpu.checkpoint import Checkpointer, Retention, Saved
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.distributed import processes
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.errors import DivergedError, RunError, UsageError
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import kernel_blocks, lease, room, signals, workdir
@@ -361,7 +361,7 @@ class _Loop:
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             self.side_files.write(self.step, row)
         if in_a_row >= self.config.train.max_bad_steps:
-            raise RunError(
+            raise DivergedError(
                 f"the loss or its gradient was not finite in {in_a_row} steps in a row, to step "
                 f"{self.step}; {self._last_good_step()}. Try a lower "
                 "--set=train.optimizer.learning_rate"

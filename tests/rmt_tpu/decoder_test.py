@@ -231,7 +231,9 @@ def test_storage_starts_smaller_by_depth():
 
 
 def test_mup_multipliers_act_where_they_should():
-    mup = cfg.MuP(base_width=9, base_head_dim=4, input_multiplier=2.0, output_multiplier=5.0)
+    sizes = ("attention.num_heads=2", "attention.head_dim=4")
+    multipliers = {"input_multiplier": 2.0, "attention_multiplier": 0.25, "output_multiplier": 5.0}
+    mup = cfg.MuP(sizes, **multipliers)
     base = models.model("matrix")
     params, positions, tokens = narrow(base), jnp.arange(11)[None], models.tokens()
     z = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 6)), jnp.float32)
@@ -249,11 +251,11 @@ def test_mup_multipliers_act_where_they_should():
     (embedded, logits), (scaled_embedded, scaled_logits) = ends(params)
     for got, plainly in zip(scaled_embedded, embedded, strict=True):
         np.testing.assert_allclose(got, 2 * plainly, rtol=1e-6)
-    # width 18 over base width 9
-    np.testing.assert_allclose(scaled_logits, 2.5 * logits, rtol=1e-6)
+    # width 18 over base width 8
+    np.testing.assert_allclose(scaled_logits, 5 * 8 / 18 * logits, rtol=1e-6)
     scaled = dataclasses.replace(base, parametrization=mup)
-    assert logit_scale(scaled, size=6) == pytest.approx(0.25 * 2 / 6)
-    assert logit_scale(base, size=6) == pytest.approx(6**-0.5)
+    assert logit_scale(scaled, scaled.attention) == pytest.approx(0.25 * 2 / 6)
+    assert logit_scale(base, base.attention) == pytest.approx(6**-0.5)
 
 
 def test_dtypes():

@@ -47,8 +47,17 @@ def test_a_choice_can_be_given_whole_or_by_kind_and_fields():
     whole = apply('model.store={"kind": "vector", "dim": 48}')
     assert whole.model.store == cfg.VectorStore(48)
     assert apply("model.store=vector", "model.store.dim=48") == whole
-    mup = apply("model.parametrization=mup", "model.parametrization.base_width=64")
-    assert mup.model.parametrization == cfg.MuP(base_width=64)
+    sizes = "store.key_dim=2,attention.num_heads=2"
+    mup = apply("model.parametrization=mup", f"model.parametrization.base={sizes}")
+    assert mup.model.parametrization == cfg.MuP(base=("store.key_dim=2", "attention.num_heads=2"))
+
+
+def test_value_at():
+    config = apply("model.attention.num_heads=8")
+    assert overrides.value_at(config, "model.attention.num_heads") == 8
+    assert overrides.value_at(config, "model.stacks.0.cores.0.num_heads") == 8
+    with pytest.raises(UsageError, match="model.store.dim: field 'dim' is unknown"):
+        overrides.value_at(config, "model.store.dim")
 
 
 def test_all_overrides_are_in_place_before_any_is_checked():

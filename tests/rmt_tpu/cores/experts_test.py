@@ -92,9 +92,9 @@ def test_the_bias_moves_load_towards_the_mean(balance):
             is_leaf=lambda p: isinstance(p, nnx.Variable),
         )
     )
-    optimizer = make_optimizer(
-        cfg.AdamW(learning_rate=1e-9), steps=99, roles=roles, axes=roles, width_ratio=1.0
-    )
+    rates = jax.tree.map(lambda _: 1.0, roles)
+    config = cfg.AdamW(learning_rate=1e-9)
+    optimizer = make_optimizer(config, steps=99, roles=roles, axes=roles, rates=rates)
     x, state = tokens(), optimizer.init(params)
 
     @jax.jit

@@ -38,7 +38,7 @@ OTHERS = {
 
 def optimizer(config, kinds):
     roles, axes = ({name: kind[n] for name, kind in kinds.items()} for n in (0, 1))
-    return make_optimizer(config, steps=2, roles=roles, axes=axes, width_ratio=1.0)
+    return make_optimizer(config, steps=2, roles=roles, axes=axes, rates=dict.fromkeys(kinds, 1.0))
 
 
 def draws(kinds, seed):

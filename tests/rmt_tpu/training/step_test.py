@@ -12,9 +12,10 @@ from flax import nnx
 
 import sharding
 from rmt_tpu.analysis.step_cost import trace_config
-from rmt_tpu.config import AdamW, DataConfig, MuP, RunConfig, TrainConfig
+from rmt_tpu.config import AdamW, DataConfig, Muon, MuP, RunConfig, TrainConfig
 from rmt_tpu.config.presets import run as run_of
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.data_vectors import concatenate
 from rmt_tpu.training import loss as loss_module
 from rmt_tpu.training.loss import next_token_loss
@@ -119,9 +120,9 @@ def test_learning_rate_warms_up_from_the_first_step_and_falls_to_a_tenth():
 ROLES = {"a": "gain", "b": "hidden", "c": "embedding", "d": "keys"}
 
 
-def one_update(config, gradient, params, width_ratio=1.0):
-    axes = dict.fromkeys(ROLES, ())
-    optimizer = make_optimizer(config, steps=1, roles=ROLES, axes=axes, width_ratio=width_ratio)
+def one_update(config, gradient, params, **rates):
+    axes, rates = dict.fromkeys(ROLES, ()), dict.fromkeys(ROLES, 1.0) | rates
+    optimizer = make_optimizer(config, steps=1, roles=ROLES, axes=axes, rates=rates)
 
     @jax.jit
     def update(gradient, params):
@@ -146,12 +147,12 @@ def test_update_is_adamw_and_spares_what_is_excluded_from_decay():
     assert one_update(everything, gradient, params)["a"] == pytest.approx(2.4, rel=1e-5)
 
 
-def test_hidden_weights_learn_at_a_rate_scaled_by_width():
+def test_rates_of_their_own_and_one_weight_decay():
     params = dict.fromkeys(ROLES, np.float32(2.0))
     gradient = dict.fromkeys(ROLES, np.float32(-0.1))
-    config = AdamW(learning_rate=0.5, weight_decay=0.0, epsilon=1e-12)
-    new = one_update(config, gradient, params, width_ratio=4.0)
-    assert [float(new[name]) for name in "abcd"] == pytest.approx([2.5, 2.125, 2.5, 2.5])
+    config = AdamW(learning_rate=0.5, weight_decay=0.1, epsilon=1e-12)
+    new = one_update(config, gradient, params, b=0.25, d=0.5)
+    assert [float(new[name]) for name in "abcd"] == pytest.approx([2.5, 2.025, 2.5, 2.15])
 
 
 def test_gradients_are_clipped_to_a_global_norm():
@@ -162,18 +163,38 @@ def test_gradients_are_clipped_to_a_global_norm():
     assert float(new["a"]) == pytest.approx(-0.5 / 1.5, rel=1e-5)
 
 
-def test_mup_reaches_the_optimizer():
-    small = models.model("matrix", parametrization=MuP(base_width=6))  # width 18: ratio 3
+def test_each_weight_learns_by_its_own_fan_in():
+    """R 3 and width 18, D_FF 22, D_k 5."""
+    sizes = ("attention.num_heads=1", "feed_forward.hidden_dim=11", "store.key_dim=2")
+    small = models.model("matrix", parametrization=MuP(sizes))
     standard, scaled = (prepared(run_config(model=m)) for m in (models.model("matrix"), small))
     moved = {}
     for name, (_, state, step) in {"standard": standard, "scaled": scaled}.items():
         new, _ = step(state, models.batch(8))
         delta = jax.tree.map(lambda a, b: np.abs(a - b).max(), new.params, state.params)
-        moved[name] = delta["stacks"][0][1]
+        moved[name] = delta["stacks"][0][1] | {"unembedding": delta["unembedding"]}
     ratio = lambda *path: np.divide(*(leaf(moved[n], path) for n in ("scaled", "standard")))
     leaf = lambda tree, path: leaf(tree[path[0]], path[1:]) if path else tree
     assert ratio("core", "w_1") == pytest.approx(1 / 3, rel=0.02)
-    assert ratio("site", "store_keys") == pytest.approx(1.0, rel=0.02)
+    assert ratio("core", "w_2") == pytest.approx(1 / 2, rel=0.02)
+    assert ratio("site", "store_keys") == pytest.approx(1 / 3, rel=0.02)
+    assert ratio("site", "read_keys") == pytest.approx(2 / 5, rel=0.02)
+    assert ratio("site", "gain") == pytest.approx(1.0, rel=0.02)
+    assert ratio("unembedding", "kernel") == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("base", "optimizer", "message"),
+    [
+        (("store.dim=8",), AdamW(), "parametrization.base: field of store 'dim' is unknown"),
+        (("store.key_dim",), AdamW(), "parametrization.base: 'store.key_dim' is not path=value"),
+        (("mixer=dense",), AdamW(), "parametrization.base is a model of another"),
+        (("store.key_dim=2",), Muon(), "optimizer=muon with model.parametrization=mup"),
+    ],
+)
+def test_mup_that_cannot_be_is_told(base, optimizer, message):
+    with pytest.raises(UsageError, match=message):
+        run_config(model=models.model("matrix", parametrization=MuP(base)), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("store", ["matrix", *later("vector")])

@@ -1,0 +1,91 @@
+"""Several runs, one after the other: the flag of their seeds, and their folders. No jax."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from absl import flags
+
+from recipes import program
+from rmt_tpu.config import RunConfig, TrainConfig
+from rmt_tpu.config.checks import ranges
+from rmt_tpu.errors import UsageError, shown
+from rmt_tpu.storage import Folder
+
+# Flags that a module of the recipes defines are those of the recipe that has it do so: see --help.
+flags.disclaim_key_flags()
+
+
+class Trial(NamedTuple):
+    """A run, where it is, and what it is called while it goes on."""
+
+    label: str
+    folder: Folder
+    config: RunConfig
+
+
+def define_seeds_flag() -> None:
+    """See `seeds`."""
+    text = "train each once a seed, like 0,1,2; default --seed"
+    flags.DEFINE_list("seeds", None, text)
+
+
+def seeds() -> list[int] | None:
+    """Those of --seeds; None if it is not given.
+
+    Raises:
+      UsageError: they are no seeds, one is there twice, or --seed is given too.
+    """
+    given = flags.FLAGS.seeds
+    if given is None:
+        return None
+    text = f"--seeds={','.join(given)}"
+    if flags.FLAGS.seed is not None:
+        raise UsageError(f"{text} and --seed={flags.FLAGS.seed} both set the seed; give one")
+    try:
+        found = [int(seed) for seed in given]
+    except ValueError:
+        raise UsageError(f"{text} must be whole numbers, like 0,1,2") from None
+    if illegal := [seed for seed in found if seed not in ranges(TrainConfig)["seed"]]:
+        raise UsageError(f"--seeds={shown(illegal[0])} must be {ranges(TrainConfig)['seed'].words}")
+    if not found or len(set(found)) < len(found):
+        raise UsageError(f"{text} must be different numbers, at least one")
+    return found
+
+
+def seeded(label: str, config: RunConfig, folder: Folder, seeds: list[int] | None) -> list[Trial]:
+    """The run of each seed; of several in folders of their own."""
+    with_seed = lambda seed: dataclasses.replace(
+        config, train=dataclasses.replace(config.train, seed=seed)
+    )
+    if seeds is None:
+        return [Trial(label, folder, config)]
+    if len(seeds) == 1:
+        return [Trial(label, folder, with_seed(seeds[0]))]
+    return [
+        Trial(f"{label} seed-{seed}", folder.child(f"seed-{seed}"), with_seed(seed))
+        for seed in seeds
+    ]
+
+
+def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int | None = None):
+    """Trains them, with a line before each.
+
+    Args:
+      trials: in their order.
+      train: `training.trainer.train`, or what is done instead.
+      first: the number of the first one.
+      total: how many there are; None is those.
+
+    Returns:
+      None, or the program's exit code if a signal stopped one, which is told with how to go on.
+    """
+    total = len(trials) if total is None else total
+    for number, trial in enumerate(trials, start=first):
+        print(f"run {number} of {total}: {trial.label}", file=sys.stderr, flush=True)
+        outcome = train(trial.config, trial.folder, label=trial.label)
+        if outcome is not None and outcome.stopped_by:
+            print(f"stopped; to go on:\n  {program.resume_command()}")
+            return program.exit_code_of(outcome.stopped_by)
+    return None

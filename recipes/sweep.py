@@ -1,0 +1,236 @@
+"""Search over values of a config: a grid, at random, or by successive halving, at several widths.
+
+    python -m recipes.sweep --preset=rmt-tiny --set=model.parametrization=mup --seeds=0,1 \\
+      --sweep=train.optimizer.learning_rate=log:1e-3..1e-1:5 --workdir=runs/sweep \\
+      --variant="x1" --variant="x2 model.attention.num_heads=8 model.feed_forward.hidden_dim=1024"
+
+--sweep, once or more: a path of --set, with values (1e-3,1e-2), or a range (log:1e-4..1e-1:7,
+linear:0..0.2:5), whose last part is the number of points in a grid. Each --variant has a name and
+paths of its own, and is searched by itself; the first one is the base of the others in muP, if no
+base is given. Each trial is a run folder, <workdir>/<variant>/<values>, of several seeds with
+seed-<n> in it; by halving each rung is a run of its own, and has a whole schedule. The same command
+goes on where it was. A run that diverges is told and counts as the worst.
+
+Leaves sweep.md (every point, and what the first variant's best costs the others), sweep.json and
+sweep.png. With --coordinates nothing is swept: each variant trains a few steps on one random batch,
+and coordinates.md, .json and .png say how its activations move over width, and in the standard
+parametrisation.
+"""
+
+import dataclasses
+import datetime
+import shlex
+import time
+from typing import Any
+
+from absl import flags
+
+from recipes import common, program, several
+from rmt_tpu.config import MuP, RunConfig, Standard, overrides
+from rmt_tpu.errors import UsageError, of_flag, shown
+from rmt_tpu.storage import Folder, open_folder
+
+common.define_model_flags()
+_SWEEP = flags.DEFINE_multi_string("sweep", [], "path=values or path=log:1e-4..1e-1:7; see above")
+_SEARCH = flags.DEFINE_enum("search", "grid", ["grid", "random", "halving"], "which points")
+_TRIALS = flags.DEFINE_integer(
+    "trials", None, "points drawn at random; of halving, in place of a grid's", lower_bound=1
+)
+_SEARCH_SEED = flags.DEFINE_integer("search_seed", 0, "of the draws", lower_bound=0)
+_FACTOR = flags.DEFINE_integer("halving_factor", 3, "one in so many goes on", lower_bound=2)
+_VARIANT = flags.DEFINE_multi_string("variant", [], "a name, and path=value after spaces")
+_COORDINATES = flags.DEFINE_integer(
+    "coordinates", 0, "steps of a coordinate check, in place of a sweep", lower_bound=0
+)
+_WORKDIR = flags.DEFINE_string("workdir", "runs/sweep", "folder of the run folders, local or gs://")
+several.define_seeds_flag()
+common.define_run_flags()
+
+
+def main() -> int:
+    config = common.run_config(common.model_of_flags()[1])
+    variants = _variants(config)
+    seeds = several.seeds()
+    with of_flag("workdir"):
+        folder = open_folder(_WORKDIR.value)
+    if _COORDINATES.value:
+        return _check_coordinates(variants, folder)
+    return _Sweep(variants, seeds, folder).run()
+
+
+# Variants --------------------------------------------------------------------------------------
+
+
+def _variants(config: RunConfig) -> dict[str, RunConfig]:
+    """By name; without --variant the one that the other flags make."""
+    found = {}
+    changes = dict(map(_parsed_variant, _VARIANT.value)) or {"model": {}}
+    if len(changes) < max(1, len(_VARIANT.value)):
+        raise UsageError("--variant: two have the same name; give each its own")
+    for name, of in changes.items():
+        if not found:
+            first = _changed(config, of, f"--variant={name}")
+        found[name] = _changed(config, of | _base(config, first, changes), f"--variant={name}")
+    return found
+
+
+def _parsed_variant(text: str) -> tuple[str, dict[str, Any]]:
+    try:
+        name, *assignments = shlex.split(text)
+    except ValueError:
+        raise UsageError(
+            f"--variant={shown(text)} is not a name and path=value, with spaces between"
+        ) from None
+    if "=" in name or "/" in name:
+        raise UsageError(f"--variant={shown(text)} has no name before its values, like 'x2 ...'")
+    return name, dict(map(overrides.parse_assignment, assignments))
+
+
+def _base(
+    config: RunConfig, first: RunConfig, changes: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """In muP with no base: the first variant's values of what any of them changes in the model."""
+    given = config.model.parametrization
+    if not isinstance(given, MuP) or given.base:
+        return {}
+    paths = dict.fromkeys(path for of in changes.values() for path in of)
+    sizes = [
+        f"{path.removeprefix('model.')}={overrides.value_at(first, path)}"
+        for path in paths
+        if path.startswith("model.") and not path.startswith("model.parametrization")
+    ]
+    return {"model.parametrization.base": sizes}
+
+
+def _changed(config: RunConfig, changes: dict[str, Any], flag: str) -> RunConfig:
+    try:
+        return overrides.apply(config, changes)
+    except UsageError as error:
+        raise UsageError(f"{flag}: {error}") from None
+
+
+# The sweep -------------------------------------------------------------------------------------
+
+
+class _Sweep:
+    """Every rung of every variant."""
+
+    def __init__(self, variants: dict[str, RunConfig], seeds: list[int] | None, folder: Folder):
+        from rmt_tpu.analysis import sweep
+
+        self.sweep = sweep
+        if not _SWEEP.value:
+            raise UsageError(
+                "--sweep is needed, like train.optimizer.learning_rate=log:1e-3..1e-1:5, or "
+                "--coordinates=4"
+            )
+        self.spaces = [sweep.parse_space(text) for text in _SWEEP.value]
+        if len({space.path for space in self.spaces}) < len(self.spaces):
+            raise UsageError("--sweep: a path is there twice; give it once, with all values")
+        self.variants, self.seeds, self.folder = variants, seeds, folder
+        self.points = self._points()
+        steps = next(iter(variants.values())).train.steps
+        self.rungs = [(len(self.points), steps)]
+        if _SEARCH.value == "halving":
+            self.rungs = sweep.rungs(len(self.points), steps, _FACTOR.value)
+        for name in variants:  # what cannot be is told before anything is trained
+            self._trials(name, self.points, self.rungs[0][1])
+
+    def run(self) -> int:
+        started, done, rows = time.monotonic(), 0, []
+        each = len(self.seeds or [None])
+        total = len(self.variants) * each * sum(count for count, _ in self.rungs)
+        for variant in self.variants:
+            points = self.points
+            for count, steps in self.rungs:
+                trials = self._trials(variant, points[:count], steps)
+                flat = [trial for of_point in trials for trial in of_point]
+                code = several.train_all(flat, self.sweep.try_run, done + 1, total)
+                if code is not None:
+                    return code
+                done += len(flat)
+                found = [
+                    self._row(variant, point, steps, of_point)
+                    for point, of_point in zip(points, trials, strict=False)
+                ]
+                rows += found
+                points = [row.point for row in self.sweep.best(found, len(found))]
+        print(self.sweep.write_sweep(rows, self.spaces, self.folder))
+        print(f"picture: {self.folder}/sweep.png")
+        seconds = round(time.monotonic() - started)
+        print(f"{total} runs in {datetime.timedelta(seconds=seconds)}")
+        return 0
+
+    def _points(self) -> list[dict[str, Any]]:
+        if _SEARCH.value == "grid" and _TRIALS.value is not None:
+            raise UsageError(
+                f"--trials={_TRIALS.value} is not for a grid, which has all its points; legal: "
+                "--search=random or halving"
+            )
+        if _SEARCH.value == "random" and _TRIALS.value is None:
+            raise UsageError("--trials is needed with --search=random: how many points are drawn")
+        if _TRIALS.value is None:
+            return self.sweep.grid(self.spaces)
+        return self.sweep.drawn(self.spaces, _TRIALS.value, _SEARCH_SEED.value)
+
+    def _trials(self, variant: str, points: list, steps: int) -> list[list[several.Trial]]:
+        """Of each point, its seeds."""
+        base, folder = self.variants[variant], self.folder.child(variant)
+        if _SEARCH.value == "halving":
+            base = dataclasses.replace(base, train=dataclasses.replace(base.train, steps=steps))
+            folder = folder.child(f"{steps}-steps")
+        trials = []
+        for point in points:
+            name = self.sweep.name_of(point)
+            config = _changed(base, point, f"--sweep={name}")
+            trials.append(
+                several.seeded(f"{variant} {name}", config, folder.child(name), self.seeds)
+            )
+        return trials
+
+    def _row(self, variant: str, point: dict, steps: int, trials: list[several.Trial]):
+        return self.sweep.Row(
+            variant,
+            point,
+            steps,
+            [trial.config.train.seed for trial in trials],
+            [self.sweep.held_out_loss(trial.folder) for trial in trials],
+        )
+
+
+# Coordinates -----------------------------------------------------------------------------------
+
+
+def _check_coordinates(variants: dict[str, RunConfig], folder: Folder) -> int:
+    from rmt_tpu.analysis import coordinates
+
+    if len(variants) < 2:
+        raise UsageError("--coordinates needs two widths or more: give each a --variant")
+    kinds = {"as given": lambda model: model}
+    first = next(iter(variants.values())).model
+    if isinstance(first.parametrization, MuP):
+        standard = lambda model: dataclasses.replace(model, parametrization=Standard())
+        kinds = {"muP": lambda model: model, "standard": standard}
+    batch = coordinates.random_batch(first.vocab_size)
+    found = {}
+    for kind, changed in kinds.items():
+        found[kind] = {}
+        for name, config in variants.items():
+            print(f"{kind}, {name}", flush=True)
+            model = changed(config.model)
+            width = max(model.width / first.width, model.residual_size / first.residual_size)
+            config = dataclasses.replace(config, model=model)
+            found[kind][width] = coordinates.measure(config, batch, steps=_COORDINATES.value)
+        if len(found[kind]) < len(variants):
+            raise UsageError("--coordinates needs variants of different widths, and two are alike")
+    print(coordinates.write_check(found, folder))
+    print(f"picture: {folder}/coordinates.png")
+    return 0
+
+
+def run() -> None:
+    program.start(main)
+
+
+if __name__ == "__main__":
+    run()

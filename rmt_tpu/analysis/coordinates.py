@@ -1,0 +1,152 @@
+"""Coordinate checks of a parametrisation: how activations move in a few steps, over width.
+
+After Yang et al. (2022), appendix D.1. A model trains on one batch, over and over. Before the first
+step and after each, the layers run one by one (`depth.unrolled`), and of each quantity
+
+- read: what a site has read for its sublayer,
+- written: what a sublayer writes to the residual,
+- residual: it, after each write (with attention over depth the sum of a block),
+- logits
+
+there is the root mean square of its entries, and that of how far they are from before the first
+step; both over tokens, and means (of squares) over sites. In the maximal update parametrisation the
+latter does not depend on width; in the standard one it grows with it.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import sharding
+from rmt_tpu.analysis import depth
+from rmt_tpu.config import RunConfig
+from rmt_tpu.data import Batch
+from rmt_tpu.storage import Folder
+from rmt_tpu.training.plots import line_style, save_picture
+from rmt_tpu.training.run import prepare
+
+QUANTITIES = ("read", "written", "residual", "logits")
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Root mean squares of one model, by quantity: a value before the first step and after each."""
+
+    size: dict[str, list[float]]
+    moved: dict[str, list[float]]
+
+
+def measure(config: RunConfig, batch: Batch, *, steps: int = 4) -> Coordinates:
+    """Trains a model for some steps on one batch, by the optimizer and schedule of its run."""
+    batch = jax.tree.map(jnp.asarray, batch)
+    run = prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))
+
+    @jax.jit
+    def measured() -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        state = run.init()
+        first = _activations(run.graphdef, state.params, batch)
+
+        def step(state: Any, _: None) -> tuple[Any, Any]:
+            state, _ = run.step(state, batch)
+            now = _activations(run.graphdef, state.params, batch)
+            far = jax.tree.map(jnp.subtract, now, first)
+            return state, (_sizes(now), _sizes(far))
+
+        _, (size, moved) = jax.lax.scan(step, state, length=steps)
+        before = lambda first, rest: jnp.concatenate([first[None], rest])
+        size = jax.tree.map(before, _sizes(first), size)
+        return size, jax.tree.map(lambda rest: before(jnp.zeros(()), rest), moved)
+
+    lists = lambda found: {name: np.asarray(x).tolist() for name, x in found.items()}
+    return Coordinates(*map(lists, measured()))
+
+
+def _activations(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> dict[str, list[jax.Array]]:
+    decoder = nnx.merge(graphdef, params)
+    trace = depth.unrolled(decoder, batch.inputs, segment_ids=batch.segment_ids)
+    read = [part for read in trace.reads[:-1] for part in read if part is not None]
+    return {
+        "read": read,
+        "written": list(trace.written[1:]),
+        "residual": list(trace.residuals),
+        "logits": [decoder.unembedding(trace.z)],
+    }
+
+
+def _sizes(activations: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
+    mean_square = lambda arrays: sum(jnp.mean(jnp.square(x)) for x in arrays) / len(arrays)
+    return {name: jnp.sqrt(mean_square(x)) for name, x in activations.items() if x}
+
+
+def growth(by_width: dict[int | float, Coordinates], quantity: str) -> float:
+    """By what power of width a quantity has moved in the last step: 0 is flat.
+
+    Of a line by least squares through its logarithm over that of width.
+    """
+    widths = np.log(list(by_width))
+    moved = np.log([found.moved[quantity][-1] for found in by_width.values()])
+    return round(float(np.polyfit(widths, moved, 1)[0]), 4) + 0.0  # not -0
+
+
+def random_batch(vocab_size: int, *, rows: int = 8, seq: int = 16, seed: int = 0) -> Batch:
+    """Tokens of one document a row, those of low numbers more often, as in text."""
+    rng = np.random.default_rng(seed)
+    stream = np.minimum(rng.zipf(1.3, (rows, seq + 1)) - 1, vocab_size - 1).astype(np.int32)
+    ones = np.ones((rows, seq), np.int32)
+    return Batch(stream[:, :-1].copy(), stream[:, 1:].copy(), ones, np.float32(ones))
+
+
+# Showing -------------------------------------------------------------------------------------
+
+# By what is measured, and by width over the least.
+Found = dict[str, dict[int | float, Coordinates]]
+
+
+def table(found: Found) -> str:
+    """Powers of width, a row for each model, as Markdown."""
+    lines = [f"| what | widths | {' | '.join(QUANTITIES)} |", "|---" * (2 + len(QUANTITIES)) + "|"]
+    for name, by_width in found.items():
+        powers = [f"{growth(by_width, quantity):+.2f}" for quantity in QUANTITIES]
+        widths = ", ".join(f"x{width:g}" for width in by_width)
+        lines.append(f"| {name} | {widths} | {' | '.join(powers)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_check(found: Found, folder: Folder) -> str:
+    """Writes coordinates.png, .md and .json; returns the table."""
+    rows = [
+        {"what": name, "width": width} | asdict(one)
+        for name, by_width in found.items()
+        for width, one in by_width.items()
+    ]
+    folder.write("coordinates.json", (json.dumps(rows, indent=1) + "\n").encode())
+    text = table(found)
+    folder.write("coordinates.md", text.encode())
+    _draw(found, folder)
+    return text
+
+
+def _draw(found: Found, folder: Folder) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 2.6 * len(found)), layout="constrained")
+    panels = figure.subplots(len(found), len(QUANTITIES), squeeze=False, sharex="row", sharey=True)
+    for row, (name, by_width) in zip(panels, found.items(), strict=True):
+        for axes, quantity in zip(row, QUANTITIES, strict=True):
+            moved = np.array([one.moved[quantity] for one in by_width.values()])
+            for step in range(1, moved.shape[1]):
+                style = line_style(step) | {"markersize": 3}
+                axes.loglog(list(by_width), moved[:, step], label=f"step {step}", **style)
+            axes.set_title(f"{quantity}: width^{growth(by_width, quantity):+.2f}", fontsize=9)
+            axes.set_xticks(list(by_width), [f"x{width:g}" for width in by_width])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+        row[0].set_ylabel(name, fontsize=9)
+    panels[0, 0].legend(fontsize=7)
+    figure.suptitle("how far entries are from where they began (RMS), over width", fontsize=11)
+    save_picture(figure, folder, "coordinates.png")

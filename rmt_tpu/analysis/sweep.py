@@ -1,0 +1,332 @@
+"""Search over values of a config: what is tried, how far, and what came of it."""
+
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.errors import DivergedError, UsageError, shown
+from rmt_tpu.storage import Folder, Location, open_folder
+from rmt_tpu.training.metrics import read_metrics, series
+from rmt_tpu.training.plots import line_style, save_picture
+from rmt_tpu.training.run import resolve_dtypes
+from rmt_tpu.training.side_files import COMPLETE
+from rmt_tpu.training.trainer import Outcome, train
+from rmt_tpu.training.workdir import CONFIG, read_config
+
+Point = dict[str, Any]  # values by their paths
+
+# Nats above the least loss that a picture shows.
+_HEIGHT = 1.5
+
+# Draws for each point that is wanted, before there are taken to be no more.
+_DRAWS = 100
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Values of a path, one by one."""
+
+    path: str
+    values: tuple[Any, ...]
+
+    def grid(self) -> list[Any]:
+        """All of them."""
+        return list(self.values)
+
+    def draw(self, rng: np.random.Generator) -> Any:
+        """One of them."""
+        return self.values[rng.integers(len(self.values))]
+
+
+@dataclass(frozen=True)
+class Between:
+    """Numbers of a path from `low` to `high`, evenly or by their logarithms; `count` in a grid."""
+
+    path: str
+    low: float
+    high: float
+    log: bool
+    count: int | None
+
+    def grid(self) -> list[float]:
+        """`count` of them, the ends among them.
+
+        Raises:
+          UsageError: there is no count.
+        """
+        if self.count is None:
+            raise UsageError(
+                f"--sweep={self.path} needs a number of points for a grid, like "
+                f"{self.path}=log:1e-4..1e-1:7; legal without: --search=random, or halving with "
+                "--trials"
+            )
+        space = np.geomspace if self.log else np.linspace
+        return [_short(x) for x in space(self.low, self.high, self.count)]
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """One of them."""
+        if self.log:
+            return _short(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
+        return _short(rng.uniform(self.low, self.high))
+
+
+Space = Choices | Between
+
+
+def _short(x: float) -> float:
+    """With four digits, as its folder is named."""
+    return float(f"{x:.4g}")
+
+
+def parse_space(text: str) -> Space:
+    """`path=log:1e-4..1e-1:7`, `path=linear:0..0.2` or `path=3e-3,1e-2`.
+
+    Raises:
+      UsageError: it is none of these.
+    """
+    path, equals, given = (part.strip() for part in text.partition("="))
+    legal = "legal: path=log:1e-4..1e-1:7, path=linear:0..0.2:5 or path=1,2,4"
+    if not (path and equals and given):
+        raise UsageError(f"--sweep={shown(text)} has no path or no values; {legal}")
+    kind, colon, rest = given.partition(":")
+    if kind not in ("log", "linear") or not colon:
+        values = tuple(overrides.parse_assignment(f"{path}={v}")[1] for v in given.split(","))
+        if len(set(map(str, values))) < len(values):
+            raise UsageError(f"--sweep={shown(text)} has a value twice; {legal}")
+        return Choices(path, values)
+    ends, _, count = rest.partition(":")
+    try:
+        low, high = map(float, ends.split(".."))
+        number = int(count) if count else None
+    except ValueError:
+        raise UsageError(f"--sweep={shown(text)} is no range; {legal}") from None
+    finite = math.isfinite(low) and math.isfinite(high)
+    if not finite or low >= high or (kind == "log" and low <= 0) or (number or 2) < 2:
+        raise UsageError(
+            f"--sweep={shown(text)} must go from a number to a larger one, of log from above 0, in "
+            "two points or more"
+        )
+    return Between(path, low, high, kind == "log", number)
+
+
+def grid(spaces: Sequence[Space]) -> list[Point]:
+    """Every combination, the last space fastest."""
+    values = itertools.product(*(space.grid() for space in spaces))
+    return [dict(zip([s.path for s in spaces], point, strict=True)) for point in values]
+
+
+def drawn(spaces: Sequence[Space], count: int, seed: int) -> list[Point]:
+    """So many different points at random.
+
+    Raises:
+      UsageError: there are fewer.
+    """
+    rng, points = np.random.default_rng(seed), {}
+    for _ in range(_DRAWS * count):
+        point = {space.path: space.draw(rng) for space in spaces}
+        points.setdefault(name_of(point), point)
+        if len(points) == count:
+            return list(points.values())
+    raise UsageError(f"--trials={count} are more than the {len(points)} points that --sweep has")
+
+
+def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
+    """Successive halving: how many points train for how many steps, rung by rung.
+
+    From `count` on, one in `factor` goes on, to a rung of `factor` times the steps; the last has
+    one point and all the steps (Jamieson and Talwalkar 2016).
+    """
+    counts = [count]
+    while counts[-1] > 1:
+        counts.append(-(-counts[-1] // factor))
+    last = len(counts) - 1
+    return [(n, max(1, round(steps / factor ** (last - rung)))) for rung, n in enumerate(counts)]
+
+
+def name_of(point: Point) -> str:
+    """Of its folder: the last parts of its paths, or all of them where these are alike."""
+    last = [path.rpartition(".")[2] for path in point]
+    names = last if len(set(last)) == len(last) else list(point)
+    pairs = (f"{name}={_text(value)}" for name, value in zip(names, point.values(), strict=True))
+    return ",".join(pairs).replace("/", "_")
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of a point of a variant in so many steps.
+
+    Attributes:
+      seeds, losses: held-out loss of each seed; None where it was not finite, or training was not.
+    """
+
+    variant: str
+    point: Point
+    steps: int
+    seeds: list[int]
+    losses: list[float | None]
+
+    @property
+    def loss(self) -> float:
+        """The mean over seeds: infinite if one failed."""
+        if any(loss is None for loss in self.losses):
+            return math.inf
+        return math.fsum(self.losses) / len(self.losses)
+
+
+def best(rows: Iterable[Row], count: int = 1) -> list[Row]:
+    """Those of least loss, the best first; of equal ones the first."""
+    return sorted(rows, key=lambda row: row.loss)[:count]
+
+
+# Trials --------------------------------------------------------------------------------------
+
+DIVERGED = "diverged.txt"  # in a run folder: why there is no loss
+
+
+def try_run(config: RunConfig, folder: Folder, *, label: str) -> Outcome | None:
+    """`train`, unless the run is settled; that it diverged settles it, and is kept."""
+    found = folder.read(CONFIG)
+    resolved = json.loads(json.dumps(overrides.to_json(resolve_dtypes(config))))
+    if found is not None and json.loads(found.data) == resolved and _settled(config, folder):
+        return None
+    try:
+        return train(config, folder, label=label)
+    except DivergedError as error:
+        folder.write(DIVERGED, f"{error}\n".encode())
+        print(f"{label}: {error}", file=sys.stderr, flush=True)
+        return None
+
+
+def _settled(config: RunConfig, folder: Folder) -> bool:
+    complete = folder.read(COMPLETE)
+    if complete is not None and json.loads(complete.data)["step"] == config.train.steps:
+        return True
+    return folder.read(DIVERGED) is not None
+
+
+def held_out_loss(folder: Folder) -> float | None:
+    """Of a settled run, at its last step; None if it diverged."""
+    if folder.read(DIVERGED) is not None:
+        return None
+    steps, losses = series(read_metrics(folder), "eval/loss")
+    return losses[-1] if steps and steps[-1] == read_config(folder).train.steps else None
+
+
+# Showing -------------------------------------------------------------------------------------
+
+
+def write_sweep(rows: Sequence[Row], spaces: Sequence[Space], folder: Location) -> str:
+    """Writes sweep.png, .md and .json; returns the tables."""
+    folder = open_folder(folder)
+    text = f"{table(rows)}\n{transfer(rows)}"
+    folder.write("sweep.md", text.encode())
+    numbers = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
+    folder.write("sweep.json", numbers.encode())
+    _draw(rows, spaces, folder)
+    return text
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A row for each point, as Markdown."""
+    paths = list(rows[0].point)
+    head = ["variant", *paths, "steps", "held-out loss"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in rows:
+        cells = [row.variant, *map(_text, row.point.values()), str(row.steps), _losses(row)]
+        lines.append("| " + " | ".join(cells) + " |")
+    if len(rows[0].seeds) > 1:
+        seeds = ", ".join(map(str, rows[0].seeds))
+        lines += ["", f"Mean (min..max) over seeds {seeds}."]
+    return "\n".join(lines) + "\n"
+
+
+def _losses(row: Row) -> str:
+    known = [loss for loss in row.losses if loss is not None]
+    if len(known) < len(row.losses):
+        return f"not finite, {len(row.losses) - len(known)} of {len(row.losses)}"
+    if len(known) == 1:
+        return f"{row.loss:.4f}"
+    return f"{row.loss:.4f} ({min(known):.4f}..{max(known):.4f})"
+
+
+def transfer(rows: Sequence[Row]) -> str:
+    """The best point of each variant, and what the first variant's best costs there."""
+    by_variant = _last_rungs(rows)
+    (first, *_), *_ = (best(of) for of in by_variant.values())
+    lines = [
+        f"| variant | best | loss | with {name_of(first.point)} | lost by it |",
+        "|---|---|---|---|---|",
+    ]
+    for variant, of in by_variant.items():
+        own = best(of)[0]
+        same = next((row for row in of if row.point == first.point), None)
+        known = same is not None and math.isfinite(same.loss) and math.isfinite(own.loss)
+        cells = (f"{same.loss:.4f}", f"{same.loss - own.loss:.4f}") if known else ("", "")
+        name = name_of(own.point)
+        lines.append(f"| {variant} | {name} | {_losses(own)} | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _last_rungs(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """By variant, the rows of most steps."""
+    most = max(row.steps for row in rows)
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.steps == most:
+            found.setdefault(row.variant, []).append(row)
+    return found
+
+
+def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.5 + 5 * len(spaces), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(spaces), squeeze=False, sharey=True)[0]
+    # Of one swept path the points are joined; of more, others vary along with each.
+    joined = len(spaces) == 1
+    lines = list(dict.fromkeys((row.variant, row.steps) for row in rows))
+    several = len({steps for _, steps in lines}) > 1
+    for axes, space in zip(panels, spaces, strict=True):
+        at = {name_of(row.point): row.point[space.path] for row in rows}
+        if not all(isinstance(value, int | float) for value in at.values()):
+            at = {name: _text(value) for name, value in at.items()}
+        for index, (variant, steps) in enumerate(lines):
+            of = [row for row in rows if (row.variant, row.steps) == (variant, steps)]
+            style = line_style(index) | ({} if joined else {"linestyle": "none"})
+            label = f"{variant}, {steps} steps" if several else variant
+            done = [row for row in of if math.isfinite(row.loss)]
+            done.sort(key=lambda row, at=at: at[name_of(row.point)])
+            x, y = [at[name_of(row.point)] for row in done], [row.loss for row in done]
+            below = [row.loss - min(row.losses) for row in done]
+            above = [max(row.losses) - row.loss for row in done]
+            axes.errorbar(x, y, yerr=(below, above), label=label, capsize=3, markersize=5, **style)
+            failed = [at[name_of(row.point)] for row in of if not math.isfinite(row.loss)]
+            top = axes.get_xaxis_transform()
+            axes.plot(failed, [0.98] * len(failed), "x", color=style["color"], transform=top)
+        if isinstance(space, Between) and space.log:
+            axes.set_xscale("log")
+        axes.set(xlabel=space.path)
+        axes.grid(alpha=0.3)
+    # What hardly trained would take most of the height.
+    finite = [row.loss for row in rows if math.isfinite(row.loss)]
+    if finite and max(finite) > min(finite) + _HEIGHT:
+        panels[0].set_ylim(min(finite) - 0.05 * _HEIGHT, min(finite) + _HEIGHT)
+    bars = "; bars: min to max over seeds" if len(rows[0].seeds) > 1 else ""
+    panels[0].set_ylabel(f"held-out loss{bars}")
+    panels[0].legend(fontsize=8, title="x at the top: not finite" if _failed(rows) else None)
+    save_picture(figure, folder, "sweep.png")
+
+
+def _failed(rows: Sequence[Row]) -> bool:
+    return any(math.isinf(row.loss) for row in rows)

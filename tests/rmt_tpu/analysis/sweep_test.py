@@ -1,0 +1,95 @@
+"""What a sweep tries, how far each goes, and what is said of it."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rmt_tpu.analysis import sweep
+from rmt_tpu.errors import UsageError
+
+RATE = "train.optimizer.learning_rate"
+
+
+def test_spaces():
+    rates = sweep.parse_space(f"{RATE}=log:1e-4..1e-1:4")
+    assert rates == sweep.Between(RATE, 1e-4, 0.1, log=True, count=4)
+    assert rates.grid() == [1e-4, 1e-3, 1e-2, 1e-1]
+    assert sweep.parse_space("a.b=linear:0..0.3:4").grid() == [0.0, 0.1, 0.2, 0.3]
+    words = sweep.parse_space("model.norm=rmsnorm, layernorm")
+    assert words == sweep.Choices("model.norm", ("rmsnorm", "layernorm"))
+    assert sweep.parse_space("model.num_layers=2,4").grid() == [2, 4]
+    points = sweep.grid([sweep.Choices("a.x", (1, 2)), sweep.Choices("b.y", ("u", "v"))])
+    assert points == [{"a.x": x, "b.y": y} for x in (1, 2) for y in ("u", "v")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train.steps", "no path or no values"),
+        ("=1,2", "no path or no values"),
+        ("a=log:1..x", "is no range; legal: path=log:1e-4..1e-1:7"),
+        ("a=log:1e-3", "is no range"),
+        ("a=log:0..1:3", "of log from above 0"),
+        ("a=linear:2..1:3", "to a larger one"),
+        ("a=linear:0..inf:3", "to a larger one"),
+        ("a=linear:0..1:1", "two points or more"),
+        ("a=1,2,1", "a value twice"),
+    ],
+)
+def test_spaces_that_are_none(text, message):
+    with pytest.raises(UsageError, match=message):
+        sweep.parse_space(text)
+
+
+def test_a_grid_needs_numbers_of_points():
+    with pytest.raises(UsageError, match="needs a number of points for a grid"):
+        sweep.grid([sweep.parse_space("a=log:1e-4..1e-1")])
+
+
+def test_draws_are_different_within_the_range_and_of_their_seed():
+    spaces = [sweep.parse_space("a=log:1e-4..1e-1"), sweep.parse_space("b=1,2")]
+    points = sweep.drawn(spaces, 40, seed=3)
+    assert sweep.drawn(spaces, 40, seed=3) == points != sweep.drawn(spaces, 40, seed=4)
+    assert len({sweep.name_of(point) for point in points}) == 40
+    logs = np.log10([point["a"] for point in points])
+    assert -4 <= logs.min() and logs.max() <= -1
+    assert -3 < np.mean(logs) < -2  # the middle, of logarithms
+    with pytest.raises(UsageError, match="--trials=3 are more than the 2 points"):
+        sweep.drawn(spaces[1:], 3, seed=0)
+
+
+def test_rungs():
+    assert sweep.rungs(9, 900, 3) == [(9, 100), (3, 300), (1, 900)]
+    assert sweep.rungs(5, 100, 2) == [(5, 12), (3, 25), (2, 50), (1, 100)]
+    assert sweep.rungs(1, 7, 3) == [(1, 7)]
+    assert sweep.rungs(27, 5, 3)[0] == (27, 1)
+
+
+def test_names_of_folders():
+    assert sweep.name_of({RATE: 0.001, "model.num_layers": 2}) == "learning_rate=0.001,num_layers=2"
+    assert sweep.name_of({"a.x": 1, "b.x": "u/v"}) == "a.x=1,b.x=u_v"
+
+
+def row(variant, rate, *losses, steps=10):
+    return sweep.Row(variant, {RATE: rate}, steps, list(range(len(losses))), list(losses))
+
+
+def test_one_seed_that_diverged_is_the_worst():
+    rows = [row("x1", 0.1, 2.0, None), row("x1", 0.2, 3.0, 4.0), row("x1", 0.3, 2.5, 3.5)]
+    assert [r.point[RATE] for r in sweep.best(rows, 3)] == [0.3, 0.2, 0.1]
+    assert rows[0].loss == math.inf and rows[1].loss == 3.5
+
+
+def test_tables_and_picture(tmp_path):
+    rows = [row("x1", 0.1, 2.0, 2.2), row("x1", 0.2, 3.0, None)]
+    rows += [row("x2", 0.1, 2.5, 2.5), row("x2", 0.2, 1.5, 1.7)]
+    text = sweep.write_sweep(rows, [sweep.parse_space(f"{RATE}=log:0.1..0.2:2")], tmp_path)
+    assert "| x1 | 0.1 | 10 | 2.1000 (2.0000..2.2000) |" in text
+    assert "| x1 | 0.2 | 10 | not finite, 1 of 2 |" in text
+    assert "Mean (min..max) over seeds 0, 1." in text
+    x1, x2 = text.splitlines()[-2:]
+    assert x1 == "| x1 | learning_rate=0.1 | 2.1000 (2.0000..2.2000) | 2.1000 | 0.0000 |"
+    assert x2 == "| x2 | learning_rate=0.2 | 1.6000 (1.5000..1.7000) | 2.5000 | 0.9000 |"
+    assert (tmp_path / "sweep.md").read_text() == text
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
