@@ -136,7 +136,7 @@ _streams = _of(
     f"{_MODEL}/residual/hyper_connections_sites_test.py",
 )
 _RESIDUAL = (
-    _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/decoder_test.py::test_storage_starts_smaller_by_depth")("self.position_keys = keys(rngs, rank, self.key_dim, std=rank**-0.5)", "self.position_keys = keys(rngs, rank, self.key_dim, std=1.0)"),
+    _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/decoder_test.py::test_storage_starts_smaller_by_depth")("self.position_keys = store_keys(rngs, rank, self.key_dim)", "self.position_keys = store_keys(rngs, rank, self.key_dim, scale=2.0)"),
     _matrix("return jnp.broadcast_to(written, shape), tokens", "return jnp.zeros(shape, tokens.dtype), tokens"),
     _vector("return residual + self.tiles.widened(", "return self.tiles.widened("),
     _depth("return query if self.key_gain is None else query * self.key_gain[...]", "return query"),
@@ -273,6 +273,8 @@ _TRAINING = (
     _loss("d_logits = softmax * (1 + 2 * z_loss * log_z[..., None])", "d_logits = softmax * (1 + z_loss * log_z[..., None])"),
     _loss("return (d_x * scale.astype(d_x.dtype)", "return (d_x * 1"),
     _optimizer("decays * config.weight_decay / rate", "decays * config.weight_decay"),
+    _of("rmt_tpu/residual/depth_attention.py", f"{_MODEL}/training/parametrization_test.py")("fan_in = config.residual_size", "fan_in = 1"),
+    _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/training/parametrization_test.py")("(ratio if writes else 1 / ratio)", "(ratio if not writes else 1 / ratio)"),
     _of("rmt_tpu/layers/parameters.py", f"{_MODEL}/training/step_test.py::test_each_weight_learns_by_its_own_fan_in")('axes=axes, fan_in=count)', 'axes=axes, fan_in=key_dim)'),
     _optimizer("excluded = (*config.decay_exclude, *COUNTED)", "excluded = COUNTED"),
     _sampling("before = jnp.cumsum(probabilities, axis=-1) - probabilities", "before = jnp.cumsum(probabilities, axis=-1)"),
@@ -366,7 +368,7 @@ _origin = _of("rmt_tpu/training/origin.py", f"{_MODEL}/training/origin_test.py")
 _muon = _of("rmt_tpu/training/optimizer.py", f"{_MODEL}/training/muon_test.py")
 _EVALUATION = (
     _muon("scale = config.update_rms * max(x.shape[-2:]) ** 0.5", "scale = config.update_rms * min(x.shape[-2:]) ** 0.5"),
-    _muon('_OF_MANY = ("layer", "node", "expert", "projection", "stream")', '_OF_MANY = ("layer", "node", "expert", "stream")'),
+    _of("rmt_tpu/layers/parameters.py", f"{_MODEL}/training/muon_test.py")('OF_MANY = ("layer", "node", "expert", "projection", "stream")', 'OF_MANY = ("layer", "node", "expert", "stream")'),
     _muon("jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True)", "jnp.linalg.norm(wide)"),
     _muon("optax.trace(config.momentum, nesterov=True)", "optax.trace(config.momentum)"),
     _scores("logits = unembedding.multiplier * logits", "logits = 1.01 * logits"),
