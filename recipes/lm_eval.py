@@ -12,6 +12,7 @@ has the checkpoint's identity in its name, so that another model's answers are n
 import argparse
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from recipes import program
@@ -52,8 +53,19 @@ def _run(arguments: argparse.Namespace, data_dir: str | None, scratch: Path) -> 
         tasks = documents.find_tasks(arguments.tasks or [])
         harness.write_tasks([documents.read_task(task, data_dir) for task in tasks], scratch)
         arguments.tasks = [str(scratch / f"{task.name}.yaml") for task in tasks]
+        _without_defaults()
     if arguments.use_cache is not None:
         arguments.use_cache = harness.cache_path(arguments.use_cache, **arguments.model_args)
+
+
+def _without_defaults() -> None:
+    """No task of the harness is looked up: to read the files of all takes many seconds.
+
+    Its command line makes the manager itself, and passes no `include_defaults`.
+    """
+    from lm_eval import tasks
+
+    tasks.TaskManager = partial(tasks.TaskManager, include_defaults=False)
 
 
 def run() -> None:

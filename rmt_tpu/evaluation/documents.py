@@ -258,7 +258,11 @@ def _of_texts(asked: Asked, nats: np.ndarray) -> list[Metric]:
 
 
 def metrics(asked: Asked, totals: list[Total]) -> list[Metric]:
-    """Those of a task, as the harness has them, from the totals of all its requests."""
+    """Those of a task, as the harness has them, from the totals of all its requests.
+
+    Of choices also the bits for each byte of the right one, which tells small models apart before
+    they choose any better than chance.
+    """
     documents, kind = asked.source.documents, asked.source.kind
     logs = np.array([total.log_probability for total in totals])
     greedy = np.array([total.greedy for total in totals], float)
@@ -272,11 +276,16 @@ def metrics(asked: Asked, totals: list[Total]) -> list[Metric]:
     if kind == "text":
         return _of_texts(asked, -logs)
     of_documents = np.split(logs, np.flatnonzero(np.diff(asked.owners)) + 1)
-    right, right_by_length = [], []
+    right, right_by_length, gold, sizes = [], [], [], []
     for document, of_choices in zip(documents, of_documents, strict=True):
         right.append(np.argmax(of_choices) == document.gold)
+        gold.append(-of_choices[document.gold])
+        sizes.append(len(document.pairs[document.gold][1].encode()))
         if document.lengths:
             per_character = of_choices / np.array(document.lengths)
             right_by_length.append(np.argmax(per_character) == document.gold)
     found = [mean("acc", right)]
-    return found + ([mean("acc_norm", right_by_length)] if right_by_length else [])
+    if right_by_length:
+        found.append(mean("acc_norm", right_by_length))
+    bits = Metric("gold_bits_per_byte", "byte", "bits", np.array(gold), np.array(sizes, float))
+    return [*found, bits]

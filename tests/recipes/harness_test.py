@@ -91,6 +91,8 @@ def test_its_numbers_are_ours(harness, trained, sources, asked_by_the_harness):
         name = result.source.name
         samples = sorted(theirs["samples"][name], key=lambda sample: sample["doc_id"])
         for metric in result.metrics:
+            if metric.name == "gold_bits_per_byte":  # of our own
+                continue
             each = [sample[metric.name] for sample in samples]
             if metric.name == "perplexity":
                 assert metric.total.tolist() == pytest.approx([-log for log in each], abs=1e-5)

@@ -156,9 +156,11 @@ def test_what_choices_give():
     source = Source("x", "choices", [choices(0), choices(1), choices(2)], "")
     asked = ask(source, ByteTokenizer(), 10, None)
     logs = [-1.0, -1.5, -2.0, -3.0, -3.0, -1.0, -2.0, -4.0, -2.0]
-    acc, acc_norm = metrics(asked, [Total(log, False) for log in logs])
+    acc, acc_norm, bits = metrics(asked, [Total(log, False) for log in logs])
     assert acc.name == "acc" and acc.total.tolist() == [1, 0, 0]
     assert acc_norm.name == "acc_norm" and acc_norm.total.tolist() == [0, 1, 0]
+    assert bits.name == "gold_bits_per_byte"
+    assert bits.value == pytest.approx((1 + 3 + 2) / (2 + 5 + 2) / math.log(2))
 
 
 def test_what_last_words_give():
