@@ -381,6 +381,7 @@ _EVALUATION = (
     _documents("scored = min(stride, len(tokens) - stop)", "scored = min(max_length, len(tokens) - stop)"),
     _documents("start = max(stop - max_length - 1, 0)", "start = max(stop - max_length, 0)"),
     _documents("requests.append(Request(np.concatenate([bos, whole[:before]]), whole[before:]))", "requests.append(Request(whole[:before], whole[before:]))"),
+    _documents("gold.append(-of_choices[document.gold])", "gold.append(-of_choices[0])"),
     _documents("per_character = of_choices / np.array(document.lengths)", "per_character = of_choices"),
     _documents("    kept = context.rstrip()", "    kept = context"),
     _tasks("begins = f\"{_text(line, 'ctx_a')} {_text(line, 'ctx_b').capitalize()}\"", "begins = f\"{_text(line, 'ctx_a')} {_text(line, 'ctx_b')}\""),

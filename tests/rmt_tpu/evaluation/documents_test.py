@@ -155,7 +155,7 @@ def test_what_choices_give():
     choices = lambda gold: Document((("q", " a"), ("q", " bcde"), ("q", " f")), gold, (1, 4, 1))
     source = Source("x", "choices", [choices(0), choices(1), choices(2)], "")
     asked = ask(source, ByteTokenizer(), 10, None)
-    logs = [-1.0, -1.5, -2.0, -3.0, -3.0, -1.0, -2.0, -4.0, -2.0]
+    logs = [-1.0, -1.5, -2.0, -2.5, -3.0, -1.0, -2.0, -4.0, -2.0]
     acc, acc_norm, bits = metrics(asked, [Total(log, False) for log in logs])
     assert acc.name == "acc" and acc.total.tolist() == [1, 0, 0]
     assert acc_norm.name == "acc_norm" and acc_norm.total.tolist() == [0, 1, 0]
