@@ -43,7 +43,7 @@ def optimizer(config, kinds):
 
 def draws(kinds, seed):
     rng = np.random.default_rng(seed)
-    return {n: rng.normal(size=s).astype(np.float32) for n, (_, _, s) in kinds.items()}
+    return {n: jnp.float32(rng.normal(size=s)) for n, (_, _, s) in kinds.items()}
 
 
 def quintic(x):
