@@ -195,6 +195,7 @@ _CORES = (
     _mla("first = x.shape[-1] - self.core.rope_dim", "first = self.core.rope_dim"),
     _of("rmt_tpu/cores/mla.py", _ways)("latent, k_rope = jnp.split(down, [self.core.kv_rank], axis=-1)\n        return q, normalize(latent, self.kv_gain[...], **norm), k_rope", "latent, k_rope = jnp.split(down, [self.core.kv_rank], axis=-1)\n        return q, latent, k_rope", _equations),
     _of("rmt_tpu/cores/feed_forward.py", _equations)("return _ACTIVATIONS[self.activation](gate) * up", "return gate * _ACTIVATIONS[self.activation](up)"),
+    _of("rmt_tpu/layers/stacks.py", _equations)("return d_stack, jnp.where(whole, d_slice, 0), None, None", "return d_stack, d_slice, None, None"),
     _of("rmt_tpu/residual/depth_attention.py", _equations)("return Grouping(layers, False, into > 0 or goes_on, rows)", "return Grouping(layers, False, into > 0, rows)"),
     _of("rmt_tpu/residual/vector.py", _equations)("kept = (w for w in (site.read, site.read_fewer) if w is not None)", "kept = (w for w in (site.read_fewer, site.read) if w is not None)"),
     _linear("sees = (documents == before[:, None])", "sees = (documents >= before[:, None])"),

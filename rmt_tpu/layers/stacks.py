@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Index = Int[Array, ""] | int
 
@@ -69,3 +69,31 @@ def _take_backward(index, cotangents):
 
 
 take.defvjp(_take_forward, _take_backward)
+
+
+@jax.custom_vjp
+def fill(
+    stack: Float[Array, "count *shape"],
+    x: Float[Array, "*shape"],
+    index: Index,
+    whole: Bool[Array, ""],
+) -> Array:
+    """The stack with x in slice `index`, which nobody has read, nor will before x is whole.
+
+    The gradient of x is that of the slice, or 0 while x is not whole. That of the stack is passed
+    on as it is: JAX would put zeros in the slice, a copy of the whole stack, for what was there.
+    """
+    return put(stack, x, index)
+
+
+def _fill_forward(stack, x, index, whole):
+    return fill(stack, x, index, whole), (index, whole)
+
+
+def _fill_backward(saved, d_stack):
+    index, whole = saved
+    d_slice = jax.lax.dynamic_index_in_dim(d_stack, index, keepdims=False)
+    return d_stack, jnp.where(whole, d_slice, 0), None, None
+
+
+fill.defvjp(_fill_forward, _fill_backward)

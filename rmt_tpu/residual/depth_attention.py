@@ -267,12 +267,10 @@ class DepthAttention(nnx.Module):
             return rows, current
         done = at.sublayer + 1
         own = self._row(at.sublayer) - self.first_row(at.group)
-        sealed = (done % self.block == 0) | (done == self.num_sublayers)
-        there = jax.lax.dynamic_index_in_dim(rows, own, keepdims=False)
-        row = current if self.block == 1 else jnp.where(sealed, current, there)
-        rows = jax.lax.dynamic_update_index_in_dim(rows, row, own, 0)
-        empty = jnp.zeros_like(current)
-        return rows, empty if self.block == 1 else jnp.where(sealed, empty, current)
+        sealed = jnp.asarray((done % self.block == 0) | (done == self.num_sublayers))
+        # No site looks at a row before it is complete.
+        rows = stacks.fill(rows, current, own, sealed)
+        return rows, jnp.where(sealed, 0, current)
 
     # For analysis --------------------------------------------------------------------------------
 
