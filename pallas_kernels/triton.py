@@ -2,6 +2,9 @@
 
 import warnings
 
+import jax
+import jax.numpy as jnp
+
 try:
     # Lowering rules have no public name.
     from jax._src.pallas.core import register_lowering_rule
@@ -27,3 +30,32 @@ else:
 def no_triton() -> str | None:
     """Why there are no kernels for GPUs at all; None if there are."""
     return "this version of jax has no Triton backend for Pallas" if plgpu is None else None
+
+
+def dot(a, b, *, transpose_a=False, transpose_b=False):
+    """`a b` with float32 sums, on tensor cores.
+
+    A float32 is the sum of three bfloat16. The products of parts left out are as small as float32's
+    own rounding; small ones are added first.
+    """
+    dimensions = (((0 if transpose_a else 1,), (1 if transpose_b else 0,)), ((), ()))
+    multiply = lambda a, b: jax.lax.dot_general(
+        a, b, dimensions, preferred_element_type=jnp.float32
+    )
+    if a.dtype == jnp.bfloat16:
+        return multiply(a, b)
+    a, b = _thirds(a), _thirds(b)
+    order = (1, 1), (0, 2), (2, 0), (0, 1), (1, 0), (0, 0)
+    return sum(multiply(a[i], b[j]) for i, j in order)
+
+
+def _thirds(x):
+    """Three bfloat16, of falling size, that sum to the float32 exactly."""
+    parts = []
+    for _ in range(3):
+        # Cut off by its bits: a compiler may take a cast there and back for nothing.
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        part = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts

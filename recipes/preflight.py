@@ -12,7 +12,8 @@ so that the vocabulary is that of --tokenizer (byte, if none is given), or --set
     python -m recipes.preflight --preset=llama-attnres-1.2b --topology=v5e:2x4 --mesh=tensor=8 \
         --prompt=131072
 
-compiles what recipes.generate runs with that mesh for a part of such a prompt.
+compiles what recipes.generate runs with that mesh for a part of such a prompt, and with --decode=32
+for new tokens of 32 rows as long.
 
 Of several slices (--num_slices), whose devices the mesh has first along data, stage or fsdp, what
 goes over the data center's network is told apart.
@@ -46,6 +47,9 @@ _PROMPT = flags.DEFINE_integer(
 _PART = flags.DEFINE_integer(
     "part", None, "of them, read at a time; default as recipes.generate, 2048", lower_bound=1
 )
+_DECODE = flags.DEFINE_integer(
+    "decode", None, "rows of --prompt tokens that are given new ones, in place", lower_bound=1
+)
 common.define_run_flags()
 
 
@@ -65,9 +69,12 @@ def main() -> int:
         raise UsageError(f"--topology={error}") from None
     if _PART.value is not None and _PROMPT.value is None:
         raise UsageError(f"--part={_PART.value} is for a --prompt")
+    if _DECODE.value is not None and (_PROMPT.value is None or _PART.value is not None):
+        raise UsageError(f"--decode={_DECODE.value} is with a --prompt and without a --part")
     prompt = None
     if _PROMPT.value is not None:
-        prompt = Prompt(_PROMPT.value, min(_PART.value or PART, _PROMPT.value))
+        part = min(_PART.value or PART, _PROMPT.value)
+        prompt = Prompt(_PROMPT.value, part, _DECODE.value)
         prompt.check(config.model)
     folder = _OUTPUT.value and Path(_OUTPUT.value)
     if folder:

@@ -215,6 +215,8 @@ _CORES = (
     _experts("edge = (at + jnp.clip(within, 0, 1))", "edge = (at - jnp.clip(within, 0, 1))"),
     _of("pallas_kernels/grouped_matmul/mosaic_tpu.py", _grouped)('options = {"transpose_rhs": transposed,', 'options = {"transpose_rhs": not transposed,'),
     _of("pallas_kernels/grouped_matmul/xla.py", _grouped)("return _ragged(rows, matrices, sizes, ((1,), (2,)), groups=[0])", "return _ragged(rows, matrices.swapaxes(1, 2), 0 * sizes, ((1,), (1,)), groups=[0])"),
+    _of("pallas_kernels/grouped_matmul/triton_gpu.py", _grouped)("within = tile - (behind - needed)[group]", "within = tile - behind[group]"),
+    _of("pallas_kernels/grouped_matmul/triton_gpu.py", _grouped)("b = _load(ref.d_products, (), own, (column, blocks.columns), stop)", "b = _load(ref.d_products, (), own, (column, blocks.columns))"),
     _of("rmt_tpu/training/optimizer.py", _spread)("return jnp.sign(jnp.mean(shares, axis=-1, keepdims=True) - shares)", "return jnp.sign(shares - jnp.mean(shares, axis=-1, keepdims=True))"),
     _of("rmt_tpu/training/optimizer.py", _spread)("optimizer.update(of_weights(gradients, roles), state, params)", "optimizer.update(gradients, state, params)"),
     _of("rmt_tpu/layers/short_convolution.py", _cores)("own = (ids == segment_ids).reshape(", "own = (ids >= segment_ids - 1).reshape("),

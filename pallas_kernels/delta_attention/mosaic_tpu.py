@@ -5,7 +5,7 @@ A step is one chunk of tokens of a few heads, whose states stay in VMEM. Operand
 from the last to the first, and computes each again from the state before it.
 
 For 8192 tokens of 32 heads on v6e (918 TFLOP/s, 1640 GB/s), in bfloat16: the forward kernel's least
-is 0.52 ms of the matrix units and 0.33 ms of HBM, the backward's 1.07 and 0.54. Estimates are 1.29
+is 0.52 ms of the matrix units and 0.33 ms of HBM, the backward's 1.07 and 0.54. Estimates are 1.13
 and 2.52 ms (docs/benchmarks.md): vector arithmetic and registers limit both.
 """
 
@@ -23,7 +23,7 @@ from pallas_kernels.delta_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.delta_attention.interface import Gradients, Operands, chunk_size
 
 # Heads of a step: products of one hide the latency of another's.
-_FORWARD_HEADS, _BACKWARD_HEADS = 8, 8
+_FORWARD_HEADS, _BACKWARD_HEADS = 16, 8
 
 
 def unsupported(op: str, operands: Operands, *others) -> str | None:

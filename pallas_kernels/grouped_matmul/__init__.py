@@ -2,8 +2,9 @@
 
 Rows lie group by group, and `sizes` says how many each group has; those behind the last group are
 of none. Implementations: "xla" (`jax.lax.ragged_dot`, anywhere), "mosaic_tpu" (jax's megablox
-kernels), "pallas" where there is a kernel. None takes the kernel on TPUs: XLA's gradient of the
-matrices is there, in jax 0.10, as dense as if every row were of every group.
+kernels), "triton" (GPUs), "pallas" where there is a kernel. None takes the kernels: XLA's gradient
+of the matrices on TPUs, and all that it computes on GPUs, is in jax 0.10 as dense as if every row
+were of every group.
 """
 
 import functools
@@ -14,12 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import check_array
-from pallas_kernels.grouped_matmul import mosaic_tpu, xla
+from pallas_kernels.grouped_matmul import mosaic_tpu, triton_gpu, xla
 from pallas_kernels.platform import Implementations, reverse_mode
 
 __all__ = ["grouped_matmul"]
 
-Implementation = Literal["xla", "mosaic_tpu", "pallas"]
+Implementation = Literal["xla", "mosaic_tpu", "triton", "pallas"]
 
 
 @reverse_mode
@@ -63,7 +64,9 @@ def grouped_matmul(
     return _grouped_matmul(implementation, rows, matrices, sizes)
 
 
-_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu}, ("tpu",))
+_IMPLEMENTATIONS = Implementations(
+    xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, by_default=("tpu", "cuda")
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

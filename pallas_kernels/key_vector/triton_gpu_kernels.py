@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.key_vector.interface import LEAST_STEPS
-from pallas_kernels.triton import plgpu
+from pallas_kernels.triton import dot, plgpu
 
 _LARGEST = 2**15 - 1
 
@@ -82,35 +82,6 @@ def _save(ref, lead, rows, columns, block):
     plgpu.store(ref.at[(*lead, i, j)], block.astype(ref.dtype), mask=mask)
 
 
-def _dot(a, b, *, transpose_a=False, transpose_b=False):
-    """`a b` with float32 sums, on tensor cores.
-
-    A float32 is the sum of three bfloat16. The products of parts left out are as small as float32's
-    own rounding; small ones are added first.
-    """
-    dimensions = (((0 if transpose_a else 1,), (1 if transpose_b else 0,)), ((), ()))
-    multiply = lambda a, b: jax.lax.dot_general(
-        a, b, dimensions, preferred_element_type=jnp.float32
-    )
-    if a.dtype == jnp.bfloat16:
-        return multiply(a, b)
-    a, b = _thirds(a), _thirds(b)
-    order = (1, 1), (0, 2), (2, 0), (0, 1), (1, 0), (0, 0)
-    return sum(multiply(a[i], b[j]) for i, j in order)
-
-
-def _thirds(x):
-    """Three bfloat16, of falling size, that sum to the float32 exactly."""
-    parts = []
-    for _ in range(3):
-        # Cut off by its bits: a compiler may take a cast there and back for nothing.
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
-        part = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        parts.append(part.astype(jnp.bfloat16))
-        x = x - part
-    return parts
-
-
 def _each_token(site, body):
     """`carry = body(token, carry)` over this program's tokens."""
     program, programs = pl.program_id(0), pl.num_programs(0)
@@ -139,7 +110,7 @@ def _written(store_keys, data):
     Forward and rebuild sum the same products in the same order, so that an int16 residual is
     rebuilt without error.
     """
-    return sum(_dot(w, y) for w, y in zip(store_keys, data, strict=True))
+    return sum(dot(w, y) for w, y in zip(store_keys, data, strict=True))
 
 
 def _steps(site, written):
@@ -226,7 +197,7 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
             whole = scaled(0)
             scaled = _always(whole)
         for g, group in enumerate(reads):
-            add = lambda c, z, g=g: z + _dot(load_read_keys(c)[g], scaled(c))
+            add = lambda c, z, g=g: z + dot(load_read_keys(c)[g], scaled(c))
             z = _each_chunk(chunks, add, jnp.zeros((group[1], columns[1]), jnp.float32))
             _save(ref.retrieved, (t,), group, columns, z)
 
@@ -311,9 +282,9 @@ def backward_kernel(site, blocks, ref):
         if hasattr(ref, "rebuilt"):
             written = _written([store_keys.T], [y])
             _save(ref.rebuilt, (t,), rows, columns, _taken_back(site, x, written))
-        d_scaled = _dot(read_keys, dz, transpose_a=True)
+        d_scaled = dot(read_keys, dz, transpose_a=True)
         d_gain += d_scaled * n
-        d_read_keys += _dot((n * load_gain()).astype(site.dtype), dz, transpose_b=True)
+        d_read_keys += dot((n * load_gain()).astype(site.dtype), dz, transpose_b=True)
         a = d_scaled * load_gain()
         d_stored = _load(ref.d_stored, (t,), rows, columns)
         if hasattr(ref, "mean_an"):
@@ -323,8 +294,8 @@ def backward_kernel(site, blocks, ref):
         dx = _d_stored(site, d_stored, a, n, rstd, means)
         _save(ref.d_residual, (t,), rows, columns, dx)
         dx = dx.astype(site.dtype)
-        _save(ref.d_data, (t,), stores, columns, _dot(store_keys, dx))
-        d_store_keys += _dot(y, dx, transpose_b=True)
+        _save(ref.d_data, (t,), stores, columns, dot(store_keys, dx))
+        d_store_keys += dot(y, dx, transpose_b=True)
         return d_store_keys, d_gain, d_read_keys
 
     shapes = (stores[1], rows[1]), (rows[1], columns[1]), (rows[1], reads[1])
@@ -338,7 +309,7 @@ def backward_kernel(site, blocks, ref):
 def _d_scaled(ref, t, reads, rows, columns):
     """`r^T dz` of a chunk of keys."""
     return sum(
-        _dot(
+        dot(
             _load(ref.read_keys, (), rows, group, transposed=True),
             _load(ref.d_retrieved, (t,), group, columns),
         )
@@ -389,7 +360,7 @@ def backward_tokens_kernel(site, blocks, ref):
 
             def add(c, dy, group=group):
                 dx = _load(ref.d_residual, (t,), rows(c), columns).astype(site.dtype)
-                return dy + _dot(_load(ref.store_keys, (), group, rows(c)), dx)
+                return dy + dot(_load(ref.store_keys, (), group, rows(c)), dx)
 
             dy = jnp.zeros((group[1], columns[1]), jnp.float32)
             _save(ref.d_data, (t,), group, columns, _each_chunk(chunks, add, dy))
@@ -409,11 +380,11 @@ def backward_sums_kernel(site, blocks, ref):
         scaled = (n * gain).astype(site.dtype)
         dx = _load(ref.d_residual, (t,), rows, columns).astype(site.dtype)
         d_store_keys = [
-            d + _dot(_load(ref.data, (t,), group, columns), dx, transpose_b=True)
+            d + dot(_load(ref.data, (t,), group, columns), dx, transpose_b=True)
             for d, group in zip(d_store_keys, stores, strict=True)
         ]
         d_read_keys = [
-            d + _dot(scaled, _load(ref.d_retrieved, (t,), group, columns), transpose_b=True)
+            d + dot(scaled, _load(ref.d_retrieved, (t,), group, columns), transpose_b=True)
             for d, group in zip(d_read_keys, reads, strict=True)
         ]
         return d_store_keys, d_gain + _d_scaled(ref, t, reads, rows, columns) * n, d_read_keys

@@ -160,7 +160,7 @@ class Preflight:
       time: None for what does not fit, or where there is no model of time.
       launches: of kernels and copies in a step, where each is one (on a GPU); else None.
       compile_seconds: None for what does not fit.
-      prompt: of which a part is read in place of a train step, if one is.
+      prompt: that is read or added to in place of a train step, if one is.
     """
 
     config: RunConfig
@@ -187,7 +187,7 @@ class Preflight:
     def tokens(self) -> int:
         """That are read in a step."""
         if self.prompt is not None:
-            return self.prompt.part
+            return self.prompt.new_tokens
         return self.config.train.batch_size * self.config.data.seq_len
 
     @property
@@ -240,7 +240,7 @@ def preflight(
       config: of the run; "auto" dtypes are taken as on an accelerator.
       target: from `parse_topology`.
       progress: is told when it is compiled.
-      prompt: to read a part of, in place of a train step.
+      prompt: to read a part of or to add to, in place of a train step.
 
     Raises:
       UsageError: the run's mesh or a size does not go with the topology.
@@ -398,12 +398,13 @@ def _traffic(sent: Sequence[Collective]) -> tuple[Traffic, ...]:
 def _time(report: Preflight, cost: StepCost, sent: Sequence[Collective]) -> Time:
     config, target = report.config, report.target
     seconds = {part: cycles / target.clock for part, cycles in cost.parts.items()}
+    duration = lambda sent: sent.bytes / target.network(sent.between_slices)
     assert set(PARTS) == {part for parts in GROUPS.values() for part in parts}
     time = Time(
         parts={group: sum(seconds[p] for p in parts) for group, parts in GROUPS.items()},
         by_model={name: cycles / target.clock for name, cycles in cost.by_model.items()},
-        collectives=sum(c.bytes / target.network(c.between_slices) for c in sent),
-        overlapped=sum(c.bytes / target.network(c.between_slices) for c in sent if c.overlaps),
+        collectives=sum((duration(c) for c in sent), start=0.0),
+        overlapped=sum((duration(c) for c in sent if c.overlaps), start=0.0),
         mfu=0.0,
         unknown_loops=cost.unknown_loops,
     )

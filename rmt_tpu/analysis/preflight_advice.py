@@ -46,7 +46,9 @@ def advice(report: Preflight) -> list[Advice]:
 
 
 def _smaller_part(report: Preflight) -> list[Advice]:
-    """Of a prompt: temporaries are in proportion to it."""
+    """Of a prompt that is read: temporaries are in proportion to it."""
+    if report.prompt.rows is not None:
+        return []
     part, work = report.prompt.part, report.memory["temporaries"]
     sized = [(part // n, report.used - work + work // n) for n in (2, 4, 8, 16) if part % n == 0]
     fitting = [(tokens, size) for tokens, size in sized if size <= _ROOM * report.limit]

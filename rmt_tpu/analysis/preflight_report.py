@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from pallas_kernels.compiler.calibration import error_bar
+from rmt_tpu.analysis.decode import STEPS
 from rmt_tpu.analysis.preflight import Preflight
 from rmt_tpu.analysis.preflight_advice import advice
 
@@ -10,7 +11,7 @@ _WIDTH = 40  # characters of a bar
 _MEANING = {
     "parameters": "as they are kept",
     "optimizer": "moments and counts",
-    "cache": "of the whole prompt, a row",
+    "cache": "of whole prompts",
     "batch": "and other arguments",
     "activations": "kept by the forward pass for the backward pass",
     "temporaries": "what lasts for a step, work space and gaps",
@@ -81,8 +82,10 @@ def _heading(report: Preflight, name: str) -> str:
     train, model = report.config.train, report.config.model
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items() if size > 1) or "data=1"
     if report.prompt is not None:
-        work = f"{report.prompt.part} tokens at a time of a prompt of {report.prompt.tokens}"
-        rest = ""
+        prompt, rest = report.prompt, ""
+        work = f"{prompt.part} tokens at a time of a prompt of {prompt.tokens}"
+        if prompt.rows is not None:
+            work = f"{STEPS} new tokens in each of {prompt.rows} rows, of {prompt.tokens} tokens"
     else:
         parts = f" in {train.accumulate} parts" if train.accumulate > 1 else ""
         work = f"{train.batch_size} x {report.config.data.seq_len} tokens a step{parts}"
@@ -206,7 +209,9 @@ def _advice(report: Preflight) -> str:
     found = advice(report)
     if not found:
         if report.prompt is not None:
-            return "what to change: more devices of tensor, sequence or key, or a shorter --prompt"
+            fewer = "" if report.prompt.rows is None else ", or fewer rows of --decode"
+            axes = "tensor, sequence or key"
+            return f"what to change: more devices of {axes}, or a shorter --prompt{fewer}"
         return "what to change: a smaller model; nothing else is legal on this topology"
     lines = ["what to change, the first thing first (sizes are estimated in proportion)"]
     for i, step in enumerate(found, start=1):

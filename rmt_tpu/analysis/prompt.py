@@ -1,6 +1,7 @@
-"""A part of a prompt, read by all devices of a topology that need not be there."""
+"""What all devices of a topology, which need not be there, do of a long text: read or add to it."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,27 +11,37 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import sharding
+from rmt_tpu.analysis.decode import STEPS
 from rmt_tpu.config import ModelConfig, RunConfig, overrides
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
-from rmt_tpu.generation import cast_once, programs
+from rmt_tpu.generation import Sampling, cast_once, programs
 from rmt_tpu.generation.engine import PART, bucket
 from rmt_tpu.generation.placement import parameter_shardings
+from rmt_tpu.generation.sampling import choice
+from sharding import CACHE_RULES, MeshError
 
 _WHOLE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What is read.
+    """What is read, or has been.
 
     Attributes:
       tokens: of the prompt, for which the cache has room.
       part: of them that are read at a time.
+      rows: of such prompts that are given new tokens, in place of reading one; None of none.
     """
 
     tokens: int
     part: int = PART
+    rows: int | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """That a program goes through."""
+        return self.part if self.rows is None else self.rows * STEPS
 
     def check(self, model: ModelConfig) -> None:
         """Raises UsageError if a model has no positions for it."""
@@ -44,18 +55,19 @@ class Prompt:
 
 
 def lower_prompt(
-    devices: Sequence[jax.Device], config: dict[str, Any], tokens: int, part: int
+    devices: Sequence[jax.Device], config: dict[str, Any], tokens: int, part: int, rows: int | None
 ) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-    """The engine's program for the last part of a prompt, and `sizes_of` its mesh.
+    """The engine's program for the last part of a prompt or for new ones, and `sizes_of` its mesh.
 
     Args:
       devices: that need not exist.
       config: a RunConfig as JSON; of its `train` the mesh alone is looked at.
       tokens: of the prompt.
       part: of them that are read at a time.
+      rows: that are given STEPS new tokens each, in place of reading.
 
     Raises:
-      MeshError: the mesh does not fit the devices, or the model does not divide over it.
+      MeshError: the mesh does not fit the devices, or the model or the rows do not divide over it.
     """
     run = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(run.train.mesh, devices)
@@ -64,6 +76,8 @@ def lower_prompt(
     filled = lambda size: size + -size % model.devices("tokens")
     ints = lambda *shape: _at(jax.ShapeDtypeStruct(shape, jnp.int32), mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        if rows is not None:
+            return _lowered_steps(model, params, mesh, rows, filled(bucket(tokens))), sizes_of(mesh)
         make = lambda params: programs.empty_cache(model, params, 1, filled(bucket(tokens)))
         cache = jax.eval_shape(make, params)
         if model.cache is None:
@@ -72,6 +86,30 @@ def lower_prompt(
             cache = jax.tree.map(lambda x, spec: _at(x, mesh, spec), cache, model.cache)
         given = params, ints(1, filled(part)), ints(1), cache
         return programs.extend.lower(model, *given), sizes_of(mesh)
+
+
+def _lowered_steps(
+    model: programs.Model, params: nnx.State, mesh: Mesh, rows: int, capacity: int
+) -> jax.stages.Lowered:
+    """A dispatch of STEPS tokens a row."""
+    devices = model.devices("batch")
+    if rows % devices:
+        raise MeshError(
+            f"{rows} rows do not divide over the {devices} devices of data and fsdp; legal: "
+            f"multiples of {devices}"
+        )
+    make = lambda params: programs.empty_rows(model, params, rows // devices, capacity)
+    placed = lambda x, spec=_WHOLE: _at(x, mesh, spec)
+    of_rows = jax.eval_shape(make, params)
+    of_rows = jax.tree.map(placed, of_rows, *(() if model.rows is None else (model.rows,)))
+    used = placed(jax.ShapeDtypeStruct((rows,), jnp.bool_), model.over(CACHE_RULES["batch"]))
+    how = jax.tree.map(placed, choice(rows * [Sampling()]))
+    one = lambda dtype: placed(jax.ShapeDtypeStruct((), dtype))
+    given = of_rows, used, how, one(jnp.int32), one(jnp.bool_)
+    with warnings.catch_warnings():
+        # Some kernels are for many tokens alone.
+        warnings.filterwarnings("ignore", "no tpu kernel for this call")
+        return programs.steps.lower(model, params, *given, STEPS)
 
 
 def sizes_of(mesh: Mesh) -> dict[str, Any]:

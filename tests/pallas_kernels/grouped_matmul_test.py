@@ -1,5 +1,7 @@
 """Products of rows with their groups' matrices, and what a group is given back."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 from jax.experimental import topologies
 
 from pallas_kernels import UnsupportedImplementation, grouped_matmul
-from pallas_kernels.grouped_matmul import mosaic_tpu, reference, xla
+from pallas_kernels.compiler.tuning import ptxas_usage
+from pallas_kernels.grouped_matmul import mosaic_tpu, reference, triton_gpu, xla
+from tests import cuda
 from tests.closeness import assert_close
 from tests.tiers import later
 
@@ -59,6 +63,7 @@ RUNS = {
     "op": jax.jit(of_the_op),
     "xla": given_back(xla),
     "mosaic_tpu": given_back(mosaic_tpu, interpret=True),
+    "triton": given_back(triton_gpu, interpret=True),
 }
 
 
@@ -67,7 +72,8 @@ RUNS = {
     [
         ("op", "float32"),
         ("mosaic_tpu", "float32"),
-        *later(("xla", "float32"), ("xla", "bfloat16"), ("mosaic_tpu", "bfloat16")),
+        ("triton", "float32"),
+        *later(*((run, "bfloat16") for run in ("xla", "mosaic_tpu", "triton")), ("xla", "float32")),
     ],
 )
 def test_each_row_meets_its_group_s_matrix(run, dtype):
@@ -111,6 +117,43 @@ def test_the_gradient_on_a_tpu_costs_what_rows_cost(topology):
     assert 0.9 < cost["flops"] / (6 * rows * columns * inner) < 1.2
 
 
+KERNELS = ["grouped_matmul", "grouped_matmul_of_matrices", "grouped_matmul_transposed"]
+
+
+def of_experts(dtype):
+    """The op with its gradient, of 64 groups, and the shapes of what it is given."""
+    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
+    given = array(4096, 768), array(64, 768, 512), array(4096, 512), array(64, dtype="int32")
+
+    def run(rows, matrices, d_products, sizes):
+        products, pull_back = jax.vjp(lambda *x: grouped_matmul(*x, sizes), rows, matrices)
+        return products, *pull_back(d_products)
+
+    return run, *given
+
+
+def test_on_gpus_nothing_is_dense_over_groups():
+    program = cuda.lowered(*of_experts("bfloat16"))
+    assert "chlo.ragged_dot" not in program and "stablehlo.dot_general" not in program
+    assert sorted(set(re.findall(r'"(grouped_matmul\w*)"', program))) == KERNELS
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "dtype, target",
+    [
+        ("bfloat16", "sm_90"),
+        *later(("float32", "sm_90"), *(("bfloat16", t) for t in cuda.TARGETS if t != "sm_90")),
+    ],
+)
+def test_compiles_for_each_gpu_without_spilling(dtype, target, tmp_path):
+    program = cuda.ptx(*of_experts(dtype), target=target, folder=tmp_path)
+    kernels = {k: v for k, v in ptxas_usage(program).items() if k.startswith("grouped_matmul")}
+    assert sorted(kernels) == KERNELS
+    assert not any(use.spilled for use in kernels.values()), kernels
+    assert re.search(r"ld\.global\S*\.v4\.|cp\.async\S* .*16", program), "16 bytes at a time"
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -130,7 +173,7 @@ def test_what_does_not_fit_is_said_in_one_line(unannotated, changes, message):
 
 def test_a_kernel_that_cannot_serve_says_why(unannotated):
     given = np.zeros((4, 3)), np.zeros((2, 3, 5)), np.zeros(2, np.int32)
-    with pytest.raises(UnsupportedImplementation, match="'triton' is unknown"):
-        grouped_matmul(*given, implementation="triton")
+    with pytest.raises(UnsupportedImplementation, match="'cudnn' is unknown"):
+        grouped_matmul(*given, implementation="cudnn")
     with jax.enable_x64(True), pytest.raises(UnsupportedImplementation, match="rows of float64"):
         grouped_matmul(*given, implementation="mosaic_tpu")

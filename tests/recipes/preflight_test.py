@@ -34,11 +34,21 @@ def test_a_step_that_fits(tmp_path):
 def test_a_part_of_a_prompt():
     flags = (*SMALL[:3], "--mesh=data=2,tensor=2", "--prompt=4096", "--json=-")
     values = json.loads(cli.succeed("preflight", *flags).stdout)
-    assert values["prompt"] == {"tokens": 4096, "part": 2048} and values["fits"]
+    assert values["prompt"] == {"tokens": 4096, "part": 2048, "rows": None} and values["fits"]
     # Keys and values of two layers and two of four heads of 32; beside them there are no moments.
     memory = values["memory_bytes"]
     assert memory["cache"] == pytest.approx(2 * 2 * 4096 * 2 * 128, rel=0.01)
     assert memory["parameters"] > 0 == memory["optimizer"] == memory["activations"]
+    assert 0 < values["estimated_seconds"]["mfu"] < 1
+
+
+@pytest.mark.compile
+def test_new_tokens_of_rows():
+    flags = (*SMALL[:3], "--mesh=data=2,tensor=2", "--prompt=4096", "--decode=6", "--json=-")
+    values = json.loads(cli.succeed("preflight", *flags).stdout)
+    assert values["prompt"] == {"tokens": 4096, "part": 2048, "rows": 6} and values["fits"]
+    # Of three rows a device.
+    assert values["memory_bytes"]["cache"] == pytest.approx(3 * 2 * 2 * 4096 * 2 * 128, rel=0.01)
     assert 0 < values["estimated_seconds"]["mfu"] < 1
 
 
@@ -74,6 +84,13 @@ def test_a_step_that_does_not_fit(tmp_path):
         (["--topology=v5e:2x2", "--preset=rmt-tiny", "--config=c.json"], "give one of them"),
         ([*SMALL, "--mesh=data=3"], "--mesh='data=3' asks for 3 devices, and there are 4"),
         ([*SMALL, "--part=512"], "--part=512 is for a --prompt"),
+        ([*SMALL, "--decode=4"], "--decode=4 is with a --prompt and without a --part"),
+        *later(
+            (
+                [*SMALL, "--prompt=64", "--decode=3"],
+                "3 rows do not divide over the 4 devices of data and fsdp; legal: multiples of 4",
+            )
+        ),
         (
             ["--topology=v5e:2x2", "--preset=rmt-305m", "--prompt=4096"],
             "--prompt=4096 is beyond the 512 learned positions of the model; legal: up to 512, or",
@@ -87,6 +104,8 @@ def test_a_step_that_does_not_fit(tmp_path):
         "preset and config",
         "mesh",
         "part",
+        "decode",
+        "rows",
         "prompt",
         "batch size",
     ],

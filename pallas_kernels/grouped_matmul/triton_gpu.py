@@ -1,0 +1,186 @@
+"""Grouped products on a GPU, in Pallas through Triton, for compute capability 8.0 and up.
+
+Each group's rows are cut into tiles of their own, and a program takes one of them and some columns;
+of a matrix's gradient it takes one tile, over all rows of the group. So no row meets another
+group's matrix, where XLA's op is on GPUs, in jax 0.10, as dense as if every row were of every
+group. On an H100 (989 TFLOP/s, 3352 GB/s) at M 65,536, K 2304, N 2048 and 256 groups in bfloat16:
+0.63 ms for the FLOPs, 0.72 ms for the matrices' bytes (2.4 GB) once.
+
+Sums are float32; a float32 is multiplied as three bfloat16.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from pallas_kernels.call import gpu_call
+from pallas_kernels.triton import dot, no_triton, plgpu
+
+
+class _Blocks(NamedTuple):
+    """Of a tile: rows and columns of what it adds up, and how many numbers of the sums at a time.
+
+    warps: of 32 threads, in a program.
+    stages: depth of the loads' pipeline.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, rows: int, columns: int, dtype: DTypeLike) -> "_Blocks":
+        """For tiles of at most so many rows and columns: powers of two, 16 at least."""
+        narrow = jnp.dtype(dtype) == jnp.bfloat16
+        fit = lambda size, most: min(most, max(16, pl.next_power_of_2(size)))
+        largest, depth, stages = (128, 64, 3) if narrow else (64, 32, 2)
+        rows, columns = fit(rows, largest), fit(columns, largest)
+        return cls(rows, columns, depth, 8 if rows * columns > 64 * 128 else 4, stages)
+
+
+def unsupported(op: str, rows, other, sizes) -> str | None:
+    """Why it cannot serve this call, in a line; None if it can."""
+    if why := no_triton():
+        return why
+    if rows.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"rows of {rows.dtype} (bfloat16 or float32)"
+    width = rows.shape[1] * other.shape[-1] if op == "of_matrices" else other[0].size
+    if max(rows.size, other.size, len(sizes) * width) >= 2**31:
+        return "an array of 2^31 numbers or more"
+    return None
+
+
+def product(
+    rows: Float[Array, "M K"],
+    matrices: Float[Array, "G K N"],
+    sizes: Int[Array, " G"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "M N"]:
+    """`rows[m] @ matrices[g]`."""
+    return _product(rows, matrices, sizes, False, interpret)
+
+
+def product_transposed(
+    rows: Float[Array, "M N"],
+    matrices: Float[Array, "G K N"],
+    sizes: Int[Array, " G"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "M K"]:
+    """`matrices[g] @ rows[m]`: the gradient of the rows, from that of products."""
+    return _product(rows, matrices, sizes, True, interpret)
+
+
+def _product(rows, matrices, sizes, transposed, interpret):
+    (M, inner), groups = rows.shape, len(sizes)
+    columns = matrices.shape[1 if transposed else 2]
+    blocks = _Blocks.of(max(1, M // groups), columns, rows.dtype)
+
+    def kernel(ref):
+        tile, column = pl.program_id(1), pl.program_id(0) * blocks.columns
+        group, start, stop = (plgpu.load(x.at[tile]) for x in (ref.group, ref.start, ref.stop))
+
+        def add(step, total):
+            numbers = (step * blocks.depth, blocks.depth)
+            a = _load(ref.rows, (), (start, blocks.rows), numbers, stop)
+            sides = numbers, (column, blocks.columns)
+            b = _load(ref.matrices, (group,), *(sides[::-1] if transposed else sides))
+            return total + dot(a, b, transpose_b=transposed)
+
+        total = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+        steps = pl.cdiv(inner, blocks.depth) * (start < stop).astype(jnp.int32)
+        total = jax.lax.fori_loop(0, steps, add, total)
+        _save(ref.products, (), (start, blocks.rows), (column, blocks.columns), total, stop)
+
+    inputs = _tiles(sizes, M, blocks.rows) | {"rows": rows, "matrices": matrices}
+    outputs = {"products": jax.ShapeDtypeStruct((M, columns), rows.dtype)}
+    return gpu_call(
+        kernel,
+        "grouped_matmul_transposed" if transposed else "grouped_matmul",
+        inputs,
+        outputs,
+        grid=(pl.cdiv(columns, blocks.columns), len(inputs["group"])),
+        warps=blocks.warps,
+        stages=blocks.stages,
+        flops=2 * M * inner * columns,
+        interpret=interpret,
+    )["products"]
+
+
+def of_matrices(
+    rows: Float[Array, "M K"],
+    d_products: Float[Array, "M N"],
+    sizes: Int[Array, " G"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "G K N"]:
+    """Each group's sum of outer products of its rows: the gradient of the matrices."""
+    (M, K), N = rows.shape, d_products.shape[1]
+    blocks = _Blocks.of(K, N, rows.dtype)
+
+    def kernel(ref):
+        column, row = pl.program_id(0) * blocks.columns, pl.program_id(1) * blocks.rows
+        group = pl.program_id(2)
+        start, stop = plgpu.load(ref.start.at[group]), plgpu.load(ref.stop.at[group])
+
+        def add(step, total):
+            own = (start + step * blocks.depth, blocks.depth)
+            a = _load(ref.rows, (), own, (row, blocks.rows), stop)
+            b = _load(ref.d_products, (), own, (column, blocks.columns), stop)
+            return total + dot(a, b, transpose_a=True)
+
+        total = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+        total = jax.lax.fori_loop(0, pl.cdiv(stop - start, blocks.depth), add, total)
+        _save(ref.matrices, (group,), (row, blocks.rows), (column, blocks.columns), total)
+
+    stop = jnp.cumsum(sizes)
+    return gpu_call(
+        kernel,
+        "grouped_matmul_of_matrices",
+        {"start": stop - sizes, "stop": stop, "rows": rows, "d_products": d_products},
+        {"matrices": jax.ShapeDtypeStruct((len(sizes), K, N), rows.dtype)},
+        grid=(pl.cdiv(N, blocks.columns), pl.cdiv(K, blocks.rows), len(sizes)),
+        warps=blocks.warps,
+        stages=blocks.stages,
+        flops=2 * M * K * N,
+        interpret=interpret,
+    )["matrices"]
+
+
+def _tiles(sizes: Int[Array, " G"], rows: int, height: int) -> dict[str, Int[Array, " tiles"]]:
+    """Of each tile of rows its group, first row, and the row behind the group's last.
+
+    There are as many as groups could need; those that are left over have no rows.
+    """
+    needed = -(-sizes // height)
+    behind, stop = jnp.cumsum(needed), jnp.cumsum(sizes)
+    tile = jnp.arange(pl.cdiv(rows, height) + len(sizes), dtype=jnp.int32)
+    group = jnp.searchsorted(behind, tile, side="right", method="compare_all").astype(jnp.int32)
+    group = jnp.minimum(group, len(sizes) - 1)
+    within = tile - (behind - needed)[group]
+    start = (stop - sizes)[group] + within * height
+    return {"group": group, "start": start, "stop": jnp.where(start < stop[group], stop[group], 0)}
+
+
+def _load(ref, lead, rows, columns, stop=None):
+    """A block of the matrix `ref[*lead]`, each side (first, size); 0 outside and behind `stop`."""
+    at, mask = _block(ref, lead, rows, columns, stop)
+    return plgpu.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _save(ref, lead, rows, columns, values, stop=None):
+    at, mask = _block(ref, lead, rows, columns, stop)
+    plgpu.store(at, values.astype(ref.dtype), mask=mask)
+
+
+def _block(ref, lead, rows, columns, stop):
+    i = rows[0] + jnp.arange(rows[1])[:, None]
+    j = columns[0] + jnp.arange(columns[1])[None, :]
+    mask = (i < (ref.shape[-2] if stop is None else stop)) & (j < ref.shape[-1])
+    return ref.at[(*lead, i, j)], mask
