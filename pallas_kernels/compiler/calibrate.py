@@ -4,7 +4,8 @@
     python -m pallas_kernels.compiler.calibrate v5p v6e
 
 Published times and blocks stay as they are. tokamax has the kernels that were timed, and is needed
-for nothing else; no device is needed. Ends with the table and the lines of docs/benchmarks.md.
+for nothing else; no device is needed. Ends with the table and the lines of
+docs/benchmarks/estimates.md.
 """
 
 import dataclasses

@@ -143,7 +143,7 @@ def error_bar(targets: Sequence[str]) -> str:
         parts.append(f"the compiler's model gave {', '.join(told)}")
     if never:
         parts.append(f"never compared with a measured time on {', '.join(never)}")
-    return f"{'; '.join(parts)} (docs/benchmarks.md)"
+    return f"{'; '.join(parts)} (docs/benchmarks/estimates.md)"
 
 
 def table() -> str:

@@ -97,7 +97,7 @@ class Target:
 
 _MATRIX_128 = MatrixUnit(size=128, units=4, rows16=16, rows8_float32=8)
 # libtpu's figure for rows8_float32 is 8, with which the least time of kernels is longer than what
-# was measured of them (docs/benchmarks.md).
+# was measured of them (docs/benchmarks/estimates.md).
 _MATRIX_256 = MatrixUnit(size=256, units=2, rows16=8, rows8_float32=4)
 _MIB = 2**20
 _GIB = 2**30

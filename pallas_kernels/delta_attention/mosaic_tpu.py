@@ -6,7 +6,7 @@ from the last to the first, and computes each again from the state before it.
 
 For 8192 tokens of 32 heads on v6e (918 TFLOP/s, 1640 GB/s), in bfloat16: the forward kernel's least
 is 0.52 ms of the matrix units and 0.33 ms of HBM, the backward's 1.07 and 0.54. Estimates are 1.13
-and 2.52 ms (docs/benchmarks.md): vector arithmetic and registers limit both.
+and 2.52 ms (docs/benchmarks/kernels.md): vector arithmetic and registers limit both.
 """
 
 import functools

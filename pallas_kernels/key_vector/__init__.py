@@ -360,7 +360,7 @@ _norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)
 
 # Which implementation ------------------------------------------------------------------------
 
-# A kernel becomes the default where it is shown to be faster: see docs/benchmarks.md.
+# A kernel becomes the default where it is shown to be faster: see docs/benchmarks/kernels.md.
 _IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
 
 

@@ -20,7 +20,10 @@ def test_ops(tmp_path):
     assert "Estimated, not measured" in table and "jax 0." in table and "libtpu 0." in table
     content = json.loads((tmp_path / "kernel_report.json").read_text())
     assert content["versions"]["jax"] in table
-    assert "\nestimates; never compared with a measured time on v5e (docs/benchmarks.md)\n" in table
+    assert (
+        "\nestimates; never compared with a measured time on v5e (docs/benchmarks/estimates.md)\n"
+        in table
+    )
     rows = {row["direction"]: row for row in content["rows"]}
     assert set(rows) == {"forward", "training"}
     for row in rows.values():

@@ -20,7 +20,7 @@ from pallas_kernels.compiler.calibration import Row, agreement, error_bar, rows,
 from pallas_kernels.compiler.cost import program_cost
 
 # In the source tree itself: under Bazel, this file is a link to there.
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs/benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs/benchmarks/estimates.md"
 
 
 def test_the_correlation_of_ranks():
@@ -81,9 +81,9 @@ def test_what_is_said_is_what_the_rows_give():
     assert line == (
         f"estimates; the compiler's model gave {found.least:.1f} to {found.most:.1f} times the "
         f"measured time of {found.calls} attention calls on v6e; never compared with a measured "
-        "time on v5e, h100 (docs/benchmarks.md)"
+        "time on v5e, h100 (docs/benchmarks/estimates.md)"
     )
-    never = "estimates; never compared with a measured time on v5e (docs/benchmarks.md)"
+    never = "estimates; never compared with a measured time on v5e (docs/benchmarks/estimates.md)"
     assert error_bar(["v5e"]) == never
 
 

@@ -289,7 +289,10 @@ def test_time_is_a_range_where_the_model_of_cost_decides():
     given = dataclasses.replace(report(), fits=True, time=time, compile_seconds=1.0)
     assert given.json()["estimated_seconds"]["range"] == time.range
     text = report_text(given, "rmt-305m")
-    assert "  estimates; never compared with a measured time on v5e (docs/benchmarks.md)\n" in text
+    assert (
+        "  estimates; never compared with a measured time on v5e (docs/benchmarks/estimates.md)\n"
+        in text
+    )
     assert "  step          500.00 ms, 440.00 ms if what overlaps costs nothing\n" in text
     tokens = given.config.train.batch_size * given.config.data.seq_len
     assert (

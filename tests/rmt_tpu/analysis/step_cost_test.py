@@ -113,7 +113,7 @@ def test_models_of_cost(costs):
 @pytest.mark.compile
 @pytest.mark.parametrize("target", ["v5e", "v5p"])
 def test_a_step_of_the_rmt_is_cheaper_than_the_transformers(target):
-    """As docs/benchmarks.md says; by the report's own model of cost."""
+    """As docs/benchmarks/train_step.md says; by the report's own model of cost."""
     steps = [
         Step("rmt-305m", changes={"model.remat": "reversible"}),
         Step("gpt2-405m"),
