@@ -73,7 +73,8 @@ class Least:
     """What no step can do without.
 
     Attributes:
-      weights: bytes of them that are read: of an embedding a row for each token, else all.
+      weights: bytes of them that are read: of an embedding a row for each token, of experts as many
+        as the rows choose on average if all are as likely, else all.
       cache: bytes of it that are read, of earlier tokens, or written, of the new ones.
       held: bytes in memory: of all weights, and of a cache of a program's capacity.
       flops: as `rmt_tpu.cost` counts them.
@@ -160,11 +161,18 @@ def least(case: Case, dtype: str) -> Least:
     """
     decoder = _abstract(case.model(dtype))
     read = held = 0
-    for _, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
+    for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
         size = _bytes(variable)
         held += size
-        looked_up = variable.get_metadata("role") == "embedding"
-        read += case.batch * size // variable.shape[0] if looked_up else size
+        axes = variable.get_metadata("axes")
+        if variable.get_metadata("role") == "embedding":
+            size = case.batch * size // variable.shape[0]
+        elif "expert" in axes:
+            _, stack, sublayer, *_ = path
+            experts = decoder.config.stacks[stack].cores[sublayer]
+            idle = 1 - experts.top_k / experts.num_experts  # of a row
+            size = round(size * (1 - idle**case.batch))
+        read += size
     cache = lambda capacity: _bytes(_cache(decoder, case.batch, capacity).cores)
     flops = case.batch * cost.flops_per_token(decoder.config, case.context)
     return Least(read, cache(case.context), held + cache(case.capacity), flops)

@@ -44,7 +44,8 @@ from rmt_tpu.errors import UsageError
 
 New = Literal["turned", "zeros", "ones"]
 
-# By a parameter's own name: its axes of size D_k, counted from the last, and what new slots hold.
+# By the name of a parameter of a site or the embedding: its axes of size D_k, counted from the
+# last, and what new slots hold.
 KEYED: dict[str, tuple[tuple[int, ...], New]] = {
     "store_keys": ((-1,), "turned"),
     "position_keys": ((-1,), "turned"),
@@ -239,7 +240,8 @@ def _placed(grown: Any, like: Any, read: Any) -> Any:
 
 
 def _is_keyed(path: Sequence[Any]) -> bool:
-    return bool(path) and _name(path) in KEYED
+    # Cores have gains of their own, of heads.
+    return bool(path) and _name(path) in KEYED and "core" not in map(_key, path)
 
 
 def _name(path: Sequence[Any]) -> str:

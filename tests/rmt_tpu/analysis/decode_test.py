@@ -55,6 +55,17 @@ def test_every_core_has_its_own_cache():
     assert least(Case("gpt2-tiny", 2, 64, changes), "bfloat16").cache == 2 * 64 * 3 * 48 * 2
 
 
+def test_experts_that_no_row_has_chosen_are_not_read():
+    """Two experts of four for a row: of two rows, three on average."""
+    experts = {"kind": "experts", "num_experts": 4, "top_k": 2, "hidden_dim": 64, "shared": 0}
+    of_rows = {}
+    for rows in (1, 2):
+        changes = {"model.stacks": [{"cores": [experts], "repeat": 3}]}
+        of_rows[rows] = least(Case("gpt2-tiny", rows, 64, changes), "bfloat16").weights
+    embedding = 2 * 128  # of one row more
+    assert of_rows[2] - of_rows[1] == 2 * 3 * (3 * 64 * 128) + embedding
+
+
 def test_products_bind_where_there_are_many():
     many = Least(weights=8, cache=2, held=100, flops=60)
     assert many.seconds(bandwidth=2.0, peak_flops=10.0) == 6.0
