@@ -4,7 +4,7 @@ VENV ?= .venv
 PRESET ?= rmt-tiny
 BIN := $(VENV)/bin
 
-.PHONY: train test test-compile test-all lint clean
+.PHONY: train test test-compile test-all lint docs clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m recipes.train --preset=$(PRESET) --data=stdlib --workdir=runs/$(PRESET)
@@ -22,12 +22,16 @@ test-compile: $(VENV)/installed-test
 
 # Every night: also the slow ones, such as every store, mixer and pair of mesh axes, and full-size
 # steps on the largest pods.
-test-all: lint $(VENV)/installed-test $(VENV)/installed-lm-eval
+test-all: lint docs $(VENV)/installed-test $(VENV)/installed-lm-eval
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The site, in build/site; a warning is an error.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -49,6 +53,10 @@ $(VENV)/installed-test: setup.py | $(VENV)/bin/python
 # lm-evaluation-harness: half a gigabyte, for tests of the night alone.
 $(VENV)/installed-lm-eval: setup.py | $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lm_eval]'
+	touch $@
+
+$(VENV)/installed-docs: setup.py | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $@
 
 clean:

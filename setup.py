@@ -83,6 +83,7 @@ setup(
         "lm_eval": LM_EVAL,
         "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],
+        "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],  # `make docs`
         # libtpu is here for its compiler: the tests compile for TPU on a machine without one.
         "test": TPU
         + DATA

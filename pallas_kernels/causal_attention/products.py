@@ -10,17 +10,17 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 def dot(a, b):
-    """[m, k] [k, n]."""
+    """`[m, k] [k, n] -> [m, n]`."""
     return _product(a, b, 1, 0)
 
 
 def dot_rows(a, b):
-    """[k, m] [k, n] -> [m, n]."""
+    """`[k, m] [k, n] -> [m, n]`."""
     return _product(a, b, 0, 0)
 
 
 def dot_columns(a, b):
-    """[m, k] [n, k] -> [m, n]."""
+    """`[m, k] [n, k] -> [m, n]`."""
     return _product(a, b, 1, 1)
 
 

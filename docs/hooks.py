@@ -1,0 +1,50 @@
+"""What MkDocs is told of this repository: its front page, and where links to code lead.
+
+README.md is the first page and CONTRIBUTING.md another: neither is written twice. A link to a
+module leads to its place in the reference, a link to any other file becomes the file's name.
+"""
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+REFERENCE = ("pallas_kernels", "rmt_tpu", "sharding")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
+
+
+def on_files(files, config):
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    source = {page: source for source, page in PAGES.items()}.get(page.file.src_uri)
+    place = PurePosixPath(source or f"docs/{page.file.src_uri}")
+
+    def led(match: re.Match) -> str:
+        if "://" in match[3]:
+            return match[0]
+        target = os.path.normpath(place.parent / match[3])
+        return _link(target, match, PurePosixPath(page.file.src_uri).parent)
+
+    parts = FENCE.split(markdown)
+    return "".join(part if part.startswith("```") else LINK.sub(led, part) for part in parts)
+
+
+def _link(target: str, match: re.Match, folder: PurePosixPath) -> str:
+    """A link of a page in `folder` of docs/ to a file of the repository."""
+    image, words, _, anchor = match.groups()
+    inside = PAGES.get(target) or target.removeprefix("docs/")
+    if inside != target:
+        return f"{image}[{words}]({os.path.relpath(inside, folder)}{anchor or ''})"
+    if target.split("/")[0] in REFERENCE:
+        module = target.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        return f"[{words}][{module}]"
+    return f"`{target}`" if words.strip("`") in target else f"{words} (`{target}`)"
