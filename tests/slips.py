@@ -306,6 +306,7 @@ _TRAINING = (
     _slices("mesh = _of_slice(mesh, ids)", "mesh = dict(mesh)"),
     _slices("done.index(True)]", "len(order)]"),
     _of("pallas_kernels/compiler/hlo.py", f"{_KERNELS}/compiler/schedule_test.py::test_a_scatter_writes_what_it_is_given")('"scatter": 2}', '"scatter": 1}'),
+    _of("pallas_kernels/compiler/hlo.py", f"{_KERNELS}/compiler/cost_test.py")("instruction.arrays, instruction.cycles, read, parts", "instruction.arrays, instruction.cycles, parts"),
     _of("rmt_tpu/cost.py", f"{_MODEL}/config/presets_test.py::test_analytic_parameters_are_those_of_the_decoder")("(WHOLE, 1)] if learned", "(WHOLE, 2)] if learned"),
 )  # fmt: skip
 

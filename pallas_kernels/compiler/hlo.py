@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
@@ -23,6 +23,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
 _KERNEL_BODY = re.compile(r'"body":"([^"]*)"')
+# What comes last of an instruction's attributes, and says nothing of what it computes.
+_NAMING = re.compile(r", (?:metadata|backend_config|frontend_attributes)=\{.*", re.DOTALL)
 _TILE = re.compile(r"T\(([\d,*]+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 
@@ -222,6 +224,31 @@ class Module:
         read = (scope[name].arrays for name in instruction.operands if name in scope)
         total = sum(map(_bytes, read), _bytes(instruction.arrays))
         return _declared(instruction, total) if opcode == "custom-call" else total
+
+    def alike(self, computation: str, instruction: Instruction) -> Hashable:
+        """What it computes, of which arrays: the same for those that a compiler does only once."""
+        if instruction.is_kernel:
+            return instruction.kernel_body
+        scope = self.computations[computation]
+        read = tuple(scope[name].arrays for name in instruction.operands if name in scope)
+        parts = tuple(map(self._parts, instruction.called.values()))
+        # XLA's estimate depends on how it cuts the work up.
+        return instruction.opcode, instruction.arrays, instruction.cycles, read, parts
+
+    def _parts(self, computation: str) -> Hashable:
+        """Of a computation, without any names."""
+        scope = self.computations[computation]
+        position = {name: i for i, name in enumerate(scope)}
+        return tuple(
+            (
+                part.opcode,
+                part.arrays,
+                tuple(position[name] for name in part.operands),
+                _CALLED.sub("", _NAMING.sub("", part.attributes)),
+                tuple(map(self._parts, part.called.values())),
+            )
+            for part in scope.values()
+        )
 
     def launches(self) -> int:
         """What runs on its own and is no mere name, each as often as it runs."""

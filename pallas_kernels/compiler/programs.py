@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # They attend with masks or without them.
 from pallas_kernels.causal_attention.mosaic_tpu_blocks import KERNELS as EITHER
-from pallas_kernels.compiler.hlo import Instruction, Module
+from pallas_kernels.compiler.hlo import Module
 from pallas_kernels.compiler.memory import Assignment, read_assignment
 from pallas_kernels.compiler.schedule import Schedule, parse_schedule
 from pallas_kernels.compiler.topology import Target, compiler_environment
@@ -276,7 +276,7 @@ def _read(target: Target, folder: Path) -> Program | Failure:
     if "error" in result:
         return Failure(result["error"], result["error_type"], assignment, result["info"])
     module = Module((folder / "hlo.txt").read_text(encoding="utf-8"))
-    schedules = _schedules(target, folder, [ran.instruction for ran in module.run()])
+    schedules = _schedules(target, folder, module)
     return Program(
         target=target,
         module=module,
@@ -308,12 +308,12 @@ def _check_installed(target: Target) -> None:
         raise CompilerError("no ptxas on the PATH; pip install nvidia-cuda-nvcc brings it")
 
 
-def _schedules(
-    target: Target, folder: Path, instructions: Sequence[Instruction]
-) -> dict[str, Schedule]:
-    """Of what has one; libtpu schedules only one of the kernels that are alike."""
-    parsed = {}
-    for instruction in instructions:
+def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedule]:
+    """Of what has one; libtpu schedules only one of those that are alike."""
+    parsed, keys = {}, {}
+    for ran in module.run():
+        instruction = ran.instruction
+        keys[instruction.name] = module.alike(ran.computation, instruction)
         bundles = folder / f"{instruction.name}.bundles.txt"
         if not bundles.exists() or instruction.name in parsed:
             continue
@@ -328,10 +328,8 @@ def _schedules(
         except ValueError:  # of what is not a kernel there are other views
             if instruction.is_kernel:
                 raise
-    kernels = [i for i in instructions if i.is_kernel]
-    by_body = {k.kernel_body: parsed[k.name] for k in kernels if k.name in parsed}
-    alike = {k.name: by_body[k.kernel_body] for k in kernels if k.kernel_body in by_body}
-    return alike | parsed
+    done = {keys[name]: schedule for name, schedule in parsed.items()}
+    return {name: done[key] for name, key in keys.items() if key in done} | parsed
 
 
 def _told(target: Target, job: Job, i: int, jobs: int, outcome: Program | Failure) -> str:

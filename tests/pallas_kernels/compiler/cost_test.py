@@ -1,5 +1,7 @@
 """What instructions cost by each model, on programs that can be counted by hand."""
 
+import re
+
 import pytest
 
 from pallas_kernels.compiler import MODELS, TARGETS, Program, work_of
@@ -40,6 +42,36 @@ def schedule(cycles, *, trips=1, copies_in_vmem=False):
 def works(**schedules):
     program = Program(TARGET, Module(PROGRAM), schedules, {}, 0.0, [])
     return {ran.instruction.name: work_of(program, ran) for ran in program.module.run()}
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("dim_labels=bf_oi->bf", "dim_labels=bf_io->bf"),
+        ("%a2, %cd", "%cd, %a2"),
+        ('"900"', '"901"'),
+        ("convolution(%p2, %q2)", "convolution(%q2, %p2)"),
+    ],
+)
+def test_what_computes_the_same_is_alike_whatever_its_names(old, new):
+    computation = PROGRAM[PROGRAM.index("%fused") : PROGRAM.index("ENTRY")]
+    fusion = next(line for line in PROGRAM.splitlines() if "%f = " in line)
+    renamed = lambda text: re.sub(r"%(fused|p|q|conv|f|a)\b", r"%\g<1>2", text)
+    other, again = (renamed(text).replace("(p:", "(p2:") for text in (computation, fusion))
+    argument = "  %a2 = bf16[256,512]{1,0:T(8,128)(2,1)} parameter(2)\n"
+    named = ', metadata={op_name="again"}, backend_config'
+    again = again.replace(", backend_config", named)
+
+    def keys(other, again):
+        body = PROGRAM.replace("ENTRY", f"{other}ENTRY")
+        module = Module(body.replace(fusion, f"{argument}{fusion}\n{again}"))
+        scope = module.computations[module.entry]
+        return [module.alike(module.entry, scope[name]) for name in ("f", "f2")]
+
+    first, second = keys(other, again)
+    assert first == second
+    first, second = keys(other.replace(old, new), again.replace(old, new))
+    assert first != second
 
 
 def cycles_of(size):
