@@ -8,7 +8,7 @@
 interrupted; an input that was edited since is told. The store has its own held-out part, and the
 tokenizer that it was made with. Should a store be damaged, delete its manifest.json: the same
 command then does the damaged parts again. On several hosts, the same command on each, with the
-flags of recipes.train, makes the same store: recipes/README.md.
+flags of recipes.train, makes the same store: docs/guides/data.md.
 """
 
 import signal

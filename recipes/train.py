@@ -6,7 +6,7 @@ The same command again resumes. The run folder, local or gs://bucket/path, gets 
 metrics.jsonl, checkpoints/, plots/loss.png, samples.txt, starts.jsonl (command, versions and commit
 of each start), kernel_blocks.json (block sizes of its kernels, kept when tables change) and, if
 tensorboardX is installed, tensorboard/. On several hosts, the same command
-on each: recipes/README.md.
+on each: docs/guides/pods.md.
 """
 
 import threading

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rmt_tpu.example import FILES
+
 ROOT = Path(__file__).resolve().parents[1]
 FRONT = ("README.md", "CONTRIBUTING.md")  # pages of the site by docs/hooks.py
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
@@ -107,3 +109,20 @@ def test_every_module_is_in_the_reference(package):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         around = {module.rsplit(".", n)[0] for n in range(1, module.count(".") + 1)} - alone
         assert module in named or around & named, module
+
+
+def blocks(text: str) -> list[str]:
+    """Of Python, in Markdown."""
+    return re.findall(r"^```python\n(.*?)\n```$", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("guide", ["add_system", "add_core", "add_kernel"])
+def test_what_is_added_in_a_guide_is_code_that_is_tested(guide):
+    """By `example_test.py`, which adds a mixer and a core, or because it is a kernel's own."""
+    changes = [[change] if isinstance(change, str) else change for change in FILES.values()]
+    tested = [change if isinstance(change, str) else change[1] for c in changes for change in c]
+    kernels = (ROOT / "pallas_kernels/grouped_matmul").glob("*.py")
+    tested += [file.read_text(encoding="utf-8") for file in kernels]
+    found = blocks((ROOT / f"docs/guides/{guide}.md").read_text(encoding="utf-8"))
+    assert len(found) == 3
+    assert [block for block in found if not any(block in text for text in tested)] == []

@@ -14,7 +14,10 @@ from sharding import AXES
 from tests import cli
 
 SOURCES = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "recipes/README.md")
+DOCUMENTS = (
+    "README.md",
+    *sorted(f"docs/guides/{f.name}" for f in (SOURCES / "docs/guides").glob("*.md")),
+)
 COMMAND = re.compile(
     r"""python -m recipes\.(\w+)((?:\s+--\w+(?:=(?:"[^"]*"|'[^']*'|[^\s"'`]*))?)*)"""
 )
@@ -79,7 +82,7 @@ def test_the_commands_are_found(documented):
     assert {"train", "generate", "compare"} <= documented.keys()
     flags = {flag.partition("=")[0] for given in documented["train"] for flag in given}
     assert {"--distributed", "--coordinator", "--num_processes", "--process_id"} <= flags
-    launches = (SOURCES / "recipes/README.md").read_text(encoding="utf-8")
+    launches = (SOURCES / "docs/guides/pods.md").read_text(encoding="utf-8")
     assert sum(bool(given) for _, given in commands(launches)) >= 7
 
 

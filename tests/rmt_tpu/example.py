@@ -1,4 +1,4 @@
-"""A mixer and a core in the fewest lines, as CONTRIBUTING.md tells how to add them.
+"""A mixer and a core in the fewest lines, as docs/guides/add_*.md tells how to add them.
 
 `FILES` is all that is touched: a new file, or what is there once and what takes its place.
 """

@@ -1,4 +1,4 @@
-"""The example of CONTRIBUTING.md: a core and a mixer are added in the files that it names."""
+"""The example of docs/guides/add_*.md: a core and a mixer are added in the files that it names."""
 
 import os
 import shutil
