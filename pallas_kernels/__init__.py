@@ -28,6 +28,7 @@ from pallas_kernels.key_vector import (
     to_fixed_point,
     undo,
 )
+from pallas_kernels.token_rows import rows_of_tokens, sums_of_rows
 
 __all__ = [
     "FRACTION_BITS",
@@ -49,8 +50,10 @@ __all__ = [
     "merged",
     "norm_retrieve",
     "norm_retrieve_with_statistics",
+    "rows_of_tokens",
     "store",
     "store_norm_retrieve",
+    "sums_of_rows",
     "to_fixed_point",
     "undo",
 ]

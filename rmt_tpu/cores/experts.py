@@ -178,9 +178,10 @@ class Experts(Core):
         batch, seq = x.shape[:2]
         flat = (a.reshape(batch * seq, -1) for a in (x, *routing))
         x, chosen, weights = (sharding.gather(a, "expert", axis=0) for a in flat)
-        top_k, rows = self.core.top_k, self._rows(chosen)
-        spread = _spread(top_k, x, rows.order, rows.places)
-        weights = _spread(1, weights.reshape(-1, 1), rows.order, rows.places)
+        rows = self._rows(chosen)
+        at = rows.order, rows.places
+        spread = pallas_kernels.rows_of_tokens(x, *at)
+        weights = pallas_kernels.rows_of_tokens(weights.reshape(-1, 1), *at)
         w_1 = sharding.gather(self.w_1.astype(x.dtype), "fsdp", axis=1)
         w_2 = sharding.gather(self.w_2.astype(x.dtype), "fsdp", axis=2)
         w_1 = w_1.reshape(*w_1.shape[:2], -1)
@@ -188,7 +189,7 @@ class Experts(Core):
         # Weighted before the second product: there are fewer hidden neurons than numbers in y.
         hidden = (jax.nn.silu(gate) * up * weights).astype(x.dtype)
         y = pallas_kernels.grouped_matmul(hidden, w_2, rows.sizes)
-        y = _collected(top_k, y, rows.order, rows.places)
+        y = pallas_kernels.sums_of_rows(y, *at, each=self.core.top_k)
         y = sharding.scatter_sum(y, "expert", axis=0).reshape(batch, seq, -1)
         # Devices of `tensor` have the same rows.
         dropped = rows.dropped / sharding.axis_size("tensor")
@@ -247,39 +248,3 @@ def _bias_of(seen: Float[Array, "experts bins"], share: float) -> Float[Array, "
     within = (take(above) - wanted) / jnp.maximum(take(seen), jnp.finfo(seen.dtype).tiny)
     edge = (at + jnp.clip(within, 0, 1)) * (2 * _SPAN / bins) - _SPAN
     return -(edge - jnp.mean(edge))[:, 0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _spread(
-    each: int,
-    x: Float[Array, "tokens width"],
-    order: Int[Array, " rows"],
-    places: Int[Array, " choices"],
-) -> Float[Array, "rows width"]:
-    """The token of each row's choice, of which every token has `each`."""
-    return x[order // each]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _collected(
-    each: int,
-    rows: Float[Array, "rows width"],
-    order: Int[Array, " rows"],
-    places: Int[Array, " choices"],
-) -> Float[Array, "tokens width"]:
-    """The sum of every token's rows: `_spread` transposed, and no scatter either."""
-    dtype = jnp.promote_types(rows.dtype, jnp.float32)
-    # First choices, then second ones: tiles are then added up as they are, and not row by row.
-    places = places.reshape(-1, each).T
-    own = jnp.take(rows, places, axis=0, mode="fill", fill_value=0)
-    return jnp.sum(own, axis=0, dtype=dtype).astype(rows.dtype)
-
-
-_spread.defvjp(
-    lambda each, x, *rows: (_spread(each, x, *rows), rows),
-    lambda each, rows, d_y: (_collected(each, d_y, *rows), None, None),
-)
-_collected.defvjp(
-    lambda each, x, *rows: (_collected(each, x, *rows), rows),
-    lambda each, rows, d_y: (_spread(each, d_y, *rows), None, None),
-)

@@ -1,0 +1,89 @@
+"""A row for each choice of a token, and each token's sum of its rows: to experts, and back.
+
+Every token has as many choices; one may have a row, wherever that lies, or none. Implementations:
+"xla" (anywhere), "mosaic_tpu" (of sums), "pallas" where there is a kernel. None takes the kernel on
+TPUs where no more than half of all choices can have a row, as on a mesh that divides experts: XLA
+reads and adds a row for every choice. The two ops are each other's transposes, and so are their
+gradients, without a scatter.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.platform import Implementations, reverse_mode
+from pallas_kernels.token_rows import mosaic_tpu, xla
+
+__all__ = ["rows_of_tokens", "sums_of_rows"]
+
+Implementation = Literal["xla", "mosaic_tpu", "pallas"]
+_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu}, by_default=())
+
+
+@reverse_mode
+def rows_of_tokens(
+    x: Float[Array, "tokens width"],
+    order: Int[Array, " rows"],
+    places: Int[Array, " choices"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "rows width"]:
+    """The token of each row's choice: `x[order // each]`.
+
+    Args:
+      x: of every token.
+      order: the choice in each row; the first ones of a token are 0 to each - 1, and so on.
+      places: the row of each choice, or `rows` if it has none; what `order` has behind those that
+        are of a choice is looked at by nobody, but has to be the number of a choice.
+      implementation: None picks what is best on the platform that the program is lowered for.
+
+    Raises:
+      UnsupportedImplementation: a named implementation is unknown or cannot serve the gradient.
+      TypeError: it is differentiated in forward mode.
+    """
+    return _rows(implementation, len(places) // len(x), x, order, places)
+
+
+@reverse_mode
+def sums_of_rows(
+    rows: Float[Array, "rows width"],
+    order: Int[Array, " rows"],
+    places: Int[Array, " choices"],
+    *,
+    each: int,
+    implementation: Implementation | None = None,
+) -> Float[Array, "tokens width"]:
+    """The sum of every token's rows, in their dtype; sums are at least float32.
+
+    Args:
+      rows: those that are of no choice may be anything, NaN too.
+      order, places, implementation: as of `rows_of_tokens`.
+      each: choices of a token.
+
+    Raises:
+      UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
+      TypeError: it is differentiated in forward mode.
+    """
+    return _sums(implementation, each, rows, order, places)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rows(implementation, each, x, order, places):
+    return x[order // each]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sums(implementation, each, rows, order, places):
+    return _IMPLEMENTATIONS.run(implementation, "sums", rows, order, places, each=each)
+
+
+_rows.defvjp(
+    lambda *given: (_rows(*given), given[3:]),
+    lambda *given: (_sums(*given[:2], given[3], *given[2]), None, None),
+)
+_sums.defvjp(
+    lambda *given: (_sums(*given), given[3:]),
+    lambda *given: (_rows(*given[:2], given[3], *given[2]), None, None),
+)

@@ -1,0 +1,15 @@
+"""Sums of rows, row after row."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def sums_of_rows(
+    rows: Float[Array, "rows width"], places: Int[Array, " choices"], *, each: int
+) -> Float[Array, "tokens width"]:
+    """Of every token, of its rows; `places` as of the package. Sums are at least float32."""
+    dtype = jnp.promote_types(rows.dtype, jnp.float32)
+    total = jnp.zeros((len(places) // each, rows.shape[1]), dtype)
+    has = (places < len(rows))[:, None]
+    own = jnp.where(has, rows[jnp.minimum(places, len(rows) - 1)].astype(dtype), 0)
+    return total.at[jnp.arange(len(places)) // each].add(own).astype(rows.dtype)

@@ -1,0 +1,96 @@
+"""Rows of tokens' choices, their sums by token, and the gradients of both."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+from pallas_kernels import UnsupportedImplementation, rows_of_tokens, sums_of_rows
+from pallas_kernels.token_rows import mosaic_tpu, reference, xla
+from tests.closeness import assert_close
+from tests.tiers import later
+
+# More than two blocks of 128 tokens, one of them without a row, and rows that are of no choice.
+TOKENS, EACH, ROWS, WIDTH = 300, 4, 260, 136
+# Of the largest value: sums of up to four numbers, rounded at the end.
+TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
+
+
+def given():
+    """Where 240 of the choices are, those of tokens 128 to 255 not among them."""
+    rng = np.random.default_rng(0)
+    choices = np.r_[: 128 * EACH, 256 * EACH : TOKENS * EACH]
+    order = rng.permutation(choices)[:ROWS].astype(np.int32)
+    places = np.full(TOKENS * EACH, ROWS, np.int32)
+    places[order[:240]] = np.arange(240)
+    return order, places
+
+
+def plain(rows, order):
+    sums = np.zeros((TOKENS, WIDTH))
+    for row, choice in zip(np.float64(rows[:240]), order[:240], strict=True):
+        sums[choice // EACH] += row
+    return sums
+
+
+def drawn(dtype, *shape):
+    return np.random.default_rng(1).normal(size=shape).astype(dtype)
+
+
+RUNS = {
+    "op": lambda *x: sums_of_rows(*x, each=EACH),
+    "xla": lambda *x: xla.sums(*x, each=EACH),
+    "mosaic_tpu": lambda *x: mosaic_tpu.sums(*x, each=EACH, interpret=True),
+    "reference": lambda rows, _, places: reference.sums_of_rows(rows, places, each=EACH),
+}
+
+
+@pytest.mark.parametrize(
+    "run, dtype",
+    [
+        *((run, "float32") for run in RUNS),
+        *later(*((run, "bfloat16") for run in RUNS)),
+    ],
+)
+def test_each_token_has_the_sum_of_its_rows(run, dtype):
+    """Rows of no choice are not a number, and are in no sum."""
+    order, places = given()
+    rows = drawn(dtype, ROWS, WIDTH)
+    want = plain(rows, order)
+    rows[240:] = np.nan
+    sums = jax.jit(RUNS[run])(jnp.asarray(rows), jnp.asarray(order), jnp.asarray(places))
+    assert_close(sums, want, TOLERANCE[dtype])
+
+
+def test_both_are_each_other_s_transposes():
+    order, places = map(jnp.asarray, given())
+    x, d_rows = (jnp.asarray(drawn("float32", size, WIDTH)) for size in (TOKENS, ROWS))
+    rows, pull_back = jax.vjp(lambda x: rows_of_tokens(x, order, places), x)
+    np.testing.assert_array_equal(rows, x[order // EACH])
+    (d_x,) = pull_back(d_rows)
+    assert_close(d_x, plain(d_rows, order), TOLERANCE["float32"])
+    _, pull_back = jax.vjp(lambda rows: sums_of_rows(rows, order, places, each=EACH), d_rows)
+    np.testing.assert_array_equal(pull_back(x)[0], rows)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("topology", ["v5e:2x2", *later("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")])
+@pytest.mark.parametrize("rows, kernels", [(8192, 1), (16384, 0)])
+def test_of_few_rows_a_kernel_is_taken(topology, rows, kernels):
+    """Of as many as half of the 16384 choices; beyond that each choice's row is read."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    arguments = array("bfloat16", rows, 512), array("int32", rows), array("int32", 16384)
+    run = jax.jit(lambda *x: sums_of_rows(*x, each=4))
+    assert run.lower(*arguments).compile().as_text().count("tpu_custom_call") == kernels
+
+
+def test_a_kernel_that_cannot_serve_says_why(unannotated):
+    order, places = map(jnp.asarray, given())
+    rows = np.zeros((ROWS, WIDTH), np.float16)
+    with pytest.raises(UnsupportedImplementation, match="'triton' is unknown"):
+        sums_of_rows(rows, order, places, each=EACH, implementation="triton")
+    with pytest.raises(UnsupportedImplementation, match="rows of float16"):
+        sums_of_rows(rows, order, places, each=EACH, implementation="mosaic_tpu")
