@@ -12,7 +12,8 @@ from jaxtyping import Int32
 
 from rmt_tpu.data.tokenizer import Tokenizer, Tokens, Unusable, digest, utf8
 
-# What vocabularies call the token that starts a document, the likeliest first.
+# What vocabularies call the token that starts a document, the likeliest first, where the file does
+# not say what is put before a text.
 BOS_NAMES = ("<|endoftext|>", "<s>", "<|begin_of_text|>", "[BOS]", "<bos>")
 
 # More than any vocabulary has; the model has an embedding for each id, and the library takes ids of
@@ -37,12 +38,17 @@ class BpeTokenizer(Tokenizer):
           library: a `tokenizers.Tokenizer`.
 
         Raises:
-          Unusable: the vocabulary has none of `BOS_NAMES`, or an id that no vocabulary needs.
+          Unusable: nothing is put before a text and the vocabulary has none of `BOS_NAMES`, or it
+            has an id that no vocabulary needs.
         """
         from tokenizers import AddedToken
 
         self.name = name
-        self._bos_name = next((n for n in BOS_NAMES if library.token_to_id(n) is not None), "")
+        # Stored with many a tokenizer.json, they would cut documents off without a word.
+        library.no_truncation()
+        library.no_padding()
+        there = (n for n in BOS_NAMES if library.token_to_id(n) is not None)
+        self._bos_name = _put_before(library) or next(there, "")
         if not self._bos_name:
             raise Unusable(
                 "has no token that starts a document; "
@@ -50,9 +56,6 @@ class BpeTokenizer(Tokenizer):
             )
         library.add_special_tokens([AddedToken(self._bos_name, special=True, normalized=False)])
         library.encode_special_tokens = True  # as the text that they look like
-        # Stored with many a tokenizer.json, they would cut documents off without a word.
-        library.no_truncation()
-        library.no_padding()
         self.bos = library.token_to_id(self._bos_name)
         # Not the size of the vocabulary: ids may have gaps.
         vocabulary = library.get_vocab(with_added_tokens=True)
@@ -196,6 +199,14 @@ def _import() -> Any:
 
 def _damaged(error: Exception) -> Unusable:
     return Unusable(f"cannot be loaded ({' '.join(str(error).split())}); legal: undamaged files")
+
+
+def _put_before(library: Any) -> str | None:
+    """The one token that the library's own template puts before a text, if it does."""
+    ids, bare = (library.encode("a", add_special_tokens=added).ids for added in (True, False))
+    more = len(ids) - len(bare)
+    lead = next((n for n in range(more + 1) if ids[n : n + len(bare)] == bare), 0)
+    return library.id_to_token(ids[0]) if lead == 1 else None
 
 
 def _check_ids(vocabulary: dict[str, int]) -> None:

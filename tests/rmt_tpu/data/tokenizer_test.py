@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from rmt_tpu.data import ByteTokenizer, load_saved, load_tokenizer
 from rmt_tpu.data.bpe import BpeTokenizer
@@ -257,6 +257,26 @@ def test_damaged_gpt2_files(tmp_path):
     assert f"--tokenizer={str(tmp_path)!r} cannot be loaded" in refusal(
         load_tokenizer, str(tmp_path)
     )
+
+
+@pytest.mark.parametrize(
+    "template, bos",
+    [("<s> $A", 2), ("<s> $A <bos>", 2), ("$A <s>", 7), ("<s> <bos> $A", 7), (None, 7)],
+)
+def test_the_token_that_a_template_puts_first_is_bos(tmp_path, template, bos):
+    """And it is kept with what is saved; without one the likeliest name is."""
+    library = tokenizers.Tokenizer(
+        models.BPE({"a": 0, "b": 1, "<s>": 2, "<|endoftext|>": 7, "<bos>": 8}, [])
+    )
+    if template is not None:
+        special = [("<s>", 2), ("<bos>", 8)]
+        library.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=special
+        )
+    found = load_tokenizer(saved(tmp_path, library))
+    assert found.bos == bos and found.encode("ab").tolist() == [0, 1]
+    found.save(tmp_path / "again")
+    assert load_saved(tmp_path / "again").bos == bos
 
 
 def test_no_bos_names_those_that_are_known(tmp_path):
