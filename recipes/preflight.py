@@ -42,7 +42,11 @@ _JSON = flags.DEFINE_string("json", None, "a file for all figures as JSON; - is 
 _OUTPUT = flags.DEFINE_string("output", None, "folder for preflight.json and preflight.png")
 _BUFFERS = flags.DEFINE_integer("buffers", 12, "how many buffers to list", lower_bound=1)
 _PROMPT = flags.DEFINE_integer(
-    "prompt", None, "tokens of a prompt to read a part of, in place of a train step", lower_bound=1
+    "prompt",
+    None,
+    "tokens of a prompt to read a part of, in place of a train step",
+    lower_bound=1,
+    upper_bound=2**30,
 )
 _PART = flags.DEFINE_integer(
     "part", None, "of them, read at a time; default as recipes.generate, 2048", lower_bound=1
@@ -73,6 +77,9 @@ def main() -> int:
         raise UsageError(f"--decode={_DECODE.value} is with a --prompt and without a --part")
     prompt = None
     if _PROMPT.value is not None:
+        if (_PART.value or 1) > _PROMPT.value:
+            given = f"--part={_PART.value} is more than --prompt={_PROMPT.value}"
+            raise UsageError(f"{given}; legal: up to {_PROMPT.value}")
         part = min(_PART.value or PART, _PROMPT.value)
         prompt = Prompt(_PROMPT.value, part, _DECODE.value)
         prompt.check(config.model)

@@ -95,7 +95,7 @@ def _lowered_steps(
     devices = model.devices("batch")
     if rows % devices:
         raise MeshError(
-            f"{rows} rows do not divide over the {devices} devices of data and fsdp; legal: "
+            f"--decode={rows} does not divide over the {devices} devices of data and fsdp; legal: "
             f"multiples of {devices}"
         )
     make = lambda params: programs.empty_rows(model, params, rows // devices, capacity)

@@ -84,11 +84,16 @@ def test_a_step_that_does_not_fit(tmp_path):
         (["--topology=v5e:2x2", "--preset=rmt-tiny", "--config=c.json"], "give one of them"),
         ([*SMALL, "--mesh=data=3"], "--mesh='data=3' asks for 3 devices, and there are 4"),
         ([*SMALL, "--part=512"], "--part=512 is for a --prompt"),
+        (
+            [*SMALL, "--prompt=64", "--part=65"],
+            "--part=65 is more than --prompt=64; legal: up to 64",
+        ),
+        ([*SMALL, f"--prompt={2**40}"], "--prompt=1099511627776: 1099511627776 is not an integer"),
         ([*SMALL, "--decode=4"], "--decode=4 is with a --prompt and without a --part"),
         *later(
             (
                 [*SMALL, "--prompt=64", "--decode=3"],
-                "3 rows do not divide over the 4 devices of data and fsdp; legal: multiples of 4",
+                "--decode=3 does not divide over the 4 devices of data and fsdp; legal: multiples ",
             )
         ),
         (
@@ -104,6 +109,8 @@ def test_a_step_that_does_not_fit(tmp_path):
         "preset and config",
         "mesh",
         "part",
+        "part of less",
+        "long prompt",
         "decode",
         "rows",
         "prompt",
