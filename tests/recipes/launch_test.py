@@ -16,6 +16,7 @@ from tests import cli
 SOURCES = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
     "README.md",
+    "docs/mup.md",
     *sorted(f"docs/guides/{f.name}" for f in (SOURCES / "docs/guides").glob("*.md")),
 )
 COMMAND = re.compile(
