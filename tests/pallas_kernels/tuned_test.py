@@ -270,7 +270,7 @@ SOURCES = {
     ),
     ("tpu", "attention"): (1, "c5e74c5040d666a9", "mosaic_tpu_whole.py", "products.py"),
     ("tpu", "attention_blocks"): (1, "8f0e0d1d0965ebbb", "mosaic_tpu_blocks.py", "products.py"),
-    ("cuda", "key_vector"): (1, "91920d6d21bf91b2", "triton_gpu_kernels.py"),
+    ("cuda", "key_vector"): (1, "be85628318cf951a", "triton_gpu_kernels.py", "../triton.py"),
     ("cuda", "depth_attention"): (1, "467c63c7ea3485b4", "triton_gpu_kernels.py"),
 }
 
