@@ -58,10 +58,14 @@ class Answer(flags.BooleanFlag):
             sys.exit(_printing(lambda: print(self._say())))
 
 
-def start(main: Callable[[], int | None]) -> NoReturn:
+def start(main: Callable[[], int | None], *, operand: str | None = None) -> NoReturn:
     """Run a recipe: `main` after the flags are parsed; its return value is the exit code.
 
     An error that a person can act on is one line and exit code 2 (usage) or 1 (the run).
+
+    Args:
+      main: the recipe.
+      operand: a flag whose value may stand on the command line alone, without `--name=`.
     """
     # Of a program's own module absl knows the path.
     module = sys.argv[0] if main.__module__ == "__main__" else main.__module__
@@ -70,6 +74,8 @@ def start(main: Callable[[], int | None]) -> NoReturn:
     flags.DEFINE_flag(Answer("version", "say which version this is, and end", _version))
     _begin()
     argv = _parse_flags(module)
+    if operand and argv[1:] and flags.FLAGS[operand].value is None:
+        flags.FLAGS[operand].value = argv.pop(1)
     sys.exit(_main(main, argv))
 
 

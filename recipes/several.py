@@ -1,8 +1,14 @@
 """Several runs, one after the other: the flag of their seeds, and their folders. No jax."""
 
+import contextlib
 import dataclasses
+import glob
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from absl import flags
@@ -83,9 +89,64 @@ def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int |
     """
     total = len(trials) if total is None else total
     for number, trial in enumerate(trials, start=first):
-        print(f"run {number} of {total}: {trial.label}", file=sys.stderr, flush=True)
+        if total > 1:
+            print(f"run {number} of {total}: {trial.label}", file=sys.stderr, flush=True)
         outcome = train(trial.config, trial.folder, label=trial.label)
         if outcome is not None and outcome.stopped_by:
             print(f"stopped; to go on:\n  {program.resume_command()}")
             return program.exit_code_of(outcome.stopped_by)
     return None
+
+
+def train_apart(trials: list[Trial], jobs: int) -> int | None:
+    """Trains them in processes of their own, `jobs` at a time, each with its part of the cores.
+
+    A process is this program with --only=<label> and --jobs=1. Its lines are told as they come.
+
+    Returns:
+      None, or the program's exit code if one failed or a signal came: what runs is then stopped, is
+      saved, and is told with how to go on.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    parts = [cores[i % max(len(cores), 1) :: jobs] for i in range(jobs)]
+    queue, running, codes = list(enumerate(trials, 1)), {}, []
+    stopped: list[int] = []
+    before = {
+        s: signal.signal(s, lambda number, _: stopped.append(number))
+        for s in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        while queue or running:
+            while queue and len(running) < jobs and not stopped and not any(codes):
+                number, trial = queue.pop(0)
+                part = next(i for i in range(jobs) if i not in running)
+                print(f"run {number} of {len(trials)}: {trial.label}", file=sys.stderr, flush=True)
+                running[part] = _process(trial, parts[part])
+            if stopped or any(codes):
+                queue.clear()
+                for process in running.values():
+                    process.send_signal(signal.SIGTERM)
+            for part, process in list(running.items()):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    codes.append(process.wait(timeout=0.2))
+                    del running[part]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if stopped or any(codes):
+        print(f"stopped; to go on:\n  {program.resume_command()}")
+        return program.exit_code_of(signal.Signals(stopped[0])) if stopped else max(codes)
+    return None
+
+
+def _process(trial: Trial, cores: list[int]) -> subprocess.Popen:
+    name = Path(sys.argv[0]).stem.removeprefix("rmt-").replace("-", "_")
+    command = [sys.executable, "-m", f"recipes.{name}", *sys.argv[1:], "--jobs=1"]
+    process = subprocess.Popen(
+        [*command, f"--only={glob.escape(trial.label)}"],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # a terminal's Ctrl-C is for this process, which tells them
+    )
+    if cores:
+        os.sched_setaffinity(process.pid, cores)
+    return process

@@ -194,21 +194,29 @@ def best(rows: Iterable[Row], count: int = 1) -> list[Row]:
 DIVERGED = "diverged.txt"  # in a run folder: why there is no loss
 
 
-def try_run(config: RunConfig, folder: Folder, *, label: str) -> Outcome | None:
+def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outcome | None:
     """`train`, unless the run is settled; that it diverged settles it, and is kept."""
-    found = folder.read(CONFIG)
-    resolved = json.loads(json.dumps(overrides.to_json(resolve_dtypes(config))))
-    if found is not None and json.loads(found.data) == resolved and _settled(config, folder):
+    if settled(config, folder):
         return None
     try:
-        return train(config, folder, label=label)
+        return train(config, folder, label=label, **options)
     except DivergedError as error:
         folder.write(DIVERGED, f"{error}\n".encode())
         print(f"{label}: {error}", file=sys.stderr, flush=True)
         return None
 
 
-def _settled(config: RunConfig, folder: Folder) -> bool:
+def begun(config: RunConfig, folder: Folder) -> bool:
+    """Whether this very run is there."""
+    found = folder.read(CONFIG)
+    resolved = json.loads(json.dumps(overrides.to_json(resolve_dtypes(config))))
+    return found is not None and json.loads(found.data) == resolved
+
+
+def settled(config: RunConfig, folder: Folder) -> bool:
+    """Whether it is, and at its end, or has diverged."""
+    if not begun(config, folder):
+        return False
     complete = folder.read(COMPLETE)
     if complete is not None and json.loads(complete.data)["step"] == config.train.steps:
         return True

@@ -94,16 +94,11 @@ COMPARE = {
     "unknown": (["--presets=rmt-tiny,gpt2-tinny"], ["'gpt2-tinny'", "did you mean 'gpt2-tiny'"]),
 }
 
-REPORT = {
-    "figure": (["--figure=scaling"], ["--figure 'scaling'", "legal: resource_scaling"]),
-    "output": (["--output={files}/short.txt/x"], ["--output=", "Not a directory"]),
-}
-
 # One of each kind; what refuses the others is shown by tests of its own, without a program.
 NOW = [f"train: {name}" for name in ("preset", "unknown flag", "type", "choice", "csv", "mesh")]
 NOW += [f"train: {name}" for name in ("accumulate", "workdir", "not JSON")]
 NOW += [f"generate: {name}" for name in ("no run", "no step", "prompt", "top_p")]
-NOW += ["compare: unknown", "report: output"]
+NOW += ["compare: unknown"]
 CASES = [
     pytest.param(
         *(recipe, flags, pieces),
@@ -114,7 +109,6 @@ CASES = [
         ("train", TRAIN),
         ("generate", GENERATE),
         ("compare", COMPARE),
-        ("report", REPORT),
     ]
     for name, (flags, pieces) in cases.items()
 ]

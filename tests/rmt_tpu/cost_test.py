@@ -8,7 +8,6 @@ from flax import nnx
 import rmt_tpu
 from rmt_tpu import config as cfg
 from rmt_tpu import cost as resources
-from rmt_tpu.analysis import scaling
 from tests import models
 
 
@@ -16,19 +15,6 @@ from tests import models
 def test_training_flops_of_table_4(name, printed):
     forward = resources.non_embedding_flops(rmt_tpu.preset(name), seq_len=512)
     assert resources.train_flops(forward, 6.04e9) == pytest.approx(printed, rel=0.015)
-
-
-def test_doubling_the_residual_in_figure_1():
-    curves = scaling.resource_scaling()
-    growth = {}
-    for name, points in curves.items():
-        first, second = (p for p in points if p.residual_size in (1024, 2048))
-        growth[name] = (
-            second.parameters / first.parameters - 1,
-            second.flops / first.flops - 1,
-        )
-    assert all(0 < cost < 0.01 for cost in growth["RMT"])
-    assert growth["Transformer"] == (pytest.approx(1.0, abs=0.005), pytest.approx(0.94, abs=0.005))
 
 
 @pytest.mark.parametrize("store", ["vector", "matrix"])
@@ -51,9 +37,3 @@ def test_peak_flops_of_a_device_kind():
     assert resources.peak_flops("TPU v5p") == 459e12
     assert resources.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert resources.peak_flops("cpu") is None
-
-
-def test_the_figure_is_drawn(tmp_path):
-    table = scaling.draw_resource_scaling(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert "| RMT | 1024 |" in table and "| Transformer | 8192 |" in table

@@ -1,0 +1,281 @@
+"""The papers' tables and figures, each by one command.
+
+    python -m recipes.experiment --list
+    python -m recipes.experiment rmt-moments
+    python -m recipes.experiment rmt-scaling --scale=tiny --jobs=2 --workdir=runs/experiments
+    python -m recipes.experiment attnres-scaling --scale=paper --data=gs://bucket/tokens \\
+      --mesh=fsdp=-1 --workdir=gs://bucket/experiments
+
+What is trained has a run folder for each arm and seed, <workdir>/<scale>/runs/<arm>/seed-<n>, that
+experiments share, and for each searched rate, <workdir>/<scale>/rates/<system>/<rate>. The same
+command goes on where it was. Flags of runs, like --data, are those of every run.
+
+Leaves <workdir>/<scale>/<experiment>/results.md, results.json and pictures.
+"""
+
+import dataclasses
+import datetime
+import fnmatch
+import json
+import shlex
+import subprocess
+import sys
+import time
+
+from absl import flags
+
+from recipes import common, program, several
+from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.errors import RunError, UsageError, of_flag
+from rmt_tpu.experiments import catalog
+from rmt_tpu.experiments.plan import (
+    SEEDS,
+    Arm,
+    Experiment,
+    Page,
+    Plan,
+    all_runs,
+    before_growth,
+    with_rate,
+)
+from rmt_tpu.experiments.plan import flops as flops_of
+from rmt_tpu.experiments.plan import tokens as tokens_of
+from rmt_tpu.storage import Folder, open_folder
+
+# Chips that hours are said of, and the share of their peak that is assumed.
+_CHIPS, _SHARE = {"v5p": "TPU v5", "H100": "NVIDIA H100"}, 0.4
+# FLOP/s of two CPU cores on models this small: of the runs in docs/results.md.
+_CPU = 4e9
+
+
+def _list() -> str:
+    from rmt_tpu import cost
+
+    lines = ["| experiment | shows | source | scale | runs | tokens | FLOPs | takes |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for e in catalog.EXPERIMENTS.values():
+        if e.plan is None:
+            lines.append(f"| {e.name} | {e.shows} | {e.source} | | | | | {e.takes} |")
+            continue
+        for scale in ("tiny", "paper"):
+            runs = list(all_runs(e.plan(scale), SEEDS))
+            flops = sum(map(flops_of, runs))
+            hours = {n: flops / (_SHARE * cost.peak_flops(chip)) for n, chip in _CHIPS.items()}
+            hours = {"two CPU cores": flops / _CPU} if scale == "tiny" else hours
+            takes = ", ".join(f"{_hours(seconds)} of {name}" for name, seconds in hours.items())
+            about = f"{e.name} | {e.shows} | {e.source}" if scale == "tiny" else " | | "
+            lines.append(
+                f"| {about} | {scale} | {len(runs)} | {sum(map(tokens_of, runs)):.2g} | "
+                f"{flops:.2g} | {takes} |"
+            )
+    return (
+        "\n".join(lines)
+        + f"\n\nFLOPs by rmt_tpu.cost; hours of chips at {_SHARE:.0%} of their peak, which is "
+        "assumed; of CPU cores as in docs/results.md. Three seeds. Experiments share runs."
+    )
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} h" if seconds < 360_000 else f"{seconds / 3600:,.0f} h"
+
+
+_NAME = flags.DEFINE_string("name", None, "the experiment; --name= may be left out")
+_SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "sizes of what is trained")
+_JOBS = flags.DEFINE_integer("jobs", 1, "runs at a time, in processes, on CPUs", lower_bound=1)
+_ONLY = flags.DEFINE_string(
+    "only", None, "runs whose names match, like 'rmt-32/*', and no page: for several machines"
+)
+_WORKDIR = flags.DEFINE_string("workdir", "runs/experiments", "folder, local or gs://")
+several.define_seeds_flag()
+common.define_run_flags()
+flags.DEFINE_flag(program.Answer("list", "say which experiments there are, and end", _list))
+
+
+def main() -> int:
+    if _NAME.value is None:
+        raise UsageError(f"an experiment is needed; legal: {', '.join(catalog.EXPERIMENTS)}")
+    experiment = catalog.experiment(_NAME.value)
+    with of_flag("workdir"):
+        folder = open_folder(_WORKDIR.value).child(_SCALE.value)
+    if experiment.plan is not None:
+        return _Trained(experiment, folder).run()
+    if _ONLY.value is not None:
+        raise UsageError(f"--only={_ONLY.value} is of runs, and {experiment.name} trains none")
+    with of_flag("workdir"):
+        folder.check(write=True)
+    page = experiment.compute() if experiment.compute else None
+    return _write(experiment, page, folder, lambda arm: "")
+
+
+class _Trained:
+    """The runs of a plan: first its searches of rates, then its arms."""
+
+    def __init__(self, experiment: Experiment, folder: Folder):
+        self.experiment, self.folder = experiment, folder
+        self.plan: Plan = experiment.plan(_SCALE.value)
+        self.seeds = several.seeds() or list(SEEDS)
+        self.matched = 0
+        # What cannot be is told before anything is trained.
+        self.searches = {
+            system: self._search(system, common.run_config(config))
+            for system, config in self.plan.searches.items()
+        }
+        self.configs = {arm.name: common.run_config(arm.config) for arm in self.plan.arms}
+
+    def run(self) -> int:
+        started = time.monotonic()
+        searched = [trial for of in self.searches.values() for trial in of.values()]
+        if (code := self._train(searched)) is not None:
+            return code
+        rows = self._rows()
+        arms, trials = self._arms(rows)
+        if (code := self._train([trial for of in trials for trial in of])) is not None:
+            return code
+        if _ONLY.value is not None:
+            return self._matched()
+        from rmt_tpu.experiments import results
+        from rmt_tpu.experiments.outcomes import outcome
+
+        outcomes = [
+            outcome(arm, [trial.folder for trial in of])
+            for arm, of in zip(arms, trials, strict=True)
+        ]
+        searches = [row for of_system in rows.values() for row in of_system]
+        page = results.page(self.plan, self.seeds, outcomes, searches)
+        first = {arm.name: str(of[0].folder) for arm, of in zip(arms, trials, strict=True)}
+        code = _write(self.experiment, page, self.folder, first.__getitem__)
+        print(f"took {datetime.timedelta(seconds=round(time.monotonic() - started))}")
+        return code
+
+    def _search(self, system: str, config: RunConfig) -> dict[float, several.Trial]:
+        """By rate."""
+        folder = self.folder.child("rates").child(system)
+        return {
+            rate: several.Trial(
+                f"rates/{system}/{rate:g}", folder.child(f"{rate:g}"), with_rate(config, rate)
+            )
+            for rate in self.plan.rates
+        }
+
+    def _rows(self) -> dict[str, list]:
+        """By system, of the searches that have ended."""
+        from rmt_tpu.analysis import sweep
+
+        rows = {}
+        for system, trials in self.searches.items():
+            if all(sweep.settled(trial.config, trial.folder) for trial in trials.values()):
+                rows[system] = [
+                    sweep.Row(
+                        system,
+                        {"train.optimizer.learning_rate": rate},
+                        trial.config.train.steps,
+                        [trial.config.train.seed],
+                        [sweep.held_out_loss(trial.folder)],
+                    )
+                    for rate, trial in trials.items()
+                ]
+        return rows
+
+    def _arms(self, rows: dict[str, list]) -> tuple[list[Arm], list[list[several.Trial]]]:
+        """Those whose rates are known, with them, and their runs."""
+        from rmt_tpu.experiments import results
+
+        arms, trials = [], []
+        for arm in self.plan.arms:
+            config = self.configs[arm.name]
+            if arm.system in self.searches:
+                if arm.system not in rows:
+                    continue
+                config = results.with_best_rate(config, rows[arm.system])
+            arms.append(dataclasses.replace(arm, config=config))
+            folder = self.folder.child("runs").child(arm.name)
+            trials.append([
+                several.Trial(f"{arm.name}/seed-{seed}", folder.child(f"seed-{seed}"), one)
+                for seed in self.seeds
+                for one in [overrides.apply(config, {"train.seed": seed})]
+            ])  # fmt: skip
+        return arms, trials
+
+    def _train(self, trials: list[several.Trial]) -> int | None:
+        """Those that --only has, or all; None if they have ended, else the program's exit code."""
+        from rmt_tpu.analysis import sweep
+
+        if _ONLY.value is not None:
+            trials = [t for t in trials if fnmatch.fnmatchcase(t.label, _ONLY.value)]
+            self.matched += len(trials)
+        if _JOBS.value == 1:
+            return several.train_all(trials, self._try)
+        left = [t for t in trials if not sweep.settled(t.config, t.folder)]
+        return several.train_apart(left, _JOBS.value)
+
+    def _try(self, config: RunConfig, folder: Folder, *, label: str):
+        """A run, after what comes first in its folder."""
+        from rmt_tpu.analysis import sweep
+
+        of = (a.grows_from for a in self.plan.arms if label.startswith(f"{a.name}/"))
+        small = next(of, None)
+        if small is None:
+            return sweep.try_run(config, folder, label=label)
+        if not sweep.begun(config, folder):
+            first = before_growth(config, small)
+            outcome = sweep.try_run(first, folder, label=f"{label} before it grows")
+            if outcome is not None and outcome.stopped_by:
+                return outcome
+        return sweep.try_run(config, folder, label=label, change_config=True)
+
+    def _matched(self) -> int:
+        if not self.matched:
+            raise UsageError(
+                f"--only={_ONLY.value} matches no run of {self.experiment.name} that can be "
+                "trained now; legal: rates/<system>/<rate>, and when a system's have ended "
+                "<arm>/seed-<n>, with * for any part"
+            )
+        return 0
+
+
+def _write(experiment: Experiment, page: Page | None, folder: Folder, run_of) -> int:
+    from rmt_tpu.analysis.tables import fitted
+    from rmt_tpu.training.plots import save_picture
+
+    folder = folder.child(experiment.name)
+    text = page.text if page else ""
+    drawn = page.pictures if page else {}
+    pictures = {name: save_picture(draw(), folder, name) for name, draw in drawn.items()}
+    if text:
+        print(fitted(text, 10**6))
+    text += "".join(f"\n![{experiment.shows}]({name})\n" for name in pictures)
+    commands = experiment.reports(_SCALE.value, run_of) if experiment.reports else []
+    text += "".join(map(_report, commands))
+    head = f"# {experiment.name}: {experiment.shows}\n\n{experiment.source}\n\n"
+    folder.write("results.md", f"{head}{text}".encode())
+    if page:
+        folder.write("results.json", (json.dumps(page.numbers, indent=1) + "\n").encode())
+    for path in pictures.values():
+        print(f"picture: {path}")
+    print(f"page: {folder}/results.md")
+    return 0
+
+
+def _report(command: list[str]) -> str:
+    """What another recipe says, under its command."""
+    recipe, *given = command
+    if recipe == "evaluate":
+        given.append(f"--data_dir={flags.FLAGS.eval_data_dir or 'hub'}")
+    shown = shlex.join(["python", "-m", f"recipes.{recipe}", *given])
+    print(shown, flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", f"recipes.{recipe}", *given],
+        stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    print(done.stdout)
+    if done.returncode:
+        raise RunError(f"{shown} ended with {done.returncode}: see above")
+    return f"\n```bash\n{shown}\n```\n\n{done.stdout}"
+
+
+def run() -> None:
+    program.start(main, operand="name")
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,1 @@
+"""The papers' experiments: what each trains or computes, and the page of its results."""

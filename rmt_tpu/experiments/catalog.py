@@ -1,0 +1,189 @@
+"""Every experiment there is."""
+
+from rmt_tpu.errors import UsageError, unknown
+from rmt_tpu.experiments import counts, moments, trained
+from rmt_tpu.experiments.plan import Experiment, Plan, Scale
+
+_RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
+
+# Kernels and steps are estimated for this chip.
+_TARGET = "--targets=v5e"
+
+
+def _steps(vector: str, other: str, *more: str) -> list[list[str]]:
+    """Time of a step by parts, and memory, of two presets."""
+    report = ["kernel_report", "--step", f"--presets={other},{vector}", _TARGET, *more]
+    memory = [["preflight", f"--preset={n}", "--topology=v5e:2x2", *more] for n in (vector, other)]
+    return [report, *memory]
+
+
+def _rmt_steps(scale: Scale, run_of) -> list[list[str]]:
+    return _steps("gpt2-405m", "rmt-305m", "--batch_size=16", "--seq_len=512")
+
+
+def _attnres_steps(scale: Scale, run_of) -> list[list[str]]:
+    names = "prenorm-528m", "attnres-528m"
+    train = _steps(*names, "--batch_size=8", "--seq_len=1024")
+    decode = ["decode_report", f"--presets={','.join(names)}", "--target=v5e"]
+    stages = ["--topology=v5e:2x2", "--mesh=stage=4", "--seq_len=1024", "--batch_size=64"]
+    stages += ["--set=train.microbatches=16", "--set=model.compute_dtype=bfloat16"]
+    pipelines = [
+        ["preflight", f"--preset={name}", *stages] for name in ("llama-153m", "llama-attnres-153m")
+    ]
+    return [*train, decode, *pipelines]
+
+
+def _traffic(scale: Scale, run_of) -> list[list[str]]:
+    return [["kernel_report", "--op=depth_attention", _TARGET]]
+
+
+_DEPTHS = {
+    "tiny": ("transformer", "attnres", "attnres-full"),
+    "paper": ("prenorm", "attnres", "attnres-full"),
+}
+
+
+def _of_depth(scale: Scale) -> Plan:
+    return trained.largest_of(trained.attnres_scaling(scale), _DEPTHS[scale])
+
+
+def _depth(scale: Scale, run_of) -> list[list[str]]:
+    folders = [run_of(arm.name) for arm in _of_depth(scale).arms]
+    return [["depth_report", f"--workdir={','.join(folders)}"]]
+
+
+def _of_tasks(scale: Scale) -> Plan:
+    return trained.largest_of(trained.rmt_scaling(scale), ("transformer", "rmt"))
+
+
+def _tasks(scale: Scale, run_of) -> list[list[str]]:
+    vector, matrix = (run_of(arm.name) for arm in _of_tasks(scale).arms)
+    tasks = "lambada_openai,arc_easy,arc_challenge,hellaswag,piqa,winogrande,wikitext"
+    return [["evaluate", f"--workdir={matrix}", f"--against={vector}", f"--tasks={tasks}"]]
+
+
+EXPERIMENTS = {
+    e.name: e
+    for e in (
+        Experiment(
+            "rmt-moments",
+            "variances of what is written and read at the start, by formula and by simulation",
+            f"{_RMT}, Tables 1 and 2",
+            compute=moments.page,
+            takes="seconds",
+        ),
+        Experiment(
+            "rmt-counts",
+            "parameters and FLOPs over the size of the residual, and of the paper's models",
+            f"{_RMT}, Figure 1, Tables 4 and 7 to 9",
+            compute=counts.page,
+            takes="seconds",
+        ),
+        Experiment(
+            "rmt-scaling",
+            "loss of RMT and Transformer over FLOPs and weights, with fits",
+            f"{_RMT}, Figures 2 and 3, Tables 3, 4, 8 and 9",
+            plan=trained.rmt_scaling,
+        ),
+        Experiment(
+            "rmt-variants",
+            "RMT beside other residual systems",
+            f"{_RMT}, Figure 5 and Table 10",
+            plan=trained.rmt_variants,
+        ),
+        Experiment(
+            "rmt-key-dim",
+            "a larger residual at the same weights and FLOPs",
+            f"{_RMT}, Figure 6",
+            plan=trained.rmt_key_dim,
+        ),
+        Experiment(
+            "rmt-tasks",
+            "tasks and perplexities of the largest models, in pairs; give --eval_data_dir",
+            f"{_RMT}, Tables 5 and 6",
+            plan=_of_tasks,
+            reports=_tasks,
+        ),
+        Experiment(
+            "rmt-step",
+            "time of a train step by parts, and its memory, estimated",
+            f"{_RMT}, section 4.2, Memory and Runtime",
+            reports=_rmt_steps,
+            takes="10 minutes of two CPU cores",
+        ),
+        Experiment(
+            "attnres-traffic",
+            "elements moved per sublayer, counted in compiled programs",
+            f"{_ATTNRES}, Table 1",
+            reports=_traffic,
+            takes="an hour of two CPU cores",
+        ),
+        Experiment(
+            "attnres-scaling",
+            "loss of plain, Block, Full and mHC-lite over FLOPs, with fits",
+            f"{_ATTNRES}, Table 2 and Figure 4",
+            plan=trained.attnres_scaling,
+        ),
+        Experiment(
+            "attnres-ablations",
+            "what attention over depth consists of",
+            f"{_ATTNRES}, Table 4",
+            plan=trained.attnres_ablations,
+        ),
+        Experiment(
+            "attnres-block-size",
+            "sublayers a block",
+            f"{_ATTNRES}, Figure 6",
+            plan=trained.attnres_block_size,
+        ),
+        Experiment(
+            "attnres-dynamics",
+            "who reads which depth; outputs and gradients over depth",
+            f"{_ATTNRES}, Figures 5 and 8",
+            plan=_of_depth,
+            reports=_depth,
+        ),
+        Experiment(
+            "attnres-overheads",
+            "what Block AttnRes adds to a train step, a pipeline and a new token, estimated",
+            f"{_ATTNRES}, section 4",
+            reports=_attnres_steps,
+            takes="half an hour of two CPU cores",
+        ),
+        Experiment(
+            "ladder",
+            "RMT, Block AttnRes and both together over sizes, with fits",
+            "in neither paper",
+            plan=trained.ladder,
+        ),
+        Experiment(
+            "cores",
+            "both residuals under Llama's cores and Kimi Linear's",
+            "in neither paper",
+            plan=trained.today,
+        ),
+        Experiment(
+            "growth",
+            "D_k that grows in the middle of training",
+            "in neither paper",
+            plan=trained.growth,
+        ),
+        Experiment(
+            "systems",
+            "every residual system at equal tokens",
+            "in neither paper",
+            plan=trained.all_systems,
+        ),
+    )
+}
+
+
+def experiment(name: str) -> Experiment:
+    """The one of that name.
+
+    Raises:
+      UsageError: there is none.
+    """
+    if name not in EXPERIMENTS:
+        raise UsageError(unknown("experiment", name, EXPERIMENTS))
+    return EXPERIMENTS[name]

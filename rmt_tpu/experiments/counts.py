@@ -1,0 +1,122 @@
+"""What Mak and Flanigan (2025) count, by `rmt_tpu.cost`: Figure 1, Tables 4 and 7 to 9."""
+
+from dataclasses import asdict, dataclass, replace
+
+from rmt_tpu import cost
+from rmt_tpu.config import MatrixStore, ModelConfig, VectorStore
+from rmt_tpu.config.presets import preset, run
+from rmt_tpu.experiments.plan import Page, tokens
+
+SEQ_LEN = 512
+_SIZES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)
+
+# Table 4: FLOPs on 6.04e9 tokens. Tables 8 and 9: parameters and training tokens as printed.
+_FLOPS = {"gpt2-405m": 1.18e19, "rmt-305m": 8.45e18}
+_PRINTED = {
+    "gpt2-49m": (49e6, 212e6), "gpt2-160m": (160e6, 1.7e9), "gpt2-260m": (260e6, 3.5e9),
+    "gpt2-405m": (405e6, 6e9), "rmt-46m": (46e6, 142e6), "rmt-134m": (134e6, 1.1e9),
+    "rmt-206m": (206e6, 2.3e9), "rmt-305m": (305e6, 6e9),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """One model: size of its residual, parameters, and forward FLOPs a token with embeddings."""
+
+    residual_size: int
+    parameters: int
+    flops: int
+
+
+def point(config: ModelConfig) -> Point:
+    """Parameters and FLOPs, embeddings counted, at the figure's sequence length."""
+    return Point(
+        config.residual_size,
+        sum(cost.parameters(config).values()),
+        sum(cost.forward_flops(config, SEQ_LEN).values()),
+    )
+
+
+def resource_scaling() -> dict[str, list[Point]]:
+    """GPT-2-medium shapes with residuals of 1024 numbers and more, by vector and by matrix."""
+    transformer, rmt = preset("gpt2-405m"), preset("rmt-305m")
+    _, vector_dim = rmt.data_shape
+    return {
+        "Transformer": [point(replace(transformer, store=VectorStore(s))) for s in _SIZES],
+        "RMT": [point(replace(rmt, store=MatrixStore(s // vector_dim))) for s in _SIZES],
+    }
+
+
+def page() -> Page:
+    """Figure 1, and what is printed beside what the formulas give."""
+    curves = resource_scaling()
+    parts = ["Figure 1, with embeddings, of windows of 512 tokens:", _curves_table(curves)]
+    parts += ["Table 4, training FLOPs on 6.04e9 tokens, without embeddings:", _flops_table()]
+    parts += ["Tables 8 and 9:", _sizes_table()]
+    parts += [
+        "Errata: the last two rows of Table 9 print D_k 896 and 1024; only 48 and 64 give their "
+        "parameters and residuals. Table 7's total of FLOPs has half of the key vectors' that "
+        "section A.2 lists, and its parameters count V once where embedding and unembedding are "
+        "two. Tokens are 20 for each weight outside of embeddings, but for the last pair."
+    ]
+    numbers = {name: [asdict(p) for p in points] for name, points in curves.items()}
+    return Page("\n\n".join(parts) + "\n", numbers, {"figure_1.png": lambda: _draw(curves)})
+
+
+def _curves_table(curves: dict[str, list[Point]]) -> str:
+    lines = ["| model | residual | parameters | GFLOPs a token | doubled: parameters, FLOPs |"]
+    lines.append("|---|---|---|---|---|")
+    for name, points in curves.items():
+        of_size = {p.residual_size: p for p in points}
+        for p in points:
+            twice = of_size.get(2 * p.residual_size)
+            growth = twice and (
+                f"{twice.parameters / p.parameters - 1:+.2%}, {twice.flops / p.flops - 1:+.2%}"
+            )
+            lines.append(
+                f"| {name} | {p.residual_size} | {p.parameters / 1e6:.1f}M | {p.flops / 1e9:.3f} "
+                f"| {growth or ''} |"
+            )
+    return "\n".join(lines)
+
+
+def _flops_table() -> str:
+    lines = ["| model | printed | here |", "|---|---|---|"]
+    for name, printed in _FLOPS.items():
+        flops = cost.train_flops(cost.non_embedding_flops(preset(name), SEQ_LEN), 6.04e9)
+        lines.append(f"| {name} | {printed:.3g} | {flops:.4g} |")
+    return "\n".join(lines)
+
+
+def _sizes_table() -> str:
+    lines = [
+        "| model | parameters, printed | here | residual | tokens, printed | 20 a weight | run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, (parameters, read) in _PRINTED.items():
+        model, counted = preset(name), cost.parameters(preset(name))
+        total = sum(counted.values())
+        weights = total - counted["embedding"] - counted["unembedding"]
+        lines.append(
+            f"| {name} | {parameters / 1e6:.0f}M | {total:,} | {model.residual_size} | "
+            f"{read:.3g} | {20 * weights:.3g} | {tokens(run(name)):.4g} |"
+        )
+    return "\n".join(lines)
+
+
+def _draw(curves: dict[str, list[Point]]):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    by_parameters, by_flops = figure.subplots(1, 2)
+    for name, points in curves.items():
+        sizes = [p.residual_size for p in points]
+        by_parameters.plot(sizes, [p.parameters / 1e6 for p in points], "o-", label=name)
+        by_flops.plot(sizes, [p.flops / 1e9 for p in points], "o-", label=name)
+    by_parameters.set(ylabel="million parameters")
+    by_flops.set(ylabel="forward GFLOPs a token")
+    for axes in (by_parameters, by_flops):
+        axes.set(xlabel="numbers in a token's residual", ylim=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure

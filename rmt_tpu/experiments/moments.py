@@ -1,0 +1,153 @@
+"""Tables 1 and 2 of Mak and Flanigan (2025): moments of what is written and read at the start.
+
+A weight is drawn with Xavier's variance 2 / (in + out). With x of variance 1, and gradients of
+variance 1 behind,
+
+    storage of an RMT     X = sum_h w^h (x) x^h     Var X = R Var w       Var dx = D_k Var w
+    retrieval of an RMT   z^p = w^p . X             Var z = D_k Var w     Var dX = P Var w
+    a Transformer's       y = W x                   Var y = in Var w      Var dx = out Var w
+
+for P reads. The shapes are those of GPT-2-medium: 16 heads of 64, D_FF 4096, and D_k 64.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rmt_tpu.experiments.plan import Page
+
+_HEADS, _HEAD_DIM, _KEY_DIM, _HIDDEN, _TOKENS, _DRAWS = 16, 64, 64, 4096, 8, 128
+_WIDTH = _HEADS * _HEAD_DIM
+
+
+class Site(NamedTuple):
+    """An operation of a layer.
+
+    Attributes:
+      layer, operation, model: as Table 2 names them.
+      out_of, into: fan-in and fan-out of its weight; for key vectors how many numbers, or data
+        vectors, are summed forward and backward.
+      printed: Table 2's ratios of variances, forward and backward.
+    """
+
+    layer: str
+    operation: str
+    model: str
+    out_of: int
+    into: int
+    printed: tuple[float, float]
+
+    def formula(self) -> tuple[float, float]:
+        """Table 1's, at Xavier's variance."""
+        variance = 2 / (self.out_of + self.into)
+        return self.out_of * variance, self.into * variance
+
+
+SITES = (
+    Site("ATTN", "storage", "RMT", _HEADS, _KEY_DIM, (0.4, 1.6)),
+    Site("ATTN", "storage", "Transformer", _WIDTH, _WIDTH, (1, 1)),
+    Site("ATTN", "retrieval", "RMT", _KEY_DIM, 3 * _HEADS, (1.14, 0.86)),
+    Site("ATTN", "retrieval", "Transformer", _WIDTH, 3 * _WIDTH, (0.5, 1.5)),
+    Site("FF", "storage", "RMT", _HEADS, _KEY_DIM, (1, 1)),
+    Site("FF", "storage", "Transformer", _HIDDEN, _WIDTH, (1.6, 0.4)),
+    Site("FF", "retrieval", "RMT", _KEY_DIM, _HEADS, (1, 1)),
+    Site("FF", "retrieval", "Transformer", _WIDTH, _HIDDEN, (0.4, 1.6)),
+)
+
+
+class Simulated(NamedTuple):
+    """Over draws of weights: means of the output and of the input's gradient, and variances.
+
+    Each with the standard error of its mean.
+    """
+
+    mean: tuple[float, float]
+    variance: tuple[float, float]
+    gradient_mean: tuple[float, float]
+    gradient_variance: tuple[float, float]
+
+
+def simulate(site: Site, *, draws: int = _DRAWS, seed: int = 0) -> Simulated:
+    """Draws weights, inputs of mean 1/2 and second moment 1, and gradients, and looks."""
+    import jax
+    import numpy as np
+
+    apply, shape = _operation(site)
+
+    def once(key):
+        of_weight, of_input, of_gradient = jax.random.split(key, 3)
+        deviation = math.sqrt(2 / (site.out_of + site.into))
+        weight = deviation * jax.random.normal(of_weight, (site.into, site.out_of))
+        x = 0.5 + math.sqrt(0.75) * jax.random.normal(of_input, (_TOKENS, *shape))
+        y, back = jax.vjp(lambda x: apply(weight, x), x)
+        (dx,) = back(jax.random.normal(of_gradient, y.shape))
+        return y.mean(), y.var(), dx.mean(), dx.var()
+
+    keys = jax.random.split(jax.random.key(seed), draws)
+    found = np.asarray(jax.jit(lambda keys: jax.lax.map(once, keys))(keys), np.float64)
+    ends = found.mean(1), found.std(1, ddof=1) / math.sqrt(draws)
+    return Simulated(*((float(mean), float(error)) for mean, error in zip(*ends, strict=True)))
+
+
+def _operation(site: Site) -> tuple[Callable, tuple[int, ...]]:
+    """What multiplies a weight [into, out_of] with a token's input, and the input's shape."""
+    import jax.numpy as jnp
+
+    if site.model == "Transformer":
+        return (lambda w, x: x @ w.T), (site.out_of,)
+    # A storage writes R data vectors, a retrieval reads D_k rows of the residual: both sum rows.
+    return (lambda w, x: jnp.einsum("os,tsv->tov", w, x)), (site.out_of, _HEAD_DIM)
+
+
+def page() -> Page:
+    """Formula, simulation and print, side by side."""
+    lines = [
+        "| layer | operation | model | forward: formula | simulated | printed | backward: formula "
+        "| simulated | printed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    numbers, differ, means = [], [], []
+    for site in SITES:
+        found, formula = simulate(site), site.formula()
+        variances = found.variance, found.gradient_variance
+        cells = []
+        for expected, (value, error), printed in zip(formula, variances, site.printed, strict=True):
+            # Printed figures are rounded, some to one digit.
+            wrong = abs(printed - expected) > 0.05
+            cells += [f"{expected:.3f}", f"{value:.3f} ± {error:.3f}"]
+            cells.append(f"**{printed:g}**" if wrong else f"{printed:g}")
+        if "**" in "".join(cells):
+            differ.append(f"{site.model}'s {site.operation} of {site.layer}")
+        lines.append(f"| {site.layer} | {site.operation} | {site.model} | {' | '.join(cells)} |")
+        numbers.append({**site._asdict(), "formula": formula, "simulated": found._asdict()})
+        means += [found.mean, found.gradient_mean]
+    worst = max(abs(mean) / error for mean, error in means)
+    text = (
+        "Ratios of variances, output over input and input's gradient over output's, of inputs with "
+        f"second moment 1 and mean 1/2: {_DRAWS} draws of weights, {_TOKENS} tokens each, with the "
+        f"standard error of the mean. All means are 0 (the largest is {worst:.1f} standard errors "
+        "away).\n\n" + "\n".join(lines) + "\n\n"
+        "**Bold**: printed in Table 2, and not what Table 1's own formulas give at these shapes: "
+        f"{'; '.join(differ)}. Storage and retrieval of a feed-forward layer have the shapes of "
+        "attention's storage, and its ratios or their mirror image.\n"
+    )
+    return Page(text, numbers, {"moments.png": lambda: _draw(numbers)})
+
+
+def _draw(numbers: list[dict]):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    names = [f"{n['layer']} {n['operation']}\n{n['model']}" for n in numbers]
+    at = range(len(names))
+    kinds = (("forward", "variance", 0), ("backward", "gradient_variance", 1))
+    for axes, (kind, field, index) in zip(figure.subplots(1, 2, sharey=True), kinds, strict=True):
+        axes.bar(at, [n["formula"][index] for n in numbers], 0.6, color="0.8", label="formula")
+        values, errors = zip(*(n["simulated"][field] for n in numbers), strict=True)
+        axes.errorbar(at, values, errors, fmt="o", markersize=4, capsize=3, label="simulated")
+        axes.plot(at, [n["printed"][index] for n in numbers], "x", color="C3", label="printed")
+        axes.axhline(1, color="0.5", linewidth=1)
+        axes.set_xticks(at, names, fontsize=6)
+        axes.set(title=f"{kind}: variance out over in")
+        axes.legend(fontsize=8)
+    return figure

@@ -1,0 +1,422 @@
+"""What experiments train: arms at the papers' sizes, and at those that two CPU cores can afford.
+
+A tiny arm is a preset of four layers with heads of 8 numbers, on bytes of Python's standard
+library; it reads 20 tokens for each weight that the Transformer of its shape has outside of
+embeddings, as the RMT paper's models do for their own. Two arms of one name are one run.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rmt_tpu.config import (
+    BlockAttention,
+    Dense,
+    FullAttention,
+    MhcLite,
+    Mixer,
+    RunConfig,
+    overrides,
+)
+from rmt_tpu.config.presets import run
+from rmt_tpu.experiments.plan import Arm, Plan, Scale, with_rate
+
+_HEAD_DIM = 8
+# Number of heads, R; the second is searched for rates, and the third is where one size is enough.
+_LADDER = (2, 3, 4, 6)
+_SEARCHED, _ONE = _LADDER[1:3]
+_RATES = (5e-3, 1.2e-2, 2.8e-2, 6.7e-2, 1.6e-1)
+
+_SYSTEMS = {  # by the name that pages have: the preset's
+    "transformer": "gpt2-tiny",
+    "rmt": "rmt-tiny",
+    "attnres": "attnres-tiny",
+    "rmt-attnres": "rmt-attnres-tiny",
+    "attnres-full": "attnres-full-tiny",
+    "mhc-lite": "mhc-lite-tiny",
+    "highway": "highway-tiny",
+    "depth-lstm": "depth-lstm-tiny",
+    "hierarchical": "hierarchical-tiny",
+}
+
+
+def _tiny(system: str, heads: int, **changes) -> RunConfig:
+    """A system's run at a size; `changes` by path with _ for the dots."""
+    width, matrix = heads * _HEAD_DIM, "rmt" in system
+    base = run(_SYSTEMS[system])
+    sizes = _sizes(matrix, heads)
+    based = [f"{path}={size}" for path, size in _sizes(matrix, _SEARCHED).items()]
+    per_step = 16 * 64
+    steps = round(20 * 12 * base.model.num_layers * width**2 / per_step)
+    values = {f"model.{path}": size for path, size in sizes.items()} | {
+        "model.attention.head_dim": _HEAD_DIM,
+        "model.parametrization": "mup",
+        "model.parametrization.base": based,
+        "train.batch_size": 16,
+        "data.seq_len": 64,
+        "train.steps": steps,
+        "train.eval_every": max(1, steps // 5),
+        "train.eval_batches": 32,
+        "train.checkpoint_every": 0,
+        "train.sample_tokens": 0,
+        "train.log_every": 10,
+    }
+    if "none" in base.model.mixer.remats:
+        values["model.remat"] = "none"  # memory is no matter here
+    return overrides.apply(base, values | changes)
+
+
+def _sizes(matrix: bool, heads: int) -> dict[str, int]:
+    """A residual of four times what the Transformer has, as rmt-305m's."""
+    store = {"store.key_dim": 4 * heads} if matrix else {"store.dim": heads * _HEAD_DIM}
+    hidden = {"feed_forward.hidden_dim": 4 * heads * _HEAD_DIM}
+    return store | {"attention.num_heads": heads} | hidden
+
+
+def _tiny_plan(arms: Iterator[Arm], searched: tuple[str, ...], **options) -> Plan:
+    searches = {system: _tiny(system, _SEARCHED) for system in searched}
+    return Plan(tuple(arms), searches, _RATES, **options)
+
+
+_TINY_NOTE = (
+    f"Models of four layers, width {_LADDER[0] * _HEAD_DIM} to {_LADDER[-1] * _HEAD_DIM} in heads "
+    f"of {_HEAD_DIM}, on bytes of Python's standard library in windows of 64, batches of 16; 20 "
+    "tokens for each of the Transformer's weights outside of embeddings, the same for all systems "
+    f"of a size. Rates by a search of {len(_RATES)} at width {_SEARCHED * _HEAD_DIM}, one seed, "
+    "and by muP at the others. Losses are nats per byte."
+)
+
+
+# Ladders --------------------------------------------------------------------------------------
+
+
+def _tiny_ladder(*systems: str) -> Plan:
+    arms = (
+        Arm(
+            f"{system}-{heads * _HEAD_DIM}",
+            _tiny(system, heads),
+            system,
+            None if system == systems[0] else f"{systems[0]}-{heads * _HEAD_DIM}",
+        )
+        for heads in _LADDER
+        for system in systems
+    )
+    return _tiny_plan(arms, systems, fits=True, notes=(_TINY_NOTE,))
+
+
+def _preset(name: str, system: str, against: str | None = None, **options) -> Arm:
+    return Arm(name, run(name), system, against, **options)
+
+
+# RMT paper, C.2.1: the models on which rates were searched.
+_TRIAL = {"num_layers": 4, "attention.num_heads": 8, "attention.head_dim": 32}
+_TRIAL_BASE = {"attention.num_heads": 8, "attention.head_dim": 32, "feed_forward.hidden_dim": 1024}
+_TRIAL_STORE = {"transformer": {"store.dim": 256}, "rmt": {"store.key_dim": 32}}
+_PAPER_RATES = (8e-4, 2e-3, 5e-3, 1.3e-2, 3.2e-2)
+
+
+def _in_mup(config: RunConfig, system: str) -> RunConfig:
+    base = [f"{path}={size}" for path, size in (_TRIAL_BASE | _TRIAL_STORE[system]).items()]
+    mup = {"model.parametrization": "mup", "model.parametrization.base": base}
+    return overrides.apply(config, mup)
+
+
+def _trial(system: str) -> RunConfig:
+    name = {"transformer": "gpt2-160m", "rmt": "rmt-134m"}[system]
+    sizes = _TRIAL | _TRIAL_BASE | _TRIAL_STORE[system]
+    values = {f"model.{path}": size for path, size in sizes.items()}
+    values |= {"data.seq_len": 128, "train.batch_size": 32, "train.steps": 5000}
+    return _in_mup(overrides.apply(run(name), values), system)
+
+
+def rmt_scaling(scale: Scale) -> Plan:
+    """Figures 2 and 3, Tables 3, 4, 8 and 9."""
+    if scale == "tiny":
+        return _tiny_ladder("transformer", "rmt")
+    pairs = ("49m", "46m"), ("160m", "134m"), ("260m", "206m"), ("405m", "305m")
+    arms = []
+    for vector, matrix in pairs:
+        largest = (3.02, 2.91) if vector == "405m" else (None, None)
+        for name, system, paper in zip(
+            (f"gpt2-{vector}", f"rmt-{matrix}"), _TRIAL_STORE, largest, strict=True
+        ):
+            against = f"gpt2-{vector}-mup" if system == "rmt" else None
+            config = _in_mup(run(name), system)
+            arms.append(Arm(f"{name}-mup", config, system, against, paper=paper))
+    searches = {system: _trial(system) for system in _TRIAL_STORE}
+    note = (
+        "As the paper: tokens are 20 times the weights outside of embeddings, but the last pair "
+        "reads the same 6e9. Its search over multipliers and the initial deviation too (100 "
+        "trials) is one over five rates here: `recipes.sweep` has the rest."
+    )
+    return Plan(tuple(arms), searches, _PAPER_RATES, fits=True, notes=(note,))
+
+
+_TABLE_2 = {  # Kimi Team (2026): validation losses of plain, Block, Full, mHC-lite
+    "194m": (1.931, 1.909, 1.899, 1.906),
+    "241m": (1.895, 1.875, 1.874, 1.869),
+    "296m": (1.829, 1.809, 1.804, 1.807),
+    "436m": (1.766, 1.746, 1.737, 1.747),
+    "528m": (1.719, 1.693, 1.692, 1.694),
+}
+
+
+def attnres_scaling(scale: Scale) -> Plan:
+    """Table 2 and Figure 4."""
+    if scale == "tiny":
+        return _tiny_ladder("transformer", "attnres", "attnres-full", "mhc-lite")
+    arms = []
+    for size, printed in _TABLE_2.items():
+        plain = f"prenorm-{size}"
+        losses = iter(printed)
+        arms += [
+            _preset(plain, "prenorm", paper=next(losses)),
+            _preset(f"attnres-{size}", "attnres", plain, paper=next(losses)),
+            _preset(f"attnres-full-{size}", "attnres-full", plain, paper=next(losses)),
+            Arm(
+                f"mhc-lite-{size}", _with_mixer(run(plain), MhcLite()), "mhc-lite", plain,
+                paper=next(losses),
+            ),
+        ]  # fmt: skip
+    note = (
+        "Dense stand-ins for the paper's mixtures of experts (see the presets), on other text, so "
+        "that differences within a row can be compared with the paper's and losses cannot. Rates "
+        "are the paper's, which were tuned on the plain model."
+    )
+    return Plan(tuple(arms), fits=True, notes=(note,))
+
+
+def _with_mixer(config: RunConfig, mixer: Mixer) -> RunConfig:
+    return replace(config, model=config.model.replace(mixer=mixer))
+
+
+def ladder(scale: Scale) -> Plan:
+    """What neither paper has: both systems, and both together, over sizes."""
+    if scale == "tiny":
+        return _tiny_ladder("transformer", "rmt", "attnres", "rmt-attnres")
+    arms = []
+    for vector, matrix in (("153m", "134m"), ("374m", "311m"), ("1.2b", "1b")):
+        plain = f"llama-{vector}"
+        arms += [
+            _preset(plain, "transformer"),
+            _preset(f"rmt-llama-{matrix}", "rmt", plain),
+            _preset(f"llama-attnres-{vector}", "attnres", plain),
+            _preset(f"rmt-llama-attnres-{matrix}", "rmt-attnres", plain),
+        ]
+    return Plan(tuple(arms), fits=True, notes=("The cores of today's models: RoPE, SwiGLU.",))
+
+
+# One size -------------------------------------------------------------------------------------
+
+
+def rmt_variants(scale: Scale) -> Plan:
+    """Figure 5 and Table 10."""
+    printed = {
+        "transformer": 3.43, "rmt": 3.38, "hierarchical": 3.47, "depth-lstm": 3.54, "highway": 3.41
+    }  # fmt: skip
+    note = (
+        "The paper prints training losses. It gives no code of the last three, whose readings here "
+        "are those of `rmt_tpu/config/mixers.py`."
+    )
+    if scale == "tiny":
+        plain = f"transformer-{_ONE * _HEAD_DIM}"
+        arms = (
+            Arm(
+                f"{system}-{_ONE * _HEAD_DIM}",
+                _tiny(system, _ONE),
+                system,
+                None if system == "transformer" else plain,
+                paper=loss,
+            )
+            for system, loss in printed.items()
+        )
+        return _tiny_plan(arms, tuple(printed), notes=(_TINY_NOTE, note))
+    names = ("gpt2-160m", "rmt-134m", "hierarchical-165m", "depth-lstm-233m", "highway-191m")
+    arms = tuple(
+        Arm(
+            f"{name}-variant",
+            with_rate(overrides.apply(run(name), {"train.steps": 50_000}), 1e-2),
+            system,
+            None if system == "transformer" else "gpt2-160m-variant",
+            paper=loss,
+        )
+        for name, (system, loss) in zip(names, printed.items(), strict=True)
+    )
+    return Plan(arms, notes=(note,))
+
+
+def rmt_key_dim(scale: Scale) -> Plan:
+    """Figure 6: larger residuals at the same weights and FLOPs."""
+    axis = "numbers in a token's residual, D_k D_v"
+    if scale == "tiny":
+        heads, width = _ONE, _ONE * _HEAD_DIM
+        arms = [Arm(f"transformer-{width}", _tiny("transformer", heads), "transformer", x=width)]
+        arms += [
+            Arm(
+                f"rmt-{width}" if k == 4 * heads else f"rmt-{width}-k{k}",
+                _tiny("rmt", heads, **{"model.store.key_dim": k}),
+                "rmt",
+                f"rmt-{width}-k{heads}" if k != heads else None,
+                x=k * _HEAD_DIM,
+            )
+            for k in (heads // 2, heads, 2 * heads, 4 * heads, 8 * heads, 16 * heads)
+        ]
+        return _tiny_plan(iter(arms), ("transformer", "rmt"), x=axis, notes=(_TINY_NOTE,))
+    names = {k: "rmt-134m" if k == 32 else f"rmt-134m-k{k}" for k in (6, 12, 24, 32, 48, 64)}
+    configs = {
+        k: with_rate(overrides.apply(run(name), {"train.steps": 50_000}), 1e-2)
+        for k, name in names.items()
+    }
+    arms = tuple(
+        Arm(f"{name}-50k", configs[k], "rmt", None if k == 12 else "rmt-134m-k12-50k", x=64 * k)
+        for k, name in names.items()
+    )
+    return Plan(arms, x=axis, notes=("50,000 steps at a rate of 1e-2 (C.3).",))
+
+
+_BLOCKS = {1: 1.737, 2: 1.746, 4: 1.746, 8: 1.748, 16: 1.753, 32: 1.757}
+
+
+def attnres_block_size(scale: Scale) -> Plan:
+    """Figure 6: sublayers a block."""
+    axis = "sublayers a block, S"
+    if scale == "tiny":
+        plain, arms = f"transformer-{_ONE * _HEAD_DIM}", []
+        arms.append(Arm(plain, _tiny("transformer", _ONE), "transformer"))
+        for size in (1, 2, 4, 8):
+            mixer = FullAttention() if size == 1 else BlockAttention(sublayers_per_block=size)
+            arms.append(_mixed(f"attnres-s{size}", mixer, "attnres", plain, x=size))
+        searched = ("transformer", "attnres")
+        return _tiny_plan(iter(arms), searched, x=axis, notes=(_TINY_NOTE,))
+    plain = "prenorm-436m"
+    arms = [_preset(plain, "prenorm", paper=1.766)]
+    for size, loss in _BLOCKS.items():
+        mixer = FullAttention() if size == 1 else BlockAttention(sublayers_per_block=size)
+        config = _with_mixer(run(plain), mixer)
+        arms.append(Arm(f"attnres-436m-s{size}", config, "attnres", plain, x=size, paper=loss))
+    return Plan(tuple(arms), x=axis)
+
+
+def _mixed(name: str, mixer: Mixer, system: str, plain: str, **options) -> Arm:
+    """At tiny size the Transformer with another mixer, at the rate of `system`."""
+    config = _with_mixer(_tiny("attnres", _ONE), mixer)
+    return Arm(f"{name}-{_ONE * _HEAD_DIM}", config, system, plain, **options)
+
+
+def _ablations(size: int, window: int) -> dict[str, tuple[Mixer, float]]:
+    """Table 4's, with its losses; `size`: S of its Block rows."""
+    block = {"sublayers_per_block": size}
+    return {
+        "denseformer": (Dense(), 1.767),
+        "mhc-lite": (MhcLite(), 1.747),
+        "full": (FullAttention(), 1.737),
+        "full-input-query": (FullAttention(query="input"), 1.731),
+        "full-scalars": (FullAttention(query="scalars"), 1.749),
+        "full-sigmoid": (FullAttention(weights="sigmoid"), 1.741),
+        "full-no-key-norm": (FullAttention(key_norm=False), 1.743),
+        "full-window": (FullAttention(window=window), 1.764),
+        "block": (BlockAttention(**block), 1.746),
+        "block-heads": (BlockAttention(**block, num_heads=16 if window == 8 else _ONE), 1.752),
+        "block-no-key-norm": (BlockAttention(**block, key_norm=False), 1.750),
+    }
+
+
+def attnres_ablations(scale: Scale) -> Plan:
+    """Table 4."""
+    notes = (
+        "Table 4's mHC is mHC-lite here; the ablations have the rate of Block AttnRes, the paper's "
+        "that of the plain model.",
+    )
+    if scale == "tiny":
+        plain = f"transformer-{_ONE * _HEAD_DIM}"
+        arms = [Arm(plain, _tiny("transformer", _ONE), "transformer", paper=1.766)]
+        arms += [
+            _mixed(f"ablation-{name}", mixer, "attnres", plain, paper=loss)
+            for name, (mixer, loss) in _ablations(2, 2).items()
+        ]
+        searched = ("transformer", "attnres")
+        return _tiny_plan(iter(arms), searched, notes=(_TINY_NOTE, *notes))
+    plain = "prenorm-436m"
+    arms = [_preset(plain, "prenorm", paper=1.766)]
+    for name, (mixer, loss) in _ablations(4, 8).items():
+        config = _with_mixer(run(plain), mixer)
+        arms.append(Arm(f"ablation-{name}-436m", config, "attnres", plain, paper=loss))
+    return Plan(tuple(arms), notes=notes)
+
+
+def all_systems(scale: Scale) -> Plan:
+    """Loss of every residual system at equal tokens, with its FLOPs and bytes of weights."""
+    if scale == "tiny":
+        plain = f"transformer-{_ONE * _HEAD_DIM}"
+        arms = (
+            Arm(
+                f"{system}-{_ONE * _HEAD_DIM}", _tiny(system, _ONE), system,
+                None if system == "transformer" else plain,
+            )
+            for system in _SYSTEMS
+        )  # fmt: skip
+        return _tiny_plan(arms, tuple(_SYSTEMS), notes=(_TINY_NOTE,))
+    names = ("gpt2-160m", "rmt-134m", "highway-191m", "depth-lstm-233m", "hierarchical-165m",
+             "hc-160m", "mhc-160m", "mhc-lite-160m")  # fmt: skip
+    steps = {"train.steps": run("gpt2-160m").train.steps}
+    first = f"{names[0]}-equal"
+    arms = (
+        Arm(f"{name}-equal", overrides.apply(run(name), steps), name,
+            None if name == names[0] else first)
+        for name in names
+    )  # fmt: skip
+    return Plan(tuple(arms))
+
+
+def today(scale: Scale) -> Plan:
+    """Both residuals under the cores that are trained today: Llama's, and Kimi Linear's."""
+    size = {"tiny": ("tiny", "tiny", "tiny"), "paper": ("153m", "134m", "194m")}[scale]
+    vector, matrix, kimi = size
+    plain, first = f"llama-{vector}", "kimi-tiny" if scale == "tiny" else f"prenorm-kimi-{kimi}"
+    arms = [
+        _preset(plain, "llama"),
+        _preset(f"llama-attnres-{vector}", "llama-attnres", plain),
+        _preset(f"rmt-llama-{matrix}", "rmt-llama", plain),
+        _preset(first, "kimi"),
+        _preset(f"attnres-kimi-{kimi}", "attnres-kimi", first),
+        _preset(f"attnres-full-kimi-{kimi}", "attnres-full-kimi", first),
+    ]
+    if scale == "tiny":
+        arms.append(_preset("rmt-kimi-tiny", "rmt-kimi", first))
+    return Plan(tuple(arms), notes=("The presets' own runs and rates: none is searched.",))
+
+
+def growth(scale: Scale) -> Plan:
+    """D_k that grows by four in the middle of training, beside small and large from the start."""
+    if scale == "tiny":
+        name, large = f"rmt-{_ONE * _HEAD_DIM}", 4 * _ONE
+        config = _tiny("rmt", _ONE)
+    else:
+        name, large = "rmt-134m", 64
+        config = overrides.apply(run(name), {"model.store.key_dim": large})
+    small = large // 4
+    whole = name if scale == "tiny" else f"{name}-k{large}"
+    base = f"{name}-k{small}"
+    arms = (
+        Arm(base, overrides.apply(config, {"model.store.key_dim": small}), "rmt"),
+        Arm(f"{base}-to-{large}", config, "rmt", base, grows_from=small),
+        Arm(whole, config, "rmt", base),
+    )
+    note = (
+        "Until it grows, the second arm's rate is that of the peak; then it goes on as the others' "
+        "at that step. Growing does not change what the model computes (growth.py in "
+        "rmt_tpu/training). FLOPs and weights are counted as if it had been large from the start."
+    )
+    if scale == "tiny":
+        return _tiny_plan(iter(arms), ("rmt",), notes=(_TINY_NOTE, note))
+    return Plan(arms, notes=(note,))
+
+
+def largest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
+    """The largest arm of each of some systems of a ladder, with the searches that they need."""
+    last = {arm.system: arm for arm in plan.arms}
+    return replace(
+        plan,
+        arms=tuple(last[system] for system in systems),
+        searches={s: config for s, config in plan.searches.items() if s in systems},
+        fits=False,
+    )

@@ -1,0 +1,110 @@
+"""recipes.experiment: searches, then arms at the best rates; shared runs; what goes on."""
+
+import json
+import re
+
+import pytest
+
+from rmt_tpu.experiments.catalog import EXPERIMENTS
+from tests import cli
+
+pytestmark = pytest.mark.xdist_group("recipes")
+
+# In place of training: the folder of a run that ended, whose loss says what was trained.
+MADE_UP = """
+import json
+from rmt_tpu.analysis import sweep
+from rmt_tpu.config import overrides
+from rmt_tpu.training.trainer import Outcome
+def train(config, folder, *, label, change_config=False):
+    print("trained", label, config.train.steps, config.model.store.key_dim)
+    rate = config.train.optimizer.learning_rate
+    loss = 2 + abs(rate - 0.028) + config.train.seed - 0.01 * config.model.store.key_dim
+    row = {"step": config.train.steps, "eval/loss": loss}
+    config = json.dumps(overrides.to_json(sweep.resolve_dtypes(config)))
+    folder.write("config.json", config.encode())
+    folder.write("metrics.jsonl", (json.dumps(row) + "\\n").encode())
+    folder.write("complete.json", json.dumps({"step": row["step"]}).encode())
+    return Outcome(row["step"], None)
+sweep.train = train
+"""
+
+
+def made_up(*flags):
+    process = cli.start("experiment", *flags, first=MADE_UP)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return [line[8:] for line in out.splitlines() if line.startswith("trained ")], out
+
+
+def test_an_experiment_is_shared_and_goes_on(tmp_path):
+    flags = ["growth", f"--workdir={tmp_path}", "--seeds=0,1"]
+    trained, _ = made_up(*flags, "--only=rates/*")
+    assert trained == [f"rates/rmt/{rate} 540 12" for rate in (0.005, 0.012, 0.028, 0.067, 0.16)]
+    trained, out = made_up(*flags)
+    assert trained == [
+        *(f"rmt-32-k4/seed-{seed} 960 4" for seed in (0, 1)),
+        *(
+            line
+            for seed in (0, 1)
+            for line in (
+                f"rmt-32-k4-to-16/seed-{seed} before it grows 480 4",
+                f"rmt-32-k4-to-16/seed-{seed} 960 16",
+            )
+        ),
+        *(f"rmt-32/seed-{seed} 960 16" for seed in (0, 1)),
+    ]
+    folder = tmp_path / "tiny" / "growth"
+    found = json.loads((folder / "results.json").read_text())
+    assert [arm["held_out_losses"] for arm in found["arms"]] == [
+        pytest.approx([loss, loss + 1]) for loss in (1.96, 1.84, 1.84)
+    ]
+    assert {arm["learning_rate"] for arm in found["arms"]} == {0.028}
+    page = (folder / "results.md").read_text()
+    assert "| rmt-32-k4 | **-0.1200 ± 0.0000** |" in page and "![" in page
+    assert (folder / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert f"page: {folder}/results.md" in out
+    # Another one has one of its searches, and two of its arms, already.
+    trained, _ = made_up("rmt-key-dim", *flags[1:], "--only=rmt-32*")
+    arms = {line.split("/")[0] for line in trained}
+    assert arms == {f"rmt-32-k{k}" for k in (2, 4, 8, 32, 64)} - {"rmt-32-k4"}
+
+
+def test_usage(tmp_path):
+    workdir = f"--workdir={tmp_path / 'new'}"
+    assert "legal: rmt-moments, " in cli.fail("experiment", workdir)
+    assert "'ladders' is unknown" in cli.fail("experiment", "ladders", workdir)
+    assert "argument 'x' is not a flag" in cli.fail("experiment", "ladder", "x", workdir)
+    error = cli.fail("experiment", "ladder", "--only=rmt-16/*", workdir)
+    assert "--only=rmt-16/* matches no run of ladder that can be trained now" in error
+    assert "--only=a is of runs" in cli.fail("experiment", "rmt-counts", "--only=a", workdir)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    error = cli.fail("experiment", "rmt-counts", f"--workdir={tmp_path}/file/x")
+    assert "--workdir=" in error and "Not a directory" in error
+
+
+def test_documents_name_what_there_is():
+    text = "".join((cli.ROOT / page).read_text() for page in ("README.md", "docs/results.md"))
+    named = set(re.findall(r"recipes\.experiment ([a-z][\w-]*)", text))
+    assert named and named <= EXPERIMENTS.keys()
+
+
+@pytest.mark.slow
+def test_jobs_and_growth(tmp_path):
+    """Really trained, two at a time, and then another time, with nothing left to do."""
+    flags = ["growth", "--jobs=2", "--seeds=0", "--steps=4", "--data=" + str(cli.TEXT)]
+    done = cli.succeed("experiment", *flags, f"--workdir={tmp_path}")
+    assert "run 8 of" not in done.stderr and "run 3 of 3: rmt-32/seed-0" in done.stderr
+    assert "going on with another config: model.store.key_dim is 4 there, 16 here" in done.stderr
+    again = cli.succeed("experiment", *flags, f"--workdir={tmp_path}")
+    assert "compiling" not in again.stderr
+    tables = lambda text: [line for line in text.splitlines() if line.startswith("|")]
+    assert tables(again.stdout) == tables(done.stdout) != []
+
+
+def test_computed(tmp_path):
+    done = cli.succeed("experiment", "--name=rmt-counts", f"--workdir={tmp_path}")
+    folder = tmp_path / "tiny" / "rmt-counts"
+    assert f"picture: {folder}/figure_1.png" in done.stdout
+    assert "| rmt-305m" in (folder / "results.md").read_text()

@@ -1,0 +1,125 @@
+"""What is said of losses: intervals, fits, shares, tables and pictures, of losses made up."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rmt_tpu.analysis.sweep import Row
+from rmt_tpu.experiments import outcomes, pictures, results, trained
+from rmt_tpu.experiments.outcomes import Outcome
+from rmt_tpu.experiments.plan import Arm
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training.plots import save_picture
+
+SEEDS = (0, 1, 2)
+TEXTS = (0.1, -0.05, 0.02)  # what a seed's held-out text adds to every loss
+
+
+def made_up(arm: Arm, loss: float, *, noise=(0.0, 0.0, 0.0), weights=100, flops=1e9) -> Outcome:
+    losses = tuple(loss + a + b for a, b in zip(TEXTS, noise, strict=True))
+    curves = tuple(([500, 1000], [value + 0.5, value]) for value in losses)
+    return Outcome(arm, 2 * weights, weights, 1000, flops, losses, curves)
+
+
+CONFIG = trained.ladder("tiny").arms[0].config
+A, B = Arm("a", CONFIG, "first"), Arm("b", CONFIG, "second", "a")
+
+
+def test_an_interval_is_students():
+    found = outcomes.estimate([1.0, 2.0, 4.0])
+    # t of 95% with two degrees of freedom is 4.3027 (any table).
+    assert found.mean == pytest.approx(7 / 3)
+    assert found.half == pytest.approx(4.30265 * math.sqrt(7 / 3) / math.sqrt(3), rel=1e-5)
+    assert not found.sure and outcomes.estimate([1.0, 1.1, 1.05]).sure
+    alone = outcomes.estimate([3.0])
+    assert math.isnan(alone.half) and not alone.sure and str(alone) == "+3.0000"
+
+
+def test_differences_are_of_the_same_seed():
+    one, other = made_up(B, 1.9, noise=(0.01, 0.0, -0.01)), made_up(A, 2.0)
+    assert outcomes.differences(one, other) == pytest.approx([-0.09, -0.1, -0.11])
+    lost = replace(other, losses=(*other.losses[:2], None))
+    assert outcomes.differences(one, lost) == [] and not lost.complete
+
+
+def test_the_share_of_tokens():
+    """From 2.4 at 500 tokens to 1.9 at 1000, a straight line over log tokens is at 2.0 where
+    `500 * 2^(0.4 / 0.5)` is."""
+    one, other = made_up(B, 1.9), made_up(A, 2.0)
+    assert outcomes.share_of_tokens(one, other) == pytest.approx(500 * 2**0.8 / 1000)
+    assert outcomes.share_of_tokens(other, one) is None
+    assert outcomes.share_of_tokens(made_up(B, 1.4), other) == pytest.approx(0.5)
+
+
+@pytest.fixture
+def ladder():
+    """Losses that are `c x^-0.1` of FLOPs, of each seed with a factor of its own; the second
+    system's are those of twice the FLOPs."""
+    sizes = (1e9, 3e9, 1e10, 4e10)
+    found = []
+    for size, flops in enumerate(sizes):
+        for system, gain, against in (("first", 1, None), ("second", 2, f"first-{size}")):
+            losses = tuple(c * (gain * flops) ** -0.1 for c in (20.0, 21.0, 19.5))
+            arm = Arm(f"{system}-{size}", CONFIG, system, against, paper=2.0)
+            curves = tuple(([1000], [loss]) for loss in losses)
+            weights = round(math.sqrt(flops))
+            found.append(Outcome(arm, 2 * weights, weights, 1000, flops, losses, curves))
+    return found
+
+
+def test_a_fit_finds_what_was_put_in(ladder):
+    found = outcomes.fit([o for o in ladder if o.arm.system == "first"], "flops")
+    np.testing.assert_allclose(found.slopes, [-0.1] * 3, rtol=1e-9)
+    np.testing.assert_allclose(np.exp(found.intercepts), [20, 21, 19.5], rtol=1e-9)
+    np.testing.assert_allclose(found.at(1e9), [c * 1e9**-0.1 for c in (20, 21, 19.5)])
+    np.testing.assert_allclose(found.reaching(found.at(7e9)), [7e9] * 3)
+    assert outcomes.fit(ladder[:2], "flops") is None
+    table = results.fits_table(ladder).splitlines()
+    assert "| second | -0.1000 ± 0.0000 | -0.2000 ± 0.0000 |" in table[3]
+    assert "| 2.00 times (2.00..2.00) | 1.41 times (1.41..1.41) |" in table[3]
+    assert table[2].endswith("|  |  |")
+
+
+def test_a_page(ladder):
+    plan = replace(trained.ladder("tiny"), arms=tuple(o.arm for o in ladder))
+    rates = {1e-3: 2.5, 1e-2: 2.2, 1e-1: None}
+    rows = [
+        Row("first", {"train.optimizer.learning_rate": rate}, 10, [0], [loss])
+        for rate, loss in rates.items()
+    ]
+    page = results.page(plan, SEEDS, ladder, rows)
+    assert "| first | 2.5000 | **2.2000** | diverged |" in page.text
+    assert page.text.count("| **-") == 4  # every difference leaves out 0
+    assert [arm["held_out_losses"] for arm in page.numbers["arms"]][0] == list(ladder[0].losses)
+    chosen = results.with_best_rate(CONFIG, rows)
+    assert chosen.train.optimizer.learning_rate == 1e-2
+
+
+def test_what_is_not_sure_or_diverged(ladder):
+    one, other = made_up(B, 1.99, noise=(0.1, 0.0, -0.1)), made_up(A, 2.0)
+    lines = results.arms_table([other, one], SEEDS).splitlines()
+    assert "| a | -0.0100 ± 0.2484 |" in lines[3] and "**" not in lines[3]
+    lost = replace(one, losses=(None, 2.0, 2.1))
+    assert "| diverged, 1 of 3 | a |  |  |" in results.arms_table([other, lost], SEEDS)
+
+
+PLANS = {
+    "fits": ("ladder", {}),
+    "x": ("attnres-block-size", {}),
+    "differences": ("rmt-variants", {}),
+}
+
+
+@pytest.mark.parametrize("make", [trained.ladder, trained.rmt_key_dim, trained.attnres_ablations])
+def test_pictures(make, tmp_path):
+    plan = make("tiny")
+    rng = np.random.default_rng(0)
+    found = [
+        made_up(arm, 2 - 0.05 * i, noise=rng.normal(0, 0.01, 3), weights=100 * 2**i, flops=2.0**i)
+        for i, arm in enumerate(plan.arms)
+    ]
+    found[2] = replace(found[2], losses=(None, 2.0, 2.1))
+    path = save_picture(pictures.draw(plan, found), open_folder(tmp_path), "results.png")
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG"), path

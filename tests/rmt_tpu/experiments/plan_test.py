@@ -1,0 +1,75 @@
+"""Plans: what is trained at either scale."""
+
+import pytest
+
+from rmt_tpu.experiments import catalog, plan, trained
+from rmt_tpu.experiments.catalog import EXPERIMENTS
+
+TRAINED = [e.name for e in EXPERIMENTS.values() if e.plan]
+
+
+@pytest.mark.parametrize("scale", ["tiny", "paper"])
+def test_arms_of_one_name_are_one_run(scale):
+    """Experiments share run folders, and the folders of searches."""
+    arms, searches = {}, {}
+    for name in TRAINED:
+        of = EXPERIMENTS[name].plan(scale)
+        for arm in of.arms:
+            known = arms.setdefault(arm.name, arm)
+            assert (known.config, known.grows_from) == (arm.config, arm.grows_from), arm.name
+        for system, config in of.searches.items():
+            assert searches.setdefault((system, of.rates), config) == config
+
+
+@pytest.mark.parametrize("scale", ["tiny", "paper"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_plan_is_whole(name, scale):
+    of = EXPERIMENTS[name].plan(scale)
+    names = [arm.name for arm in of.arms]
+    assert len(set(names)) == len(names) > 1
+    assert {arm.against for arm in of.arms} - {None} <= set(names)
+    # Differences are of the same tokens, but where the paper gives each its own number.
+    by_name = {arm.name: arm for arm in of.arms}
+    if (name, scale) != ("rmt-scaling", "paper") and not name.startswith(("ladder", "cores")):
+        for arm in of.arms:
+            other = by_name.get(arm.against, arm)
+            assert plan.tokens(arm.config) == plan.tokens(other.config)
+    if scale == "tiny":
+        assert {arm.system for arm in of.arms} == set(of.searches) or name == "cores"
+    if of.searches:
+        assert len(of.rates) == 5 and sorted(of.rates) == list(of.rates)
+    if of.x:
+        assert any(arm.x is not None for arm in of.arms)
+
+
+def test_a_tiny_ladder_reads_twenty_tokens_a_weight():
+    of = trained.ladder("tiny")
+    for arm in of.arms:
+        if arm.system == "transformer":
+            width, layers = arm.config.model.width, arm.config.model.num_layers
+            assert plan.tokens(arm.config) == pytest.approx(20 * 12 * layers * width**2, rel=0.01)
+        if arm.system == "rmt":
+            assert arm.config.model.residual_size == 4 * arm.config.model.width
+
+
+def test_what_comes_before_growth():
+    (arm,) = [a for a in trained.growth("tiny").arms if a.grows_from]
+    first = plan.before_growth(arm.config, arm.grows_from)
+    assert first.model.store.key_dim == arm.grows_from == arm.config.model.store.key_dim // 4
+    assert first.train.steps == arm.config.train.steps // 2
+    assert first.train.optimizer.final_fraction == 1
+
+
+def test_what_the_papers_rows_cost():
+    """Table 4's FLOPs of its largest two, which read 6.04e9 tokens, without the unembedding's."""
+    arms = {arm.name: arm.config for arm in trained.rmt_scaling("paper").arms}
+    for name, printed in {"gpt2-405m-mup": 1.18e19, "rmt-305m-mup": 8.45e18}.items():
+        config = arms[name]
+        tokens = plan.tokens(config)
+        unembedding = 3 * tokens * 2 * config.model.vocab_size * config.model.width
+        assert plan.flops(config) - unembedding == pytest.approx(printed, rel=0.02)
+
+
+def test_no_such_experiment():
+    with pytest.raises(catalog.UsageError, match="'rmt-scale' is unknown.*rmt-scaling"):
+        catalog.experiment("rmt-scale")
