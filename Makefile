@@ -52,7 +52,7 @@ $(VENV)/installed-test: setup.py | $(VENV)/bin/python
 
 # lm-evaluation-harness: half a gigabyte, for tests of the night alone.
 $(VENV)/installed-lm-eval: setup.py | $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lm_eval]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lm-eval]'
 	touch $@
 
 $(VENV)/installed-docs: setup.py | $(VENV)/installed

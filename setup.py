@@ -80,7 +80,7 @@ setup(
         "gcs": GCS,
         "data": DATA,
         "hub": HUB,
-        "lm_eval": LM_EVAL,
+        "lm-eval": LM_EVAL,
         "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],  # `make docs`

@@ -29,7 +29,7 @@ def main() -> None:
         from lm_eval.utils import setup_logging
     except ImportError:
         raise UsageError(
-            "recipes.lm_eval needs lm-evaluation-harness: pip install 'rmt_tpu[lm_eval]'"
+            "recipes.lm_eval needs lm-evaluation-harness: pip install 'rmt_tpu[lm-eval]'"
         ) from None
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--data_dir")

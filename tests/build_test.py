@@ -94,6 +94,15 @@ def test_every_program_is_a_command():
         assert "\ndef run() -> None:\n" in (ROOT / "recipes" / f"{name}.py").read_text("utf-8")
 
 
+def test_extras_have_the_names_that_metadata_has():
+    """Any other way to write one, and an older pip warns and installs nothing of it."""
+    extras = re.findall(
+        r'"([^"]+)":', re.findall(r"extras_require=\{(.*?)\n    \}", SETUP, re.DOTALL)[0]
+    )
+    assert "lm-eval" in extras
+    assert extras == [re.sub(r"[-_.]+", "-", extra).lower() for extra in extras]
+
+
 @pytest.mark.parametrize("version", ["3_11", "3_12"])
 def test_requirements_are_locked(version):
     lines = (ROOT / f"requirements_{version}.txt").read_text(encoding="utf-8").splitlines()

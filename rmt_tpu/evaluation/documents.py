@@ -101,7 +101,7 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
         import datasets
     except ImportError:
         raise UsageError(
-            f"--data_dir={HUB} needs datasets: pip install 'rmt_tpu[lm_eval]'; legal without: a "
+            f"--data_dir={HUB} needs datasets: pip install 'rmt_tpu[lm-eval]'; legal without: a "
             "folder of files"
         ) from None
     path, name, split = task.hub

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -132,6 +133,38 @@ def test_generate_reads_a_run_in_a_bucket(server, in_bucket, often_saved):
     texts = [cli.succeed("generate", f"--workdir={w}", *how).stdout for w in (url, often_saved)]
     assert texts[0] == texts[1] != ""
     assert {method for method, _ in server.requests} == {"GET"}, "it writes nothing"
+
+
+@pytest.mark.slow
+def test_evaluate_keeps_its_answers_in_a_bucket(server, in_bucket, often_saved, tmp_path):
+    """Data, answers and results are there; nothing is asked twice."""
+    url, _ = in_bucket
+    lines = "".join(json.dumps({"text": cli.TEXT.read_text()[:n]}) + "\n" for n in (30, 35, 40))
+    (tmp_path / "lambada_openai.jsonl").write_text(lines)
+    server.replace(BUCKET, "eval/lambada_openai.jsonl", lines.encode())
+    told = []
+    for run, data, output in (
+        (url, f"gs://{BUCKET}/eval", f"gs://{BUCKET}/told"),
+        (url, f"gs://{BUCKET}/eval", f"gs://{BUCKET}/again"),
+        (often_saved, tmp_path, tmp_path / "told"),
+    ):
+        where = f"--workdir={run}", f"--data_dir={data}", f"--output={output}"
+        cli.succeed("evaluate", *where, "--tasks=lambada_openai")
+        (results,) = json.loads(read(server, f"{output}/evaluation.json")).values()
+        told.append(results[0])
+    first, again, here = told
+    assert [one["requests_answered_now"] for one in told] == [3, 0, 3]
+    assert first["metrics"] == again["metrics"] == here["metrics"]
+    names = files(server, "told/")
+    assert {"evaluation.json", "evaluation.md", "plots/evaluation.png"} <= names
+    assert any(name.startswith("evaluation/") for name in files(server, "runs/whole/"))
+
+
+def read(server, location):
+    """A file, in the bucket or here."""
+    if not location.startswith("gs://"):
+        return Path(location).read_bytes()
+    return server.read(BUCKET, location.removeprefix(f"gs://{BUCKET}/"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 
+import numpy as np
 import pytest
 
 from rmt_tpu.errors import UsageError
@@ -20,6 +21,8 @@ pytestmark = [
 ]
 
 WORDS = "the quick brown fox jumps over the lazy dog".split()
+DOCUMENTS = 100
+LENGTH = 64  # that the model has positions for, and not as short as in training
 
 
 @pytest.fixture(scope="module")
@@ -38,30 +41,41 @@ def offline(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
+    """A hundred documents of each task that has files, most of them too long for the model."""
     folder = tmp_path_factory.mktemp("data")
-    several = range(1, 9)
+    rng = np.random.default_rng(0)
+    text = lambda least, most: " ".join(rng.choice(WORDS, rng.integers(least, most, endpoint=True)))
+    number = lambda most: int(rng.integers(most))
+
+    def arc():
+        labels = "ABCDE"[: 3 + number(3)]
+        choices = {"text": [text(1, 6) for _ in labels], "label": list(labels)}
+        return {"question": text(3, 20), "choices": choices, "answerKey": labels[number(3)]}
+
     lines = {
-        "arc_easy": [
-            {
-                "question": WORDS[n - 1],
-                "choices": {"text": [WORDS[n], "dogs go", "x"], "label": ["A", "B", "C"]},
-                "answerKey": "ABC"[n % 3],
-            }
-            for n in several
-        ],
-        "winogrande": [
-            {
-                "sentence": f"{WORDS[n]} _ {WORDS[n - 1]}.",
-                "option1": "fox",
-                "option2": "lazy dog",
-                "answer": "12"[n % 2],
-            }
-            for n in several
-        ],
-        "lambada_openai": [{"text": " ".join(WORDS[: n + 1])} for n in several],
-    }
-    for name, of_name in lines.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, of_name)))
+        "arc_easy": arc,
+        "arc_challenge": arc,
+        "hellaswag": lambda: {
+            "activity_label": text(1, 3),
+            "ctx_a": text(3, 9),
+            "ctx_b": text(0, 3),
+            "endings": [text(1, 9) for _ in range(4)],
+            "label": str(number(4)),
+        },
+        "piqa": lambda: {
+            "goal": text(2, 15), "sol1": text(1, 9), "sol2": text(1, 9), "label": number(2)
+        },
+        "winogrande": lambda: {
+            "sentence": f"{text(1, 9)} _ {text(1, 6)}.",
+            "option1": text(1, 2),
+            "option2": text(1, 3),
+            "answer": "12"[number(2)],
+        },
+        "lambada_openai": lambda: {"text": text(2, 20)},
+    }  # fmt: skip
+    for name, line in lines.items():
+        of_name = (json.dumps(line()) for _ in range(DOCUMENTS))
+        (folder / f"{name}.jsonl").write_text("\n".join(of_name))
     return [documents.read_task(task, str(folder)) for task in documents.find_tasks(lines)], folder
 
 
@@ -86,8 +100,8 @@ def asked_by_the_harness(harness, trained, sources, tmp_path_factory):
 
 
 def test_its_numbers_are_ours(harness, trained, sources, asked_by_the_harness):
-    theirs = asked_by_the_harness(model=harness.RmtTpu(str(trained)))
-    for result in evaluate(subjects.of_run(trained), sources[0]):
+    theirs = asked_by_the_harness(model=harness.RmtTpu(str(trained), max_length=LENGTH))
+    for result in evaluate(subjects.of_run(trained, max_length=LENGTH), sources[0]):
         name = result.source.name
         samples = sorted(theirs["samples"][name], key=lambda sample: sample["doc_id"])
         for metric in result.metrics:
@@ -105,10 +119,10 @@ def test_its_numbers_are_ours(harness, trained, sources, asked_by_the_harness):
 def test_a_run_goes_on_from_its_cache(
     harness, trained, asked_by_the_harness, tmp_path, monkeypatch
 ):
-    args = {"workdir": str(trained)}
+    args = {"workdir": str(trained), "max_length": LENGTH}
     kept = harness.cache_path(str(tmp_path / "kept"), **args)
     assert kept != harness.cache_path(str(tmp_path / "kept"), step=20, **args)
-    assert kept != harness.cache_path(str(tmp_path / "kept"), max_length=8, **args)
+    assert kept != harness.cache_path(str(tmp_path / "kept"), **args | {"max_length": 8})
     first = asked_by_the_harness(model="rmt_tpu", model_args=args, use_cache=kept)
 
     def none(*args):
@@ -145,7 +159,7 @@ def test_texts(harness, trained):
 def test_the_command(offline, trained, sources, tmp_path):
     run = f"{sys.executable} -m recipes.lm_eval run"
     line = (
-        f"{run} --model_args workdir={trained} --tasks arc_easy,winogrande "
+        f"{run} --model_args workdir={trained},max_length={LENGTH} --tasks arc_easy,winogrande "
         f"--data_dir {sources[1]} --use_cache {tmp_path}/kept --output_path {tmp_path}/out"
     )
     quiet = {"PYTHONWARNINGS": "ignore"}
