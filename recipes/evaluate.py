@@ -84,7 +84,7 @@ def main() -> int:
                 return program.INTERRUPTED
     print(write_report(results, folder))
     print(f"picture: {folder}/plots/evaluation.png")
-    print(f"{len(sources)} sources in {time.monotonic() - started:.0f} s")
+    print(f"took {time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -86,6 +86,9 @@ _ONLY = flags.DEFINE_string(
     "only", None, "runs whose names match, like 'rmt-32/*', and no page: for several machines"
 )
 _WORKDIR = flags.DEFINE_string("workdir", "runs/experiments", "folder, local or gs://")
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", "hub", "of tasks: a folder with <task>.jsonl of some of them, or hub"
+)
 several.define_seeds_flag()
 common.define_run_flags()
 flags.DEFINE_flag(program.Answer("list", "say which experiments there are, and end", _list))
@@ -97,6 +100,7 @@ def main() -> int:
     experiment = catalog.experiment(_NAME.value)
     with of_flag("workdir"):
         folder = open_folder(_WORKDIR.value).child(_SCALE.value)
+    _tasks(experiment)  # told before anything is trained
     if experiment.plan is not None:
         return _Trained(experiment, folder).run()
     if _ONLY.value is not None:
@@ -245,7 +249,7 @@ def _write(experiment: Experiment, page: Page | None, folder: Folder, run_of) ->
         print(fitted(text, 10**6))
     text += "".join(f"\n![{experiment.shows}]({name})\n" for name in pictures)
     commands = experiment.reports(_SCALE.value, run_of) if experiment.reports else []
-    text += "".join(map(_report, commands))
+    text += "".join(_report(command, experiment) for command in commands)
     head = f"# {experiment.name}: {experiment.shows}\n\n{experiment.source}\n\n"
     folder.write("results.md", f"{head}{text}".encode())
     if page:
@@ -256,11 +260,18 @@ def _write(experiment: Experiment, page: Page | None, folder: Folder, run_of) ->
     return 0
 
 
-def _report(command: list[str]) -> str:
+def _tasks(experiment: Experiment) -> list[str]:
+    """Those of it that there is data of."""
+    from rmt_tpu.evaluation.documents import there
+
+    return there(experiment.tasks, _DATA_DIR.value) if experiment.tasks else []
+
+
+def _report(command: list[str], experiment: Experiment) -> str:
     """What another recipe says, under its command."""
     recipe, *given = command
     if recipe == "evaluate":
-        given.append(f"--data_dir={flags.FLAGS.eval_data_dir or 'hub'}")
+        given += [f"--tasks={','.join(_tasks(experiment))}", f"--data_dir={_DATA_DIR.value}"]
     shown = shlex.join(["python", "-m", f"recipes.{recipe}", *given])
     print(shown, flush=True)
     done = subprocess.run(

@@ -414,6 +414,30 @@ _EVALUATION = (
     _origin("whole().reshape(chunks)[index]", "whole().swapaxes(0, 1).reshape(chunks)[index]"),
 )  # fmt: skip
 
+_OF_PAPERS = f"{_MODEL}/experiments"
+_outcomes = _of("rmt_tpu/experiments/outcomes.py", f"{_OF_PAPERS}/outcomes_test.py")
+_results = _of("rmt_tpu/experiments/results.py", f"{_OF_PAPERS}/outcomes_test.py")
+_of_plans = (
+    f"{_OF_PAPERS}/plan_test.py",
+    "tests/recipes/experiment_test.py::test_an_experiment_is_shared_and_goes_on",
+)
+_plans = _of("rmt_tpu/experiments/plan.py", *_of_plans)
+_arms = _of("rmt_tpu/experiments/trained.py", *_of_plans)
+_EXPERIMENTS = (
+    _outcomes("half = stats.t.ppf(0.975, count - 1)", "half = stats.norm.ppf(0.975)"),
+    _outcomes("np.std(values, ddof=1) / math.sqrt(count)", "np.std(values, ddof=1)"),
+    _outcomes("return abs(self.mean) > self.half", "return True"),
+    _outcomes("part = (high - goal) / (high - low)", "part = 1.0"),
+    _outcomes("total - counted[\"embedding\"] - counted[\"unembedding\"]", "total"),
+    _outcomes("at = np.log([getattr(o, x) for o in outcomes])", "at = np.array([getattr(o, x) for o in outcomes])"),
+    _results("flops = share * other.tokens / o.tokens * o.flops / other.flops", "flops = share * o.flops / other.flops"),
+    _results("math.log(other / getattr(largest, x)) for other in base", "math.log(getattr(largest, x) / other) for other in base"),
+    _plans("\"train.steps\": config.train.steps // 2}", "\"train.steps\": config.train.steps}"),
+    _plans("\"train.optimizer.final_fraction\": 1.0", "\"train.optimizer.final_fraction\": 0.1"),
+    _arms("steps = round(20 * 12 * base.model.num_layers * width**2 / per_step)", "steps = round(20 * 12 * base.model.num_layers * width / per_step)"),
+    _arms("_sizes(matrix, _SEARCHED).items()]", "_sizes(matrix, heads).items()]"),
+)  # fmt: skip
+
 SLIPS: dict[str, tuple[Slip, ...]] = {
     "kernels": _KEY_VECTOR + _KEY_VECTOR_TPU + _DEPTH + _CAUSAL,
     "residual systems": _RESIDUAL,
@@ -422,6 +446,7 @@ SLIPS: dict[str, tuple[Slip, ...]] = {
     "meshes": _SHARDING,
     "training and generation": _TRAINING,
     "evaluation, weights of the hub, Muon": _EVALUATION,
+    "experiments": _EXPERIMENTS,
     "checkpoints, storage, data": _STORED,
     "configs": _CONFIG,
 }

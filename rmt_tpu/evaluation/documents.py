@@ -88,6 +88,28 @@ def read_task(
     return Source(task.name, task.kind, documents, f"{digest}/{task.version}/{limit}", task)
 
 
+def there(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[str]:
+    """Those of the tasks that a folder has data of; all of them on the hub.
+
+    Raises:
+      UsageError: it has none.
+    """
+    names = list(names)
+    if data_dir == HUB:
+        return names
+    found = []
+    for task in find_tasks(names):
+        with contextlib.suppress(Problem):
+            _find(task, data_dir)
+            found.append(task.name)
+    if not found:
+        raise UsageError(
+            f"--{flag}={data_dir!r} has data of none of {', '.join(names)}; legal: a folder with "
+            f"<task>.jsonl of some of them, or {HUB}"
+        )
+    return found
+
+
 def _find(task: Task, data_dir: str):
     base = f"{data_dir.rstrip('/')}/{task.name}.jsonl"
     for ending in _ENDINGS:

@@ -90,7 +90,7 @@ def start(
     tokens: Int[Array, "batch seq"],
     context: Context,
     dtype: jnp.dtype,
-) -> tuple[Float[Array, "group own_seq *shape"], Float[Array, "batch own_seq vectors size"]]:
+) -> tuple[Float[Array, "group own_seq *shape"], Float[Array, "own_batch own_seq vectors size"]]:
     """The residual before the first write, and what that is to be: of own tokens."""
     own = lambda x: sharding.own_part(joined(x, context), sharding.token_axes(), axis=1)
     return store.start(*embedding(own(tokens), own(_positions(embedding, context)), dtype))

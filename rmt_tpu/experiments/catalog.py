@@ -58,8 +58,12 @@ def _of_tasks(scale: Scale) -> Plan:
 
 def _tasks(scale: Scale, run_of) -> list[list[str]]:
     vector, matrix = (run_of(arm.name) for arm in _of_tasks(scale).arms)
-    tasks = "lambada_openai,arc_easy,arc_challenge,hellaswag,piqa,winogrande,wikitext"
-    return [["evaluate", f"--workdir={matrix}", f"--against={vector}", f"--tasks={tasks}"]]
+    return [["evaluate", f"--workdir={matrix}", f"--against={vector}"]]
+
+
+_TABLES_5_AND_6 = (
+    "lambada_openai", "arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "wikitext"
+)  # fmt: skip
 
 
 EXPERIMENTS = {
@@ -99,10 +103,11 @@ EXPERIMENTS = {
         ),
         Experiment(
             "rmt-tasks",
-            "tasks and perplexities of the largest models, in pairs; give --eval_data_dir",
+            "tasks and perplexities of the largest models, in pairs; give --data_dir",
             f"{_RMT}, Tables 5 and 6",
             plan=_of_tasks,
             reports=_tasks,
+            tasks=_TABLES_5_AND_6,
         ),
         Experiment(
             "rmt-step",

@@ -78,6 +78,7 @@ class Experiment:
       compute: its page, of what is computed; None if nothing is.
       reports: other recipes with their flags, whose output goes on the page, by the scale and the
         folder of an arm's first run; None if there are none.
+      tasks: what `recipes.evaluate` among the reports asks.
       takes: how long, of what is not trained.
     """
 
@@ -87,6 +88,7 @@ class Experiment:
     plan: Callable[[Scale], Plan] | None = None
     compute: Callable[[], Page] | None = None
     reports: Callable[[Scale, Callable[[str], str]], list[list[str]]] | None = None
+    tasks: tuple[str, ...] = ()
     takes: str = ""
 
 

@@ -78,6 +78,8 @@ def test_usage(tmp_path):
     error = cli.fail("experiment", "ladder", "--only=rmt-16/*", workdir)
     assert "--only=rmt-16/* matches no run of ladder that can be trained now" in error
     assert "--only=a is of runs" in cli.fail("experiment", "rmt-counts", "--only=a", workdir)
+    error = cli.fail("experiment", "rmt-tasks", f"--data_dir={tmp_path}", workdir)
+    assert "has data of none of lambada_openai, arc_easy, " in error
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     error = cli.fail("experiment", "rmt-counts", f"--workdir={tmp_path}/file/x")

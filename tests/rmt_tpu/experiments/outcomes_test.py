@@ -1,13 +1,15 @@
 """What is said of losses: intervals, fits, shares, tables and pictures, of losses made up."""
 
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from rmt_tpu.analysis.sweep import Row
-from rmt_tpu.experiments import outcomes, pictures, results, trained
+from rmt_tpu.analysis.sweep import Row, resolve_dtypes
+from rmt_tpu.config import overrides
+from rmt_tpu.experiments import outcomes, pictures, plan, results, trained
 from rmt_tpu.experiments.outcomes import Outcome
 from rmt_tpu.experiments.plan import Arm
 from rmt_tpu.storage import open_folder
@@ -95,6 +97,29 @@ def test_a_page(ladder):
     assert [arm["held_out_losses"] for arm in page.numbers["arms"]][0] == list(ladder[0].losses)
     chosen = results.with_best_rate(CONFIG, rows)
     assert chosen.train.optimizer.learning_rate == 1e-2
+
+
+def test_the_share_of_flops():
+    """Of an arm that reads twice the tokens, 1.5 times the FLOPs, and is there after a quarter."""
+    other = made_up(A, 2.0)
+    curves = tuple(([500, 1000, 2000], [loss, loss - 0.1, loss - 0.2]) for loss in other.losses)
+    one = replace(made_up(B, 1.8, flops=1.5e9), tokens=2000, curves=curves)
+    assert "| 50%, 38% |" in results.arms_table([other, one], SEEDS)
+
+
+def test_what_runs_left(tmp_path):
+    folder = open_folder(tmp_path)
+    rows = [{"step": step, "eval/loss": loss} for step, loss in ((4, 3.0), (960, 2.5))]
+    folder.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    folder.write("complete.json", json.dumps({"step": 960}).encode())
+    arm = Arm("rmt", trained.growth("tiny").arms[-1].config, "rmt")
+    config = json.dumps(overrides.to_json(resolve_dtypes(arm.config)))
+    folder.write("config.json", config.encode())
+    found = outcomes.outcome(arm, [folder, folder])
+    assert found.losses == (2.5, 2.5) and found.curves == (([4096, 983_040], [3.0, 2.5]),) * 2
+    model = arm.config.model
+    assert found.parameters - found.weights == 2 * model.vocab_size * model.width
+    assert found.tokens == 983_040 and found.flops == plan.flops(arm.config)
 
 
 def test_what_is_not_sure_or_diverged(ladder):

@@ -1,9 +1,12 @@
 """Plans: what is trained at either scale."""
 
+import jax
 import pytest
 
 from rmt_tpu.experiments import catalog, plan, trained
 from rmt_tpu.experiments.catalog import EXPERIMENTS
+from rmt_tpu.training import run
+from tests import models
 
 TRAINED = [e.name for e in EXPERIMENTS.values() if e.plan]
 
@@ -50,6 +53,20 @@ def test_a_tiny_ladder_reads_twenty_tokens_a_weight():
             assert plan.tokens(arm.config) == pytest.approx(20 * 12 * layers * width**2, rel=0.01)
         if arm.system == "rmt":
             assert arm.config.model.residual_size == 4 * arm.config.model.width
+
+
+def test_rates_are_carried_over_from_the_size_where_they_are_searched():
+    of = trained.ladder("tiny")
+    for system, searched in of.searches.items():
+        assert not [rate for rate in rates(searched) if rate != 1]
+        arms = [arm.config for arm in of.arms if arm.system == system]
+        largest = [max(rates(config)) for config in arms]
+        assert largest == sorted(largest, reverse=True) and largest[0] > 1 > min(rates(arms[-1]))
+
+
+def rates(config):
+    """Of each weight's learning rate what muP makes of it."""
+    return jax.tree.leaves(run._rates(config.model, models.abstract(config.model)))
 
 
 def test_what_comes_before_growth():

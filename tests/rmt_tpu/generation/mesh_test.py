@@ -5,38 +5,21 @@ import math
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.generation import Engine, Request, Sampling, mesh_of, programs
 from rmt_tpu.generation.placement import parameter_shardings
-from tests import models
+from tests import generated, models
+from tests.generated import EXPERTS, GROUPED, LATENT, NEW, plain
 
-GROUPED = cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, query_key_norm=True, bias=True)
-LATENT = cfg.Mla(num_heads=4, head_dim=6, kv_rank=4, rope_dim=2, query_rank=2)
-# In place of a core with a cache: its layer has grouped queries before it.
-EXPERTS = cfg.Experts(num_experts=4, top_k=2, hidden_dim=6)
-LENGTHS, PART, NEW = (29, 5, 12), 12, 9
-
-
-def config(store, mixer, core):
-    stores = {"vector": cfg.VectorStore(dim=12), "matrix": cfg.MatrixStore(6, "float32", 4, 6)}
-    of_layer = core, cfg.FeedForward(hidden_dim=16)
-    of_layer = (GROUPED, core) if core == EXPERTS else of_layer
-    return cfg.ModelConfig(
-        (cfg.Stack(of_layer, repeat=2),),
-        store=stores[store],
-        mixer=mixer,
-        vocab_size=models.VOCAB + 1,
-    )
+LENGTHS, PART = (29, 5, 12), 12
 
 
 def made(model, spec=None):
     """A decoder with the same parameters on any mesh."""
-    params = jax.tree.map(np.float32, models.random_parameters(model))
     placed = spec and parameter_shardings(models.abstract(model), mesh_for(spec))
-    return nnx.merge(models.graph(model), jax.device_put(params, placed))
+    return generated.decoder(model, placed)
 
 
 def mesh_for(spec):
@@ -44,37 +27,22 @@ def mesh_for(spec):
     return sharding.make_mesh(spec, jax.devices()[: math.prod(sizes)])
 
 
-def prompts():
-    return [np.array(models.tokens(batch=1, seq=n, seed=n))[0] for n in LENGTHS]
-
-
-def said(engine, **how):
-    """Tokens of each prompt's text, with the log-probabilities of them and of the prompt."""
-    tokens, logs = ({n: [] for n in range(len(LENGTHS))} for _ in range(2))
-    engine.reset()
-    begun = engine.submitted
-    for one in engine.run(Request(p, Sampling(max_tokens=NEW, **how)) for p in prompts()):
-        tokens[one.number - begun] += one.tokens
-        logs[one.number - begun] += one.scores.log_probabilities
-    return tokens, logs
-
-
 def test_greedy_text_on_a_mesh_is_that_of_no_cache():
     """A prompt in parts and prompts at once, on three axes; another text compiles nothing."""
-    model = config("matrix", cfg.BlockAttention(num_blocks=2), plain(cfg.Learned(40)))
+    model = generated.config("matrix", cfg.BlockAttention(num_blocks=2), plain(cfg.Learned(40)))
     decoder = made(model, "data=2,key=2,tensor=2")
     engine = Engine(decoder, stop=models.VOCAB + 7, slots=2, steps=3, part=PART)
-    tokens, logs = said(engine, temperature=0.0)
+    tokens, logs = generated.said(engine, generated.prompts(LENGTHS), temperature=0.0)
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(made(model)(tokens)[0]))
-    for n, prompt in enumerate(prompts()):
+    for n, prompt in enumerate(generated.prompts(LENGTHS)):
         whole = np.zeros((1, 40), np.int32)
         whole[0, : len(prompt) + NEW] = [*prompt, *tokens[n]]
         wanted = np.asarray(forward(whole))[len(prompt) - 1 :][:NEW]
         assert tokens[n] == np.argmax(wanted, -1).tolist()
         np.testing.assert_allclose(logs[n], wanted[np.arange(NEW), tokens[n]], atol=2e-5)
     compiled = [p._cache_size() for p in (programs.prefill, programs.extend, programs.steps)]
-    again, _ = said(engine, temperature=0.0)
-    drawn, _ = said(engine, seed=3, top_k=40)
+    again, _ = generated.said(engine, generated.prompts(LENGTHS), temperature=0.0)
+    drawn, _ = generated.said(engine, generated.prompts(LENGTHS), seed=3, top_k=40)
     assert again == tokens != drawn
     assert compiled == [1, 1, 2]  # steps in caches of 32 and 64
     assert compiled == [
@@ -85,10 +53,6 @@ def test_greedy_text_on_a_mesh_is_that_of_no_cache():
     assert w_1.addressable_shards[0].data.size == w_1.size // 2
     keys = engine.rows.cache.cores[0][0].keys
     assert keys.addressable_shards[0].data.shape == (2, 1, engine.capacity, 6)
-
-
-def plain(positions):
-    return cfg.Attention(num_heads=4, head_dim=6, positions=positions)
 
 
 SYSTEMS = [
@@ -110,11 +74,15 @@ SYSTEMS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("store, mixer, core, spec", SYSTEMS, ids=lambda x: getattr(x, "kind", x))
 def test_drawn_text_on_a_mesh_is_that_of_one_device(store, mixer, core, spec):
-    model, found = config(store, mixer, core), []
+    model, found = generated.config(store, mixer, core), []
     for mesh in (None, spec):
         engine = Engine(made(model, mesh), models.VOCAB + 7, slots=4, steps=3, part=PART)
-        found.append(said(engine, seed=3, repetition_penalty=1.3))
-        scored = Request(prompts()[0], Sampling(max_tokens=1), scored=True, ranked=True)
+        found.append(
+            generated.said(engine, generated.prompts(LENGTHS), seed=3, repetition_penalty=1.3)
+        )
+        scored = Request(
+            generated.prompts(LENGTHS)[0], Sampling(max_tokens=1), scored=True, ranked=True
+        )
         (one,) = engine.run([scored])
         found[-1][1][3] = one.prompt.log_probabilities
     (tokens, logs), (wanted, wanted_logs) = found
@@ -135,12 +103,12 @@ def test_drawn_text_on_a_mesh_is_that_of_one_device(store, mixer, core, spec):
 )
 def test_meshes_that_cannot_be(store, core, spec, message):
     with pytest.raises(sharding.MeshError, match=message):
-        decoder = models.abstract(config(store, cfg.Sum(), core))
+        decoder = models.abstract(generated.config(store, cfg.Sum(), core))
         parameter_shardings(decoder, mesh_for(spec))
 
 
 def test_slots_divide_over_the_devices_of_rows():
-    decoder = made(config("matrix", cfg.Sum(), GROUPED), "data=4,tensor=2")
+    decoder = made(generated.config("matrix", cfg.Sum(), GROUPED), "data=4,tensor=2")
     assert mesh_of(decoder).shape["data"] == 4 and mesh_of(made(decoder.config)) is None
     with pytest.raises(sharding.MeshError, match="slots=6 .* data=4; nearest legal: 4 or 8"):
         Engine(decoder, 0, slots=6)

@@ -1,0 +1,72 @@
+"""Texts of every system are those of no cache: each store, mixer and kind of positions."""
+
+import jax
+import numpy as np
+import pytest
+
+from rmt_tpu import config as cfg
+from rmt_tpu.generation import Engine, programs
+from tests import generated, models
+from tests.generated import EXPERTS, GROUPED, LATENT, NEW, plain
+
+pytestmark = pytest.mark.slow
+
+MIXERS = {
+    "sum": cfg.Sum(),
+    "blocks": cfg.BlockAttention(num_blocks=2),
+    "odd blocks": cfg.BlockAttention(sublayers_per_block=3),
+    "full": cfg.FullAttention(),
+    "full, passes of one layer": cfg.FullAttention(phase_layers=1),
+    "input query": cfg.BlockAttention(num_blocks=2, query="input"),
+    "scores without norm": cfg.FullAttention(weights="sigmoid", key_norm=False),
+    "dense": cfg.Dense(),
+    "hc": cfg.HyperConnections(streams=2),
+    "mhc": cfg.Mhc(streams=2),
+    "mhc-lite": cfg.MhcLite(streams=2),
+    "highway": cfg.Highway(),
+    "lstm": cfg.DepthLstm(),
+    "hierarchical": cfg.Hierarchical(hidden_dim=10),
+}
+ON_MATRICES = tuple(MIXERS)[:5] + tuple(MIXERS)[6:8]
+STORES = {"vector": tuple(MIXERS), "matrix": ON_MATRICES}
+POSITIONS = {"learned": cfg.Learned(40), "alibi": cfg.Alibi(), "rope": cfg.Rope()}
+CORES = {
+    "grouped": GROUPED,
+    "latent": LATENT,
+    "kda": cfg.Kda(num_heads=4, head_dim=6),
+    "experts": EXPERTS,
+    "no positions": plain(cfg.NoPositions()),
+} | {name: plain(positions) for name, positions in POSITIONS.items()}
+SYSTEMS = [
+    (store, mixer, core)
+    for store, mixers in STORES.items()
+    for mixer in mixers
+    for core in (CORES if mixer in ("sum", "blocks") else POSITIONS)
+]
+# The second is read in parts, and ends first; more of them than slots.
+LENGTHS, PART = (5, 21, 12), 8
+
+
+@pytest.mark.parametrize("store, mixer, core", SYSTEMS)
+def test_text_is_that_of_no_cache(store, mixer, core):
+    model = generated.config(store, MIXERS[mixer], CORES[core])
+    decoder, prompts = generated.decoder(model), generated.prompts(LENGTHS)
+    engine = Engine(decoder, stop=models.VOCAB + 7, slots=2, steps=3, part=PART)
+    tokens, logs = generated.said(engine, prompts, temperature=0.0)
+    forward = jax.jit(lambda decoder, tokens: jax.nn.log_softmax(decoder(tokens)))
+    rows = np.zeros((len(LENGTHS), 40), np.int32)
+    for n, prompt in enumerate(prompts):
+        rows[n, : len(prompt) + NEW] = [*prompt, *tokens[n]]
+    for n, (length, log) in enumerate(zip(LENGTHS, forward(decoder, rows), strict=True)):
+        wanted = np.asarray(log)[length - 1 :][:NEW]
+        assert tokens[n] == np.argmax(wanted, -1).tolist()
+        np.testing.assert_allclose(logs[n], wanted[np.arange(NEW), tokens[n]], atol=2e-5)
+    # What is drawn is of a row alone: not of its slot, nor of what is beside it.
+    compiled = [p._cache_size() for p in (programs.prefill, programs.extend, programs.steps)]
+    drawn, _ = generated.said(engine, prompts, seeds=[3, 4, 5], temperature=1.5)
+    again, _ = generated.said(engine, prompts[::-1], seeds=[5, 4, 3], temperature=1.5)
+    assert [drawn[n] for n in range(3)] == [again[n] for n in (2, 1, 0)]
+    assert drawn != tokens
+    assert compiled == [
+        p._cache_size() for p in (programs.prefill, programs.extend, programs.steps)
+    ]
