@@ -16,11 +16,10 @@ Prints a short table.
 
 import dataclasses
 import itertools
-import os
 
 from absl import flags
 
-from recipes import program
+from recipes import program, trained
 from rmt_tpu.errors import UsageError, arguments_as_flags, of_flag
 from rmt_tpu.storage import Fault, Folder, open_folder
 
@@ -44,7 +43,7 @@ def main() -> int:
     if not workdirs or len({w.url.rstrip("/") for w in workdirs}) < len(workdirs):
         raise UsageError(f"--workdir={','.join(_WORKDIR.value)} must be different run folders")
     folder, name = _picture(workdirs[0])
-    profiles = {n: _profile(w) for n, w in zip(_names(workdirs), workdirs, strict=True)}
+    profiles = {n: _profile(w) for n, w in zip(trained.names(workdirs), workdirs, strict=True)}
     try:
         print(write_report(profiles, folder, name))
     except Fault as fault:
@@ -62,16 +61,6 @@ def _picture(workdir: Folder) -> tuple[Folder, str]:
         raise UsageError(f"--output={_OUTPUT.value} must end in .png")
     with of_flag("output"):
         return open_folder(folder or ("/" if _OUTPUT.value.startswith("/") else ".")), name
-
-
-def _names(workdirs: list[Folder]) -> list[str]:
-    """Their last parts, or if these are alike, as those of seed-0 of several presets, more."""
-    names = [w.name for w in workdirs]
-    if len(set(names)) == len(names):
-        return names
-    places = [str(w.local_path or w.url) for w in workdirs]
-    above = os.path.commonprefix(places).rpartition("/")[0] + "/"
-    return [place.removeprefix(above) for place in places]
 
 
 def _profile(workdir: Folder):

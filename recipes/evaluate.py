@@ -73,10 +73,9 @@ def main() -> int:
             asked.append(getattr(subjects, other)(workdir, asked[0]))
         else:
             asked.append(_other(other))
-    names = _names([subject.name for subject in asked])
     results = {}
     with memory.told_if_out("less is taken with a smaller --batch_tokens or --max_length"):
-        for name, subject in zip(names, asked, strict=True):
+        for name, subject in _named(asked).items():
             try:
                 results[name] = evaluate(subject, sources, _STRIDE.value)
             except KeyboardInterrupt:
@@ -123,12 +122,18 @@ def _check_flags() -> None:
         raise UsageError(f"--stride={_STRIDE.value} is for --text")
 
 
-def _names(given: list[str]) -> list[str]:
-    """Each its own, for tables."""
-    return [
-        name if given.count(name) == 1 else f"{name} ({number + 1})"
-        for number, name in enumerate(given)
-    ]
+def _named(asked: list) -> dict:
+    """By names for tables: of folders whose last parts are alike more parts."""
+    from rmt_tpu.evaluation.subjects import UNIGRAM, UNTRAINED
+
+    runs = [subject for subject in asked if subject.name not in (UNTRAINED, UNIGRAM)]
+    of_runs = iter(trained.names([subject.folder for subject in runs]))
+    named: dict = {}
+    for subject in asked:
+        name = subject.name if subject.name in (UNTRAINED, UNIGRAM) else next(of_runs)
+        name = f"{name} ({len(named) + 1})" if name in named else name
+        named[name] = subject._replace(name=name)
+    return named
 
 
 def run() -> None:

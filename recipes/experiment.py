@@ -44,8 +44,8 @@ from rmt_tpu.storage import Folder, open_folder
 
 # Chips that hours are said of, and the share of their peak that is assumed.
 _CHIPS, _SHARE = {"v5p": "TPU v5", "H100": "NVIDIA H100"}, 0.4
-# FLOP/s of two CPU cores on models this small: of the runs in docs/results.md.
-_CPU = 4e9
+# FLOP/s of two CPU cores on models this small: of the ladder in docs/results.md.
+_CPU = 1.2e10
 
 
 def _list() -> str:

@@ -1,9 +1,12 @@
 """The flags of a recipe that opens a trained model, and the mesh for it. No jax: see `program`."""
 
+import os
+
 from absl import flags
 
 import sharding
 from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import Folder
 
 # Flags that a module of the recipes defines are those of the recipe that has it do so: see --help.
 flags.disclaim_key_flags()
@@ -68,3 +71,13 @@ def check_rows(flag: str, rows: int) -> None:
 
     if flags.FLAGS.mesh is not None:
         check_slots(f"--{flag}", rows, sharding.make_mesh(flags.FLAGS.mesh))
+
+
+def names(workdirs: list[Folder]) -> list[str]:
+    """Their last parts, or if these are alike, as those of seed-0 of several presets, more."""
+    names = [w.name for w in workdirs]
+    if len(set(names)) == len(names):
+        return names
+    places = [str(w.local_path or w.url) for w in workdirs]
+    above = os.path.commonprefix(places).rpartition("/")[0] + "/"
+    return [place.removeprefix(above) for place in places]

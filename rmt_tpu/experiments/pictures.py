@@ -42,6 +42,7 @@ def _draw_ladder(plan: Plan, outcomes: Sequence[Outcome]):
         panels, ("training FLOPs", "weights outside of embeddings"), strict=False
     ):
         axes.set(xlabel=label, ylabel="held-out loss, mean over seeds", xscale="log", yscale="log")
+        axes.yaxis.set(major_formatter="{x:.2f}", minor_formatter="{x:.2f}")
     panels[2].axhline(0, color="0.5", linewidth=1)
     first = next(iter(by_system(outcomes)))
     panels[2].set(

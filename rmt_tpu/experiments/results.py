@@ -50,7 +50,8 @@ def page(
 _FITS = (
     "`loss = a x^b`, of each seed by itself, mean and interval over seeds. The last columns: how "
     "many times the FLOPs, or weights outside of embeddings, of its largest model the first "
-    "system would need for that model's loss, by the first system's fit."
+    "system would need for that model's loss, by the first system's fit; its own row says how far "
+    "that fit is from its own largest model."
 )
 
 
@@ -123,7 +124,7 @@ def fits_table(outcomes: Sequence[Outcome]) -> str:
             cells.append(_plain(estimate(found.slopes)) if found else "")
         for x in ("flops", "weights"):
             base, largest = fits[first][x], of[-1]
-            if name == first or base is None or not largest.complete:
+            if base is None or not largest.complete:
                 cells.append("")
                 continue
             needed = [
