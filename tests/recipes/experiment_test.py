@@ -86,6 +86,14 @@ def test_usage(tmp_path):
     assert "--workdir=" in error and "Not a directory" in error
 
 
+@pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS.values() if e.reports])
+@pytest.mark.parametrize("scale", ["tiny", "paper"])
+def test_reports_are_commands_that_there_are(name, scale):
+    """Each flag is known and its value legal: nothing is wrong but what comes last."""
+    for recipe, *given in EXPERIMENTS[name].reports(scale, lambda arm: f"runs/{arm}"):
+        assert "zzz" in cli.fail(recipe, *given, "--zzz=1")
+
+
 def test_documents_name_what_there_is():
     text = "".join((cli.ROOT / page).read_text() for page in ("README.md", "docs/results.md"))
     named = set(re.findall(r"recipes\.experiment ([a-z][\w-]*)", text))

@@ -100,11 +100,8 @@ def _before(line: str, text: str) -> tuple[str, str]:
 FILES = {
     # A core.
     "rmt_tpu/config/cores.py": [
-        _before("Core = Attention | FeedForward | Mla | Kda\n", CORE_CONFIG),
-        (
-            "Core = Attention | FeedForward | Mla | Kda\n",
-            "Core = Attention | FeedForward | Mla | Kda | Average\n",
-        ),
+        _before("Core = Attention | ", CORE_CONFIG),
+        ("Core = Attention | ", "Core = Average | Attention | "),
     ],
     "rmt_tpu/cores/average.py": CORE,
     "rmt_tpu/cores/__init__.py": [
