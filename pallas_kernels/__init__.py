@@ -1,5 +1,6 @@
 """Fused ops for residual streams, with their references. Imports jax only and knows no model."""
 
+from pallas_kernels.arguments import Slot, taken
 from pallas_kernels.causal_attention import (
     attention_after,
     attention_backward,
@@ -25,6 +26,7 @@ from pallas_kernels.key_vector import (
     norm_retrieve_with_statistics,
     store,
     store_norm_retrieve,
+    store_norm_retrieve_with_statistics,
     to_fixed_point,
     undo,
 )
@@ -32,6 +34,7 @@ from pallas_kernels.token_rows import rows_of_tokens, sums_of_rows
 
 __all__ = [
     "FRACTION_BITS",
+    "Slot",
     "Statistics",
     "UnsupportedImplementation",
     "attention_after",
@@ -53,7 +56,9 @@ __all__ = [
     "rows_of_tokens",
     "store",
     "store_norm_retrieve",
+    "store_norm_retrieve_with_statistics",
     "sums_of_rows",
+    "taken",
     "to_fixed_point",
     "undo",
 ]

@@ -1,12 +1,49 @@
 """What the ops ask of their arguments: one line that names what does not fit, and what is legal."""
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 Norm = Literal["layernorm", "rmsnorm"]
 FRACTION_BITS_RANGE = range(0, 21)
+
+
+class Slot(NamedTuple):
+    """One of a stack of arrays, `stack[index]`: kernels of loops use it where it lies.
+
+    It is given to an op in place of an array; only a kernel makes a difference of it.
+    """
+
+    stack: Float[Array, "count *shape"]
+    index: Int[Array, ""] | int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the one."""
+        return self.stack.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        return self.stack.ndim - 1
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.stack.dtype
+
+
+def taken(x: Any) -> Any:
+    """A tree with the arrays that slots are in place of."""
+    is_slot = lambda x: isinstance(x, Slot)
+
+    def take(x: Any) -> Any:
+        if not is_slot(x):
+            return x
+        return jax.lax.dynamic_index_in_dim(x.stack, x.index, keepdims=False)
+
+    return jax.tree.map(take, x, is_leaf=is_slot)
 
 
 def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None:

@@ -43,6 +43,13 @@ _KEY_VECTOR = (
 )  # fmt: skip
 
 _kernel = _of("pallas_kernels/key_vector/mosaic_tpu_kernels.py", f"{_KERNELS}/mosaic_tpu_test.py")
+
+
+def _again(file: str, old: str, new: str):
+    file = f"pallas_kernels/key_vector/mosaic_tpu{'_' * file.startswith('k')}{file}"
+    return Slip(file, old, new, (f"{_KERNELS}/key_vector_again_test.py",))
+
+
 _KEY_VECTOR_TPU = (
     _kernel("above = total if call.centred else", "above = total if not call.centred else"),
     _kernel("slope = -(rstd * rstd * call.unit) * mean_an", "slope = -(rstd * call.unit) * mean_an"),
@@ -50,6 +57,9 @@ _KEY_VECTOR_TPU = (
     _kernel("sums = [previous[0:1] + sums[0], previous[1:2] + sums[1]]", "sums = [sums[0], sums[1]]"),
     _kernel("d_keys = d_keys - jnp.sum(dz.astype", "d_keys = d_keys + jnp.sum(dz.astype"),
     _kernel("            x = x - _written(call, inputs", "            x = x + _written(call, inputs"),
+    _again("kernels.py", "product = product - mean * widen", "product = product + mean * widen"),
+    _again("kernels.py", 'inputs["residual"], i * group, mean)', 'inputs["residual"], i * group, 0)'),
+    _again(".py", "return slot[0], *spec", "return 0 * slot[0], *spec"),
 )  # fmt: skip
 
 _bank = _of("pallas_kernels/depth_attention/xla.py", f"{_KERNELS}/depth_attention_test.py")
@@ -162,7 +172,8 @@ _LAYERS = (
     _of("rmt_tpu/layers/norm.py", *_layers)("x = x - jnp.mean(x, axis=-1, keepdims=True)", "x = x - jnp.mean(x)"),
     _of("rmt_tpu/layers/embedding.py", f"{_MODEL}/decoder_test.py::test_mup_multipliers_act_where_they_should")("rows = self.multiplier * jnp.take", "rows = jnp.take"),
     _of("rmt_tpu/layers/stacks.py", f"{_MODEL}/residual/depth_attention_test.py")("return jax.lax.dynamic_update_index_in_dim(d_stack, d_slice, jnp.asarray(index), 0), None", "return d_stack, None"),
-    _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("d_site = self.store.undo(\n                        residual, y,", "d_site = self.store.undo(\n                        residual, given,"),
+    _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("return _slot(written, k - 1, repeat)", "return _slot(written, k, repeat)"),
+    _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("return Slot(written[k], repeat + 1 if shifted", "return Slot(written[k], repeat if shifted"),
     _of("rmt_tpu/execution/banked.py", f"{_MODEL}/residual/depth_attention_test.py")(" + stacks.run_of(gradients.scores, start, layers)", ""),
     _of("rmt_tpu/execution/pipelined.py", f"{_MODEL}/execution/pipelined_test.py")("first = jnp.where(pipeline.is_last(), of_last, first)", "first = of_last"),
 )  # fmt: skip

@@ -368,12 +368,15 @@ def _bits(dtype: str) -> int:
 
 
 def _declared(kernel: Instruction, total: Bytes) -> Bytes:
-    """Of a kernel that declares less than its operands hold, as it reads parts of them: that."""
+    """Of a kernel that declares less than its operands hold, as it reads parts of them: that.
+
+    What it leaves out is of the large ones, banks and stacks, which lie in HBM.
+    """
     declared = _ACCESSED.search(kernel.attributes)
     if declared is None or int(declared.group(1)) >= total.total:
         return total
-    share = int(declared.group(1)) / total.total
-    return Bytes(round(total.hbm * share), round(total.vmem * share))
+    hbm = max(0, int(declared.group(1)) - total.vmem)
+    return Bytes(hbm, int(declared.group(1)) - hbm)
 
 
 def _bytes(arrays: tuple[Array, ...]) -> Bytes:

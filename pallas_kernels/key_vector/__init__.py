@@ -29,7 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
-from pallas_kernels.arguments import check_array, check_epsilon, check_fraction_bits, check_norm
+from pallas_kernels.arguments import (
+    Slot,
+    check_array,
+    check_epsilon,
+    check_fraction_bits,
+    check_norm,
+    taken,
+)
 from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
@@ -53,6 +60,7 @@ __all__ = [
     "norm_retrieve_with_statistics",
     "store",
     "store_norm_retrieve",
+    "store_norm_retrieve_with_statistics",
     "to_fixed_point",
     "undo",
 ]
@@ -155,6 +163,28 @@ def norm_retrieve(
     return retrieved.reshape(*residual.shape[:-2], *retrieved.shape[2:])
 
 
+def store_norm_retrieve_with_statistics(
+    residual: Shaped[Array, "B N K V"],
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "b N R V"] | Slot,
+    gain: Float[Array, "K V"],
+    read_keys: Float[Array, "P K"],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    fraction_bits: int = FRACTION_BITS,
+    key_axis: str | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Shaped[Array, "B N K V"], Float[Array, "b N P V"], Statistics]:
+    """`store_norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
+    key_axis = _check(
+        residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis, store_keys, data
+    )
+    call = _Call(norm, epsilon, implementation, None, key_axis, fraction_bits)
+    site = Site(residual, store_keys, _of_all_rows(data, key_axis), gain, read_keys)
+    return _forward(call, True, site)[:3]
+
+
 def norm_retrieve_with_statistics(
     residual: Shaped[Array, "B N K V"],
     gain: Float[Array, "K V"],
@@ -165,19 +195,24 @@ def norm_retrieve_with_statistics(
     dtype: DTypeLike,
     fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
+    statistics: Statistics | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "b N P V"], Statistics]:
-    """`norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
+    """`norm_retrieve`, and the statistics that `undo` takes: of all B rows; those given, if any."""
     key_axis = _check(residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis)
     call = _Call(norm, epsilon, implementation, jnp.dtype(dtype), key_axis, fraction_bits)
-    return _norm_retrieve(call, Site(residual, gain=gain, read_keys=read_keys))
+    site = Site(residual, gain=gain, read_keys=read_keys)
+    if statistics is None or key_axis is not None:
+        return _norm_retrieve(call, site)
+    out = _run(call, "forward", site, statistics, dtype=call.dtype, **_read_options(call))
+    return out.retrieved, statistics
 
 
 def undo(
     residual: Shaped[Array, "B N K V"],
     statistics: Statistics,
     store_keys: Float[Array, "R K"],
-    data: Float[Array, "b N R V"],
+    data: Float[Array, "b N R V"] | Slot,
     gain: Float[Array, "K V"],
     read_keys: Float[Array, "P K"],
     d_residual: Float[Array, "B N K V"],
@@ -210,8 +245,12 @@ def undo(
         own = sharded.key_sums(gain, read_keys)
         sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
         read = sharded.Read(retrieved, sums)
-    site = Site(residual, store_keys, sharded.gather(data, key_axis), gain, read_keys)
+    site = Site(residual, store_keys, _of_all_rows(data, key_axis), gain, read_keys)
     return _backward(call, True, site, statistics, read, d_residual, d_retrieved)
+
+
+def _of_all_rows(data: Array | Slot, key_axis: str | None) -> Array | Slot:
+    return data if key_axis is None else sharded.gather(taken(data), key_axis)
 
 
 class _Call(NamedTuple):

@@ -3,14 +3,16 @@
 An implementation is a module with these functions over arrays with exactly two token axes, a batch
 B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
-    forward(Site, *, norm, epsilon, dtype, scale=True, fraction_bits, in_place) -> Outcome
+    forward(Site, Statistics | None = None, *, norm, epsilon, dtype, scale=True, fraction_bits,
+            in_place) -> Outcome
     backward(Site, Statistics, d_residual', d_retrieved, means=None, *, norm, rebuild,
              fraction_bits) -> Gradients
     unsupported(op, *operands) -> why these cannot be served, in a line, or None
 
 The residual given to `backward` is the stored one. With R stored and P retrieved vectors a site is
 both halves; without keys to store or to read with it is the other half alone, and what the missing
-one would give, or needs, is None. Of a store alone the backward pass needs no residual.
+one would give, or needs, is None. Of a store alone the backward pass needs no residual. Statistics
+are given to a read alone that had them before, and need not be taken again.
 
 A kernel may write the new residual over the old one (`in_place`); XLA does what is best.
 
@@ -23,7 +25,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arguments import Norm
+from pallas_kernels.arguments import Norm, Slot
 from pallas_kernels.platform import UnsupportedImplementation
 
 __all__ = [
@@ -50,7 +52,7 @@ class Site(NamedTuple):
 
     residual: Shaped[Array, "B N K V"] | None
     store_keys: Float[Array, "R K"] | None = None
-    data: Float[Array, "B N R V"] | None = None
+    data: Float[Array, "B N R V"] | Slot | None = None
     gain: Float[Array, "K V"] | None = None
     read_keys: Float[Array, "P K"] | None = None
 

@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float
 
+from pallas_kernels.arguments import Slot
 from pallas_kernels.call import LANES, tpu_call
 from pallas_kernels.key_vector import mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import (
@@ -70,7 +71,7 @@ def unsupported(op: str, site: Site, *others: Any) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
     # Of a store alone, backward, the cotangent is all there is.
     residual = others[1] if site.residual is None else site.residual
-    arrays = jax.tree.leaves((site[1:], others))
+    arrays = jax.tree.leaves((site[1:], others), is_leaf=lambda x: isinstance(x, Slot))
     N, K = residual.shape[1:3]
     if residual.dtype not in (jnp.bfloat16, jnp.float32, jnp.int16):
         return f"a residual of {residual.dtype} (bfloat16, float32 or int16)"
@@ -94,6 +95,7 @@ def unsupported(op: str, site: Site, *others: Any) -> str | None:
 
 def forward(
     site: Site,
+    statistics: Statistics | None = None,
     *,
     norm: Norm = "rmsnorm",
     epsilon: int | float = 0.0,
@@ -115,7 +117,7 @@ def forward(
     sizes = _sizes_of(site, site.residual, compute)
     blocks = _blocks(block_sizes, "forward", sizes, site.residual, interpret)
     call = Call(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
-    out = _forward(call, site, in_place=in_place)
+    out = _forward(call, site, statistics, in_place=in_place)
     return out if site.stores else out._replace(retrieved=out.retrieved.astype(dtype))
 
 
@@ -154,7 +156,7 @@ def backward(
     if means is not None:
         call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
     elif site.reads and call.slabs > 1:
-        means = _means(call, site, d_retrieved)
+        means = _means(call, site, statistics, d_retrieved)
     return _backward(call, rebuild, means, site, statistics, d_residual, d_retrieved)
 
 
@@ -176,32 +178,38 @@ def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret
     return blocks
 
 
-def _forward(call: Call, site: Site, *, in_place: bool = True) -> Outcome:
+def _forward(
+    call: Call, site: Site, statistics: Statistics | None = None, *, in_place: bool = True
+) -> Outcome:
     """The forward kernel with what there is of its two halves."""
     s, blocks = call.sizes, call.blocks
     residual, store_keys, data, gain, read_keys = site
     B, N = residual.shape[:2]
     stores, reads = site.stores, site.reads
     tokens, slab = blocks.tokens, blocks.slab
-    by_slab = functools.partial(_spec, tokens, slab, lambda b, n, v: (b, v, 0, n))
-    whole = functools.partial(_spec, tokens, s.V, lambda b, n, v: (b, 0, 0, n))
-    token = pl.BlockSpec((1, 2, tokens), lambda b, n, v: (b, 0, n))
+    slab_index = lambda b, n, v, *_: (b, v, 0, n)
+    by_slab = functools.partial(_spec, tokens, slab, slab_index)
+    whole = functools.partial(_spec, tokens, s.V, lambda b, n, v, *_: (b, 0, 0, n))
+    token = pl.BlockSpec((1, 2, tokens), lambda b, n, v, *_: (b, 0, n))
 
     inputs = {"residual": (_tokens_last(residual), by_slab(s.K))}
-    outputs, scratch = {}, {}
+    outputs, scratch, prefetch = {}, {}, {}
     if stores:
         keys = store_keys_of(call, store_keys)
         inputs["store_keys"] = (keys, constant(keys.shape))
-        inputs["data"] = (_tokens_last(data), by_slab(s.R))
+        inputs["data"], prefetch = _one(data, by_slab(s.R))
         outputs["residual"] = (inputs["residual"][0], by_slab(s.K))
         if s.R_padded != s.R:
             scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
     if reads:
-        inputs |= read_operands(call, gain, read_keys, lambda b, n, v: v)
+        inputs |= read_operands(call, gain, read_keys, lambda b, n, v, *_: v)
         shape = jax.ShapeDtypeStruct((B, s.V, s.P, N), s.data_dtype)
         outputs["retrieved"] = (shape, whole(s.P))
-        outputs["statistics"] = (jax.ShapeDtypeStruct((B, 2, N), jnp.float32), token)
-        if call.slabs > 1:
+        if statistics is not None:
+            inputs["statistics"] = (jnp.stack(statistics, axis=1), token)
+        else:
+            outputs["statistics"] = (jax.ShapeDtypeStruct((B, 2, N), jnp.float32), token)
+        if call.slabs > 1 and statistics is None:
             rows = (s.V // blocks.read_group, inputs["read_keys"][0].shape[1], tokens)
             scratch["products"] = pltpu.VMEM(rows, jnp.float32)
             scratch["sums"] = pltpu.VMEM((3, tokens), jnp.float32)
@@ -218,12 +226,14 @@ def _forward(call: Call, site: Site, *, in_place: bool = True) -> Outcome:
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * B * N * s.K * s.V * (s.R + s.P),
         aliased={"residual": "residual"} if stores and in_place else {},
+        prefetch=prefetch,
         interpret=call.interpret,
     )
     stored = _tokens_first(out["residual"]) if stores else None
     if not reads:
         return Outcome(stored)
-    statistics = Statistics(out["statistics"][:, 0], out["statistics"][:, 1])
+    if statistics is None:
+        statistics = Statistics(out["statistics"][:, 0], out["statistics"][:, 1])
     return Outcome(stored, _tokens_first(out["retrieved"]), statistics)
 
 
@@ -236,19 +246,19 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
     cores, tile = walk.cores, walk.tile
 
     def by_slab(rows):
-        def index(c, v, i, j):
+        def index(c, v, i, j, *_):
             b, n = tile(c, i, j)
             return b, v, 0, n
 
         return _spec(tokens, slab, index, rows)
 
-    def token_index(c, v, i, j):
+    def token_index(c, v, i, j, *_):
         b, n = tile(c, i, j)
         return b, 0, n
 
     token = pl.BlockSpec((1, 2, tokens), token_index)
     reads, stores = site.reads, site.stores
-    inputs, outputs, scratch = {}, {}, {}
+    inputs, outputs, scratch, prefetch = {}, {}, {}, {}
     if d_residual is not None:
         inputs["d_residual"] = (_tokens_last(d_residual), by_slab(s.K))
     if reads:
@@ -256,7 +266,7 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
             "residual": (_tokens_last(residual), by_slab(s.K)),
             "statistics": (jnp.stack(statistics, axis=1), token),
             "d_retrieved": (_tokens_last(d_retrieved), by_slab(s.P)),
-            "read_keys": read_columns(call, gain, read_keys, lambda c, v, i, j: v),
+            "read_keys": read_columns(call, gain, read_keys, lambda c, v, i, j, *_: v),
         }
         d_residual = residual if d_residual is None else d_residual
         outputs = {
@@ -272,15 +282,13 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
         inputs["means"] = (jnp.stack(given, axis=1).astype(jnp.float32), one)
     if stores:
         keys_rows = block_diagonal(padded_store_keys(call, store_keys)[None], group, repeat=True)[0]
-        inputs |= {
-            "data": (_tokens_last(data), by_slab(s.R)),
-            "store_keys_rows": (keys_rows, constant(keys_rows.shape)),
-        }
+        inputs["data"], prefetch = _one(data, by_slab(s.R))
+        inputs["store_keys_rows"] = (keys_rows, constant(keys_rows.shape))
         outputs |= {
-            "d_data": (inputs["data"][0], by_slab(s.R)),
+            "d_data": (jax.ShapeDtypeStruct((B, s.V, s.R, N), data.dtype), by_slab(s.R)),
             "d_store_keys": (
                 jax.ShapeDtypeStruct((cores, *keys_rows.shape), jnp.float32),
-                pl.BlockSpec((1, *keys_rows.shape), lambda c, v, i, j: (c, 0, 0)),
+                pl.BlockSpec((1, *keys_rows.shape), lambda c, v, i, j, *_: (c, 0, 0)),
             ),
         }
         if s.R_padded != s.R:
@@ -303,6 +311,7 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
         semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
         flops=B * N * s.K * s.V * (4 * (s.R + s.P) + (2 * s.R if rebuild else 0)),
         aliased=aliased,
+        prefetch=prefetch,
         interpret=call.interpret,
     )
     d_store_keys = d_gain = d_read_keys = None
@@ -321,13 +330,13 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
     )
 
 
-def _means(call: Call, site: Site, d_retrieved):
+def _means(call: Call, site: Site, statistics: Statistics, d_retrieved):
     """`mean(a)`, and `mean(a n) = mean(dz z)`, from a read of its own."""
     sizes = dataclasses.replace(call.sizes, R=0)
     blocks = _blocks(None, "forward", sizes, site.residual, call.interpret)
     read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
     keys = folded(read, site.gain, site.read_keys).astype(jnp.float32)
-    retrieved = _forward(read, site._replace(store_keys=None, data=None)).retrieved
+    retrieved = _forward(read, site._replace(store_keys=None, data=None), statistics).retrieved
     dz = d_retrieved.astype(jnp.float32)
     count = sizes.K * sizes.V
     mean_an = jnp.sum(dz * retrieved.astype(jnp.float32), axis=(2, 3)) / count
@@ -342,6 +351,20 @@ def _means(call: Call, site: Site, d_retrieved):
 
 def _spec(tokens: int, count: int, index, rows: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, count, rows, tokens), index)
+
+
+def _one(x: Array | Slot, spec: pl.BlockSpec):
+    """An operand with its blocks, and what these are chosen by: of a slot, where it is."""
+    if not isinstance(x, Slot):
+        return (_tokens_last(x), spec), {}
+
+    def index(*ids_and_slot):
+        *ids, slot = ids_and_slot
+        return slot[0], *spec.index_map(*ids)
+
+    stack = jnp.transpose(x.stack, (0, 1, 4, 3, 2))
+    of_stack = pl.BlockSpec((None, *spec.block_shape), index)
+    return (stack, of_stack), {"slot": jnp.asarray(x.index, jnp.int32).reshape(1)}
 
 
 def _tokens_last(x):

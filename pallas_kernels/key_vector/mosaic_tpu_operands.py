@@ -102,9 +102,13 @@ def folded(call: Call, gain, read_keys):
 def block_diagonal(blocks, group: int, repeat: bool = False):
     """[n, rows, columns] to [n / group, group * rows, group * columns]; or each one repeated."""
     n, rows, columns = blocks.shape
+    if group == 1:
+        return blocks
     blocks = blocks[:, None] if repeat else blocks.reshape(n // group, group, rows, columns)
-    eye = jnp.eye(group, dtype=blocks.dtype)[:, None, :, None]
-    out = blocks[:, :, :, None] * eye
+    # Side by side, and then a choice: XLA would fill an axis as short as the group to a tile.
+    wide = jnp.concatenate([blocks] * group, axis=-1)
+    own = jnp.arange(group)[:, None, None] == jnp.arange(group * columns) // columns
+    out = jnp.where(own, wide, 0)
     return out.reshape(out.shape[0], group * rows, group * columns)
 
 

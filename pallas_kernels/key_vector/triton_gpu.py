@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels import tuned
+from pallas_kernels.arguments import taken
 from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.key_vector import xla
 from pallas_kernels.key_vector.interface import (
@@ -157,6 +158,7 @@ def default_blocks(
 
 def forward(
     site: Site,
+    statistics: Statistics | None = None,
     *,
     norm: Norm = "rmsnorm",
     epsilon: int | float = 0.0,
@@ -167,7 +169,7 @@ def forward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Outcome:
-    """See `interface`.
+    """See `interface`; statistics are taken again, which costs this kernel next to nothing.
 
     Raises:
       UnsupportedImplementation: for what `unsupported` names, and of a read alone any `dtype` but
@@ -176,7 +178,7 @@ def forward(
     _refuse("forward", site)
     if not site.stores and dtype not in _DATA:
         raise UnsupportedImplementation(f"dtype={dtype} is not bfloat16 or float32")
-    residual, store_keys, data, gain, read_keys = site
+    residual, store_keys, data, gain, read_keys = taken(site)
     dtype = data.dtype if dtype is None else jnp.dtype(dtype)
     sizes = Sizes.of(site, dtype, norm, fraction_bits)
     T, K, V = sizes.T, sizes.K, sizes.V
@@ -228,7 +230,7 @@ def backward(
     if _is_plain("backward", site):
         return xla.backward(*given, means, norm=norm, fraction_bits=fraction_bits)
     _refuse("backward", *given)
-    residual, store_keys, data, gain, read_keys = site
+    residual, store_keys, data, gain, read_keys = taken(site)
     sizes = Sizes.of(site, data.dtype, norm, fraction_bits)
     name = "key_vector_backward"
     blocks = blocks or _blocks_of(sizes, name)

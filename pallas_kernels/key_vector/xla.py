@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int16
 
+from pallas_kernels.arguments import taken
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     LEAST_STEPS,
@@ -39,6 +40,7 @@ class _Stored(NamedTuple):
 
 def forward(
     site: Site,
+    statistics: Statistics | None = None,
     *,
     norm: Norm = "rmsnorm",
     epsilon: float = 0.0,
@@ -48,10 +50,12 @@ def forward(
     fraction_bits: int = FRACTION_BITS,
 ) -> Outcome:
     """See `interface`."""
-    residual, store_keys, data, gain, read_keys = site
+    residual, store_keys, data, gain, read_keys = taken(site)
     options = (gain, read_keys, norm, epsilon, dtype or data.dtype, scale, fraction_bits)
     if not site.stores:
         values = _values(residual, _accumulator(residual, dtype), fraction_bits)
+        if statistics is not None:
+            return Outcome(None, _retrieved(values, statistics, gain, read_keys, dtype), statistics)
         shift = jnp.mean(values[..., 0], axis=-1)
         return Outcome(None, *_read(_Stored(residual, values, None), shift, *options))
     stored = _store(residual, store_keys, data, fraction_bits)
@@ -78,6 +82,7 @@ def backward(
     With n = norm(X) and a = G^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`. The means are
     taken here unless `means` gives them.
     """
+    site = taken(site)
     residual, store_keys, data, *_ = site
     if not site.reads:
         wide = jnp.promote_types(jnp.float32, data.dtype)
@@ -187,12 +192,17 @@ def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype, scale, 
     if stored.residual.dtype == jnp.int16 and scale:
         rstd = jnp.where(variance >= least_variance(fraction_bits), rstd, jnp.nan)
 
-    normalised = values - mean[..., None, None]
-    if scale:
-        normalised = normalised * rstd[..., None, None]
+    statistics = Statistics(mean, rstd)
+    factors = statistics if scale else Statistics(mean, None)
+    return _retrieved(values, factors, gain, read_keys, dtype), statistics
+
+
+def _retrieved(values, statistics, gain, read_keys, dtype):
+    normalised = values - statistics.mean[..., None, None]
+    if statistics.rstd is not None:
+        normalised = normalised * statistics.rstd[..., None, None]
     scaled = (normalised * gain.astype(values.dtype)).astype(dtype)
-    retrieved = _einsum("pk,bnkv->bnpv", read_keys.astype(dtype), scaled)
-    return retrieved.astype(dtype), Statistics(mean, rstd)
+    return _einsum("pk,bnkv->bnpv", read_keys.astype(dtype), scaled).astype(dtype)
 
 
 def least_variance(fraction_bits: int) -> float:

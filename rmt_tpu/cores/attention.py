@@ -84,25 +84,26 @@ class Attention(Core):
         return self._to_tokens(y)
 
     def forward(
-        self, z: Read, context: Context, index: Index
+        self, z: Read, context: Context, index: Index, to: pallas_kernels.Slot
     ) -> tuple[
-        Float[Array, "batch seq heads head_dim"], Aux, Float[Array, "batch all_seq own_heads"]
+        Float[Array, "count batch seq heads head_dim"], Aux, Float[Array, "batch all_seq own_heads"]
     ]:
         """The same, and the logarithm of each softmax's sum.
 
         With an explicit mask `pull_back` attends again, and there are no sums (of 0 heads).
         """
         if context.mask is not None:
-            y = self(z, context, index)
-            return y, {}, jnp.zeros((*y.shape[:2], 0), y.dtype)
-        qkv = self._packed(z.heads, context)
-        y, log_sums = self._attend(pallas_kernels.attention_forward, context, index, qkv)
-        return self._to_tokens(y), {}, log_sums
+            y, log_sums = self(z, context, index), jnp.zeros((*to.shape[:2], 0), to.dtype)
+        else:
+            qkv = self._packed(z.heads, context)
+            y, log_sums = self._attend(pallas_kernels.attention_forward, context, index, qkv)
+            y = self._to_tokens(y)
+        return stacks.put(to.stack, y, to.index), {}, log_sums
 
     def pull_back(
         self,
         z: Read,
-        y: Float[Array, "batch seq heads head_dim"],
+        y: pallas_kernels.Slot,
         saved: Float[Array, "batch all_seq own_heads"],
         context: Context,
         index: Index,
@@ -118,7 +119,7 @@ class Attention(Core):
             return nnx.merge(graphdef, parameters)._packed(heads, context)
 
         qkv, turn_back = jax.vjp(packed, nnx.to_pure_dict(parameters), z.heads)
-        y, d_y = self._to_heads(y), self._to_heads(d_y)
+        y, d_y = self._to_heads(pallas_kernels.taken(y)), self._to_heads(d_y)
         backward = pallas_kernels.attention_backward
         d_qkv = self._attend(backward, context, index, qkv, y, saved, d_y)
         d_parameters, d_heads = turn_back(d_qkv)

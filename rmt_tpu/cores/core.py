@@ -18,8 +18,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import sharding
+from pallas_kernels import Slot
 from rmt_tpu import config as cfg
-from rmt_tpu.layers.data_vectors import HeadsLayout, Read
+from rmt_tpu.layers import stacks
+from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
 from rmt_tpu.layers.stacks import Index
 
 # Of a core in all repeats of its stack: a tree of arrays, () if decoding needs nothing.
@@ -177,15 +179,17 @@ class Core(nnx.Module):
         return self(z, context, index), {}
 
     def forward(
-        self, z: Read, context: Context, index: Index
-    ) -> tuple[Float[Array, "batch y_seq vectors size"], Aux, Any]:
-        """The same, and what `pull_back` needs beside z and y not to compute all again."""
-        return *self.with_aux(z, context, index), ()
+        self, z: Read, context: Context, index: Index, to: Slot
+    ) -> tuple[Float[Array, "count batch y_seq vectors size"], Aux, Any]:
+        """The same: a stack with y where it is to be, and what `pull_back` needs beside z and y."""
+        y, aux = self.with_aux(z, context, index)
+        long = stacks.put(concatenate(to.stack), concatenate(y), to.index)
+        return separate(long, y.shape[2]), aux, ()
 
     def pull_back(
         self,
         z: Read,
-        y: Float[Array, "batch y_seq vectors size"],
+        y: Slot,
         saved: Any,
         context: Context,
         index: Index,

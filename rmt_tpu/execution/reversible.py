@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels import Slot, taken
+from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.layer import Model, add_aux, no_aux
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.layers.stacks import scan
+from rmt_tpu.layers.stacks import empty_like, put, scan
 from rmt_tpu.residual.protocols import Invertible
 
 
@@ -47,7 +49,12 @@ def run_layers(
 
 
 class _Layers:
-    """Both passes; parameters are pure dicts, those of a stack stacked."""
+    """Both passes; parameters are pure dicts, those of a stack stacked.
+
+    What sublayers write stays where it is written first: in a stack for each sublayer of a period,
+    out of which sites take it. What the last one writes is for the next repeat, whose number is
+    that of its slot; so that stack begins with what was written before them all.
+    """
 
     def __init__(self, decoder: Model, store: Invertible, dtype: jnp.dtype):
         self.config, self.store, self.dtype = decoder.config, store, dtype
@@ -58,69 +65,93 @@ class _Layers:
         self, stacks: dict, final_site: dict, residual: Array, y: Array, context: Context
     ) -> tuple[tuple[Read, Aux], tuple]:
         """What `run_layers` gives, and what `backward` needs."""
-        carry, written, first = (self.store.hold(residual), y, no_aux(self.config, y.dtype)), [], 0
+        held, aux, kept, first = self.store.hold(residual), no_aux(self.config, y.dtype), [], 0
+        y = Slot(y[None], 0)
         for number, stack in enumerate(self.config.stacks):
+            before, last = y, len(stack.cores) - 1
 
-            def run_layer(carry, scanned, number=number, first=first):
-                layer, index = self._layer(number, first, *scanned)
-                kept = []
+            def run_layer(carry, scanned, number=number, first=first, before=before):
+                parameters, repeat = scanned
+                layer, index = self._layer(number, first, parameters, repeat)
+                residual, written, aux = carry
+                of_layer = []
                 for k, (site, core) in enumerate(layer):
-                    residual, y, aux = carry
-                    residual, z = self.store.add_and_read(residual, y, site)
+                    y = _source(written, before, k, repeat)
+                    residual, z, statistics = self.store.add_and_read_with_statistics(
+                        residual, y, site
+                    )
                     with jax.named_scope(core.name):
-                        given, of_core, saved = core.forward(z, context, index + k)
-                    kept.append((y, saved))
-                    carry = residual, given, add_aux(aux, of_core)
-                return carry, kept
+                        to = _slot(written, k, repeat)
+                        stack, of_core, saved = core.forward(z, context, index + k, to)
+                    written = [*written[:k], stack, *written[k + 1 :]]
+                    aux = add_aux(aux, of_core)
+                    of_layer.append((statistics, saved))
+                return (residual, written, aux), of_layer
 
+            carry = held, self._empty(stack, before), aux
             repeats = jnp.arange(stack.repeat)
             carry, of_stack = scan(run_layer, carry, (stacks[number], repeats))
-            written.append(of_stack)
+            held, written, aux = carry
+            y = _slot(written, last, stack.repeat - 1)
+            kept.append((before, written, of_stack))
             first += stack.num_sublayers
         site = nnx.merge(self.site_graph, final_site)
-        held, y, aux = carry
-        held, z = self.store.add_and_read(held, y, site)
+        held, z, statistics = self.store.add_and_read_with_statistics(held, y, site)
         like = jnp.zeros((0,), residual.dtype)
-        return (z, aux), (stacks, final_site, held, y, written, context, like)
+        return (z, aux), (stacks, final_site, held, y, statistics, kept, context, like)
 
     def backward(self, saved: tuple, cotangents: tuple[Read, Aux]) -> tuple:
         """Cotangents of what `forward` was given."""
         d_z, d_aux = cotangents
-        stacks, final_site, residual, y, written, context, like = saved
+        stacks, final_site, held, y, statistics, kept, context, like = saved
         site = nnx.merge(self.site_graph, final_site)
-        d_residual = jnp.zeros(residual.shape, self.dtype)
-        z, statistics = self.store.read_with_statistics(residual, site, self.dtype)
-        residual, d_residual, d_y, d_final_site = self.store.undo(
-            residual, y, site, z, statistics, d_residual, d_z
+        d_residual = jnp.zeros(held.shape, self.dtype)
+        z = self.store.read_again(held, site, statistics, self.dtype)
+        held, d_residual, d_y, d_final_site = self.store.undo(
+            held, y, site, z, statistics, d_residual, d_z
         )
-        carry, d_stacks, first = (residual, y, d_residual, d_y), {}, self.config.num_sublayers
+        carry, d_stacks, first = (held, d_residual, d_y), {}, self.config.num_sublayers
         for number, stack in reversed(list(enumerate(self.config.stacks))):
             first -= stack.num_sublayers
+            before, written, of_stack = kept[number]
 
-            def undo_layer(carry, scanned, number=number, first=first):
-                layer, index, kept = scanned
-                layer, index = self._layer(number, first, layer, index)
+            def undo_layer(
+                carry, scanned, number=number, first=first, before=before, written=written
+            ):
+                parameters, repeat, of_layer = scanned
+                layer, index = self._layer(number, first, parameters, repeat)
+                residual, d_residual, d_y, gradients = carry
                 gradient = {}
-                for k, ((site, core), (y, saved)) in reversed(
-                    list(enumerate(zip(layer, kept, strict=True)))
-                ):
-                    residual, given, d_residual, d_y = carry
-                    z, statistics = self.store.read_with_statistics(residual, site, self.dtype)
+                for k, (site, core) in reversed(list(enumerate(layer))):
+                    statistics, saved = of_layer[k]
+                    z = self.store.read_again(residual, site, statistics, self.dtype)
                     with jax.named_scope(core.name):
-                        place = (context, index + k)
-                        d_core, d_z = core.pull_back(z, given, saved, *place, d_y, d_aux)
+                        of_core = (_slot(written, k, repeat), saved, context, index + k)
+                        d_core, d_z = core.pull_back(z, *of_core, d_y, d_aux)
+                    y = _source(written, before, k, repeat)
                     residual, d_residual, d_y, d_site = self.store.undo(
                         residual, y, site, z, statistics, d_residual, d_z
                     )
                     # A core without parameters is not in the tree.
                     gradient[k] = {"site": d_site} | ({"core": d_core} if d_core else {})
-                    carry = residual, y, d_residual, d_y
-                return carry, gradient
+                return (residual, d_residual, d_y, put(gradients, gradient, repeat)), None
 
-            scanned = (stacks[number], jnp.arange(stack.repeat), written[number])
-            carry, d_stacks[number] = scan(undo_layer, carry, scanned, reverse=True)
-        _, _, d_residual, d_y = carry
+            scanned = (stacks[number], jnp.arange(stack.repeat), of_stack)
+            carry = (*carry, empty_like(stacks[number]))
+            (*carry, d_stacks[number]), _ = scan(undo_layer, carry, scanned, reverse=True)
+        _, d_residual, d_y = carry
         return d_stacks, d_final_site, d_residual.astype(like.dtype), d_y, None
+
+    def _empty(self, stack: cfg.Stack, before: Slot) -> list[Array]:
+        """Room for what the sublayers of a stack write; see `_source`."""
+        batch, seq, _, size = before.shape
+        count = lambda port: sum(port.heads) + port.whole * self.config.data_shape[0]
+        shape = lambda core: (stack.repeat, batch, seq, count(core.writes), size)
+        written = [jax.lax.empty(shape(core), before.dtype) for core in stack.cores]
+        if stack.repeat > 1:
+            more = jax.lax.empty((stack.repeat + 1, *written[-1].shape[1:]), before.dtype)
+            written[-1] = put(more, taken(before), 0)
+        return written
 
     def _layer(
         self, number: int, first: int, parameters: dict, index: Index
@@ -128,6 +159,24 @@ class _Layers:
         """Sites and cores of one period, and the number of its first sublayer."""
         layer = nnx.merge(self.graphs[number], parameters)
         return [(one.site, one.core) for one in layer], first + len(layer) * index
+
+
+def _slot(written: list[Array], k: int, repeat: Index) -> Slot:
+    """Where sublayer k of a repeat writes."""
+    shifted = k == len(written) - 1 and _begins_with_earlier(written)
+    return Slot(written[k], repeat + 1 if shifted else repeat)
+
+
+def _source(written: list[Array], before: Slot, k: int, repeat: Index) -> Slot:
+    """What the site before sublayer k of a repeat is to write."""
+    if k:
+        return _slot(written, k - 1, repeat)
+    return Slot(written[-1], repeat) if _begins_with_earlier(written) else before
+
+
+def _begins_with_earlier(written: list[Array]) -> bool:
+    """Whether the last stack has a slot more, for there are more repeats than one."""
+    return written[-1].shape[0] > 1
 
 
 def _parameters(module: nnx.Module) -> Any:

@@ -44,6 +44,20 @@ def scan(
     return carry, jax.tree.map(lambda x: x[None], given)
 
 
+@jax.custom_jvp
+def by_itself(x: Array) -> Array:
+    """x, which XLA makes before it is used and as no part of that, where nobody differentiates.
+
+    Where somebody does x is used more than once, and XLA is free to make it anew each time.
+    """
+    return jax.lax.optimization_barrier(x)
+
+
+@by_itself.defjvp
+def _by_itself_jvp(primals, tangents):
+    return *primals, *tangents
+
+
 def empty_like(stacks: Any) -> Any:
     """Stacks of the same shapes that hold anything: to be written before they are read."""
     return jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), stacks)

@@ -152,6 +152,20 @@ class Store(nnx.Module):
         return residual, site.split(z)
 
     @jax.named_scope("residual")
+    def add_and_read_with_statistics(
+        self,
+        residual: Shaped[Array, "group seq own_D_k D_v"],
+        y: pallas_kernels.Slot,
+        site: Site,
+    ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read, pallas_kernels.Statistics]:
+        """The same, and the norm's statistics."""
+        store_keys, gain, read_keys = _parameters(site)
+        residual, z, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
+            residual, store_keys, y, gain, read_keys, **self._options()
+        )
+        return residual, site.split(z), statistics
+
+    @jax.named_scope("residual")
     def write(
         self,
         residual: Float[Array, "group seq own_D_k D_v"],
@@ -194,24 +208,25 @@ class Store(nnx.Module):
         return mixed, current, site.split(z)
 
     @jax.named_scope("residual")
-    def read_with_statistics(
+    def read_again(
         self,
         residual: Shaped[Array, "group seq own_D_k D_v"],
         site: Site,
+        statistics: pallas_kernels.Statistics,
         dtype: DTypeLike,
-    ) -> tuple[Read, pallas_kernels.Statistics]:
-        """What `add_and_read` has read from the residual that it left, and its statistics."""
+    ) -> Read:
+        """What `add_and_read` has read from the residual that it left, with these statistics."""
         _, gain, read_keys = _parameters(site)
-        z, statistics = pallas_kernels.norm_retrieve_with_statistics(
-            residual, gain, read_keys, dtype=dtype, **self._options()
+        z, _ = pallas_kernels.norm_retrieve_with_statistics(
+            residual, gain, read_keys, dtype=dtype, statistics=statistics, **self._options()
         )
-        return site.split(z), statistics
+        return site.split(z)
 
     @jax.named_scope("residual")
     def undo(
         self,
         residual: Shaped[Array, "group seq own_D_k D_v"],
-        y: Float[Array, "batch seq R D_v"],
+        y: pallas_kernels.Slot,
         site: Site,
         z: Read,
         statistics: pallas_kernels.Statistics,

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Shaped
 
-from pallas_kernels import Statistics
+from pallas_kernels import Slot, Statistics
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import Index
 
@@ -68,15 +68,24 @@ class Store(Protocol):
 class Invertible(Store, Protocol):
     """A store whose residual before a write can be had from that after it."""
 
-    def read_with_statistics(
-        self, residual: Shaped[Array, "group seq *shape"], site: nnx.Module, dtype: DTypeLike
-    ) -> tuple[Read, Statistics]:
-        """What `add_and_read` has read of the residual that it left, and the norm's statistics."""
+    def add_and_read_with_statistics(
+        self, residual: Shaped[Array, "group seq *shape"], y: Slot, site: nnx.Module
+    ) -> tuple[Shaped[Array, "group seq *shape"], Read, Statistics]:
+        """`add_and_read`, and the norm's statistics."""
+
+    def read_again(
+        self,
+        residual: Shaped[Array, "group seq *shape"],
+        site: nnx.Module,
+        statistics: Statistics,
+        dtype: DTypeLike,
+    ) -> Read:
+        """What `add_and_read` has read of the residual that it left, from the norm's statistics."""
 
     def undo(
         self,
         residual: Shaped[Array, "group seq *shape"],
-        y: Written,
+        y: Slot,
         site: nnx.Module,
         z: Read,
         statistics: Statistics,
