@@ -98,6 +98,9 @@ _causal = _of(
 _blocks = _of(
     "pallas_kernels/causal_attention/mosaic_tpu_blocks.py", f"{_KERNELS}/causal_attention_test.py"
 )
+_rows = _of(
+    "pallas_kernels/causal_attention/mosaic_tpu_rows.py", f"{_KERNELS}/causal_attention_test.py"
+)
 _cudnn_tests = f"{_KERNELS}/causal_attention_cudnn_test.py"
 _entries = _of("pallas_kernels/causal_attention/entries.py", _cudnn_tests)
 _cudnn = _of("pallas_kernels/causal_attention/cudnn.py", _cudnn_tests)
@@ -116,7 +119,11 @@ _CAUSAL = (
     _blocks('- ref["delta"][0, head])', ")"),
     _blocks("kind |= _MASKED * _is_masked(call, i, j) |", "kind |="),
     _blocks("offset=later(given.offset, start)", "offset=given.offset"),
-    _blocks("first = at.group * (call.blocks.heads * call.each)", "first = at.group * call.blocks.heads"),
+    _blocks("first = at.group * (call.step * call.each)", "first = at.group * call.step"),
+    _blocks("slot = slot if call.slots > 1 else 0", "slot = 0"),
+    _rows("scale if part < 2 else None", "scale"),
+    _rows("return [as_float(found << 16), as_float(found & jnp.int32(-(2**16)))]", "return [as_float(found & jnp.int32(-(2**16))), as_float(found << 16)]"),
+    _rows("total += out * d_out", "total += out"),
     _of("pallas_kernels/causal_attention/__init__.py", f"{_MODEL}/generation/parts_test.py")("sums = sums + slopes * (most - filled)", "sums = sums + 0 * slopes * (most - filled)"),
     _entries("[256 * high, high, 256 * low, low]", "[256 * high, high, 256 * high, low]"),
     _entries("with_last(x, last):\n", "with_last(x, last):\n        last = 0\n"),

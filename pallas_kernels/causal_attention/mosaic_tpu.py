@@ -1,19 +1,22 @@
 """Causal attention on TPU: a whole sequence at a time where that is faster, else blocks of it.
 
-The first reads and writes rows in either order; blocks have the tokens of a head side by side
-("head_major"), so that in the other order XLA moves rows before and after them.
+Both read and write rows in either order. Of "size_major" rows that blocks cannot have (an odd
+number of heads in bfloat16, gradients of more queries than VMEM keeps), XLA makes "head_major".
 """
 
 import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.call import LANES, round_up
+from pallas_kernels.causal_attention import block_sizes
 from pallas_kernels.causal_attention import mosaic_tpu_blocks as by_blocks
 from pallas_kernels.causal_attention import mosaic_tpu_whole as whole
+from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
 from pallas_kernels.causal_attention.interface import Attended, Attention, Part, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_whole import tokens_first, tokens_last
 
@@ -40,13 +43,13 @@ def attention_forward(
     *,
     kv_heads: int,
     rows: Rows = "size_major",
-    blocks: by_blocks.Blocks | None = None,
-    interpret: bool = False,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
     """See `interface`; by `blocks` if given."""
     if blocks is None and _is_whole(given.qkv, kv_heads, rows):
         return whole.attention_forward(given, rows=rows, interpret=interpret)
-    cut = _Cut("attention_blocks_forward", given, kv_heads, blocks)
+    cut = _Cut("attention_blocks_forward", given, kv_heads, rows, blocks)
     out, log_sums = by_blocks.attention_forward(cut.given, blocks=cut.blocks, interpret=interpret)
     return cut.tokens_first(out), cut.sums_first(log_sums)
 
@@ -57,18 +60,22 @@ def attention_backward(
     *,
     kv_heads: int,
     rows: Rows = "size_major",
-    blocks: by_blocks.Blocks | None = None,
-    interpret: bool = False,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B N P D"]:
     """See `interface`; by `blocks` if given."""
     attended = attended._replace(d_out=attended.d_out.astype(given.qkv.dtype))
     if blocks is None and _is_whole(given.qkv, kv_heads, rows):
         return whole.attention_backward(given, attended, rows=rows, interpret=interpret)
-    cut = _Cut("attention_blocks_backward", given, kv_heads, blocks)
-    sums = (cut.sums_last(x) for x in (attended.log_sums, _delta(attended)))
-    gradients = by_blocks.attention_backward(
-        cut.given, *sums, cut.tokens_last(attended.d_out), blocks=cut.blocks, interpret=interpret
-    )
+    cut = _Cut("attention_blocks_backward", given, kv_heads, rows, blocks)
+    log_sums, d_out = cut.sums_last(attended.log_sums), cut.tokens_last(attended.d_out)
+    options = {"blocks": cut.blocks, "interpret": interpret}
+    if cut.rows == "size_major":
+        of_queries = log_sums, cut.tokens_last(attended.out), d_out
+        d_qkv = by_blocks.attention_backward_of_rows(cut.given, *of_queries, **options)
+        return cut.tokens_first(d_qkv)
+    of_queries = log_sums, cut.sums_last(_delta(attended)), d_out
+    gradients = by_blocks.attention_backward(cut.given, *of_queries, **options)
     return cut.tokens_first(jnp.concatenate(gradients, axis=1))
 
 
@@ -101,10 +108,10 @@ def _delta(attended: Attended) -> Float[Array, "B Q H"]:
     return jnp.sum(out * d_out, axis=-1)
 
 
-def _part(kernel: str, given: Part) -> tuple[by_blocks.Given, by_blocks.Blocks]:
+def _part(kernel: str, given: Part) -> tuple[by_blocks.Given, Blocks]:
     """What the blocks' kernels take; blocks divide both lengths."""
     heads, kv_heads = given.q.shape[2], given.kv.shape[2] // 2
-    blocks = _blocks(kernel, (heads, kv_heads), given)
+    blocks = _blocks(kernel, given, _key(given, (heads, kv_heads), "head_major"))
     tokens = math.gcd(blocks.queries, blocks.keys, given.q.shape[1], given.kv.shape[1])
     keys = tokens_last(given.kv, "head_major")
     of_part = by_blocks.Given(
@@ -121,19 +128,24 @@ def _part(kernel: str, given: Part) -> tuple[by_blocks.Given, by_blocks.Blocks]:
     return of_part, blocks._replace(queries=tokens, keys=tokens)
 
 
-def _blocks(kernel: str, heads: tuple[int, int], given: Attention | Part) -> by_blocks.Blocks:
-    """Of the table of blocks."""
-    x = given[0]
-    key = {
+def _key(given: Attention | Part, heads: tuple[int, int], rows: Rows) -> dict[str, Any]:
+    """What blocks are looked up by."""
+    return {
         "heads": heads[0],
         "kv_heads": heads[1],
-        "size": x.shape[3],
-        "dtype": jnp.dtype(x.dtype).name,
+        "size": given[0].shape[3],
+        "dtype": jnp.dtype(given[0].dtype).name,
+        "rows": rows,
         "alibi": given.slopes is not None,
         "segments": given.segments is not None,
     }
-    default = by_blocks.default_blocks(kernel, x.shape[1], **key)
-    return tuned.look_up(KERNELS[kernel], key, x.shape[1], default)
+
+
+def _blocks(kernel: str, given: Attention | Part, key: dict[str, Any]) -> Blocks:
+    """Of the table of blocks."""
+    tokens = given[0].shape[1]
+    default = block_sizes.default_blocks(kernel, tokens, **key)
+    return tuned.look_up(KERNELS[kernel], key, tokens, default)
 
 
 def _is_whole(qkv: Any, kv_heads: int, rows: Rows) -> bool:
@@ -143,12 +155,16 @@ def _is_whole(qkv: Any, kv_heads: int, rows: Rows) -> bool:
 class _Cut:
     """Arrays in the blocks' layout, of whole blocks: what fills the last is behind all queries."""
 
-    def __init__(self, kernel: str, given: Attention, kv_heads: int, blocks):
-        _, self.length, P, _ = given.qkv.shape
+    def __init__(self, kernel: str, given: Attention, kv_heads: int, rows: Rows, blocks):
+        _, self.length, P, D = given.qkv.shape
         heads = P - 2 * kv_heads
-        self.blocks = blocks or _blocks(kernel, (heads, kv_heads), given)
-        size = max(self.blocks.queries, self.blocks.keys)
-        self._missing = round_up(self.length, size) - self.length
+        key = _key(given, (heads, kv_heads), rows)
+        cut = blocks or block_sizes.default_blocks(kernel, self.length, **key)
+        cut = Cut(rows, heads, kv_heads, D, given.qkv.dtype, cut)
+        self.rows = rows if cut.has(self.length) else "head_major"
+        self.blocks = blocks or _blocks(kernel, given, key | {"rows": self.rows})
+        whole = round_up(self.length, max(self.blocks.queries, self.blocks.keys))
+        self._missing = whole - self.length
         ids = given.segment_ids
         ids = None if ids is None else self._whole(ids, axis=1)
         array = self.tokens_last(given.qkv)
@@ -158,13 +174,14 @@ class _Cut:
             given.scale,
             given.slopes,
             None if ids is None else (ids, ids),
+            rows=self.rows,
         )
 
-    def tokens_last(self, x: Float[Array, "B N R D"]) -> Float[Array, "B R D whole_N"]:
-        return self._whole(tokens_last(x, "head_major"), axis=3)
+    def tokens_last(self, x: Float[Array, "B N R D"]) -> Float[Array, "B _ _ whole_N"]:
+        return self._whole(tokens_last(x, self.rows), axis=3)
 
-    def tokens_first(self, x: Float[Array, "B R D whole_N"]) -> Float[Array, "B N R D"]:
-        return tokens_first(x[..., : self.length], "head_major")
+    def tokens_first(self, x: Float[Array, "B _ _ whole_N"]) -> Float[Array, "B N R D"]:
+        return tokens_first(x[..., : self.length], self.rows)
 
     def sums_last(self, x: Float[Array, "B N H"]) -> Float[Array, "B H 1 whole_N"]:
         return self._whole(x.swapaxes(1, 2)[:, :, None], axis=3)
@@ -177,4 +194,4 @@ class _Cut:
         return jnp.pad(x, missing) if self._missing else x
 
 
-KERNELS = whole.KERNELS | by_blocks.KERNELS
+KERNELS = whole.KERNELS | block_sizes.KERNELS

@@ -1,9 +1,13 @@
 """Causal attention of any length on TPU: a grid over blocks of queries and keys, online softmax.
 
-Tokens lie in the lanes, [B, heads, D, N]: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The grid
+Tokens lie in the lanes, [D, N] a head: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The grid
 goes over the rows of the batch, heads of keys, and pairs of a block of queries and a block of keys
 it sees: a list that is known when the program is traced, so that nothing above the diagonal is
 copied or computed. A head of keys comes with all its heads of queries (Ainslie et al. 2023).
+
+The order of rows is either "head_major", [B, heads, D, N], or, of queries, keys and values in one
+array and as long, "size_major", [B, D, P, N]: as the key-vector kernels write. Of the latter a
+block's heads are taken out once in VMEM, and kept there for all pairs that have the block.
 
 Forward, a pair's weights are of the largest logit so far, and what was summed before is scaled when
 a larger one comes (Milakov and Gimelshein 2018; Dao et al. 2022). Backward, pairs go key block by
@@ -30,49 +34,62 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import tuned
-from pallas_kernels.call import LANES, VMEM_LIMIT, divisors, round_up, tpu_call, widen
-from pallas_kernels.causal_attention.interface import Segments
+from pallas_kernels.call import LANES, round_up, tpu_call, widen
+from pallas_kernels.causal_attention import mosaic_tpu_rows as of_rows
+from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
+from pallas_kernels.causal_attention.interface import Rows, Segments
+from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
 from pallas_kernels.causal_attention.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 
 # What a pair is, in bits: the first or the last of its block (of queries forward, of keys
-# backward), with keys that some of its queries are before, the first in which its queries are done.
-_FIRST, _LAST, _MASKED, _DONE = 1, 2, 4, 8
-# Of what the backward kernel keeps of all queries of a span.
-_KEPT_BYTES = 32 * 2**20
-# Tokens of a block, and what an entry of its logits costs beside those of the best. Entries of the
-# logits of a step's heads, about.
-_BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.5, 128: 2.5}
-_ENTRIES = 2**21
-
-
-class Blocks(NamedTuple):
-    """Tokens of a block of `queries` and of `keys`, multiples of 128; `heads` of keys at a time."""
-
-    queries: int
-    keys: int
-    heads: int
+# backward), with keys that some of its queries are before, the first in which its queries are done;
+# the one whose other block is taken out of rows.
+_FIRST, _LAST, _MASKED, _DONE, _NEW = 1, 2, 4, 8, 16
 
 
 class _Call(NamedTuple):
     """What a kernel is compiled for; lengths are whole blocks."""
 
-    heads: int  # of queries
-    kv_heads: int
-    size: int
+    cut: Cut
     value_size: int
     queries: int
     keys: int
-    dtype: jnp.dtype
     alibi: bool
     segments: bool
     offset: int | None  # query i is at position `offset + i`; None sees all keys
-    blocks: Blocks
+    by_keys: bool  # backward: pairs go key block by key block
+
+    blocks = property(lambda self: self.cut.blocks)
+    dtype = property(lambda self: self.cut.dtype)
+    size = property(lambda self: self.cut.size)
+    heads = property(lambda self: self.cut.heads)
+    kv_heads = property(lambda self: self.cut.kv_heads)
+    each = property(lambda self: self.cut.each)
+    step = property(lambda self: self.cut.step)
 
     @property
-    def each(self) -> int:
-        """Heads of queries for one of keys."""
-        return self.heads // self.kv_heads
+    def size_major(self) -> bool:
+        return self.cut.rows == "size_major"
+
+    @property
+    def slots(self) -> int:
+        """See `Cut`."""
+        return self.cut.slots(self.queries, by_keys=self.by_keys)
+
+    @property
+    def layout(self) -> Layout:
+        """Of a block of queries, keys or values, or of all, in size-major rows."""
+        return Layout(self.cut.block_rows, self.size, self.blocks.queries, self.dtype)
+
+    @property
+    def layout_out(self) -> Layout:
+        return self.layout._replace(rows=self.step * self.each)
+
+    @property
+    def tables(self) -> list[str]:
+        """Names of what blocks are chosen by, in the order in which Pallas has them."""
+        others = ["fetched"] if self.size_major else ["done"] * self.by_keys
+        return sorted(["keys", "kinds", "queries", *others])
 
 
 class Heads(NamedTuple):
@@ -94,6 +111,7 @@ class Given(NamedTuple):
       offset: position of the first query among the keys, each of which sees what is not behind it;
         None sees all keys.
       shift: what ALiBi takes for that position, and may be known on the device alone.
+      rows: with size-major rows, q, k and v are [B, D, P, N] and the same array, and offset is 0.
     """
 
     q: Heads
@@ -105,33 +123,37 @@ class Given(NamedTuple):
     segments: Segments | None = None
     offset: int | None = 0
     shift: Any = None
+    rows: Rows = "head_major"
 
 
 def attention_forward(
     given: Given, *, blocks: Blocks, interpret: bool | pltpu.InterpretParams = False
-) -> tuple[Float[Array, "B H Dv Nq"], Float[Array, "B H 1 Nq"]]:
+) -> tuple[Float[Array, "B rows_or_Dv Dv_or_rows Nq"], Float[Array, "B H 1 Nq"]]:
     """`softmax(scale q.k - slope (i - j)) v`, and the log of each softmax's sum in float32.
 
-    Queries that see no key have a sum whose log is below all others, so that their output counts
-    for nothing where parts of keys are added by their sums.
+    The first is in the order of rows that is given: [B, H, Dv, Nq], or [B, Dv, H, Nq]. Queries that
+    see no key have a sum whose log is below all others, so that their output counts for nothing
+    where parts of keys are added by their sums.
     """
-    call = _call_of(given, blocks)
-    B, step_heads = given.q.array.shape[0], blocks.heads * call.each
-    tables = _tables(call, by_keys=False)
+    call = _call_of(given, blocks, by_keys=False)
+    B, heads = given.q.array.shape[0], call.step * call.each
     inputs = _inputs(call, given)
-    outputs = {
-        "out": (_shape(B, call, call.value_size), _of_queries(call, call.value_size)),
-        "log_sums": (_shape(B, call, 1, jnp.float32), _of_queries(call, 1)),
-    }
-    row = pltpu.VMEM((step_heads, 1, blocks.queries), jnp.float32)
+    outputs = {"log_sums": (_shape(B, call, 1, jnp.float32), _of_queries(call, 1))}
+    row = pltpu.VMEM((heads, 1, blocks.queries), jnp.float32)
     scratch = {
         "largest": row,
         "total": row,
-        "sum": pltpu.VMEM((step_heads, call.value_size, blocks.queries), jnp.float32),
+        "sum": pltpu.VMEM((heads, call.value_size, blocks.queries), jnp.float32),
     }
-    out = _run(_forward_kernel, "attention_blocks_forward", call, tables, inputs, outputs, scratch,
-               2, interpret)  # fmt: skip
-    return out["out"], out["log_sums"]
+    if call.size_major:
+        shape = jax.ShapeDtypeStruct((B, call.size, call.heads, call.queries), call.dtype)
+        outputs["rows_out"] = shape, _of_out(call, "queries")
+        scratch |= of_rows.scratch(call, q=1, k=call.slots, v=call.slots, out=1)
+    else:
+        outputs["out"] = _shape(B, call, call.value_size), _of_queries(call, call.value_size)
+    out = _run(_forward_kernel, "attention_blocks_forward", call, inputs, outputs, scratch, 2,
+               interpret)  # fmt: skip
+    return out["rows_out" if call.size_major else "out"], out["log_sums"]
 
 
 def attention_backward(
@@ -148,9 +170,9 @@ def attention_backward(
     Args:
       delta: `sum(out d_out)` of each softmax.
     """
-    q, (heads, kv_heads), segments = given.q, given.heads, given.segments
+    q, (heads, _), segments = given.q, given.heads, given.segments
     length, keys = q.array.shape[3], given.k.array.shape[3]
-    size = span(blocks, heads // kv_heads, q.array.shape[2])
+    size = _call_of(given, blocks, by_keys=True).cut.span
     later = lambda position, start: None if position is None else position + start
     d_q, sums = [], []
     for start in range(0, length, size):
@@ -172,13 +194,40 @@ def attention_backward(
     return jnp.concatenate(d_q, axis=3), *jax.tree.map(add, *sums)
 
 
+def attention_backward_of_rows(
+    given: Given,
+    log_sums: Float[Array, "B H 1 N"],
+    out: Float[Array, "B D H N"],
+    d_out: Float[Array, "B D H N"],
+    *,
+    blocks: Blocks,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Float[Array, "B D P N"]:
+    """The cotangent of size-major rows, where the kernels have these (`block_sizes.Cut.has`)."""
+    call = _call_of(given, blocks, by_keys=True)
+    B, rows = given.q.array.shape[0], given.q.array.shape[2]
+    inputs = _inputs(call, given) | {
+        "log_sums": (log_sums, _of_queries(call, 1)),
+        "rows_out": (out, _of_out(call, "fetched")),
+        "rows_d_out": (d_out, _of_out(call, "fetched")),
+    }
+    shape = (B, call.size, call.cut.parts, rows // call.cut.parts, call.keys)
+    index = lambda b, g, p, tables: (b, 0, 0, g, tables["keys"][p])
+    block = (1, call.size, call.cut.parts, call.layout.rows, blocks.keys)
+    outputs = {"d_qkv": (jax.ShapeDtypeStruct(shape, call.dtype), _spec(call, block, index))}
+    delta = (call.slots, call.step * call.each, 1, blocks.queries)
+    scratch = _gradient_sums(call) | {"delta": pltpu.VMEM(delta, jnp.float32)}
+    scratch |= of_rows.scratch(call, q=call.slots, k=1, v=1, d_out=call.slots)
+    found = _run(_backward_kernel, "attention_blocks_backward", call, inputs, outputs, scratch, 5,
+                 interpret)  # fmt: skip
+    return found["d_qkv"].reshape(B, call.size, rows, call.keys)
+
+
 def _span_backward(given: Given, log_sums, delta, d_out, blocks, interpret):
     """The same, of queries that fit."""
-    call = _call_of(given, blocks)
-    B, step_heads = given.q.array.shape[0], blocks.heads * call.each
-    tables = _tables(call, by_keys=True)
-    inputs = _inputs(call, given)
-    inputs |= {
+    call = _call_of(given, blocks, by_keys=True)
+    B = given.q.array.shape[0]
+    inputs = _inputs(call, given) | {
         "d_out": (d_out, _of_queries(call, call.value_size)),
         "log_sums": (log_sums, _of_queries(call, 1)),
         "delta": (delta, _of_queries(call, 1)),
@@ -188,73 +237,9 @@ def _span_backward(given: Given, log_sums, delta, d_out, blocks, interpret):
         "d_k": (_shape_of_keys(B, call, call.size), _of_keys(call, call.size)),
         "d_v": (_shape_of_keys(B, call, call.value_size), _of_keys(call, call.value_size)),
     }
-    kept = (call.queries // blocks.queries, step_heads, call.size, blocks.queries)
-    scratch = {
-        "d_q_sum": pltpu.VMEM(kept, jnp.float32),
-        "d_k_sum": pltpu.VMEM((blocks.heads, call.size, blocks.keys), jnp.float32),
-        "d_v_sum": pltpu.VMEM((blocks.heads, call.value_size, blocks.keys), jnp.float32),
-    }
-    out = _run(_backward_kernel, "attention_blocks_backward", call, tables, inputs, outputs,
-               scratch, 5, interpret)  # fmt: skip
+    out = _run(_backward_kernel, "attention_blocks_backward", call, inputs, outputs,
+               _gradient_sums(call), 5, interpret)  # fmt: skip
     return out["d_q"], out["d_k"], out["d_v"]
-
-
-def span(blocks: Blocks, each: int, size: int) -> int:
-    """Queries that the backward kernel can have at a time, in whole blocks.
-
-    Args:
-      blocks: how the work is cut.
-      each: heads of queries for one of keys.
-      size: of a head.
-    """
-    kept = blocks.heads * each * size * blocks.queries * 4
-    return blocks.queries * max(1, _KEPT_BYTES // kept)
-
-
-def default_blocks(
-    kernel: str, N: int, *, heads: int, kv_heads: int, size: int, **others: Any
-) -> Blocks:
-    """By rule; `others` of the key do not matter."""
-
-    def cost(tokens: int) -> float:
-        count = -(-N // tokens)
-        return _BLOCKS[tokens] * tokens**2 * count * (count + 1)
-
-    each = heads // kv_heads
-    tokens = min((t for t in _BLOCKS if each * t**2 <= _ENTRIES), key=cost, default=min(_BLOCKS))
-    # Work on one head hides another's waiting; and all queries should fit, if they can.
-    fitting = [n for n in divisors(kv_heads) if n * each * tokens**2 <= _ENTRIES]
-    kept = [n for n in fitting if span(Blocks(tokens, tokens, n), each, size) >= N]
-    return Blocks(tokens, tokens, max(kept or [1]))
-
-
-def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
-    queries, keys, heads = blocks
-    if queries % LANES or keys % LANES or max(queries, keys) % min(queries, keys):
-        return f"blocks of {queries} queries and {keys} keys"
-    if key["kv_heads"] % heads:
-        groups = key["kv_heads"]
-        return f"{heads} heads at a time, of {groups}"
-    each, size = key["heads"] // key["kv_heads"], key["size"]
-    need = _vmem_bytes(blocks, each, size, jnp.dtype(key["dtype"]).itemsize, tokens)
-    return f"{need >> 20} MiB of VMEM" if need > VMEM_LIMIT else None
-
-
-def _vmem_bytes(blocks: Blocks, each: int, size: int, itemsize: int, length: int) -> int:
-    """Of the backward kernel, about: blocks in two buffers, sums, and some logits."""
-    queries, keys = (blocks.heads * n * size for n in (each * blocks.queries, blocks.keys))
-    moved = 2 * itemsize * (3 * queries + 4 * keys)
-    kept = 4 * queries * -(-min(length, span(blocks, each, size)) // blocks.queries)
-    return moved + kept + 8 * keys + 4 * 4 * blocks.queries * blocks.keys
-
-
-KERNELS = tuned.register(
-    "tpu",
-    ("attention_blocks_forward", "attention_blocks_backward"),
-    Blocks,
-    ("heads", "kv_heads", "size", "dtype", "alibi", "segments"),
-    _refused,
-)
 
 
 # The kernels ---------------------------------------------------------------------------------
@@ -262,7 +247,7 @@ KERNELS = tuned.register(
 
 def _forward_kernel(call: _Call, ref):
     at = _Pair(ref)
-    heads = range(call.blocks.heads * call.each)
+    ref = _with_heads(call, ref, at)
 
     @pl.when(at.is_(_FIRST))
     def _():
@@ -270,11 +255,11 @@ def _forward_kernel(call: _Call, ref):
         ref["total"][...] = jnp.zeros_like(ref["total"])
         ref["sum"][...] = jnp.zeros_like(ref["sum"])
 
-    def attend(masked: bool):
+    def attend(heads, masked: bool):
         visible = _visible(call, ref, at) if masked else None
-        for head in heads:
-            v = ref["v"][0, head // call.each]
-            logits = _logits(call, ref, at, head, visible)
+        for head, own in heads:
+            v = ref["v"][0, own]
+            logits = _logits(call, ref, at, head, own, visible)
             before = ref["largest"][head]
             largest = jnp.maximum(before, jnp.max(logits, axis=0, keepdims=True))
             weights = jnp.exp2(logits - largest)
@@ -289,16 +274,19 @@ def _forward_kernel(call: _Call, ref):
 
     @pl.when(at.is_(_LAST))
     def _():
-        for head in heads:
+        for head in range(call.step * call.each):
             # Where no block was seen, the output is 0.
             total = jnp.maximum(ref["total"][head], jnp.finfo(jnp.float32).tiny)
             ref["out"][0, head] = (ref["sum"][head] / total).astype(call.dtype)
             largest = ref["largest"][head] - _left_out(call, ref, at, head)
             ref["log_sums"][0, head] = largest / LOG2_E + jnp.log(total)
+        if call.size_major:
+            of_rows.put_out(call.layout_out, ref)
 
 
 def _backward_kernel(call: _Call, ref):
     at = _Pair(ref)
+    ref = _with_heads(call, ref, at)
     scale = ref["scalars"][0]
 
     @pl.when(at.step == 0)
@@ -310,14 +298,13 @@ def _backward_kernel(call: _Call, ref):
         ref["d_k_sum"][...] = jnp.zeros_like(ref["d_k_sum"])
         ref["d_v_sum"][...] = jnp.zeros_like(ref["d_v_sum"])
 
-    def attend(masked: bool):
+    def attend(heads, masked: bool):
         visible = _visible(call, ref, at) if masked else None
-        for head in range(call.blocks.heads * call.each):
-            own = head // call.each
+        for head, own in heads:
             q, k, v = ref["q"][0, head], ref["k"][0, own], ref["v"][0, own]
             d_out = ref["d_out"][0, head]
             log_sums = ref["log_sums"][0, head] * LOG2_E + _left_out(call, ref, at, head)
-            weights = jnp.exp2(_logits(call, ref, at, head, visible) - log_sums)
+            weights = jnp.exp2(_logits(call, ref, at, head, own, visible) - log_sums)
             d_logits = weights * (dot_rows(v, d_out) - ref["delta"][0, head])
             d_logits = d_logits.astype(call.dtype)
             ref["d_v_sum"][own] += dot_columns(d_out, weights.astype(call.dtype))
@@ -325,6 +312,15 @@ def _backward_kernel(call: _Call, ref):
             ref["d_q_sum"][at.query_block, head] += dot(k, d_logits)
 
     _where_seen(call, ref, at, attend)
+
+    if call.size_major:
+
+        @pl.when(at.is_(_LAST))
+        def _():
+            d_q = ref["d_q_sum"].at[at.key_block]
+            of_rows.put_gradients(call, ref, d_q, scale)
+
+        return
 
     @pl.when(at.is_(_LAST))
     def _():
@@ -348,8 +344,23 @@ class _Pair:
         return (self.kind & bit) != 0
 
 
+def _with_heads(call: _Call, ref, at: _Pair):
+    """All refs; of size-major rows with the pair's heads, which are taken out if they are new."""
+    if not call.size_major:
+        return ref
+    own, others, slot = ("q",), ("k", "v"), at.key_block
+    if call.by_keys:
+        own, others, slot = ("k", "v"), ("q", "d_out", "delta"), at.query_block
+    slot = slot if call.slots > 1 else 0
+    ref = ref | {name: ref[name].at[pl.ds(slot, 1)] for name in others}
+    pl.when(at.is_(_FIRST))(lambda: of_rows.take_out(call, ref, own))
+    pl.when(at.is_(_NEW))(lambda: of_rows.take_out(call, ref, others))
+    return ref
+
+
 def _where_seen(call: _Call, ref, at: _Pair, attend) -> None:
-    """`attend(masked)` once, or not at all where no query sees a key."""
+    """`attend(heads, masked)` of all heads, or of none where no query sees a key."""
+    attend = functools.partial(_in_parts, call, attend)
     some, every = call.offset is not None, _all_masked(call)
     if call.segments:
         of = lambda name, block: (ref[name][0, 0, 2 * block + end] for end in range(2))
@@ -366,10 +377,25 @@ def _where_seen(call: _Call, ref, at: _Pair, attend) -> None:
         pl.when(~at.is_(_MASKED))(functools.partial(attend, False))
 
 
-def _logits(call: _Call, ref, at: _Pair, head: int, visible):
+def _in_parts(call: _Call, attend, masked: bool) -> None:
+    """Of all heads of the step, each with its head of keys, so many at a time as blocks say."""
+    count, each = call.blocks.heads, call.each
+
+    def part(n, _):
+        owns = [n * count + own for own in range(count)]
+        attend([(own * each + i, own) for own in owns for i in range(each)], masked)
+        return 0
+
+    if call.step == count:
+        part(0, 0)
+    else:
+        jax.lax.fori_loop(0, call.step // count, part, 0)
+
+
+def _logits(call: _Call, ref, at: _Pair, head, own, visible):
     """Of the pair, [keys, queries], times log2(e), less what `_left_out` gives."""
     bq, bk, _ = call.blocks
-    q, k = ref["q"][0, head], ref["k"][0, head // call.each]
+    q, k = ref["q"][0, head], ref["k"][0, own]
     logits = dot_rows(k, q) * (ref["scalars"][0] * LOG2_E)
     first_key, first_query = at.key_block * bk, at.query_block * bq
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
@@ -414,12 +440,12 @@ def _is_exact(call: _Call) -> bool:
     return call.dtype == jnp.float32
 
 
-def _slope(call: _Call, ref, at: _Pair, head: int):
-    first = at.group * (call.blocks.heads * call.each)
+def _slope(call: _Call, ref, at: _Pair, head):
+    first = at.group * (call.step * call.each)
     return ref["slopes"][first + head] * LOG2_E
 
 
-def _left_out(call: _Call, ref, at: _Pair, head: int):
+def _left_out(call: _Call, ref, at: _Pair, head):
     """What logits are too large by: a softmax over keys does not need ALiBi's share of the query.
 
     It is the slope times the place in the block, which in bfloat16 models is below what their
@@ -434,23 +460,23 @@ def _left_out(call: _Call, ref, at: _Pair, head: int):
 # Around the kernels --------------------------------------------------------------------------
 
 
-def _call_of(given: Given, blocks: Blocks) -> _Call:
+def _call_of(given: Given, blocks: Blocks, *, by_keys: bool) -> _Call:
     (q, k, v), offset = (x.array for x in given[:3]), given.offset
+    axis = 1 if given.rows == "size_major" else 2
     keys = k.shape[3]
     if offset is not None:  # no query sees what is behind the last
         seen = round_up(offset + q.shape[3], blocks.keys)
         keys = min(keys, seen)
+    cut = Cut(given.rows, *given.heads, q.shape[axis], q.dtype, blocks)
     return _Call(
-        *given.heads,
-        size=q.shape[2],
-        value_size=v.shape[2],
+        cut,
+        value_size=v.shape[axis],
         queries=q.shape[3],
         keys=keys,
-        dtype=q.dtype,
         alibi=given.slopes is not None,
         segments=given.segments is not None,
         offset=offset,
-        blocks=blocks,
+        by_keys=by_keys,
     )
 
 
@@ -473,52 +499,76 @@ def _all_masked(call: _Call) -> bool:
     return all(_is_masked(call, i, j) for i in blocks for j in range(_seen(call, i)))
 
 
-def _tables(call: _Call, *, by_keys: bool) -> dict[str, np.ndarray]:
-    """Of each pair in the order of the grid: its blocks, what it is, and the last queries done."""
+def _tables(call: _Call) -> dict[str, np.ndarray]:
+    """Of each pair in the order of the grid: its blocks and what it is; what is done or fetched."""
     seen = [_seen(call, i) for i in range(call.queries // call.blocks.queries)]
     pairs = [(i, j) for i, count in enumerate(seen) for j in range(count)]
-    if by_keys:
+    if call.by_keys:
         pairs.sort(key=lambda pair: pair[::-1])
-    own = 1 if by_keys else 0
-    kinds = []
+    own, other = (1, 0) if call.by_keys else (0, 1)
+    kinds, had = [], set()
     for n, (i, j) in enumerate(pairs):
         kind = _FIRST * (n == 0 or pairs[n - 1][own] != pairs[n][own])
         kind |= _LAST * (n == len(pairs) - 1 or pairs[n + 1][own] != pairs[n][own])
         kind |= _MASKED * _is_masked(call, i, j) | _DONE * (j == seen[i] - 1)
+        if call.slots == 1 or pairs[n][other] not in had:
+            kind |= _NEW
+            had.add(pairs[n][other])
         kinds.append(kind)
     done, now = [], next(i for i, j in pairs if j == seen[i] - 1)
-    for (i, _), kind in zip(pairs, kinds, strict=True):
-        now = i if kind & _DONE else now
+    fetched = []
+    for pair, kind in zip(pairs, kinds, strict=True):
+        now = pair[0] if kind & _DONE else now
         done.append(now)
+        fetched.append(pair[other] if kind & _NEW else fetched[-1])
     queries, keys = zip(*pairs, strict=True)
-    tables = {"queries": queries, "keys": keys, "kinds": kinds}
-    tables |= {"done": done} if by_keys else {}
-    return {name: np.array(values, np.int32) for name, values in tables.items()}
+    tables = {"queries": queries, "keys": keys, "kinds": kinds, "done": done, "fetched": fetched}
+    return {name: np.array(tables[name], np.int32) for name in call.tables}
 
 
 def _of_queries(call: _Call, size: int, table: str = "queries", first: int = 0) -> pl.BlockSpec:
-    heads = call.blocks.heads * call.each
+    heads = call.step * call.each
     index = lambda b, g, p, tables: (b, first // heads + g, 0, tables[table][p])
-    return _spec((1, heads, size, call.blocks.queries), index)
+    return _spec(call, (1, heads, size, call.blocks.queries), index)
 
 
 def _of_keys(call: _Call, size: int, first: int = 0) -> pl.BlockSpec:
-    heads = call.blocks.heads
+    heads = call.step
     index = lambda b, g, p, tables: (b, first // heads + g, 0, tables["keys"][p])
-    return _spec((1, heads, size, call.blocks.keys), index)
+    return _spec(call, (1, heads, size, call.blocks.keys), index)
 
 
-_TABLES = ("done", "keys", "kinds", "queries")
+def _of_out(call: _Call, table: str) -> pl.BlockSpec:
+    """Size-major rows of what comes of queries."""
+    layout = call.layout_out
+    index = lambda b, g, p, tables: (b, 0, g, tables[table][p])
+    return _spec(call, (1, layout.size, layout.rows, layout.tokens), index)
 
 
-def _spec(shape, index) -> pl.BlockSpec:
-    """`index(b, g, p, tables)` as Pallas calls it, with the tables one by one, in their order."""
+def _of_rows(call: _Call, part: int, table: str) -> pl.BlockSpec:
+    """Size-major rows of queries, keys or values, or of all."""
+    layout = call.layout
+    index = lambda b, g, p, tables: (b, 0, part, g, tables[table][p])
+    return _spec(call, (1, layout.size, 1, layout.rows, layout.tokens), index)
+
+
+def _spec(call: _Call, shape, index) -> pl.BlockSpec:
+    """`index(b, g, p, tables)` as Pallas calls it, with the tables one by one."""
 
     def by_name(b, g, p, *tables):
-        names = [name for name in _TABLES if name != "done" or len(tables) == len(_TABLES)]
-        return index(b, g, p, dict(zip(names, tables, strict=True)))
+        return index(b, g, p, dict(zip(call.tables, tables, strict=True)))
 
     return pl.BlockSpec(shape, by_name)
+
+
+def _gradient_sums(call: _Call) -> dict[str, Any]:
+    (bq, bk, _), step = call.blocks, call.step
+    of_queries = call.queries // bq, step * call.each, call.size, bq
+    return {
+        "d_q_sum": pltpu.VMEM(of_queries, jnp.float32),
+        "d_k_sum": pltpu.VMEM((step, call.size, bk), jnp.float32),
+        "d_v_sum": pltpu.VMEM((step, call.value_size, bk), jnp.float32),
+    }
 
 
 def _shape(B: int, call: _Call, size: int, dtype=None) -> jax.ShapeDtypeStruct:
@@ -534,12 +584,22 @@ def _inputs(call: _Call, given: Given):
     q, k, v = given[:3]
     shift = (call.offset or 0) if given.shift is None else given.shift
     scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in (given.scale, shift)])
-    inputs = {
-        "q": (q.array, _of_queries(call, call.size, first=q.first)),
-        "k": (k.array, _of_keys(call, call.size, first=k.first)),
-        "v": (v.array, _of_keys(call, call.value_size, first=v.first)),
-        "scalars": (scalars, in_smem),
-    }
+    inputs = {"scalars": (scalars, in_smem)}
+    if call.size_major:
+        B, D, _, N = q.array.shape
+        parts = q.array.reshape(B, D, call.cut.parts, -1, N)
+        tables = {"q": "queries", "k": "keys", "v": "keys"}
+        for name in ("q",) if call.by_keys else ("k", "v"):
+            tables[name] = "fetched"
+        for part, name in enumerate(("q", "k", "v")[: max(2, call.cut.parts)]):
+            part = part if call.cut.parts == 3 else 0
+            inputs["rows_" + name] = parts, _of_rows(call, part, tables[name])
+    else:
+        inputs |= {
+            "q": (q.array, _of_queries(call, call.size, first=q.first)),
+            "k": (k.array, _of_keys(call, call.size, first=k.first)),
+            "v": (v.array, _of_keys(call, call.value_size, first=v.first)),
+        }
     if call.alibi:
         inputs["slopes"] = (given.slopes.astype(jnp.float32), in_smem)
     if call.segments:
@@ -548,11 +608,11 @@ def _inputs(call: _Call, given: Given):
         inputs |= {
             "query_ids": (
                 of_queries[:, None],
-                _spec((1, 1, bq), lambda b, g, p, tables: (b, 0, tables["queries"][p])),
+                _spec(call, (1, 1, bq), lambda b, g, p, tables: (b, 0, tables["queries"][p])),
             ),
             "key_ids": (
                 of_keys[:, None],
-                _spec((1, 1, bk), lambda b, g, p, tables: (b, 0, tables["keys"][p])),
+                _spec(call, (1, 1, bk), lambda b, g, p, tables: (b, 0, tables["keys"][p])),
             ),
             "query_ranges": _ranges(of_queries, bq),
             "key_ranges": _ranges(of_keys, bk),
@@ -570,7 +630,8 @@ def _ranges(ids: Int[Array, "B N"], block: int) -> tuple[Int[Array, "B 1 n"], pl
     return ends, pl.BlockSpec(shape, index, memory_space=pltpu.SMEM)
 
 
-def _run(kernel, name, call, tables, inputs, outputs, scratch, products, interpret):
+def _run(kernel, name, call, inputs, outputs, scratch, products, interpret):
+    tables = _tables(call)
     batch = next(iter(outputs.values()))[0].shape[0]
     pairs = len(tables["kinds"])
     logits = batch * call.heads * pairs * call.blocks.queries * call.blocks.keys
@@ -580,7 +641,7 @@ def _run(kernel, name, call, tables, inputs, outputs, scratch, products, interpr
         inputs,
         outputs,
         scratch,
-        grid=(batch, call.kv_heads // call.blocks.heads, pairs),
+        grid=(batch, call.kv_heads // call.step, pairs),
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * products * logits * call.size,
         transcendentals=logits,

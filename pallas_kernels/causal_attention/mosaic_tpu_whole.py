@@ -4,9 +4,7 @@ Tokens lie in the lanes, so a head's queries, keys and values are [D, N] tiles a
 product over rows: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. Nothing is transposed in HBM.
 The order of rows is either
 
-- "size_major", [B, D, P, N]: as the key-vector kernels write reads. A head is every P-th row; rows
-  are 32-bit words, so the bfloat16 rows of two neighbouring heads are fetched together by strided
-  loads and split, and results are joined and scattered the same way;
+- "size_major", [B, D, P, N]: as the key-vector kernels write reads; heads are taken out in VMEM;
 - "head_major", [B, P, D, N]: as a plain Transformer's projection writes.
 
 One grid step holds a whole sequence in VMEM, all heads: logits exist for one block of queries of
@@ -27,6 +25,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import tuned
 from pallas_kernels.call import LANES, VMEM_LIMIT, largest_divisor, round_up, tpu_call
 from pallas_kernels.causal_attention.interface import Attended, Attention, Rows
+from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
 from pallas_kernels.causal_attention.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 
 
@@ -44,8 +43,12 @@ class _Call(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """Heads whose rows share a 32-bit word."""
-        return 2 if self.rows == "size_major" and self.dtype == jnp.bfloat16 else 1
+        """Heads that are fetched together."""
+        return self.layout(1).packed if self.rows == "size_major" else 1
+
+    def layout(self, vectors: int) -> Layout:
+        """Of size-major rows."""
+        return Layout(vectors, self.size, self.length, self.dtype)
 
 
 def fits(qkv: Any, rows: Rows) -> bool:
@@ -78,7 +81,10 @@ def attention_forward(
     }
     scratch = {}
     if rows == "size_major":
-        scratch = {"words_qkv": _words(call, 3 * H), "words_out": _words(call, H)}
+        scratch = {
+            "words_qkv": call.layout(3 * H).scratch,
+            "words_out": call.layout(H).scratch,
+        }
     flops, size = 2 * B * N * N * H * D, 4 * B * N * H * D * call.dtype.itemsize
     out = _run(
         _forward_kernel, "attention_forward", call, inputs, outputs, scratch, flops, size, interpret
@@ -108,9 +114,9 @@ def attention_backward(
     scratch = {}
     if rows == "size_major":
         scratch = {
-            "words_qkv": _words(call, 3 * H),
-            "words_out": _words(call, H),
-            "words_d_out": _words(call, H),
+            "words_qkv": call.layout(3 * H).scratch,
+            "words_out": call.layout(H).scratch,
+            "words_d_out": call.layout(H).scratch,
         }
     flops, size = 5 * B * N * N * H * D, 8 * B * N * H * D * call.dtype.itemsize
     result = _run(
@@ -226,70 +232,36 @@ def _for_each_group(call: _Call, attend):
     jax.lax.fori_loop(0, call.heads // call.packed, step, 0)
 
 
-def _stride(call: _Call, vectors: int) -> int:
-    """Words from one entry of a head to the next, in scratch."""
-    return round_up(vectors // call.packed, 8)
-
-
 def _fetch(call: _Call, ref, name: str, vectors: int):
     """Size-major rows into scratch as words, where strided loads can reach them."""
-    if call.rows == "head_major":
-        return
-    words, stride = vectors // call.packed, _stride(call, vectors)
-    for tile in range(call.length // LANES):
-        for i in range(call.size):
-            block = ref[name][0, i, :, tile * LANES : (tile + 1) * LANES]
-            if call.packed == 2:
-                block = pltpu.bitcast(block, jnp.int32)
-            ref["words_" + name][tile, i * stride : i * stride + words, :] = block
+    if call.rows == "size_major":
+        call.layout(vectors).fetch(ref[name].at[0], ref["words_" + name])
 
 
 def _deliver(call: _Call, ref, name: str, scratch: str, vectors: int):
     """Scratch into a size-major output block."""
-    if call.rows == "head_major":
-        return
-    words, stride = vectors // call.packed, _stride(call, vectors)
-    for tile in range(call.length // LANES):
-        for i in range(call.size):
-            block = ref["words_" + scratch][tile, i * stride : i * stride + words, :]
-            if call.packed == 2:
-                block = pltpu.bitcast(block, jnp.bfloat16)
-            ref[name][0, i, :, tile * LANES : (tile + 1) * LANES] = block
+    if call.rows == "size_major":
+        call.layout(vectors).deliver(ref["words_" + scratch], ref[name].at[0])
 
 
 def _heads(call: _Call, ref, name: str, part: int, group):
     """The [D, N] arrays of a group's heads; parts are queries, keys and values."""
-    groups = call.heads // call.packed
+    row = part * (call.heads // call.packed) + group
     if call.rows == "head_major":
-        return [ref[name][0, part * groups + group]]
+        return [ref[name][0, row]]
     vectors = 3 * call.heads if name == "qkv" else call.heads
-    rows = pl.ds(part * groups + group, call.size, stride=_stride(call, vectors))
-    tiles = range(call.length // LANES)
-    words = jnp.concatenate([ref["words_" + name].at[t][rows, :] for t in tiles], axis=1)
-    if call.packed == 1:
-        return [words]
-    as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
-    return [as_float(words << 16), as_float(words & jnp.int32(-(2**16)))]
+    return call.layout(vectors).take(ref["words_" + name], row)
 
 
 def _put_heads(call: _Call, ref, name: str, part: int, group, arrays):
     """The inverse, into an output's scratch; "d_qkv" shares that of qkv."""
-    groups = call.heads // call.packed
+    row = part * (call.heads // call.packed) + group
     if call.rows == "head_major":
-        ref[name][0, part * groups + group] = arrays[0].astype(call.dtype)
+        ref[name][0, row] = arrays[0].astype(call.dtype)
         return
     vectors = 3 * call.heads if name == "d_qkv" else call.heads
     scratch = ref["words_" + ("qkv" if name == "d_qkv" else name)]
-    words = arrays[0].astype(call.dtype)
-    if call.packed == 2:
-        bits = lambda x: jax.lax.bitcast_convert_type(
-            x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32
-        )
-        low = jax.lax.shift_right_logical(bits(arrays[0]), 16)
-        words = low | bits(arrays[1])
-    rows = pl.ds(part * groups + group, call.size, stride=_stride(call, vectors))
-    for t in range(call.length // LANES):
-        scratch.at[t][rows, :] = words[:, t * LANES : (t + 1) * LANES]
+    call.layout(vectors).put(scratch, row, arrays)
 
 
 # Around the kernels --------------------------------------------------------------------------
@@ -384,12 +356,6 @@ def _block(call: _Call, vectors: int) -> pl.BlockSpec:
 
 def _out_shape(call: _Call, batch: int, vectors: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((batch, *_dims(call, vectors)), call.dtype)
-
-
-def _words(call: _Call, vectors: int):
-    dtype = jnp.int32 if call.packed == 2 else call.dtype
-    shape = (call.length // LANES, call.size * _stride(call, vectors), LANES)
-    return pltpu.VMEM(shape, dtype)
 
 
 def _in_smem() -> pl.BlockSpec:

@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # They attend with masks or without them.
-from pallas_kernels.causal_attention.mosaic_tpu_blocks import KERNELS as EITHER
+from pallas_kernels.causal_attention.block_sizes import KERNELS as EITHER
 from pallas_kernels.compiler.hlo import Module
 from pallas_kernels.compiler.memory import Assignment, read_assignment
 from pallas_kernels.compiler.schedule import Schedule, parse_schedule

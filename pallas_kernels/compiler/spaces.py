@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
+from pallas_kernels.causal_attention import block_sizes as attention_blocks
 from pallas_kernels.causal_attention import mosaic_tpu as attention_tpu
-from pallas_kernels.causal_attention import mosaic_tpu_blocks as attention_blocks
 from pallas_kernels.causal_attention import mosaic_tpu_whole as attention_whole
 from pallas_kernels.causal_attention import reference as attention_portable
 from pallas_kernels.causal_attention.interface import Attended, Attention
@@ -377,7 +377,7 @@ def _attention_default(op, key: Values, tokens: int) -> tuned.Blocks:
 
 def _attention_call(op, key: Values, tokens: int) -> Call:
     B, N, H, D = max(2, _TOKENS // tokens), tokens, key["heads"], key["size"]
-    G, by_blocks = key.get("kv_heads", H), "blocks" in op
+    G, rows = key.get("kv_heads", H), key["rows"]
     portable = op.replace("_blocks", "")
     data = functools.partial(_array, dtype=key["dtype"])
     given = Attention(
@@ -386,7 +386,6 @@ def _attention_call(op, key: Values, tokens: int) -> Call:
         _array(H) if key["alibi"] else None,
         _array(B, N, dtype=jnp.int32) if key["segments"] else None,
     )
-    rows = "head_major" if by_blocks else key["rows"]
 
     def function(module):
         run = functools.partial(getattr(module, portable), kv_heads=G, rows=rows)

@@ -67,7 +67,7 @@ def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=N
 def by_kernels(module, qkv, d_out, options, kv_heads=None, **static):
     """What `numpy_attention` gives, by the interpreted kernels."""
     given = Attention(qkv, **options)
-    kernel = static | {"interpret": True}
+    kernel = {"interpret": True} | static
     if module is not mosaic_tpu_whole:  # which has as many heads of keys as of queries
         kernel["kv_heads"] = kv_heads or d_out.shape[2]
     out, log_sums = module.attention_forward(given, **kernel)

@@ -11,15 +11,17 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import UnsupportedImplementation, attention_forward, causal_attention
+from pallas_kernels.call import round_up
 from pallas_kernels.causal_attention import (
+    block_sizes,
     mosaic_tpu,
     mosaic_tpu_blocks,
     mosaic_tpu_whole,
     reference,
     splash,
 )
+from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
 from pallas_kernels.causal_attention.interface import Attention
-from pallas_kernels.causal_attention.mosaic_tpu_blocks import Blocks
 from tests.closeness import assert_close
 from tests.pallas_kernels.causal_attention_battery import (
     TOLERANCE,
@@ -30,6 +32,7 @@ from tests.pallas_kernels.causal_attention_battery import (
     by_tier,
     numpy_attention,
 )
+from tests.tiers import later
 
 
 def plain(qkv, d_out, options, **static):
@@ -116,30 +119,24 @@ def test_kernels_over_blocks_are_batched():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
-def test_kernels_over_blocks_have_no_races(mode):
+@pytest.mark.parametrize("rows, dtype", [("head_major", "float32"), ("size_major", "bfloat16")])
+def test_kernels_over_blocks_have_no_races(rows, dtype, mode):
     from jax._src.pallas.mosaic.interpret import race_detection_state
 
-    heads = mosaic_tpu_blocks.Heads
-    qkv, d_out, options = arguments(1, 384, 2, 8, "float32", segments=True)
-    rows, ids = jnp.asarray(qkv).transpose(0, 2, 3, 1), jnp.asarray(options["segment_ids"])
+    qkv, d_out, options = arguments(1, 384, 2, 8, dtype, segments=True)
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
-    shared = {"blocks": Blocks(128, 128, 1), "interpret": interpret}
-    given = heads(rows), heads(rows, 2), heads(rows, 4)
-    given = mosaic_tpu_blocks.Given(*given, (2, 2), options["scale"], segments=(ids, ids))
-    out, sums = mosaic_tpu_blocks.attention_forward(given, **shared)
-    d_out = jnp.asarray(d_out).transpose(0, 2, 3, 1)
-    delta = jnp.sum(out * d_out, axis=2, keepdims=True)
-    gradients = mosaic_tpu_blocks.attention_backward(given, sums, delta, d_out, **shared)
+    static = {"rows": rows, "blocks": Blocks(128, 128, 1), "interpret": interpret}
+    arrays = jax.tree.map(jnp.asarray, (qkv, d_out, options))
+    got = by_kernels(mosaic_tpu, *arrays, **static)
     # Later versions of jax raise an error of their own.
     races = getattr(race_detection_state, "races", None)
     assert races is None or not races.races_found
-    want = numpy_attention(qkv, d_out.transpose(0, 3, 1, 2), **options)[2]
-    got = jnp.concatenate(gradients, axis=1).transpose(0, 3, 1, 2)
-    assert_close(got, want, TOLERANCE["float32"])
+    assert_close(got, numpy_attention(qkv, d_out, **options), TOLERANCE[dtype])
 
 
-def over_blocks(shape, kv_heads, dtype, blocks, alibi=False, segments=False):
-    return Case(shape, dtype, alibi, segments, kv_heads, (("blocks", blocks),))
+def over_blocks(shape, kv_heads, dtype, blocks, alibi=False, segments=False, rows="head_major"):
+    options = ("blocks", blocks), ("rows", rows)
+    return Case(shape, dtype, alibi, segments, kv_heads, options)
 
 
 BY_BLOCKS = [  # batch, length, heads, size; heads of keys; blocks
@@ -164,7 +161,36 @@ class TestBlocks(Battery):
 
     def test_equals_numpy(self, case, monkeypatch):
         # Backward in several spans of queries.
-        monkeypatch.setattr(mosaic_tpu_blocks, "_KEPT_BYTES", 2 * 128 * 4 * case.shape[3] * 2)
+        monkeypatch.setattr(block_sizes, "_KEPT_BYTES", 2 * 128 * 4 * case.shape[3] * 2)
+        super().test_equals_numpy(case)
+
+
+SIZE_MAJOR = [  # batch, length, heads, size; heads of keys; dtype; blocks; alibi, segments
+    ((1, 200, 2, 8), 2, "bfloat16", Blocks(128, 128, 1), True, True),
+    ((1, 384, 8, 8), 8, "bfloat16", Blocks(128, 128, 4), True, True),
+    ((1, 384, 4, 8), 2, "float32", Blocks(128, 128, 1), True, False),
+    ((1, 384, 4, 16), 2, "bfloat16", Blocks(128, 128, 2), False, True),
+    ((2, 256, 16, 8), 16, "float32", Blocks(128, 128, 8), False, True),
+    ((1, 512, 6, 8), 6, "bfloat16", Blocks(256, 256, 3), True, False),
+]
+
+
+class TestSizeMajorRows(Battery):
+    """Heads lie in tiles of their own, or among all rows; and their blocks stay in VMEM, or not."""
+
+    module = mosaic_tpu
+    cases = by_tier(
+        (over_blocks(*case, rows="size_major") for case in SIZE_MAJOR),
+        over_blocks(*SIZE_MAJOR[0], rows="size_major"),
+    )
+
+    def test_equals_numpy(self, case, monkeypatch):
+        (_, length, heads, size), blocks = case.shape, dict(case.options)["blocks"]
+        whole = round_up(length, blocks.queries)
+        if size == 16:  # there is room for the gradients of queries alone
+            monkeypatch.setattr(block_sizes, "_KEPT_BYTES", 4 * heads * size * whole)
+        cut = Cut("size_major", heads, case.kv_heads, size, jnp.dtype(case.dtype), blocks)
+        assert cut.has(whole)
         super().test_equals_numpy(case)
 
 
@@ -238,20 +264,27 @@ def test_kernels_compile_for_tpu(target, heads, size, rows):
     assert compiled.as_text().count("tpu_custom_call") == 2
 
 
-LONG = [  # length; heads of queries and of keys; their size
-    ("v5e:2x2", 2048, 16, 16, 64),
-    ("v6e:2x2", 2048, 32, 8, 64),
-    pytest.param("v5p:2x2x1", 2048, 16, 4, 128, marks=pytest.mark.slow),
-    pytest.param("tpu7x:2x2x1", 4096, 8, 8, 192, marks=pytest.mark.slow),
-    pytest.param("v5e:2x2", 8192, 4, 2, 256, marks=pytest.mark.slow),
-    pytest.param("v5p:2x2x1", 131072, 16, 16, 64, marks=pytest.mark.slow),
-    pytest.param("v5e:2x2", 16384, 8, 1, 128, marks=pytest.mark.slow),
+LONG = [  # length; heads of queries and of keys; their size; the order of rows
+    ("v5e:2x2", 2048, 16, 16, 64, "size_major"),
+    ("v6e:2x2", 2048, 32, 8, 64, "head_major"),
+    *later(
+        ("v6e:2x2", 2048, 12, 12, 32, "size_major"),
+        ("v5p:2x2x1", 8192, 16, 16, 64, "size_major"),
+        ("tpu7x:2x2x1", 4096, 16, 4, 64, "size_major"),
+        ("v5e:2x2", 8192, 12, 12, 64, "size_major"),
+        ("v5e:2x2", 2048, 16, 16, 64, "head_major"),
+        ("v5p:2x2x1", 2048, 16, 4, 128, "head_major"),
+        ("tpu7x:2x2x1", 4096, 8, 8, 192, "head_major"),
+        ("v5e:2x2", 8192, 4, 2, 256, "head_major"),
+        ("v5p:2x2x1", 131072, 16, 16, 64, "head_major"),
+        ("v5e:2x2", 16384, 8, 1, 128, "head_major"),
+    ),
 ]
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("target, length, heads, kv_heads, size", LONG)
-def test_kernels_over_blocks_compile_for_tpu(target, length, heads, kv_heads, size):
+@pytest.mark.parametrize("target, length, heads, kv_heads, size, rows", LONG)
+def test_kernels_over_blocks_compile_for_tpu(target, length, heads, kv_heads, size, rows):
     topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
     shape = (2, 1, length, heads + 2 * kv_heads, size)
@@ -259,7 +292,7 @@ def test_kernels_over_blocks_compile_for_tpu(target, length, heads, kv_heads, si
     ids = jax.ShapeDtypeStruct(shape[:3], jnp.int32, sharding=device)
 
     def loss(qkv, ids):
-        options = {"scale": 0.1, "slopes": jnp.full(heads, 0.1), "rows": "head_major"}
+        options = {"scale": 0.1, "slopes": jnp.full(heads, 0.1), "rows": rows}
         one = lambda qkv, ids: causal_attention(qkv, segment_ids=ids, kv_heads=kv_heads, **options)
         return jnp.sum(jax.vmap(one)(qkv, ids).astype(jnp.float32))
 

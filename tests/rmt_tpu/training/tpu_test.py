@@ -125,14 +125,24 @@ def test_train_step_compiles_for_a_slice_of_v5e(preset, remat, positions):
     assert (f"{kernel}partial_backward" in program) == ("attnres" in preset)
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_nothing_moves_between_the_residuals_kernels_and_attention(topology):
+@pytest.mark.parametrize(
+    "topology, seq_len",
+    [
+        *((topology, 128) for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")),
+        ("v5e:2x2", 2048),
+        *later(*((topology, 2048) for topology in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"))),
+    ],
+)
+def test_nothing_moves_between_the_residuals_kernels_and_attention(topology, seq_len):
     """No copy or transpose of a residual, or of what attention reads, once a layer."""
-    config = config_of("rmt-tiny", remat="reversible", key_dim=32, batch_size=8)
+    options = {"positions": Alibi(), "key_dim": 32, "batch_size": 8}
+    config = config_of("rmt-tiny", remat="reversible", **options)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len))
     _, step = compiled(config, topology=topology)
     tokens = config.train.batch_size * config.data.seq_len
     heads, size = config.model.attention.num_heads, config.model.attention.head_dim
     program = step.as_text()
+    assert ("attention_blocks_backward" in program) == (seq_len == 2048)
     # Of all computations, the entry apart, in which what happens once may happen.
     loops = program[: program.index("ENTRY")]
     assert moves(loops, tokens * config.model.residual_size) == []

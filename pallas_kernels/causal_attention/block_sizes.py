@@ -1,0 +1,153 @@
+"""How the kernels over blocks cut their work, by rule and by table, and what fits in VMEM.
+
+Of "size_major" rows, [B, D, P, N], a step of the grid has heads that lie in whole tiles, or all.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels import tuned
+from pallas_kernels.call import LANES, VMEM_LIMIT, divisors
+from pallas_kernels.causal_attention.interface import Rows
+from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
+
+# Of what the kernels keep of all blocks of a sequence, or of a span of it.
+_KEPT_BYTES = 32 * 2**20
+# Rows of a tile, of which a block has whole ones or all.
+_TILE = 8
+# Tokens of a block, and what an entry of its logits costs beside those of the best. Entries of the
+# logits of heads at a time, about.
+_BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.5, 128: 2.5}
+_ENTRIES = 2**21
+
+
+class Blocks(NamedTuple):
+    """Tokens of a block of `queries` and of `keys`, multiples of 128; `heads` of keys at a time."""
+
+    queries: int
+    keys: int
+    heads: int
+
+
+class Cut(NamedTuple):
+    """How the work is cut: heads of queries and of keys, their size, and the order of rows."""
+
+    rows: Rows
+    heads: int
+    kv_heads: int
+    size: int
+    dtype: jnp.dtype
+    blocks: Blocks
+
+    @property
+    def each(self) -> int:
+        """Heads of queries for one of keys."""
+        return self.heads // self.kv_heads
+
+    @property
+    def step(self) -> int:
+        """Heads of keys in a step of the grid."""
+        own, alike = self.blocks.heads, self.heads == self.kv_heads
+        if self.rows == "head_major":
+            return own
+        whole = lambda n: n == self.kv_heads or (alike and n % _TILE == 0)
+        return min(n for n in divisors(self.kv_heads) if n % own == 0 and whole(n))
+
+    @property
+    def parts(self) -> int:
+        """Blocks that a step has of size-major rows: queries, keys and values, or one of all."""
+        return 3 if self.heads == self.kv_heads and self.step % _TILE == 0 else 1
+
+    @property
+    def block_rows(self) -> int:
+        """Size-major rows of a block of queries, keys or values, or of all."""
+        return self.step if self.parts == 3 else self.heads + 2 * self.kv_heads
+
+    @property
+    def packed(self) -> int:
+        """Heads whose rows share a 32-bit word."""
+        return packed(self.dtype)
+
+    @property
+    def span(self) -> int:
+        """Queries whose gradients the backward kernel can keep, in whole blocks."""
+        kept = self._bytes(self.step * self.each, 4)
+        return self.blocks.queries * max(1, _KEPT_BYTES // kept)
+
+    def slots(self, queries: int, *, by_keys: bool) -> int:
+        """Blocks, of as many tokens, whose size-major heads stay in VMEM: all of them, or one.
+
+        Those of the kind that comes again with every block of the other: of keys forward.
+        """
+        heads, item = self.step * (self.each if by_keys else 1), jnp.dtype(self.dtype).itemsize
+        count = -(-queries // self.blocks.queries)
+        need = self._bytes(heads, 2 * item + (4 if by_keys else 0))
+        return count if count * need <= _KEPT_BYTES else 1
+
+    def has(self, tokens: int) -> bool:
+        """Whether the kernels read and write size-major rows of sequences of so many tokens."""
+        queries, keys, _ = self.blocks
+        paired = self.heads % self.packed == self.kv_heads % self.packed == 0
+        fit = tokens <= self.span and self.vmem_bytes(tokens) <= VMEM_LIMIT
+        return self.rows == "size_major" and paired and queries == keys and fit
+
+    def vmem_bytes(self, tokens: int) -> int:
+        """Of the backward kernel, about: blocks in two buffers, sums, and some logits."""
+        queries, keys, _ = self.blocks
+        item, of_queries = jnp.dtype(self.dtype).itemsize, self.step * self.each
+        kept = self._bytes(of_queries, 4) * -(-min(tokens, self.span) // queries)
+        kept += 8 * self.step * self.size * keys + 4 * 4 * queries * keys
+        if self.rows == "head_major":
+            moved = 3 * of_queries * queries + 4 * self.step * keys
+            return kept + 2 * item * self.size * moved
+        rows = 3 * self.block_rows + (3 * self.step if self.parts == 3 else 0) + 2 * of_queries
+        taken = 2 * self.slots(tokens, by_keys=True) * of_queries + 2 * self.step
+        return kept + self._bytes(2 * rows + taken + self.block_rows, item)
+
+    def _bytes(self, heads: int, item: int) -> int:
+        return heads * self.size * self.blocks.queries * item
+
+
+def default_blocks(
+    kernel: str, N: int, *, heads: int, kv_heads: int, size: int, rows: Rows, dtype: str, **others
+) -> Blocks:
+    """By rule; `others` of the key do not matter."""
+
+    def cost(tokens: int) -> float:
+        count = -(-N // tokens)
+        return _BLOCKS[tokens] * tokens**2 * count * (count + 1)
+
+    each = heads // kv_heads
+    tokens = min((t for t in _BLOCKS if each * t**2 <= _ENTRIES), key=cost, default=min(_BLOCKS))
+    # Work on one head hides another's waiting; and all queries should fit, if they can.
+    fitting = [n for n in divisors(kv_heads) if n * each * tokens**2 <= _ENTRIES]
+    cut = lambda n: Cut(rows, heads, kv_heads, size, jnp.dtype(dtype), Blocks(tokens, tokens, n))
+    kept = [n for n in fitting if cut(n).span >= N]
+    return Blocks(tokens, tokens, max(kept or [1]))
+
+
+def _refused(kernel: str, key: dict[str, Any], tokens: int, blocks: Blocks) -> str | None:
+    queries, keys, heads = blocks
+    if queries % LANES or keys % LANES or max(queries, keys) % min(queries, keys):
+        return f"blocks of {queries} queries and {keys} keys"
+    if key["kv_heads"] % heads:
+        groups = key["kv_heads"]
+        return f"{heads} heads at a time, of {groups}"
+    of_key = (key[name] for name in ("rows", "heads", "kv_heads", "size"))
+    cut = Cut(*of_key, jnp.dtype(key["dtype"]), blocks)
+    if (need := cut.vmem_bytes(tokens)) > VMEM_LIMIT:
+        return f"{need >> 20} MiB of VMEM"
+    if cut.rows == "size_major" and not cut.has(tokens):
+        return f"blocks of {queries} queries and {keys} keys, of size-major rows"
+    return None
+
+
+KERNELS = tuned.register(
+    "tpu",
+    ("attention_blocks_forward", "attention_blocks_backward"),
+    Blocks,
+    ("heads", "kv_heads", "size", "dtype", "rows", "alibi", "segments"),
+    _refused,
+    version=2,
+)
