@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.arguments import check_array
 from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, reference
 from pallas_kernels.causal_attention.divided import merged
-from pallas_kernels.causal_attention.interface import Attended, Attention, Part, Rows, Scale
+from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows, Scale
 from pallas_kernels.platform import (
     Implementations,
     UnsupportedImplementation,
@@ -50,10 +50,11 @@ def causal_attention(
     slopes: Float[Array, " H"] | None = None,
     segment_ids: Int[Array, "B all_N"] | None = None,
     kv_heads: int | None = None,
+    kv: Apart | None = None,
     rows: Rows = "size_major",
     over: str | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B N H D"]:
+) -> Float[Array, "B N H Dv"]:
     """`softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment, every head.
 
     Args:
@@ -63,6 +64,8 @@ def causal_attention(
       segment_ids: of each token; None is one segment a row.
       kv_heads: G, heads of keys and of values, each for `H / G` neighbouring heads of queries;
         None is as many as of queries.
+      kv: keys [B, N, G, D] and values [B, N, G, Dv], where these are arrays of their own; qkv is
+        the queries alone, and kv_heads is not asked for.
       rows: the order of rows in the kernel's layout, [B, D, P, N] ("size_major", what the
         key-vector kernels write) or [B, P, D, N] ("head_major", what a projection writes).
       over: an axis of the mesh, within `jax.shard_map`, over whose devices tokens are divided: qkv
@@ -74,17 +77,18 @@ def causal_attention(
 
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call.
-      ValueError: qkv is not of `H + 2 G` data vectors of floats a token, slopes are not of H,
-        segment_ids not of all tokens, or a divided sequence has an odd number on a device.
+      ValueError: qkv is not of `H + 2 G` data vectors of floats a token, kv is not of as many
+        tokens and of a divisor of the queries' heads, slopes are not of H, segment_ids not of all
+        tokens, or a divided sequence has an odd number on a device.
       TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
     """
-    kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
+    kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
     if over is not None and implementation in _IMPLEMENTATIONS.elsewhere:
         raise UnsupportedImplementation(
             f"implementation={implementation!r} has no part of a sequence that is divided over "
             f"{over}; use 'xla', 'mosaic_tpu', 'cudnn', 'pallas' or None"
         )
-    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids)
+    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv)
     if implementation == "splash":
         return _by_splash(given, kv_heads)
     return _attention(_Call(rows, implementation, kv_heads, over), given)
@@ -97,13 +101,14 @@ def attention_forward(
     slopes: Float[Array, " H"] | None = None,
     segment_ids: Int[Array, "B all_N"] | None = None,
     kv_heads: int | None = None,
+    kv: Apart | None = None,
     rows: Rows = "size_major",
     over: str | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
     """`causal_attention`, and the log sum of each softmax; with no gradient of its own."""
-    kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
-    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids)
+    kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
+    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv)
     return _forward(_Call(rows, implementation, kv_heads, over), given)
 
 
@@ -125,7 +130,7 @@ def attention_backward(
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
     given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids)
     attended = Attended(out, log_sums, d_out)
-    return _backward(_Call(rows, implementation, kv_heads, over), given, attended)
+    return _backward(_Call(rows, implementation, kv_heads, over), given, attended)[0]
 
 
 def attention_after(
@@ -175,32 +180,35 @@ def _attention_after(call, qkv, before, filled, scale, slopes):
 
 def attention_to(
     q: Float[Array, "B N H D"],
-    before: Float[Array, "B K keys_and_values D"],
+    before: Float[Array, "B K keys_and_values D"] | Apart,
     seen: Bool[Array, "B K"],
     *,
     scale: Scale,
     rows: Rows = "size_major",
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
     """Attention of all queries to those keys that are seen, and the log sum of each softmax.
 
     What `merged` takes, to attend to many keys a part at a time; with no gradient of its own.
 
     Args:
       q: of every head.
-      before: keys of G heads, then values.
+      before: keys of G heads, then values; or both apart.
       seen: which keys are.
       scale, rows, implementation: as `causal_attention`.
 
     Raises:
       UnsupportedImplementation, ValueError: as `causal_attention`.
     """
-    kv_heads = before.shape[2] // 2
-    if q.shape[2] % kv_heads or before.shape[2] % 2:
-        raise ValueError(f"shapes do not fit: heads of {q.shape} and of {before.shape}")
+    arrays, each = (before, 1) if isinstance(before, tuple) else ((before,), 2)
+    kv_heads = arrays[0].shape[2] // each
+    if q.shape[2] % kv_heads or any(x.shape[2] != each * kv_heads for x in arrays):
+        shapes = " and ".join(str(x.shape) for x in arrays)
+        raise ValueError(f"shapes do not fit: heads of {q.shape} and of {shapes}")
     segments = jnp.ones(q.shape[:2], jnp.int32), seen.astype(jnp.int32)
     call = _Call(rows, implementation, kv_heads, None)
-    given = Part(q, before.astype(q.dtype), jnp.asarray(scale), jnp.int32(0), None, segments)
+    before = jax.tree.map(lambda x: x.astype(q.dtype), before)
+    given = Part(q, before, jnp.asarray(scale), jnp.int32(0), None, segments)
     return _part_forward(call, given)
 
 
@@ -216,7 +224,7 @@ _after = jax.custom_vjp(_attention_after, nondiff_argnums=(0,))
 _after.defvjp(lambda call, *given: (_attention_after(call, *given), given), _after_backward)
 
 
-def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None) -> int:
+def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=None) -> int:
     """The number of heads of keys."""
     check_array("qkv", qkv, "B N P D")
     if over is not None and qkv.shape[1] % 2:
@@ -230,6 +238,8 @@ def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None) -> 
             f"shapes do not fit: segment_ids are {segment_ids.shape}, of {qkv.shape[0]} rows of "
             f"{length} tokens"
         )
+    if kv is not None:
+        return _check_apart(qkv, slopes, kv_heads, kv)
     rows = qkv.shape[2]
     if kv_heads is None:
         heads = keys = rows // 3
@@ -240,6 +250,22 @@ def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None) -> 
         of_slopes = "" if slopes is None else f", slopes [H] are {slopes.shape}"
         wanted = "3 H" if kv_heads is None else f"H + 2 * {kv_heads}"
         raise ValueError(f"shapes do not fit: qkv [B, N, {wanted}, D] is {qkv.shape}{of_slopes}")
+    return keys
+
+
+def _check_apart(q, slopes, kv_heads: int | None, kv: Apart) -> int:
+    k, v = kv
+    check_array("keys", k, "B N G D")
+    check_array("values", v, "B N G Dv")
+    heads, keys = q.shape[2], k.shape[2]
+    fits = k.shape == (*q.shape[:2], keys, q.shape[3]) and v.shape[:3] == k.shape[:3]
+    fits = fits and keys > 0 and heads % keys == 0 and kv_heads in (None, keys)
+    if not fits or (slopes is not None and slopes.shape != (heads,)):
+        of_slopes = "" if slopes is None else f", slopes [H] are {slopes.shape}"
+        raise ValueError(
+            f"shapes do not fit: queries [B, N, H, D] are {q.shape}, keys [B, N, G, D] "
+            f"{k.shape}, values [B, N, G, Dv] {v.shape}{of_slopes}"
+        )
     return keys
 
 
@@ -262,11 +288,11 @@ def _attention_forward(call, given):
 
 def _attention_backward(call, saved, d_out):
     given, out, log_sums = saved
-    d_qkv = _backward(call, given, Attended(out, log_sums, d_out))
+    d_qkv, d_kv = _backward(call, given, Attended(out, log_sums, d_out))
     zeros = [None if x is None else jnp.zeros_like(x) for x in (given.scale, given.slopes)]
     ids = given.segment_ids
     none = None if ids is None else np.zeros(ids.shape, jax.dtypes.float0)
-    return (Attention(d_qkv, *zeros, none),)
+    return (Attention(d_qkv, *zeros, none, d_kv),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -31,12 +31,13 @@ class Blocks(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the work is cut: heads of queries and of keys, their size, and the order of rows."""
+    """How the work is cut: heads of queries and of keys, their sizes, and the order of rows."""
 
     rows: Rows
     heads: int
     kv_heads: int
     size: int
+    value_size: int
     dtype: jnp.dtype
     blocks: Blocks
 
@@ -97,10 +98,11 @@ class Cut(NamedTuple):
         queries, keys, _ = self.blocks
         item, of_queries = jnp.dtype(self.dtype).itemsize, self.step * self.each
         kept = self._bytes(of_queries, 4) * -(-min(tokens, self.span) // queries)
-        kept += 8 * self.step * self.size * keys + 4 * 4 * queries * keys
+        both = self.size + self.value_size
+        kept += 4 * self.step * both * keys + 4 * 4 * queries * keys
         if self.rows == "head_major":
-            moved = 3 * of_queries * queries + 4 * self.step * keys
-            return kept + 2 * item * self.size * moved
+            moved = of_queries * queries * (both + self.size) + 2 * self.step * keys * both
+            return kept + 2 * item * moved
         rows = 3 * self.block_rows + (3 * self.step if self.parts == 3 else 0) + 2 * of_queries
         taken = 2 * self.slots(tokens, by_keys=True) * of_queries + 2 * self.step
         return kept + self._bytes(2 * rows + taken + self.block_rows, item)
@@ -110,7 +112,16 @@ class Cut(NamedTuple):
 
 
 def default_blocks(
-    kernel: str, N: int, *, heads: int, kv_heads: int, size: int, rows: Rows, dtype: str, **others
+    kernel: str,
+    N: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    value_size: int,
+    rows: Rows,
+    dtype: str,
+    **others,
 ) -> Blocks:
     """By rule; `others` of the key do not matter."""
 
@@ -122,7 +133,9 @@ def default_blocks(
     tokens = min((t for t in _BLOCKS if each * t**2 <= _ENTRIES), key=cost, default=min(_BLOCKS))
     # Work on one head hides another's waiting; and all queries should fit, if they can.
     fitting = [n for n in divisors(kv_heads) if n * each * tokens**2 <= _ENTRIES]
-    cut = lambda n: Cut(rows, heads, kv_heads, size, jnp.dtype(dtype), Blocks(tokens, tokens, n))
+    cut = lambda n: Cut(
+        rows, heads, kv_heads, size, value_size, jnp.dtype(dtype), Blocks(tokens, tokens, n)
+    )
     kept = [n for n in fitting if cut(n).span >= N]
     return Blocks(tokens, tokens, max(kept or [1]))
 
@@ -134,7 +147,7 @@ def _refused(kernel: str, key: dict[str, Any], tokens: int, blocks: Blocks) -> s
     if key["kv_heads"] % heads:
         groups = key["kv_heads"]
         return f"{heads} heads at a time, of {groups}"
-    of_key = (key[name] for name in ("rows", "heads", "kv_heads", "size"))
+    of_key = (key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size"))
     cut = Cut(*of_key, jnp.dtype(key["dtype"]), blocks)
     if (need := cut.vmem_bytes(tokens)) > VMEM_LIMIT:
         return f"{need >> 20} MiB of VMEM"
@@ -147,7 +160,7 @@ KERNELS = tuned.register(
     "tpu",
     ("attention_blocks_forward", "attention_blocks_backward"),
     Blocks,
-    ("heads", "kv_heads", "size", "dtype", "rows", "alibi", "segments"),
+    ("heads", "kv_heads", "size", "value_size", "dtype", "rows", "alibi", "segments"),
     _refused,
     version=2,
 )

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.causal_attention import entries, reference
-from pallas_kernels.causal_attention.interface import Attended, Attention, Part, Rows
+from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 
 # Entries of a head, at most: before Hopper, and from it on.
 _ENTRIES = {False: 128, True: 256}
@@ -26,7 +26,7 @@ _TOO_OLD = ("P100", "V100", "T4", "Quadro RTX", "TITAN", "GTX", "GeForce RTX 20"
 def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
     """Why cuDNN cannot serve the named op with these arrays, in a line; None if it can."""
     qkv, slopes = given[0], given.slopes
-    length = (given.kv if isinstance(given, Part) else qkv).shape[1]
+    length = (given.apart[0] if isinstance(given, Part) else qkv).shape[1]
     kind = tuned.device_lowered_for()
     most = _ENTRIES[any(name in kind for name in _HOPPER)]
     if any(name in kind for name in _TOO_OLD):
@@ -37,15 +37,16 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
         return f"ALiBi over {length} tokens (up to {entries.POSITIONS})"
     of_masks = 4 * (slopes is not None)
     of_masks += (given.segments is not None) * (entries.code_size(length) + 1)
-    if qkv.shape[3] + of_masks > most:
+    size = max(x.shape[3] for x in jax.tree.leaves((qkv, given.kv)))
+    if size + of_masks > most:
         told = f" and {of_masks} entries for ALiBi and segments" if of_masks else ""
-        return f"heads of size {qkv.shape[3]}{told} (up to {most} together)"
+        return f"heads of size {size}{told} (up to {most} together)"
     return None
 
 
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major", interpret: bool = False
-) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
     """See `interface`."""
     return _forward(_whole(given, kv_heads), causal=True, interpret=interpret)
 
@@ -57,32 +58,34 @@ def attention_backward(
     kv_heads: int,
     rows: Rows = "size_major",
     interpret: bool = False,
-) -> Float[Array, "B N P D"]:
+) -> tuple[Float[Array, "B N P D"], Apart | None]:
     """See `interface`."""
     d_q, d_kv = _backward(_whole(given, kv_heads), attended, causal=True, interpret=interpret)
-    return jnp.concatenate([d_q, d_kv], axis=2)
+    return (d_q, d_kv) if given.kv is not None else (jnp.concatenate([d_q, d_kv], axis=2), None)
 
 
 def part_forward(
     given: Part, *, interpret: bool = False
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
     """See `interface`."""
     return _forward(given, causal=False, interpret=interpret)
 
 
 def part_backward(
     given: Part, attended: Attended, *, interpret: bool = False
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"]]:
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
     """See `interface`."""
     gradients = _backward(given, attended, causal=False, interpret=interpret)
     # To be added up with those of other parts.
-    return tuple(x.astype(jnp.float32) for x in gradients)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
 
 
 def _whole(given: Attention, kv_heads: int) -> Part:
     """All of the sequence as a part of it, of which less is seen."""
-    q, *kv = jnp.split(given.qkv, [given.qkv.shape[2] - 2 * kv_heads], axis=2)
-    return Part(q, *kv, given.scale, 0, given.slopes, given.segments)
+    q, kv = given.qkv, given.kv
+    if kv is None:
+        q, kv = jnp.split(q, [q.shape[2] - 2 * kv_heads], axis=2)
+    return Part(q, kv, given.scale, 0, given.slopes, given.segments)
 
 
 def _forward(given: Part, *, causal: bool, interpret: bool):
@@ -92,25 +95,27 @@ def _forward(given: Part, *, causal: bool, interpret: bool):
     sums = sums.swapaxes(1, 2)
     if given.slopes is not None:
         sums = sums - _of_positions(given)
-    return out[..., : given.q.shape[3]], sums
+    return out[..., : given.apart[1].shape[3]], sums
 
 
 def _backward(given: Part, attended: Attended, *, causal: bool, interpret: bool):
     """Cotangents of q and kv."""
-    arrays, (*_, size) = _with_entries(given), given.q.shape
+    arrays = _with_entries(given)
     sums = attended.log_sums.astype(jnp.float32)
     if given.slopes is not None:
         sums = sums + _of_positions(given)
     whole = lambda x: entries.padded(x.astype(given.q.dtype), arrays[0].shape[3])
     run = _interpreted if interpret else _call
     saved = sums.swapaxes(1, 2), whole(attended.d_out), whole(attended.out)
-    d_q, *d_kv = (x[..., :size] for x in run("backward", causal, *arrays, *saved))
-    return (d_q * given.scale).astype(d_q.dtype), jnp.concatenate(d_kv, axis=2)
+    found = run("backward", causal, *arrays, *saved)
+    own = given.q, *given.apart
+    d_q, *d_kv = (x[..., : of.shape[3]] for x, of in zip(found, own, strict=True))
+    return (d_q * given.scale).astype(d_q.dtype), given.like_kv(*d_kv)
 
 
 def _with_entries(given: Part):
     """Queries, keys and values of one size, whose logits are those of ALiBi within segments."""
-    k, v = jnp.split(given.kv, 2, axis=2)
+    k, v = given.apart
     q, of_masks = (given.q * given.scale).astype(given.q.dtype), []
     if given.slopes is not None:
         of_masks.append(entries.of_positions(given.slopes, k.shape[1], q.dtype))
@@ -118,7 +123,8 @@ def _with_entries(given: Part):
         of_masks.append(entries.of_segments(*given.segments, q.dtype))
     q = entries.added(q, *(of_queries for of_queries, _ in of_masks))
     k = entries.added(k, *(of_keys for _, of_keys in of_masks))
-    return q, k, entries.padded(v, q.shape[3])
+    size = max(q.shape[3], v.shape[3] + -v.shape[3] % 8)  # one for all
+    return tuple(entries.padded(x, size) for x in (q, k, v))
 
 
 def _of_positions(given: Part):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.causal_attention.interface import Attended, Attention, Part
+from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part
 
 
 class Ops(NamedTuple):
@@ -30,7 +30,7 @@ class Ops(NamedTuple):
 
 def forward(
     ops: Ops, axis: str, given: Attention, kv_heads: int
-) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
     """The output of own queries, and the log sum of each softmax over all keys.
 
     Args:
@@ -40,19 +40,18 @@ def forward(
       kv_heads: heads of keys.
     """
     ring = _Ring(axis, given)
-    parts = ring.balanced(given.qkv)
-    heads = parts.shape[3] - 2 * kv_heads
-    q, kv = parts[..., :heads, :], parts[..., heads:, :]
+    parts = jax.tree.map(ring.balanced, (given.qkv, given.kv))
+    q, kv = _queries_and_others(*parts, kv_heads)
     arriving = ring.passed_on(kv)  # while there is work on what is here
-    out, sums = ring.apart(ops.whole_forward(ring.own(parts)))
+    out, sums = ring.apart(ops.whole_forward(ring.own(*parts)))
     state = out.astype(sums.dtype), sums
-    state = _add(state, 1, ops.part_forward(ring.part(q[1], kv[0], ring.high, ring.low)))
+    state = _add(state, 1, ops.part_forward(ring.part(q[1], _at(kv, 0), ring.high, ring.low)))
 
     def hop(carry, step):
         kv, state = carry
         arriving = ring.passed_on(kv)
         for pair in ring.pairs(step):
-            found = ops.part_forward(ring.part(q[pair.query], kv[pair.key], *pair.parts))
+            found = ops.part_forward(ring.part(q[pair.query], _at(kv, pair.key), *pair.parts))
             state = _add(state, pair.query, found)
         return (arriving, state), None
 
@@ -62,22 +61,22 @@ def forward(
 
 def backward(
     ops: Ops, axis: str, given: Attention, attended: Attended, kv_heads: int
-) -> Float[Array, "B N P D"]:
-    """The cotangent of qkv; those of keys and values go round with them, in float32."""
+) -> tuple[Float[Array, "B N P D"], Apart | None]:
+    """Cotangents of qkv and kv; those of keys and values go round with them, in float32."""
     ring = _Ring(axis, given)
-    parts, *of_queries = map(ring.balanced, (given.qkv, *attended))
-    heads = parts.shape[3] - 2 * kv_heads
-    q, kv = parts[..., :heads, :], parts[..., heads:, :]
+    parts = jax.tree.map(ring.balanced, (given.qkv, given.kv))
+    of_queries = [ring.balanced(x) for x in attended]
+    q, kv = _queries_and_others(*parts, kv_heads)
     arriving = ring.passed_on(kv)
     of_own = Attended(*map(ring.together, of_queries))
-    d_parts = ring.apart(ops.whole_backward(ring.own(parts), of_own))
-    d_parts = d_parts.astype(attended.log_sums.dtype)
-    d_q, d_kv = d_parts[..., :heads, :], d_parts[..., heads:, :]
+    d_parts = ring.apart(ops.whole_backward(ring.own(*parts), of_own))
+    d_parts = jax.tree.map(lambda x: x.astype(attended.log_sums.dtype), d_parts)
+    d_q, d_kv = _queries_and_others(*d_parts, kv_heads)
 
     def add(d_q, d_kv, kv, query, key, parts):
         own = Attended(*(x[query] for x in of_queries))
-        of_q, of_kv = ops.part_backward(ring.part(q[query], kv[key], *parts), own)
-        return d_q.at[query].add(of_q), d_kv.at[key].add(of_kv)
+        of_q, of_kv = ops.part_backward(ring.part(q[query], _at(kv, key), *parts), own)
+        return d_q.at[query].add(of_q), jax.tree.map(lambda x, y: x.at[key].add(y), d_kv, of_kv)
 
     d_q, d_kv = add(d_q, d_kv, kv, 1, 0, (ring.high, ring.low))
 
@@ -90,7 +89,21 @@ def backward(
 
     (_, d_q, d_kv), _ = jax.lax.scan(hop, (arriving, d_q, d_kv), jnp.arange(1, ring.count))
     d_kv = ring.passed_on(d_kv)  # home
-    return ring.natural(jnp.concatenate([d_q, d_kv], axis=3).astype(q.dtype))
+    if given.kv is None:
+        d_q, d_kv = jnp.concatenate([d_q, d_kv], axis=3), None
+    return jax.tree.map(lambda x: ring.natural(x.astype(q.dtype)), (d_q, d_kv))
+
+
+def _queries_and_others(qkv, kv, kv_heads: int):
+    """Queries, and keys and values: rows of one array, or apart."""
+    if kv is not None:
+        return qkv, kv
+    heads = qkv.shape[3] - 2 * kv_heads
+    return qkv[..., :heads, :], qkv[..., heads:, :]
+
+
+def _at(tree: Any, index: Any) -> Any:
+    return jax.tree.map(lambda x: x[index], tree)
 
 
 class _Pair(NamedTuple):
@@ -140,16 +153,17 @@ class _Ring:
         """`together` undone."""
         return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
 
-    def own(self, parts: Float[Array, "2 B half_N P D"]) -> Attention:
+    def own(self, qkv: Float[Array, "2 B half_N P D"], kv: Any) -> Attention:
         """Of both parts, each alone."""
         ids = None
         if self._given.segment_ids is not None:
             ids = jnp.concatenate([self._ids(part) for part in (self.low, self.high)])
-        return self._given._replace(qkv=self.together(parts), segment_ids=ids)
+        qkv, kv = jax.tree.map(self.together, (qkv, kv))
+        return self._given._replace(qkv=qkv, kv=kv, segment_ids=ids)
 
-    def part(self, q: Array, kv: Array, queries: Any, keys: Any) -> Part:
+    def part(self, q: Array, kv: Array | Apart, queries: Any, keys: Any) -> Part:
         """Of queries of one part to keys of another."""
-        _, scale, slopes, ids = self._given
+        _, scale, slopes, ids, _ = self._given
         segments = None if ids is None else (self._ids(queries), self._ids(keys))
         return Part(q, kv, scale, (queries - keys) * self.length, slopes, segments)
 

@@ -3,9 +3,9 @@
 An implementation is a module with these functions; `kv_heads` is the number of heads of keys and of
 values, and `rows` the order that is best, if it has kernels for both:
 
-    attention_forward(Attention, *, kv_heads, rows) -> (out [B, N, H, D], log_sums [B, N, H])
-    attention_backward(Attention, Attended, *, kv_heads, rows) -> the cotangent of qkv
-    part_forward(Part) -> (out [B, Q, H, D], log_sums [B, Q, H])
+    attention_forward(Attention, *, kv_heads, rows) -> (out [B, N, H, Dv], log_sums [B, N, H])
+    attention_backward(Attention, Attended, *, kv_heads, rows) -> cotangents of qkv and kv
+    part_forward(Part) -> (out [B, Q, H, Dv], log_sums [B, Q, H])
     part_backward(Part, Attended) -> cotangents of q and kv, at least float32
     unsupported(op, *operands) -> why it cannot serve these, in a line, or None
 
@@ -15,27 +15,32 @@ Outputs are in the dtype of queries, log sums are at least float32. Of weights p
 
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 Rows = Literal["size_major", "head_major"]
 Scale = Float[Array, ""] | int | float
 Segments = tuple[Int[Array, "B Q"], Int[Array, "B K"]]
+# Keys and values of a size of their own.
+Apart = tuple[Float[Array, "B K G D"], Float[Array, "B K G Dv"]]
 
 
 class Attention(NamedTuple):
     """`softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment.
 
     Attributes:
-      qkv: queries of all heads, then keys, then values.
+      qkv: queries of all heads, then keys, then values; or queries alone.
       scale: of the logits.
       slopes: of ALiBi.
       segment_ids: of each token.
+      kv: keys and values, if they are apart.
     """
 
     qkv: Float[Array, "B N P D"]
     scale: Scale
     slopes: Float[Array, " H"] | None = None
     segment_ids: Int[Array, "B N"] | None = None
+    kv: Apart | None = None
 
     @property
     def segments(self) -> Segments | None:
@@ -48,7 +53,7 @@ class Part(NamedTuple):
 
     Attributes:
       q: queries.
-      kv: keys of all heads, then values.
+      kv: keys of all heads, then values; or both apart.
       scale: of the logits.
       shift: of the first query's position over the first key's.
       slopes: of ALiBi.
@@ -56,16 +61,25 @@ class Part(NamedTuple):
     """
 
     q: Float[Array, "B Q H D"]
-    kv: Float[Array, "B K P D"]
+    kv: Float[Array, "B K P D"] | Apart
     scale: Scale
     shift: Int[Array, ""] | int
     slopes: Float[Array, " H"] | None
     segments: Segments | None
 
+    @property
+    def apart(self) -> Apart:
+        """Keys and values."""
+        return self.kv if isinstance(self.kv, tuple) else tuple(jnp.split(self.kv, 2, axis=2))
+
+    def like_kv(self, k: Array, v: Array) -> Array | Apart:
+        """Of keys and of values, as kv has both."""
+        return (k, v) if isinstance(self.kv, tuple) else jnp.concatenate([k, v], axis=2)
+
 
 class Attended(NamedTuple):
     """What came of it, over all parts of the keys, and the cotangent of that."""
 
-    out: Float[Array, "B Q H D"]
+    out: Float[Array, "B Q H Dv"]
     log_sums: Float[Array, "B Q H"]
-    d_out: Float[Array, "B Q H D"]
+    d_out: Float[Array, "B Q H Dv"]

@@ -7,6 +7,7 @@ number of heads in bfloat16, gradients of more queries than VMEM keeps), XLA mak
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
@@ -17,7 +18,7 @@ from pallas_kernels.causal_attention import block_sizes
 from pallas_kernels.causal_attention import mosaic_tpu_blocks as by_blocks
 from pallas_kernels.causal_attention import mosaic_tpu_whole as whole
 from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
-from pallas_kernels.causal_attention.interface import Attended, Attention, Part, Rows
+from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_whole import tokens_first, tokens_last
 
 # Sequences up to which a step with all of one, and half of its logits masked, is faster.
@@ -27,14 +28,15 @@ _WHOLE = 1024
 def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
     if isinstance(given, Part):
-        queries, keys = given.q.shape[1], given.kv.shape[1]
+        queries, keys = given.q.shape[1], given.apart[0].shape[1]
         if queries % LANES or keys % LANES:
             return f"parts of {queries} queries and {keys} keys (multiples of {LANES})"
     qkv = given[0]
     if qkv.dtype not in (jnp.bfloat16, jnp.float32):
         return f"data vectors of {qkv.dtype} (bfloat16 or float32)"
-    if qkv.shape[3] % 8:
-        return f"heads of size {qkv.shape[3]} (multiples of 8)"
+    for size in (x.shape[3] for x in jax.tree.leaves((qkv, given.kv))):
+        if size % 8:
+            return f"heads of size {size} (multiples of 8)"
     return None
 
 
@@ -45,9 +47,9 @@ def attention_forward(
     rows: Rows = "size_major",
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
     """See `interface`; by `blocks` if given."""
-    if blocks is None and _is_whole(given.qkv, kv_heads, rows):
+    if blocks is None and _is_whole(given, kv_heads, rows):
         return whole.attention_forward(given, rows=rows, interpret=interpret)
     cut = _Cut("attention_blocks_forward", given, kv_heads, rows, blocks)
     out, log_sums = by_blocks.attention_forward(cut.given, blocks=cut.blocks, interpret=interpret)
@@ -62,26 +64,29 @@ def attention_backward(
     rows: Rows = "size_major",
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[Array, "B N P D"]:
+) -> tuple[Float[Array, "B N P D"], Apart | None]:
     """See `interface`; by `blocks` if given."""
     attended = attended._replace(d_out=attended.d_out.astype(given.qkv.dtype))
-    if blocks is None and _is_whole(given.qkv, kv_heads, rows):
-        return whole.attention_backward(given, attended, rows=rows, interpret=interpret)
+    if blocks is None and _is_whole(given, kv_heads, rows):
+        return whole.attention_backward(given, attended, rows=rows, interpret=interpret), None
     cut = _Cut("attention_blocks_backward", given, kv_heads, rows, blocks)
     log_sums, d_out = cut.sums_last(attended.log_sums), cut.tokens_last(attended.d_out)
     options = {"blocks": cut.blocks, "interpret": interpret}
     if cut.rows == "size_major":
         of_queries = log_sums, cut.tokens_last(attended.out), d_out
         d_qkv = by_blocks.attention_backward_of_rows(cut.given, *of_queries, **options)
-        return cut.tokens_first(d_qkv)
+        return cut.tokens_first(d_qkv), None
     of_queries = log_sums, cut.sums_last(_delta(attended)), d_out
     gradients = by_blocks.attention_backward(cut.given, *of_queries, **options)
-    return cut.tokens_first(jnp.concatenate(gradients, axis=1))
+    if given.kv is None:
+        return cut.tokens_first(jnp.concatenate(gradients, axis=1)), None
+    d_q, *d_kv = map(cut.tokens_first, gradients)
+    return d_q, tuple(d_kv)
 
 
 def part_forward(
     given: Part, *, interpret: bool = False
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
     """See `interface`."""
     of_part, blocks = _part("attention_blocks_forward", given)
     out, sums = by_blocks.attention_forward(of_part, blocks=blocks, interpret=interpret)
@@ -90,7 +95,7 @@ def part_forward(
 
 def part_backward(
     given: Part, attended: Attended, *, interpret: bool = False
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"]]:
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
     """See `interface`."""
     of_part, blocks = _part("attention_blocks_backward", given)
     attended = attended._replace(d_out=attended.d_out.astype(given.q.dtype))
@@ -99,8 +104,9 @@ def part_backward(
     options = {"blocks": blocks, "interpret": interpret}
     d_q, d_k, d_v = by_blocks.attention_backward(of_part, *sums, d_out, **options)
     # To be added up with those of other parts.
-    gradients = (x.astype(jnp.float32) for x in (d_q, jnp.concatenate([d_k, d_v], axis=1)))
-    return tuple(tokens_first(x, "head_major") for x in gradients)
+    gradients = (tokens_first(x.astype(jnp.float32), "head_major") for x in (d_q, d_k, d_v))
+    d_q, *d_kv = gradients
+    return d_q, given.like_kv(*d_kv)
 
 
 def _delta(attended: Attended) -> Float[Array, "B Q H"]:
@@ -110,14 +116,18 @@ def _delta(attended: Attended) -> Float[Array, "B Q H"]:
 
 def _part(kernel: str, given: Part) -> tuple[by_blocks.Given, Blocks]:
     """What the blocks' kernels take; blocks divide both lengths."""
-    heads, kv_heads = given.q.shape[2], given.kv.shape[2] // 2
+    k, v = given.apart
+    heads, kv_heads = given.q.shape[2], k.shape[2]
     blocks = _blocks(kernel, given, _key(given, (heads, kv_heads), "head_major"))
-    tokens = math.gcd(blocks.queries, blocks.keys, given.q.shape[1], given.kv.shape[1])
-    keys = tokens_last(given.kv, "head_major")
+    tokens = math.gcd(blocks.queries, blocks.keys, given.q.shape[1], k.shape[1])
+    if isinstance(given.kv, tuple):
+        kv = (by_blocks.Heads(tokens_last(x, "head_major")) for x in given.kv)
+    else:  # where they are
+        rows = tokens_last(given.kv, "head_major")
+        kv = by_blocks.Heads(rows), by_blocks.Heads(rows, kv_heads)
     of_part = by_blocks.Given(
         by_blocks.Heads(tokens_last(given.q, "head_major")),
-        by_blocks.Heads(keys),
-        by_blocks.Heads(keys, kv_heads),
+        *kv,
         (heads, kv_heads),
         given.scale,
         given.slopes,
@@ -134,6 +144,7 @@ def _key(given: Attention | Part, heads: tuple[int, int], rows: Rows) -> dict[st
         "heads": heads[0],
         "kv_heads": heads[1],
         "size": given[0].shape[3],
+        "value_size": (given[0] if given.kv is None else jax.tree.leaves(given.kv)[-1]).shape[3],
         "dtype": jnp.dtype(given[0].dtype).name,
         "rows": rows,
         "alibi": given.slopes is not None,
@@ -148,7 +159,10 @@ def _blocks(kernel: str, given: Attention | Part, key: dict[str, Any]) -> Blocks
     return tuned.look_up(KERNELS[kernel], key, tokens, default)
 
 
-def _is_whole(qkv: Any, kv_heads: int, rows: Rows) -> bool:
+def _is_whole(given: Attention, kv_heads: int, rows: Rows) -> bool:
+    qkv = given.qkv
+    if given.kv is not None:
+        return False
     return 3 * kv_heads == qkv.shape[2] and qkv.shape[1] <= _WHOLE and whole.fits(qkv, rows)
 
 
@@ -157,19 +171,24 @@ class _Cut:
 
     def __init__(self, kernel: str, given: Attention, kv_heads: int, rows: Rows, blocks):
         _, self.length, P, D = given.qkv.shape
-        heads = P - 2 * kv_heads
+        heads = P if given.kv is not None else P - 2 * kv_heads
+        rows = "head_major" if given.kv is not None else rows
         key = _key(given, (heads, kv_heads), rows)
         cut = blocks or block_sizes.default_blocks(kernel, self.length, **key)
-        cut = Cut(rows, heads, kv_heads, D, given.qkv.dtype, cut)
+        cut = Cut(rows, heads, kv_heads, D, key["value_size"], given.qkv.dtype, cut)
         self.rows = rows if cut.has(self.length) else "head_major"
         self.blocks = blocks or _blocks(kernel, given, key | {"rows": self.rows})
         whole = round_up(self.length, max(self.blocks.queries, self.blocks.keys))
         self._missing = whole - self.length
         ids = given.segment_ids
         ids = None if ids is None else self._whole(ids, axis=1)
-        array = self.tokens_last(given.qkv)
+        arrays = map(self.tokens_last, (given.qkv, *(given.kv or ())))
+        arrays = [by_blocks.Heads(x) for x in arrays]
+        if given.kv is None:
+            firsts = 0, heads, heads + kv_heads
+            arrays = [arrays[0]._replace(first=first) for first in firsts]
         self.given = by_blocks.Given(
-            *(by_blocks.Heads(array, first) for first in (0, heads, heads + kv_heads)),
+            *arrays,
             (heads, kv_heads),
             given.scale,
             given.slopes,

@@ -51,7 +51,6 @@ class _Call(NamedTuple):
     """What a kernel is compiled for; lengths are whole blocks."""
 
     cut: Cut
-    value_size: int
     queries: int
     keys: int
     alibi: bool
@@ -62,6 +61,7 @@ class _Call(NamedTuple):
     blocks = property(lambda self: self.cut.blocks)
     dtype = property(lambda self: self.cut.dtype)
     size = property(lambda self: self.cut.size)
+    value_size = property(lambda self: self.cut.value_size)
     heads = property(lambda self: self.cut.heads)
     kv_heads = property(lambda self: self.cut.kv_heads)
     each = property(lambda self: self.cut.each)
@@ -151,8 +151,8 @@ def attention_forward(
         scratch |= of_rows.scratch(call, q=1, k=call.slots, v=call.slots, out=1)
     else:
         outputs["out"] = _shape(B, call, call.value_size), _of_queries(call, call.value_size)
-    out = _run(_forward_kernel, "attention_blocks_forward", call, inputs, outputs, scratch, 2,
-               interpret)  # fmt: skip
+    out = _run(_forward_kernel, "attention_blocks_forward", call, inputs, outputs, scratch,
+               call.size + call.value_size, interpret)  # fmt: skip
     return out["rows_out" if call.size_major else "out"], out["log_sums"]
 
 
@@ -218,8 +218,8 @@ def attention_backward_of_rows(
     delta = (call.slots, call.step * call.each, 1, blocks.queries)
     scratch = _gradient_sums(call) | {"delta": pltpu.VMEM(delta, jnp.float32)}
     scratch |= of_rows.scratch(call, q=call.slots, k=1, v=1, d_out=call.slots)
-    found = _run(_backward_kernel, "attention_blocks_backward", call, inputs, outputs, scratch, 5,
-                 interpret)  # fmt: skip
+    found = _run(_backward_kernel, "attention_blocks_backward", call, inputs, outputs, scratch,
+                 3 * call.size + 2 * call.value_size, interpret)  # fmt: skip
     return found["d_qkv"].reshape(B, call.size, rows, call.keys)
 
 
@@ -238,7 +238,7 @@ def _span_backward(given: Given, log_sums, delta, d_out, blocks, interpret):
         "d_v": (_shape_of_keys(B, call, call.value_size), _of_keys(call, call.value_size)),
     }
     out = _run(_backward_kernel, "attention_blocks_backward", call, inputs, outputs,
-               _gradient_sums(call), 5, interpret)  # fmt: skip
+               _gradient_sums(call), 3 * call.size + 2 * call.value_size, interpret)  # fmt: skip
     return out["d_q"], out["d_k"], out["d_v"]
 
 
@@ -467,10 +467,9 @@ def _call_of(given: Given, blocks: Blocks, *, by_keys: bool) -> _Call:
     if offset is not None:  # no query sees what is behind the last
         seen = round_up(offset + q.shape[3], blocks.keys)
         keys = min(keys, seen)
-    cut = Cut(given.rows, *given.heads, q.shape[axis], q.dtype, blocks)
+    cut = Cut(given.rows, *given.heads, q.shape[axis], v.shape[axis], q.dtype, blocks)
     return _Call(
         cut,
-        value_size=v.shape[axis],
         queries=q.shape[3],
         keys=keys,
         alibi=given.slopes is not None,
@@ -630,7 +629,7 @@ def _ranges(ids: Int[Array, "B N"], block: int) -> tuple[Int[Array, "B 1 n"], pl
     return ends, pl.BlockSpec(shape, index, memory_space=pltpu.SMEM)
 
 
-def _run(kernel, name, call, inputs, outputs, scratch, products, interpret):
+def _run(kernel, name, call, inputs, outputs, scratch, contracted, interpret):
     tables = _tables(call)
     batch = next(iter(outputs.values()))[0].shape[0]
     pairs = len(tables["kinds"])
@@ -643,7 +642,7 @@ def _run(kernel, name, call, inputs, outputs, scratch, products, interpret):
         scratch,
         grid=(batch, call.kv_heads // call.step, pairs),
         semantics=("parallel", "parallel", "arbitrary"),
-        flops=2 * products * logits * call.size,
+        flops=2 * logits * contracted,
         transcendentals=logits,
         prefetch=tables,
         interpret=interpret,

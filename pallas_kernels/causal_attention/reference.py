@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.causal_attention.interface import Attended, Attention, Part, Rows, Segments
+from pallas_kernels.causal_attention.interface import (
+    Apart,
+    Attended,
+    Attention,
+    Part,
+    Rows,
+    Segments,
+)
 
 # In a block, at most: queries, and logits of a head.
 _QUERIES, _LOGITS = 1024, 2**23
@@ -28,44 +35,49 @@ def visible(
 
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major"
-) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
     """See `interface`. At least float32 inside."""
-    return forward(*split(given.qkv, kv_heads), given.scale, given.slopes, 0, _causal(given))
+    return forward(*split(given, kv_heads), given.scale, given.slopes, 0, _causal(given))
 
 
 def attention_backward(
     given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
-) -> Float[Array, "B N P D"]:
+) -> tuple[Float[Array, "B N P D"], Apart | None]:
     """See `interface`."""
-    arrays = *split(given.qkv, kv_heads), *attended
+    arrays = *split(given, kv_heads), *attended
     gradients = backward(*arrays, given.scale, given.slopes, 0, _causal(given))
-    return jnp.concatenate(gradients, axis=2).astype(given.qkv.dtype)
+    gradients = [x.astype(given.qkv.dtype) for x in gradients]
+    if given.kv is not None:
+        return gradients[0], tuple(gradients[1:])
+    return jnp.concatenate(gradients, axis=2), None
 
 
-def part_forward(given: Part) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
+def part_forward(given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
     """See `interface`."""
-    k, v = jnp.split(given.kv, 2, axis=2)
+    k, v = given.apart
     mask = of_part(k.shape[1], given.segments)
     return forward(given.q, k, v, given.scale, given.slopes, given.shift, mask)
 
 
 def part_backward(
     given: Part, attended: Attended
-) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"]]:
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
     """See `interface`."""
-    k, v = jnp.split(given.kv, 2, axis=2)
+    k, v = given.apart
     mask = of_part(k.shape[1], given.segments)
     arrays = given.q, k, v, *attended
     d_q, d_k, d_v = backward(*arrays, given.scale, given.slopes, given.shift, mask)
-    return d_q, jnp.concatenate([d_k, d_v], axis=2)
+    return d_q, given.like_kv(d_k, d_v)
 
 
 def split(
-    qkv: Float[Array, "B N P D"], kv_heads: int
-) -> tuple[Float[Array, "B N H D"], Float[Array, "B N G D"], Float[Array, "B N G D"]]:
+    given: Attention, kv_heads: int
+) -> tuple[Float[Array, "B N H D"], Float[Array, "B N G D"], Float[Array, "B N G Dv"]]:
     """Queries, keys and values."""
-    heads = qkv.shape[2] - 2 * kv_heads
-    return tuple(jnp.split(qkv, [heads, heads + kv_heads], axis=2))
+    if given.kv is not None:
+        return given.qkv, *given.kv
+    heads = given.qkv.shape[2] - 2 * kv_heads
+    return tuple(jnp.split(given.qkv, [heads, heads + kv_heads], axis=2))
 
 
 def forward(q, k, v, scale, slopes, shift, mask):

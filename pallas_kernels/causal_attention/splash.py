@@ -28,9 +28,9 @@ def unsupported(qkv: Any) -> str | None:
 
 def causal_attention(
     given: Attention, *, kv_heads: int, interpret: bool = False
-) -> Float[Array, "B N H D"]:
+) -> Float[Array, "B N H Dv"]:
     """With a gradient of its own, in reverse mode."""
-    q, k, v = split(given.qkv, kv_heads)
+    q, k, v = split(given, kv_heads)
     N, H = q.shape[1:3]
     q = (q * given.scale).astype(q.dtype)
     if given.slopes is not None:

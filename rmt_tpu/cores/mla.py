@@ -109,15 +109,14 @@ class Mla(Core):
             k, v = (all_tokens(x, ring) for x in (k, v))
             y = self._masked(q, k, v, own_tokens(context.mask, ring))
         else:
-            # As wide as keys are: one array for the kernel. The rest of y is zero.
-            v = jnp.pad(v, [(0, 0)] * 3 + [(0, self.core.rope_dim)])
             y = pallas_kernels.causal_attention(
-                jnp.concatenate([q, k, v], axis=2),
+                q,
+                kv=(k, v),
                 scale=self.scale,
                 segment_ids=context.segment_ids,
                 rows="head_major",
                 over=ring,
-            )[..., : self.core.head_dim]
+            )
         return to_tokens(y, self.layout, swapped)
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
@@ -231,8 +230,8 @@ def _in_parts(scale: float, given: Step) -> Float[Array, "batch new heads head_d
     """The same by the kernels of attention, with so many expanded keys at a time as queries."""
     q, start, capacity = given.q, given.start, given.cache.latents.shape[2]
     shared = {"scale": scale, "rows": "head_major"}
-    own = jnp.concatenate([q, _expanded(given.w_up, given.latent, given.k_rope)], axis=2)
-    out, log_sums = pallas_kernels.attention_forward(own, **shared)
+    own = _expanded(given.w_up, given.latent, given.k_rope)
+    out, log_sums = pallas_kernels.attention_forward(q, kv=own, **shared)
     size = min(q.shape[1], capacity)
 
     def add(part, state):
@@ -253,7 +252,7 @@ def _in_parts(scale: float, given: Step) -> Float[Array, "batch new heads head_d
 
     parts = -(-jnp.max(start) // size)
     out, _ = jax.lax.fori_loop(0, parts, add, (out.astype(log_sums.dtype), log_sums))
-    return out[..., : given.w_up.shape[-1]].astype(q.dtype)
+    return out.astype(q.dtype)
 
 
 def _in_parts_backward(scale, given, d_y):
@@ -269,11 +268,10 @@ _in_parts.defvjp(lambda scale, given: (_in_parts(scale, given), given), _in_part
 
 
 def _expanded(w_up, latent, k_rope):
-    """Keys of own heads, and values, which are as wide as keys are: one array for the kernels."""
+    """Keys and values of own heads."""
     k, v = (jnp.einsum("bnc,chd->bnhd", latent, w) for w in w_up)
     k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
-    v = jnp.pad(v, [(0, 0)] * 3 + [(0, k_rope.shape[-1])])
-    return jnp.concatenate([jnp.concatenate([k, k_rope], axis=-1), v], axis=2)
+    return jnp.concatenate([k, k_rope], axis=-1), v
 
 
 def _softmax(logits, mask):

@@ -62,6 +62,28 @@ def test_a_ring_is_the_whole_sequence(devices, with_ids):
         assert_close(with_gradient(divided(devices, **options), qkv, ids, d_out), wanted, 1e-13)
 
 
+def test_values_of_a_size_of_their_own_go_round():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("sequence",))
+    tokens = PartitionSpec(None, "sequence")
+    q, k = draw(0, B, 8, HEADS, SIZE), draw(1, B, 8, KV_HEADS, SIZE)
+    v, d_out = draw(2, B, 8, KV_HEADS, 5), draw(3, B, 8, HEADS, 5)
+
+    def op(q, k, v, **options):
+        return causal_attention(q, kv=(k, v), scale=0.3, **options)
+
+    ring = jax.shard_map(
+        functools.partial(op, over="sequence"), mesh=mesh, in_specs=3 * (tokens,),
+        out_specs=tokens, check_vma=False,
+    )  # fmt: skip
+
+    def both(op, *arrays):
+        out, pullback = jax.vjp(op, *arrays)
+        return out, pullback(d_out)
+
+    got, wanted = (jax.jit(functools.partial(both, f))(q, k, v) for f in (ring, op))
+    assert_close(got, wanted, FLOAT32)
+
+
 def test_what_a_ring_cannot_have_is_told():
     with pytest.raises(ValueError, match="over sequence has 3 tokens on a device; legal: even"):
         jax.eval_shape(divided(2, scale=1.0), jnp.ones((1, 6, 3, 8)), jnp.zeros((1, 6), jnp.int32))

@@ -14,6 +14,7 @@ from pallas_kernels import UnsupportedImplementation, attention_forward, causal_
 from pallas_kernels.call import round_up
 from pallas_kernels.causal_attention import (
     block_sizes,
+    cudnn,
     mosaic_tpu,
     mosaic_tpu_blocks,
     mosaic_tpu_whole,
@@ -21,7 +22,7 @@ from pallas_kernels.causal_attention import (
     splash,
 )
 from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
-from pallas_kernels.causal_attention.interface import Attention
+from pallas_kernels.causal_attention.interface import Attended, Attention
 from tests.closeness import assert_close
 from tests.pallas_kernels.causal_attention_battery import (
     TOLERANCE,
@@ -189,7 +190,8 @@ class TestSizeMajorRows(Battery):
         whole = round_up(length, blocks.queries)
         if size == 16:  # there is room for the gradients of queries alone
             monkeypatch.setattr(block_sizes, "_KEPT_BYTES", 4 * heads * size * whole)
-        cut = Cut("size_major", heads, case.kv_heads, size, jnp.dtype(case.dtype), blocks)
+        sizes = heads, case.kv_heads, size, size
+        cut = Cut("size_major", *sizes, jnp.dtype(case.dtype), blocks)
         assert cut.has(whole)
         super().test_equals_numpy(case)
 
@@ -210,6 +212,63 @@ def test_splash_equals_numpy(dtype):
     # With ALiBi logits are as large as slope times position: 2^-24 of 128.
     tolerance = {"float32": 1e-5, "bfloat16": TOLERANCE["bfloat16"]}[dtype]
     assert_close(got, numpy_attention(qkv, d_out, **options, kv_heads=2)[::2], tolerance)
+
+
+def by_op(given, d_out, kv_heads):
+    op = lambda qkv, kv: causal_attention(**given._replace(qkv=qkv, kv=kv)._asdict())
+    out, pullback = jax.vjp(op, given.qkv, given.kv)
+    sums = attention_forward(**given._asdict())[1]
+    return out, sums, *pullback(d_out)
+
+
+def by_module(module, given, d_out, kv_heads, **options):
+    options = {"kv_heads": kv_heads, "interpret": True} | options
+    out, sums = module.attention_forward(given, **options)
+    return out, sums, *module.attention_backward(given, Attended(out, sums, d_out), **options)
+
+
+def by_jax(given, d_out, kv_heads):
+    run = lambda qkv, kv: splash.causal_attention(
+        given._replace(qkv=qkv, kv=kv), kv_heads=kv_heads, interpret=True
+    )
+    out, pullback = jax.vjp(run, given.qkv, given.kv)
+    return out, None, *pullback(d_out)
+
+
+@pytest.mark.parametrize(
+    "run, dtype, more, tolerance",
+    [
+        (by_op, "float32", {}, TOLERANCE["float32"]),
+        (functools.partial(by_module, mosaic_tpu), "float32", {}, TOLERANCE["float32"]),
+        *later(
+            (
+                functools.partial(by_module, mosaic_tpu, blocks=Blocks(128, 256, 1)),
+                *("bfloat16", {"alibi": True}, TOLERANCE["bfloat16"]),
+            ),
+            (functools.partial(by_module, cudnn), "bfloat16", {}, TOLERANCE["bfloat16"]),
+            (by_jax, "float32", {}, 1e-5),
+        ),
+    ],
+    ids=["xla", "mosaic_tpu", "mosaic_tpu-blocks", "cudnn", "splash"],
+)
+def test_values_of_a_size_of_their_own(run, dtype, more, tolerance):
+    """Keys and values apart; as with values that have zeros up to the size of keys."""
+    heads, kv_heads, size, value_size = 4, 2, 24, 16
+    qkv, d_out, options = arguments(
+        1, 256, heads, size, dtype, segments=True, kv_heads=kv_heads, **more
+    )
+    first, last = heads + kv_heads, slice(value_size, None)
+    qkv[:, :, first:, last] = 0
+    d_out[..., last] = 0
+    q, k, v = np.split(qkv, [heads, first], axis=2)
+    given = Attention(q, **options, kv=(k, v[..., :value_size]))
+    got = jax.jit(functools.partial(run, kv_heads=kv_heads))(given, d_out[..., :value_size])
+    out, sums, d_qkv = numpy_attention(qkv, d_out, **options, kv_heads=kv_heads)
+    d_q, d_k, d_v = np.split(d_qkv, [heads, first], axis=2)
+    want = out[..., :value_size], d_q, (d_k, d_v[..., :value_size])
+    assert_close((got[0], *got[2:]), want, tolerance)
+    if got[1] is not None:
+        assert_close(got[1], sums, tolerance)
 
 
 def test_keys_of_another_part_of_a_sequence():

@@ -277,7 +277,7 @@ SOURCES = {
     ),
     ("tpu", "attention_blocks"): (
         2,
-        "4a9aeedacb36a5d0",
+        "1cda2ca2ff97d2d0",
         "mosaic_tpu_blocks.py",
         "mosaic_tpu_rows.py",
         "products.py",

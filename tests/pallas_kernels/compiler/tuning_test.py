@@ -28,7 +28,7 @@ KINDS = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}
 def problem(platform: str, kernel: str, tokens: int = 256) -> Problem:
     key = next(key for name, key in KEYS.items() if kernel.startswith(name))
     if "blocks" in kernel:
-        key = key | {"kv_heads": 2}
+        key = key | {"kv_heads": 2, "value_size": 32}
         tokens = max(tokens, 2048)  # of shorter ones, another kernel is faster
     if kernel.startswith("key_vector"):
         own = ["dtype"] if platform == "cuda" else ["residual_dtype", "data_dtype"]
