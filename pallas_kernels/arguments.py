@@ -34,6 +34,13 @@ class Slot(NamedTuple):
         return self.stack.dtype
 
 
+def placed(x: Array, to: Slot | None) -> Array:
+    """The stack with x in a slot of it; without one x itself."""
+    if to is None:
+        return x
+    return jax.lax.dynamic_update_index_in_dim(to.stack, x.astype(to.dtype), to.index, 0)
+
+
 def taken(x: Any) -> Any:
     """A tree with the arrays that slots are in place of."""
     is_slot = lambda x: isinstance(x, Slot)

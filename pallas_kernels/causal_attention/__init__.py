@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import check_array
+from pallas_kernels.arguments import Slot, check_array, placed, taken
 from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, reference
 from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows, Scale
@@ -104,17 +104,21 @@ def attention_forward(
     kv: Apart | None = None,
     rows: Rows = "size_major",
     over: str | None = None,
+    to: Slot | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
-    """`causal_attention`, and the log sum of each softmax; with no gradient of its own."""
+) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
+    """`causal_attention`, and the log sum of each softmax; with no gradient of its own.
+
+    With a slot that the output is `to` be in, its stack with that in it is given.
+    """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
-    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv)
+    given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv, to)
     return _forward(_Call(rows, implementation, kv_heads, over), given)
 
 
 def attention_backward(
     qkv: Float[Array, "B N P D"],
-    out: Float[Array, "B N H D"],
+    out: Float[Array, "B N H D"] | Slot,
     log_sums: Float[Array, "B N H"],
     d_out: Float[Array, "B N H D"],
     *,
@@ -306,13 +310,15 @@ _IMPLEMENTATIONS = Implementations(
 def _forward(call, given):
     if call.over is None:
         return _whole_forward(call, given)
-    return divided.forward(_ops(call), call.over, given, call.kv_heads)
+    part = given._replace(to=None)
+    out, log_sums = divided.forward(_ops(call), call.over, part, call.kv_heads)
+    return placed(out, given.to), log_sums
 
 
 def _backward(call, given, attended):
     if call.over is None:
         return _whole_backward(call, given, attended)
-    return divided.backward(_ops(call), call.over, given, attended, call.kv_heads)
+    return divided.backward(_ops(call), call.over, given, taken(attended), call.kv_heads)
 
 
 def _ops(call):

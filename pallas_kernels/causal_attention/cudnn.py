@@ -14,6 +14,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
+from pallas_kernels.arguments import placed, taken
 from pallas_kernels.causal_attention import entries, reference
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 
@@ -46,9 +47,10 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
 
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major", interpret: bool = False
-) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
+) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """See `interface`."""
-    return _forward(_whole(given, kv_heads), causal=True, interpret=interpret)
+    out, log_sums = _forward(_whole(given, kv_heads), causal=True, interpret=interpret)
+    return placed(out, given.to), log_sums
 
 
 def attention_backward(
@@ -60,6 +62,7 @@ def attention_backward(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
     """See `interface`."""
+    attended = taken(attended)
     d_q, d_kv = _backward(_whole(given, kv_heads), attended, causal=True, interpret=interpret)
     return (d_q, d_kv) if given.kv is not None else (jnp.concatenate([d_q, d_kv], axis=2), None)
 

@@ -9,7 +9,8 @@ values, and `rows` the order that is best, if it has kernels for both:
     part_backward(Part, Attended) -> cotangents of q and kv, at least float32
     unsupported(op, *operands) -> why it cannot serve these, in a line, or None
 
-Outputs are in the dtype of queries, log sums are at least float32. Of weights p:
+Outputs are in the dtype of queries, log sums are at least float32. An output that is `to` be in a
+slot is in its stack, which is then given in its place. Of weights p:
 `ds = p (d_out v - sum(out d_out))`.
 """
 
@@ -17,6 +18,8 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.arguments import Slot
 
 Rows = Literal["size_major", "head_major"]
 Scale = Float[Array, ""] | int | float
@@ -34,6 +37,7 @@ class Attention(NamedTuple):
       slopes: of ALiBi.
       segment_ids: of each token.
       kv: keys and values, if they are apart.
+      to: where the output is to be.
     """
 
     qkv: Float[Array, "B N P D"]
@@ -41,6 +45,7 @@ class Attention(NamedTuple):
     slopes: Float[Array, " H"] | None = None
     segment_ids: Int[Array, "B N"] | None = None
     kv: Apart | None = None
+    to: Slot | None = None
 
     @property
     def segments(self) -> Segments | None:
@@ -80,6 +85,6 @@ class Part(NamedTuple):
 class Attended(NamedTuple):
     """What came of it, over all parts of the keys, and the cotangent of that."""
 
-    out: Float[Array, "B Q H Dv"]
+    out: Float[Array, "B Q H Dv"] | Slot
     log_sums: Float[Array, "B Q H"]
     d_out: Float[Array, "B Q H Dv"]

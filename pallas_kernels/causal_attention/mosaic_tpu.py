@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
+from pallas_kernels.arguments import placed, taken
 from pallas_kernels.call import LANES, round_up
 from pallas_kernels.causal_attention import block_sizes
 from pallas_kernels.causal_attention import mosaic_tpu_blocks as by_blocks
@@ -47,13 +48,13 @@ def attention_forward(
     rows: Rows = "size_major",
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
+) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """See `interface`; by `blocks` if given."""
     if blocks is None and _is_whole(given, kv_heads, rows):
         return whole.attention_forward(given, rows=rows, interpret=interpret)
     cut = _Cut("attention_blocks_forward", given, kv_heads, rows, blocks)
     out, log_sums = by_blocks.attention_forward(cut.given, blocks=cut.blocks, interpret=interpret)
-    return cut.tokens_first(out), cut.sums_first(log_sums)
+    return placed(cut.tokens_first(out), given.to), cut.sums_first(log_sums)
 
 
 def attention_backward(
@@ -69,6 +70,7 @@ def attention_backward(
     attended = attended._replace(d_out=attended.d_out.astype(given.qkv.dtype))
     if blocks is None and _is_whole(given, kv_heads, rows):
         return whole.attention_backward(given, attended, rows=rows, interpret=interpret), None
+    attended = taken(attended)
     cut = _Cut("attention_blocks_backward", given, kv_heads, rows, blocks)
     log_sums, d_out = cut.sums_last(attended.log_sums), cut.tokens_last(attended.d_out)
     options = {"blocks": cut.blocks, "interpret": interpret}

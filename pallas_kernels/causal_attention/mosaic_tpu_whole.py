@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
+from pallas_kernels.arguments import Slot
 from pallas_kernels.call import LANES, VMEM_LIMIT, largest_divisor, round_up, tpu_call
 from pallas_kernels.causal_attention.interface import Attended, Attention, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
@@ -67,18 +68,22 @@ def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
 
 def attention_forward(
     given: Attention, *, rows: Rows, queries: int | None = None, interpret: bool = False
-) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H"]]:
+) -> tuple[Float[Array, "*count B N H D"], Float[Array, "B N H"]]:
     """The output, and the logarithm of each softmax's sum in float32."""
     call = _call_of("attention_forward", given, rows, queries)
     B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
     inputs = _shared_inputs(call, given)
+    of_sums = pl.BlockSpec((1, H, 1, N), lambda b, *_: (b, 0, 0, 0))
     outputs = {
         "out": (_out_shape(call, B, H), _block(call, H)),
-        "log_sums": (
-            jax.ShapeDtypeStruct((B, H, 1, N), jnp.float32),
-            pl.BlockSpec((1, H, 1, N), lambda b: (b, 0, 0, 0)),
-        ),
+        "log_sums": (jax.ShapeDtypeStruct((B, H, 1, N), jnp.float32), of_sums),
     }
+    options = {}
+    if given.to is not None:
+        outputs["out"], slot = _of_slot(call, given.to, H)
+        stack = outputs["out"][0]
+        inputs["stack"] = (stack, pl.BlockSpec(memory_space=pl.ANY))
+        options = {"aliased": {"stack": "out"}, "prefetch": slot}
     scratch = {}
     if rows == "size_major":
         scratch = {
@@ -86,10 +91,11 @@ def attention_forward(
             "words_out": call.layout(H).scratch,
         }
     flops, size = 2 * B * N * N * H * D, 4 * B * N * H * D * call.dtype.itemsize
-    out = _run(
-        _forward_kernel, "attention_forward", call, inputs, outputs, scratch, flops, size, interpret
-    )
-    return tokens_first(out["out"], rows), out["log_sums"][:, :, 0].swapaxes(1, 2)
+    given_to_all = inputs, outputs, scratch, flops, size, interpret
+    result = _run(_forward_kernel, "attention_forward", call, *given_to_all, **options)
+    out = result["out"]
+    out = tokens_first(out, rows) if given.to is None else _stack_first(out, rows)
+    return out, result["log_sums"][:, :, 0].swapaxes(1, 2)
 
 
 def attention_backward(
@@ -104,11 +110,15 @@ def attention_backward(
     call = _call_of("attention_backward", given, rows, queries)
     B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
     inputs = _shared_inputs(call, given)
-    inputs["out"] = (tokens_last(attended.out, rows), _block(call, H))
+    slot = {}
+    if isinstance(attended.out, Slot):
+        inputs["out"], slot = _of_slot(call, attended.out, H)
+    else:
+        inputs["out"] = (tokens_last(attended.out, rows), _block(call, H))
     inputs["d_out"] = (tokens_last(attended.d_out.astype(call.dtype), rows), _block(call, H))
     inputs["log_sums"] = (
         attended.log_sums.swapaxes(1, 2)[:, :, None],
-        pl.BlockSpec((1, H, 1, N), lambda b: (b, 0, 0, 0)),
+        pl.BlockSpec((1, H, 1, N), lambda b, *_: (b, 0, 0, 0)),
     )
     outputs = {"d_qkv": (_out_shape(call, B, 3 * H), _block(call, 3 * H))}
     scratch = {}
@@ -129,6 +139,7 @@ def attention_backward(
         flops,
         size,
         interpret,
+        prefetch=slot,
     )
     return tokens_first(result["d_qkv"], rows)
 
@@ -329,8 +340,9 @@ def _shared_inputs(call: _Call, given: Attention):
     if call.segments:
         ids = given.segment_ids
         columns = jnp.broadcast_to(ids[:, :, None], (*ids.shape, LANES))
-        inputs["segment_rows"] = (ids[:, None, :], pl.BlockSpec((1, 1, N), lambda b: (b, 0, 0)))
-        inputs["segment_columns"] = (columns, pl.BlockSpec((1, N, LANES), lambda b: (b, 0, 0)))
+        of_row = lambda b, *_: (b, 0, 0)
+        inputs["segment_rows"] = (ids[:, None, :], pl.BlockSpec((1, 1, N), of_row))
+        inputs["segment_columns"] = (columns, pl.BlockSpec((1, N, LANES), of_row))
     return inputs | {"qkv": (tokens_last(given.qkv, call.rows), _block(call, 3 * call.heads))}
 
 
@@ -351,7 +363,23 @@ def _dims(call: _Call, vectors: int) -> tuple[int, int, int]:
 
 
 def _block(call: _Call, vectors: int) -> pl.BlockSpec:
-    return pl.BlockSpec((1, *_dims(call, vectors)), lambda b: (b, 0, 0, 0))
+    return pl.BlockSpec((1, *_dims(call, vectors)), lambda b, *_: (b, 0, 0, 0))
+
+
+def _of_slot(call: _Call, slot: Slot, vectors: int):
+    """A slot's stack in its blocks, and what these are chosen by."""
+    spec = pl.BlockSpec((None, 1, *_dims(call, vectors)), lambda b, at: (at[0], b, 0, 0, 0))
+    index = jnp.asarray(slot.index, jnp.int32).reshape(1)
+    return (_stack_last(slot.stack, call.rows), spec), {"slot": index}
+
+
+def _stack_last(stack, rows: Rows):
+    """`tokens_last` of each."""
+    return stack.transpose((0, 1, 4, 3, 2) if rows == "size_major" else (0, 1, 3, 4, 2))
+
+
+def _stack_first(stack, rows: Rows):
+    return stack.transpose((0, 1, 4, 3, 2) if rows == "size_major" else (0, 1, 4, 2, 3))
 
 
 def _out_shape(call: _Call, batch: int, vectors: int) -> jax.ShapeDtypeStruct:
@@ -362,8 +390,8 @@ def _in_smem() -> pl.BlockSpec:
     return pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
-def _run(kernel, name, call, inputs, outputs, scratch, flops, size, interpret):
-    batch = next(iter(outputs.values()))[0].shape[0]
+def _run(kernel, name, call, inputs, outputs, scratch, flops, size, interpret, **options):
+    batch = inputs["qkv"][0].shape[0]
     return tpu_call(
         lambda inputs, outputs, scratch: kernel(call, inputs | outputs | scratch),
         name,
@@ -376,4 +404,5 @@ def _run(kernel, name, call, inputs, outputs, scratch, flops, size, interpret):
         moved=size,
         transcendentals=batch * call.heads * call.length**2 // 2,
         interpret=interpret,
+        **options,
     )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.arguments import placed, taken
 from pallas_kernels.causal_attention.interface import (
     Apart,
     Attended,
@@ -35,16 +36,18 @@ def visible(
 
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major"
-) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
+) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
     """See `interface`. At least float32 inside."""
-    return forward(*split(given, kv_heads), given.scale, given.slopes, 0, _causal(given))
+    parts = split(given, kv_heads)
+    out, log_sums = forward(*parts, given.scale, given.slopes, 0, _causal(given))
+    return placed(out, given.to), log_sums
 
 
 def attention_backward(
     given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
     """See `interface`."""
-    arrays = *split(given, kv_heads), *attended
+    arrays = *split(given, kv_heads), *taken(attended)
     gradients = backward(*arrays, given.scale, given.slopes, 0, _causal(given))
     gradients = [x.astype(given.qkv.dtype) for x in gradients]
     if given.kv is not None:

@@ -1,5 +1,6 @@
 """Causal attention within documents, over data vectors that the residual's store has read."""
 
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -94,11 +95,14 @@ class Attention(Core):
         """
         if context.mask is not None:
             y, log_sums = self(z, context, index), jnp.zeros((*to.shape[:2], 0), to.dtype)
-        else:
-            qkv = self._packed(z.heads, context)
-            y, log_sums = self._attend(pallas_kernels.attention_forward, context, index, qkv)
-            y = self._to_tokens(y)
-        return stacks.put(to.stack, y, to.index), {}, log_sums
+            return stacks.put(to.stack, y, to.index), {}, log_sums
+        qkv = self._packed(z.heads, context)
+        attend = functools.partial(self._attend, pallas_kernels.attention_forward, context, index)
+        if sharding.axis_size(self._swapped) == 1:
+            stack, log_sums = attend(qkv, to=to)
+            return stack, {}, log_sums
+        y, log_sums = attend(qkv)
+        return stacks.put(to.stack, self._to_tokens(y), to.index), {}, log_sums
 
     def pull_back(
         self,
@@ -119,7 +123,8 @@ class Attention(Core):
             return nnx.merge(graphdef, parameters)._packed(heads, context)
 
         qkv, turn_back = jax.vjp(packed, nnx.to_pure_dict(parameters), z.heads)
-        y, d_y = self._to_heads(pallas_kernels.taken(y)), self._to_heads(d_y)
+        if sharding.axis_size(self._swapped) > 1:
+            y, d_y = self._to_heads(pallas_kernels.taken(y)), self._to_heads(d_y)
         backward = pallas_kernels.attention_backward
         d_qkv = self._attend(backward, context, index, qkv, y, saved, d_y)
         d_parameters, d_heads = turn_back(d_qkv)
@@ -172,7 +177,7 @@ class Attention(Core):
             )
         return self._to_tokens(joined(y, context)), cache
 
-    def _attend(self, function, context, index, *arrays):
+    def _attend(self, function, context, index, *arrays, **options):
         each = self.core.num_heads // self.core.kv_heads
         shared = {
             "scale": self._scale(index),
@@ -182,7 +187,7 @@ class Attention(Core):
             "rows": self.layout.rows,
             "over": self._ring,
         }
-        return function(*arrays, **shared)
+        return function(*arrays, **shared, **options)
 
     def _scale(self, index):
         scale = jnp.asarray(self.scale)

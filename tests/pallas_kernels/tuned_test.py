@@ -270,7 +270,7 @@ SOURCES = {
     ),
     ("tpu", "attention"): (
         1,
-        "7e823365b6f8e475",
+        "43f654598c125a71",
         "mosaic_tpu_whole.py",
         "mosaic_tpu_rows.py",
         "products.py",

@@ -1,0 +1,55 @@
+"""Attention that writes its output where it is to stay, and takes it from there going back."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import Slot
+from pallas_kernels.causal_attention import mosaic_tpu
+from pallas_kernels.causal_attention.interface import Attended, Attention
+from tests.tiers import later
+
+B, N, H, D = 2, 256, 4, 8
+
+
+def arrays():
+    draw = lambda *size: np.random.default_rng(sum(size)).normal(size=size).astype(jnp.bfloat16)
+    shapes = (B, N, 3 * H, D), (3, B, N, H, D), (B, N, H, D)
+    return tuple(jnp.asarray(draw(*shape)) for shape in shapes)
+
+
+@pytest.mark.parametrize("rows", ["size_major", *later("head_major")])
+def test_a_slot_holds_what_is_given_without_one(rows):
+    qkv, stack, d_out = arrays()
+    options = {"kv_heads": H, "rows": rows, "interpret": True}
+    given = Attention(qkv, 0.3)
+    forward = jax.jit(functools.partial(mosaic_tpu.attention_forward, **options))
+    backward = jax.jit(functools.partial(mosaic_tpu.attention_backward, **options))
+    out, log_sums = forward(given)
+    filled, log_sums_again = forward(given._replace(to=Slot(stack, jnp.int32(1))))
+    np.testing.assert_array_equal(log_sums_again, log_sums)
+    np.testing.assert_array_equal(filled, _put(stack, out))
+    d_qkv, _ = backward(given, Attended(out, log_sums, d_out))
+    again, _ = backward(given, Attended(Slot(filled, jnp.int32(1)), log_sums, d_out))
+    np.testing.assert_array_equal(again, d_qkv)
+
+
+def _put(stack, out):
+    stack = np.array(stack)
+    stack[1] = out
+    return stack
+
+
+def test_plain_jax_does_the_same():
+    qkv, stack, d_out = arrays()
+    slot = Slot(stack, 1)
+    out, log_sums = pallas_kernels.attention_forward(qkv, scale=0.3)
+    filled, _ = pallas_kernels.attention_forward(qkv, scale=0.3, to=slot)
+    np.testing.assert_array_equal(filled, _put(stack, out))
+    backward = functools.partial(pallas_kernels.attention_backward, scale=0.3)
+    want = backward(qkv, out, log_sums, d_out)
+    np.testing.assert_array_equal(backward(qkv, Slot(filled, 1), log_sums, d_out), want)
