@@ -71,8 +71,8 @@ def by_kernels(module, qkv, d_out, options, kv_heads=None, **static):
     if module is not mosaic_tpu_whole:  # which has as many heads of keys as of queries
         kernel["kv_heads"] = kv_heads or d_out.shape[2]
     out, log_sums = module.attention_forward(given, **kernel)
-    attended = Attended(out, log_sums, d_out)
-    return out, log_sums, module.attention_backward(given, attended, **kernel)
+    gradient = module.attention_backward(given, Attended(out, log_sums, d_out), **kernel)
+    return out, log_sums, gradient if module is mosaic_tpu_whole else gradient[0]
 
 
 class Case(NamedTuple):
