@@ -163,9 +163,11 @@ class _Ring:
 
     def part(self, q: Array, kv: Array | Apart, queries: Any, keys: Any) -> Part:
         """Of queries of one part to keys of another."""
-        _, scale, slopes, ids, _ = self._given
-        segments = None if ids is None else (self._ids(queries), self._ids(keys))
-        return Part(q, kv, scale, (queries - keys) * self.length, slopes, segments)
+        given, segments = self._given, None
+        if given.segment_ids is not None:
+            segments = self._ids(queries), self._ids(keys)
+        shift = (queries - keys) * self.length
+        return Part(q, kv, given.scale, shift, given.slopes, segments)
 
     def pairs(self, step: Int[Array, ""]) -> list[_Pair]:
         """Of the keys that are here after so many steps, those that own queries see.

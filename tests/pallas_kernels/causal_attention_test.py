@@ -215,10 +215,10 @@ def test_splash_equals_numpy(dtype):
 
 
 def by_op(given, d_out, kv_heads):
-    op = lambda qkv, kv: causal_attention(**given._replace(qkv=qkv, kv=kv)._asdict())
+    shared = {"scale": given.scale, "segment_ids": given.segment_ids}
+    op = lambda qkv, kv: causal_attention(qkv, kv=kv, **shared)
     out, pullback = jax.vjp(op, given.qkv, given.kv)
-    sums = attention_forward(**given._asdict())[1]
-    return out, sums, *pullback(d_out)
+    return out, attention_forward(given.qkv, kv=given.kv, **shared)[1], *pullback(d_out)
 
 
 def by_module(module, given, d_out, kv_heads, **options):
