@@ -63,6 +63,12 @@ _KEY_VECTOR_TPU = (
     _again(".py", "return slot[0], *spec", "return 0 * slot[0], *spec"),
 )  # fmt: skip
 
+_rows = _of("pallas_kernels/key_vector/mosaic_tpu_rows.py", f"{_KERNELS}/key_vector_rows_test.py")
+_KEY_VECTOR_TPU += (
+    _rows("(layer[0], 0, 0)", "(0, 0, 0)"),
+    _rows('if call.norm == "layernorm":', 'if call.norm == "rmsnorm":'),
+)
+
 _bank = _of("pallas_kernels/depth_attention/xla.py", f"{_KERNELS}/depth_attention_test.py")
 _site = _of(
     "pallas_kernels/depth_attention/mosaic_tpu_kernels.py",

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Shaped
+from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from pallas_kernels.arguments import (
     Slot,
@@ -37,7 +37,7 @@ from pallas_kernels.arguments import (
     check_norm,
     taken,
 )
-from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
+from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_rows, sharded, triton_gpu, xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
@@ -60,6 +60,7 @@ __all__ = [
     "norm_retrieve_with_statistics",
     "store",
     "store_norm_retrieve",
+    "store_norm_retrieve_at",
     "store_norm_retrieve_with_statistics",
     "to_fixed_point",
     "undo",
@@ -117,6 +118,55 @@ def store_norm_retrieve(
     stored, retrieved = _store_norm_retrieve(call, site)
     lead = data.shape[:-2]
     return stored.reshape(residual.shape), retrieved.reshape(*lead, *retrieved.shape[2:])
+
+
+def store_norm_retrieve_at(
+    layer: int | Int[Array, ""],
+    residual: Float[Array, "*tokens K V"],
+    store_keys: Float[Array, "L R K"],
+    data: Float[Array, "*tokens R V"],
+    gain: Float[Array, "L K V"],
+    read_keys: Float[Array, "L P K"],
+    *,
+    norm: Norm = "layernorm",
+    epsilon: int | float = 1e-6,
+    size_major: tuple[bool, bool] = (False, False),
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
+    """`store_norm_retrieve` of a few tokens, as in decoding, at a layer of stacked keys and gains.
+
+    The TPU's kernel takes the layer's where they lie, and its time grows with each token; from 128
+    in a sequence on the other op's is faster. With "xla" alone it is differentiable.
+
+    Args:
+      layer: which of the L.
+      residual, data, norm, epsilon: as of `store_norm_retrieve`; no int16, no `key_axis`.
+      store_keys, gain, read_keys: of all layers.
+      size_major: whether data, and what is retrieved, lie in memory as [V, R] and [V, P], as in a
+        feed-forward network's vectors: the outcome is the same.
+      implementation: as there; "triton" is none of this op.
+
+    Raises:
+      UnsupportedImplementation: a named implementation cannot serve this call.
+      ValueError: shapes or dtypes do not fit, the norm is unknown, or epsilon is negative.
+      TypeError: what may be a kernel is differentiated.
+    """
+    check_array("residual", residual, "... K V")
+    for name, x, axes in (
+        ("store_keys", store_keys, "L R K"),
+        ("gain", gain, "L K V"),
+        ("read_keys", read_keys, "L P K"),
+    ):
+        check_array(name, x, axes)
+        if x.shape[0] != gain.shape[0]:
+            raise ValueError(f"shapes do not fit: {name} [{axes}] is {x.shape}, gain {gain.shape}")
+    _check(residual, gain[0], read_keys[0], norm, epsilon, FRACTION_BITS, None, store_keys[0], data)
+    flat = lambda x: x.reshape(-1, *x.shape[-2:])
+    site = Site(flat(residual), store_keys, flat(data), gain, read_keys)
+    options = {"norm": norm, "epsilon": epsilon, "size_major": size_major}
+    given = (implementation, "at_layer", site, jnp.asarray(layer, jnp.int32))
+    stored, retrieved = _AT_LAYER.run(*given, **options)
+    return stored.reshape(residual.shape), retrieved.reshape(*data.shape[:-2], *retrieved.shape[1:])
 
 
 @reverse_mode
@@ -401,6 +451,7 @@ _norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)
 
 # A kernel becomes the default where it is shown to be faster: see docs/benchmarks/kernels.md.
 _IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
+_AT_LAYER = Implementations(xla, {"mosaic_tpu": mosaic_tpu_rows}, ("tpu",))
 
 
 def _run(call: _Call, op: str, *operands, **options):

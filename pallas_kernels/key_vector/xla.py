@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int16
+from jaxtyping import Array, DTypeLike, Float, Int, Int16
 
 from pallas_kernels.arguments import taken
 from pallas_kernels.key_vector.interface import (
@@ -64,6 +64,22 @@ def forward(
     # From a slice of the inputs: taken from the stored residual it would need a pass of its own.
     first = _store(residual[..., :1], store_keys, data[..., :1], fraction_bits).values
     return Outcome(stored.residual, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
+
+
+def at_layer(
+    site: Site,
+    layer: Int[Array, ""],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    size_major: tuple[bool, bool] = (False, False),
+) -> tuple[Float[Array, "T K V"], Float[Array, "T P V"]]:
+    """`forward` of T tokens, [T, K, V] and [T, R, V], at a layer of stacked keys and gains."""
+    of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+    residual, store_keys, data, *of_read = site
+    one = Site(residual[:, None], of_layer(store_keys), data[:, None], *map(of_layer, of_read))
+    out = forward(one, norm=norm, epsilon=epsilon)
+    return out.residual[:, 0], out.retrieved[:, 0]
 
 
 def backward(

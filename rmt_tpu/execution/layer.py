@@ -15,6 +15,7 @@ from rmt_tpu.cores.core import Index
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.embedding import Embedding, Unembedding
 from rmt_tpu.layers.parameters import stack
+from rmt_tpu.layers.stacks import Stacked
 from rmt_tpu.residual.protocols import Banked, Carried, Store
 
 
@@ -115,6 +116,12 @@ def no_aux(config: cfg.ModelConfig, dtype: jnp.dtype) -> Aux:
 def add_aux(total: Aux, of_core: Aux) -> Aux:
     """The sums with a core's scalars; those of another name are a KeyError."""
     return total | {name: total[name] + x.astype(total[name].dtype) for name, x in of_core.items()}
+
+
+def of_stack(layer: nnx.List, stack: nnx.List, index: Index) -> None:
+    """Tells the sites of one layer where theirs are in the parameters of all, for decoding."""
+    for one, of_all in zip(layer, stack, strict=True):
+        one.site.stacked = nnx.data(Stacked(of_all.site, index))
 
 
 def run_core(

@@ -1,13 +1,25 @@
 """Slices of stacked arrays, for loops that change one slice at a time and copy nothing."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 Index = Int[Array, ""] | int
+
+
+class Stacked(NamedTuple):
+    """One slice of a stack that need not be taken out of it.
+
+    Attributes:
+      all: of every slice.
+      index: which it is.
+    """
+
+    all: Any
+    index: Index
 
 
 def at(stacks: Any, index: Index) -> Any:

@@ -11,10 +11,11 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
 import pallas_kernels
 import sharding
+from pallas_kernels.call import LANES
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.parameters import gain, read_keys, storage_scale, store_keys
-from rmt_tpu.layers.stacks import Index
+from rmt_tpu.layers.stacks import Index, Stacked
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.residual.place import Place
 
@@ -27,7 +28,10 @@ class Site(nnx.Module):
       gain: of the norm, [D_k, D_v].
       read_keys: r_Q, r_K, r_V as [3 H, D_k] before heads, and r_FF or r_U, [R, D_k], where the
         whole is read.
+      stacked: of which stack this is a slice; None where it is not told.
     """
+
+    stacked: Stacked | None = None
 
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, place: Place):
         rank, size = config.data_shape
@@ -42,6 +46,8 @@ class Site(nnx.Module):
         scale = start_of_keys(config, reads, writes=False)
         self.read_keys = read_keys(rngs, reads, key_dim, scale=scale)
         self.begins_layer, self.reads = place.within == 0, place.reads
+        # As `data_vectors.concatenate` has them.
+        self.whole = not sum(place.writes.heads), not sum(place.reads.heads)
 
     @property
     def writer(self) -> nnx.Param:
@@ -145,6 +151,12 @@ class Store(nnx.Module):
         site: Site,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read]:
         """Write y with the site's storage keys, norm, read with its retrieval keys."""
+        if site.stacked is not None and self._few(residual):
+            store_keys, gain, read_keys = _parameters(site.stacked.all)
+            options = {"norm": self.norm, "epsilon": self.epsilon, "size_major": site.whole}
+            given = (site.stacked.index, residual, store_keys, y, gain, read_keys)
+            residual, z = pallas_kernels.store_norm_retrieve_at(*given, **options)
+            return residual, site.split(z)
         store_keys, gain, read_keys = _parameters(site)
         residual, z = pallas_kernels.store_norm_retrieve(
             residual, store_keys, y, gain, read_keys, **self._options()
@@ -260,6 +272,10 @@ class Store(nnx.Module):
         )
         d_site = {"store_keys": g.store_keys, "gain": g.gain, "read_keys": g.read_keys}
         return g.rebuilt, g.residual, g.data, d_site
+
+    def _few(self, residual):
+        """Whether the op for a few tokens serves this residual."""
+        return residual.shape[1] < LANES and self.dtype != jnp.int16 and _key_axis() is None
 
     def _options(self):
         return {

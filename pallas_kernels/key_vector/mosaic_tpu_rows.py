@@ -1,0 +1,148 @@
+"""A site of a few tokens as one TPU kernel: what decoding asks for at each layer, once a row.
+
+With tokens in the lanes (`mosaic_tpu`) 128 of them would be computed where there is one. Here a
+token's matrix lies as the model has it, [K, V] with V in the lanes, and all of the site is done
+while it is in VMEM. Keys and gain are those of all layers: the kernel takes its layer's where they
+are, for slices of some KB cost XLA as much as what is computed with them.
+
+For T tokens of size E bytes an entry: `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)` bytes.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
+from pallas_kernels.key_vector.interface import Norm, Site
+
+# Bytes of a grid step's matrices, in and out.
+_LARGEST = 8 * 2**20
+# Rows that are computed beside each other, for one by itself mostly waits.
+_TOGETHER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is fixed while tracing."""
+
+    norm: Norm
+    epsilon: int | float
+    size_major: tuple[bool, bool]
+    rows: int
+
+
+def unsupported(op: str, site: Site, layer: Int[Array, ""]) -> str | None:
+    """Why the kernel cannot serve the named op with these arrays, in a line; None if it can."""
+    if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in site):
+        return "arrays that are neither bfloat16 nor float32"
+    if _row_bytes(site.residual) > _LARGEST:
+        return f"a residual of {site.residual.shape[1:]} does not fit VMEM"
+    return None
+
+
+def at_layer(
+    site: Site,
+    layer: Int[Array, ""],
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    size_major: tuple[bool, bool] = (False, False),
+    interpret: bool = False,
+) -> tuple[Float[Array, "T K V"], Float[Array, "T P V"]]:
+    """See `xla.at_layer`. The residual is written over the one that is given.
+
+    Of one token, vectors that lie in the minor axis are turned here: XLA takes longer for that than
+    for all else. Of several it lays them out anew in either case.
+    """
+    size_major = size_major if len(site.residual) == 1 else (False, False)
+    residual, store_keys, data, gain, read_keys = site
+    T, K, V = residual.shape
+    R, P = data.shape[1], read_keys.shape[1]
+    rows = min(T, max(1, _LARGEST // _row_bytes(residual)))
+    if rows > _TOGETHER:
+        rows -= rows % _TOGETHER
+    by_row = lambda *size: pl.BlockSpec((rows, *size), lambda i, layer: (i, 0, 0))
+    of_data = (V, R) if size_major[0] else (R, V)
+    of_read = (V, P) if size_major[1] else (P, V)
+    of_layer = lambda x: (x, pl.BlockSpec((None, *x.shape[1:]), lambda i, layer: (layer[0], 0, 0)))
+    out = tpu_call(
+        functools.partial(_kernel, call=_Call(norm, epsilon, size_major, rows)),
+        "key_vector_rows",
+        {
+            "residual": (residual, by_row(K, V)),
+            "data": (_turned(data, size_major[0]), by_row(*of_data)),
+            "store_keys": of_layer(store_keys),
+            "gain": of_layer(gain),
+            "read_keys": of_layer(read_keys),
+        },
+        {
+            "residual": (residual, by_row(K, V)),
+            "retrieved": (jax.ShapeDtypeStruct((T, *of_read), data.dtype), by_row(*of_read)),
+        },
+        {},
+        grid=(-(-T // rows),),
+        semantics=("parallel",),
+        flops=2 * T * K * V * (R + P),
+        moved=2 * residual.nbytes + (R + P) * data.nbytes // R,
+        aliased={"residual": "residual"},
+        prefetch={"layer": layer.reshape(1)},
+        interpret=interpret,
+    )
+    return out["residual"], _turned(out["retrieved"], size_major[1])
+
+
+def _kernel(inputs, outputs, scratch, *, call: _Call):
+    dtype = outputs["retrieved"].dtype
+    store_keys = inputs["store_keys"][...].astype(dtype)
+    gain = inputs["gain"][...].astype(jnp.float32)
+    read_keys = inputs["read_keys"][...].astype(dtype)
+
+    def mean(x):
+        return jnp.mean(x, axis=(-2, -1), keepdims=True)
+
+    def run(row):
+        data = _turned(inputs["data"][row], call.size_major[0])
+        x = inputs["residual"][row].astype(jnp.float32) + _dot(store_keys, data, over=0)
+        x = x.astype(outputs["residual"].dtype)
+        outputs["residual"][row] = x
+        x = x.astype(jnp.float32)
+        if call.norm == "layernorm":
+            x = x - mean(x)
+        x = x * jax.lax.rsqrt(mean(jnp.square(x)) + call.epsilon)
+        retrieved = _dot(read_keys, (x * gain).astype(dtype), over=1)
+        outputs["retrieved"][row] = _turned(retrieved.astype(dtype), call.size_major[1])
+
+    together = largest_divisor(call.rows, _TOGETHER)
+
+    def group(i, _):
+        for row in range(together):
+            run(i * together + row)
+
+    if call.rows == together:
+        group(0, None)
+    else:
+        jax.lax.fori_loop(0, call.rows // together, group, None)
+
+
+def _dot(keys, x, *, over):
+    """Keys [R, K] or [P, K], over the axis named, with what it is in x [.., V]."""
+    return jax.lax.dot_general(
+        keys,
+        x,
+        (((over,), (0,)), ((), ())),
+        precision=None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _turned(x, size_major: bool):
+    return jnp.swapaxes(x, -1, -2) if size_major else x
+
+
+def _row_bytes(residual) -> int:
+    K, V = residual.shape[1:]
+    return 4 * K * round_up(V, LANES) * residual.dtype.itemsize
