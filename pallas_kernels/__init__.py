@@ -13,6 +13,7 @@ from pallas_kernels.delta_attention import delta_attention, delta_step
 from pallas_kernels.depth_attention import (
     depth_attention,
     depth_attention_merge,
+    depth_attention_merge_at,
     depth_attention_merge_read,
     depth_attention_partial,
     depth_attention_partial_backward,
@@ -47,6 +48,7 @@ __all__ = [
     "delta_step",
     "depth_attention",
     "depth_attention_merge",
+    "depth_attention_merge_at",
     "depth_attention_merge_read",
     "depth_attention_partial",
     "depth_attention_partial_backward",

@@ -38,10 +38,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arguments import check_array
-from pallas_kernels.depth_attention import mosaic_tpu, mosaic_tpu_matrices, triton_gpu, xla
+from pallas_kernels.depth_attention import (
+    mosaic_tpu,
+    mosaic_tpu_matrices,
+    mosaic_tpu_rows,
+    triton_gpu,
+    xla,
+)
 from pallas_kernels.depth_attention.checks import check_site, check_sources
 from pallas_kernels.depth_attention.interface import (
     Merge,
+    MergeAt,
     MergeCotangents,
     Norm,
     Partial,
@@ -59,6 +66,7 @@ __all__ = [
     "UnsupportedImplementation",
     "depth_attention",
     "depth_attention_merge",
+    "depth_attention_merge_at",
     "depth_attention_merge_read",
     "depth_attention_partial",
     "depth_attention_partial_backward",
@@ -261,6 +269,61 @@ def depth_attention_merge(
     return rows.reshape(mixed.shape), passed.reshape(current.shape), z.reshape(current.shape)
 
 
+def depth_attention_merge_at(
+    layer: int | Int[Array, ""],
+    parameters: Float[Array, "L 2 D"],
+    mixed: Float[Array, "S *tokens D"],
+    log_sums: Float[Array, "S *tokens"],
+    site: int | Int[Array, ""],
+    current: Float[Array, "*tokens D"],
+    *,
+    active: bool | Bool[Array, ""] = True,
+    norm: Norm = "layernorm",
+    epsilon: int | float = 1e-6,
+    norm_epsilon: int | float = 1e-6,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*tokens D"]:
+    """z of `depth_attention_merge` for a few tokens, as in decoding: a TPU's kernel copies nothing.
+
+    With "xla" alone it is differentiable.
+
+    Args:
+      layer: which of the L.
+      parameters: of every layer the query, times the gain of the keys' norm, and the gain of the
+        norm of what is read.
+      mixed, log_sums: of all sites, from `depth_attention_partial`.
+      site, current, active, norm, epsilon, norm_epsilon: as of `depth_attention_merge`.
+      implementation: as there; "triton" is none of this op.
+
+    Raises:
+      UnsupportedImplementation: a named implementation cannot serve this call.
+      ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
+      TypeError: what may be a kernel is differentiated.
+    """
+    *tokens, D = current.shape
+    check_site(parameters[0, 0], None, current, parameters[0, 1], norm, epsilon, norm_epsilon)
+    check_array("mixed", mixed, "S ... D")
+    check_array("log_sums", log_sums, "S ...")
+    if mixed.shape[1:] != current.shape or log_sums.shape != mixed.shape[:-1]:
+        raise ValueError(
+            f"shapes do not fit: current [..., D] is {current.shape}, mixed [S, ..., D] is "
+            f"{mixed.shape}, log_sums [S, ...] is {log_sums.shape}"
+        )
+    S, T = len(mixed), math.prod(tokens)
+    given = MergeAt(
+        parameters.astype(jnp.result_type(jnp.float32, current)),
+        jnp.asarray(layer, jnp.int32),
+        mixed.reshape(S, T, D),
+        log_sums.reshape(S, T),
+        jnp.asarray(site, jnp.int32),
+        current.reshape(T, D),
+        jnp.asarray(active),
+    )
+    options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
+    z = _MERGE_AT.run(implementation, "merge_at", given, **options)
+    return z.reshape(current.shape)
+
+
 class _Call(NamedTuple):
     """What a call is beside its arrays."""
 
@@ -343,6 +406,7 @@ def _merge_backward(call, given, cotangents):
 _merge.defvjp(_merge_forward, _merge_backward)
 
 _IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
+_MERGE_AT = Implementations(xla, {"mosaic_tpu": mosaic_tpu_rows}, ("tpu",))
 _OF_MATRICES = Implementations(
     OfVectors(xla), {"mosaic_tpu": mosaic_tpu_matrices, "triton": OfVectors(triton_gpu)}, ("tpu",)
 )

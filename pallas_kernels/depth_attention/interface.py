@@ -46,6 +46,11 @@ gradient is 0.
         Row `site` of d_mixed [S, T, D] is replaced by what this site gives, the others are as they
         were, in place. What this use of `current` gives is added to `d_current`.
 
+    merge_at(MergeAt, *, norm, epsilon, norm_epsilon) -> z [T, D]
+
+        `merge` of a few tokens, without a gradient: the query and the gain are taken where they
+        lie, and the log sum is row `site` of those of all sites.
+
     merge_read(MergeRead, *, norm, epsilon, norm_epsilon, dtype)
         -> (z [B, T, P, V] in `dtype`, Statistics)
 
@@ -116,6 +121,18 @@ class Merge(NamedTuple):
     current: Float[Array, "*T_D"]
     active: Bool[Array, ""]
     norm_gain: Float[Array, " D"] | None = None
+
+
+class MergeAt(NamedTuple):
+    """The same of a few tokens: query and gain, float32, of each of L layers; of sites all sums."""
+
+    parameters: Float[Array, "L 2 D"]
+    layer: Int[Array, ""]
+    mixed: Float[Array, "S T D"]
+    log_sums: Float[Array, "S T"]
+    site: Int[Array, ""]
+    current: Float[Array, "T D"]
+    active: Bool[Array, ""]
 
 
 class MergeCotangents(NamedTuple):

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.depth_attention.interface import (
     Merge,
+    MergeAt,
     MergeCotangents,
     MergeGradients,
     Norm,
@@ -148,6 +149,20 @@ def merge(
     query, mixed, log_sums, site, current, active, norm_gain = given
     h = _merged(query, mixed[site], log_sums, current, active, epsilon)
     return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon).astype(current.dtype)
+
+
+def merge_at(
+    given: MergeAt,
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+) -> Float[Array, "T D"]:
+    """See `interface`."""
+    parameters, layer, mixed, log_sums, site, current, active = given
+    query, gain = jax.lax.dynamic_index_in_dim(parameters, layer, keepdims=False)
+    one = Merge(query, mixed, log_sums[site], site, current, active, gain)
+    return merge(one, norm=norm, epsilon=epsilon, norm_epsilon=norm_epsilon)
 
 
 def merge_backward(

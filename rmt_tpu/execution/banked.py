@@ -19,12 +19,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels.call import LANES
+from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.layer import Model, no_aux, run_core
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import At, Bank, Banked, Grouping, Row
+from rmt_tpu.residual.protocols import At, Bank, Banked, FewTokens, Grouping, Row, Store
+from rmt_tpu.residual.whole_tiles import as_they_are
 
 
 class Stacked(NamedTuple):
@@ -34,11 +37,13 @@ class Stacked(NamedTuple):
       layers: parameters, as a pure dict.
       scores: what its sites score with, [repeat, sublayers of the period, ...].
       after: how its last sublayer's output is written; None where that needs nothing.
+      merging: of each of its sites, where decoding, what `FewTokens.merging` gives.
     """
 
     layers: Any
     scores: Array
     after: Array | None
+    merging: tuple[Any, ...] = ()
 
 
 class Kept(NamedTuple):
@@ -62,6 +67,9 @@ def run_layers(
 ) -> tuple[Read, tuple | None, Aux]:
     """All layers of a decoder, and the read for the unembedding: as `scanned.run_layers`."""
     store, mixer = decoder.store, decoder.mixer
+    few = caches is not None and state.shape[1] < LANES
+    if few:
+        store, mixer = as_they_are(store), as_they_are(mixer)
     runs, of_stacks, before = [], [], 0
     scores = mixer.scores([[one.site for one in stack] for stack in decoder.stacks])
     writers = [stack[0].site.writer for stack in decoder.stacks]
@@ -74,9 +82,24 @@ def run_layers(
         of_layers = scores[before : before + of_stack.num_sublayers]
         of_layers = of_layers.reshape(of_stack.repeat, -1, *scores.shape[1:])
         of_stacks.append(Stacked(layers, of_layers, _after(writers[number], next_writer)))
-        runs.append(Run(decoder, nnx.graphdef(stack), before, of_stack.repeat, len(stack)))
+        runs.append(
+            Run(
+                decoder.config,
+                store,
+                mixer,
+                nnx.graphdef(stack),
+                before,
+                of_stack.repeat,
+                len(stack),
+            )
+        )
         before += of_stack.num_sublayers
     first = store.write(store.hold(state), y, _first(writers[0]))
+    if few and isinstance(mixer, FewTokens):
+        of_stacks = [
+            one._replace(merging=mixer.merging(store, one.scores, stack))
+            for stack, one in zip(decoder.stacks, of_stacks, strict=True)
+        ]
     num_rows = max([mixer.num_rows, *(run.end_row for run in runs)])
 
     def forward(of_stacks, first, context, caches, keep):
@@ -127,13 +150,18 @@ def _after(writers: nnx.Param | None, next_writer: nnx.Param | Array | None) -> 
     return jnp.concatenate([writers[...][1:], next_writer[...][None]])
 
 
+def _of_layer(of_stack: Stacked, index: Index) -> Stacked:
+    merging = tuple(stacks.Slice(x, index) for x in of_stack.merging)
+    return stacks.at(of_stack._replace(merging=()), index)._replace(merging=merging)
+
+
 class Run:
     """Both passes of a stack, or of a part of one.
 
     Loops carry whole stacks of arrays and change a slice: nothing is copied to stack it.
 
     Args:
-      decoder: a `Decoder`.
+      config, store, mixer: of the decoder.
       graphdef: of the stack.
       first: how many sublayers are before it.
       repeat: of its period.
@@ -141,10 +169,16 @@ class Run:
     """
 
     def __init__(
-        self, decoder: Model, graphdef: nnx.GraphDef, first: int, repeat: int, period: int
+        self,
+        config: cfg.ModelConfig,
+        store: Store,
+        mixer: Banked,
+        graphdef: nnx.GraphDef,
+        first: int,
+        repeat: int,
+        period: int,
     ):
-        self.config, self.store = decoder.config, decoder.store
-        self.mixer: Banked = decoder.mixer
+        self.config, self.store, self.mixer = config, store, mixer
         self.graphdef, self.first, self.repeat, self.period = graphdef, first, repeat, period
         self.grouping: Grouping = self.mixer.grouping(first, period, repeat)
         self.group = self.grouping.layers
@@ -187,7 +221,7 @@ class Run:
 
         started = current if self.grouping.open else None
         carry = (bank, started, caches, kept, aux)
-        bank, ended, caches, kept, aux = self._over_groups(run, carry)
+        bank, ended, caches, kept, aux = self._over_groups(run, carry, decoding=caches is not None)
         return (bank, jnp.zeros_like(current) if ended is None else ended, aux), caches, kept
 
     def backward(
@@ -214,7 +248,12 @@ class Run:
         return (d_bank, jnp.zeros_like(d_current) if started is None else started), gradients
 
     def _over_groups(
-        self, run: Callable[[tuple, Index, int], tuple], carry: tuple, *, reverse: bool = False
+        self,
+        run: Callable[[tuple, Index, int], tuple],
+        carry: tuple,
+        *,
+        reverse: bool = False,
+        decoding: bool = False,
     ) -> tuple:
         """`carry = run(carry, first layer, layers)` for each group; the last may be smaller."""
         full, left = divmod(self.repeat, self.group)
@@ -229,7 +268,10 @@ class Run:
         else:
             carry, _ = jax.lax.scan(scanned, carry, jnp.arange(full), reverse=reverse)
         if left and not reverse:
-            carry = run(carry, full * self.group, left)
+            start = full * self.group
+            # Of a layer that it knows XLA would lay out the weights of all layers anew.
+            start = jax.lax.optimization_barrier(jnp.int32(start)) if decoding else start
+            carry = run(carry, start, left)
         return carry
 
     def _begin(
@@ -265,7 +307,7 @@ class Run:
             index = start + offset
             if sums is not None:
                 sums = stacks.put(sums, current, index)
-            given = (stacks.at(of_stack, index), at, offset, context)
+            given = (_of_layer(of_stack, index), at, offset, context)
             _, rows, current, caches, aux = self._layer(
                 *given, prior, rows, current, caches, aux, index
             )
@@ -296,6 +338,8 @@ class Run:
         `layer_index` its number in the stack, for the caches.
         """
         layer = nnx.merge(self.graphdef, of_layer.layers)
+        for one, stacked in zip(layer, of_layer.merging, strict=False):
+            one.site.stacked = nnx.data(stacked)
         new = []
         for k, one in enumerate(layer):
             place = At(at + offset * self.period + k, at)

@@ -15,7 +15,7 @@ from rmt_tpu.cores.core import Index
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.embedding import Embedding, Unembedding
 from rmt_tpu.layers.parameters import stack
-from rmt_tpu.layers.stacks import Stacked
+from rmt_tpu.layers.stacks import Slice
 from rmt_tpu.residual.protocols import Banked, Carried, Store
 
 
@@ -121,7 +121,7 @@ def add_aux(total: Aux, of_core: Aux) -> Aux:
 def of_stack(layer: nnx.List, stack: nnx.List, index: Index) -> None:
     """Tells the sites of one layer where theirs are in the parameters of all, for decoding."""
     for one, of_all in zip(layer, stack, strict=True):
-        one.site.stacked = nnx.data(Stacked(of_all.site, index))
+        one.site.stacked = nnx.data(Slice(of_all.site, index))
 
 
 def run_core(

@@ -266,7 +266,10 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
         _after(writers, decoder.final_site.writer),
     )
     repeat, period = config.stacks[0].repeat // schedule.chunks, len(merged)
-    run, size = banked.Run(decoder, graphdef, 0, repeat, period), repeat * period
+    run, size = (
+        banked.Run(decoder.config, decoder.store, decoder.mixer, graphdef, 0, repeat, period),
+        repeat * period,
+    )
     # A chunk is whole blocks, and takes nothing but rows from what is before it.
     num_rows = mixer.first_row(size) - 1
     of_first, to_start = _parameters(decoder.embedding, decoder.store)

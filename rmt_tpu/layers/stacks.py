@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 Index = Int[Array, ""] | int
 
 
-class Stacked(NamedTuple):
+class Slice(NamedTuple):
     """One slice of a stack that need not be taken out of it.
 
     Attributes:

@@ -68,6 +68,10 @@ class DepthAblation(depth_attention.DepthAttention):
         """What all sites score with: queries, or logits."""
         return super().scores(sites) if self.logits is None else self._table()[:-1]
 
+    def merging(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
+        """Nothing: there is no phase two."""
+        return ()
+
     def _table(self) -> Float[Array, "sites sources"]:
         """The learned logits; in place of a source that a site does not see, that of its last."""
         places, start = [], 0

@@ -32,6 +32,7 @@ from rmt_tpu.residual.protocols import (
     Grouping,
     Index,
     Merging,
+    MergingFew,
     Row,
     Store,
     Unstacked,
@@ -77,7 +78,11 @@ class DepthAttention(nnx.Module):
         self.block = config.mixer.sublayers_a_block(config.num_sublayers)
         self.num_rows = 1 - (-config.num_sublayers // self.block)
         self.tiles = tiles(config)
-        self.epsilon = self.tiles.epsilon(config.mixer.epsilon)
+
+    @property
+    def epsilon(self) -> float:
+        """Of the keys' norm, over a source as it is held."""
+        return self.tiles.epsilon(self.mixer.epsilon)
 
     # The schedule -------------------------------------------------------------------------------
 
@@ -136,6 +141,14 @@ class DepthAttention(nnx.Module):
             folded = jnp.stack([x.reshape(len(x), -1) for x in folded], axis=1)
             in_order.append(folded.reshape(-1, folded.shape[-1]))
         return jnp.concatenate(in_order)
+
+    def merging(
+        self, store: Store, scores: Float[Array, "repeat period scored"], stack: nnx.List
+    ) -> tuple[Array, ...]:
+        """What a stack's sites take their slices of: see `protocols.FewTokens`."""
+        if not isinstance(store, MergingFew):
+            return ()
+        return tuple(store.merging(scores[:, k], one.site) for k, one in enumerate(stack))
 
     def prior(
         self,
@@ -234,6 +247,9 @@ class DepthAttention(nnx.Module):
         """Phase two: see `protocols.Banked`."""
         place = at.sublayer - at.group
         active = at.sublayer % self.block > 0
+        if site.stacked is not None and rows is None:
+            sealed, given = (*prior, place), {"active": active, "epsilon": self.epsilon}
+            return prior, rows, current, store.merge_few(sealed, current, site, **given)
         log_sums, own_log_sums = stacks.take(prior.log_sums, place)
 
         def with_current(mixed, log_sums, place):

@@ -15,7 +15,7 @@ from pallas_kernels.call import LANES
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.parameters import gain, read_keys, storage_scale, store_keys
-from rmt_tpu.layers.stacks import Index, Stacked
+from rmt_tpu.layers.stacks import Index, Slice
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.residual.place import Place
 
@@ -31,7 +31,7 @@ class Site(nnx.Module):
       stacked: of which stack this is a slice; None where it is not told.
     """
 
-    stacked: Stacked | None = None
+    stacked: Slice | None = None
 
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, place: Place):
         rank, size = config.data_shape

@@ -134,6 +134,33 @@ class Merging(Store, Protocol):
 
 
 @runtime_checkable
+class MergingFew(Merging, Protocol):
+    """One with kernels for a few tokens, which take a site's parameters out of a stack."""
+
+    def merging(self, queries: Float[Array, "repeat scored"], site: nnx.Module) -> Array:
+        """What `merge_few` takes of a site in all repeats.
+
+        `site` is stacked over the repeats, `queries` have the gain of the keys' norm.
+        """
+
+    def merge_few(
+        self,
+        sealed: tuple[
+            Float[Array, "sites batch seq *shape"], Float[Array, "sites batch seq"], Index
+        ],
+        current: Row,
+        site: nnx.Module,
+        *,
+        active: Array,
+        epsilon: int | float,
+    ) -> Read:
+        """`merge_and_read` of a few tokens, by kernels that take the site's slice themselves.
+
+        `sealed` has the sums of all sites; the site's `stacked` says which slice is its own.
+        """
+
+
+@runtime_checkable
 class Carried(Protocol):
     """A mixer that carries a state from site to site."""
 
@@ -286,3 +313,16 @@ class Banked(Protocol):
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
         """The weights over depth, from the names of sublayers and the means of `unrolled`'s."""
+
+
+@runtime_checkable
+class FewTokens(Protocol):
+    """A banked mixer whose sites, for a few tokens, take their parameters out of stacks."""
+
+    def merging(
+        self, store: Store, scores: Float[Array, "repeat period *scored"], stack: nnx.List
+    ) -> tuple[Array, ...]:
+        """Of each sublayer of a stack's period, in all repeats; () if sites take them as else.
+
+        A site whose sublayer has some is told of its slice by its `stacked`.
+        """

@@ -15,7 +15,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter, storage_scale
-from rmt_tpu.layers.stacks import Index
+from rmt_tpu.layers.stacks import Index, Slice
 from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.whole_tiles import tiles
 
@@ -31,7 +31,10 @@ class Site(nnx.Module):
       read: W_Q, W_K and W_V, [3, D, H * D_h], before heads; W_Q alone, [1, D, H * D_h], where keys
         and values have fewer; None where the vector itself is read.
       read_fewer: these W_K and W_V, [2, D, G * D_h].
+      stacked: which of those that `Store.merging` gives are its own; None where it is not told.
     """
+
+    stacked: Slice | None = None
 
     def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, place: Place):
         self.begins_layer, self.reads = place.within == 0, place.reads
@@ -168,6 +171,34 @@ class Store(nnx.Module):
         z = jax.lax.optimization_barrier(z)
         z = z[..., : self.tiles.size].astype(self.compute_dtype)
         return mixed, current, self.project(z, site)
+
+    def merging(
+        self, queries: Float[Array, "repeat held"], site: Site
+    ) -> Float[Array, "repeat 2 held"]:
+        """Of a site in all repeats what `merge_few` takes: see `protocols.MergingFew`."""
+        return jnp.stack([queries, self.tiles.factor(site.gain[...])], axis=1)
+
+    @jax.named_scope("residual")
+    def merge_few(
+        self,
+        sealed: tuple[Float[Array, "sites batch seq held"], Float[Array, "sites batch seq"], Index],
+        current: Float[Array, "batch seq held"],
+        site: Site,
+        *,
+        active: Bool[Array, ""] | bool,
+        epsilon: int | float,
+    ) -> Read:
+        """`merge_and_read` of a few tokens, by the site's slice of what `merging` has given."""
+        mixed, log_sums, place = sealed
+        parameters, layer = site.stacked
+        z = pallas_kernels.depth_attention_merge_at(
+            *(layer, parameters, mixed, log_sums, place, current),
+            active=active,
+            norm=self.norm,
+            epsilon=epsilon,
+            norm_epsilon=self.tiles.epsilon(self.epsilon),
+        )
+        return self.project(jax.lax.optimization_barrier(z).astype(self.compute_dtype), site)
 
     def norm_of(
         self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike

@@ -13,6 +13,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float
 
 from pallas_kernels.call import LANES
@@ -46,6 +47,19 @@ class Tiles(NamedTuple):
     def epsilon(self, epsilon: float) -> float:
         """That of such a mean square."""
         return epsilon * self.size / self.held
+
+
+def as_they_are(module: nnx.Module) -> nnx.Module:
+    """A store or a mixer like one that has `tiles`, without zeros; others as they are.
+
+    Kernels for a few tokens take vectors of any size, and XLA takes longer to fill them up.
+    """
+    given = getattr(module, "tiles", None)
+    if given is None or given.size == given.held:
+        return module
+    module = nnx.clone(module)
+    module.tiles = Tiles(given.size, given.size)
+    return module
 
 
 def tiles(config: cfg.ModelConfig) -> Tiles:

@@ -1,0 +1,156 @@
+"""Depth attention of a few tokens as TPU kernels: what decoding asks for at each layer, once a row.
+
+Where tokens are fewer than those of a tile, what is around the kernels of `mosaic_tpu` takes longer
+than they do: rows are filled up, parameters are spread over the rows of a group, slices are taken.
+Here arrays stay as the model has them, parameters are those of all sites, of which a kernel takes
+its own, and sums are on the vector unit in float32.
+
+For T tokens, N sources, E bytes an entry: `partial` takes `4 S N T D` FLOPs and `E (N + S) T D`
+bytes, `merge_at` `E 3 T D`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.call import LANES, tpu_call
+from pallas_kernels.depth_attention.interface import MergeAt, Norm, Partial
+
+# Of the products of `partial`: all of them are unrolled.
+_MOST = 128
+# Tokens of a grid step: what is between its passes stays in registers, or near them.
+_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is fixed while tracing."""
+
+    epsilon: int | float
+    norm: Norm = "rmsnorm"
+    norm_epsilon: int | float = 0.0
+
+
+def serves(given: Partial) -> bool:
+    """Whether `partial` here is to be taken for what `mosaic_tpu` can do too."""
+    S, (N, T, _) = given.queries.shape[0], given.sources.shape
+    return given.prior is None and T < LANES and N * S <= _MOST
+
+
+def partial(
+    given: Partial, *, epsilon: int | float, interpret: bool = False
+) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
+    """See `interface`; without a prior."""
+    queries, sources, count, _ = given
+    S, (N, T, D) = queries.shape[0], sources.shape
+    tokens = min(T, _TOKENS)
+    by_token = lambda rows, size: pl.BlockSpec((rows, tokens, size), lambda i: (0, i, 0))
+    out = tpu_call(
+        functools.partial(_partial, call=_Call(epsilon)),
+        "depth_attention_partial_rows",
+        {
+            "count": (count.reshape(1), pl.BlockSpec(memory_space=pltpu.SMEM)),
+            "queries": (queries, pl.BlockSpec((S, D), lambda i: (0, 0))),
+            "sources": (sources, by_token(N, D)),
+        },
+        {
+            "mixed": (jax.ShapeDtypeStruct((S, T, D), sources.dtype), by_token(S, D)),
+            "log_sums": (jax.ShapeDtypeStruct((S, T, 1), jnp.float32), by_token(S, 1)),
+        },
+        {},
+        grid=(-(-T // tokens),),
+        semantics=("parallel",),
+        flops=4 * S * N * T * D,
+        interpret=interpret,
+    )
+    return out["mixed"], out["log_sums"].reshape(S, T)
+
+
+def _partial(inputs, outputs, scratch, *, call: _Call):
+    queries = inputs["queries"]
+    (S, size), N, count = queries.shape, inputs["sources"].shape[0], inputs["count"][0]
+
+    def source(n):
+        return jnp.where(n < count, inputs["sources"][n].astype(jnp.float32), 0)
+
+    logits: list[list[Array]] = [[] for _ in range(S)]
+    for n in range(N):
+        v = source(n)
+        rstd = jax.lax.rsqrt(jnp.sum(v * v, axis=-1, keepdims=True) / size + call.epsilon)
+        for s in range(S):
+            product = jnp.sum(v * queries[s : s + 1], axis=-1, keepdims=True)
+            logits[s].append(jnp.where(n < count, product * rstd, -jnp.inf))
+    for s in range(S):
+        largest = functools.reduce(jnp.maximum, logits[s])
+        shift = jnp.where(largest == -jnp.inf, 0, largest)
+        weights = [jnp.exp(logit - shift) for logit in logits[s]]
+        total = sum(weights)
+        outputs["log_sums"][s] = largest + jnp.log(jnp.where(total == 0, 1, total))
+        mixed = sum(weights[n] * source(n) for n in range(N)) / jnp.where(total == 0, 1, total)
+        outputs["mixed"][s] = mixed.astype(outputs["mixed"].dtype)
+
+
+def unsupported(op: str, given: MergeAt) -> str | None:
+    """Why the kernel cannot serve the named op with these arrays, in a line; None if it can."""
+    floats = [x for x in given if jnp.issubdtype(x.dtype, jnp.floating)]
+    if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in floats):
+        return "arrays that are neither bfloat16 nor float32"
+    return None
+
+
+def merge_at(
+    given: MergeAt,
+    *,
+    norm: Norm,
+    epsilon: int | float,
+    norm_epsilon: int | float,
+    interpret: bool = False,
+) -> Float[Array, "T D"]:
+    """See `xla.merge_at`. `E 3 T D` bytes."""
+    parameters, layer, mixed, log_sums, site, current, active = given
+    T, D = current.shape
+    tokens = min(T, _TOKENS)
+    tables = {"active": active, "layer": layer, "site": site}
+    by_site = lambda *shape: pl.BlockSpec(
+        (None, tokens, *shape), lambda i, a, layer, site: (site[0], i, 0)
+    )
+    by_token = lambda width: pl.BlockSpec((tokens, width), lambda i, *_: (i, 0))
+    of_layer = pl.BlockSpec((None, 2, D), lambda i, a, layer, site: (layer[0], 0, 0))
+    out = tpu_call(
+        functools.partial(_merge, call=_Call(epsilon, norm, norm_epsilon)),
+        "depth_attention_merge_rows",
+        {
+            "parameters": (parameters, of_layer),
+            "mixed": (mixed, by_site(D)),
+            "log_sums": (log_sums[..., None], by_site(1)),
+            "current": (current, by_token(D)),
+        },
+        {"z": (jax.ShapeDtypeStruct((T, D), current.dtype), by_token(D))},
+        {},
+        grid=(-(-T // tokens),),
+        semantics=("parallel",),
+        flops=15 * current.size,
+        moved=3 * current.nbytes,
+        prefetch={k: x.reshape(1).astype(jnp.int32) for k, x in tables.items()},
+        interpret=interpret,
+    )
+    return out["z"]
+
+
+def _merge(inputs, outputs, scratch, *, call: _Call):
+    query, gain = inputs["parameters"][0:1], inputs["parameters"][1:2]
+    current, mixed = (inputs[k][...].astype(jnp.float32) for k in ("current", "mixed"))
+    mean = lambda x: jnp.mean(x, axis=-1, keepdims=True)
+    rstd = jax.lax.rsqrt(mean(jnp.square(current)) + call.epsilon)
+    logit = jnp.sum(current * query, axis=-1, keepdims=True) * rstd
+    p = jnp.where(inputs["active"][0] != 0, jax.nn.sigmoid(logit - inputs["log_sums"][...]), 0)
+    h = mixed + p * (current - mixed)
+    if call.norm == "layernorm":
+        h = h - mean(h)
+    z = h * jax.lax.rsqrt(mean(jnp.square(h)) + call.norm_epsilon) * gain
+    outputs["z"][...] = z.astype(outputs["z"].dtype)
