@@ -82,7 +82,13 @@ _parts = _of(
     "pallas_kernels/depth_attention/mosaic_tpu_matrices.py",
     f"{_KERNELS}/depth_attention_matrices_test.py",
 )
+_depth_rows = _of(
+    "pallas_kernels/depth_attention/mosaic_tpu_rows.py",
+    f"{_KERNELS}/depth_attention_rows_test.py",
+)
 _DEPTH = (
+    _depth_rows("shift = jnp.where(largest == -jnp.inf, 0, largest)", "shift = largest"),
+    _depth_rows("p = jnp.where(inputs[\"active\"][0] != 0,", "p = jnp.where(inputs[\"active\"][0] == 0,"),
     _bank("active = (jnp.arange(squares.shape[0]) < count)", "active = (jnp.arange(squares.shape[0]) <= count)"),
     _bank("log_sums = jnp.logaddexp(log_sums, prior[1])", "log_sums = log_sums + prior[1]"),
     _bank("d_sources = d_sources - shrink[..., None] * values", "d_sources = d_sources + shrink[..., None] * values"),
@@ -313,6 +319,7 @@ _TRAINING = (
     _sampling("jax.random.fold_in(jax.random.key(seed), position)", "jax.random.key(seed)"),
     _of("rmt_tpu/generation/programs.py", *_generation)("start = jnp.where(running, rows.cache.length, 0)", "start = rows.cache.length"),
     _of("rmt_tpu/generation/programs.py", f"{_MODEL}/generation/mesh_test.py")("slot = slot - sharding.axis_index(_BATCH) * count", "slot = slot + 0"),
+    _of("rmt_tpu/generation/key_heads.py", f"{_MODEL}/generation/mesh_test.py")("jnp.repeat(x.reshape(*x.shape[:3], groups, -1), times, axis=3)", "jnp.tile(x.reshape(*x.shape[:3], groups, -1), (times, 1))"),
     _of("rmt_tpu/decoder.py", f"{_MODEL}/generation/mesh_test.py")("place -= sharding.axis_index(axes) * z.shape[1]", "place -= 0"),
     _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/generation/mesh_test.py")('positions.shape[0] > 1 or "key" in sharding.token_axes()', "positions.shape[0] > 1"),
     _of("rmt_tpu/cores/mla.py", f"{_MODEL}/generation/parts_test.py")("seen = (places >= first) & (places < start[:, None])", "seen = places < start[:, None]"),

@@ -17,6 +17,7 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import Sampling, cast_once, programs
 from rmt_tpu.generation.engine import PART, bucket
+from rmt_tpu.generation.key_heads import repeated_model
 from rmt_tpu.generation.placement import parameter_shardings
 from rmt_tpu.generation.sampling import choice
 from sharding import CACHE_RULES, MeshError
@@ -121,6 +122,7 @@ def sizes_of(mesh: Mesh) -> dict[str, Any]:
 
 def placed_decoder(config: ModelConfig, mesh: Mesh) -> Decoder:
     """A decoder of shapes, with its weights as products take them, where they lie."""
+    config = repeated_model(config, mesh)
     abstract = nnx.eval_shape(lambda: cast_once(Decoder(config, rngs=nnx.Rngs(0))))
     graphdef, state = nnx.split(abstract, nnx.Param)
     shardings = parameter_shardings(abstract, mesh)

@@ -20,6 +20,7 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.scores import NONE, TokenScores, dropless, token_scores
 from rmt_tpu.generation import mesh_of
+from rmt_tpu.generation.key_heads import repeat_key_heads
 
 BATCH_TOKENS = 16384  # of a device that rows are divided over
 _LEAST = 32
@@ -77,10 +78,12 @@ class Scorer(NamedTuple):
           MeshError: `max_length` does not divide over the devices.
         """
         check_length(decoder.config, max_length)
+        if (mesh := mesh_of(decoder)) is not None:
+            decoder = repeat_key_heads(decoder, mesh)
         params = nnx.state(decoder, nnx.Param)
         make = lambda: Decoder(dropless(decoder.config), rngs=nnx.Rngs(0))
         graphdef = nnx.split(nnx.eval_shape(make), nnx.Param)[0]
-        if (mesh := mesh_of(decoder)) is None:
+        if mesh is None:
             compiled = jax.jit(partial(_scores, graphdef))
             return cls(partial(compiled, params), max_length, batch_tokens=batch_tokens)
         sharding.check_divides(mesh, "--max_length", max_length, "tokens")

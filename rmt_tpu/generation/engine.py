@@ -14,7 +14,8 @@ import numpy as np
 import sharding
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.generation import programs
-from rmt_tpu.generation.programs import Asked, Chosen, Model, Rows, Scores
+from rmt_tpu.generation.key_heads import repeat_key_heads
+from rmt_tpu.generation.programs import Asked, Chosen, Model, Rows, Scores, mesh_of
 from rmt_tpu.generation.sampling import Sampling, choice
 
 _LEAST = 32  # tokens that the smallest programs are for
@@ -73,6 +74,8 @@ class Engine:
     def __init__(
         self, decoder: Decoder, stop: int, *, slots: int = 1, steps: int = 8, part: int = PART
     ):
+        if (mesh := mesh_of(decoder)) is not None:
+            decoder = repeat_key_heads(decoder, mesh)
         self.model, self.params = Model.of(decoder)
         check_slots("slots", slots, self.model.mesh)
         self.vocab_size, self.stop, self.steps = decoder.config.vocab_size, stop, steps

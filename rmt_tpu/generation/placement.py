@@ -21,7 +21,14 @@ def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
     """
     _check(decoder.config, mesh)
     shapes = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
-    specs = sharding.parameter_specs(mesh, metadata(decoder, "axes"), shapes)
+    axes = metadata(decoder, "axes")
+    for s, stack in enumerate(decoder.config.stacks):
+        for k, core in enumerate(stack.cores):
+            site = axes["stacks"][s][k]["site"]
+            if "read_fewer" in site and core.kv_heads % mesh.shape["tensor"]:
+                # Whole until each device has its own of them: see `key_heads`.
+                site["read_fewer"] = (*site["read_fewer"][:-1], "shared")
+    specs = sharding.parameter_specs(mesh, axes, shapes)
     return jax.tree.map(lambda spec: NamedSharding(mesh, sharding.used_axes(mesh, spec)), specs)
 
 
@@ -37,7 +44,8 @@ def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
     devices = math.prod(mesh.shape[axis] for axis in axes)
     for core in model.cores:
         for name, heads in core.divided_heads.items():
-            if heads % devices:
+            # Devices may share a head of keys: see `key_heads`.
+            if heads % devices and name != "num_kv_heads":
                 raise sharding.MeshError(
                     f"--mesh: {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)} divides "
                     f"the heads of caches, of which model.{core.kind}.{name} is {heads}; legal: a "

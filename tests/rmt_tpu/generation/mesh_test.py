@@ -1,5 +1,6 @@
 """Text on a mesh of eight devices is that of one: any store, mixer and core, each axis."""
 
+import dataclasses
 import math
 
 import jax
@@ -12,8 +13,10 @@ from rmt_tpu.generation import Engine, Request, Sampling, mesh_of, programs
 from rmt_tpu.generation.placement import parameter_shardings
 from tests import generated, models
 from tests.generated import EXPERTS, GROUPED, LATENT, NEW, plain
+from tests.tiers import later
 
 LENGTHS, PART = (29, 5, 12), 12
+HEADS_4 = plain(cfg.NoPositions())
 
 
 def made(model, spec=None):
@@ -92,9 +95,37 @@ def test_drawn_text_on_a_mesh_is_that_of_one_device(store, mixer, core, spec):
 
 
 @pytest.mark.parametrize(
+    "store, heads, spec, lengths",
+    [
+        ("vector", 2, "tensor=8", (5,)),
+        *later(
+            ("vector", 1, "sequence=2,tensor=2", LENGTHS),
+            ("vector", 2, "sequence=4,tensor=2", LENGTHS),
+            ("matrix", 2, "key=2,sequence=2,tensor=2", LENGTHS),
+            ("matrix", 2, "sequence=2,tensor=4", LENGTHS),
+        ),
+    ],
+)
+def test_devices_share_a_head_of_keys(store, heads, spec, lengths):
+    """Fewer heads of keys than devices, as many as these or as queries: each has whole ones."""
+    core = dataclasses.replace(GROUPED, num_kv_heads=heads)
+    model, found = generated.config(store, cfg.Sum(), core), []
+    for mesh in (None, spec):
+        engine = Engine(made(model, mesh), models.VOCAB + 7, slots=2, steps=3, part=PART)
+        found.append(generated.said(engine, generated.prompts(lengths), temperature=0.0))
+    (wanted, wanted_logs), (tokens, logs) = found
+    assert tokens == wanted and {len(x) for x in tokens.values()} == {NEW}
+    for n, log in logs.items():
+        np.testing.assert_allclose(log, wanted_logs[n], atol=2e-5)
+    devices = math.prod(sharding.parse_mesh(spec).values())
+    keys = engine.rows.cache.cores[0][0].keys
+    assert keys.addressable_shards[0].data.shape[-1] == max(1, heads // devices) * core.head_dim
+
+
+@pytest.mark.parametrize(
     "store, core, spec, message",
     [
-        ("vector", GROUPED, "tensor=8", "tensor=8 divides the heads .* is 4; legal: .* 1, 2, 4"),
+        ("vector", HEADS_4, "tensor=8", "attention.num_heads is 4; legal: .* 1, 2, 4"),
         ("vector", LATENT, "sequence=8", "model.mla.num_heads is 4"),
         ("vector", GROUPED, "key=2", "key=2 divides D_k, which a vector store does not have"),
         ("matrix", GROUPED, "stage=2", "stage=2 divides layers for training"),

@@ -1,0 +1,87 @@
+"""Heads of keys and values that several devices share: each has a copy of the one that it reads.
+
+A mesh divides a cache by heads. Of grouped queries there may be fewer heads of keys than devices:
+the model is then taken as the one with each of them as often as devices share it, which says the
+same, and of which every device has whole heads, in its weights as in its cache.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+import sharding
+from rmt_tpu import config as cfg
+from rmt_tpu.decoder import Decoder
+from rmt_tpu.generation.placement import parameter_shardings
+
+
+def repeated_model(model: cfg.ModelConfig, mesh: jax.sharding.Mesh) -> cfg.ModelConfig:
+    """The same model with as many heads of keys and values as the mesh divides them by, at least.
+
+    Queries must divide over it: see `placement.parameter_shardings`.
+    """
+    devices = math.prod(mesh.shape[axis] for axis in sharding.CACHE_RULES["tokens"])
+
+    def of_core(core: cfg.Core) -> cfg.Core:
+        if not isinstance(core, cfg.Attention) or core.kv_heads % devices == 0:
+            return core
+        return dataclasses.replace(core, num_kv_heads=math.lcm(core.kv_heads, devices))
+
+    stacks = [
+        dataclasses.replace(stack, cores=tuple(map(of_core, stack.cores))) for stack in model.stacks
+    ]
+    return model.replace(stacks=tuple(stacks))
+
+
+def repeat_key_heads(decoder: Decoder, mesh: jax.sharding.Mesh) -> Decoder:
+    """A decoder of `repeated_model`, with the parameters of one that lies on the mesh."""
+    model = repeated_model(decoder.config, mesh)
+    if model == decoder.config:
+        return decoder
+    abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    shardings = parameter_shardings(abstract, mesh)
+    params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
+    for s, (before, after) in enumerate(zip(decoder.config.stacks, model.stacks, strict=True)):
+        for k, (old, new) in enumerate(zip(before.cores, after.cores, strict=True)):
+            if old != new:
+                wanted = shardings["stacks"][s][k]
+                params["stacks"][s][k] = _repeated(params["stacks"][s][k], old, new, wanted)
+    return nnx.merge(nnx.graphdef(abstract), params)
+
+
+def _repeated(
+    sublayer: dict[str, Any], old: cfg.Attention, new: cfg.Attention, wanted: dict[str, Any]
+) -> dict[str, Any]:
+    """The parameters of a sublayer, on all layers of its stack."""
+    heads, groups, times = old.num_heads, old.kv_heads, new.kv_heads // old.kv_heads
+    site, core = dict(sublayer["site"]), dict(sublayer["core"])
+
+    def of_rows(x: Array) -> Array:
+        """[layers, H + 2 G, ...], and maybe more behind."""
+        q, kv, others = jnp.split(x, [heads, heads + 2 * groups], axis=1)
+        return jnp.concatenate([q, jnp.repeat(kv, times, axis=1), others], axis=1)
+
+    def of_columns(x: Array) -> Array:
+        """[layers, 2, D, G * D_h]."""
+        x = jnp.repeat(x.reshape(*x.shape[:3], groups, -1), times, axis=3)
+        return x.reshape(*x.shape[:3], -1)
+
+    if "read_keys" in site:
+        put = wanted["site"]["read_keys"]
+        site["read_keys"] = jax.jit(of_rows, out_shardings=put)(site["read_keys"])
+    elif new.kv_heads < heads:
+        put = wanted["site"]["read_fewer"]
+        site["read_fewer"] = jax.jit(of_columns, out_shardings=put)(site["read_fewer"])
+    else:
+        join = lambda q, kv: jnp.concatenate([q, of_columns(kv)], axis=1)
+        put = wanted["site"]["read"]
+        site["read"] = jax.jit(join, out_shardings=put)(site["read"], site.pop("read_fewer"))
+    if old.bias:
+        put = wanted["core"]["bias"]
+        core["bias"] = jax.jit(of_rows, out_shardings=put)(core["bias"])
+    return sublayer | {"site": site, "core": core}
