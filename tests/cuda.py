@@ -37,7 +37,7 @@ def lowered(function, *args, target: str = "sm_90") -> str:
 def ptx(function, *args, target: str, folder: pathlib.Path) -> str:
     """The PTX of all of the compiled program, by way of `folder`; what is too large raises.
 
-    `args` are `jax.ShapeDtypeStruct`s.
+    `args` are `jax.ShapeDtypeStruct`s, in trees.
     """
     name, major, minor, cores, shared, cache, bandwidth = _TARGETS[target]
     accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
@@ -61,7 +61,8 @@ device_description_str: "{name}"
     )
     mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("all",))
     sharding = NamedSharding(mesh, PartitionSpec())
-    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in args]
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    args = jax.tree.map(place, args)
     before = set(folder.glob("*.ptx"))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         options = {

@@ -30,7 +30,6 @@ _KERNELS, _MODEL = "tests/pallas_kernels", "tests/rmt_tpu"
 _battery = _of(
     "pallas_kernels/key_vector/xla.py",
     f"{_KERNELS}/key_vector_test.py",
-    f"{_KERNELS}/fixed_point_test.py",
     f"{_MODEL}/execution/reversible_test.py",
 )
 _KEY_VECTOR = (
@@ -68,6 +67,15 @@ _KEY_VECTOR_TPU += (
     _rows("(layer[0], 0, 0)", "(0, 0, 0)"),
     _rows('if call.norm == "layernorm":', 'if call.norm == "rmsnorm":'),
 )
+
+_gpu = _of("pallas_kernels/key_vector/triton_gpu_kernels.py", f"{_KERNELS}/triton_gpu_test.py")
+_KEY_VECTOR_GPU = (
+    _gpu("shift = jnp.where(c == 0, first, shift)", "shift = first"),
+    _gpu("outside = jnp.where(steps < 0, -limit, limit)", "outside = limit"),
+    _gpu("through_norm = a - n * mean_an", "through_norm = a"),
+    _gpu("return (stored.astype(jnp.float32) - written)", "return (stored.astype(jnp.float32) + written)"),
+    _gpu("means = [total / (site.K * site.V) for total in totals]", "means = totals"),
+)  # fmt: skip
 
 _bank = _of("pallas_kernels/depth_attention/xla.py", f"{_KERNELS}/depth_attention_test.py")
 _site = _of(
@@ -471,7 +479,7 @@ _EXPERIMENTS = (
 )  # fmt: skip
 
 SLIPS: dict[str, tuple[Slip, ...]] = {
-    "kernels": _KEY_VECTOR + _KEY_VECTOR_TPU + _DEPTH + _CAUSAL,
+    "kernels": _KEY_VECTOR + _KEY_VECTOR_TPU + _KEY_VECTOR_GPU + _DEPTH + _CAUSAL,
     "residual systems": _RESIDUAL,
     "layers and schedules": _LAYERS,
     "cores": _CORES,

@@ -17,12 +17,11 @@ import pallas_kernels
 from pallas_kernels import key_vector
 from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import mosaic_tpu, triton_gpu
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Means, Statistics
+from pallas_kernels.key_vector.interface import FRACTION_BITS, Means, Site, Statistics
 from pallas_kernels.platform import Implementations
 from tests import cuda
 from tests.closeness import assert_close
 from tests.pallas_kernels import plain
-from tests.pallas_kernels.halves import Halves
 from tests.pallas_kernels.plain import numbers
 
 EPSILON = 1e-5
@@ -295,29 +294,21 @@ def given_means(norm, K, V, seed=0):
     rng = np.random.default_rng(seed)
     draw = lambda *size: rng.normal(size=size).astype("float32")
     means = Means(draw(2, 130) if norm == "layernorm" else None, draw(2, 130))
-    arrays = (
-        draw(2, 130, K, V),
-        Statistics(draw(2, 130) * (norm == "layernorm"), 1 + draw(2, 130) ** 2),
-        draw(4, K),
-        draw(2, 130, 4, V),
-        draw(K, V),
-        draw(6, K),
-        draw(2, 130, K, V),
-        draw(2, 130, 6, V),
-    )
-    return arrays, means
+    X, w, y = draw(2, 130, K, V), draw(4, K), draw(2, 130, 4, V)
+    statistics = Statistics(draw(2, 130) * (norm == "layernorm"), 1 + draw(2, 130) ** 2)
+    site = Site(X, w, y, draw(K, V), draw(6, K))
+    return site, statistics, draw(2, 130, K, V), draw(2, 130, 6, V), means
 
 
+SLABS = mosaic_tpu.BlockSizes(128, slab=4, store_group=2, read_group=2)
 BACKWARD = {
-    "mosaic_tpu": functools.partial(Halves(mosaic_tpu).backward, interpret=True),
+    "mosaic_tpu": functools.partial(mosaic_tpu.backward, interpret=True),
     "mosaic_tpu in slabs": functools.partial(
-        Halves(mosaic_tpu).backward,
-        block_sizes=mosaic_tpu.BlockSizes(128, slab=4, store_group=2, read_group=2),
-        interpret=True,
+        mosaic_tpu.backward, block_sizes=SLABS, interpret=True
     ),
-    "triton": functools.partial(Halves(triton_gpu).backward, interpret=True),
+    "triton": functools.partial(triton_gpu.backward, interpret=True),
     "triton in chunks": functools.partial(
-        Halves(triton_gpu).backward, blocks=triton_gpu.Blocks(16, 4, 1, 2), interpret=True
+        triton_gpu.backward, blocks=triton_gpu.Blocks(16, 4, 1, 2), interpret=True
     ),
 }
 QUICK = [("mosaic_tpu in slabs", "layernorm"), ("triton in chunks", "rmsnorm")]
@@ -333,10 +324,9 @@ QUICK = [("mosaic_tpu in slabs", "layernorm"), ("triton in chunks", "rmsnorm")]
 )
 def test_kernels_take_the_means_that_are_given(backward, norm):
     """Any means: they are not those of these arrays."""
-    arrays, means = given_means(norm, 24, 8)
-    got = jax.jit(functools.partial(BACKWARD[backward], norm=norm))(*arrays, means)
-    plain_jax = Halves(key_vector.xla).backward
-    expected = jax.jit(functools.partial(plain_jax, norm=norm))(*arrays, means)
+    given = given_means(norm, 24, 8)
+    got = jax.jit(functools.partial(BACKWARD[backward], norm=norm))(*given)
+    expected = jax.jit(functools.partial(key_vector.xla.backward, norm=norm))(*given)
     assert_close(got[:5], expected[:5], TOLERANCE["float32"])
 
 
@@ -457,26 +447,12 @@ def test_backward_with_means_compiles_for_gpu_without_spilling(norm, tmp_path):
     K, V, R, P, T = 64, 64, 16, 48, 4096
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     token = array("float32", 1, T)
-    args = (
-        array("bfloat16", 1, T, K, V),
-        token,
-        token,
-        array("float32", R, K),
-        array("bfloat16", 1, T, R, V),
-        array("float32", K, V),
-        array("float32", P, K),
-        array("bfloat16", 1, T, K, V),
-        array("bfloat16", 1, T, P, V),
-        token,
-        *([token] if norm == "layernorm" else []),
-    )
-
-    def backward(X, mean, rstd, w, y, gain, r, d_X, d_z, mean_an, mean_a=None):
-        means = Means(mean_a, mean_an)
-        return Halves(triton_gpu).backward(
-            X, Statistics(mean, rstd), w, y, gain, r, d_X, d_z, means, norm=norm
-        )
-
+    data = functools.partial(array, "bfloat16", 1, T)
+    site = Site(data(K, V), array("float32", R, K), data(R, V), array("float32", K, V),
+                array("float32", P, K))  # fmt: skip
+    means = Means(token if norm == "layernorm" else None, token)
+    args = site, Statistics(token, token), data(K, V), data(P, V), means
+    backward = functools.partial(triton_gpu.backward, norm=norm)
     assert "key_vector_backward" in cuda.lowered(backward, *args)
     program = cuda.ptx(backward, *args, target="sm_90", folder=tmp_path)
     kernels = ptxas_usage(program)

@@ -1,4 +1,4 @@
-"""The key-vector ops against float64 NumPy, their halves, and what they refuse."""
+"""The key-vector ops and their portable form against float64 NumPy, and what they refuse."""
 
 import functools
 import itertools
@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels.key_vector import xla
 from tests.closeness import assert_close
 from tests.pallas_kernels import plain
+from tests.pallas_kernels.key_vector_battery import Battery, Case
+from tests.tiers import later
 
 # Largest error allowed relative to the largest value, by dtype of residual and data.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float64": 1e-14}
@@ -182,16 +185,6 @@ def test_dtypes_of_residual_and_data_may_differ():
     assert jax.eval_shape(read, X, gain, r).dtype == jnp.bfloat16
 
 
-def test_small_spread_on_a_large_mean():
-    """mean(x^2) - mean(x)^2 would lose every digit here."""
-    X, w, y, gain, r = arguments(((5,), 8, 8, 2, 4), "float32")
-    args = 1000 + np.float32(0.01) * X, 0 * w, y, gain, r
-    _, Z = jitted(pallas_kernels.store_norm_retrieve)(*args)
-    _, expected = numpy_site(*args, "layernorm", 1e-6)
-    # float32 holds X itself to 6e-5, so its spread of 0.01 is known to 0.6%; the op adds little.
-    assert_close(Z, expected, 6e-3)
-
-
 def test_named_portable_form_is_what_a_cpu_gets():
     args = arguments(((2,), 4, 4, 2, 2), "float32")
     named = jitted(pallas_kernels.store_norm_retrieve, implementation="xla")(*args)
@@ -205,3 +198,62 @@ def test_shapes_that_do_not_fit_are_named(wrong):
     args[wrong] = args[wrong][..., :-1]
     with pytest.raises(Exception, match="shapes do not fit|[Tt]ype-check"):
         jax.eval_shape(pallas_kernels.store_norm_retrieve, *args)
+
+
+# The portable form -----------------------------------------------------------------------------
+
+FLOATS = Case(2, 5, 16, 8, 4, 6, "float32", "float32", "layernorm")
+HELD = Case(2, 5, 12, 6, 3, 7, "int16", "bfloat16", "layernorm", bits=17)
+NARROW = FLOATS._replace(residual="bfloat16", data="bfloat16")
+
+
+class TestPortable(Battery):
+    module = xla
+    cases = (
+        HELD,
+        *later((FLOATS,), (NARROW._replace(norm="rmsnorm"),), (HELD._replace(norm="rmsnorm"),)),
+    )
+    halves = tuple(later((FLOATS,), (HELD,)))
+    spreads = (FLOATS,)
+    shifted = tuple(later((NARROW,)))
+    exact = held = (HELD,)
+    repeated = tuple(later((NARROW,)))
+    # XLA on the CPU may add up in another order.
+    apart = 1e-6
+    mean = 4e-7
+
+    def options(self, case, op):
+        return {}
+
+
+# An int16 residual -----------------------------------------------------------------------------
+
+
+def test_a_slice_may_be_small_but_the_whole_may_not():
+    shape = ((4, 2), 16, 8, 2, 3)  # rows of both devices
+    X, _, _, gain, r = arguments(shape, "float32")
+    mesh = jax.make_mesh((2,), ("key",), axis_types=(jax.sharding.AxisType.Auto,))
+    at, slots = jax.sharding.PartitionSpec, jax.sharding.PartitionSpec(None, "key")
+
+    @jax.jit
+    def read(X):
+        held = pallas_kernels.to_fixed_point(X)
+        ops = jax.shard_map(
+            lambda *a: pallas_kernels.norm_retrieve(*a, dtype=jnp.float32, key_axis="key"),
+            mesh=mesh,
+            in_specs=(at(None, None, "key"), at("key"), slots),
+            out_specs=at("key"),
+            check_vma=False,
+        )
+        return ops(held, gain, r)
+
+    half = X.copy()
+    half[:, :, 8:] *= 1e-5
+    assert jnp.isfinite(read(half)).all()
+    assert jnp.isnan(read(np.float32(1e-5) * X)).all()
+
+
+def test_legal_bits():
+    args = map(jnp.asarray, arguments(((2,), 4, 4, 2, 2), "float32"))
+    with pytest.raises(ValueError, match="fraction_bits=21 must be an integer from 0 to 20"):
+        pallas_kernels.store_norm_retrieve(*args, fraction_bits=21)

@@ -5,10 +5,10 @@ import numpy as np
 from pallas_kernels.key_vector.interface import FRACTION_BITS
 
 
-def numbers(x):
+def numbers(x, bits=FRACTION_BITS):
     """In float64: what an int16 residual stands for, or floats as they are."""
     x = np.asarray(x)
-    return x / 2.0**FRACTION_BITS if x.dtype == np.int16 else x.astype(np.float64)
+    return x / 2.0**bits if x.dtype == np.int16 else x.astype(np.float64)
 
 
 def normed(x, axes, norm, epsilon):

@@ -10,247 +10,101 @@ import pytest
 
 from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import triton_gpu
-from pallas_kernels.key_vector.interface import (
-    FRACTION_BITS,
-    Site,
-    Statistics,
-    UnsupportedImplementation,
-)
+from pallas_kernels.key_vector.interface import Site, Statistics, UnsupportedImplementation
 from pallas_kernels.key_vector.triton_gpu import Blocks
 from tests import cuda
-from tests.closeness import assert_close
-from tests.pallas_kernels import plain
-from tests.pallas_kernels.halves import Halves
-from tests.pallas_kernels.plain import numbers
-
-gpu = Halves(triton_gpu)
+from tests.pallas_kernels.key_vector_battery import (
+    Battery,
+    Case,
+    arguments,
+    cotangents_of,
+    gradients_of,
+)
+from tests.tiers import later
 
 # Many tests run the programs of a few cases.
 SHARED = pytest.mark.xdist_group("key-vector kernels for GPU")
 
-# Largest error allowed relative to the largest value, by the data's dtype. float32: some thousand
-# sums' rounding, 2^-24 each. bfloat16: outputs are rounded to 2^-9, from operands rounded to 2^-9.
-TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2}
-STEPS = 2.0**FRACTION_BITS
 DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("int16", "bfloat16")]
-# B, N, K, V, R, P: sides that are and are not powers of two, below and above a tile's least 16.
-WHOLE = (2, 3, 12, 48, 3, 7)
+# Sides that are and are not powers of two, below and above a tile's least 16.
+WHOLE = Case(2, 3, 12, 48, 3, 7, "float32", "float32", "rmsnorm")
 # Three chunks of 16 keys, the last ragged; groups of key vectors beyond 64.
-CHUNKED = (1, 3, 40, 32, 20, 70)
 CHUNKS = Blocks(keys=16, warps=4, stages=1, programs=2)
-SHAPES = [(WHOLE, None), (CHUNKED, CHUNKS)]
+CHUNKED = Case(1, 3, 40, 32, 20, 70, "int16", "bfloat16", "layernorm", CHUNKS, bits=17)
 
 
-def arguments(shape, dtypes, seed=0):
-    """X, w, y, gain and r, and cotangents of X' and z."""
-    B, N, K, V, R, P = shape
-    residual, data = dtypes
-    rng = np.random.default_rng(seed)
-    draw = lambda size, dtype, scale=1.0: (scale * rng.normal(size=size)).astype(dtype)
-    X = draw((B, N, K, V), "float32")
-    X = np.round(STEPS * X).astype("int16") if residual == "int16" else X.astype(residual)
-    args = (
-        X,
-        draw((R, K), "float32"),
-        draw((B, N, R, V), data),
-        1 + draw((K, V), "float32", 0.1),
-        draw((P, K), "float32", K**-0.5),
+def others():
+    """Of both shapes with every norm and every dtype."""
+    for shape, norm, dtypes in itertools.product(
+        (WHOLE, CHUNKED._replace(bits=9)), ("layernorm", "rmsnorm"), DTYPES
+    ):
+        case = shape._replace(residual=dtypes[0], data=dtypes[1], norm=norm)
+        if case != WHOLE:
+            yield (case,)
+
+
+@SHARED
+class TestKernels(Battery):
+    module = triton_gpu
+    # Every shape and every norm once; the others at night.
+    cases = (WHOLE, CHUNKED, *later(*others()))
+    halves = (CHUNKED, *later((CHUNKED._replace(residual="bfloat16", bits=9),)))
+    spreads = (
+        Case(1, 2, 40, 24, 1, 1, "float32", "float32", "layernorm", Blocks(64, 4, 1, 1)),
+        Case(1, 2, 40, 24, 1, 1, "float32", "float32", "layernorm", Blocks(16, 4, 1, 1)),
     )
-    cotangent = "bfloat16" if residual == "int16" else residual
-    return args, (draw((B, N, K, V), cotangent), draw((B, N, P, V), data))
-
-
-@functools.partial(jax.jit, static_argnames=("norm", "blocks"))
-def forward(*args, norm, blocks=None):
-    return gpu.store_norm_retrieve(*args, norm=norm, epsilon=1e-6, blocks=blocks, interpret=True)
-
-
-@functools.partial(jax.jit, static_argnames=("norm", "blocks", "rebuild"))
-def backward(*args, norm, blocks=None, rebuild=True):
-    return gpu.backward(*args, norm=norm, rebuild=rebuild, blocks=blocks, interpret=True)
-
-
-# Every shape and every norm once; the others at night.
-QUICK = [
-    (WHOLE, None, "rmsnorm", DTYPES[0]),
-    (CHUNKED, CHUNKS, "layernorm", DTYPES[2]),
-]
-
-
-@SHARED
-@pytest.mark.parametrize(
-    "shape, blocks, norm, dtypes",
-    [
-        pytest.param(
-            *(shape, blocks, norm, dtypes),
-            id=f"{'chunked' if blocks else 'whole'}-{norm}-{dtypes[0]}",
-            marks=() if (shape, blocks, norm, dtypes) in QUICK else pytest.mark.slow,
-        )
-        for (shape, blocks), norm, dtypes in itertools.product(
-            SHAPES, ("layernorm", "rmsnorm"), DTYPES
-        )
-    ],
-)
-def test_op_and_gradients_equal_numpy(shape, blocks, norm, dtypes):
-    args, cotangents = arguments(shape, dtypes)
-    stored, retrieved, statistics = forward(*args, norm=norm, blocks=blocks)
-    got = backward(stored, statistics, *args[1:], *cotangents, norm=norm, blocks=blocks)
-    options = dict(norm=norm, epsilon=1e-6)
-    (X, _), expected = plain.site(args, cotangents, **options)
-    # Of what is stored, whose rounding is no error of the read.
-    Z = plain.norm_retrieve(stored, *args[3:], **options)
-    tolerance = TOLERANCE[dtypes[1]]
-    assert stored.dtype == args[0].dtype and retrieved.dtype == args[2].dtype
-    values = numbers(stored)
-    assert_close(values, X, 2e-7 if dtypes[0] == "float32" else 4e-3)
-    assert_close(retrieved, Z, tolerance)
-    mean = values.mean((2, 3)) if norm == "layernorm" else np.zeros(values.shape[:2])
-    # A few units of float32 of the values added up.
-    spread = np.abs(values).max((2, 3))
-    assert np.all(np.abs(statistics.mean - mean) <= 2e-7 * spread)
-    variance = np.mean((values - mean[..., None, None]) ** 2, (2, 3))
-    np.testing.assert_allclose(statistics.rstd, (variance + 1e-6) ** -0.5, rtol=2e-6)
-    gradients = (got.residual, got.store_keys, got.data, got.gain, got.read_keys)
-    assert_close(gradients, expected, tolerance)
-    assert got.store_keys.dtype == got.gain.dtype == got.read_keys.dtype == jnp.float32
-    if dtypes[0] == "int16":
-        np.testing.assert_array_equal(got.rebuilt, args[0])
-    else:
-        assert_close(got.rebuilt, args[0], 1e-6 if dtypes[0] == "float32" else 2e-2)
-
-
-@SHARED
-@pytest.mark.parametrize(
-    "dtypes", [DTYPES[2], pytest.param(DTYPES[1], marks=pytest.mark.slow)], ids="-".join
-)
-def test_halves_are_the_whole(dtypes):
-    (X, w, y, gain, r), _ = arguments(CHUNKED, dtypes)
-    run = dict(blocks=CHUNKS, interpret=True)
-    stored = jax.jit(functools.partial(gpu.store, **run))(X, w, y)
-    read = dict(norm="layernorm", epsilon=1e-6, dtype=y.dtype)
-    norm_retrieve = jax.jit(functools.partial(gpu.norm_retrieve, **read, **run))
-    retrieved, statistics = norm_retrieve(stored, gain, r)
-    whole = forward(X, w, y, gain, r, norm="layernorm", blocks=CHUNKS)
-    # Compiled apart, XLA on the CPU may add up in another order.
-    np.testing.assert_allclose(numbers(stored), numbers(whole[0]), rtol=1e-6, atol=1e-6)
-    assert_close(retrieved, whole[1], TOLERANCE[dtypes[1]])
-    np.testing.assert_allclose(statistics.rstd, whole[2].rstd, rtol=1e-6)
-
-
-@SHARED
-@pytest.mark.parametrize(
-    "shape, blocks",
-    [
-        pytest.param(CHUNKED, CHUNKS, id="chunked"),
-        pytest.param((1, 2, 48, 16, 20, 5), CHUNKS, id="chunked, even", marks=pytest.mark.slow),
-        pytest.param((1, 2, 16, 32, 4, 4), None, id="whole", marks=pytest.mark.slow),
-    ],
-)
-def test_int16_residual_is_rebuilt_through_48_sublayers(shape, blocks):
-    (start, *_), cotangents = arguments(shape, ("int16", "bfloat16"))
-    sublayers = [arguments(shape, ("int16", "bfloat16"), seed)[0][1:] for seed in range(1, 49)]
-    sublayers = [(np.float32(0.1) * w, *rest) for w, *rest in sublayers]
-    residual, after = start, []
-    for parameters in sublayers:
-        residual, _, statistics = forward(residual, *parameters, norm="layernorm", blocks=blocks)
-        after.append(statistics)
-    assert np.abs(numbers(residual) - numbers(start)).max() > 1
-    for parameters, statistics in zip(reversed(sublayers), reversed(after), strict=True):
-        undone = backward(
-            residual, statistics, *parameters, *cotangents, norm="layernorm", blocks=blocks
-        )
-        residual = undone.rebuilt
-    np.testing.assert_array_equal(residual, start)
-
-
-@SHARED
-@pytest.mark.parametrize(
-    "shape, blocks",
-    [
-        pytest.param(CHUNKED, CHUNKS, id="chunked"),
-        pytest.param((1, 3, 40, 32, 2, 3), None, id="whole"),
-    ],
-)
-def test_a_token_beyond_int16_reads_nan(shape, blocks):
-    (X, w, y, gain, r), _ = arguments(shape, ("int16", "bfloat16"))
-    X[0, 1, 38, 5] = 0
-    w *= np.float32(0.01)
-    w[:, 38], w[0, 38] = 0, 1
-    for value in (64.0, -64.1, 1e30, -1e30, np.nan):
-        y[0, 1, :, 5], y[0, 1, 0, 5] = 0, value
-        stored, retrieved, statistics = forward(X, w, y, gain, r, norm="layernorm", blocks=blocks)
-        unread = np.isnan(numbers(retrieved)).all((2, 3))
-        np.testing.assert_array_equal(np.isnan(statistics.rstd), [[False, True, False]])
-        np.testing.assert_array_equal(unread, [[False, True, False]])
-        assert np.isfinite(numbers(retrieved)[0, [0, 2]]).all()
-        largest = -32767 if value < 0 else 32767
-        assert stored[0, 1, 38, 5] == largest
-
-
-@pytest.mark.parametrize(
-    "blocks", [Blocks(64, 4, 1, 1), Blocks(16, 4, 1, 1)], ids=["whole", "chunked"]
-)
-def test_statistics_of_a_small_spread_about_a_large_mean(blocks):
-    rng = np.random.default_rng(0)
-    X = (1000 + 0.01 * rng.normal(size=(1, 2, 40, 24))).astype(np.float32)
-    ones, r = np.ones((40, 24), np.float32), np.ones((1, 40), np.float32)
-    options = dict(norm="layernorm", epsilon=0, dtype=jnp.float32, blocks=blocks, interpret=True)
-    _, statistics = jax.jit(functools.partial(gpu.norm_retrieve, **options))(X, ones, r)
-    exact = X.astype(np.float64)
-    # A float32 mean near 1000 is a multiple of 2^-14, so off by up to 2^-15.
-    np.testing.assert_allclose(statistics.mean, exact.mean((2, 3)), atol=2.0**-14, rtol=0)
-    np.testing.assert_allclose(statistics.rstd, exact.std((2, 3)) ** -1, rtol=1e-5)
-
-
-def test_products_of_float32_are_full():
-    """To float32's rounding: the products of bfloat16 or TF32 would be off by 1e-3."""
-    (X, w, y, gain, r), _ = arguments((1, 1, 16, 16, 16, 16), ("float32", "float32"))
-    got = jax.jit(functools.partial(gpu.store, interpret=True))(0 * X, w, y)
-    assert_close(got, plain.store(0 * X, w, y), 2e-7)
-
-
-@pytest.mark.parametrize(
-    "programs", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 7))]
-)
-def test_gradients_are_the_same_bits_every_time_and_the_same_for_any_grid(programs):
-    args, cotangents = arguments((1, 7, 16, 16, 2, 3), ("float32", "float32"))
-    blocks = Blocks(16, 4, 1, programs)
-    stored = args[0]
-    rstd = (stored.var((2, 3)) + np.float32(1e-6)) ** -0.5
-    statistics = Statistics(stored.mean((2, 3)), rstd)
-    run = lambda blocks: backward(
-        stored, statistics, *args[1:], *cotangents, norm="layernorm", blocks=blocks, rebuild=False
+    shifted = tuple(later((WHOLE._replace(residual="bfloat16", data="bfloat16"),)))
+    exact = (
+        CHUNKED,
+        *later(
+            (Case(1, 2, 48, 16, 20, 5, "int16", "bfloat16", "layernorm", CHUNKS),),
+            (Case(1, 2, 16, 32, 4, 4, "int16", "bfloat16", "layernorm"),),
+        ),
     )
-    first, again, other = run(blocks), run(blocks), run(Blocks(16, 4, 1, 4))
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    # Parameter gradients are added up in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), first, other)
+    held = (CHUNKED, Case(1, 3, 40, 32, 2, 3, "int16", "bfloat16", "layernorm"))
+    repeated = (WHOLE,)
+    # XLA on the CPU may add up in another order.
+    apart = 1e-6
+
+    def options(self, case, op):
+        return {"interpret": True} | ({} if case.blocks is None else {"blocks": case.blocks})
+
+    @pytest.mark.parametrize("programs", [4, *later(1, 2, 3)])
+    def test_gradients_are_the_same_for_any_grid(self, programs):
+        site, cotangents = arguments(WHOLE), cotangents_of(WHOLE)
+        stored, _, statistics = self.forward(WHOLE, site)
+        site = site._replace(residual=stored)
+        run = lambda case: gradients_of(self.backward(case, site, statistics, *cotangents))
+        # Those of parameters are added up in another order.
+        for got, want in zip(
+            run(WHOLE._replace(blocks=Blocks(16, 4, 1, programs))), run(WHOLE), strict=True
+        ):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_unsupported_is_said():
+    site = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments(WHOLE))
+    cotangents = cotangents_of(WHOLE)
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    args, cotangents = jax.tree.map(
-        lambda x: array(x.dtype, *x.shape), arguments(WHOLE, ("float32", "float32"))
-    )
-    X, w, y, gain, r = args
-    assert gpu.unsupported(*args) is None
     half = lambda x: array("float16", *x.shape)
-    assert "float16" in gpu.unsupported(half(X), w, y)
-    assert "float16" in gpu.unsupported(X, w, half(y))
-    assert "257" in gpu.unsupported(X, None, None, gain, array("float32", 257, 12))
-    empty = (array("float32", 2, 0, 12, 48), w, array("float32", 2, 0, 3, 48))
-    assert "empty" in gpu.unsupported(*empty)
+    reason = lambda *arrays: triton_gpu.unsupported("forward", Site(*arrays))
+    X, w, y, gain, r = site
+    assert reason(*site) is None
+    assert "float16" in reason(half(X), w, y)
+    assert "float16" in reason(X, w, half(y))
+    assert "257" in reason(X, None, None, gain, array("float32", 257, 12))
+    assert "empty" in reason(array("float32", 2, 0, 12, 48), w, array("float32", 2, 0, 3, 48))
     wide = array("float32", 1, 1, 4, 512)
-    assert "512" in gpu.unsupported(wide, array("float32", 4, 4), wide)
+    assert "512" in reason(wide, array("float32", 4, 4), wide)
     large, keys = array("float32", 1, 1, 256, 256), array("float32", 256, 256)
-    assert "bytes" in gpu.unsupported(large, keys, large)
+    assert "bytes" in reason(large, keys, large)
     statistics = Statistics(array("float32", 2, 3), array("float32", 2, 3))
-    assert triton_gpu.unsupported("backward", Site(*args), statistics, *cotangents) is None
+    assert triton_gpu.unsupported("backward", site, statistics, *cotangents) is None
     with pytest.raises(UnsupportedImplementation, match="float16"):
-        jax.eval_shape(gpu.store, half(X), w, y)
-    read = functools.partial(gpu.norm_retrieve, norm="rmsnorm", epsilon=0, dtype=jnp.int16)
+        jax.eval_shape(triton_gpu.forward, Site(half(X), w, y))
+    read = functools.partial(triton_gpu.forward, dtype=jnp.int16)
     with pytest.raises(UnsupportedImplementation, match="dtype"):
-        jax.eval_shape(read, X, gain, r)
+        jax.eval_shape(read, Site(X, gain=gain, read_keys=r))
 
 
 # Compilation -----------------------------------------------------------------------------------
@@ -266,19 +120,20 @@ def calls(K, V, R, P, dtypes, T=4096):
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     X, y, z = array(residual, 1, T, K, V), array(data, 1, T, R, V), array(data, 1, T, P, V)
     w, gain, r = (array("float32", *shape) for shape in ((R, K), (K, V), (P, K)))
-    args = (X, w, y, gain, r)
+    site = Site(X, w, y, gain, r)
     cotangents = (array("bfloat16" if residual == "int16" else residual, *X.shape), z)
-    statistic = jax.ShapeDtypeStruct((1, T), jnp.float32)
-    read = dict(norm="layernorm", epsilon=1e-6)
+    statistics = Statistics(array("float32", 1, T), array("float32", 1, T))
+    forward = functools.partial(triton_gpu.forward, norm="layernorm", epsilon=1e-6)
+    undo = functools.partial(triton_gpu.backward, norm="layernorm", rebuild=dtypes[0] == "int16")
+    return [(forward, (site,)), (undo, (site, statistics, *cotangents))]
 
-    def undo(X, mean, rstd, *others):
-        return gpu.backward(
-            X, Statistics(mean, rstd), *others, norm="layernorm", rebuild=dtypes[0] == "int16"
-        )
 
+def halves_of(site):
+    """A store and a read, which share the residual."""
+    read = functools.partial(triton_gpu.forward, epsilon=1e-6, dtype=jnp.bfloat16)
     return [
-        (lambda *args: gpu.store_norm_retrieve(*args, **read), args),
-        (undo, (args[0], statistic, statistic, *args[1:], *cotangents)),
+        (triton_gpu.forward, (Site(*site[:3]),)),
+        (read, (site._replace(store_keys=None, data=None),)),
     ]
 
 
@@ -286,13 +141,12 @@ def calls(K, V, R, P, dtypes, T=4096):
     "dtypes", [pytest.param(d, marks=() if d[0] == "int16" else pytest.mark.slow) for d in DTYPES]
 )
 def test_lowers_for_cuda_without_one(dtypes):
-    (forward, args), (undo, undo_args) = calls(64, 64, 16, 48, dtypes)
-    program = cuda.lowered(forward, *args)
-    assert "triton" in program and "key_vector_forward" in program
-    assert "key_vector_backward" in cuda.lowered(undo, *undo_args)
-    read = functools.partial(gpu.norm_retrieve, norm="rmsnorm", epsilon=1e-6, dtype=jnp.bfloat16)
-    assert "key_vector_read" in cuda.lowered(read, args[0], *args[3:])
-    assert "key_vector_store" in cuda.lowered(gpu.store, *args[:3])
+    both = calls(64, 64, 16, 48, dtypes)
+    (site,) = both[0][1]
+    names = "forward", "backward", "store", "read"
+    for name, (call, args) in zip(names, both + halves_of(site), strict=True):
+        program = cuda.lowered(call, *args)
+        assert "triton" in program and f"key_vector_{name}" in program
 
 
 @pytest.mark.compile
@@ -316,10 +170,9 @@ def test_compiles_for_each_gpu_without_spilling(K, V, R, target, tmp_path):
 
 @pytest.mark.compile
 def test_halves_compile_without_spilling(tmp_path):
-    (_, args), _ = calls(64, 64, 16, 48, DTYPES[2])
-    read = functools.partial(gpu.norm_retrieve, norm="rmsnorm", epsilon=1e-6, dtype=jnp.bfloat16)
-    both = lambda X, w, y, gain, r: (gpu.store(X, w, y), read(X, gain, r))
-    program = cuda.ptx(both, *args, target="sm_90", folder=tmp_path)
+    (_, (site,)), _ = calls(64, 64, 16, 48, DTYPES[2])
+    both = lambda site: [call(*args) for call, args in halves_of(site)]
+    program = cuda.ptx(both, site, target="sm_90", folder=tmp_path)
     kernels = ptxas_usage(program)
     kernels = {k: v for k, v in kernels.items() if k.startswith("key_vector")}
     assert sorted(kernels) == ["key_vector_read", "key_vector_store"]
@@ -356,8 +209,8 @@ def test_store_and_rebuild_multiply_with_the_same_instruction(target, tmp_path):
         kind: cuda.ptx(f, *args, target=target, folder=tmp_path).count(kind) for kind in kinds
     }
     for K, V, R in PRESETS:
-        (_, args), (undo, undo_args) = calls(K, V, R, R, ("int16", "bfloat16"))
-        stored = used(gpu.store, *args[:3])
+        (_, (site,)), (undo, undo_args) = calls(K, V, R, R, ("int16", "bfloat16"))
+        stored = used(triton_gpu.forward, Site(*site[:3]))
         plain = calls(K, V, R, R, ("bfloat16", "bfloat16"))[1][0]
         with_rebuild, without = used(undo, *undo_args), used(plain, *undo_args)
         rebuilt = {kind for kind in kinds if with_rebuild[kind] > without[kind]}
