@@ -4,6 +4,7 @@ A new op is a function here that gives its cases, and its name in `OPS`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,14 +12,15 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from pallas_kernels import shapes
 from pallas_kernels.compiler.programs import lower
+from pallas_kernels.shapes import TOKENS, Depth, Heads, KeyVector, array
 
 Direction = Literal["forward", "training"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "training")
 PORTABLE = "xla"
 # Of every case: 8192 tokens in bfloat16, in 16 sequences where it is not said.
-_BATCH, _SEQ = 16, 512
-_TOKENS = _BATCH * _SEQ
+_TOKENS = math.prod(TOKENS)
 _ITEM = 2
 
 
@@ -113,11 +115,14 @@ def lower_case(
 
 def _key_vector() -> list[Case]:
     """Before attention (P = 3R) and before feed-forward; small and large residuals."""
-    sizes = [(64, 64, 16, 48), (64, 64, 16, 16), (32, 64, 12, 36), (256, 64, 16, 48)]
-    return [_store_norm_retrieve(*size) for size in sizes]
+    rmt = shapes.RMT_305M
+    sizes = [rmt, rmt.before_feed_forward, shapes.RMT_134M, shapes.RMT_LARGE]
+    return [_store_norm_retrieve(size) for size in sizes]
 
 
-def _store_norm_retrieve(K: int, V: int, R: int, P: int) -> Case:
+def _store_norm_retrieve(size: KeyVector) -> Case:
+    K, V, R, P = size
+
     def function(implementation, residual, store_keys, data, gain, read_keys):
         return pallas_kernels.store_norm_retrieve(
             residual, store_keys, data, gain, read_keys, implementation=implementation
@@ -131,13 +136,7 @@ def _store_norm_retrieve(K: int, V: int, R: int, P: int) -> Case:
     return Case(
         f"K={K} V={V} R={R} P={P}",
         function,
-        (
-            _array(_BATCH, _SEQ, K, V),
-            _array(R, K, dtype=jnp.float32),
-            _array(_BATCH, _SEQ, R, V),
-            _array(K, V, dtype=jnp.float32),
-            _array(P, K, dtype=jnp.float32),
-        ),
+        tuple(size.site(TOKENS)),
         Work(forward, flops),
         Work(backward, 2 * flops),
         carried=True,
@@ -145,10 +144,12 @@ def _store_norm_retrieve(K: int, V: int, R: int, P: int) -> Case:
 
 
 def _attention() -> list[Case]:
-    return [_causal_attention(16, 64), _causal_attention(12, 64)]
+    return [_causal_attention(shapes.GPT2_405M), _causal_attention(shapes.GPT2_160M)]
 
 
-def _causal_attention(heads: int, size: int) -> Case:
+def _causal_attention(sizes: Heads) -> Case:
+    heads, size = sizes
+
     def function(implementation, qkv, segment_ids):
         return pallas_kernels.causal_attention(
             qkv, scale=size**-0.5, segment_ids=segment_ids, implementation=implementation
@@ -157,11 +158,11 @@ def _causal_attention(heads: int, size: int) -> Case:
     per_array = _TOKENS * heads * size * _ITEM
     log_sums = 4 * _TOKENS * heads
     # Of the products of queries, keys and values, a causal mask leaves half.
-    product = _BATCH * heads * _SEQ * _SEQ * size
+    product = _TOKENS * heads * TOKENS[1] * size
     return Case(
         f"H={heads} D={size}",
         function,
-        (_array(_BATCH, _SEQ, 3 * heads, size), _array(_BATCH, _SEQ, dtype=jnp.int32)),
+        (array("bfloat16", *TOKENS, 3 * heads, size), array("int32", *TOKENS)),
         Work(4 * per_array + log_sums, 2 * product),
         # Reads qkv, the result and its cotangent; the probabilities are computed again.
         Work(8 * per_array + log_sums, 5 * product),
@@ -170,12 +171,14 @@ def _causal_attention(heads: int, size: int) -> Case:
 
 def _depth() -> list[Case]:
     """One site over all blocks, or all sublayers; then the two phases, and what Full needs."""
-    one_site = [_depth_partial(1, N, D) for N, D in ((9, 2048), (9, 7168), (33, 1024))]
-    two_phase = [_depth_partial(8, 9, D) for D in (1024, 2048)]
-    return [*one_site, *two_phase, *map(_depth_merge, (1024, 2048)), *TABLE_1]
+    partials = [*shapes.ONE_SITE, shapes.ALL_SITES._replace(D=1024), shapes.ALL_SITES]
+    merges = [_depth_merge(Depth(1, 1, D)) for D in (1024, 2048)]
+    return [*map(_depth_partial, partials), *merges, *TABLE_1]
 
 
-def _depth_partial(S: int, N: int, D: int, *, prior: bool = False) -> Case:
+def _depth_partial(size: Depth, *, prior: bool = False) -> Case:
+    S, N, D = size
+
     def function(implementation, queries, sources, *prior):
         return pallas_kernels.depth_attention_partial(
             queries, sources, prior=prior or None, implementation=implementation
@@ -185,13 +188,11 @@ def _depth_partial(S: int, N: int, D: int, *, prior: bool = False) -> Case:
     of_prior = S * row + sums if prior else 0
     parameters = 4 * S * D
     flops = 4 * S * N * _TOKENS * D
-    arguments = [_array(S, D, dtype=jnp.float32), _array(N, _BATCH, _SEQ, D)]
-    if prior:
-        arguments += [_array(S, _BATCH, _SEQ, D), _array(S, _BATCH, _SEQ, dtype=jnp.float32)]
+    given = size.partial(TOKENS, prior=prior)
     return Case(
         f"S={S} N={N} D={D}{' prior' if prior else ''}",
         function,
-        tuple(arguments),
+        (given.queries, given.sources, *(given.prior or ())),
         Work((N + S) * row + sums + parameters + of_prior, flops),
         # Reads the sources and the result's cotangent, gives the sources'; with a prior, its share
         # needs it and the result.
@@ -199,7 +200,9 @@ def _depth_partial(S: int, N: int, D: int, *, prior: bool = False) -> Case:
     )
 
 
-def _depth_merge(D: int) -> Case:
+def _depth_merge(size: Depth) -> Case:
+    D, given = size.D, size.merge(TOKENS)
+
     def function(implementation, current, mixed, log_sums, query, norm_gain):
         mixed, current, z = pallas_kernels.depth_attention_merge(
             mixed[None], log_sums, 0, current, query, norm_gain, implementation=implementation
@@ -207,11 +210,10 @@ def _depth_merge(D: int) -> Case:
         return current, z
 
     row, sums, parameters = _TOKENS * D * _ITEM, 4 * _TOKENS, 2 * 4 * D
-    token, parameter = _array(_BATCH, _SEQ, D), _array(D, dtype=jnp.float32)
     return Case(
         f"merge D={D}",
         function,
-        (token, token, _array(_BATCH, _SEQ, dtype=jnp.float32), parameter, parameter),
+        (given.current, given.current, given.log_sums, given.query, given.norm_gain),
         # `current` is passed on as it is.
         Work(3 * row + sums + parameters, 15 * _TOKENS * D),
         Work(6 * row + 2 * sums + 2 * parameters, 40 * _TOKENS * D),
@@ -221,14 +223,15 @@ def _depth_merge(D: int) -> Case:
 
 def _delta() -> list[Case]:
     """One long sequence, with Kimi Linear's heads."""
-    heads, size = 32, 128
+    heads, size = shapes.KIMI_48B
 
     def function(implementation, *operands):
         return pallas_kernels.delta_attention(
             *operands, scale=size**-0.5, implementation=implementation
         )
 
-    array = _array(1, _TOKENS, heads, size)
+    rows = 1, _TOKENS, heads
+    operand = array("bfloat16", *rows, size)
     per_array, beta = _TOKENS * heads * size * _ITEM, 4 * _TOKENS * heads
     decays, state = 2 * per_array, 4 * heads * size**2
     # In chunks of 128: of products between its tokens, a causal mask leaves half.
@@ -237,13 +240,7 @@ def _delta() -> list[Case]:
         Case(
             f"H={heads} D={size}",
             function,
-            (
-                array,
-                array,
-                array,
-                _array(*array.shape, dtype=jnp.float32),
-                _array(*array.shape[:3], dtype=jnp.float32),
-            ),
+            (*[operand] * 3, array("float32", *rows, size), array("float32", *rows)),
             # Between tokens 5: of keys, of queries, the inverse, and of it and queries with values.
             Work(4 * per_array + decays + beta + state, int((3 + 5 / 2) * product)),
             Work(7 * per_array + 2 * (decays + beta) + state, int((10 + 18 / 2) * product)),
@@ -265,17 +262,13 @@ def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
     }
 
 
-def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 # The paper's table 1: 128 sublayers in 8 blocks of 16. In Block, phase 1 over the 8 blocks' sums;
 # in Full, over the 56 sublayers that precede the average block, and then each sublayer over the 8
 # before the average one in its block, with phase 1 as the prior.
 TABLE_1 = (
-    _depth_partial(16, 8, 1024),
-    _depth_partial(16, 56, 1024),
-    _depth_partial(1, 8, 1024, prior=True),
+    _depth_partial(Depth(16, 8, 1024)),
+    _depth_partial(Depth(16, 56, 1024)),
+    _depth_partial(Depth(1, 8, 1024), prior=True),
 )
 
 OPS = {

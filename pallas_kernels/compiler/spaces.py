@@ -28,7 +28,8 @@ from pallas_kernels.key_vector import block_sizes as key_vector_blocks
 from pallas_kernels.key_vector import mosaic_tpu as key_vector_tpu
 from pallas_kernels.key_vector import triton_gpu as key_vector_gpu
 from pallas_kernels.key_vector import xla as key_vector_portable
-from pallas_kernels.key_vector.interface import Site, Statistics
+from pallas_kernels.key_vector.interface import Site
+from pallas_kernels.shapes import Depth, KeyVector
 
 Values = dict[str, tuned.Value]
 # Tokens of a call, at least: enough to fill a chip.
@@ -210,32 +211,22 @@ def _key_vector_gpu_values(key: Values, tokens: int, default: Values) -> Iterato
 
 def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
     """`rows`: of tokens in a call, a TPU's in sequences of so many and a GPU's all in one."""
-    K, V, R, P = (key[name] for name in "KVRP")
+    size = KeyVector(*(key[name] for name in "KVRP"))
     data = key.get("data_dtype", key.get("dtype"))
-    residual = key.get("residual_dtype", data)
-    B, N = rows(tokens)
-    X, y, z = (
-        _array(B, N, K, V, dtype=residual),
-        _array(B, N, R, V, dtype=data),
-        _array(B, N, P, V, dtype=data),
-    )
-    of_store = (_array(R, K), y) if R else (None, None)
-    of_read = (_array(K, V), _array(P, K)) if P else (None, None)
-    keys, norm = Site(None, *of_store, *of_read), {"norm": "layernorm"} if P else {}
+    dtypes = data, key.get("residual_dtype", data)
+    stores, reads = bool(size.R), bool(size.P)
+    options = {"norm": "layernorm"} if reads else {}
     if op in ("backward", "rebuild"):
-        both = bool(R and P)
-        options = norm | ({"rebuild": op == "rebuild", "fraction_bits": 9} if both else {})
-        cotangent = _array(B, N, K, V, dtype=data) if both else None if P else X
-        given = (keys, None, cotangent, None)
-        if P:
-            statistics = Statistics(_array(B, N), _array(B, N))
-            given = (keys._replace(residual=X), statistics, cotangent, z)
+        given = size.backward(rows(tokens), *dtypes)
+        both = stores and reads
+        options |= {"rebuild": op == "rebuild", "fraction_bits": 9} if both else {}
         function = lambda m: functools.partial(m.backward, **options)
         return Call(function, *modules, given, (2,) if both else ())
-    options = norm | ({"epsilon": _EPSILON} if P else {}) | {"fraction_bits": 9}
-    options |= {} if R else {"dtype": jnp.dtype(data)}
-    run = lambda m, X, keys: m.forward(keys._replace(residual=X), **options)
-    return Call(lambda m: functools.partial(run, m), *modules, (X, keys), (0,) if R else ())
+    options |= ({"epsilon": _EPSILON} if reads else {}) | {"fraction_bits": 9}
+    options |= {} if stores else {"dtype": jnp.dtype(data)}
+    X, *keys = size.site(rows(tokens), *dtypes)
+    run = lambda m, X, *keys: m.forward(Site(X, *keys), **options)
+    return Call(lambda m: functools.partial(run, m), *modules, (X, *keys), (0,) if stores else ())
 
 
 _in_sequences = lambda tokens: (max(2, _TOKENS // tokens), tokens)
@@ -293,34 +284,22 @@ def _depth_gpu_values(name, key: Values, tokens: int, default: Values) -> Iterat
 
 
 def _depth_call(op, modules, key: Values, tokens: int) -> Call:
-    N, S, D, T = key["N"], key["S"], key["D"], tokens
-    dtype = "bfloat16" if op.startswith("merge") else key["dtype"]
-    row, count = functools.partial(_array, dtype=dtype), _array(dtype=jnp.int32)
-    epsilon = {"epsilon": _EPSILON}
+    size, epsilon = Depth(key["S"], key["N"], key["D"]), {"epsilon": _EPSILON}
     norm = epsilon | {"norm": "rmsnorm", "norm_epsilon": _EPSILON}
+    if op.startswith("merge"):
+        given, cotangents = size._replace(S=2).merge_backward((tokens,))
+        if op == "merge":
+            return Call(lambda m: lambda *a: m.merge(Merge(*a), **norm), *modules, tuple(given))
+        back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
+        arguments = (*given, *cotangents)
+        return Call(lambda m: functools.partial(back, m), *modules, arguments, (8, 9))
+    given, counts = size.partial((tokens,), key["dtype"])[:3], {2: size.N}
     if op == "partial":
         function = lambda m: lambda *a: m.partial(Partial(*a), **epsilon)
-        return Call(function, *modules, (_array(S, D), row(N, T, D), count), counts={2: N})
-    if op == "partial_backward":
-        back = lambda m, *a: m.partial_backward(Partial(*a[:3]), Scored(*a[3:]), **epsilon)
-        function = lambda m: functools.partial(back, m)
-        sums = _array(S, T)
-        arguments = (_array(S, D), row(N, T, D), count, sums, sums, row(S, T, D), row(N, T, D))
-        return Call(function, *modules, arguments, (6,), {2: N})
-    given = (
-        _array(D),
-        row(2, T, D),
-        _array(T),
-        count,
-        row(T, D),
-        _array(dtype=jnp.bool_),
-        _array(D),
-    )
-    if op == "merge":
-        return Call(lambda m: lambda *a: m.merge(Merge(*a), **norm), *modules, given)
-    back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
-    function = lambda m: functools.partial(back, m)
-    return Call(function, *modules, (*given, row(T, D), row(2, T, D), row(T, D)), (8, 9))
+        return Call(function, *modules, given, counts=counts)
+    back = lambda m, *a: m.partial_backward(Partial(*a[:3]), Scored(*a[3:]), **epsilon)
+    arguments = (*given, *size.scored((tokens,), key["dtype"]))
+    return Call(lambda m: functools.partial(back, m), *modules, arguments, (6,), counts)
 
 
 _DEPTH_OPS = {

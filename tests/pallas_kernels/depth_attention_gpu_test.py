@@ -18,6 +18,7 @@ from pallas_kernels.depth_attention.interface import (
     UnsupportedImplementation,
 )
 from pallas_kernels.depth_attention.triton_gpu import Blocks
+from pallas_kernels.shapes import ALL_SITES, ONE_SITE, OVER_BLOCKS
 from tests import cuda
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import depth_attention_battery as battery
@@ -283,52 +284,33 @@ def test_what_is_unsupported_is_said():
 
 # Compilation -----------------------------------------------------------------------------------
 
-SIZES = [(9, 1, 2048), (9, 1, 7168), (33, 1, 1024), (9, 8, 2048)]
-QUICK = [(9, 1, 2048, "sm_80"), (9, 8, 2048, "sm_90")]
+SIZES = [*ONE_SITE, ALL_SITES]
+QUICK = [(OVER_BLOCKS, "sm_80"), (ALL_SITES, "sm_90")]
 
 
-def calls(N, S, D, dtype, T=8192):
-    """Every op at these sizes, with the shapes of its arguments, and its kernels' names."""
-    shape = lambda *size, dtype=dtype: jax.ShapeDtypeStruct(size, dtype)
-    float32 = functools.partial(shape, dtype="float32")
-    queries, sources, d_mixed, log_sums = (
-        float32(S, D),
-        shape(N, T, D),
-        shape(S, T, D),
-        float32(S, T),
-    )
-    count = shape(dtype="int32")
-    whole = lambda *a: triton_gpu.partial(Partial(*a), epsilon=EPSILON)
-    backward = lambda *a: triton_gpu.partial_backward(
-        Partial(*a[:3]), Scored(*a[3:]), epsilon=EPSILON
-    )
-    split = not triton_gpu.fits(S, D)
+def calls(size, dtype):
+    """Every op at this size, with the shapes of its arguments, and its kernels' names."""
+    tokens, epsilon = (8192,), {"epsilon": EPSILON}
+    whole = functools.partial(triton_gpu.partial, **epsilon)
+    backward = functools.partial(triton_gpu.partial_backward, **epsilon)
+    split = not triton_gpu.fits(size.S, size.D)
     names = ["scores", "gradients"] if split else ["backward"]
-    args = (queries, sources, count, log_sums)
-    yield whole, (queries, sources, count), ["partial"]
-    prior = (d_mixed, log_sums)
-    with_prior = lambda q, v, c, *prior: whole(q, v, c, prior)
-    yield with_prior, (queries, sources, count, *prior), ["partial"]
-    yield lambda *a: backward(*a[:4], None, a[4], None), (*args, d_mixed), names
-    yield backward, (*args, log_sums, d_mixed, sources), names
-    if S > 1:
+    given, scored = size.partial(tokens, dtype), size.scored(tokens, dtype)
+    yield whole, (given,), ["partial"]
+    yield whole, (size.partial(tokens, dtype, prior=True),), ["partial"]
+    yield backward, (given, scored._replace(delta=None, accumulate=None)), names
+    yield backward, (given, scored), names
+    if size.S > 1:
         return
-    options = {"norm": "layernorm", "epsilon": EPSILON, "norm_epsilon": EPSILON}
-    x, gain = shape(T, D), float32(D)
-    mixed = shape(8, T, D)
-    merge = (gain, mixed, float32(T), shape(dtype="int32"), x, shape(dtype="bool"), gain)
-    yield lambda *a: triton_gpu.merge(Merge(*a), **options), merge, ["merge"]
-    merge_backward = lambda *a: triton_gpu.merge_backward(
-        Merge(*a[:7]), MergeCotangents(*a[7:]), **options
-    )
-    yield merge_backward, (*merge, x, mixed, x), ["merge_backward"]
+    options = {"norm": "layernorm", "norm_epsilon": EPSILON, **epsilon}
+    merge = size._replace(S=8).merge_backward(tokens, dtype)
+    yield functools.partial(triton_gpu.merge, **options), merge[:1], ["merge"]
+    yield functools.partial(triton_gpu.merge_backward, **options), merge, ["merge_backward"]
 
 
-@pytest.mark.parametrize(
-    "dtype, S", [("bfloat16", 1), pytest.param("float32", 8, marks=pytest.mark.slow)]
-)
-def test_lowers_for_cuda_without_one(dtype, S):
-    for call, args, names in calls(9, S, 2048, dtype):
+@pytest.mark.parametrize("dtype, size", [("bfloat16", OVER_BLOCKS), *later(("float32", ALL_SITES))])
+def test_lowers_for_cuda_without_one(dtype, size):
+    for call, args, names in calls(size, dtype):
         program = cuda.lowered(call, *args)
         assert "triton" in program
         for name in names:
@@ -337,15 +319,15 @@ def test_lowers_for_cuda_without_one(dtype, S):
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    "N, S, D, target",
+    "size, target",
     [
-        pytest.param(*sizes, target, marks=() if (*sizes, target) in QUICK else pytest.mark.slow)
-        for sizes in SIZES
+        pytest.param(size, target, marks=() if (size, target) in QUICK else pytest.mark.slow)
+        for size in SIZES
         for target in cuda.TARGETS
     ],
 )
-def test_compiles_for_each_gpu_without_spilling(N, S, D, target, tmp_path):
-    for call, args, names in calls(N, S, D, "bfloat16"):
+def test_compiles_for_each_gpu_without_spilling(size, target, tmp_path):
+    for call, args, names in calls(size, "bfloat16"):
         program = cuda.ptx(call, *args, target=target, folder=tmp_path)
         kernels = ptxas_usage(program)
         kernels = {k: v for k, v in kernels.items() if k.startswith("depth_attention")}

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
 
 import pallas_kernels
 from pallas_kernels.depth_attention import mosaic_tpu_matrices, mosaic_tpu_merge_read
@@ -35,6 +33,7 @@ from tests.pallas_kernels.depth_attention_battery import (
     vectors,
 )
 from tests.tiers import later
+from tests.tpu import place_on
 
 FLOAT32 = 5e-6
 NO_NORM = {"norm": None, "norm_epsilon": 1e-6}
@@ -201,11 +200,7 @@ def test_what_is_not_served():
 )
 def test_kernels_compile(topology, S, N, B, T, K, V, dtype, forward, backward):
     """`forward`, `backward`: whether merge and read are one kernel."""
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    sharding = SingleDeviceSharding(device)
-
-    def array(dtype, *shape):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    array = place_on(topology)
 
     def site(queries, bank, count, current, d_bank, gain, read_keys):
         """A bank as it lies on a TPU: v-major, tokens last."""

@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import shapes
 from pallas_kernels.depth_attention import mosaic_tpu
 from pallas_kernels.depth_attention.interface import (
-    Merge,
     MergeCotangents,
     Partial,
     Scored,
     UnsupportedImplementation,
 )
 from pallas_kernels.depth_attention.mosaic_tpu import BlockSizes
+from pallas_kernels.shapes import Depth
 from tests.closeness import float64
 from tests.pallas_kernels import depth_attention_battery as battery
 from tests.pallas_kernels import plain
@@ -38,6 +38,7 @@ from tests.pallas_kernels.depth_attention_battery import (
     draw,
 )
 from tests.tiers import later
+from tests.tpu import place_on
 
 FLOAT32 = 5e-6
 
@@ -208,45 +209,40 @@ def test_what_is_not_served():
 # Compilation for TPUs that are not there -------------------------------------------------------
 
 
-def place_on(topology: str):
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    sharding = SingleDeviceSharding(device)
-    return lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def compile_both(topology, S, N, T, D, dtype):
-    array = place_on(topology)
-    sources, row = array(dtype, N, T, D), array("float32", S, T)
+def compile_both(topology, size, T, dtype):
+    S, N, D = size
 
     def options(op):
         # As chosen, but unrolled, which takes long to compile.
         blocks = mosaic_tpu.choose_block_sizes(op, N, S, T, D, dtype)
         return {"epsilon": EPSILON, "block_sizes": dataclasses.replace(blocks, unroll=1)}
 
-    def both(queries, sources, count, log_sums, delta, d_mixed, added):
-        given, scored = Partial(queries, sources, count), Scored(log_sums, delta, d_mixed, added)
+    def both(given, scored, added):
         out = mosaic_tpu.partial(given, **options("partial"))
+        scored = scored._replace(accumulate=added)
         return out, mosaic_tpu.partial_backward(given, scored, **options("partial_backward"))
 
-    args = (array("float32", S, D), sources, array("int32"), row, row, array(dtype, S, T, D))
-    return jax.jit(both, donate_argnums=6).lower(*args, sources).compile()
+    place = {"dtype": dtype, "array": place_on(topology)}
+    given, scored = size.partial((T,), **place), size.scored((T,), **place)
+    args = given, scored._replace(accumulate=None), scored.accumulate
+    return jax.jit(both, donate_argnums=2).lower(*args).compile()
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    "topology, S, N, T, D, dtype",
+    "topology, size, T, dtype",
     [
-        ("v5e:2x2", 1, 9, 8192, 2048, "bfloat16"),
-        ("v5p:2x2x1", 1, 9, 8192, 7168, "bfloat16"),
-        ("v6e:2x2", 1, 33, 8192, 1024, "bfloat16"),
-        ("v5p:2x2x1", 8, 9, 8192, 2048, "bfloat16"),
-        ("v5e:2x2", 3, 18, 1000, 200, "bfloat16"),
-        ("v6e:2x2", 16, 5, 130, 256, "float32"),
-        ("tpu7x:2x2x1", 1, 9, 1024, 2048, "bfloat16"),
+        ("v5e:2x2", shapes.OVER_BLOCKS, 8192, "bfloat16"),
+        ("v5p:2x2x1", shapes.OVER_WIDE, 8192, "bfloat16"),
+        ("v6e:2x2", shapes.OVER_SUBLAYERS, 8192, "bfloat16"),
+        ("v5p:2x2x1", shapes.ALL_SITES, 8192, "bfloat16"),
+        ("v5e:2x2", Depth(3, 18, 200), 1000, "bfloat16"),
+        ("v6e:2x2", Depth(16, 5, 256), 130, "float32"),
+        ("tpu7x:2x2x1", shapes.OVER_BLOCKS, 1024, "bfloat16"),
     ],
 )
-def test_partial_compiles(topology, S, N, T, D, dtype):
-    compiled = compile_both(topology, S, N, T, D, dtype)
+def test_partial_compiles(topology, size, T, dtype):
+    compiled, D = compile_both(topology, size, T, dtype), size.D
     text = compiled.as_text()
     for name in ("depth_attention_partial", "depth_attention_partial_backward"):
         assert re.search(rf"custom-call.*{name}", text), name
@@ -268,18 +264,14 @@ def test_partial_compiles(topology, S, N, T, D, dtype):
     ],
 )
 def test_merge_compiles(topology, T, D):
-    array = place_on(topology)
-    token, parameter = array("bfloat16", T, D), array("float32", D)
     options = {"norm": "layernorm", "epsilon": EPSILON, "norm_epsilon": NORM_EPSILON}
 
-    def both(query, mixed, log_sums, site, current, active, gain, d_mixed):
-        given = Merge(query, mixed, log_sums, site, current, active, gain)
+    def both(given, d_mixed):
         z = mosaic_tpu.merge(given, **options)
         return z, mosaic_tpu.merge_backward(given, MergeCotangents(z, d_mixed, z), **options)
 
-    sites, number = array("bfloat16", 4, T, D), array("int32")
-    args = (parameter, sites, array("float32", T), number, token, array("bool"), parameter, sites)
-    compiled = jax.jit(both, donate_argnums=7).lower(*args).compile()
+    given = Depth(4, 1, D).merge((T,), array=place_on(topology))
+    compiled = jax.jit(both, donate_argnums=1).lower(given, given.mixed).compile()
     text = compiled.as_text()
     for name in ("merge", "merge_backward"):
         assert re.search(rf"custom-call.*depth_attention_{name}", text), name

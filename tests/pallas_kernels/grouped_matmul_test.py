@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 
 from pallas_kernels import UnsupportedImplementation, grouped_matmul
 from pallas_kernels.compiler.tuning import ptxas_usage
@@ -14,6 +13,7 @@ from pallas_kernels.grouped_matmul import mosaic_tpu, reference, triton_gpu, xla
 from tests import cuda
 from tests.closeness import assert_close
 from tests.tiers import later
+from tests.tpu import place_on
 
 # Of a group: none, one row, more than a tile of the kernel; and rows that are of none.
 SIZES = np.array([5, 0, 140, 1, 37], np.int32)
@@ -98,9 +98,7 @@ def test_the_reference_is_the_plain_product():
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_the_gradient_on_a_tpu_costs_what_rows_cost(topology):
     """Twice the product's FLOPs, and not as many again for each of 64 matrices."""
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    place = jax.sharding.SingleDeviceSharding(device)
-    array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    array = place_on(topology)
     rows, columns, inner, groups = 4096, 512, 768, 64
 
     def run(rows, matrices, d_products, sizes):
@@ -108,10 +106,10 @@ def test_the_gradient_on_a_tpu_costs_what_rows_cost(topology):
         return products, *pull_back(d_products)
 
     given = (
-        array(rows, inner),
-        array(groups, inner, columns),
-        array(rows, columns),
-        array(groups, dtype=jnp.int32),
+        array("bfloat16", rows, inner),
+        array("bfloat16", groups, inner, columns),
+        array("bfloat16", rows, columns),
+        array("int32", groups),
     )
     cost = jax.jit(run).lower(*given).compile().cost_analysis()
     assert 0.9 < cost["flops"] / (6 * rows * columns * inner) < 1.2

@@ -19,6 +19,7 @@ from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import mosaic_tpu, triton_gpu
 from pallas_kernels.key_vector.interface import FRACTION_BITS, Means, Site, Statistics
 from pallas_kernels.platform import Implementations
+from pallas_kernels.shapes import RMT_305M
 from tests import cuda
 from tests.closeness import assert_close
 from tests.pallas_kernels import plain
@@ -444,14 +445,9 @@ def test_compiles_for_tpu_within_a_mesh(norm):
 @pytest.mark.compile
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_backward_with_means_compiles_for_gpu_without_spilling(norm, tmp_path):
-    K, V, R, P, T = 64, 64, 16, 48, 4096
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    token = array("float32", 1, T)
-    data = functools.partial(array, "bfloat16", 1, T)
-    site = Site(data(K, V), array("float32", R, K), data(R, V), array("float32", K, V),
-                array("float32", P, K))  # fmt: skip
-    means = Means(token if norm == "layernorm" else None, token)
-    args = site, Statistics(token, token), data(K, V), data(P, V), means
+    args = RMT_305M.backward((1, 4096))
+    token = args[1].rstd
+    args = *args, Means(token if norm == "layernorm" else None, token)
     backward = functools.partial(triton_gpu.backward, norm=norm)
     assert "key_vector_backward" in cuda.lowered(backward, *args)
     program = cuda.ptx(backward, *args, target="sm_90", folder=tmp_path)

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.key_vector import mosaic_tpu
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
 from pallas_kernels.key_vector.interface import Site, Statistics
+from pallas_kernels.shapes import RMT_305M, RMT_LARGE, TOKENS, KeyVector
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels.key_vector_battery import (
     EPSILON,
@@ -23,6 +22,7 @@ from tests.pallas_kernels.key_vector_battery import (
     gradients_of,
 )
 from tests.tiers import later
+from tests.tpu import place_on
 
 # Many tests run the programs of a few cases.
 SHARED = pytest.mark.xdist_group("key-vector kernels for TPU")
@@ -89,70 +89,39 @@ class TestKernels(Battery):
 # Compiled for TPU ----------------------------------------------------------------------------
 
 
-def place_on(topology: str):
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    sharding = SingleDeviceSharding(device)
-    return lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def shapes(array, case: Case):
-    c = case
-    return Site(
-        array(c.residual, c.B, c.N, c.K, c.V),
-        array("float32", c.R, c.K),
-        array(c.data, c.B, c.N, c.R, c.V),
-        array("float32", c.K, c.V),
-        array("float32", c.P, c.K),
-    )
+SMALL, LARGE = KeyVector(16, 16, 4, 12), RMT_LARGE.before_feed_forward
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    "topology, case",
+    "topology, tokens, size, residual, data, norm",
     [
-        ("v5e:2x2", Case(2, 512, 64, 64, 16, 48, "bfloat16", "bfloat16", "layernorm")),
-        ("v5p:2x2x1", Case(2, 512, 256, 64, 16, 16, "bfloat16", "bfloat16", "layernorm")),
-        ("v5p:2x2x1", Case(1, 512, 4096, 64, 16, 48, "bfloat16", "bfloat16", "rmsnorm")),
-        ("v6e:2x2", Case(1, 1000, 48, 16, 14, 42, "int16", "bfloat16", "layernorm")),
-        ("v6e:2x2", Case(2, 256, 12, 10, 5, 7, "float32", "float32", "layernorm")),
-        ("tpu7x:2x2x1", Case(1, 256, 16, 16, 4, 12, "bfloat16", "bfloat16", "layernorm")),
+        ("v5e:2x2", (2, 512), RMT_305M, "bfloat16", "bfloat16", "layernorm"),
+        ("v5p:2x2x1", (2, 512), LARGE, "bfloat16", "bfloat16", "layernorm"),
+        ("v5p:2x2x1", (1, 512), RMT_305M._replace(K=4096), "bfloat16", "bfloat16", "rmsnorm"),
+        ("v6e:2x2", (1, 1000), KeyVector(48, 16, 14, 42), "int16", "bfloat16", "layernorm"),
+        ("v6e:2x2", (2, 256), KeyVector(12, 10, 5, 7), "float32", "float32", "layernorm"),
+        ("tpu7x:2x2x1", (1, 256), SMALL, "bfloat16", "bfloat16", "layernorm"),
     ],
-    ids=[
-        "v5e-64x64",
-        "v5p-256x64",
-        "v5p-4096x64",
-        "v6e-48x16-int16",
-        "v6e-12x10-float32",
-        "tpu7x-16x16",
-    ],
+    ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else x,
 )
-def test_compiles_within_vmem(topology, case):
-    array = place_on(topology)
-    site = shapes(array, case)
-    token = array("float32", case.B, case.N)
-    cotangents = (
-        array(case.cotangent, *site.residual.shape),
-        array(case.data, case.B, case.N, case.P, case.V),
-    )
-
+def test_compiles_within_vmem(topology, tokens, size, residual, data, norm):
     @jax.jit
-    def both(site, statistics, cotangents):
-        out = mosaic_tpu.forward(site, norm=case.norm, epsilon=EPSILON)
-        g = mosaic_tpu.backward(site, statistics, *cotangents, norm=case.norm, rebuild=True)
-        return out, g
+    def both(site, *others):
+        out = mosaic_tpu.forward(site, norm=norm, epsilon=EPSILON)
+        return out, mosaic_tpu.backward(site, *others, norm=norm, rebuild=True)
 
-    compiled = both.lower(site, Statistics(token, token), cotangents).compile()
+    given = size.backward(tokens, data, residual, place_on(topology))
+    text = both.lower(*given).compile().as_text()
     for name in ("key_vector_forward", "key_vector_backward"):
-        assert re.search(rf"custom-call.*{name}", compiled.as_text()), name
+        assert re.search(rf"custom-call.*{name}", text), name
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_halves_compile(topology):
-    case = Case(1, 256, 16, 16, 4, 12, "int16", "bfloat16", "rmsnorm")
-    read = functools.partial(
-        mosaic_tpu.forward, norm=case.norm, epsilon=EPSILON, dtype=jnp.bfloat16
-    )
+    norm = {"norm": "rmsnorm"}
+    read = functools.partial(mosaic_tpu.forward, **norm, epsilon=EPSILON, dtype=jnp.bfloat16)
 
     @jax.jit
     def both(X, w, y, gain, r):
@@ -166,12 +135,11 @@ def test_halves_compile(topology):
         dz = jnp.concatenate([y] * 3, axis=2)
         of_read = Site(X, gain=gain, read_keys=r), statistics, None, dz
         of_store = Site(None, w, y), None, X, None
-        return mosaic_tpu.backward(*of_store), mosaic_tpu.backward(*of_read, norm=case.norm)
+        return mosaic_tpu.backward(*of_store), mosaic_tpu.backward(*of_read, **norm)
 
-    place = place_on(topology)
-    text = both.lower(*shapes(place, case)).compile().as_text()
-    floats = shapes(place, case._replace(residual="bfloat16"))
-    text += gradients.lower(*floats).compile().as_text()
+    site = functools.partial(SMALL.site, (1, 256), array=place_on(topology))
+    text = both.lower(*site(residual="int16")).compile().as_text()
+    text += gradients.lower(*site()).compile().as_text()
     for name in ("store", "read", "store_backward", "read_backward"):
         assert len(re.findall(rf"custom-call.*/key_vector_{name}/", text)) == 1, name
 
@@ -179,9 +147,8 @@ def test_halves_compile(topology):
 @pytest.mark.compile
 def test_a_scan_over_layers_copies_no_residual():
     # Too large for VMEM, where XLA would else move it to and fro.
-    case = Case(16, 512, 64, 64, 16, 16, "bfloat16", "bfloat16", "layernorm")
-    B, N, K, V, R, P = case[:6]
-    layers = 4
+    size, norm, layers = RMT_305M.before_feed_forward, {"norm": "layernorm"}, 4
+    (K, V, R, P), (B, N) = size, TOKENS
     blocks = BlockSizes(512, 64, 8, 2, store_unroll=1, read_unroll=1, keep=True)
 
     @jax.custom_vjp
@@ -190,11 +157,11 @@ def test_a_scan_over_layers_copies_no_residual():
 
     def op_forward(*args):
         site = Site(*args)
-        out = mosaic_tpu.forward(site, norm=case.norm, epsilon=EPSILON, block_sizes=blocks)
+        out = mosaic_tpu.forward(site, **norm, epsilon=EPSILON, block_sizes=blocks)
         return out[:2], (site._replace(residual=out.residual), out.statistics)
 
     def op_backward(saved, cotangents):
-        g = mosaic_tpu.backward(*saved, *cotangents, norm=case.norm, block_sizes=blocks)
+        g = mosaic_tpu.backward(*saved, *cotangents, **norm, block_sizes=blocks)
         return gradients_of(g)
 
     op.defvjp(op_forward, op_backward)
@@ -211,7 +178,7 @@ def test_a_scan_over_layers_copies_no_residual():
         return jnp.sum(jnp.square(X.astype(jnp.float32))) + jnp.sum(y.astype(jnp.float32))
 
     array = place_on("v5p:2x2x1")
-    X, _, y, _, _ = shapes(array, case)
+    X, _, y, *_ = size.site(TOKENS, array=array)
     parameters = {
         "w": array("float32", layers, R, K),
         "gain": array("float32", layers, K, V),
@@ -253,17 +220,15 @@ def big_copies(text, size, within):
 
 
 def test_unsupported_names_the_reason():
-    case = Case(1, 128, 16, 8, 4, 4, "bfloat16", "bfloat16", "layernorm")
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    reason = lambda **changes: mosaic_tpu.unsupported(
-        "forward", shapes(array, case._replace(**changes))
-    )
+    def reason(size=SMALL, tokens=128, **dtypes):
+        return mosaic_tpu.unsupported("forward", size.site((1, tokens), **dtypes))
+
     assert reason() is None
     assert "float16" in reason(residual="float16")
-    assert "float16" in reason(data="float16")
-    assert "100 tokens" in reason(N=100)
-    assert "VMEM" in reason(N=512, K=4096, V=4096, P=512, R=512)
-    assert "5000 entries" in reason(K=5000)
+    assert "float16" in reason(data="float16", residual="bfloat16")
+    assert "100 tokens" in reason(tokens=100)
+    assert "VMEM" in reason(KeyVector(4096, 4096, 512, 512), 512)
+    assert "5000 entries" in reason(SMALL._replace(K=5000))
 
 
 @pytest.mark.parametrize("K, V", [(64, 64), (256, 64), (64, 128), (32, 32), (64, 256), (8, 64)])

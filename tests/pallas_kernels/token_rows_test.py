@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 
 from pallas_kernels import UnsupportedImplementation, rows_of_tokens, sums_of_rows
 from pallas_kernels.token_rows import mosaic_tpu, reference, xla
 from tests.closeness import assert_close
 from tests.tiers import later
+from tests.tpu import place_on
 
 # More than two blocks of 128 tokens, one of them without a row, and rows that are of no choice.
 TOKENS, EACH, ROWS, WIDTH = 300, 4, 260, 136
@@ -79,9 +79,7 @@ def test_both_are_each_other_s_transposes():
 @pytest.mark.parametrize("rows, kernels", [(8192, 1), (16384, 0)])
 def test_of_few_rows_a_kernel_is_taken(topology, rows, kernels):
     """Of as many as half of the 16384 choices; beyond that each choice's row is read."""
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    place = jax.sharding.SingleDeviceSharding(device)
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    array = place_on(topology)
     arguments = array("bfloat16", rows, 512), array("int32", rows), array("int32", 16384)
     run = jax.jit(lambda *x: sums_of_rows(*x, each=4))
     assert run.lower(*arguments).compile().as_text().count("tpu_custom_call") == kernels

@@ -12,6 +12,7 @@ from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import triton_gpu
 from pallas_kernels.key_vector.interface import Site, Statistics, UnsupportedImplementation
 from pallas_kernels.key_vector.triton_gpu import Blocks
+from pallas_kernels.shapes import RMT_46M, RMT_134M, RMT_206M, RMT_305M, KeyVector
 from tests import cuda
 from tests.pallas_kernels.key_vector_battery import (
     Battery,
@@ -109,23 +110,17 @@ def test_what_is_unsupported_is_said():
 
 # Compilation -----------------------------------------------------------------------------------
 
-# K, V, R of the named models; what is read is R or 3 R vectors.
-PRESETS = [(32, 32, 12), (32, 64, 12), (48, 64, 14), (64, 64, 16)]
-QUICK = [(64, 64, 16, "sm_80"), (64, 64, 16, "sm_90")]
+SIZES = [RMT_46M, RMT_134M, RMT_206M, RMT_305M]
+QUICK = [(RMT_305M, "sm_80"), (RMT_305M, "sm_90")]
 
 
-def calls(K, V, R, P, dtypes, T=4096):
-    """Forward and backward pass at these sizes, with the shapes of their arguments."""
+def calls(size, dtypes):
+    """Forward and backward pass at this size, with the shapes of their arguments."""
     residual, data = dtypes
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    X, y, z = array(residual, 1, T, K, V), array(data, 1, T, R, V), array(data, 1, T, P, V)
-    w, gain, r = (array("float32", *shape) for shape in ((R, K), (K, V), (P, K)))
-    site = Site(X, w, y, gain, r)
-    cotangents = (array("bfloat16" if residual == "int16" else residual, *X.shape), z)
-    statistics = Statistics(array("float32", 1, T), array("float32", 1, T))
+    given = size.backward((1, 4096), data, residual)
     forward = functools.partial(triton_gpu.forward, norm="layernorm", epsilon=1e-6)
-    undo = functools.partial(triton_gpu.backward, norm="layernorm", rebuild=dtypes[0] == "int16")
-    return [(forward, (site,)), (undo, (site, statistics, *cotangents))]
+    undo = functools.partial(triton_gpu.backward, norm="layernorm", rebuild=residual == "int16")
+    return [(forward, given[:1]), (undo, given)]
 
 
 def halves_of(site):
@@ -141,7 +136,7 @@ def halves_of(site):
     "dtypes", [pytest.param(d, marks=() if d[0] == "int16" else pytest.mark.slow) for d in DTYPES]
 )
 def test_lowers_for_cuda_without_one(dtypes):
-    both = calls(64, 64, 16, 48, dtypes)
+    both = calls(RMT_305M, dtypes)
     (site,) = both[0][1]
     names = "forward", "backward", "store", "read"
     for name, (call, args) in zip(names, both + halves_of(site), strict=True):
@@ -151,17 +146,17 @@ def test_lowers_for_cuda_without_one(dtypes):
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    "K, V, R, target",
+    "size, target",
     [
-        pytest.param(*sizes, target, marks=() if (*sizes, target) in QUICK else pytest.mark.slow)
-        for sizes in PRESETS
+        pytest.param(size, target, marks=() if (size, target) in QUICK else pytest.mark.slow)
+        for size in SIZES
         for target in cuda.TARGETS
     ],
 )
-def test_compiles_for_each_gpu_without_spilling(K, V, R, target, tmp_path):
+def test_compiles_for_each_gpu_without_spilling(size, target, tmp_path):
     for dtypes in DTYPES[1:]:
-        for P in (R, 3 * R):  # What feed-forward and attention read.
-            for call, args in calls(K, V, R, P, dtypes):
+        for read in (size.before_feed_forward, size):
+            for call, args in calls(read, dtypes):
                 program = cuda.ptx(call, *args, target=target, folder=tmp_path)
                 kernels = ptxas_usage(program)
                 kernels = {k: v for k, v in kernels.items() if k.startswith("key_vector")}
@@ -170,7 +165,7 @@ def test_compiles_for_each_gpu_without_spilling(K, V, R, target, tmp_path):
 
 @pytest.mark.compile
 def test_halves_compile_without_spilling(tmp_path):
-    (_, (site,)), _ = calls(64, 64, 16, 48, DTYPES[2])
+    (_, (site,)), _ = calls(RMT_305M, DTYPES[2])
     both = lambda site: [call(*args) for call, args in halves_of(site)]
     program = cuda.ptx(both, site, target="sm_90", folder=tmp_path)
     kernels = ptxas_usage(program)
@@ -180,18 +175,18 @@ def test_halves_compile_without_spilling(tmp_path):
 
 
 LARGE = [
-    ((64, 64, 16, 48), DTYPES[0]),
-    ((256, 64, 64, 192), DTYPES[2]),
-    ((128, 256, 32, 96), DTYPES[1]),
+    (RMT_305M, DTYPES[0]),
+    (KeyVector(256, 64, 64, 192), DTYPES[2]),
+    (KeyVector(128, 256, 32, 96), DTYPES[1]),
 ]
 
 
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.parametrize("target", cuda.TARGETS)
-@pytest.mark.parametrize("sizes, dtypes", LARGE)
-def test_compiles_in_chunks_for_each_gpu(sizes, dtypes, target, tmp_path):
-    for call, args in calls(*sizes, dtypes):
+@pytest.mark.parametrize("size, dtypes", LARGE)
+def test_compiles_in_chunks_for_each_gpu(size, dtypes, target, tmp_path):
+    for call, args in calls(size, dtypes):
         program = cuda.ptx(call, *args, target=target, folder=tmp_path)
         # A few registers may be spilled for the sake of more programs at a time.
         kernels = ptxas_usage(program)
@@ -208,10 +203,11 @@ def test_store_and_rebuild_multiply_with_the_same_instruction(target, tmp_path):
     used = lambda f, *args: {
         kind: cuda.ptx(f, *args, target=target, folder=tmp_path).count(kind) for kind in kinds
     }
-    for K, V, R in PRESETS:
-        (_, (site,)), (undo, undo_args) = calls(K, V, R, R, ("int16", "bfloat16"))
+    for size in SIZES:
+        size = size.before_feed_forward
+        (_, (site,)), (undo, undo_args) = calls(size, ("int16", "bfloat16"))
         stored = used(triton_gpu.forward, Site(*site[:3]))
-        plain = calls(K, V, R, R, ("bfloat16", "bfloat16"))[1][0]
+        plain = calls(size, ("bfloat16", "bfloat16"))[1][0]
         with_rebuild, without = used(undo, *undo_args), used(plain, *undo_args)
         rebuilt = {kind for kind in kinds if with_rebuild[kind] > without[kind]}
         assert rebuilt == {kind for kind in kinds if stored[kind]} and len(rebuilt) == 1

@@ -9,15 +9,15 @@ import warnings
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
 from pallas_kernels import tuned
 from pallas_kernels.key_vector.block_sizes import KERNELS, BlockSizes, Sizes, default_block_sizes
+from pallas_kernels.shapes import RMT_305M
 from pallas_kernels.tuned import Entry, Table
 
-SIZES = Sizes(64, 64, 16, 48, "bfloat16", "bfloat16")
+SIZES = Sizes(*RMT_305M, "bfloat16", "bfloat16")
 KEY = dataclasses.asdict(SIZES)
 FORWARD = KERNELS["key_vector_forward"]
 BLOCKS = BlockSizes(128, 64, 8, 2, 2, 2)
@@ -197,17 +197,7 @@ def test_files_elsewhere_are_read_by_who_can(monkeypatch):
     assert chosen() == BLOCKS
 
 
-def shape(dtype, *sizes: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-ARGS = (
-    shape(jnp.bfloat16, 1, 512, 64, 64),
-    shape(jnp.float32, 16, 64),
-    shape(jnp.bfloat16, 1, 512, 16, 64),
-    shape(jnp.float32, 64, 64),
-    shape(jnp.float32, 48, 64),
-)
+ARGS = tuple(RMT_305M.site((1, 512)))
 
 
 def lowered_blocks(kind: str, *tables: Table) -> list[tuned.Look]:
@@ -236,7 +226,7 @@ def test_a_program_for_a_tpu_takes_that_tpus_entry_whatever_machine_compiles_it(
 def on_a_gpu(*implementation: str) -> list[str]:
     """Kernels that a call takes unasked on an H200, with an entry that names an implementation."""
     kernel = tuned.KERNELS["cuda", "key_vector_forward"]
-    key = tuned.items({"K": 64, "V": 64, "R": 16, "P": 48, "dtype": "bfloat16"})
+    key = tuned.items({**RMT_305M._asdict(), "dtype": "bfloat16"})
     made = [
         Entry("nvidia_h200", kernel.name, kernel.version, key, 512, (), "measured",
               implementation=name)
