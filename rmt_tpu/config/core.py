@@ -36,6 +36,10 @@ class Computes(Checked):
     aux: ClassVar[tuple[str, ...]] = ()
     by_ring: ClassVar[bool] = True
 
+    def sharing_heads(self, devices: int) -> "Computes":
+        """The same core, where so many devices have copies of heads of keys that they share."""
+        return self
+
     def active_parameters(self, width: int, read_width: int) -> int:
         """Of a core's parameters, those that every token meets: all, but of experts."""
         return self.parameters(width, read_width)

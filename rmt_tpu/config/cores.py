@@ -3,8 +3,9 @@
 Re-exported by `rmt_tpu.config`. Each is built by a file of `rmt_tpu/cores/`.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Checked, LogDecay, Positive, Size
@@ -132,6 +133,12 @@ class Attention(Heads):
     def divided_heads(self) -> dict[str, int]:
         """By field, the heads that devices divide where they share tokens."""
         return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
+
+    def sharing_heads(self, devices: int) -> "Attention":
+        """With each head of keys and values as often as devices share it."""
+        if self.kv_heads % devices == 0:
+            return self
+        return replace(self, num_kv_heads=math.lcm(self.kv_heads, devices))
 
     def parameters(self, width: int, read_width: int) -> int:
         """None but gains and biases: what it multiplies with, it has read."""

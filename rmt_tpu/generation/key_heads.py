@@ -26,15 +26,8 @@ def repeated_model(model: cfg.ModelConfig, mesh: jax.sharding.Mesh) -> cfg.Model
     Queries must divide over it: see `placement.parameter_shardings`.
     """
     devices = math.prod(mesh.shape[axis] for axis in sharding.CACHE_RULES["tokens"])
-
-    def of_core(core: cfg.Core) -> cfg.Core:
-        if not isinstance(core, cfg.Attention) or core.kv_heads % devices == 0:
-            return core
-        return dataclasses.replace(core, num_kv_heads=math.lcm(core.kv_heads, devices))
-
-    stacks = [
-        dataclasses.replace(stack, cores=tuple(map(of_core, stack.cores))) for stack in model.stacks
-    ]
+    shared = lambda stack: tuple(core.sharing_heads(devices) for core in stack.cores)
+    stacks = (dataclasses.replace(stack, cores=shared(stack)) for stack in model.stacks)
     return model.replace(stacks=tuple(stacks))
 
 
