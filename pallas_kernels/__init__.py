@@ -1,6 +1,6 @@
 """Fused ops for residual streams, with their references. Imports jax only and knows no model."""
 
-from pallas_kernels.arguments import Slot, taken
+from pallas_kernels.arguments import Slot, placed, taken
 from pallas_kernels.causal_attention import (
     attention_after,
     attention_backward,
@@ -56,6 +56,7 @@ __all__ = [
     "merged",
     "norm_retrieve",
     "norm_retrieve_with_statistics",
+    "placed",
     "rows_of_tokens",
     "store",
     "store_norm_retrieve",

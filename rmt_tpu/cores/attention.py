@@ -1,6 +1,5 @@
 """Causal attention within documents, over data vectors that the residual's store has read."""
 
-import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -95,14 +94,13 @@ class Attention(Core):
         """
         if context.mask is not None:
             y, log_sums = self(z, context, index), jnp.zeros((*to.shape[:2], 0), to.dtype)
-            return stacks.put(to.stack, y, to.index), {}, log_sums
-        qkv = self._packed(z.heads, context)
-        attend = functools.partial(self._attend, pallas_kernels.attention_forward, context, index)
+            return pallas_kernels.placed(y, to), {}, log_sums
+        given = (pallas_kernels.attention_forward, context, index, self._packed(z.heads, context))
         if sharding.axis_size(self._swapped) == 1:
-            stack, log_sums = attend(qkv, to=to)
+            stack, log_sums = self._attend(*given, to=to)
             return stack, {}, log_sums
-        y, log_sums = attend(qkv)
-        return stacks.put(to.stack, self._to_tokens(y), to.index), {}, log_sums
+        y, log_sums = self._attend(*given)
+        return pallas_kernels.placed(self._to_tokens(y), to), {}, log_sums
 
     def pull_back(
         self,

@@ -18,9 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import sharding
-from pallas_kernels import Slot
+from pallas_kernels import Slot, placed
 from rmt_tpu import config as cfg
-from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
 from rmt_tpu.layers.stacks import Index
 
@@ -183,7 +182,8 @@ class Core(nnx.Module):
     ) -> tuple[Float[Array, "count batch y_seq vectors size"], Aux, Any]:
         """The same: a stack with y where it is to be, and what `pull_back` needs beside z and y."""
         y, aux = self.with_aux(z, context, index)
-        long = stacks.put(concatenate(to.stack), concatenate(y), to.index)
+        # As one vector a token: a product that makes it is then made in its place.
+        long = placed(concatenate(y), Slot(concatenate(to.stack), to.index))
         return separate(long, y.shape[2]), aux, ()
 
     def pull_back(

@@ -118,7 +118,7 @@ def add_aux(total: Aux, of_core: Aux) -> Aux:
     return total | {name: total[name] + x.astype(total[name].dtype) for name, x in of_core.items()}
 
 
-def of_stack(layer: nnx.List, stack: nnx.List, index: Index) -> None:
+def tell_slices(layer: nnx.List, stack: nnx.List, index: Index) -> None:
     """Tells the sites of one layer where theirs are in the parameters of all, for decoding."""
     for one, of_all in zip(layer, stack, strict=True):
         one.site.stacked = nnx.data(Slice(of_all.site, index))

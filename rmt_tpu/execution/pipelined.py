@@ -266,10 +266,8 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
         _after(writers, decoder.final_site.writer),
     )
     repeat, period = config.stacks[0].repeat // schedule.chunks, len(merged)
-    run, size = (
-        banked.Run(decoder.config, decoder.store, decoder.mixer, graphdef, 0, repeat, period),
-        repeat * period,
-    )
+    run = banked.Run(config, decoder.store, mixer, graphdef, 0, repeat, period)
+    size = repeat * period
     # A chunk is whole blocks, and takes nothing but rows from what is before it.
     num_rows = mixer.first_row(size) - 1
     of_first, to_start = _parameters(decoder.embedding, decoder.store)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.layer import Model, no_aux, of_stack, run_layer
+from rmt_tpu.execution.layer import Model, no_aux, run_layer, tell_slices
 from rmt_tpu.execution.remat import rematerialize
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
@@ -37,12 +37,12 @@ def run_layers(
     """
     mixer, store, config = decoder.mixer, decoder.store, decoder.config
     carry, new, first = (*mixer.start(store, state, y), no_aux(config, y.dtype)), [], 0
-    for number, (has, stack) in enumerate(zip(config.stacks, decoder.stacks, strict=True)):
+    for number, (of_stack, stack) in enumerate(zip(config.stacks, decoder.stacks, strict=True)):
         of_cores = None if caches is None else caches[number]
         body = (mixer, store, stack, config.remat)
         carry, of_cores = scan(*body, carry, context, first, of_cores)
         new.append(of_cores)
-        first += has.num_sublayers
+        first += of_stack.num_sublayers
     *carry, aux = carry
     _, z = mixer.advance(store, *carry, decoder.final_site, first)
     return z, None if caches is None else tuple(new), aux
@@ -66,7 +66,7 @@ def scan(
         (carry, caches), (layer, index) = carry, scanned
         layer = nnx.merge(graphdef, layer)
         if caches is not None:
-            of_stack(layer, stack, index)
+            tell_slices(layer, stack, index)
         at = first + len(stack) * index
         return run_layer(mixer, store, layer, carry, context, at, caches, index), None
 

@@ -152,8 +152,8 @@ class Battery:
                 metafunc.parametrize(name, cases, ids=lambda case: case.name)
 
     def options(self, case: Case, op: str) -> dict[str, Any]:
-        """Of the implementation alone, by name; `op` is "forward" or "backward"."""
-        raise NotImplementedError
+        """Of the implementation alone, by name, if it has any; `op` is "forward" or "backward"."""
+        return {}
 
     def forward(self, case: Case, site: Site, **changes) -> Outcome:
         options = {"fraction_bits": case.bits, **self.options(case, "forward"), **changes}

@@ -222,9 +222,6 @@ class TestPortable(Battery):
     apart = 1e-6
     mean = 4e-7
 
-    def options(self, case, op):
-        return {}
-
 
 # An int16 residual -----------------------------------------------------------------------------
 
