@@ -57,7 +57,7 @@ __all__ = [
     "Statistics",
     "UnsupportedImplementation",
     "norm_retrieve",
-    "norm_retrieve_with_statistics",
+    "norm_retrieve_again",
     "store",
     "store_norm_retrieve",
     "store_norm_retrieve_at",
@@ -235,8 +235,9 @@ def store_norm_retrieve_with_statistics(
     return _forward(call, True, site)[:3]
 
 
-def norm_retrieve_with_statistics(
+def norm_retrieve_again(
     residual: Shaped[Array, "B N K V"],
+    statistics: Statistics,
     gain: Float[Array, "K V"],
     read_keys: Float[Array, "P K"],
     *,
@@ -245,17 +246,20 @@ def norm_retrieve_with_statistics(
     dtype: DTypeLike,
     fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
-    statistics: Statistics | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "b N P V"], Statistics]:
-    """`norm_retrieve`, and the statistics that `undo` takes: of all B rows; those given, if any."""
+) -> Float[Array, "b N P V"]:
+    """What `store_norm_retrieve_with_statistics` retrieved of the residual that it left.
+
+    With its statistics, which cost a pass over the residual; but for a `key_axis`, where they are
+    of the whole and a slice is read about its own mean.
+    """
     key_axis = _check(residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis)
     call = _Call(norm, epsilon, implementation, jnp.dtype(dtype), key_axis, fraction_bits)
     site = Site(residual, gain=gain, read_keys=read_keys)
-    if statistics is None or key_axis is not None:
-        return _norm_retrieve(call, site)
+    if key_axis is not None:
+        return _norm_retrieve(call, site)[0]
     out = _run(call, "forward", site, statistics, dtype=call.dtype, **_read_options(call))
-    return out.retrieved, statistics
+    return out.retrieved
 
 
 def undo(

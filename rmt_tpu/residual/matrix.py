@@ -229,8 +229,8 @@ class Store(nnx.Module):
     ) -> Read:
         """What `add_and_read` has read from the residual that it left, with these statistics."""
         _, gain, read_keys = _parameters(site)
-        z, _ = pallas_kernels.norm_retrieve_with_statistics(
-            residual, gain, read_keys, dtype=dtype, statistics=statistics, **self._options()
+        z = pallas_kernels.norm_retrieve_again(
+            residual, statistics, gain, read_keys, dtype=dtype, **self._options()
         )
         return site.split(z)
 

@@ -157,8 +157,11 @@ def test_halves_and_their_gradients_equal_the_whole(norm):
         retrieved, read_pullback = jax.vjp(
             lambda *args: pallas_kernels.norm_retrieve(*args, **options), stored, gain, r
         )
-        again, statistics = pallas_kernels.norm_retrieve_with_statistics(
-            stored, gain, r, dtype=y.dtype, **options
+        _, _, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
+            X, w, y, gain, r, **options
+        )
+        again = pallas_kernels.norm_retrieve_again(
+            stored, statistics, gain, r, dtype=y.dtype, **options
         )
         d_stored, d_gain, d_r = read_pullback(cotangents[1])
         d_X, d_w, d_y = store_pullback(d_stored + cotangents[0])
@@ -186,9 +189,11 @@ def undone(case, args, cotangents, tolerance):
 
     def local(args, cotangents):
         X, w, y, gain, r = args
-        stored = pallas_kernels.store(X, w, y, key_axis="key")
-        retrieved, statistics = pallas_kernels.norm_retrieve_with_statistics(
-            stored, gain, r, epsilon=EPSILON, dtype=y.dtype, **options
+        stored, _, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
+            X, w, y, gain, r, epsilon=EPSILON, **options
+        )
+        retrieved = pallas_kernels.norm_retrieve_again(
+            stored, statistics, gain, r, epsilon=EPSILON, dtype=y.dtype, **options
         )
         g = pallas_kernels.undo(
             *(stored, statistics, w, y, gain, r, *cotangents), retrieved=retrieved, **options

@@ -64,17 +64,21 @@ def test_fixed_point_gradients_agree_with_those_of_a_float_residual():
 @jax.jit
 def walk_down(start, keys, data, gain, read):
     def down(residual, written):
-        return pallas_kernels.store_norm_retrieve(residual, *written, gain, read)
+        residual, *seen = pallas_kernels.store_norm_retrieve_with_statistics(
+            residual, *written, gain, read, norm="layernorm", epsilon=1e-6
+        )
+        return residual, seen
 
     return jax.lax.scan(down, start, (keys, data))
 
 
 @jax.jit
-def walk_up(last, keys, data, gain, read):
-    def up(residual, written):
+def walk_up(last, statistics, keys, data, gain, read):
+    def up(residual, kept):
+        statistics, *written = kept
         options = dict(norm="layernorm")
-        z, statistics = pallas_kernels.norm_retrieve_with_statistics(
-            residual, gain, read, epsilon=1e-6, dtype=jnp.bfloat16, **options
+        z = pallas_kernels.norm_retrieve_again(
+            residual, statistics, gain, read, epsilon=1e-6, dtype=jnp.bfloat16, **options
         )
         zeros = jnp.zeros(residual.shape, jnp.bfloat16)
         undone = pallas_kernels.undo(
@@ -82,7 +86,7 @@ def walk_up(last, keys, data, gain, read):
         )
         return undone.rebuilt, z
 
-    return jax.lax.scan(up, last, (keys, data), reverse=True)
+    return jax.lax.scan(up, last, (statistics, keys, data), reverse=True)
 
 
 @pytest.mark.xdist_group("walks")
@@ -94,8 +98,8 @@ def test_a_walk_over_48_sublayers_and_back_ends_where_it_began(scale):
     keys = (scale * 3**-0.5 * rng.normal(size=(48, 3, 8))).astype(np.float32)
     data, gain = draw(48, 2, 5, 3, 12), np.ones((8, 12), np.float32)
     written = keys, data, gain, rng.normal(size=(4, 8)).astype(np.float32)
-    last, seen = walk_down(start, *written)
-    first, seen_again = walk_up(last, *written)
+    last, (seen, statistics) = walk_down(start, *written)
+    first, seen_again = walk_up(last, statistics, *written)
     np.testing.assert_array_equal(first, start)
     np.testing.assert_allclose(
         seen_again.astype(np.float32), seen.astype(np.float32), rtol=2**-7, atol=2**-7
