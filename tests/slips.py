@@ -62,7 +62,9 @@ _KEY_VECTOR_TPU = (
     _again(".py", "return slot[0], *spec", "return 0 * slot[0], *spec"),
 )  # fmt: skip
 
-_rows = _of("pallas_kernels/key_vector/mosaic_tpu_rows.py", f"{_KERNELS}/key_vector_rows_test.py")
+_rows = _of(
+    "pallas_kernels/key_vector/mosaic_tpu_decode.py", f"{_KERNELS}/key_vector_decode_test.py"
+)
 _KEY_VECTOR_TPU += (
     _rows("(layer[0], 0, 0)", "(0, 0, 0)"),
     _rows('if call.norm == "layernorm":', 'if call.norm == "rmsnorm":'),
@@ -90,13 +92,13 @@ _parts = _of(
     "pallas_kernels/depth_attention/mosaic_tpu_matrices.py",
     f"{_KERNELS}/depth_attention_matrices_test.py",
 )
-_depth_rows = _of(
-    "pallas_kernels/depth_attention/mosaic_tpu_rows.py",
-    f"{_KERNELS}/depth_attention_rows_test.py",
+_depth_decode = _of(
+    "pallas_kernels/depth_attention/mosaic_tpu_decode.py",
+    f"{_KERNELS}/depth_attention_decode_test.py",
 )
 _DEPTH = (
-    _depth_rows("shift = jnp.where(largest == -jnp.inf, 0, largest)", "shift = largest"),
-    _depth_rows("p = jnp.where(inputs[\"active\"][0] != 0,", "p = jnp.where(inputs[\"active\"][0] == 0,"),
+    _depth_decode("shift = jnp.where(largest == -jnp.inf, 0, largest)", "shift = largest"),
+    _depth_decode("p = jnp.where(inputs[\"active\"][0] != 0,", "p = jnp.where(inputs[\"active\"][0] == 0,"),
     _bank("active = (jnp.arange(squares.shape[0]) < count)", "active = (jnp.arange(squares.shape[0]) <= count)"),
     _bank("log_sums = jnp.logaddexp(log_sums, prior[1])", "log_sums = log_sums + prior[1]"),
     _bank("d_sources = d_sources - shrink[..., None] * values", "d_sources = d_sources + shrink[..., None] * values"),

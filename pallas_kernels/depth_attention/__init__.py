@@ -40,8 +40,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.arguments import check_array
 from pallas_kernels.depth_attention import (
     mosaic_tpu,
+    mosaic_tpu_decode,
     mosaic_tpu_matrices,
-    mosaic_tpu_rows,
     triton_gpu,
     xla,
 )
@@ -406,7 +406,7 @@ def _merge_backward(call, given, cotangents):
 _merge.defvjp(_merge_forward, _merge_backward)
 
 _IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
-_MERGE_AT = Implementations(xla, {"mosaic_tpu": mosaic_tpu_rows}, ("tpu",))
+_MERGE_AT = Implementations(xla, {"mosaic_tpu": mosaic_tpu_decode}, ("tpu",))
 _OF_MATRICES = Implementations(
     OfVectors(xla), {"mosaic_tpu": mosaic_tpu_matrices, "triton": OfVectors(triton_gpu)}, ("tpu",)
 )

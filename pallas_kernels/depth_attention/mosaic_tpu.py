@@ -30,9 +30,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.call import LANES, VMEM_LIMIT, nbytes, round_up, tpu_call
+from pallas_kernels.depth_attention import mosaic_tpu_decode
 from pallas_kernels.depth_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.depth_attention import mosaic_tpu_merge_kernels as merge_kernels
-from pallas_kernels.depth_attention import mosaic_tpu_rows
 from pallas_kernels.depth_attention.interface import (
     Merge,
     MergeCotangents,
@@ -75,8 +75,8 @@ def partial(
     Raises:
       UnsupportedImplementation: see `unsupported`.
     """
-    if block_sizes is None and mosaic_tpu_rows.serves(given):
-        return mosaic_tpu_rows.partial(given, epsilon=epsilon, interpret=interpret)
+    if block_sizes is None and mosaic_tpu_decode.serves(given):
+        return mosaic_tpu_decode.partial(given, epsilon=epsilon, interpret=interpret)
     queries, sources, count, prior = given
     call = _call_of("partial", given, epsilon, block_sizes, interpret)
     N, S, T = call.N, call.S, call.tokens

@@ -37,7 +37,7 @@ from pallas_kernels.arguments import (
     check_norm,
     taken,
 )
-from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_rows, sharded, triton_gpu, xla
+from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_decode, sharded, triton_gpu, xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
@@ -455,7 +455,7 @@ _norm_retrieve.defvjp(_norm_retrieve_forward, _norm_retrieve_backward)
 
 # A kernel becomes the default where it is shown to be faster: see docs/benchmarks/kernels.md.
 _IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
-_AT_LAYER = Implementations(xla, {"mosaic_tpu": mosaic_tpu_rows}, ("tpu",))
+_AT_LAYER = Implementations(xla, {"mosaic_tpu": mosaic_tpu_decode}, ("tpu",))
 
 
 def _run(call: _Call, op: str, *operands, **options):

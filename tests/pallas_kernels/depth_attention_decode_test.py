@@ -13,7 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import pallas_kernels
-from pallas_kernels.depth_attention import mosaic_tpu, mosaic_tpu_rows, xla
+from pallas_kernels.depth_attention import mosaic_tpu, mosaic_tpu_decode, xla
 from pallas_kernels.depth_attention.interface import MergeAt, Partial
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
@@ -37,7 +37,7 @@ def test_phase_one_equals_numpy(count):
     queries, sources = draw(1, SITES, D), draw(2, 5, T, D, dtype=dtype)
     sources[count:] = np.nan
     given = Partial(*map(jnp.asarray, (queries, sources)), jnp.int32(count))
-    assert mosaic_tpu_rows.serves(given)
+    assert mosaic_tpu_decode.serves(given)
     mixed, log_sums = mosaic_tpu.partial(given, epsilon=EPSILON, interpret=True)
     assert mixed.dtype == dtype
     if count == 0:
@@ -53,11 +53,11 @@ def test_phase_one_equals_numpy(count):
 
 def test_a_prior_and_many_tokens_are_for_the_other_kernel():
     few = Partial(jnp.zeros((2, 8)), jnp.zeros((3, 4, 8)), jnp.int32(3))
-    assert mosaic_tpu_rows.serves(few)
+    assert mosaic_tpu_decode.serves(few)
     prior = jnp.zeros((2, 4, 8)), jnp.zeros((2, 4))
-    assert not mosaic_tpu_rows.serves(few._replace(prior=prior))
-    assert not mosaic_tpu_rows.serves(few._replace(sources=jnp.zeros((3, 128, 8))))
-    assert not mosaic_tpu_rows.serves(few._replace(queries=jnp.zeros((64, 8))))
+    assert not mosaic_tpu_decode.serves(few._replace(prior=prior))
+    assert not mosaic_tpu_decode.serves(few._replace(sources=jnp.zeros((3, 128, 8))))
+    assert not mosaic_tpu_decode.serves(few._replace(queries=jnp.zeros((64, 8))))
 
 
 def merged(case) -> MergeAt:
@@ -87,7 +87,7 @@ def test_phase_two_equals_numpy(case):
     sealed = given.mixed[SITE], given.log_sums[SITE], given.current
     want, _ = plain.merge(query, *sealed, gain, given.current, active=active, **options)
     for found in (
-        mosaic_tpu_rows.merge_at(given, **options, interpret=True),
+        mosaic_tpu_decode.merge_at(given, **options, interpret=True),
         xla.merge_at(given, **options),
         the_op(given, **options),
     ):
@@ -96,7 +96,7 @@ def test_phase_two_equals_numpy(case):
     # Before the first block nothing is sealed, and the sum is all there is.
     empty = given._replace(log_sums=jnp.full_like(given.log_sums, -jnp.inf), active=jnp.bool(True))
     want, _ = plain.normed(float64(given.current), -1, norm, NORM_EPSILON)
-    found = mosaic_tpu_rows.merge_at(empty, **options, interpret=True)
+    found = mosaic_tpu_decode.merge_at(empty, **options, interpret=True)
     assert_close(found, float64(gain) * want, TOLERANCE[dtype])
 
 

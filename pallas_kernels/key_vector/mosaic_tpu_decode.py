@@ -71,7 +71,7 @@ def at_layer(
     of_layer = lambda x: (x, pl.BlockSpec((None, *x.shape[1:]), lambda i, layer: (layer[0], 0, 0)))
     out = tpu_call(
         functools.partial(_kernel, call=_Call(norm, epsilon, size_major, rows)),
-        "key_vector_rows",
+        "key_vector_decode",
         {
             "residual": (residual, by_row(K, V)),
             "data": (_turned(data, size_major[0]), by_row(*of_data)),

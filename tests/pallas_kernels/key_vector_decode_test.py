@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import pallas_kernels
-from pallas_kernels.key_vector import mosaic_tpu_rows, xla
+from pallas_kernels.key_vector import mosaic_tpu_decode, xla
 from pallas_kernels.key_vector.interface import Site
 from tests.closeness import assert_close
 from tests.pallas_kernels import plain
@@ -66,7 +66,7 @@ def test_a_layer_equals_numpy(case):
     site = arguments(case)
     options = {"norm": case.norm, "epsilon": EPSILON, "size_major": case.size_major}
     got = {
-        "kernel": mosaic_tpu_rows.at_layer(site, jnp.int32(LAYER), **options, interpret=True),
+        "kernel": mosaic_tpu_decode.at_layer(site, jnp.int32(LAYER), **options, interpret=True),
         "xla": xla.at_layer(site, jnp.int32(LAYER), **options),
         "op": pallas_kernels.store_norm_retrieve_at(LAYER, *site, **options),
     }
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(pallas_kernels.UnsupportedImplementation, match="neither bfloat16"):
         pallas_kernels.store_norm_retrieve_at(0, *half, implementation="mosaic_tpu")
     large = jax.eval_shape(lambda: site._replace(residual=jnp.zeros((1, 8192, 128))))
-    assert "not fit VMEM" in mosaic_tpu_rows.unsupported("at_layer", large, jnp.int32(0))
+    assert "not fit VMEM" in mosaic_tpu_decode.unsupported("at_layer", large, jnp.int32(0))
 
 
 @pytest.mark.compile
@@ -131,5 +131,5 @@ def test_compiles_and_takes_no_slices(topology, case):
         return jax.lax.scan(body, (residual, data), jnp.arange(LAYERS))[0]
 
     text = layers.lower(*given).compile().as_text()
-    assert len(re.findall(r"custom-call.*/key_vector_rows/", text)) == 1
+    assert len(re.findall(r"custom-call.*/key_vector_decode/", text)) == 1
     assert not re.search(r"= (f32|bf16)\S* dynamic-slice\(", text)

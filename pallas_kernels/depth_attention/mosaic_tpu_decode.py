@@ -52,7 +52,7 @@ def partial(
     by_token = lambda rows, size: pl.BlockSpec((rows, tokens, size), lambda i: (0, i, 0))
     out = tpu_call(
         functools.partial(_partial, call=_Call(epsilon)),
-        "depth_attention_partial_rows",
+        "depth_attention_partial_decode",
         {
             "count": (count.reshape(1), pl.BlockSpec(memory_space=pltpu.SMEM)),
             "queries": (queries, pl.BlockSpec((S, D), lambda i: (0, 0))),
@@ -123,7 +123,7 @@ def merge_at(
     of_layer = pl.BlockSpec((None, 2, D), lambda i, a, layer, site: (layer[0], 0, 0))
     out = tpu_call(
         functools.partial(_merge, call=_Call(epsilon, norm, norm_epsilon)),
-        "depth_attention_merge_rows",
+        "depth_attention_merge_decode",
         {
             "parameters": (parameters, of_layer),
             "mixed": (mixed, by_site(D)),
