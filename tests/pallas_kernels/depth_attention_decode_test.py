@@ -139,5 +139,5 @@ def test_phases_compile_and_take_no_slices(topology, tokens, size, dtype):
 
     text = both.lower(*shapes).compile().as_text()
     for name in ("partial", "merge"):
-        assert len(re.findall(rf"custom-call.*/depth_attention_{name}_rows/", text)) == 1, name
+        assert len(re.findall(rf"custom-call.*/depth_attention_{name}_decode/", text)) == 1, name
     assert not re.search(r"= (f32|bf16)\S* (dynamic-slice|pad)\(", text)
