@@ -11,7 +11,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.layer import Model, no_aux, run_layer, tell_slices
-from rmt_tpu.execution.remat import rematerialize
+from rmt_tpu.execution.remat import rematerialize, scan_recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import Carried, Store
@@ -60,15 +60,26 @@ def scan(
 ) -> tuple[tuple[Any, Array, Aux], tuple | None]:
     """All repeats of a stack, or of a part of one, whose first sublayer is number `first`."""
     graphdef, layers = nnx.split(stack)
-    repeat = len(jax.tree.leaves(layers)[0])
+    layers = nnx.to_pure_dict(layers)
+    of_mixer, shared = nnx.split(mixer)
+    shared = nnx.to_pure_dict(shared)
 
-    def body(carry, scanned):
-        (carry, caches), (layer, index) = carry, scanned
+    def body(carry, scanned, shared, given, caches=None):
+        (layer, index), (context, first) = scanned, given
         layer = nnx.merge(graphdef, layer)
         if caches is not None:
             tell_slices(layer, stack, index)
         at = first + len(stack) * index
-        return run_layer(mixer, store, layer, carry, context, at, caches, index), None
+        mixer = nnx.merge(of_mixer, shared)
+        return run_layer(mixer, store, layer, carry, context, at, caches, index)
 
-    body = rematerialize(body, remat)
-    return stacks.scan(body, (carry, caches), (layers, jnp.arange(repeat)))[0]
+    given = context, first
+    if remat == "full" and caches is None:
+        run = lambda carry, scanned, *given: body(carry, scanned, *given)[0]
+        return scan_recomputed(run, carry, layers, shared, given), None
+
+    def step(carry, scanned):
+        return body(carry[0], scanned, shared, given, carry[1]), None
+
+    scanned = layers, jnp.arange(len(jax.tree.leaves(layers)[0]))
+    return stacks.scan(rematerialize(step, remat), (carry, caches), scanned)[0]
