@@ -266,8 +266,7 @@ def trace_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
     shape = (config.train.batch_size, config.data.seq_len)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=prepared.batch_sharding)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=prepared.batch_sharding)
-    step = jax.jit(prepared.step, donate_argnums=0)
-    return step.trace(state, Batch(ids, ids, ids, weights))
+    return prepared.jitted_step().trace(state, Batch(ids, ids, ids, weights))
 
 
 def step_cost(preset: str, tokens: int, program: Program) -> StepCost:

@@ -20,6 +20,7 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.scores import TokenScores, dropless, token_scores
 from rmt_tpu.execution import pipelined
 from rmt_tpu.layers.parameters import metadata
+from rmt_tpu.training import compiler_options
 from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
 from rmt_tpu.training.step import (
@@ -40,7 +41,7 @@ class Run(NamedTuple):
       abstract: shapes and dtypes of the TrainState.
       init: `() -> TrainState`, to be jitted.
       gradients: `(params, Batch) -> (gradients, mean Loss)`, to be jitted.
-      step: `(TrainState, Batch) -> (TrainState, metrics)`, to be jitted.
+      step: `(TrainState, Batch) -> (TrainState, metrics)`; see `jitted_step`.
       loss: `(params, Batch) -> Loss` sums, to be jitted.
       scores: `(params, tokens, targets) -> TokenScores`, to be jitted.
       state_shardings: of the TrainState.
@@ -57,6 +58,11 @@ class Run(NamedTuple):
     scores: Callable[[Any, jax.Array, jax.Array], TokenScores]
     state_shardings: TrainState
     batch_sharding: jax.sharding.NamedSharding
+
+    def jitted_step(self) -> Callable[..., Any]:
+        """`step` as it is run and as it is reported on: its state is donated."""
+        options = compiler_options.of_step(self.mesh)
+        return jax.jit(self.step, donate_argnums=0, compiler_options=options)
 
 
 def resolve_dtypes(config: RunConfig) -> RunConfig:

@@ -321,7 +321,7 @@ class _Loop:
         """Compiled ahead, so that the first step's time is a step's time."""
         started = time.monotonic()
         batch = self._batch_at(self.windows_read)
-        step = jax.jit(self.model.step, donate_argnums=0).lower(self.state, batch).compile()
+        step = self.model.jitted_step().lower(self.state, batch).compile()
         self.blocks.write()
         self.progress.say(f"compiled the train step in {time.monotonic() - started:.1f} s")
         return step

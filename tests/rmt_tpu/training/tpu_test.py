@@ -24,6 +24,7 @@ from rmt_tpu.config import (
 )
 from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
+from rmt_tpu.training import compiler_options
 from rmt_tpu.training.run import prepare
 from tests.tiers import later
 
@@ -53,8 +54,8 @@ def compiled(config: RunConfig, devices: int = 1, topology: str = "v5e:2x2"):
     shape = (config.train.batch_size, config.data.seq_len)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=prepared.batch_sharding)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=prepared.batch_sharding)
-    step = jax.jit(prepared.step, donate_argnums=0)
-    return state.params, step.lower(state, Batch(ids, ids, ids, weights)).compile()
+    lowered = prepared.jitted_step().lower(state, Batch(ids, ids, ids, weights))
+    return state.params, lowered.compile()
 
 
 def moves(program: str, elements: int) -> list[str]:
@@ -147,6 +148,17 @@ def test_nothing_moves_between_the_residuals_kernels_and_attention(topology, seq
     loops = program[: program.index("ENTRY")]
     assert moves(loops, tokens * config.model.residual_size) == []
     assert moves(loops, tokens * 3 * heads * size) == []
+
+
+def test_v6e_gives_an_instruction_more_vmem_but_where_the_user_says_how_much(monkeypatch):
+    mesh = lambda topology: sharding.make_mesh(
+        "data=1", topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
+    )
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    assert compiler_options.of_step(mesh("v5e:2x2")) is None
+    assert compiler_options.of_step(mesh("v6e:2x2")) == {"xla_tpu_scoped_vmem_limit_kib": 49152}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=32768")
+    assert compiler_options.of_step(mesh("v6e:2x2")) is None
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
