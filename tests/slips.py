@@ -204,6 +204,7 @@ _LAYERS = (
     _of("rmt_tpu/layers/stacks.py", f"{_MODEL}/residual/depth_attention_test.py")("return jax.lax.dynamic_update_index_in_dim(d_stack, d_slice, jnp.asarray(index), 0), None", "return d_stack, None"),
     _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("return _slot(written, k - 1, repeat)", "return _slot(written, k, repeat)"),
     _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("return Slot(written[k], repeat + 1 if shifted", "return Slot(written[k], repeat if shifted"),
+    _of("rmt_tpu/execution/remat.py", f"{_MODEL}/execution/remat_test.py")("d_shared = jax.tree.map(jnp.add, d_shared, of_one)", "d_shared = of_one"),
     _of("rmt_tpu/execution/banked.py", f"{_MODEL}/residual/depth_attention_test.py")(" + stacks.run_of(gradients.scores, start, layers)", ""),
     _of("rmt_tpu/execution/pipelined.py", f"{_MODEL}/execution/pipelined_test.py")("first = jnp.where(pipeline.is_last(), of_last, first)", "first = of_last"),
 )  # fmt: skip
