@@ -21,6 +21,7 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.scores import NONE, TokenScores, dropless, token_scores
 from rmt_tpu.generation import mesh_of
 from rmt_tpu.generation.key_heads import repeat_key_heads
+from rmt_tpu.residual.fixed_point import in_floats
 
 BATCH_TOKENS = 16384  # of a device that rows are divided over
 _LEAST = 32
@@ -81,7 +82,7 @@ class Scorer(NamedTuple):
         if (mesh := mesh_of(decoder)) is not None:
             decoder = repeat_key_heads(decoder, mesh)
         params = nnx.state(decoder, nnx.Param)
-        make = lambda: Decoder(dropless(decoder.config), rngs=nnx.Rngs(0))
+        make = lambda: Decoder(dropless(in_floats(decoder.config)), rngs=nnx.Rngs(0))
         graphdef = nnx.split(nnx.eval_shape(make), nnx.Param)[0]
         if mesh is None:
             compiled = jax.jit(partial(_scores, graphdef))

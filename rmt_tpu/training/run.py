@@ -20,6 +20,7 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.scores import TokenScores, dropless, token_scores
 from rmt_tpu.execution import pipelined
 from rmt_tpu.layers.parameters import metadata
+from rmt_tpu.residual.fixed_point import in_floats
 from rmt_tpu.training import compiler_options
 from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
@@ -36,7 +37,7 @@ class Run(NamedTuple):
     """What `train` starts from, and what can be compiled without training.
 
     Attributes:
-      graphdef: of the decoder.
+      graphdef: of the decoder as it is where it is not trained.
       mesh: of the devices.
       abstract: shapes and dtypes of the TrainState.
       init: `() -> TrainState`, to be jitted.
@@ -98,7 +99,9 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
     schedule = _schedule(config, mesh)
     make = lambda: Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     abstract = nnx.eval_shape(make)
-    graphdef, _ = nnx.split(abstract, nnx.Param)
+    graphdef = used = nnx.split(abstract, nnx.Param)[0]
+    if (model := in_floats(config.model)) != config.model:
+        used = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), nnx.Param)[0]
     names, virtual = metadata(abstract, "axes"), schedule.virtual if schedule else 1
     roles = metadata(abstract, "role")
     optimizer = make_optimizer(
@@ -124,13 +127,13 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
         make_gradients(config, graphdef, specs, schedule), mesh, given, (specs, whole)
     )
     loss = sharding.per_device(
-        lambda *given: sharding.add_up(batch_loss(graphdef, *given, schedule=schedule)),
+        lambda *given: sharding.add_up(batch_loss(used, *given, schedule=schedule)),
         mesh,
         given,
         whole,
     )
     return Run(
-        graphdef=graphdef,
+        graphdef=used,
         mesh=mesh,
         abstract=state,
         init=init,
@@ -147,7 +150,7 @@ def _scores(
     config: RunConfig, mesh: jax.sharding.Mesh, specs: Any, schedule: sharding.Schedule | None
 ) -> Callable[[Any, jax.Array, jax.Array], TokenScores]:
     """See `Run`: of rows that are divided as a batch is, and over stages as these have them."""
-    make = lambda: Decoder(dropless(config.model), rngs=nnx.Rngs(0))
+    make = lambda: Decoder(dropless(in_floats(config.model)), rngs=nnx.Rngs(0))
     graphdef, _ = nnx.split(nnx.eval_shape(make), nnx.Param)
 
     def scores(params: Any, tokens: jax.Array, targets: jax.Array) -> TokenScores:

@@ -183,6 +183,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     from rmt_tpu import kernel_tables
     from rmt_tpu.decoder import Decoder
     from rmt_tpu.generation.placement import parameter_shardings
+    from rmt_tpu.residual.fixed_point import in_floats
     from rmt_tpu.training.growth import restore_grown
 
     kernel_tables.use_storage()
@@ -192,7 +193,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
         with memory.told_if_out("the model's parameters do not fit"):
             return _of_hub(folder, step, mesh)
     config = read_config(workdir)
-    abstract = nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Decoder(in_floats(config.model), rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(abstract, nnx.Param)
     params = nnx.to_pure_dict(shapes)
     if mesh is not None:

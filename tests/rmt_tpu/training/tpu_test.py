@@ -129,13 +129,14 @@ def test_train_step_compiles_for_a_slice_of_v5e(preset, remat, positions):
 @pytest.mark.parametrize(
     "topology, seq_len",
     [
-        *((topology, 128) for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")),
+        *((topology, 128) for topology in ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")),
         ("v5e:2x2", 2048),
         *later(*((topology, 2048) for topology in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"))),
+        *later(("v5p:2x2x1", 128)),
     ],
 )
 def test_nothing_moves_between_the_residuals_kernels_and_attention(topology, seq_len):
-    """No copy or transpose of a residual, or of what attention reads, once a layer."""
+    """No copy or transpose of a residual, of what attention reads, or of all outputs, in a loop."""
     options = {"positions": Alibi(), "key_dim": 32, "batch_size": 8}
     config = config_of("rmt-tiny", remat="reversible", **options)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len))
@@ -148,6 +149,10 @@ def test_nothing_moves_between_the_residuals_kernels_and_attention(topology, seq
     loops = program[: program.index("ENTRY")]
     assert moves(loops, tokens * config.model.residual_size) == []
     assert moves(loops, tokens * 3 * heads * size) == []
+    layers = config.model.stacks[0].repeat
+    for slots in (layers, layers + 1):
+        of_stacks = moves(loops, slots * tokens * heads * size)
+        assert [line for line in of_stacks if f"[{slots}," in line] == []
 
 
 def test_v6e_gives_an_instruction_more_vmem_but_where_the_user_says_how_much(monkeypatch):
