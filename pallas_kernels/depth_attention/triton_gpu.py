@@ -37,7 +37,6 @@ from pallas_kernels.depth_attention.interface import (
     Norm,
     Partial,
     Scored,
-    UnsupportedImplementation,
 )
 from pallas_kernels.depth_attention.triton_gpu_kernels import (
     Call,
@@ -50,18 +49,6 @@ from pallas_kernels.depth_attention.triton_gpu_kernels import (
     scores_kernel,
 )
 from pallas_kernels.triton import no_triton
-
-__all__ = [
-    "MOST_SITES",
-    "Blocks",
-    "default_blocks",
-    "fits",
-    "merge",
-    "merge_backward",
-    "partial",
-    "partial_backward",
-    "unsupported",
-]
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
 # Sites of one backward kernel; those of more are added by a further call.
@@ -166,11 +153,7 @@ def partial(
     """All S sites over the active sources and the prior: `sum_i softmax(logit)_i v_i`.
 
     `(4 S + 2) N T D` FLOPs; `(N + S) T D` elements, and `S T D` of a prior.
-
-    Raises:
-      UnsupportedImplementation: for what `unsupported` names.
     """
-    _refuse("partial", given)
     queries, sources, count, prior = given
     call = _call_of(queries, sources, epsilon)
     name = "depth_attention_partial"
@@ -217,11 +200,7 @@ def partial_backward(
 
     `(9 S + 4) N T D` FLOPs; `(2 N + S) T D` elements, `N T D` more to accumulate, and again
     `(N + S) T D` where the sites' vectors do not fit in registers.
-
-    Raises:
-      UnsupportedImplementation: for what `unsupported` names.
     """
-    _refuse("partial_backward", given, scored)
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
     if queries.shape[0] > MOST_SITES:
@@ -307,11 +286,7 @@ def merge(
     """`norm_gain * norm(mixed + p (current - mixed))`, `p = sigmoid(logit(current) - log_sum)`.
 
     `mixed` is its row `site`. About `20 T D` FLOPs and `3 T D` elements.
-
-    Raises:
-      UnsupportedImplementation: for what `unsupported` names.
     """
-    _refuse("merge", given)
     current = given.current
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
     name = "depth_attention_merge"
@@ -346,11 +321,7 @@ def merge_backward(
     With h' the cotangent of `h = mixed + p (current - mixed)`, `d_mixed = (1 - p) h'` and
     `d_current = p h' + d_logit d logit / d current`, `d_logit = p (1 - p) <h', current - mixed>`.
     About `40 T D` FLOPs and `6 T D` elements.
-
-    Raises:
-      UnsupportedImplementation: for what `unsupported` names.
     """
-    _refuse("merge_backward", given, cotangents)
     d_z, d_mixed, d_current = cotangents
     current = given.current
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
@@ -452,9 +423,3 @@ def _merge_inputs(given: Merge):
         "active": _scalar(given.active),
         "norm_gain": given.norm_gain.astype(jnp.float32),
     }
-
-
-def _refuse(op, *args):
-    why = unsupported(op, *args)
-    if why is not None:
-        raise UnsupportedImplementation(why)

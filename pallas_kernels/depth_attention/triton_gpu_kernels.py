@@ -151,13 +151,18 @@ def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
     return _each_tile(blocks, count, load, tile, mixes)
 
 
-def partial_kernel(call, blocks, ref):
+def _token_and_sites(call, blocks):
+    """Of a program that has one token and a group of sites."""
     groups = pl.cdiv(call.S, blocks.sites)
     # Site groups of a token side by side, so that all but the first find it in the cache.
     t = jax.lax.div(pl.program_id(0), jnp.int32(groups))
     first = (pl.program_id(0) - t * groups) * blocks.sites
     # Where sites do not divide, the last one is done again, and the same is written again.
-    sites = [jnp.minimum(first + s, call.S - 1) for s in range(blocks.sites)]
+    return t, [jnp.minimum(first + s, call.S - 1) for s in range(blocks.sites)]
+
+
+def partial_kernel(call, blocks, ref):
+    t, sites = _token_and_sites(call, blocks)
     columns = Columns(0, blocks.columns, call.D)
     mixes = []
     for s in sites:
@@ -282,10 +287,7 @@ def backward_kernel(call, blocks, ref):
 
 def scores_kernel(call, blocks, ref):
     """What of the backward pass needs whole sources, for one token and a group of sites."""
-    groups = pl.cdiv(call.S, blocks.sites)
-    t = jax.lax.div(pl.program_id(0), jnp.int32(groups))
-    first = (pl.program_id(0) - t * groups) * blocks.sites
-    sites = [jnp.minimum(first + s, call.S - 1) for s in range(blocks.sites)]
+    t, sites = _token_and_sites(call, blocks)
     columns = Columns(0, blocks.columns, call.D)
     d_mixed = lambda: (_load(ref.d_mixed, (s, t), columns) for s in sites)
     queries = lambda: (_load(ref.queries, (s,), columns) for s in sites)

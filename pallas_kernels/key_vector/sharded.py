@@ -27,8 +27,6 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.key_vector.interface import Means, Norm, Statistics
 
-__all__ = ["Read", "all_slices", "gather", "key_sums", "means", "scatter_sum", "size"]
-
 
 class Read(NamedTuple):
     """Of a read, what the backward pass needs beside the residual and the statistics.

@@ -49,8 +49,6 @@ from pallas_kernels.key_vector.triton_gpu_kernels import (
 )
 from pallas_kernels.triton import no_triton
 
-__all__ = ["Blocks", "backward", "default_blocks", "forward", "unsupported"]
-
 # Of a token's data and retrieved vectors: what still compiles with 99 KiB of shared memory.
 _MOST_BYTES = 128 * 1024
 _DATA = (jnp.bfloat16, jnp.float32)
@@ -172,10 +170,8 @@ def forward(
     """See `interface`; statistics are taken again, which costs this kernel next to nothing.
 
     Raises:
-      UnsupportedImplementation: for what `unsupported` names, and of a read alone any `dtype` but
-        bfloat16 and float32.
+      UnsupportedImplementation: of a read alone for any `dtype` but bfloat16 and float32.
     """
-    _refuse("forward", site)
     if not site.stores and dtype not in _DATA:
         raise UnsupportedImplementation(f"dtype={dtype} is not bfloat16 or float32")
     residual, store_keys, data, gain, read_keys = taken(site)
@@ -222,14 +218,10 @@ def backward(
     With n = norm(X') and a = gain * r^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`, and
     `dy = w dX`, `dw = y dX^T`, `dr = dz (gain n)^T`, `dgain = (r^T dz) n`. The means are taken here
     unless `means` gives them.
-
-    Raises:
-      UnsupportedImplementation: for what `unsupported` names.
     """
     given = (site, statistics, d_residual, d_retrieved)
     if _is_plain("backward", site):
         return xla.backward(*given, means, norm=norm, fraction_bits=fraction_bits)
-    _refuse("backward", *given)
     residual, store_keys, data, gain, read_keys = taken(site)
     sizes = Sizes.of(site, data.dtype, norm, fraction_bits)
     name = "key_vector_backward"
@@ -290,12 +282,6 @@ def backward(
         read_keys=jnp.sum(out["d_read_keys"], axis=0).T,
         rebuilt=out["rebuilt"].reshape(residual.shape) if rebuild else None,
     )
-
-
-def _refuse(op, *args):
-    why = unsupported(op, *args)
-    if why is not None:
-        raise UnsupportedImplementation(why)
 
 
 def _run(name, kernel, inputs, outputs, blocks: Blocks, flops, *more_grid, interpret):

@@ -101,8 +101,6 @@ def test_what_is_unsupported_is_said():
     assert "bytes" in reason(large, keys, large)
     statistics = Statistics(array("float32", 2, 3), array("float32", 2, 3))
     assert triton_gpu.unsupported("backward", site, statistics, *cotangents) is None
-    with pytest.raises(UnsupportedImplementation, match="float16"):
-        jax.eval_shape(triton_gpu.forward, Site(half(X), w, y))
     read = functools.partial(triton_gpu.forward, dtype=jnp.int16)
     with pytest.raises(UnsupportedImplementation, match="dtype"):
         jax.eval_shape(read, Site(X, gain=gain, read_keys=r))

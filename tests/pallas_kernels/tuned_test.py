@@ -273,7 +273,7 @@ SOURCES = {
         "products.py",
     ),
     ("cuda", "key_vector"): (1, "be85628318cf951a", "triton_gpu_kernels.py", "../triton.py"),
-    ("cuda", "depth_attention"): (1, "467c63c7ea3485b4", "triton_gpu_kernels.py"),
+    ("cuda", "depth_attention"): (1, "c1e893e926219ffd", "triton_gpu_kernels.py"),
 }
 
 
