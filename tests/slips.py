@@ -256,7 +256,7 @@ _CORES = (
     _experts("order = jnp.argsort(expert)", "order = jnp.argsort(-expert)"),
     _experts("edge = (at + jnp.clip(within, 0, 1))", "edge = (at - jnp.clip(within, 0, 1))"),
     _of("pallas_kernels/grouped_matmul/mosaic_tpu.py", _grouped)('options = {"transpose_rhs": transposed,', 'options = {"transpose_rhs": not transposed,'),
-    _of("pallas_kernels/grouped_matmul/xla.py", _grouped)("return _ragged(rows, matrices, sizes, ((1,), (2,)), groups=[0])", "return _ragged(rows, matrices.swapaxes(1, 2), 0 * sizes, ((1,), (1,)), groups=[0])"),
+    _of("pallas_kernels/grouped_matmul/xla.py", _grouped)("return _ragged(rows, matrices, sizes, ((1,),", "return _ragged(rows, matrices, sizes * (not transposed), ((1,),"),
     _of("pallas_kernels/grouped_matmul/triton_gpu.py", _grouped)("within = tile - (behind - needed)[group]", "within = tile - behind[group]"),
     _of("pallas_kernels/grouped_matmul/triton_gpu.py", _grouped)("b = _load(ref.d_products, (), own, (column, blocks.columns), stop)", "b = _load(ref.d_products, (), own, (column, blocks.columns))"),
     _of("pallas_kernels/token_rows/__init__.py", "tests/pallas_kernels/token_rows_test.py")("return x[order // each]", "return x[order % len(x)]"),

@@ -4,7 +4,13 @@ Rows lie group by group, and `sizes` says how many each group has; those behind 
 of none. Implementations: "xla" (`jax.lax.ragged_dot`, anywhere), "mosaic_tpu" (jax's megablox
 kernels), "triton" (GPUs), "pallas" where there is a kernel. None takes the kernels: XLA's gradient
 of the matrices on TPUs, and all that it computes on GPUs, is in jax 0.10 as dense as if every row
-were of every group.
+were of every group. An implementation has
+
+    product(rows, matrices, sizes, *, transposed=False) -> `rows[m] @ matrices[g]`, or transposed
+        `matrices[g] @ rows[m]`, which gives the gradient of rows [M, K] from that of products
+    of_matrices(rows, d_products, sizes) -> the gradient of the matrices [G, K, N]: each group's sum
+        of outer products of its rows
+    unsupported(op, rows, other, sizes) -> why it cannot serve these, in a line, or None
 """
 
 import functools
@@ -77,7 +83,7 @@ def _grouped_matmul(implementation, rows, matrices, sizes):
 def _backward(implementation, saved, d_products):
     rows, matrices, sizes = saved
     run = functools.partial(_IMPLEMENTATIONS.run, implementation)
-    d_rows = run("product_transposed", d_products, matrices, sizes)
+    d_rows = run("product", d_products, matrices, sizes, transposed=True)
     return d_rows, run("of_matrices", rows, d_products, sizes), None
 
 

@@ -23,28 +23,14 @@ def unsupported(op: str, rows, other, sizes) -> str | None:
 
 
 def product(
-    rows: Float[Array, "M K"],
+    rows: Float[Array, "M _"],
     matrices: Float[Array, "G K N"],
     sizes: Int[Array, " G"],
     *,
+    transposed: bool = False,
     interpret: bool = False,
-) -> Float[Array, "M N"]:
-    """`rows[m] @ matrices[g]`."""
-    return _product(rows, matrices, sizes, False, interpret)
-
-
-def product_transposed(
-    rows: Float[Array, "M N"],
-    matrices: Float[Array, "G K N"],
-    sizes: Int[Array, " G"],
-    *,
-    interpret: bool = False,
-) -> Float[Array, "M K"]:
-    """`matrices[g] @ rows[m]`: the gradient of the rows, from that of products."""
-    return _product(rows, matrices, sizes, True, interpret)
-
-
-def _product(rows, matrices, sizes, transposed, interpret):
+) -> Float[Array, "M _"]:
+    """See the package."""
     tile = _tile_rows(len(rows), len(sizes))
     columns = matrices.shape[1 if transposed else 2]
     options = {"transpose_rhs": transposed, "interpret": interpret}
@@ -60,7 +46,7 @@ def of_matrices(
     *,
     interpret: bool = False,
 ) -> Float[Array, "G K N"]:
-    """Each group's sum of outer products of its rows: the gradient of the matrices."""
+    """See the package."""
     tile = _tile_rows(len(rows), len(sizes))
     tiling = (tile, min(_SIZE, rows.shape[1]), min(_SIZE, d_products.shape[1]))
     # The kernel turns the rows back as it reads them.

@@ -56,28 +56,14 @@ def unsupported(op: str, rows, other, sizes) -> str | None:
 
 
 def product(
-    rows: Float[Array, "M K"],
+    rows: Float[Array, "M _"],
     matrices: Float[Array, "G K N"],
     sizes: Int[Array, " G"],
     *,
+    transposed: bool = False,
     interpret: bool = False,
-) -> Float[Array, "M N"]:
-    """`rows[m] @ matrices[g]`."""
-    return _product(rows, matrices, sizes, False, interpret)
-
-
-def product_transposed(
-    rows: Float[Array, "M N"],
-    matrices: Float[Array, "G K N"],
-    sizes: Int[Array, " G"],
-    *,
-    interpret: bool = False,
-) -> Float[Array, "M K"]:
-    """`matrices[g] @ rows[m]`: the gradient of the rows, from that of products."""
-    return _product(rows, matrices, sizes, True, interpret)
-
-
-def _product(rows, matrices, sizes, transposed, interpret):
+) -> Float[Array, "M _"]:
+    """See the package."""
     (M, inner), groups = rows.shape, len(sizes)
     columns = matrices.shape[1 if transposed else 2]
     blocks = _Blocks.of(max(1, M // groups), columns, rows.dtype)
@@ -120,7 +106,7 @@ def of_matrices(
     *,
     interpret: bool = False,
 ) -> Float[Array, "G K N"]:
-    """Each group's sum of outer products of its rows: the gradient of the matrices."""
+    """See the package."""
     (M, K), N = rows.shape, d_products.shape[1]
     blocks = _Blocks.of(K, N, rows.dtype)
 

@@ -11,23 +11,20 @@ from jaxtyping import Array, Float, Int
 
 
 def product(
-    rows: Float[Array, "M K"], matrices: Float[Array, "G K N"], sizes: Int[Array, " G"]
-) -> Float[Array, "M N"]:
-    """`rows[m] @ matrices[g]`."""
-    return _ragged(rows, matrices, sizes, ((1,), (1,)), groups=[0])
-
-
-def product_transposed(
-    rows: Float[Array, "M N"], matrices: Float[Array, "G K N"], sizes: Int[Array, " G"]
-) -> Float[Array, "M K"]:
-    """`matrices[g] @ rows[m]`: the gradient of the rows, from that of products."""
-    return _ragged(rows, matrices, sizes, ((1,), (2,)), groups=[0])
+    rows: Float[Array, "M _"],
+    matrices: Float[Array, "G K N"],
+    sizes: Int[Array, " G"],
+    *,
+    transposed: bool = False,
+) -> Float[Array, "M _"]:
+    """See the package."""
+    return _ragged(rows, matrices, sizes, ((1,), (2 if transposed else 1,)), groups=[0])
 
 
 def of_matrices(
     rows: Float[Array, "M K"], d_products: Float[Array, "M N"], sizes: Int[Array, " G"]
 ) -> Float[Array, "G K N"]:
-    """Each group's sum of outer products of its rows: the gradient of the matrices."""
+    """See the package."""
     return _ragged(rows, d_products, sizes, ((0,), (0,)), groups=[])
 
 

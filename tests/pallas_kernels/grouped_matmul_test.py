@@ -47,7 +47,7 @@ def given_back(module, **options):
 
     def run(rows, matrices, d_products):
         products = module.product(rows, matrices, sizes, **options)
-        d_rows = module.product_transposed(d_products, matrices, sizes, **options)
+        d_rows = module.product(d_products, matrices, sizes, transposed=True, **options)
         return products, d_rows, module.of_matrices(rows, d_products, sizes, **options)
 
     return jax.jit(run)
