@@ -13,7 +13,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,16 +98,12 @@ def lower_splash(
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * shape[-1] ** -0.5, k, v))
         return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
 
-    return _lower(call, [shape] * 3, device)
-
-
-def _lower(call: Any, shapes: Sequence[Sequence[int]], device: jax.Device) -> jax.stages.Lowered:
-    """Of bfloat16 arrays that lie in memory as JAX lays them out."""
+    # Arrays that lie in memory as JAX lays them out.
     mesh = Mesh(np.array([device]), ("device",))
     here = NamedSharding(mesh, PartitionSpec())
-    arrays = [jax.ShapeDtypeStruct(tuple(s), jnp.bfloat16, sharding=here) for s in shapes]
+    array = jax.ShapeDtypeStruct(tuple(shape), jnp.bfloat16, sharding=here)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(call).lower(*arrays)
+        return jax.jit(call).lower(array, array, array)
 
 
 if __name__ == "__main__":

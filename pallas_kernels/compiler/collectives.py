@@ -263,12 +263,8 @@ def replica_groups(attributes: str, count: int) -> Groups:
         devices = np.arange(math.prod(sizes.values()))
         if (order := _MESH_DEVICES.match(mesh.group(2) or "")) is not None:
             devices = _iota(order.group(1), order.group(2))
-        grid = devices.reshape(tuple(sizes.values()))
         names = re.findall(r"'(\w+)'", mesh.group(3))
-        inner = [list(sizes).index(name) for name in names]
-        outer = [i for i in range(grid.ndim) if i not in inner]
-        rows = math.prod(grid.shape[i] for i in inner)
-        return _tuples(grid.transpose(outer + inner).reshape(-1, rows))
+        return _tuples(_groups_along(names, devices, sizes))
     if (iota := _IOTA.search(attributes)) is not None:
         shape = tuple(int(n) for n in iota.group(1).split(","))
         return _tuples(_iota(iota.group(2), iota.group(3)).reshape(shape))
@@ -281,18 +277,22 @@ def replica_groups(attributes: str, count: int) -> Groups:
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of a mesh whose groups these are; ("?",) if there are none."""
     wide = [axis for axis, size in mesh.items() if size > 1]
-    grid = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    devices = np.arange(math.prod(mesh.values()))
     wanted = {frozenset(group) for group in groups}
-    positions = list(mesh)
     for n in range(len(wide) + 1):
         for axes in itertools.combinations(wide, n):
-            inner = [positions.index(axis) for axis in axes]
-            outer = [i for i in range(grid.ndim) if i not in inner]
-            rows = math.prod(grid.shape[i] for i in inner)
-            groups_here = grid.transpose(outer + inner).reshape(-1, rows)
-            if {frozenset(row) for row in groups_here.tolist()} == wanted:
+            rows = _groups_along(axes, devices, mesh)
+            if {frozenset(row) for row in rows.tolist()} == wanted:
                 return axes
     return ("?",)
+
+
+def _groups_along(axes: Sequence[str], devices: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    """A row for each group of devices that differ in these axes alone."""
+    inner = [list(sizes).index(axis) for axis in axes]
+    outer = [i for i in range(len(sizes)) if i not in inner]
+    grid = devices.reshape(tuple(sizes.values())).transpose(outer + inner)
+    return grid.reshape(-1, math.prod(sizes[axis] for axis in axes))
 
 
 def _crossed(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str, ...]:

@@ -93,15 +93,18 @@ class Instruction:
     attributes: str = dataclasses.field(repr=False)
     is_root: bool
 
+    def _told(self, pattern: re.Pattern) -> str | None:
+        found = pattern.search(self.attributes)
+        return found.group(1) if found else None
+
     @functools.cached_property
     def op_name(self) -> str:
-        found = _OP_NAME.search(self.attributes)
-        return found.group(1) if found else ""
+        return self._told(_OP_NAME) or ""
 
     @functools.cached_property
     def cycles(self) -> int | None:
-        found = _CYCLES.search(self.attributes)
-        return int(found.group(1)) if found else None
+        found = self._told(_CYCLES)
+        return None if found is None else int(found)
 
     @functools.cached_property
     def called(self) -> dict[str, str]:
@@ -109,8 +112,7 @@ class Instruction:
 
     @property
     def branches(self) -> list[str]:
-        found = _BRANCHES.search(self.attributes)
-        return _NAME.findall(found.group(1)) if found else []
+        return _NAME.findall(self._told(_BRANCHES) or "")
 
     @property
     def is_kernel(self) -> bool:
@@ -126,20 +128,18 @@ class Instruction:
     @property
     def kernel_body(self) -> str:
         """The kernel's program, encoded: the same for kernels that are alike."""
-        found = _KERNEL_BODY.search(self.attributes)
-        return found.group(1) if found else self.name
+        found = self._told(_KERNEL_BODY)
+        return self.name if found is None else found
 
     @property
     def declared_flops(self) -> int:
         """Those that a kernel says it has; 0 if it says nothing."""
-        found = _FLOPS.search(self.attributes) if self.is_kernel else None
-        return int(found.group(1)) if found else 0
+        return int(self._told(_FLOPS) or 0) if self.is_kernel else 0
 
     @property
     def vmem_bytes(self) -> int:
         """VMEM that a kernel uses for itself: its blocks and scratch."""
-        found = _SCOPED.search(self.attributes)
-        return int(found.group(1)) if found else 0
+        return int(self._told(_SCOPED) or 0)
 
     @property
     def result(self) -> str:

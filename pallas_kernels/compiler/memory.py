@@ -239,9 +239,8 @@ class _Names:
             for scope in module.computations.values()
             for name, instruction in scope.items()
         }
-        self._loops = {i.called["body"]: i for i in self._where.values() if i.opcode == "while"} | {
-            i.called["condition"]: i for i in self._where.values() if i.opcode == "while"
-        }
+        loops = [i for i in self._where.values() if i.opcode == "while"]
+        self._loops = {i.called[part]: i for i in loops for part in ("body", "condition")}
         self._scope = {
             name: computation
             for computation, scope in module.computations.items()
