@@ -155,17 +155,11 @@ def depth_attention_partial(
       TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
       NameError: `key_axis` is no axis of a `jax.shard_map` around.
     """
-    check_sources(queries, sources, gains, count, prior, epsilon)
+    given, *_ = _checked(queries, sources, gains, count, prior, epsilon)
     call = _Call(epsilon, implementation, key_axis=_dividing(key_axis))
-    S, *size = queries.shape
-    lead = sources.shape[1 : -len(size)]
-    rows, per_token = _reshaping(lead, size)
-    if prior is not None:
-        prior = (rows(prior[0]), per_token(prior[1]))
-    queries = _folded(queries, gains, sources)
-    given = Partial(queries, rows(sources), _count(count, sources), prior)
     mixed, log_sums = _partial(call, given)
-    return mixed.reshape(S, *sources.shape[1:]), log_sums.reshape(S, *lead)
+    shape = (queries.shape[0], *sources.shape[1:])
+    return mixed.reshape(shape), log_sums.reshape(shape[: 1 - queries.ndim])
 
 
 def depth_attention_partial_backward(
@@ -189,14 +183,10 @@ def depth_attention_partial_backward(
     What a block's S sites give to the sources is so added once, where differentiating with JAX
     would add once a site.
     """
-    check_sources(queries, sources, gains, count, prior, epsilon)
-    S, *size = queries.shape
-    lead = sources.shape[1 : -len(size)]
-    rows, per_token = _reshaping(lead, size)
-    prior = None if prior is None else (rows(prior[0]), per_token(prior[1]))
+    given, rows, per_token = _checked(queries, sources, gains, count, prior, epsilon)
     d_queries, d_sources, d_prior = _partial_backward(
         _Call(epsilon, implementation, key_axis=_dividing(key_axis)),
-        Partial(_folded(queries, gains, sources), rows(sources), _count(count, sources), prior),
+        given,
         rows(mixed),
         per_token(log_sums),
         rows(d_mixed),
@@ -204,7 +194,7 @@ def depth_attention_partial_backward(
         None if accumulate is None else rows(accumulate),
     )
     if d_prior is not None:
-        d_prior = (d_prior[0].reshape(d_mixed.shape), d_prior[1].reshape(S, *lead))
+        d_prior = (d_prior[0].reshape(d_mixed.shape), d_prior[1].reshape(log_sums.shape))
     return PartialGradients(d_queries, d_sources.reshape(sources.shape), d_prior)
 
 
@@ -452,10 +442,16 @@ def _tokens(lead, axes: int) -> tuple[int, ...]:
     return math.prod(lead[:-1]), (lead[-1] if lead else 1)
 
 
-def _reshaping(lead, size):
-    """What gives arrays [n, *lead, *size] and [n, *lead] the token axes of `_tokens`."""
-    tokens = _tokens(lead, len(size))
-    return (
-        lambda x: x.reshape(x.shape[0], *tokens, *size),
-        lambda x: x.reshape(x.shape[0], *tokens),
-    )
+def _checked(queries, sources, gains, count, prior, epsilon):
+    """What implementations are given; and what gives arrays [n, *tokens, *size] and [n, *tokens]
+    the token axes of `_tokens`.
+    """
+    check_sources(queries, sources, gains, count, prior, epsilon)
+    size = queries.shape[1:]
+    tokens = _tokens(sources.shape[1 : -len(size)], len(size))
+    rows = lambda x: x.reshape(x.shape[0], *tokens, *size)
+    per_token = lambda x: x.reshape(x.shape[0], *tokens)
+    prior = None if prior is None else (rows(prior[0]), per_token(prior[1]))
+    queries = _folded(queries, gains, sources)
+    given = Partial(queries, rows(sources), _count(count, sources), prior)
+    return given, rows, per_token

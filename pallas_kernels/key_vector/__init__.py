@@ -110,11 +110,9 @@ def store_norm_retrieve(
       TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
       NameError: `key_axis` is no axis of a `jax.shard_map` around.
     """
-    key_axis = _check(
-        residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis, store_keys, data
-    )
-    call = _Call(norm, epsilon, implementation, None, key_axis, fraction_bits)
-    site = Site(_flat(residual), store_keys, _flat(data), gain, read_keys)
+    site = Site(residual, store_keys, data, gain, read_keys)
+    call = _checked(_Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
+    site = site._replace(residual=_flat(residual), data=_flat(data))
     stored, retrieved = _store_norm_retrieve(call, site)
     lead = data.shape[:-2]
     return stored.reshape(residual.shape), retrieved.reshape(*lead, *retrieved.shape[2:])
@@ -160,7 +158,8 @@ def store_norm_retrieve_at(
         check_array(name, x, axes)
         if x.shape[0] != gain.shape[0]:
             raise ValueError(f"shapes do not fit: {name} [{axes}] is {x.shape}, gain {gain.shape}")
-    _check(residual, gain[0], read_keys[0], norm, epsilon, FRACTION_BITS, None, store_keys[0], data)
+    one = Site(residual, store_keys[0], data, gain[0], read_keys[0])
+    _checked(_Call(norm, epsilon, implementation), one)
     flat = lambda x: x.reshape(-1, *x.shape[-2:])
     site = Site(flat(residual), store_keys, flat(data), gain, read_keys)
     options = {"norm": norm, "epsilon": epsilon, "size_major": size_major}
@@ -180,11 +179,8 @@ def store(
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "*tokens K V"]:
     """The writing half of `store_norm_retrieve`: `X + sum_r w_r (x) y_r` (equations 18 to 23)."""
-    check_array("residual", residual, "... K V", or_int16=True)
-    key_axis = _check_axis(residual, key_axis)
-    _check_store(residual, store_keys, data, key_axis)
-    check_fraction_bits(fraction_bits)
     call = _Call("layernorm", 0.0, implementation, None, key_axis, fraction_bits)
+    call = _checked(call, Site(residual, store_keys, data), reads=False)
     return _store(call, Site(_flat(residual), store_keys, _flat(data))).reshape(residual.shape)
 
 
@@ -202,13 +198,11 @@ def norm_retrieve(
     implementation: Implementation | None = None,
 ) -> Float[Array, "*own_tokens P V"]:
     """The reading half: `r_p . (gain * norm(X))` (equations 22, 25, 27), in `dtype` or X's."""
-    key_axis = _check(residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis)
-    call = _Call(
-        norm, epsilon, implementation, jnp.dtype(dtype or residual.dtype), key_axis, fraction_bits
-    )
-    site = Site(_flat(residual), gain=gain, read_keys=read_keys)
-    retrieved = _norm_retrieve(call, site)[0]
-    if key_axis is not None:
+    site = Site(residual, gain=gain, read_keys=read_keys)
+    call = _checked(_Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
+    call = call._replace(dtype=jnp.dtype(dtype or residual.dtype))
+    retrieved = _norm_retrieve(call, site._replace(residual=_flat(residual)))[0]
+    if call.key_axis is not None:
         return retrieved
     return retrieved.reshape(*residual.shape[:-2], *retrieved.shape[2:])
 
@@ -227,11 +221,9 @@ def store_norm_retrieve_with_statistics(
     implementation: Implementation | None = None,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "b N P V"], Statistics]:
     """`store_norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
-    key_axis = _check(
-        residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis, store_keys, data
-    )
-    call = _Call(norm, epsilon, implementation, None, key_axis, fraction_bits)
-    site = Site(residual, store_keys, _of_all_rows(data, key_axis), gain, read_keys)
+    site = Site(residual, store_keys, data, gain, read_keys)
+    call = _checked(_Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
+    site = site._replace(data=_of_all_rows(data, call.key_axis))
     return _forward(call, True, site)[:3]
 
 
@@ -253,10 +245,9 @@ def norm_retrieve_again(
     With its statistics, which cost a pass over the residual; but for a `key_axis`, where they are
     of the whole and a slice is read about its own mean.
     """
-    key_axis = _check(residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis)
-    call = _Call(norm, epsilon, implementation, jnp.dtype(dtype), key_axis, fraction_bits)
-    site = Site(residual, gain=gain, read_keys=read_keys)
-    if key_axis is not None:
+    site, dtype = Site(residual, gain=gain, read_keys=read_keys), jnp.dtype(dtype)
+    call = _checked(_Call(norm, epsilon, implementation, dtype, key_axis, fraction_bits), site)
+    if call.key_axis is not None:
         return _norm_retrieve(call, site)[0]
     out = _run(call, "forward", site, statistics, dtype=call.dtype, **_read_options(call))
     return out.retrieved
@@ -288,18 +279,16 @@ def undo(
     Raises:
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
     """
-    key_axis = _check(
-        residual, gain, read_keys, norm, 0.0, fraction_bits, key_axis, store_keys, data
-    )
-    call = _Call(norm, 0.0, implementation, None, key_axis, fraction_bits)
-    read = None
+    site = Site(residual, store_keys, data, gain, read_keys)
+    call = _checked(_Call(norm, 0.0, implementation, None, key_axis, fraction_bits), site)
+    read, key_axis = None, call.key_axis
     if key_axis is not None:
         if retrieved is None:
             raise ValueError("with a key_axis, undo needs what was retrieved")
         own = sharded.key_sums(gain, read_keys)
         sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
         read = sharded.Read(retrieved, sums)
-    site = Site(residual, store_keys, _of_all_rows(data, key_axis), gain, read_keys)
+    site = site._replace(data=_of_all_rows(data, key_axis))
     return _backward(call, True, site, statistics, read, d_residual, d_retrieved)
 
 
@@ -478,25 +467,25 @@ def _flat(x: Array) -> Array:
     return x.reshape(int(np.prod(lead[:-1])), lead[-1], a, b)
 
 
-def _check(
-    residual, gain, read_keys, norm, epsilon, fraction_bits, key_axis, store_keys=None, data=None
-) -> str | None:
-    """The key axis, or None if it divides nothing."""
-    check_norm(norm)
-    check_fraction_bits(fraction_bits)
-    check_epsilon("epsilon", epsilon)
+def _checked(call: _Call, site: Site, *, reads: bool = True) -> _Call:
+    """With a key axis of None if it divides nothing."""
+    residual, store_keys, data, gain, read_keys = site
+    check_norm(call.norm)
+    check_fraction_bits(call.fraction_bits)
+    check_epsilon("epsilon", call.epsilon)
     check_array("residual", residual, "... K V", or_int16=True)
-    check_array("gain", gain, "K V")
-    check_array("read_keys", read_keys, "P K")
-    key_axis = _check_axis(residual, key_axis)
-    if gain.shape != residual.shape[-2:] or read_keys.shape[-1] != gain.shape[0]:
-        raise ValueError(
-            "shapes do not fit: residual [..., K, V] is "
-            f"{residual.shape}, gain [K, V] is {gain.shape}, read_keys [P, K] is {read_keys.shape}"
-        )
-    if store_keys is not None:
-        _check_store(residual, store_keys, data, key_axis)
-    return key_axis
+    call = call._replace(key_axis=_check_axis(residual, call.key_axis))
+    if reads:
+        check_array("gain", gain, "K V")
+        check_array("read_keys", read_keys, "P K")
+        if gain.shape != residual.shape[-2:] or read_keys.shape[-1] != gain.shape[0]:
+            raise ValueError(
+                f"shapes do not fit: residual [..., K, V] is {residual.shape}, gain [K, V] is "
+                f"{gain.shape}, read_keys [P, K] is {read_keys.shape}"
+            )
+    if store_keys is not None or not reads:
+        _check_store(residual, store_keys, data, call.key_axis)
+    return call
 
 
 def _check_axis(residual, key_axis) -> str | None:
