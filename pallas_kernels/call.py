@@ -48,14 +48,16 @@ def tpu_call(
       scratch: by name.
       grid, semantics: steps along each dimension, and how they may be ordered.
       flops, moved, transcendentals: the estimate of its cost for XLA; `moved` in bytes, None is
-        every input and output once, and of a stack of which blocks leave out the first axis, one.
+        every input and output once, of a stack of which blocks leave out the first axis one, and
+        nothing of what lies anywhere where blocks are chosen: a chosen one is put into it.
       aliased: of inputs, the output that is written over each.
       prefetch: int32 arrays [n] that blocks are chosen by: their index functions are given them
         last, in the order of their names, and the kernel among the inputs.
       interpret: whether to run it in plain JAX; or how, by an interpreter that knows more of TPUs.
     """
     if moved is None:
-        moved = sum(_moved(*one) for one in (*inputs.values(), *outputs.values()))
+        blocks = (*inputs.values(), *outputs.values())
+        moved = sum(_moved(*one, prefetch is not None) for one in blocks)
     arrays = {k: array for k, (array, _) in inputs.items()}
     shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, (x, _) in outputs.items()}
     tables = dict(sorted((prefetch or {}).items()))
@@ -133,8 +135,10 @@ def gpu_call(
     return dict(zip(outputs, out, strict=True))
 
 
-def _moved(array: Shaped, spec: pl.BlockSpec) -> int:
+def _moved(array: Shaped, spec: pl.BlockSpec, chosen: bool) -> int:
     of_stack = spec.block_shape is not None and spec.block_shape[0] is None
+    if chosen and spec.memory_space is pl.ANY:
+        return 0
     return nbytes(array) // (array.shape[0] if of_stack else 1)
 
 

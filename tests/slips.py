@@ -43,12 +43,9 @@ _KEY_VECTOR = (
 
 _kernel = _of("pallas_kernels/key_vector/mosaic_tpu_kernels.py", f"{_KERNELS}/mosaic_tpu_test.py")
 
-
-def _again(file: str, old: str, new: str):
-    file = f"pallas_kernels/key_vector/mosaic_tpu{'_' * file.startswith('k')}{file}"
-    return Slip(file, old, new, (f"{_KERNELS}/key_vector_again_test.py",))
-
-
+_again = _of(
+    "pallas_kernels/key_vector/mosaic_tpu_kernels.py", f"{_KERNELS}/key_vector_again_test.py"
+)
 _KEY_VECTOR_TPU = (
     _kernel("above = total if call.centred else", "above = total if not call.centred else"),
     _kernel("slope = -(rstd * rstd * call.unit) * mean_an", "slope = -(rstd * call.unit) * mean_an"),
@@ -56,10 +53,9 @@ _KEY_VECTOR_TPU = (
     _kernel("sums = [previous[0:1] + sums[0], previous[1:2] + sums[1]]", "sums = [sums[0], sums[1]]"),
     _kernel("d_keys = d_keys - jnp.sum(dz.astype", "d_keys = d_keys + jnp.sum(dz.astype"),
     _kernel("            x = x - _written(call, inputs", "            x = x + _written(call, inputs"),
-    _of("pallas_kernels/causal_attention/mosaic_tpu_whole.py", f"{_KERNELS}/causal_attention_slots_test.py")("lambda b, at: (at[0], b, 0, 0, 0)", "lambda b, at: (0, b, 0, 0, 0)"),
-    _again("kernels.py", "product = product - mean * widen", "product = product + mean * widen"),
-    _again("kernels.py", 'inputs["residual"], i * group, mean)', 'inputs["residual"], i * group, 0)'),
-    _again(".py", "return slot[0], *spec", "return 0 * slot[0], *spec"),
+    _of("pallas_kernels/operand.py", f"{_KERNELS}/causal_attention_slots_test.py", f"{_KERNELS}/key_vector_again_test.py")("return chosen[0], *spec", "return 0 * chosen[0], *spec"),
+    _again("product = product - mean * widen", "product = product + mean * widen"),
+    _again('inputs["residual"], i * group, mean)', 'inputs["residual"], i * group, 0)'),
 )  # fmt: skip
 
 _rows = _of(

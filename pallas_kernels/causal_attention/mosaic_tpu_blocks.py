@@ -34,12 +34,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import operand
 from pallas_kernels.call import LANES, round_up, tpu_call, widen
 from pallas_kernels.causal_attention import mosaic_tpu_rows as of_rows
 from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
 from pallas_kernels.causal_attention.interface import Rows, Segments
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
-from pallas_kernels.causal_attention.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
+from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 
 # What a pair is, in bits: the first or the last of its block (of queries forward, of keys
 # backward), with keys that some of its queries are before, the first in which its queries are done;
@@ -579,11 +580,10 @@ def _shape_of_keys(B: int, call: _Call, size: int) -> jax.ShapeDtypeStruct:
 
 
 def _inputs(call: _Call, given: Given):
-    in_smem = pl.BlockSpec(memory_space=pltpu.SMEM)
     q, k, v = given[:3]
     shift = (call.offset or 0) if given.shift is None else given.shift
     scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in (given.scale, shift)])
-    inputs = {"scalars": (scalars, in_smem)}
+    inputs = {"scalars": operand.in_smem(scalars)}
     if call.size_major:
         B, D, _, N = q.array.shape
         parts = q.array.reshape(B, D, call.cut.parts, -1, N)
@@ -600,7 +600,7 @@ def _inputs(call: _Call, given: Given):
             "v": (v.array, _of_keys(call, call.value_size, first=v.first)),
         }
     if call.alibi:
-        inputs["slopes"] = (given.slopes.astype(jnp.float32), in_smem)
+        inputs["slopes"] = operand.in_smem(given.slopes.astype(jnp.float32))
     if call.segments:
         bq, bk, _ = call.blocks
         of_queries, of_keys = given.segments

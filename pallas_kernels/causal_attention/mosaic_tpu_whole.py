@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuned
+from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import Slot
 from pallas_kernels.call import LANES, VMEM_LIMIT, largest_divisor, round_up, tpu_call
 from pallas_kernels.causal_attention.interface import Attended, Attention, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
-from pallas_kernels.causal_attention.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
+from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 
 
 class _Call(NamedTuple):
@@ -81,8 +80,7 @@ def attention_forward(
     options = {}
     if given.to is not None:
         outputs["out"], slot = _of_slot(call, given.to, H)
-        stack = outputs["out"][0]
-        inputs["stack"] = (stack, pl.BlockSpec(memory_space=pl.ANY))
+        inputs["stack"] = operand.anywhere(outputs["out"][0])
         options = {"aliased": {"stack": "out"}, "prefetch": slot}
     scratch = {}
     if rows == "size_major":
@@ -93,9 +91,7 @@ def attention_forward(
     flops, size = 2 * B * N * N * H * D, 4 * B * N * H * D * call.dtype.itemsize
     given_to_all = inputs, outputs, scratch, flops, size, interpret
     result = _run(_forward_kernel, "attention_forward", call, *given_to_all, **options)
-    out = result["out"]
-    out = tokens_first(out, rows) if given.to is None else _stack_first(out, rows)
-    return out, result["log_sums"][:, :, 0].swapaxes(1, 2)
+    return tokens_first(result["out"], rows), result["log_sums"][:, :, 0].swapaxes(1, 2)
 
 
 def attention_backward(
@@ -333,10 +329,9 @@ KERNELS = tuned.register(
 
 def _shared_inputs(call: _Call, given: Attention):
     N = call.length
-    scale = jnp.asarray(given.scale, jnp.float32).reshape(1)
-    inputs = {"scale": (scale, _in_smem())}
+    inputs = {"scale": operand.in_smem(jnp.asarray(given.scale, jnp.float32))}
     if call.alibi:
-        inputs["slopes"] = (given.slopes.astype(jnp.float32), _in_smem())
+        inputs["slopes"] = operand.in_smem(given.slopes.astype(jnp.float32))
     if call.segments:
         ids = given.segment_ids
         columns = jnp.broadcast_to(ids[:, :, None], (*ids.shape, LANES))
@@ -347,13 +342,15 @@ def _shared_inputs(call: _Call, given: Attention):
 
 
 def tokens_last(x, rows: Rows):
-    order = (0, 3, 2, 1) if rows == "size_major" else (0, 2, 3, 1)
-    return x.transpose(order)
+    """[.., N, P, D] as the kernels have it."""
+    *lead, n, p, d = range(x.ndim)
+    return x.transpose((*lead, d, p, n) if rows == "size_major" else (*lead, p, d, n))
 
 
 def tokens_first(x, rows: Rows):
-    order = (0, 3, 2, 1) if rows == "size_major" else (0, 3, 1, 2)
-    return x.transpose(order)
+    """`tokens_last` undone."""
+    *lead, a, b, n = range(x.ndim)
+    return x.transpose((*lead, n, b, a) if rows == "size_major" else (*lead, n, a, b))
 
 
 def _dims(call: _Call, vectors: int) -> tuple[int, int, int]:
@@ -368,26 +365,13 @@ def _block(call: _Call, vectors: int) -> pl.BlockSpec:
 
 def _of_slot(call: _Call, slot: Slot, vectors: int):
     """A slot's stack in its blocks, and what these are chosen by."""
-    spec = pl.BlockSpec((None, 1, *_dims(call, vectors)), lambda b, at: (at[0], b, 0, 0, 0))
     index = jnp.asarray(slot.index, jnp.int32).reshape(1)
-    return (_stack_last(slot.stack, call.rows), spec), {"slot": index}
-
-
-def _stack_last(stack, rows: Rows):
-    """`tokens_last` of each."""
-    return stack.transpose((0, 1, 4, 3, 2) if rows == "size_major" else (0, 1, 3, 4, 2))
-
-
-def _stack_first(stack, rows: Rows):
-    return stack.transpose((0, 1, 4, 3, 2) if rows == "size_major" else (0, 1, 4, 2, 3))
+    stack = tokens_last(slot.stack, call.rows), operand.of_stack(_block(call, vectors))
+    return stack, {"slot": index}
 
 
 def _out_shape(call: _Call, batch: int, vectors: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((batch, *_dims(call, vectors)), call.dtype)
-
-
-def _in_smem() -> pl.BlockSpec:
-    return pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
 def _run(kernel, name, call, inputs, outputs, scratch, flops, size, interpret, **options):

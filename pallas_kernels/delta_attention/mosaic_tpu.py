@@ -114,14 +114,14 @@ def _backward_kernel(call: "_Call", inputs, outputs, scratch):
 
     chunk, masks = _load(call, inputs, call.chunks - 1 - pl.program_id(2))
     state, d_after = inputs["states"][0, 0], scratch["state"][...]
-    d = kernels.backward(chunk, state, inputs["d_read"][0], d_after, masks, call.dtype)
+    d, d_state = kernels.backward(chunk, state, inputs["d_read"][0], d_after, masks, call.dtype)
     d = d._replace(q=call.scale * d.q)
     for name in ("q", "k", "v", "log_decay"):
         output = outputs[f"d_{name}"]
         output[0] = getattr(d, name).astype(output.dtype)
     outputs["d_beta"][0, 0] = jnp.concatenate(list(d.beta), axis=-1)
-    scratch["state"][...] = d.state
-    outputs["d_state"][0] = d.state
+    scratch["state"][...] = d_state
+    outputs["d_state"][0] = d_state
 
 
 def _load(call: "_Call", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]:

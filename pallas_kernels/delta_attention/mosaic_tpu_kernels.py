@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.products import dot
+
 # Rows of a tile of 32-bit words, and of bfloat16.
 _SUBLANES, _TILE = 8, 16
 
@@ -42,15 +44,6 @@ class Chunk(NamedTuple):
     v: Float[Array, "G C V"]
     log_decay: Float[Array, "G C K"]
     beta: Float[Array, "G C 1"]
-
-
-class Gradients(NamedTuple):
-    q: Float[Array, "G C K"]
-    k: Float[Array, "G C K"]
-    v: Float[Array, "G C V"]
-    log_decay: Float[Array, "G C K"]
-    beta: Float[Array, "G C 1"]
-    state: Float[Array, "G V K"]
 
 
 class _Shared(NamedTuple):
@@ -112,8 +105,8 @@ def backward(
     d_state: Float[Array, "G V K"],
     masks: Masks,
     narrow: jnp.dtype,
-) -> Gradients:
-    """Cotangents, of the scaled queries too, from what was read and the state behind."""
+) -> tuple[Chunk, Float[Array, "G V K"]]:
+    """Cotangents of the chunk and the state, from those of what was read and the state behind."""
     narrow_state, d_after = state.astype(narrow), d_state.astype(narrow)
     own = _shared(chunk, narrow_state, masks, narrow)
     q, k, v, _, beta = chunk
@@ -159,7 +152,7 @@ def backward(
         d_q, d_k = d_q + rows, d_k + columns
         d_factors.append(rows * q + columns * k)
     d_log_decay = _sums_transposed(d_factors, d_total, d_following)
-    return Gradients(d_q, d_k, d_v, d_log_decay, d_beta, d_before)
+    return Chunk(d_q, d_k, d_v, d_log_decay, d_beta), d_before
 
 
 def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
@@ -306,18 +299,6 @@ def _inverse(lower: Float[Array, "G C C"], apart, narrow) -> Float[Array, "G C C
 # Products of each head -----------------------------------------------------------------------
 
 
-def _product(x, y, *, over: tuple[int, int]):
-    """Of `x` and `y` over these axes; float32 is not rounded for it."""
-    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x,
-        y,
-        (((over[0],), (over[1],)), ((0,), (0,))),
-        precision=exact,
-        preferred_element_type=jnp.float32,
-    )
-
-
-_plain = functools.partial(_product, over=(2, 1))
-_rows = functools.partial(_product, over=(2, 2))
-_columns = functools.partial(_product, over=(1, 1))
+_plain = functools.partial(dot, over=(2, 1), of_each=(0,))
+_rows = functools.partial(dot, over=(2, 2), of_each=(0,))
+_columns = functools.partial(dot, over=(1, 1), of_each=(0,))

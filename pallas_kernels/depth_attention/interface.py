@@ -58,7 +58,7 @@ gradient is 0.
         gives, rounded to the dtype of `current`.
 
     merge_read_backward(MergeRead, Statistics, MergeCotangents, *, norm, epsilon)
-        -> MergeReadGradients
+        -> (MergeGradients, those of its norm's gain being [K, V], d_read_keys [P, K] float32)
 
     unsupported(op, *operands) -> why these cannot be served, in a line, or None
 
@@ -79,7 +79,6 @@ __all__ = [
     "MergeCotangents",
     "MergeGradients",
     "MergeRead",
-    "MergeReadGradients",
     "Norm",
     "Partial",
     "Prior",
@@ -161,18 +160,7 @@ class MergeGradients(NamedTuple):
     mixed: Float[Array, "S *T_D"]
     log_sums: Float[Array, "*T"]
     current: Float[Array, "*T_D"]
-    norm_gain: Float[Array, " D"] | None
-
-
-class MergeReadGradients(NamedTuple):
-    """Cotangents of the inputs of `merge_read`, as `MergeGradients`."""
-
-    query: Float[Array, "K V"]
-    mixed: Float[Array, "S B T K V"]
-    log_sums: Float[Array, "B T"]
-    current: Float[Array, "B T K V"]
-    norm_gain: Float[Array, "K V"]
-    read_keys: Float[Array, "P K"]
+    norm_gain: Float[Array, "*D"] | None
 
 
 def wide(x: Array) -> Array:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from pallas_kernels.arguments import check_array, check_epsilon, check_norm
-from pallas_kernels.depth_attention import merge_read_xla, mosaic_tpu_merge_read
+from pallas_kernels.depth_attention import mosaic_tpu_merge_read
 from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, MergeRead, Norm
+from pallas_kernels.depth_attention.merge_read_in_two import XLA
 from pallas_kernels.platform import Implementation, Implementations, reverse_mode
 
 
@@ -112,9 +113,9 @@ def _backward(call, saved, cotangents):
     given, statistics = jax.tree.map(jnp.asarray, saved)  # a constant may be one of NumPy's
     run = functools.partial(_IMPLEMENTATIONS.run, call.implementation, "merge_read_backward")
     args = (given, statistics, MergeCotangents(d_z, d_mixed, d_current))
-    g = run(*args, norm=call.norm, epsilon=call.epsilon)
+    g, d_read_keys = run(*args, norm=call.norm, epsilon=call.epsilon)
     of_merge = Merge(g.query, g.mixed, g.log_sums, None, g.current, None)
-    of_read = g.norm_gain.astype(given.norm_gain.dtype), g.read_keys.astype(given.read_keys.dtype)
+    of_read = g.norm_gain.astype(given.norm_gain.dtype), d_read_keys.astype(given.read_keys.dtype)
     return (MergeRead(of_merge, *of_read),)
 
 
@@ -122,5 +123,5 @@ _merge_read.defvjp(_forward, _backward)
 
 # Of a GPU there is no kernel that does both.
 _IMPLEMENTATIONS = Implementations(
-    merge_read_xla, {"mosaic_tpu": mosaic_tpu_merge_read, "triton": merge_read_xla}, ("tpu",)
+    XLA, {"mosaic_tpu": mosaic_tpu_merge_read, "triton": XLA}, ("tpu",)
 )

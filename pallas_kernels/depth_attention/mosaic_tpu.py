@@ -28,8 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuned
-from pallas_kernels.call import LANES, VMEM_LIMIT, nbytes, round_up, tpu_call
+from pallas_kernels import operand, tuned
+from pallas_kernels.call import LANES, VMEM_LIMIT, round_up, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_decode
 from pallas_kernels.depth_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.depth_attention import mosaic_tpu_merge_kernels as merge_kernels
@@ -48,15 +48,6 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
     Call,
     pieces,
 )
-
-__all__ = [
-    "BlockSizes",
-    "merge",
-    "merge_backward",
-    "partial",
-    "partial_backward",
-    "unsupported",
-]
 
 # What `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 54 * 2**20
@@ -82,9 +73,9 @@ def partial(
     N, S, T = call.N, call.S, call.tokens
     tile = _by_tile(call)
     inputs = {
-        "count": (count.reshape(1), pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "queries": _constant(_queries(call, queries)),
-        "sources": (_aligned(sources), pl.BlockSpec(memory_space=pl.ANY)),
+        "count": operand.in_smem(count),
+        "queries": operand.constant(_queries(call, queries)),
+        "sources": operand.anywhere(_aligned(sources)),
     }
     if prior is not None:
         inputs["prior"] = (_aligned(prior[0]), tile(S))
@@ -134,27 +125,26 @@ def partial_backward(
     N, S, T = call.N, call.S, call.tokens
     tile = _by_tile(call)
     again, shrink_rows = _right_rows(call, queries)
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     inputs = {
-        "count": (count.reshape(1), pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "queries": _constant(_queries(call, queries)),
-        "queries_again": _constant(again),
-        "shrink_rows": _constant(shrink_rows),
-        "sources": (_aligned(sources), anywhere),
+        "count": operand.in_smem(count),
+        "queries": operand.constant(_queries(call, queries)),
+        "queries_again": operand.constant(again),
+        "shrink_rows": operand.constant(shrink_rows),
+        "sources": operand.anywhere(_aligned(sources)),
         "log_sums": _tiled(call, log_sums),
         "d_mixed": (_aligned(d_mixed.astype(sources.dtype)), tile(S)),
     }
     if delta is not None:
         inputs["delta"] = _tiled(call, delta)
     if accumulate is not None:
-        inputs["accumulate"] = (_aligned(accumulate), anywhere)
+        inputs["accumulate"] = operand.anywhere(_aligned(accumulate))
     rows = (call.query_rows, call.width)
     outputs = {
         "d_queries": (
             jax.ShapeDtypeStruct((call.cores, *rows), jnp.float32),
             pl.BlockSpec((1, *rows), lambda c, j, *_: (c, 0, 0)),
         ),
-        "d_sources": (inputs["sources"][0], anywhere),
+        "d_sources": inputs["sources"],
     }
     lanes = [n * GROUP for _, n in call.chunks]
     scratch = {
@@ -241,7 +231,7 @@ def merge_backward(
     token, of_site, current = _by_token(call), _by_site(call), given.current
     inputs = _merge_inputs(call, given) | {
         "d_z": (_whole(call, cotangents.z), token),
-        "d_mixed_in": (_whole(call, cotangents.mixed), pl.BlockSpec(memory_space=pl.ANY)),
+        "d_mixed_in": operand.anywhere(_whole(call, cotangents.mixed)),
         "d_current_in": (_whole(call, cotangents.current.astype(current.dtype)), token),
     }
     of_parameter = (
@@ -331,12 +321,9 @@ def _merge_call(op, given: Merge, blocks, interpret, *, norm, epsilon, norm_epsi
 
 def _merge_inputs(call: Call, given: Merge):
     return {
-        "active": (
-            given.active.reshape(1).astype(jnp.int32),
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-        ),
-        "query": _constant(_parameter(call, given.query)),
-        "norm_gain": _constant(_parameter(call, given.norm_gain)),
+        "active": operand.in_smem(given.active.reshape(1).astype(jnp.int32)),
+        "query": operand.constant(_parameter(call, given.query)),
+        "norm_gain": operand.constant(_parameter(call, given.norm_gain)),
         "log_sums": _tiled(call, given.log_sums[None]),
         "mixed": (_whole(call, given.mixed), _by_site(call)),
         "current": (_whole(call, given.current), _by_token(call)),
@@ -503,19 +490,9 @@ def _whole(call: Call, x):
     return jnp.pad(x, missing) if any(map(any, missing)) else x
 
 
-def _moved(array, spec: pl.BlockSpec, prefetch) -> int:
-    """Bytes of an array that cross HBM: of a stack, those of the one row that is chosen."""
-    size = nbytes(array)
-    if spec.block_shape is not None and spec.block_shape[0] is None:
-        return size // array.shape[0]
-    # What a chosen row is put into is not read.
-    return 0 if prefetch is not None and spec.memory_space is pl.ANY else size
-
-
 def _by_site(call: Call):
     """A tile of the row that the prefetched site names."""
-    index = lambda c, j, site: (site[0], c * call.tiles_each + j, 0)
-    return pl.BlockSpec((None, call.blocks.tokens, call.width), index)
+    return operand.of_stack(_by_token(call))
 
 
 def _by_token(call: Call):
@@ -544,18 +521,12 @@ def _untiled(x):
     return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1)
 
 
-def _constant(x):
-    spec = pl.BlockSpec(x.shape, lambda c, j, *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
-    return x, spec
-
-
 # The call ---------------------------------------------------------------------------------------
 
 
 def _run(
     call, kernel, name, inputs, outputs, scratch, *, flops, interpret, aliased=None, prefetch=None
 ):
-    blocks = (*inputs.values(), *outputs.values())
     return tpu_call(
         kernel,
         name,
@@ -565,7 +536,6 @@ def _run(
         grid=(call.cores, call.tiles_each),
         semantics=("parallel", "arbitrary"),
         flops=flops,
-        moved=sum(_moved(x, spec, prefetch) for x, spec in blocks),
         transcendentals=call.S * max(call.N, 1) * call.tokens,
         aliased=aliased,
         prefetch=prefetch,

@@ -15,9 +15,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import operand
 from pallas_kernels.call import LANES, tpu_call
 from pallas_kernels.depth_attention.interface import MergeAt, Norm, Partial
 
@@ -54,7 +54,7 @@ def partial(
         functools.partial(_partial, call=_Call(epsilon)),
         "depth_attention_partial_decode",
         {
-            "count": (count.reshape(1), pl.BlockSpec(memory_space=pltpu.SMEM)),
+            "count": operand.in_smem(count),
             "queries": (queries, pl.BlockSpec((S, D), lambda i: (0, 0))),
             "sources": (sources, by_token(N, D)),
         },

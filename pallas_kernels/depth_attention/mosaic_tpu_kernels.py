@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.call import LANES, round_up, widen
 from pallas_kernels.depth_attention.interface import Norm
+from pallas_kernels.products import dot
 
 # Tokens of a product: the rows of a bfloat16 tile.
 GROUP = 16
@@ -605,13 +606,6 @@ def _dot_transposed(call, a, b):
 
 
 def contract(call, a, b, axis):
-    narrow = a.dtype == b.dtype == jnp.bfloat16
     if call.interpret:  # not every CPU product takes bfloat16
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (axis,)), ((), ())),
-        precision=None if narrow else jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    return dot(a, b, (1, axis))

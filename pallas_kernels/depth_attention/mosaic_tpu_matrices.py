@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import operand
 from pallas_kernels.call import LANES, nbytes, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
 from pallas_kernels.depth_attention.interface import (
@@ -39,8 +40,6 @@ from pallas_kernels.depth_attention.interface import (
 )
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
-
-__all__ = ["merge", "merge_backward", "partial", "partial_backward", "unsupported"]
 
 # Of blocks in VMEM, twice for the pipeline; some is left to the compiler.
 _BUDGET = 44 * 2**20
@@ -100,7 +99,7 @@ def _partial(call: Call, queries, bank, first, count, prior):
     N, S, B, T, D = call.N, call.S, call.batch, call.tokens, call.size
     of_sites, per_site = _of_sites(call), _per_token(call, S)
     inputs = _each_source(call, bank, first)
-    inputs["queries"] = constant(query_rows(call, queries))
+    inputs["queries"] = operand.constant(query_rows(call, queries))
     if prior is not None:
         inputs |= {"prior": (prior[0], of_sites), "prior_log_sums": (prior[1], per_site)}
     outputs = {
@@ -173,7 +172,7 @@ def _measure(call: Call, queries, bank, first, count, d_mixed):
     """Logits and <d_mixed, v> [B, N, S, T] and rstd [B, N, 1, T] of sources from row `first`."""
     inputs = _each_source(call, bank, first)
     inputs |= {
-        "queries": constant(query_rows(call, queries)),
+        "queries": operand.constant(query_rows(call, queries)),
         "d_mixed": (d_mixed, _of_sites(call)),
     }
     shape = lambda rows: (call.batch, call.N, rows, call.tokens)
@@ -226,7 +225,7 @@ def _partial_backward(call: Call, queries, bank, count, of_sources, d_mixed, add
 
     block = (1, 1, D, LANES)
     inputs = {
-        "query_columns": constant(query_columns(call, queries)),
+        "query_columns": operand.constant(query_columns(call, queries)),
         "sources": (bank, pl.BlockSpec(block, read)),
         "d_mixed": (d_mixed, pl.BlockSpec((S, 1, D, LANES), sites)),
     }
@@ -293,45 +292,24 @@ def merge_backward(
 
     The last two cotangents are overwritten; a caller that still needs them pays for a copy.
     """
-    (K, V), current = given.query.shape, given.current
+    current = given.current
     call = merge_call(current, epsilon, interpret)
-    inputs = merge_inputs(call, _tile_of(call), given)
-    tile, of_site = inputs["current"][1], inputs["mixed"][1]
-    inputs |= {
-        "query_columns": constant(query_columns(call, columns(given.query[None]))),
-        "d_h": (tokens_last(cotangents.z), tile),
-        "d_mixed_in": whole_tiles(call, tokens_last(cotangents.mixed)),
-        "d_current_in": (tokens_last(cotangents.current.astype(current.dtype)), tile),
-    }
+    inputs, outputs = merge_backward_operands(call, _tile_of(call), given, cotangents)
     out = tpu_call(
         functools.partial(kernels.merge_backward, call=call),
         "depth_attention_matrices_merge_backward",
-        inputs,
-        {
-            "d_query": query_sums(call),
-            "d_mixed": (inputs["d_mixed_in"][0], of_site),
-            "d_current": (inputs["current"][0], tile),
-            "d_log_sums": (
-                jax.ShapeDtypeStruct((call.batch, 1, call.tokens), jnp.float32),
-                inputs["log_sums"][1],
-            ),
-        },
+        inputs | {"d_h": (tokens_last(cotangents.z), inputs["current"][1])},
+        outputs,
         {},
         grid=(call.cores, call.tiles_each),
         semantics=("parallel", "arbitrary"),
         flops=20 * current.size,
         moved=6 * nbytes(current),
-        aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
+        aliased=MERGE_ALIASED,
         prefetch={"site": given.site.reshape(1)},
         interpret=interpret,
     )
-    return MergeGradients(
-        query=query_gradient(call, out["d_query"]).reshape(V, K).T,
-        mixed=tokens_first(out["d_mixed"][..., : call.tokens], K, V),
-        log_sums=out["d_log_sums"][:, 0],
-        current=tokens_first(out["d_current"], K, V),
-        norm_gain=None,
-    )
+    return merge_gradients(call, given, out)
 
 
 def merge_call(current: Float[Array, "B T K V"], epsilon: int | float, interpret: bool) -> Call:
@@ -351,18 +329,49 @@ def merge_inputs(call: Call, index: Callable[..., Any], given: Merge) -> dict[st
     """`index`: of a grid step's tile of [B, rows, T]; the site is prefetched."""
     D, lanes = call.size, call.lanes
 
-    def of_site(*ids):
-        b, _, t = index(*ids)
-        return ids[-1][0], b, 0, t
-
-    active = given.active.reshape(1).astype(jnp.int32)
+    tile = pl.BlockSpec((1, D, lanes), index)
     return {
-        "active": (active, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "queries": constant(query_rows(call, columns(given.query[None]))),
+        "active": operand.in_smem(given.active.reshape(1).astype(jnp.int32)),
+        "queries": operand.constant(query_rows(call, columns(given.query[None]))),
         "log_sums": (given.log_sums[:, None], pl.BlockSpec((1, 1, lanes), index)),
-        "mixed": (tokens_last(given.mixed), pl.BlockSpec((None, 1, D, lanes), of_site)),
-        "current": (tokens_last(given.current), pl.BlockSpec((1, D, lanes), index)),
+        "mixed": (tokens_last(given.mixed), operand.of_stack(tile)),
+        "current": (tokens_last(given.current), tile),
     }
+
+
+def merge_backward_operands(
+    call: Call, index: Callable[..., Any], given: Merge, cotangents: MergeCotangents
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inputs but for the cotangent of what is mixed, and outputs; `index` as above."""
+    inputs = merge_inputs(call, index, given)
+    current = inputs["current"]
+    inputs |= {
+        "query_columns": operand.constant(query_columns(call, columns(given.query[None]))),
+        "d_mixed_in": _whole_tiles(call, tokens_last(cotangents.mixed)),
+        "d_current_in": (tokens_last(cotangents.current.astype(call.dtype)), current[1]),
+    }
+    d_log_sums = jax.ShapeDtypeStruct((call.batch, 1, call.tokens), jnp.float32)
+    return inputs, {
+        "d_query": query_sums(call),
+        "d_mixed": (inputs["d_mixed_in"][0], inputs["mixed"][1]),
+        "d_current": current,
+        "d_log_sums": (d_log_sums, inputs["log_sums"][1]),
+    }
+
+
+MERGE_ALIASED = {"d_current_in": "d_current", "d_mixed_in": "d_mixed"}
+
+
+def merge_gradients(call: Call, given: Merge, out: dict[str, Array]) -> MergeGradients:
+    """From these outputs."""
+    K, V = given.query.shape
+    return MergeGradients(
+        query=query_gradient(call, out["d_query"]).reshape(V, K).T,
+        mixed=tokens_first(out["d_mixed"][..., : call.tokens], K, V),
+        log_sums=out["d_log_sums"][:, 0],
+        current=tokens_first(out["d_current"], K, V),
+        norm_gain=None,
+    )
 
 
 # How the work is cut ---------------------------------------------------------------------------
@@ -428,11 +437,11 @@ def tokens_first(x, K: int, V: int):
     return jnp.transpose(x.reshape(*lead, V, K, T), axes)
 
 
-def whole_tiles(call: Call, x):
+def _whole_tiles(call: Call, x):
     """Of [.., T] that is only written over; interpreted, in whole tiles: no others are aliased."""
     missing = call.tiles * call.lanes - x.shape[-1] if call.interpret else 0
     x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
-    return x, pl.BlockSpec(memory_space=pl.ANY)
+    return operand.anywhere(x)
 
 
 def columns(queries):
@@ -476,8 +485,3 @@ def query_gradient(call: Call, sums):
     if call.narrow:
         return sums[2 * S : 3 * S] + sums[S : 2 * S] + sums[:S]
     return sums[:S]
-
-
-def constant(x):
-    spec = pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
-    return x, spec

@@ -24,12 +24,8 @@ from jaxtyping import Array, DTypeLike, Float
 from pallas_kernels.call import nbytes, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
-from pallas_kernels.depth_attention.interface import (
-    MergeCotangents,
-    MergeRead,
-    MergeReadGradients,
-)
-from pallas_kernels.depth_attention.mosaic_tpu_matrices import constant, tokens_first, tokens_last
+from pallas_kernels.depth_attention.interface import MergeCotangents, MergeGradients, MergeRead
+from pallas_kernels.depth_attention.merge_read_in_two import InTwo
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
 from pallas_kernels.key_vector import mosaic_tpu_kernels as read_kernels
@@ -43,10 +39,10 @@ from pallas_kernels.key_vector.mosaic_tpu_operands import (
     read_sums,
 )
 
-__all__ = ["merge_read", "merge_read_backward", "unsupported"]
-
 # What blocks and scratch may come to; some is left to the compiler.
 _BUDGET = 46 * 2**20
+# Of what that has no room for.
+_IN_TWO = InTwo(matrices, key_vector)
 
 
 def unsupported(op: str, given: MergeRead, *others: Any) -> str | None:
@@ -72,10 +68,8 @@ def merge_read(
     call = matrices.merge_call(current, epsilon, interpret)
     read = _read("forward", call, current, read_keys, dtype, norm, norm_epsilon)
     if read is None:
-        h = _merged(of_merge, epsilon, interpret)
-        options = {"norm": norm, "epsilon": norm_epsilon, "dtype": dtype, "interpret": interpret}
-        read = key_vector.forward(Site(h, None, None, norm_gain, read_keys), **options)
-        return read.retrieved, read.statistics
+        options = {"norm_epsilon": norm_epsilon, "dtype": dtype, "interpret": interpret}
+        return _IN_TWO.merge_read(given, norm=norm, epsilon=epsilon, **options)
     call = dataclasses.replace(call, lanes=read.blocks.tokens)
     s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
     index = lambda b, t, *_: (b, 0, t)
@@ -117,7 +111,7 @@ def merge_read_backward(
     norm: Norm,
     epsilon: int | float,
     interpret: bool = False,
-) -> MergeReadGradients:
+) -> tuple[MergeGradients, Float[Array, "P K"]]:
     """See `interface`. `4 T P K V` FLOPs and `E T V (5 K + P)` bytes.
 
     The last two cotangents are overwritten; a caller that still needs them pays for a copy.
@@ -128,12 +122,8 @@ def merge_read_backward(
     dtype = d_retrieved.dtype
     read = _read("backward", call, current, read_keys, dtype, norm, 0.0)
     if read is None:
-        h = _merged(of_merge, epsilon, interpret)
-        of_read = (Site(h, None, None, norm_gain, read_keys), statistics, None, d_retrieved)
-        d_read = key_vector.backward(*of_read, norm=norm, interpret=interpret)
-        options = {"norm": None, "norm_epsilon": 0.0, "epsilon": epsilon, "interpret": interpret}
-        g = matrices.merge_backward(of_merge, cotangents._replace(z=d_read.residual), **options)
-        return MergeReadGradients(*g[:4], d_read.gain, d_read.read_keys)
+        options = {"norm": norm, "epsilon": epsilon, "interpret": interpret}
+        return _IN_TWO.merge_read_backward(given, statistics, cotangents, **options)
     call = dataclasses.replace(call, lanes=read.blocks.tokens)
     s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
     walk = Walk.over(B, call.tiles)
@@ -146,26 +136,14 @@ def merge_read_backward(
         b, t = walk.tile(c, i, j)
         return b, 0, 0, t
 
-    inputs = matrices.merge_inputs(call, index, of_merge)
-    tile, of_site = inputs["current"][1], inputs["mixed"][1]
-    columns = matrices.query_columns(call, matrices.columns(of_merge.query[None]))
+    inputs, outputs = matrices.merge_backward_operands(call, index, of_merge, cotangents)
     inputs |= {
-        "query_columns": constant(columns),
-        "d_mixed_in": matrices.whole_tiles(call, tokens_last(cotangents.mixed)),
-        "d_current_in": (tokens_last(cotangents.current.astype(current.dtype)), tile),
         "read_keys": read_columns(read, norm_gain, read_keys, lambda *_: 0),
         "statistics": (jnp.stack(statistics, axis=1), pl.BlockSpec((1, 2, lanes), index)),
         "d_retrieved": (
             jnp.transpose(d_retrieved, (0, 3, 2, 1)),
             pl.BlockSpec((1, s.V, s.P, lanes), vectors),
         ),
-    }
-    outputs = {
-        "d_query": matrices.query_sums(call),
-        "d_mixed": (inputs["d_mixed_in"][0], of_site),
-        "d_current": (inputs["current"][0], tile),
-        "d_log_sums": (jax.ShapeDtypeStruct((B, 1, T), jnp.float32), inputs["log_sums"][1]),
-        "d_read_keys": read_sums(read, walk.cores),
     }
     scratch = {k: pltpu.VMEM((1, s.V, s.K, lanes), current.dtype) for k in ("h", "d_h")}
     scratch["d_scaled"] = pltpu.VMEM((1, s.V, s.P_padded, lanes), s.data_dtype)
@@ -176,31 +154,18 @@ def merge_read_backward(
         functools.partial(_backward_kernel, call=call, read=read, walk=walk),
         "depth_attention_matrices_merge_read_backward",
         inputs,
-        outputs,
+        outputs | {"d_read_keys": read_sums(read, walk.cores)},
         scratch,
         grid=(walk.cores, 1, walk.batches, walk.tiles_each),
         semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
         flops=4 * B * T * call.size * s.P,
         moved=5 * nbytes(current) + nbytes(d_retrieved),
-        aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
+        aliased=matrices.MERGE_ALIASED,
         prefetch={"site": of_merge.site.reshape(1)},
         interpret=interpret,
     )
     d_gain, d_keys = read_gradients(read, out["d_read_keys"], norm_gain, read_keys)
-    return MergeReadGradients(
-        query=matrices.query_gradient(call, out["d_query"]).reshape(s.V, s.K).T,
-        mixed=tokens_first(out["d_mixed"][..., :T], s.K, s.V),
-        log_sums=out["d_log_sums"][:, 0],
-        current=tokens_first(out["d_current"], s.K, s.V),
-        norm_gain=d_gain,
-        read_keys=d_keys,
-    )
-
-
-def _merged(of_merge, epsilon, interpret):
-    """h, by a kernel of its own."""
-    options = {"norm": None, "norm_epsilon": 0.0, "epsilon": epsilon, "interpret": interpret}
-    return matrices.merge(of_merge, **options)
+    return matrices.merge_gradients(call, of_merge, out)._replace(norm_gain=d_gain), d_keys
 
 
 # The bodies -----------------------------------------------------------------------------------

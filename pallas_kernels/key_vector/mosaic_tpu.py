@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float
 
+from pallas_kernels import operand
 from pallas_kernels.arguments import Slot
 from pallas_kernels.call import LANES, tpu_call
 from pallas_kernels.key_vector import mosaic_tpu_kernels
@@ -53,7 +54,6 @@ from pallas_kernels.key_vector.mosaic_tpu_kernels import Call
 from pallas_kernels.key_vector.mosaic_tpu_operands import (
     Walk,
     block_diagonal,
-    constant,
     diagonal,
     folded,
     padded_store_keys,
@@ -63,8 +63,6 @@ from pallas_kernels.key_vector.mosaic_tpu_operands import (
     read_sums,
     store_keys_of,
 )
-
-__all__ = ["BlockSizes", "backward", "forward", "unsupported"]
 
 
 def unsupported(op: str, site: Site, *others: Any) -> str | None:
@@ -195,8 +193,7 @@ def _forward(
     inputs = {"residual": (_tokens_last(residual), by_slab(s.K))}
     outputs, scratch, prefetch = {}, {}, {}
     if stores:
-        keys = store_keys_of(call, store_keys)
-        inputs["store_keys"] = (keys, constant(keys.shape))
+        inputs["store_keys"] = operand.constant(store_keys_of(call, store_keys))
         inputs["data"], prefetch = _one(data, by_slab(s.R))
         outputs["residual"] = (inputs["residual"][0], by_slab(s.K))
         if s.R_padded != s.R:
@@ -283,7 +280,7 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
     if stores:
         keys_rows = block_diagonal(padded_store_keys(call, store_keys)[None], group, repeat=True)[0]
         inputs["data"], prefetch = _one(data, by_slab(s.R))
-        inputs["store_keys_rows"] = (keys_rows, constant(keys_rows.shape))
+        inputs["store_keys_rows"] = operand.constant(keys_rows)
         outputs |= {
             "d_data": (jax.ShapeDtypeStruct((B, s.V, s.R, N), data.dtype), by_slab(s.R)),
             "d_store_keys": (
@@ -294,8 +291,7 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
         if s.R_padded != s.R:
             scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
     if rebuild:
-        stored_keys = store_keys_of(call, store_keys)
-        inputs["store_keys"] = (stored_keys, constant(stored_keys.shape))
+        inputs["store_keys"] = operand.constant(store_keys_of(call, store_keys))
         outputs["rebuilt"] = (inputs["residual"][0], by_slab(s.K))
     aliased = {"residual": "rebuilt"} if rebuild else {}
     if reads and "d_residual" in inputs:
@@ -357,14 +353,8 @@ def _one(x: Array | Slot, spec: pl.BlockSpec):
     """An operand with its blocks, and what these are chosen by: of a slot, where it is."""
     if not isinstance(x, Slot):
         return (_tokens_last(x), spec), {}
-
-    def index(*ids_and_slot):
-        *ids, slot = ids_and_slot
-        return slot[0], *spec.index_map(*ids)
-
     stack = jnp.transpose(x.stack, (0, 1, 4, 3, 2))
-    of_stack = pl.BlockSpec((None, *spec.block_shape), index)
-    return (stack, of_stack), {"slot": jnp.asarray(x.index, jnp.int32).reshape(1)}
+    return (stack, operand.of_stack(spec)), {"slot": jnp.asarray(x.index, jnp.int32).reshape(1)}
 
 
 def _tokens_last(x):

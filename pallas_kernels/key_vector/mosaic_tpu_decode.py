@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
 from pallas_kernels.key_vector.interface import Norm, Site
+from pallas_kernels.products import dot, dot_rows
 
 # Bytes of a grid step's matrices, in and out.
 _LARGEST = 8 * 2**20
@@ -106,14 +107,14 @@ def _kernel(inputs, outputs, scratch, *, call: _Call):
 
     def run(row):
         data = _turned(inputs["data"][row], call.size_major[0])
-        x = inputs["residual"][row].astype(jnp.float32) + _dot(store_keys, data, over=0)
+        x = inputs["residual"][row].astype(jnp.float32) + dot_rows(store_keys, data)
         x = x.astype(outputs["residual"].dtype)
         outputs["residual"][row] = x
         x = x.astype(jnp.float32)
         if call.norm == "layernorm":
             x = x - mean(x)
         x = x * jax.lax.rsqrt(mean(jnp.square(x)) + call.epsilon)
-        retrieved = _dot(read_keys, (x * gain).astype(dtype), over=1)
+        retrieved = dot(read_keys, (x * gain).astype(dtype))
         outputs["retrieved"][row] = _turned(retrieved.astype(dtype), call.size_major[1])
 
     together = largest_divisor(call.rows, _TOGETHER)
@@ -126,17 +127,6 @@ def _kernel(inputs, outputs, scratch, *, call: _Call):
         group(0, None)
     else:
         jax.lax.fori_loop(0, call.rows // together, group, None)
-
-
-def _dot(keys, x, *, over):
-    """Keys [R, K] or [P, K], over the axis named, with what it is in x [.., V]."""
-    return jax.lax.dot_general(
-        keys,
-        x,
-        (((over,), (0,)), ((), ())),
-        precision=None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _turned(x, size_major: bool):

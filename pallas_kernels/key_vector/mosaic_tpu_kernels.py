@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.call import LANES, largest_divisor, widen
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes
 from pallas_kernels.key_vector.interface import FRACTION_BITS, LEAST_STEPS, Norm
+from pallas_kernels.products import dot, dot_columns
 
 _LARGEST = 2.0**15 - 1
 # Added to a float32 it leaves no bits for a fraction: the sum's low bits are the rounded integer.
@@ -121,7 +122,7 @@ def forward(inputs, outputs, scratch, *, call: Call):
     groups = blocks.slab // group
 
     def product(i):
-        return _dot(read_keys[i], _operand(call, stored, i * group, shift))
+        return dot(read_keys[i], _operand(call, stored, i * group, shift))
 
     def finish(i, product):
         if call.centred:
@@ -158,7 +159,7 @@ def _read_again(inputs, outputs, slab, call: Call):
     groups = call.blocks.slab // group
 
     def read(i, _):
-        product = _dot(inputs["read_keys"][i], _operand(call, inputs["residual"], i * group, mean))
+        product = dot(inputs["read_keys"][i], _operand(call, inputs["residual"], i * group, mean))
         at = slab * groups + i
         if call.centred and not call.shifted:
             product = product - mean * widen(inputs["read_key_sums"][at], call.blocks.tokens)
@@ -218,8 +219,8 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
         if exists is not None:
             d_stored = jnp.where(exists, d_stored, 0)
         d_stored = d_stored.astype(s.data_dtype)
-        _put(outputs["d_data"], v, group, _dot(inputs["store_keys_rows"][...], d_stored))
-        outputs["d_store_keys"][0] += _dot_rows(_rows(data, v, group), d_stored)
+        _put(outputs["d_data"], v, group, dot(inputs["store_keys_rows"][...], d_stored))
+        outputs["d_store_keys"][0] += dot_columns(_rows(data, v, group), d_stored)
 
     _loop(groups, store_gradients, None, blocks.read_unroll)
 
@@ -258,12 +259,12 @@ def _read_backward(call: Call, inputs, outputs, scratch, exists):
     _loop(groups, scale, None, blocks.read_unroll)
 
     def d_normalised(i):
-        return _dot(inputs["read_keys"][i], _rows(d_scaled, i * group, group))
+        return dot(inputs["read_keys"][i], _rows(d_scaled, i * group, group))
 
     def read_keys_and_sums(i, sums):
         v = i * group
         dz = _rows(d_scaled, v, group)
-        d_keys = _dot_rows(dz, _operand(call, residual, v, shift, exists))
+        d_keys = dot_columns(dz, _operand(call, residual, v, shift, exists))
         if call.centred and not call.shifted:
             # sum_tokens dz (x - mean)
             d_keys = d_keys - jnp.sum(dz.astype(jnp.float32) * mean, axis=1, keepdims=True)
@@ -311,9 +312,9 @@ def _written(call, keys, data, v):
     """`sum_r w_r (x) y_r` in the residual's units; rounded, as int32, for an int16 residual."""
     y = _rows(data, v, call.blocks.store_group)
     if not call.integer:
-        return _dot(keys[...], y)
+        return dot(keys[...], y)
     # 128 tokens at a time whatever the tile is: taken back, it has to be the same product.
-    parts = [_dot(keys[...], y[:, t : t + LANES]) for t in range(0, y.shape[1], LANES)]
+    parts = [dot(keys[...], y[:, t : t + LANES]) for t in range(0, y.shape[1], LANES)]
     return _low_bits(jnp.concatenate(parts, axis=1)) - _ROUND_BITS
 
 
@@ -325,7 +326,7 @@ def _shift(call, residual, keys, data):
     if keys is not None:
         K, R = call.sizes.K, call.sizes.R_padded
         first = keys[:K, :R] if keys.shape != (K, R) else keys[...]
-        x = x + _dot(first, data[0, 0])
+        x = x + dot(first, data[0, 0])
     return jnp.mean(x, axis=0, keepdims=True)
 
 
@@ -452,23 +453,3 @@ def _fold(x, reduce=jnp.sum):
 
 def _loop(count, body, carry, unroll):
     return jax.lax.fori_loop(0, count, body, carry, unroll=largest_divisor(count, unroll))
-
-
-def _dot(a, b):
-    return _contract(a, b, 0)
-
-
-def _dot_rows(a, b):
-    """Sum over tokens of the outer products of a's rows and b's."""
-    return _contract(a, b, 1)
-
-
-def _contract(a, b, axis):
-    narrow = a.dtype == b.dtype == jnp.bfloat16
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (axis,)), ((), ())),
-        precision=None if narrow else jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from pallas_kernels import operand
 from pallas_kernels.call import LANES
 from pallas_kernels.key_vector.mosaic_tpu_kernels import Call, Tail
 
@@ -47,19 +48,18 @@ def read_operands(call: Call, gain, read_keys, slab: Callable[..., Any]) -> dict
     """Of a read forward; `slab` gives the slab of v of a grid step."""
     of_v = folded(call, gain, read_keys)
     keys = block_diagonal(of_v, call.blocks.read_group)
-    operands = {"read_keys": (keys, _by_slab(call, keys, slab))}
+    operands = {"read_keys": _by_slab(call, keys, slab)}
     if call.centred:
         sums = jnp.sum(of_v.astype(jnp.float32), axis=2).reshape(-1, keys.shape[1], 1)
         sums = jnp.broadcast_to(sums, (*sums.shape[:2], LANES))
-        operands["read_key_sums"] = (sums, constant(sums.shape))
+        operands["read_key_sums"] = operand.constant(sums)
     return operands
 
 
 def read_columns(call: Call, gain, read_keys, slab: Callable[..., Any]):
     """The read keys of a backward pass."""
     keys = block_diagonal(folded(call, gain, read_keys), call.blocks.read_group)
-    keys = jnp.swapaxes(keys, 1, 2)
-    return keys, _by_slab(call, keys, slab)
+    return _by_slab(call, jnp.swapaxes(keys, 1, 2), slab)
 
 
 def read_sums(call: Call, cores: int):
@@ -133,14 +133,9 @@ def _side_by_side(group: int, columns: int, dtype) -> np.ndarray:
     return np.tile(np.eye(columns, dtype=dtype), group)
 
 
-def constant(shape) -> pl.BlockSpec:
-    once = pl.Buffered(1)
-    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape), pipeline_mode=once)
-
-
-def _by_slab(call: Call, keys, slab) -> pl.BlockSpec:
-    """The read keys of a slab of v; all of them, once, where that is one."""
+def _by_slab(call: Call, keys, slab):
+    """The read keys by slabs of v; all of them, once, where that is one."""
     if call.slabs == 1:
-        return constant(keys.shape)
+        return operand.constant(keys)
     groups = call.blocks.slab // call.blocks.read_group
-    return pl.BlockSpec((groups, *keys.shape[1:]), lambda *ids: (slab(*ids), 0, 0))
+    return keys, pl.BlockSpec((groups, *keys.shape[1:]), lambda *ids: (slab(*ids), 0, 0))

@@ -109,7 +109,7 @@ def test_merge_and_read_and_their_gradients(T, K, norm, dtype):
         return z, backward(given, statistics, MergeCotangents(*cotangents), **norms)
 
     args = (query, mixed, log_sums, site, current, np.bool(True), gain, read_keys)
-    z, got = run(*args, d_z, d_mixed, d_current)
+    z, (got, got_keys) = run(*args, d_z, d_mixed, d_current)
     case = MergeCase((B, T), (K, V), norm, dtype)
     of_site = vectors(mixed[1], case), per_token(log_sums, case), vectors(current, case)
     merged = functools.partial(
@@ -127,7 +127,7 @@ def test_merge_and_read_and_their_gradients(T, K, norm, dtype):
     d_query, d_own, d_log_sums, d_sum, _ = want
     shaped = lambda x: x.reshape(B, T, K, V)
     assert_close(
-        (z, *got._replace(mixed=got.mixed[1])),
+        (z, *got._replace(mixed=got.mixed[1]), got_keys),
         (
             want_z,
             d_query.reshape(K, V),

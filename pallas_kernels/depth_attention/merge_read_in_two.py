@@ -1,0 +1,68 @@
+"""`merge_read` as the two ops that it joins, one after the other."""
+
+from typing import Any
+
+from jaxtyping import Array, DTypeLike, Float
+
+from pallas_kernels.depth_attention import xla
+from pallas_kernels.depth_attention.interface import MergeCotangents, MergeGradients, MergeRead
+from pallas_kernels.depth_attention.matrices import OfVectors
+from pallas_kernels.key_vector import xla as key_vector
+from pallas_kernels.key_vector.interface import Norm, Site, Statistics
+
+_NO_NORM = {"norm": None, "norm_epsilon": 0.0}
+
+
+class InTwo:
+    """Of an implementation of `merge` over matrices and one of the key-vector ops: `interface`.
+
+    `options` are of both.
+    """
+
+    def __init__(self, merges: Any, key_vector: Any):
+        self._merges, self._key_vector = merges, key_vector
+
+    def merge_read(
+        self,
+        given: MergeRead,
+        *,
+        norm: Norm,
+        epsilon: int | float,
+        norm_epsilon: int | float,
+        dtype: DTypeLike,
+        **options: Any,
+    ) -> tuple[Float[Array, "B T P V"], Statistics]:
+        h = self._merges.merge(given.merge, epsilon=epsilon, **_NO_NORM, **options)
+        options |= {"norm": norm, "epsilon": norm_epsilon, "dtype": dtype}
+        out = self._key_vector.forward(Site(h, None, None, *given[1:]), **options)
+        return out.retrieved, out.statistics
+
+    def merge_read_backward(
+        self,
+        given: MergeRead,
+        statistics: Statistics,
+        cotangents: MergeCotangents,
+        *,
+        norm: Norm,
+        epsilon: int | float,
+        **options: Any,
+    ) -> tuple[MergeGradients, Float[Array, "P K"]]:
+        """h is mixed again."""
+        of_merge = {"epsilon": epsilon} | _NO_NORM | options
+        h = self._merges.merge(given.merge, **of_merge)
+        of_read = (Site(h, None, None, *given[1:]), statistics, None, cotangents.z)
+        d_read = self._key_vector.backward(*of_read, norm=norm, **options)
+        cotangents = cotangents._replace(z=d_read.residual)
+        g = self._merges.merge_backward(given.merge, cotangents, **of_merge)
+        return g._replace(norm_gain=d_read.gain), d_read.read_keys
+
+    def unsupported(self, op: str, *operands: Any) -> str | None:
+        """Nothing is, wherever it is lowered for."""
+        return None
+
+    def wins(self, op: str, *operands: Any) -> bool:
+        """Over itself it does not."""
+        return False
+
+
+XLA = InTwo(OfVectors(xla), key_vector)

@@ -1,0 +1,29 @@
+"""Products of tiles, and the numbers of their softmaxes, for the TPU kernels."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+LOG2_E = math.log2(math.e)
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+def dot(a, b, over=(1, 0), of_each=()):
+    """The product over an axis of each, with float32 sums; float32 is not rounded for it.
+
+    `of_each`: an axis of both, of which each has its own product.
+    """
+    narrow = a.dtype == b.dtype == jnp.bfloat16
+    return jax.lax.dot_general(
+        a,
+        b,
+        (tuple((axis,) for axis in over), (of_each, of_each)),
+        precision=None if narrow else jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+dot_rows = functools.partial(dot, over=(0, 0))  # [k, m] [k, n] -> [m, n]
+dot_columns = functools.partial(dot, over=(1, 1))  # [m, k] [n, k] -> [m, n]
