@@ -26,12 +26,15 @@ gradient is 0.
         From `log_sums [S, T]` as returned (prior included):
 
             g_i = <d_mixed, v_i>        d_logit_i = weight_i * (g_i - sum_j weight_j g_j - delta)
+            d_queries = sum_i,t d_logit_i rstd_i v_i
+            d_v_i = sum_s weight_i d_mixed + d_logit_i (rstd_i q - logit_i rstd_i^2 v_i / D)
 
         with the sum over the active rows, from the very same g (so that one source alone gives a
         d_logit of exactly 0). `delta [S, T]` float32 is what else there is to subtract, or None for
         0: a prior's share of the sum, less the cotangent of log_sums. d_sources is in the dtype of
         the sources, and is added to `accumulate [N, T, D]` if that is not None (empty rows then
-        keep what they have); the sum over T in d_queries has a fixed order.
+        keep what they have); the sum over T in d_queries has a fixed order. Kernels write over
+        `accumulate`: a caller that still needs it pays for a copy.
 
     merge(Merge, *, norm, epsilon, norm_epsilon) -> z [T, D]
 
@@ -44,7 +47,9 @@ gradient is 0.
     merge_backward(Merge, MergeCotangents, *, norm, epsilon, norm_epsilon) -> MergeGradients
 
         Row `site` of d_mixed [S, T, D] is replaced by what this site gives, the others are as they
-        were, in place. What this use of `current` gives is added to `d_current`.
+        were, in place. What this use of `current` gives is added to `d_current`. With h' the
+        cotangent of h, d_mixed = (1 - p) h', d_logit = p (1 - p) <h', current - mixed> and
+        d_current = p h' + d_logit d logit / d current. Kernels write over both.
 
     merge_at(MergeAt, *, norm, epsilon, norm_epsilon) -> z [T, D]
 
@@ -60,7 +65,7 @@ gradient is 0.
     merge_read_backward(MergeRead, Statistics, MergeCotangents, *, norm, epsilon)
         -> (MergeGradients, those of its norm's gain being [K, V], d_read_keys [P, K] float32)
 
-    unsupported(op, *operands) -> why these cannot be served, in a line, or None
+    unsupported(op, *operands) -> why these cannot be served, in a line, or None: asked first
 
 `partial` and `partial_backward` of plain JAX take a `key_axis` too, over which D is divided: arrays
 with a D are then own slices, `delta` is the device's own part of a sum, and d_logit that of all.

@@ -61,11 +61,7 @@ def partial(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """See `interface`. `4 S N T D` FLOPs and `E (N + S) T D` bytes.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
-    """
+    """See `interface`. `4 S N T D` FLOPs and `E (N + S) T D` bytes."""
     if block_sizes is None and mosaic_tpu_decode.serves(given):
         return mosaic_tpu_decode.partial(given, epsilon=epsilon, interpret=interpret)
     queries, sources, count, prior = given
@@ -112,13 +108,7 @@ def partial_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """See `interface`. `8 S N T D` FLOPs and `E (2 N + S) T D` bytes; accumulating, `E N T D` more.
-
-    `accumulate` is overwritten, which a caller that still needs it pays for with a copy.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
-    """
+    """See `interface`. `8 S N T D` FLOPs, `E (2 N + S) T D` bytes, `E N T D` more to accumulate."""
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
     call = _call_of("partial_backward", given, epsilon, block_sizes, interpret)
@@ -187,11 +177,7 @@ def merge(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """See `interface`. `E 3 T D` bytes, and about 15 FLOPs an element.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
-    """
+    """See `interface`. `E 3 T D` bytes, and about 15 FLOPs an element."""
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     call = _merge_call("merge", given, block_sizes, interpret, **options)
     token, inputs = _by_token(call), _merge_inputs(call, given)
@@ -219,13 +205,7 @@ def merge_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """See `interface`. `E 6 T D` bytes, and about 40 FLOPs an element.
-
-    The last two cotangents are overwritten; a caller that still needs them pays for a copy.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
-    """
+    """See `interface`. `E 6 T D` bytes, and about 40 FLOPs an element."""
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     call = _merge_call("merge_backward", given, block_sizes, interpret, **options)
     token, of_site, current = _by_token(call), _by_site(call), given.current

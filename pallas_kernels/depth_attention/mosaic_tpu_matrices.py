@@ -139,10 +139,7 @@ def _over_tiles(call: Call, kernel, name, inputs, outputs, scratch, moved, count
 def partial_backward(
     given: Partial, scored: Scored, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
-    """See `interface`. `8 S N T D` FLOPs, `E (3 N + 2 S) T D` bytes; accumulating, `E N T D` more.
-
-    `accumulate` is overwritten, which a caller that still needs it pays for with a copy.
-    """
+    """See `interface`. `8 S N T D` FLOPs, `E (3 N + 2 S) T D` bytes, `E N T D` to accumulate."""
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
     N, B, T, K, V = sources.shape
@@ -288,10 +285,7 @@ def merge_backward(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> MergeGradients:
-    """See `interface`. `E 6 T D` bytes.
-
-    The last two cotangents are overwritten; a caller that still needs them pays for a copy.
-    """
+    """See `interface`. `E 6 T D` bytes."""
     current = given.current
     call = merge_call(current, epsilon, interpret)
     inputs, outputs = merge_backward_operands(call, _tile_of(call), given, cotangents)

@@ -112,10 +112,7 @@ def merge_read_backward(
     epsilon: int | float,
     interpret: bool = False,
 ) -> tuple[MergeGradients, Float[Array, "P K"]]:
-    """See `interface`. `4 T P K V` FLOPs and `E T V (5 K + P)` bytes.
-
-    The last two cotangents are overwritten; a caller that still needs them pays for a copy.
-    """
+    """See `interface`. `4 T P K V` FLOPs and `E T V (5 K + P)` bytes."""
     of_merge, norm_gain, read_keys = given
     current, d_retrieved = of_merge.current, cotangents.z
     call = matrices.merge_call(current, epsilon, interpret)

@@ -150,10 +150,7 @@ def partial(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """All S sites over the active sources and the prior: `sum_i softmax(logit)_i v_i`.
-
-    `(4 S + 2) N T D` FLOPs; `(N + S) T D` elements, and `S T D` of a prior.
-    """
+    """See `interface`. `(4 S + 2) N T D` FLOPs; `(N + S) T D` elements, and `S T D` of a prior."""
     queries, sources, count, prior = given
     call = _call_of(queries, sources, epsilon)
     name = "depth_attention_partial"
@@ -193,13 +190,9 @@ def partial_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """Cotangents of the queries and of the sources, the latter added to `accumulate` in place.
+    """See `interface`. `(9 S + 4) N T D` FLOPs; `(2 N + S) T D` elements, `N T D` to accumulate.
 
-        d_queries = sum_i,t d_logit_i rstd_i v_i
-        d_v_i = sum_s weight_i d_mixed + d_logit_i (rstd_i q - logit_i rstd_i^2 v_i / D)
-
-    `(9 S + 4) N T D` FLOPs; `(2 N + S) T D` elements, `N T D` more to accumulate, and again
-    `(N + S) T D` where the sites' vectors do not fit in registers.
+    And again `(N + S) T D` where the sites' vectors do not fit in registers.
     """
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
@@ -283,10 +276,7 @@ def merge(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """`norm_gain * norm(mixed + p (current - mixed))`, `p = sigmoid(logit(current) - log_sum)`.
-
-    `mixed` is its row `site`. About `20 T D` FLOPs and `3 T D` elements.
-    """
+    """See `interface`. About `20 T D` FLOPs and `3 T D` elements."""
     current = given.current
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
     name = "depth_attention_merge"
@@ -316,12 +306,7 @@ def merge_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """Cotangents of `merge`: row `site` of `d_mixed` set, `d_current` added to, both in place.
-
-    With h' the cotangent of `h = mixed + p (current - mixed)`, `d_mixed = (1 - p) h'` and
-    `d_current = p h' + d_logit d logit / d current`, `d_logit = p (1 - p) <h', current - mixed>`.
-    About `40 T D` FLOPs and `6 T D` elements.
-    """
+    """See `interface`. About `40 T D` FLOPs and `6 T D` elements."""
     d_z, d_mixed, d_current = cotangents
     current = given.current
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))

@@ -7,12 +7,17 @@ B and a sequence N; the public ops reshape to that, choose, and differentiate:
             in_place) -> Outcome
     backward(Site, Statistics, d_residual', d_retrieved, means=None, *, norm, rebuild,
              fraction_bits) -> Gradients
-    unsupported(op, *operands) -> why these cannot be served, in a line, or None
+    unsupported(op, *operands) -> why these cannot be served, in a line, or None: asked first
 
-The residual given to `backward` is the stored one. With R stored and P retrieved vectors a site is
-both halves; without keys to store or to read with it is the other half alone, and what the missing
-one would give, or needs, is None. Of a store alone the backward pass needs no residual. Statistics
-are given to a read alone that had them before, and need not be taken again.
+The residual given to `backward` is the stored one. With n = norm(X') and a = gain * r^T dz:
+
+    dX = dX' + rstd (a - mean(a) - n mean(a n))     dy = w dX         dw = sum y dX^T
+    dgain = sum (r^T dz) n                          dr = sum dz (gain n)^T
+
+With R stored and P retrieved vectors a site is both halves; without keys to store or to read with
+it is the other half alone, and what the missing one would give, or needs, is None. Of a store alone
+the backward pass needs no residual. Statistics are given to a read alone that had them before, and
+need not be taken again.
 
 A kernel may write the new residual over the old one (`in_place`); XLA does what is best.
 

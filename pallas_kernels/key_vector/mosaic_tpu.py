@@ -107,9 +107,6 @@ def forward(
     """See `interface`. `2 T (R + P) K V` FLOPs; `E T V (2 K + R + P)` bytes, of a read `K + P`.
 
     `in_place` writes X' over X, which a caller that still needs X pays for with a copy.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
     """
     compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     sizes = _sizes_of(site, site.residual, compute)
@@ -132,17 +129,11 @@ def backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """See `interface`.
-
-    With n = norm(X) and a = G^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`, then
-    `dy = w dX` and `dw = sum y dX`; and `dG[v] = sum dz n` gives both the gain's and the keys'.
+    """See `interface`. `dG[v] = sum dz n` gives both the gain's and the read keys' gradients.
 
     `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes for T tokens of E bytes an entry, of a
     read `2 K + P`, of a store `K + 2 R`; `2 T R K V` and `E T K V` more to rebuild. With `means`
     given, a is computed once and not kept.
-
-    Raises:
-      UnsupportedImplementation: see `unsupported`.
     """
     if site.residual is None:
         site = site._replace(residual=d_residual)

@@ -213,12 +213,7 @@ def backward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """See `interface`; of half a site by plain JAX.
-
-    With n = norm(X') and a = gain * r^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`, and
-    `dy = w dX`, `dw = y dX^T`, `dr = dz (gain n)^T`, `dgain = (r^T dz) n`. The means are taken here
-    unless `means` gives them.
-    """
+    """See `interface`; of half a site by plain JAX."""
     given = (site, statistics, d_residual, d_retrieved)
     if _is_plain("backward", site):
         return xla.backward(*given, means, norm=norm, fraction_bits=fraction_bits)

@@ -93,11 +93,7 @@ def backward(
     rebuild: bool = False,
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
-    """See `interface`.
-
-    With n = norm(X) and a = G^T dz: `dX = dX' + rstd (a - mean(a) - n mean(a n))`. The means are
-    taken here unless `means` gives them.
-    """
+    """See `interface`."""
     site = taken(site)
     residual, store_keys, data, *_ = site
     if not site.reads:
