@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import check_array
+from pallas_kernels.arguments import Norm, check_array
 from pallas_kernels.depth_attention import (
     mosaic_tpu,
     mosaic_tpu_decode,
@@ -45,21 +45,24 @@ from pallas_kernels.depth_attention import (
     triton_gpu,
     xla,
 )
-from pallas_kernels.depth_attention.checks import check_site, check_sources
+from pallas_kernels.depth_attention.checks import check_mixed, check_site, check_sources
 from pallas_kernels.depth_attention.interface import (
     Merge,
     MergeAt,
     MergeCotangents,
-    Norm,
     Partial,
     Prior,
     Scored,
-    UnsupportedImplementation,
     wide,
 )
 from pallas_kernels.depth_attention.matrices import OfVectors
 from pallas_kernels.depth_attention.merge_read import depth_attention_merge_read
-from pallas_kernels.platform import Implementation, Implementations, reverse_mode
+from pallas_kernels.platform import (
+    Implementation,
+    Implementations,
+    UnsupportedImplementation,
+    reverse_mode,
+)
 
 __all__ = [
     "PartialGradients",
@@ -236,13 +239,7 @@ def depth_attention_merge(
     """
     check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
     axes = query.ndim
-    check_array("mixed", mixed, "S ... D")
-    check_array("log_sums", log_sums, "...")
-    if mixed.shape[1:] != current.shape or log_sums.shape != current.shape[:-axes]:
-        raise ValueError(
-            f"shapes do not fit: current [..., D] is {current.shape}, mixed [S, ..., D] is "
-            f"{mixed.shape}, log_sums [...] is {log_sums.shape}"
-        )
+    check_mixed(mixed, log_sums, current, "...", axes)
     call = _Call(epsilon, implementation, norm, norm_epsilon)
     dtype = jnp.result_type(jnp.float32, current)
     tokens = _tokens(current.shape[:-axes], axes)
@@ -292,13 +289,7 @@ def depth_attention_merge_at(
     """
     *tokens, D = current.shape
     check_site(parameters[0, 0], None, current, parameters[0, 1], norm, epsilon, norm_epsilon)
-    check_array("mixed", mixed, "S ... D")
-    check_array("log_sums", log_sums, "S ...")
-    if mixed.shape[1:] != current.shape or log_sums.shape != mixed.shape[:-1]:
-        raise ValueError(
-            f"shapes do not fit: current [..., D] is {current.shape}, mixed [S, ..., D] is "
-            f"{mixed.shape}, log_sums [S, ...] is {log_sums.shape}"
-        )
+    check_mixed(mixed, log_sums, current, "S ...", 1)
     S, T = len(mixed), math.prod(tokens)
     given = MergeAt(
         parameters.astype(jnp.result_type(jnp.float32, current)),

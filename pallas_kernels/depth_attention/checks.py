@@ -64,6 +64,18 @@ def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> 
         check_array("norm_gain", norm_gain, "D")
 
 
+def check_mixed(mixed, log_sums, current, axes: str, of_source: int) -> None:
+    """Of all sites, beside the running sum, whose last axes are of a source; and log sums."""
+    check_array("mixed", mixed, "S ... D")
+    check_array("log_sums", log_sums, axes)
+    whole = mixed if axes.startswith("S") else current
+    if mixed.shape[1:] != current.shape or log_sums.shape != whole.shape[:-of_source]:
+        raise ValueError(
+            f"shapes do not fit: current [..., D] is {current.shape}, mixed [S, ..., D] is "
+            f"{mixed.shape}, log_sums [{', '.join(axes.split())}] is {log_sums.shape}"
+        )
+
+
 def _size(queries, before: int) -> str:
     """The names of a source's axes: of a vector, or of a residual matrix."""
     return "K V" if getattr(queries, "ndim", 0) == before + 2 else "D"

@@ -76,22 +76,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import Norm
-from pallas_kernels.platform import UnsupportedImplementation
-
-__all__ = [
-    "Merge",
-    "MergeCotangents",
-    "MergeGradients",
-    "MergeRead",
-    "Norm",
-    "Partial",
-    "Prior",
-    "Scored",
-    "UnsupportedImplementation",
-    "wide",
-]
-
 # Of S sites over other sources: what is mixed, and log sums. Here *D is D, or K V of a matrix, and
 # *T the token axes.
 Prior = tuple[Float[Array, "S *T_D"], Float[Array, "S *T"]]

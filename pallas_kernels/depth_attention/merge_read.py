@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from pallas_kernels.arguments import check_array, check_epsilon, check_norm
+from pallas_kernels.arguments import Norm, check_array, check_epsilon, check_norm
 from pallas_kernels.depth_attention import mosaic_tpu_merge_read
-from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, MergeRead, Norm
+from pallas_kernels.depth_attention.checks import check_mixed
+from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, MergeRead
 from pallas_kernels.depth_attention.merge_read_in_two import XLA
 from pallas_kernels.platform import Implementation, Implementations, reverse_mode
 
@@ -58,7 +59,6 @@ def depth_attention_merge_read(
     check_epsilon("epsilon", epsilon)
     check_epsilon("norm_epsilon", norm_epsilon)
     check_array("current", current, "B T K V")
-    check_array("mixed", mixed, "S B T K V")
     check_array("read_keys", read_keys, "P K")
     for name, x in {"query": query, "norm_gain": norm_gain}.items():
         check_array(name, x, "K V")
@@ -66,12 +66,7 @@ def depth_attention_merge_read(
             raise ValueError(
                 f"shapes do not fit: current [B, T, K, V] is {current.shape}, {name} {x.shape}"
             )
-    tokens = current.shape[:2]
-    if mixed.shape[1:] != current.shape or log_sums.shape != tokens:
-        raise ValueError(
-            f"shapes do not fit: current [B, T, K, V] is {current.shape}, mixed [S, B, T, K, V] is "
-            f"{mixed.shape}, log_sums [B, T] is {log_sums.shape}"
-        )
+    check_mixed(mixed, log_sums, current, "B T", 2)
     if read_keys.shape[1] != current.shape[2]:
         raise ValueError(
             f"shapes do not fit: current [B, T, K, V] is {current.shape}, read_keys [P, K] is "

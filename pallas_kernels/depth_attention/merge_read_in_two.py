@@ -4,11 +4,12 @@ from typing import Any
 
 from jaxtyping import Array, DTypeLike, Float
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.depth_attention import xla
 from pallas_kernels.depth_attention.interface import MergeCotangents, MergeGradients, MergeRead
 from pallas_kernels.depth_attention.matrices import OfVectors
 from pallas_kernels.key_vector import xla as key_vector
-from pallas_kernels.key_vector.interface import Norm, Site, Statistics
+from pallas_kernels.key_vector.interface import Site, Statistics
 
 _NO_NORM = {"norm": None, "norm_epsilon": 0.0}
 

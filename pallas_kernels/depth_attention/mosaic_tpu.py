@@ -29,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import operand, tuned
+from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, VMEM_LIMIT, round_up, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_decode
 from pallas_kernels.depth_attention import mosaic_tpu_kernels as kernels
@@ -37,10 +38,8 @@ from pallas_kernels.depth_attention.interface import (
     Merge,
     MergeCotangents,
     MergeGradients,
-    Norm,
     Partial,
     Scored,
-    UnsupportedImplementation,
 )
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
     GROUP,
@@ -48,6 +47,7 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
     Call,
     pieces,
 )
+from pallas_kernels.platform import UnsupportedImplementation
 
 # What `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 54 * 2**20

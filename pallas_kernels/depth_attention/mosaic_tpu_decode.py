@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels import operand
+from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, tpu_call
-from pallas_kernels.depth_attention.interface import MergeAt, Norm, Partial
+from pallas_kernels.depth_attention.interface import MergeAt, Partial
 
 # Of the products of `partial`: all of them are unrolled.
 _MOST = 128

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, round_up, widen
-from pallas_kernels.depth_attention.interface import Norm
 from pallas_kernels.products import dot
 
 # Tokens of a product: the rows of a bfloat16 tile.

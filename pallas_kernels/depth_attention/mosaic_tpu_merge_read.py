@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.call import nbytes, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
@@ -30,7 +31,7 @@ from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
 from pallas_kernels.key_vector import mosaic_tpu_kernels as read_kernels
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, grouped, sublanes
-from pallas_kernels.key_vector.interface import Norm, Site, Statistics
+from pallas_kernels.key_vector.interface import Site, Statistics
 from pallas_kernels.key_vector.mosaic_tpu_operands import (
     Walk,
     read_columns,

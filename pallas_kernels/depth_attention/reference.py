@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.depth_attention.interface import Merge, Norm, Partial, wide
+from pallas_kernels.arguments import Norm
+from pallas_kernels.depth_attention.interface import Merge, Partial, wide
 
 
 def _logits(queries, sources, epsilon):

@@ -29,12 +29,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels import tuned
+from pallas_kernels.arguments import Norm
 from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.depth_attention.interface import (
     Merge,
     MergeCotangents,
     MergeGradients,
-    Norm,
     Partial,
     Scored,
 )

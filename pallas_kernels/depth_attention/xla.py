@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.depth_attention.interface import (
     Merge,
     MergeAt,
     MergeCotangents,
     MergeGradients,
-    Norm,
     Partial,
     Scored,
     wide,

@@ -30,6 +30,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from pallas_kernels.arguments import (
+    Norm,
     Slot,
     check_array,
     check_epsilon,
@@ -38,22 +39,18 @@ from pallas_kernels.arguments import (
     taken,
 )
 from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_decode, sharded, triton_gpu, xla
-from pallas_kernels.key_vector.interface import (
-    FRACTION_BITS,
-    Gradients,
-    Norm,
-    Site,
-    Statistics,
-    UnsupportedImplementation,
-)
+from pallas_kernels.key_vector.interface import FRACTION_BITS, Gradients, Site, Statistics
 from pallas_kernels.key_vector.xla import to_fixed_point
-from pallas_kernels.platform import Implementation, Implementations, reverse_mode
+from pallas_kernels.platform import (
+    Implementation,
+    Implementations,
+    UnsupportedImplementation,
+    reverse_mode,
+)
 
 __all__ = [
     "FRACTION_BITS",
     "Gradients",
-    "Implementation",
-    "Norm",
     "Statistics",
     "UnsupportedImplementation",
     "norm_retrieve",

@@ -30,20 +30,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arguments import Norm, Slot
-from pallas_kernels.platform import UnsupportedImplementation
-
-__all__ = [
-    "FRACTION_BITS",
-    "LEAST_STEPS",
-    "Gradients",
-    "Means",
-    "Norm",
-    "Outcome",
-    "Site",
-    "Statistics",
-    "UnsupportedImplementation",
-]
+from pallas_kernels.arguments import Slot
 
 # An int16 residual holds X * 2^fraction_bits rounded: with 9 in steps of 1/512, up to 64. So writes
 # are sums of integers, which can be taken back without error.

@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels import operand
-from pallas_kernels.arguments import Slot
+from pallas_kernels.arguments import Norm, Slot
 from pallas_kernels.call import LANES, tpu_call
 from pallas_kernels.key_vector import mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import (
@@ -44,11 +44,9 @@ from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
     Means,
-    Norm,
     Outcome,
     Site,
     Statistics,
-    UnsupportedImplementation,
 )
 from pallas_kernels.key_vector.mosaic_tpu_kernels import Call
 from pallas_kernels.key_vector.mosaic_tpu_operands import (
@@ -63,6 +61,7 @@ from pallas_kernels.key_vector.mosaic_tpu_operands import (
     read_sums,
     store_keys_of,
 )
+from pallas_kernels.platform import UnsupportedImplementation
 
 
 def unsupported(op: str, site: Site, *others: Any) -> str | None:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, largest_divisor, widen
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes
-from pallas_kernels.key_vector.interface import FRACTION_BITS, LEAST_STEPS, Norm
+from pallas_kernels.key_vector.interface import FRACTION_BITS, LEAST_STEPS
 from pallas_kernels.products import dot, dot_columns
 
 _LARGEST = 2.0**15 - 1

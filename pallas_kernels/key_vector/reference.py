@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
-from pallas_kernels.key_vector.interface import Norm
+from pallas_kernels.arguments import Norm
 
 
 def _accumulator(*arrays: Array) -> jnp.dtype:

@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.key_vector.interface import Means, Norm, Statistics
+from pallas_kernels.arguments import Norm
+from pallas_kernels.key_vector.interface import Means, Statistics
 
 
 class Read(NamedTuple):

@@ -26,18 +26,16 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels import tuned
-from pallas_kernels.arguments import taken
+from pallas_kernels.arguments import Norm, taken
 from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.key_vector import xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
     Means,
-    Norm,
     Outcome,
     Site,
     Statistics,
-    UnsupportedImplementation,
 )
 from pallas_kernels.key_vector.triton_gpu_kernels import (
     Sizes,
@@ -47,6 +45,7 @@ from pallas_kernels.key_vector.triton_gpu_kernels import (
     forward_kernel,
     padded,
 )
+from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.triton import no_triton
 
 # Of a token's data and retrieved vectors: what still compiles with 99 KiB of shared memory.

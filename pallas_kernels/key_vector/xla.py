@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, Int16
 
-from pallas_kernels.arguments import taken
+from pallas_kernels.arguments import Norm, taken
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     LEAST_STEPS,
     Gradients,
     Means,
-    Norm,
     Outcome,
     Site,
     Statistics,

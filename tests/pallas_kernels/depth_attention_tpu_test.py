@@ -18,13 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import shapes
 from pallas_kernels.depth_attention import mosaic_tpu
-from pallas_kernels.depth_attention.interface import (
-    MergeCotangents,
-    Partial,
-    Scored,
-    UnsupportedImplementation,
-)
+from pallas_kernels.depth_attention.interface import MergeCotangents, Partial, Scored
 from pallas_kernels.depth_attention.mosaic_tpu import BlockSizes
+from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.shapes import Depth
 from tests.closeness import float64
 from tests.pallas_kernels import depth_attention_battery as battery
