@@ -80,6 +80,8 @@ def _compile(
         if isinstance(lowered, tuple):
             lowered, told = lowered
             info.update(told)
+        shutil.rmtree(dump)  # of what was compiled on the way
+        dump.mkdir()
         compiled = lowered.compile()
     seconds = time.perf_counter() - start
     text = compiled.as_text()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -31,6 +30,8 @@ from rmt_tpu.config.presets import run
 from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.generation import Engine, Request, Sampling, cast_once
 from rmt_tpu.generation.engine import bucket
+from rmt_tpu.generation.layouts import lower_steps
+from rmt_tpu.generation.programs import Model
 
 STEPS = 8  # tokens a row in a dispatch, as the engine has them
 _MOST = 64  # tokens a row in one repeat of a measurement
@@ -212,7 +213,7 @@ def _compiled(row: Row, outcome: Program | Failure) -> Row:
 
 
 def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
-    """A dispatch as the engine's, for a device that need not exist; the cache is donated.
+    """A dispatch as the engine's, for a device that need not exist; see `layouts.lower_steps`.
 
     The likeliest token is taken: other choices are branches, of which it is not known how often
     they are gone.
@@ -222,29 +223,15 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
       **case: the fields of a Case.
     """
     case = Case(**case)
-    abstract = _abstract(case.model("bfloat16"))
-    graphdef, params = nnx.split(abstract, nnx.Param)
-    token = jax.ShapeDtypeStruct((case.batch,), jnp.int32)
+    graphdef, params = nnx.split(_abstract(case.model("bfloat16")), nnx.Param)
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    arguments = params, token, _cache(abstract, case.batch, case.capacity)
-
-    def steps(params, token, cache):
-        decoder = nnx.merge(graphdef, params)
-
-        def step(carry, _):
-            token, cache = carry
-            logits, cache = decoder.decode(token[:, None], cache)
-            token = jnp.argmax(logits[:, 0], axis=-1).astype(token.dtype)
-            return (token, cache), token
-
-        return jax.lax.scan(step, (token, cache), length=STEPS)
-
+    model, params = Model.of(nnx.merge(graphdef, jax.tree.map(placed, params)))
     # Block sizes are looked up by the device of the mesh in use.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh), warnings.catch_warnings():
         # Some kernels are for many tokens alone.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
-        return jax.jit(steps, donate_argnums=2).lower(*jax.tree.map(placed, arguments))
+        return lower_steps(model, params, case.batch, case.capacity, STEPS)
 
 
 def copies(module: Module, least_bytes: int) -> tuple[int, int]:

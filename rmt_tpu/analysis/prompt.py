@@ -16,8 +16,9 @@ from rmt_tpu.config import ModelConfig, RunConfig, overrides
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import Sampling, cast_once, programs
-from rmt_tpu.generation.engine import PART, bucket
+from rmt_tpu.generation.engine import PART, SLOTS, bucket
 from rmt_tpu.generation.key_heads import repeated_model
+from rmt_tpu.generation.layouts import lay_out
 from rmt_tpu.generation.placement import parameter_shardings
 from rmt_tpu.generation.sampling import choice
 from sharding import CACHE_RULES, MeshError
@@ -73,9 +74,20 @@ def lower_prompt(
     run = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(run.train.mesh, devices)
     decoder = placed_decoder(run.model, mesh)
-    model, params = programs.Model.of(decoder)
+    model, _ = programs.Model.of(decoder)
     filled = lambda size: size + -size % model.devices("tokens")
     ints = lambda *shape: _at(jax.ShapeDtypeStruct(shape, jnp.int32), mesh)
+    devices = model.devices("batch")
+    if rows is not None and rows % devices:
+        raise MeshError(
+            f"--decode={rows} does not divide over the {devices} devices of data and fsdp; legal: "
+            f"multiples of {devices}"
+        )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
+        # Some kernels are for many tokens alone, others for few.
+        warnings.filterwarnings("ignore", "no tpu kernel for this call")
+        lay_out(decoder, rows or SLOTS + -SLOTS % devices)
+    model, params = programs.Model.of(decoder)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         if rows is not None:
             return _lowered_steps(model, params, mesh, rows, filled(bucket(tokens))), sizes_of(mesh)
@@ -93,13 +105,8 @@ def _lowered_steps(
     model: programs.Model, params: nnx.State, mesh: Mesh, rows: int, capacity: int
 ) -> jax.stages.Lowered:
     """A dispatch of STEPS tokens a row."""
-    devices = model.devices("batch")
-    if rows % devices:
-        raise MeshError(
-            f"--decode={rows} does not divide over the {devices} devices of data and fsdp; legal: "
-            f"multiples of {devices}"
-        )
-    make = lambda params: programs.empty_rows(model, params, rows // devices, capacity)
+    of_device = rows // model.devices("batch")
+    make = lambda params: programs.empty_rows(model, params, of_device, capacity)
     placed = lambda x, spec=_WHOLE: _at(x, mesh, spec)
     of_rows = jax.eval_shape(make, params)
     of_rows = jax.tree.map(placed, of_rows, *(() if model.rows is None else (model.rows,)))

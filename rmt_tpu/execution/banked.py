@@ -269,8 +269,10 @@ class Run:
             carry, _ = jax.lax.scan(scanned, carry, jnp.arange(full), reverse=reverse)
         if left and not reverse:
             start = full * self.group
-            # Of a layer that it knows XLA would lay out the weights of all layers anew.
-            start = jax.lax.optimization_barrier(jnp.int32(start)) if decoding else start
+            if decoding:
+                # Of a layer that it knows XLA would lay out the weights of all layers anew, and of
+                # one that is the same in all steps of a dispatch keep those weights in a copy.
+                start, carry = jax.lax.optimization_barrier((jnp.int32(start), carry))
             carry = run(carry, start, left)
         return carry
 

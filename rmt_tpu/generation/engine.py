@@ -15,11 +15,13 @@ import sharding
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.generation import programs
 from rmt_tpu.generation.key_heads import repeat_key_heads
+from rmt_tpu.generation.layouts import lay_out
 from rmt_tpu.generation.programs import Asked, Chosen, Model, Rows, Scores, mesh_of
 from rmt_tpu.generation.sampling import Sampling, choice
 
 _LEAST = 32  # tokens that the smallest programs are for
 PART = 2048  # tokens of a prompt that are read at a time
+SLOTS = 8  # rows, where nobody says how many
 
 
 class Request(NamedTuple):
@@ -61,7 +63,8 @@ class Engine:
     """Goes on from prompts, as many at a time as there are slots; one thread may use it.
 
     Args:
-      decoder: the model; where its parameters are divided over a mesh, so is all that it does.
+      decoder: the model; where its parameters are divided over a mesh, so is all that it does. On
+        TPUs they are laid out anew: see `layouts`.
       stop: the token that ends a text.
       slots: rows of the batch.
       steps: tokens a row between two looks at what has come.
@@ -76,8 +79,9 @@ class Engine:
     ):
         if (mesh := mesh_of(decoder)) is not None:
             decoder = repeat_key_heads(decoder, mesh)
+        check_slots("slots", slots, mesh)
+        lay_out(decoder, slots)
         self.model, self.params = Model.of(decoder)
-        check_slots("slots", slots, self.model.mesh)
         self.vocab_size, self.stop, self.steps = decoder.config.vocab_size, stop, steps
         self.part = self._divisible(part)
         self.slots, self.submitted = slots, 0

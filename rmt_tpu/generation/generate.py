@@ -9,7 +9,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
-from rmt_tpu.generation.engine import Engine, Request, Said
+from rmt_tpu.generation.engine import SLOTS, Engine, Request, Said
 from rmt_tpu.generation.programs import Model
 from rmt_tpu.generation.sampling import Sampling
 from rmt_tpu.generation.text import Text
@@ -110,7 +110,7 @@ def complete(
     prompts: Iterable[tuple[str, Sampling]],
     *,
     stop: Sequence[str] = (),
-    slots: int = 8,
+    slots: int = SLOTS,
 ) -> Iterator[Completion]:
     """What follows each prompt, in the order in which they end; `slots` of them at a time.
 

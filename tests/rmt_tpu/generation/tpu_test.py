@@ -1,6 +1,7 @@
 """A new token for each row, compiled by the real TPU compiler: cache and weights stay in place."""
 
 import contextlib
+import dataclasses
 import re
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import rmt_tpu
 import sharding
 from pallas_kernels.compiler import Job, compile_jobs, parse_topology
-from rmt_tpu import Decoder
+from rmt_tpu.analysis import decode
 from rmt_tpu.analysis.preflight import preflight
 from rmt_tpu.analysis.prompt import Prompt, placed_decoder
 from rmt_tpu.config import RunConfig, overrides
@@ -25,7 +26,18 @@ from tests.tiers import later
 
 # Kernels are for more tokens than one.
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore:no tpu kernel")]
-CASES = [("rmt-305m", "v5e:2x2"), *later(("gpt2-405m", "v5p:2x2x1"), ("llama-374m", "v6e:2x2"))]
+CASES = [
+    ("rmt-305m", "v5e:2x2"),
+    ("attnres-528m", "v5e:2x2"),
+    *later(
+        ("gpt2-405m", "v5e:2x2"),
+        ("prenorm-528m", "v6e:2x2"),
+        ("attnres-528m", "v5p:2x2x1"),
+        ("llama-374m", "v5p:2x2x1"),
+        ("gpt2-405m", "v5p:2x2x1"),
+        ("llama-374m", "v6e:2x2"),
+    ),
+]
 
 
 def copied(program: str) -> int:
@@ -41,7 +53,7 @@ def copied(program: str) -> int:
 
 
 def compile_for(topology, preset, run, tokens, capacity):
-    """`run(decoder, tokens, cache)` in bfloat16: the program, shapes of cache and of weights."""
+    """`run(decoder, tokens, cache)` in bfloat16: the program, and shapes of the cache."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     whole = NamedSharding(Mesh(np.array(devices[:1]), ("all",)), PartitionSpec())
     config = rmt_tpu.preset(preset).replace(compute_dtype="bfloat16")
@@ -56,7 +68,7 @@ def compile_for(topology, preset, run, tokens, capacity):
     )
     merged = lambda p, *given: run(nnx.merge(graphdef, p), *given)
     with jax.sharding.use_abstract_mesh(whole.mesh.abstract_mesh):
-        return jax.jit(merged, donate_argnums=2).lower(*args).compile(), cache, params
+        return jax.jit(merged, donate_argnums=2).lower(*args).compile(), cache
 
 
 def size_of(cache):
@@ -64,11 +76,17 @@ def size_of(cache):
 
 
 @pytest.mark.parametrize("preset, topology", CASES)
-def test_a_step_copies_no_part_of_the_cache_and_no_layers_weights(preset, topology):
-    compiled, cache, params = compile_for(topology, preset, Decoder.decode, (32, 1), 1024)
+def test_steps_copy_no_part_of_the_cache_and_no_layers_weights(preset, topology):
+    """A dispatch, for which the compiler says how weights lie."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    case = decode.Case(preset, 32, 1024)
+    compiled = decode.lower(device, **dataclasses.asdict(case)).compile()
+    abstract = models.abstract(case.model("bfloat16"))
+    cache = jax.eval_shape(lambda: abstract.empty_cache(case.batch, case.capacity))
     assert compiled.memory_analysis().temp_size_in_bytes < size_of(cache) / 100
-    of_layer = size_of(cache) / 2 / rmt_tpu.preset(preset).num_layers  # keys, or values
-    of_weights = max(2 * x.size // x.shape[0] for x in jax.tree.leaves(params["stacks"]))
+    of_layer = size_of(cache) / 2 / abstract.config.num_layers  # keys, or values
+    stacks = nnx.state(abstract, nnx.Param)["stacks"]
+    of_weights = max(2 * x.size // x.shape[0] for x in jax.tree.leaves(stacks))
     assert copied(compiled.as_text()) < min(of_layer / 2, of_weights)
 
 
@@ -80,7 +98,7 @@ def test_a_part_of_a_long_prompt_needs_little_beside_the_cache(preset):
     def read(decoder, tokens, cache):
         return decoder.extend(tokens, jnp.full(1, tokens.shape[1]), cache)
 
-    compiled, cache, _ = compile_for("v5p:2x2x1", preset, read, (1, 2048), 131072)
+    compiled, cache = compile_for("v5p:2x2x1", preset, read, (1, 2048), 131072)
     temporary = compiled.memory_analysis().temp_size_in_bytes
     print(f"{preset}: {size_of(cache) / 1e9:.1f} GB of cache, {temporary / 1e9:.1f} GB beside it")
     assert temporary < size_of(cache) / 5
