@@ -102,6 +102,8 @@ def _chosen(
 
 
 def _put(x: Array | jax.ShapeDtypeStruct, wanted: Format) -> Array | jax.ShapeDtypeStruct:
+    if wanted.layout is None:  # steps do not read it
+        return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted)
     return jax.device_put(x, wanted)

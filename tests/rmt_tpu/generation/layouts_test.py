@@ -2,13 +2,36 @@
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 
+import sharding
 from rmt_tpu import config as cfg
-from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.generation import Engine, Request, Sampling, choice, layouts, programs
-from tests import models
+from rmt_tpu.generation.placement import parameter_shardings
+from tests import generated, models
+from tests.generated import plain
+
+
+def orders(decoder) -> list[tuple[int, ...]]:
+    leaves = jax.tree.leaves(nnx.state(decoder, nnx.Param))
+    return [x.format.layout.major_to_minor for x in leaves]
+
+
+@pytest.fixture
+def turned(monkeypatch):
+    """As on a TPU: matrices have their other axis last. What was chosen before that is told."""
+    chosen, choose = [], layouts._chosen
+
+    def other(model, tree, shapes, rows):
+        chosen.extend(choose(model, tree, shapes, rows))
+        order = lambda x: (*range(x.ndim - 2), *range(x.ndim)[:-3:-1])
+        return [Format(Layout(order(x)), x.sharding) for x in shapes]
+
+    monkeypatch.setattr(layouts, "_chosen", other)
+    monkeypatch.setattr(layouts, "_PLATFORM", "cpu")
+    return chosen
 
 
 def told(engine):
@@ -19,30 +42,39 @@ def told(engine):
     return tokens, logs
 
 
-def test_all_programs_take_weights_as_they_lie(monkeypatch):
-    """Matrices with their other axis last: the decoder has them so, and says the same."""
+def test_programs_take_weights_as_they_lie(request):
     decoder = models.byte_decoder(positions=cfg.Rope())
-    before = told(Engine(decoder, ByteTokenizer.bos, slots=2, steps=2))
-    assert all(x.format.layout.major_to_minor == tuple(range(x.ndim)) for x in leaves(decoder))
-
-    def turned(model, tree, shapes, rows):
-        assert rows == 2
-        order = lambda x: (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2) if x.ndim > 1 else (0,)
-        return [Format(Layout(order(x)), x.sharding) for x in shapes]
-
-    monkeypatch.setattr(layouts, "_chosen", turned)
-    monkeypatch.setattr(layouts, "_PLATFORM", "cpu")
-    engine = Engine(decoder, ByteTokenizer.bos, slots=2, steps=2)
-    orders = [x.format.layout.major_to_minor for x in leaves(decoder)]
-    assert {*orders} == {(1, 0), (0, 2, 1)}
+    before = told(Engine(decoder, stop=0, slots=2, steps=2))
+    as_made = orders(decoder)
+    assert as_made == [tuple(sorted(order)) for order in as_made], "on a CPU as they are"
+    chosen = request.getfixturevalue("turned")
+    engine = Engine(decoder, stop=0, slots=2, steps=2)
+    assert len(chosen) == len(as_made) and {*orders(decoder)} == {(1, 0), (0, 2, 1)}
     tokens, logs = told(engine)
     assert tokens == before[0]
     np.testing.assert_allclose(logs, before[1], atol=1e-5)
     given = (np.ones(2, bool), choice([Sampling()] * 2), np.int32(0), np.bool_(False), 2)
     steps = programs.steps.lower(engine.model, engine.params, engine.rows, *given).compile()
     taken = jax.tree.leaves(steps.input_formats[0][0])
-    assert [x.layout.major_to_minor for x in taken] == orders
+    assert [x.layout.major_to_minor for x in taken] == orders(decoder)
 
 
-def leaves(decoder) -> list[jax.Array]:
-    return jax.tree.leaves(nnx.state(decoder, nnx.Param))
+@pytest.mark.slow
+def test_divided_weights_lie_otherwise_too(request):
+    model = generated.config("matrix", cfg.BlockAttention(num_blocks=2), plain(cfg.Learned(40)))
+    mesh = sharding.make_mesh("data=2,key=2,tensor=2", jax.devices())
+
+    def said():
+        decoder = generated.decoder(model, parameter_shardings(models.abstract(model), mesh))
+        engine = Engine(decoder, stop=models.VOCAB + 7, slots=2, steps=3, part=12)
+        return *generated.said(engine, generated.prompts((29, 5)), temperature=0.0), decoder
+
+    tokens, logs, _ = said()
+    chosen = request.getfixturevalue("turned")
+    of_turned, logs_of_turned, decoder = said()
+    assert {*orders(decoder)} == {(1, 0), (0, 2, 1)}
+    wanted = [x.sharding for x in jax.tree.leaves(nnx.state(decoder, nnx.Param))]
+    assert [x.sharding for x in chosen] == wanted
+    assert of_turned == tokens
+    for one, other in zip(logs_of_turned, logs, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)

@@ -26,18 +26,9 @@ from tests.tiers import later
 
 # Kernels are for more tokens than one.
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore:no tpu kernel")]
-CASES = [
-    ("rmt-305m", "v5e:2x2"),
-    ("attnres-528m", "v5e:2x2"),
-    *later(
-        ("gpt2-405m", "v5e:2x2"),
-        ("prenorm-528m", "v6e:2x2"),
-        ("attnres-528m", "v5p:2x2x1"),
-        ("llama-374m", "v5p:2x2x1"),
-        ("gpt2-405m", "v5p:2x2x1"),
-        ("llama-374m", "v6e:2x2"),
-    ),
-]
+PRESETS = ["rmt-305m", "attnres-528m", "prenorm-528m", "gpt2-405m", "llama-374m"]
+ALL = [(preset, topology) for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2") for preset in PRESETS]
+CASES = [*ALL[:2], *later(*ALL[2:])]
 
 
 def copied(program: str) -> int:
@@ -83,11 +74,14 @@ def test_steps_copy_no_part_of_the_cache_and_no_layers_weights(preset, topology)
     compiled = decode.lower(device, **dataclasses.asdict(case)).compile()
     abstract = models.abstract(case.model("bfloat16"))
     cache = jax.eval_shape(lambda: abstract.empty_cache(case.batch, case.capacity))
-    assert compiled.memory_analysis().temp_size_in_bytes < size_of(cache) / 100
+    temporary, moved = compiled.memory_analysis().temp_size_in_bytes, copied(compiled.as_text())
+    print(f"{preset}, {topology}: {temporary / 1e6:.2f} MB beside {size_of(cache) / 1e6:.0f} MB of")
+    print(f"cache; the largest array that is only moved: {moved / 1e6:.2f} MB")
+    assert temporary < size_of(cache) / 100
     of_layer = size_of(cache) / 2 / abstract.config.num_layers  # keys, or values
     stacks = nnx.state(abstract, nnx.Param)["stacks"]
     of_weights = max(2 * x.size // x.shape[0] for x in jax.tree.leaves(stacks))
-    assert copied(compiled.as_text()) < min(of_layer / 2, of_weights)
+    assert moved < min(of_layer / 2, of_weights)
 
 
 @pytest.mark.slow
