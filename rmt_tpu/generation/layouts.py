@@ -21,6 +21,7 @@ from rmt_tpu.generation.programs import Model
 
 # Of the steps that are asked; other sizes want the same.
 _CAPACITY, _COUNT = 1024, 8
+_MATRICES = ("embedding", "hidden", "unembedding")
 _PLATFORM = "tpu"  # others have one order
 
 
@@ -72,7 +73,14 @@ def lower_steps(
         out_specs = ends, model.over(None, sharding.CACHE_RULES["batch"])
         return model.run(partial(_likeliest, count), params, (token, cache), ends, out_specs)
 
-    anyhow = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), params)
+    def where(variable: nnx.Variable) -> nnx.Variable:
+        """What is small stays as it is: nothing else is made of how it lies."""
+        of = variable.get_value().sharding
+        if variable.get_metadata("role") in _MATRICES:
+            of = Format(Layout.AUTO, of)
+        return variable.replace(of)
+
+    anyhow = jax.tree.map(where, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     jitted = jax.jit(steps, in_shardings=(anyhow, None, None), donate_argnums=2)
     return jitted.lower(shapes, token, empty)
