@@ -30,7 +30,7 @@ from rmt_tpu.config.presets import run
 from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.generation import Engine, Request, Sampling, cast_once
 from rmt_tpu.generation.engine import bucket
-from rmt_tpu.generation.layouts import lower_steps
+from rmt_tpu.generation.layouts import lay_out, lower_steps
 from rmt_tpu.generation.programs import Model
 
 STEPS = 8  # tokens a row in a dispatch, as the engine has them
@@ -226,12 +226,13 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
     graphdef, params = nnx.split(_abstract(case.model("bfloat16")), nnx.Param)
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    model, params = Model.of(nnx.merge(graphdef, jax.tree.map(placed, params)))
+    decoder = nnx.merge(graphdef, jax.tree.map(placed, params))
     # Block sizes are looked up by the device of the mesh in use.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh), warnings.catch_warnings():
         # Some kernels are for many tokens alone.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
-        return lower_steps(model, params, case.batch, case.capacity, STEPS)
+        lay_out(decoder, case.batch)
+        return lower_steps(*Model.of(decoder), case.batch, case.capacity, STEPS)
 
 
 def copies(module: Module, least_bytes: int) -> tuple[int, int]:

@@ -2,9 +2,11 @@
 
 XLA lays out an argument by its shape alone, and a program whose products want it otherwise turns it
 each time that it runs: of a width of 1264, no whole tiles, up to 0.5 GB in every dispatch of steps.
-So the TPU compiler is asked once how steps would have the weights, and all programs take them so.
+So steps are compiled for the TPU once to see what they turn, and all programs take it as turned.
+`Layout.AUTO` does not do: a program for the layouts that it gives may turn what that one does not.
 """
 
+import re
 from functools import cache, partial
 
 import jax
@@ -19,10 +21,13 @@ from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.generation import programs
 from rmt_tpu.generation.programs import Model
 
-# Of the steps that are asked; other sizes want the same.
+# Of the steps that are looked at; other sizes turn the same.
 _CAPACITY, _COUNT = 1024, 8
-_MATRICES = ("embedding", "hidden", "unembedding")
 _PLATFORM = "tpu"  # others have one order
+_MATRICES = ("embedding", "hidden", "unembedding")
+_ENTRY = "\nENTRY "
+_PARAMETER = re.compile(r"%(\S+) = \S+ parameter\((\d+)\)")
+_TURNED = re.compile(r" = \w+\[[\d,]+\]\{([\d,]+)\S* (?:copy|transpose)\(%([^\s,)]+)\)")
 
 
 def lay_out(decoder: Decoder, rows: int) -> None:
@@ -40,14 +45,15 @@ def lay_out(decoder: Decoder, rows: int) -> None:
     del leaves
     model, _ = Model.of(decoder)
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    for variable, wanted in zip(variables, _chosen(model, tree, shapes, rows), strict=True):
-        variable.set_value(_put(variable.get_value(), wanted))
+    for place, order in _chosen(model, tree, shapes, rows).items():
+        if variables[place].get_metadata("role") in _MATRICES:
+            variables[place].set_value(_put(variables[place].get_value(), order))
 
 
 def lower_steps(
     model: Model, params: nnx.State, rows: int, capacity: int, count: int
 ) -> jax.stages.Lowered:
-    """A dispatch of steps that each take the likeliest token; the compiler lays out the weights.
+    """A dispatch of steps that each take the likeliest token, of weights as they lie.
 
     Args:
       model, params: from `Model.of`, of shapes that have the devices where they would be.
@@ -73,17 +79,7 @@ def lower_steps(
         out_specs = ends, model.over(None, sharding.CACHE_RULES["batch"])
         return model.run(partial(_likeliest, count), params, (token, cache), ends, out_specs)
 
-    def where(variable: nnx.Variable) -> nnx.Variable:
-        """What is small stays as it is: nothing else is made of how it lies."""
-        of = variable.get_value().sharding
-        if variable.get_metadata("role") in _MATRICES:
-            of = Format(Layout.AUTO, of)
-        return variable.replace(of)
-
-    anyhow = jax.tree.map(where, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    jitted = jax.jit(steps, in_shardings=(anyhow, None, None), donate_argnums=2)
-    return jitted.lower(shapes, token, empty)
+    return jax.jit(steps, donate_argnums=2).lower(params, token, empty)
 
 
 def _likeliest(
@@ -103,15 +99,42 @@ def _likeliest(
 @cache
 def _chosen(
     model: Model, tree: jax.tree_util.PyTreeDef, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int
-) -> list[Format]:
-    """How each parameter is to lie, in the order of their tree."""
-    steps = lower_steps(model, tree.unflatten(shapes), rows, _CAPACITY, _COUNT)
-    return jax.tree.leaves(steps.compile().input_formats[0][0])
+) -> dict[int, tuple[int, ...]]:
+    """The order of the axes, from major to minor, of each parameter that steps read.
+
+    They are named by their places in the tree.
+    """
+    lowered = lower_steps(model, tree.unflatten(shapes), rows, _CAPACITY, _COUNT)
+    compiled = lowered.compile()
+    layouts = [given.layout for given in jax.tree.leaves(compiled.input_formats[0][0])]
+    given = [of and of.major_to_minor for of in layouts]
+    read = {place: order for place, order in enumerate(given) if order is not None}
+    return read | turned(compiled.as_text(), given)
 
 
-def _put(x: Array | jax.ShapeDtypeStruct, wanted: Format) -> Array | jax.ShapeDtypeStruct:
-    if wanted.layout is None:  # steps do not read it
-        return x
+def turned(text: str, given: list[tuple[int, ...] | None]) -> dict[int, tuple[int, ...]]:
+    """Arrays that a compiled program turns before anything else, and to what order of axes.
+
+    Args:
+      text: of the program.
+      given: the order of the axes of its first arguments; None of one that it does not read, and
+        that is no parameter of it.
+    """
+    read = [place for place, order in enumerate(given) if order is not None]
+    entry = text[text.index(_ENTRY) :]
+    parameters = {found[1]: int(found[2]) for found in _PARAMETER.finditer(entry)}
+    orders = {}
+    for found in _TURNED.finditer(entry):
+        number = parameters.get(found[2])
+        if number is not None and number < len(read):
+            order = tuple(int(axis) for axis in reversed(found[1].split(",")))
+            if order != given[read[number]]:
+                orders[read[number]] = order
+    return orders
+
+
+def _put(x: Array | jax.ShapeDtypeStruct, order: tuple[int, ...]) -> Array | jax.ShapeDtypeStruct:
+    wanted = Format(Layout(order), x.sharding)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted)
-    return jax.device_put(x, wanted)
+    return x if x.format.layout.major_to_minor == order else jax.device_put(x, wanted)
