@@ -107,7 +107,7 @@ def _lowered_steps(
     """A dispatch of STEPS tokens a row."""
     of_device = rows // model.devices("batch")
     make = lambda params: programs.empty_rows(model, params, of_device, capacity)
-    placed = lambda x, spec=_WHOLE: _at(x, mesh, spec)
+    placed = lambda x, spec=None: _at(x, mesh, spec or _WHOLE)
     of_rows = jax.eval_shape(make, params)
     of_rows = jax.tree.map(placed, of_rows, *(() if model.rows is None else (model.rows,)))
     used = placed(jax.ShapeDtypeStruct((rows,), jnp.bool_), model.over(CACHE_RULES["batch"]))
