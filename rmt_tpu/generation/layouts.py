@@ -2,7 +2,7 @@
 
 XLA lays out an argument by its shape alone, and a program whose products want it otherwise turns it
 each time that it runs: of a width of 1264, no whole tiles, up to 0.5 GB in every dispatch of steps.
-So steps are compiled for the TPU once to see what they turn, and all programs take it as turned.
+So steps are compiled for the TPU to see what they turn, and all programs take it as turned.
 `Layout.AUTO` does not do: a program for the layouts that it gives may turn what that one does not.
 """
 
@@ -23,6 +23,7 @@ from rmt_tpu.generation.programs import Model
 
 # Of the steps that are looked at; other sizes turn the same.
 _CAPACITY, _COUNT = 1024, 8
+_ROUNDS = 4  # at most
 _PLATFORM = "tpu"  # others have one order
 _MATRICES = ("embedding", "hidden", "unembedding")
 _ENTRY = "\nENTRY "
@@ -104,12 +105,22 @@ def _chosen(
 
     They are named by their places in the tree.
     """
-    lowered = lower_steps(model, tree.unflatten(shapes), rows, _CAPACITY, _COUNT)
-    compiled = lowered.compile()
-    layouts = [given.layout for given in jax.tree.leaves(compiled.input_formats[0][0])]
-    given = [of and of.major_to_minor for of in layouts]
-    read = {place: order for place, order in enumerate(given) if order is not None}
-    return read | turned(compiled.as_text(), given)
+    params, orders = tree.unflatten(shapes), {}
+    variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    # With one matrix turned another may be.
+    for _ in range(_ROUNDS):
+        steps = lower_steps(model, params, rows, _CAPACITY, _COUNT).compile()
+        layouts = [given.layout for given in jax.tree.leaves(steps.input_formats[0][0])]
+        given = [layout and layout.major_to_minor for layout in layouts]
+        orders |= {place: order for place, order in enumerate(given) if order is not None}
+        found = turned(steps.as_text(), given).items()
+        found = {n: order for n, order in found if variables[n].get_metadata("role") in _MATRICES}
+        if not found:
+            break
+        for place, order in found.items():
+            variables[place].set_value(_put(variables[place].get_value(), order))
+        orders |= found
+    return orders
 
 
 def turned(text: str, given: list[tuple[int, ...] | None]) -> dict[int, tuple[int, ...]]:
