@@ -27,6 +27,7 @@ Fate = Literal[
     "unrated",  # compiled, but with nothing to rate it by
     "no room",  # needs more memory on chip than there is
     "skipped",  # is larger than one that had no room
+    "no faster",  # not compiled: what must be moved takes as long as the best
     "time limit",
     "failed",
     "wrong",  # gives other results than plain JAX
@@ -41,7 +42,7 @@ class Rating(NamedTuple):
       seconds: of a call, estimated; None if nothing is known.
       on_chip: bytes that it takes there.
       words: how it came to that.
-      floor: seconds that moving its bytes takes at least; 0 if that is not known.
+      floor: seconds that moving what any blocks have to move takes; 0 if that is not known.
     """
 
     seconds: float | None
@@ -105,8 +106,8 @@ class Result:
       default: the trial of the rule's blocks.
       best: of what is to be taken; the default if nothing is clearly faster.
       trials: all, as they were made.
-      left: candidates that were not tried: there is no device, and the best's bytes already take
-        its whole time or nothing that differs from it in one field is better; or it was too late.
+      left: candidates of no known fate: there is no device, and nothing that differs from the best
+        in one field is better; or it was too late.
       measured: whether times are of a device.
       plain: seconds of plain JAX on it.
       late: whether the time was over before the search was.
@@ -157,7 +158,7 @@ def search(
     grows: Iterable[str],
     clock: Callable[[], float],
     until: float,
-    log: Callable[[Trial], None] = lambda trial: None,
+    log: Callable[..., None] = lambda *trials: None,
     known: Mapping[Blocks, Trial] | None = None,
     time: Callable[[Sequence[Blocks]], Mapping[Blocks | None, Timing]] | None = None,
     top: int = 5,
@@ -171,12 +172,14 @@ def search(
       grows: names of fields with which a program needs more memory on chip.
       clock: seconds.
       until: on the clock, when no other candidate is begun; the first always is.
-      log: is given every trial once it is known; one that is timed, again.
+      log: is given every trial once it is known, or several; one that is timed, again.
       known: trials of an earlier search, which are not compiled again.
       time: on a device; `wrong` results count for nothing. That of None is of plain JAX.
       top: how many to time beside the default.
     """
-    known, grows = known or {}, tuple(grows)
+    known, grows = dict(known or {}), tuple(grows)
+    if time is not None:  # what an estimate rules out, a device may not
+        known = {blocks: trial for blocks, trial in known.items() if trial.fate != "no faster"}
     trials = {blocks: known[blocks] for blocks in candidates if blocks in known}
     untried = [blocks for blocks in candidates if blocks not in trials]
     blocks, late = candidates[0], False
@@ -186,11 +189,18 @@ def search(
             log(trials[blocks])
             untried.remove(blocks)
             continue
+        taken = _accepted(trials[candidates[0]], trials.values(), ESTIMATED_GAIN)
+        if time is None and taken.is_bound:
+            why = f"any blocks move bytes for {taken.floor * 1e6:.1f} us"
+            bound = [Trial(each, "no faster", why) for each in untried]
+            trials |= {trial.blocks: trial for trial in bound}
+            log(*bound)
+            break
         best = _fastest(trials[candidates[0]], trials.values())
         like = functools.partial(unlike, fields(best.blocks))
         blocks = min(untried, key=lambda each: like(fields(each)))
         alike = like(fields(blocks))[0] <= 1 or best.estimate is None
-        if time is None and (best.is_bound or not alike):
+        if time is None and not alike:
             break
         if late := clock() >= until:
             break

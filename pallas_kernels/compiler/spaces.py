@@ -71,6 +71,10 @@ class Problem:
                 others.append(blocks)
         return [default, *dict.fromkeys(others)]
 
+    def bytes(self) -> int:
+        """That any blocks have to move."""
+        return SPACES[self.platform, self.kernel].call(dict(self.key), self.tokens).bytes()
+
     def entry(self, blocks: tuned.Blocks, source: tuned.Source, **more: Any) -> tuned.Entry:
         return tuned.Entry(
             self.device,
@@ -94,6 +98,7 @@ class Call:
       arguments: shapes and dtypes, in trees.
       donated: which of the arguments the results may overwrite.
       counts: values of arguments that are whole numbers; of others 0, and of truths True.
+      spared: bytes of the arguments and results that are left where they are.
     """
 
     function: Callable[[ModuleType], Callable[..., Any]]
@@ -102,6 +107,12 @@ class Call:
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
     counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    spared: int = 0
+
+    def bytes(self) -> int:
+        """Of operands and results, each once: no blocks move less."""
+        results = jax.eval_shape(self.function(self.portable), *self.arguments)
+        return _bytes((self.arguments, results)) - self.spared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +176,10 @@ def lower_call(
 
 def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _bytes(arrays: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 def _product(**choices: Iterable[tuned.Value]) -> Iterator[Values]:
@@ -288,11 +303,15 @@ def _depth_call(op, modules, key: Values, tokens: int) -> Call:
     norm = epsilon | {"norm": "rmsnorm", "norm_epsilon": _EPSILON}
     if op.startswith("merge"):
         given, cotangents = size._replace(S=2).merge_backward((tokens,))
+        row = _bytes(given.current)  # of one site of two, of which one is merged
         if op == "merge":
-            return Call(lambda m: lambda *a: m.merge(Merge(*a), **norm), *modules, tuple(given))
+            function = lambda m: lambda *a: m.merge(Merge(*a), **norm)
+            return Call(function, *modules, tuple(given), spared=row)
         back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
         arguments = (*given, *cotangents)
-        return Call(lambda m: functools.partial(back, m), *modules, arguments, (8, 9))
+        # The gradient overwrites that site's, which is not read.
+        function, spared = lambda m: functools.partial(back, m), 4 * row
+        return Call(function, *modules, arguments, (8, 9), spared=spared)
     given, counts = size.partial((tokens,), key["dtype"])[:3], {2: size.N}
     if op == "partial":
         function = lambda m: lambda *a: m.partial(Partial(*a), **epsilon)
@@ -356,14 +375,15 @@ def _attention_default(op, key: Values, tokens: int) -> tuned.Blocks:
 
 def _attention_call(op, key: Values, tokens: int) -> Call:
     B, N, H, D = max(2, _TOKENS // tokens), tokens, key["heads"], key["size"]
-    G, rows = key.get("kv_heads", H), key["rows"]
+    G, Dv, rows = key.get("kv_heads", H), key.get("value_size", D), key["rows"]
     portable = op.replace("_blocks", "")
     data = functools.partial(_array, dtype=key["dtype"])
     given = Attention(
-        data(B, N, H + 2 * G, D),
+        data(B, N, H + 2 * G if Dv == D else H, D),
         None,
         _array(H) if key["alibi"] else None,
         _array(B, N, dtype=jnp.int32) if key["segments"] else None,
+        None if Dv == D else (data(B, N, G, D), data(B, N, G, Dv)),
     )
 
     def function(module):
@@ -372,7 +392,7 @@ def _attention_call(op, key: Values, tokens: int) -> Call:
 
     arguments = (given,)
     if op.endswith("backward"):
-        attended = data(B, N, H, D), _array(B, N, H), data(B, N, H, D)
+        attended = data(B, N, H, Dv), _array(B, N, H), data(B, N, H, Dv)
         arguments += (Attended(*attended),)
     return Call(function, attention_tpu, attention_portable, arguments)
 

@@ -24,7 +24,7 @@ from pallas_kernels.compiler.spaces import Problem
 from pallas_kernels.compiler.topology import Target
 
 # Of the ways below to rate a program: another number where an estimate is made otherwise.
-RATING = 2
+RATING = 3
 # Words of errors of programs that take more memory on chip than there is.
 _NO_ROOM = re.compile(r"vmem|smem|shared memory|scoped|out of memory|RESOURCE_EXHAUSTED", re.I)
 # Of a GPU's multiprocessor: registers, warps that hide the latency of memory, bytes of a spill that
@@ -69,7 +69,7 @@ class Compiler:
             use = next((u for name, u in found.items() if name.startswith(problem.kernel)), None)
             moved = outcome.memory["argument"] + outcome.memory["output"]
             return gpu_rating(use, moved, self._target.bandwidth)
-        return tpu_rating(outcome)
+        return tpu_rating(outcome, problem.bytes())
 
 
 def _refusal(failure: Failure) -> Refusal:
@@ -79,19 +79,22 @@ def _refusal(failure: Failure) -> Refusal:
     return Refusal("no room" if no_room else "failed", failure.message)
 
 
-def tpu_rating(program: Program) -> Rating:
-    """The longer of schedule and bytes of all its kernels."""
+def tpu_rating(program: Program, needed: int) -> Rating:
+    """The longer of schedule and bytes of all its kernels; `needed` are those of any blocks."""
     kernels = program_cost(program).kernels
     if not kernels or any(kernel.cycles is None for kernel in kernels):
         return Rating(None, words="a kernel has no schedule")
-    floor = sum(k.calls * k.bytes.total for k in kernels) / program.target.bandwidth
+    bandwidth = program.target.bandwidth
+    moved = sum(k.calls * k.bytes.total for k in kernels)
     cycles, bundles = (
         sum(k.calls * n for k, n in zip(kernels, numbers, strict=True))
         for numbers in ([k.cycles for k in kernels], [k.bundles for k in kernels])
     )
-    words = f"{cycles:,} cycles, {bundles:,} bundles, bytes {floor * 1e6:.1f} us"
+    words = f"{cycles:,} cycles, {bundles:,} bundles, bytes {moved / bandwidth * 1e6:.1f} us"
     seconds = sum(kernel.calls * kernel.seconds for kernel in kernels)
-    return Rating(seconds, max(kernel.vmem_bytes for kernel in kernels), words, floor)
+    return Rating(
+        seconds, max(kernel.vmem_bytes for kernel in kernels), words, min(moved, needed) / bandwidth
+    )
 
 
 def gpu_rating(use: "Usage | None", moved: int, bandwidth: float) -> Rating:

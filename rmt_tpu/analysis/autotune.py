@@ -82,10 +82,10 @@ class Tuner:
         known = self.log.known(problem)
         tried = set(known)
 
-        def log(trial: Trial) -> None:
-            self.log.write(problem, trial)
-            tried.add(trial.blocks)
-            self.progress(_told(problem, trial, len(tried), len(candidates)))
+        def log(*trials: Trial) -> None:
+            self.log.write(problem, *trials)
+            tried.update(trial.blocks for trial in trials)
+            self.progress(_told(problem, trials, len(tried), len(candidates)))
 
         result = search(
             candidates,
@@ -165,10 +165,12 @@ def changed(default: tuned.Blocks, blocks: tuned.Blocks) -> str:
     return " ".join(different) or "default"
 
 
-def _told(problem: Problem, trial: Trial, number: int, count: int) -> str:
+def _told(problem: Problem, trials: Sequence[Trial], number: int, count: int) -> str:
+    trial = trials[-1]
     seconds = "" if trial.time is None else f" {trial.time * 1e6:.1f} us"
     why = f" ({trial.why[:120]})" if trial.why else ""
-    what = changed(problem.default(), trial.blocks)
+    alone = len(trials) == 1
+    what = changed(problem.default(), trial.blocks) if alone else f"{len(trials)} more"
     return (
         f"{problem.device}: {problem.name}: {number} of {count}, {what}: {trial.fate}{seconds}{why}"
     )
@@ -207,11 +209,15 @@ class Log:
                     found[trial.blocks] = trial
         return found
 
-    def write(self, problem: Problem, trial: Trial) -> None:
-        """Adds a trial."""
-        values = {f.name: getattr(trial, f.name) for f in dataclasses.fields(trial)}
-        line = _head(problem) | values | {"blocks": tuned.fields(trial.blocks)}
-        self._folder.append(self.name, (json.dumps(line, sort_keys=True) + "\n").encode())
+    def write(self, problem: Problem, *trials: Trial) -> None:
+        """Adds trials."""
+        head, names = _head(problem), [f.name for f in dataclasses.fields(Trial)]
+        lines = []
+        for trial in trials:
+            values = {name: getattr(trial, name) for name in names}
+            line = head | values | {"blocks": tuned.fields(trial.blocks)}
+            lines.append(json.dumps(line, sort_keys=True) + "\n")
+        self._folder.append(self.name, "".join(lines).encode())
 
 
 def _parsed(content: bytes) -> Iterator[dict[str, Any]]:

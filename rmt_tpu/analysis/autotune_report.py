@@ -87,7 +87,8 @@ def _values(each: Tuned) -> dict[str, Any]:
             "best_seconds": result.best.time,
             "gain": result.gain,
             "spread": result.spread if result.measured else None,
-            "tried": len(result.trials),
+            "tried": sum(trial.fate != "no faster" for trial in result.trials),
+            "no_faster": sum(trial.fate == "no faster" for trial in result.trials),
             "left": result.left,
         }
     return found

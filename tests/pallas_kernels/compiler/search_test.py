@@ -49,7 +49,7 @@ class Machine:
             grows=("tokens",),
             clock=lambda: self.now,
             until=until,
-            log=self.logged.append,
+            log=lambda *trials: self.logged.extend(trials),
             **options,
         )
 
@@ -168,9 +168,22 @@ def test_a_kernel_that_its_bytes_bound_is_left_as_it_is_without_a_device():
     machine = Machine({})
     machine.floor = 0.96
     result = machine.search()
-    assert machine.asked == [DEFAULT] and result.left == len(ALL) - 1
-    machine.search(time=timed({}))
-    assert machine.asked[1:] == ALL
+    assert machine.asked == [DEFAULT] and result.best == result.default and result.left == 0
+    fates = {t.blocks: t.fate for t in machine.logged}
+    assert fates == {DEFAULT: "compiled"} | dict.fromkeys(ALL[1:], "no faster")
+    # What is known of them serves another search without a device, and none with one.
+    known = {t.blocks: t for t in machine.logged}
+    machine.search(known=known)
+    assert machine.asked == [DEFAULT]
+    machine.search(known=known, time=timed({}))
+    assert machine.asked == ALL
+
+
+def test_a_bound_near_the_best_ends_nothing_while_it_is_far_from_the_default():
+    machine = Machine({ALL[1]: 0.97, ALL[-1]: 0.94})
+    machine.floor = 0.93
+    result = machine.search()
+    assert result.best.blocks == ALL[-1] and machine.asked == [DEFAULT, ALL[1], ALL[-1]]
 
 
 def test_what_is_worth_timing():

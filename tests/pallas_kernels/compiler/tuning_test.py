@@ -81,6 +81,28 @@ def test_a_problems_call_takes_the_candidates_blocks(platform, kernel):
     assert jax.tree.map(lambda x: x.shape, got) == jax.tree.map(lambda x: x.shape, want)
 
 
+def test_what_any_blocks_have_to_move():
+    """Each array once; of a stack of sites, the one that is merged."""
+    row, token = 2 * 256 * 256, 4 * 256  # of 256 numbers, for each of 256 tokens
+    few = 4 + 1  # which site, and whether the running sum is active
+    forward = 3 * row + token + 2 * token + few  # site, sum, z; log sums; query and gain
+    assert problem("tpu", "depth_attention_merge").bytes() == forward
+    backward = forward + 3 * row + token + 2 * token
+    assert problem("tpu", "depth_attention_merge_backward").bytes() == backward
+
+
+def test_attention_to_values_of_another_size_has_a_call():
+    """As MLA's; both passes, traced."""
+    for op in ("forward", "backward"):
+        given = problem("tpu", f"attention_blocks_{op}")
+        key = dict(given.key) | {"size": 48, "rows": "head_major"}
+        given = dataclasses.replace(given, key=tuned.items(key))
+        call = SPACES["tpu", given.kernel].call(key, given.tokens)
+        with tuned.lowering_for(KINDS["tpu"]), tuned.collecting() as looks:
+            jax.eval_shape(call.function(call.kernels), *call.arguments)
+        assert [(look.kernel, look.key) for look in looks] == [(given.of, given.key)]
+
+
 # Ratings -----------------------------------------------------------------------------------------
 
 PTX = """
