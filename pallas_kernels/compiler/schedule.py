@@ -43,7 +43,7 @@ _VMEM_COPY = "dma.vmem_to_vmem"
 # A grid runs as a pipeline of three stages (copy in, compute, copy out) over two more iterations.
 _PIPELINE = "iteration index, stage"
 _PIPELINE_EXTRA = 2
-# Bundles behind a branch that are executed before it is taken.
+# Bundles behind a branch that are executed before it is taken, at least.
 _DELAY_SLOTS = 4
 # Enough for the waiting of one iteration to show in the next.
 _ITERATIONS = 4
@@ -171,12 +171,13 @@ def parse_schedule(
 @dataclasses.dataclass(frozen=True)
 class _Bundle:
     tag: str | None
+    depth: int
     text: str
 
 
 def _bundles(text: str) -> list[_Bundle]:
     return [
-        _Bundle(match.group(1), line)
+        _Bundle(match.group(1), len(match.group(2)), line)
         for line in text.splitlines()
         if (match := _BUNDLE.match(line)) is not None
     ]
@@ -231,7 +232,10 @@ def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, s
     """Of the loop from its phis (first bundle) to its branch back (last)."""
     branch, head = bundles[last].text, bundles[first].text
     predicate = next((p for p, _ in _BRANCH.findall(branch) if p.startswith("!")), None)
-    text = _text(bundles[first : last + 1 + _DELAY_SLOTS])
+    end = last + 1  # behind the branch, what is executed before it is taken: four bundles or more
+    while end < len(bundles) and bundles[end].depth >= bundles[last].depth > 0:
+        end += 1
+    text = _text(bundles[first:end])
     phis = _PHI.findall(head)
     for name, index, bound in _EXIT.findall(text):
         if f"!{name}" != predicate:

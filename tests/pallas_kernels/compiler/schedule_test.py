@@ -226,18 +226,23 @@ def test_of_two_ways_the_longer_counts():
     assert one.program.inner[0].trips == 10
 
 
-def test_index_that_is_kept_in_memory():
-    """From before the loop on: there is no phi of it."""
+@pytest.mark.parametrize("behind", [0, 6])
+def test_index_that_is_kept_in_memory(behind):
+    """From before the loop on: there is no phi of it. It may be stored behind the branch back."""
     _, (head, phi), _, (tail, end) = loop(1, 1, 10)
     slot = "[smem:[#allocation7_spill]]"
+    stored = ("  : >", f"%4 = sst {slot} %s11")
     found = schedule(
         ("  :", "%s4 = smov 2"),
         ("  :", f"%3 = sst {slot} %s4"),
         (head, phi.replace("%s1 ", "%s8 ")),
         ("  : >", f"%s10 = sld {slot}"),
         ("  : >", "%s11 = sadd.s32 1, %s10"),
-        ("  : >", f"%4 = sst {slot} %s11"),
+        *([] if behind else [stored]),
         (tail, end),
+        *[("  : >", "nop")] * behind,
+        *([stored] if behind else []),
+        ("  :", f"%5 = sst {slot} %s7"),
     )
     assert found.program.inner[0].trips == 8
 

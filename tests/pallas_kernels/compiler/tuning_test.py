@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tuned
-from pallas_kernels.compiler import DEVICES, CompilerError, Failure, Job, Worker, measure, timing
+from pallas_kernels.compiler import (
+    DEVICES,
+    CompilerError,
+    Failure,
+    Job,
+    Worker,
+    measure,
+    timing,
+    tuning,
+)
+from pallas_kernels.compiler.cost import KernelCost, ProgramCost
+from pallas_kernels.compiler.hlo import Bytes, Module
+from pallas_kernels.compiler.programs import Program
 from pallas_kernels.compiler.search import Rating, Refusal
 from pallas_kernels.compiler.spaces import SPACES, Call, Problem, lower_call
 from pallas_kernels.compiler.tuning import Compiler, Usage, gpu_rating, parse_usage, target_of
@@ -132,6 +144,26 @@ def test_a_gpus_rating():
     assert rate(Usage(255, 0, 32)).seconds == pytest.approx(2e-6)
     assert rate(Usage(168, 0, 256)).words == "168 registers, 0 bytes spilled, 8 warps at a time"
     assert rate(None).seconds is None
+
+
+def test_a_tpus_rating(monkeypatch):
+    """The floor is what any blocks move, or what this candidate does, if that is less."""
+    cost = KernelCost("k", 2, 100, 90, 50, Bytes(4 * 10**6), 2**20, (8,), {}, 5e-6)
+    target = dataclasses.replace(DEVICES["v5e"], bandwidth=1e12)
+    program = Program(target, Module("ENTRY %main () -> () {\n}"), {}, {}, 0.0, [])
+
+    def rate(needed, **changed):
+        kernels = (dataclasses.replace(cost, **changed), cost)
+        found = ProgramCost(0, 0.0, 0.0, kernels)
+        monkeypatch.setattr(tuning, "program_cost", lambda program: found)
+        return tuning.tpu_rating(program, needed)
+
+    assert rate(12 * 10**6) == Rating(
+        2e-5, 2**20, "400 cycles, 360 bundles, bytes 16.0 us", pytest.approx(12e-6)
+    )
+    assert rate(10**9).floor == pytest.approx(16e-6)
+    assert rate(0, cycles=None) == Rating(None, words="a kernel has no schedule")
+    assert rate(0, trips=(4, None)) == Rating(None, words="a loop of unknown length")
 
 
 class Outcomes:
