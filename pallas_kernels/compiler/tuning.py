@@ -84,8 +84,9 @@ def tpu_rating(program: Program, needed: int) -> Rating:
     kernels = program_cost(program).kernels
     if not kernels or any(kernel.cycles is None for kernel in kernels):
         return Rating(None, words="a kernel has no schedule")
-    if any(None in kernel.trips for kernel in kernels):
-        return Rating(None, words="a loop of unknown length")
+    # Loops inside it, of copies of as many sources as there are, count once.
+    if any(kernel.trips[:1] == (None,) for kernel in kernels):
+        return Rating(None, words="a grid of unknown length")
     bandwidth = program.target.bandwidth
     moved = sum(k.calls * k.bytes.total for k in kernels)
     cycles, bundles = (

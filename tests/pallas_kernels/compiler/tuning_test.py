@@ -163,7 +163,8 @@ def test_a_tpus_rating(monkeypatch):
     )
     assert rate(10**9).floor == pytest.approx(16e-6)
     assert rate(0, cycles=None) == Rating(None, words="a kernel has no schedule")
-    assert rate(0, trips=(4, None)) == Rating(None, words="a loop of unknown length")
+    assert rate(0, trips=(None, 4)) == Rating(None, words="a grid of unknown length")
+    assert rate(0, trips=(4, None)).seconds == 2e-5
 
 
 class Outcomes:
