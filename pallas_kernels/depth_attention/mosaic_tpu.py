@@ -51,6 +51,8 @@ from pallas_kernels.platform import UnsupportedImplementation
 
 # What `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 54 * 2**20
+# Sources, of which a group waits longer than it works.
+_FEW = 4
 _NAME = "depth_attention_"
 
 
@@ -351,9 +353,11 @@ def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> B
 def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
     """By rule; None if nothing fits VMEM."""
     tokens = round_up(T, GROUP)
-    # Groups hide each other's waiting, all of a tile at once.
+    # Groups hide each other's waiting, all of a tile at once, the more the less each has to do.
     if op in ("merge", "merge_backward"):
         sizes, unroll = (256, 128, 64, 32, 16), 16
+    elif S <= 2 and N <= _FEW:
+        sizes, unroll = (256, 128, 96, 64, 48, 32, 16), 16
     else:
         sizes = (128, 96, 64, 48, 32, 16)
         # But where many sites are mixed, registers run out.

@@ -202,6 +202,16 @@ def test_what_is_not_served():
         jax.eval_shape(mix, query, large, count)
 
 
+@pytest.mark.parametrize("op", ["partial", "partial_backward"])
+def test_a_tile_of_few_sources_is_larger(op):
+    """If it has as many tokens, and fits."""
+    rule = lambda S, N, T, D: mosaic_tpu.default_block_sizes(op, N, S, T, D, "bfloat16")
+    few, many = rule(1, 4, 8192, 896), rule(1, 5, 8192, 896)
+    assert (few.tokens, few.unroll, many.tokens, many.unroll) == (256, 16, 128, 8)
+    assert rule(3, 4, 8192, 896).tokens == rule(1, 4, 256, 896).tokens == 128
+    assert rule(1, 4, 8192, 9216).tokens < 256
+
+
 # Compilation for TPUs that are not there -------------------------------------------------------
 
 
@@ -235,6 +245,7 @@ def compile_both(topology, size, T, dtype):
         ("v5e:2x2", Depth(3, 18, 200), 1000, "bfloat16"),
         ("v6e:2x2", Depth(16, 5, 256), 130, "float32"),
         ("tpu7x:2x2x1", shapes.OVER_BLOCKS, 1024, "bfloat16"),
+        pytest.param("tpu7x:2x2x1", Depth(1, 4, 7168), 512, "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_partial_compiles(topology, size, T, dtype):
