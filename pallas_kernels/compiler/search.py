@@ -177,10 +177,11 @@ def search(
       time: on a device; `wrong` results count for nothing. That of None is of plain JAX.
       top: how many to time beside the default.
     """
-    known, grows = dict(known or {}), tuple(grows)
-    if time is not None:  # what an estimate rules out, a device may not
-        known = {blocks: trial for blocks, trial in known.items() if trial.fate != "no faster"}
-    trials = {blocks: known[blocks] for blocks in candidates if blocks in known}
+    known, grows = known or {}, tuple(grows)
+    # What an estimate rules out, a device may not; and of the rule's blocks the time is needed.
+    anew = candidates if time is not None else candidates[:1]
+    ruled_out = {b for b in anew if b in known and known[b].fate == "no faster"}
+    trials = {b: known[b] for b in candidates if b in known and b not in ruled_out}
     untried = [blocks for blocks in candidates if blocks not in trials]
     blocks, late = candidates[0], False
     while untried:

@@ -177,6 +177,9 @@ def test_a_kernel_that_its_bytes_bound_is_left_as_it_is_without_a_device():
     assert machine.asked == [DEFAULT]
     machine.search(known=known, time=timed({}))
     assert machine.asked == ALL
+    # Nor is it known of what the rule gives by now.
+    other = Machine({})
+    assert other.search([ALL[1], DEFAULT], known=known).default.estimate == 1.0
 
 
 def test_a_bound_near_the_best_ends_nothing_while_it_is_far_from_the_default():
