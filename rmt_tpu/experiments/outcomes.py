@@ -158,8 +158,8 @@ def fit(outcomes: Sequence[Outcome], x: str) -> Fit | None:
     outcomes = [o for o in outcomes if o.complete]
     if len(outcomes) < 3:
         return None
-    at = np.log([getattr(o, x) for o in outcomes])
-    lines = [np.polyfit(at, np.log(losses), 1) for losses in zip(*(o.losses for o in outcomes))]  # noqa: B905
+    at, each = np.log([getattr(o, x) for o in outcomes]), [o.losses for o in outcomes]
+    lines = [np.polyfit(at, np.log(losses), 1) for losses in zip(*each, strict=False)]
     return Fit([float(a) for a, _ in lines], [float(b) for _, b in lines])
 
 

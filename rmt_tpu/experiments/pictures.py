@@ -67,7 +67,7 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[Outcome]):
     for index, (system, of) in enumerate(by_system(outcomes).items()):
         of = sorted((o for o in of if o.complete and o.arm.x is not None), key=lambda o: o.arm.x)
         style = line_style(index)
-        for losses in zip(*(o.losses for o in of)):  # noqa: B905
+        for losses in zip(*(o.losses for o in of), strict=False):
             panels[0].plot([o.arm.x for o in of], losses, color=style["color"], alpha=0.3)
         if of:
             panels[0].plot([o.arm.x for o in of], [o.mean for o in of], label=system, **style)

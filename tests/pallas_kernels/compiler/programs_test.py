@@ -306,7 +306,7 @@ ENTRY %main (a: f32[8,128]) -> f32[8,128] {
   %e.4 = (f32[8,128]{1,0}, token[]) recv-done(%r.4), is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
   ROOT %l = f32[8,128]{1,0} fusion(%e.4), kind=kLoop, calls=%other
 }
-"""  # noqa: E501
+"""  # noqa: E501 (the lines are the compiler's)
 
 
 def test_what_goes_between_slices_is_told_apart():
