@@ -468,7 +468,7 @@ _EXPERIMENTS = (
     _outcomes("return abs(self.mean) > self.half", "return True"),
     _outcomes("part = (high - goal) / (high - low)", "part = 1.0"),
     _outcomes("total - counted[\"embedding\"] - counted[\"unembedding\"]", "total"),
-    _outcomes("at = np.log([getattr(o, x) for o in outcomes])", "at = np.array([getattr(o, x) for o in outcomes])"),
+    _outcomes("= np.log([getattr(o, x) for o in outcomes])", "= np.array([getattr(o, x) for o in outcomes])"),
     _results("flops = share * other.tokens / o.tokens * o.flops / other.flops", "flops = share * o.flops / other.flops"),
     _results("math.log(other / getattr(largest, x)) for other in base", "math.log(getattr(largest, x) / other) for other in base"),
     _plans("\"train.steps\": config.train.steps // 2}", "\"train.steps\": config.train.steps}"),
