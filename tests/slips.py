@@ -202,6 +202,8 @@ _LAYERS = (
     _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("return Slot(written[k], repeat + 1 if shifted", "return Slot(written[k], repeat if shifted"),
     _of("rmt_tpu/execution/remat.py", f"{_MODEL}/execution/remat_test.py")("d_shared = jax.tree.map(jnp.add, d_shared, of_one)", "d_shared = of_one"),
     _of("rmt_tpu/execution/banked.py", f"{_MODEL}/residual/depth_attention_test.py")(" + stacks.run_of(gradients.scores, start, layers)", ""),
+    _of("rmt_tpu/execution/banked.py", f"{_MODEL}/residual/depth_attention_test.py")("jax.lax.fori_loop(0, offset, add, summed)", "jax.lax.fori_loop(0, 1, add, summed)"),
+    _of("rmt_tpu/execution/banked_writes.py", f"{_MODEL}/residual/depth_attention_test.py")("empty = place.sublayer == place.group", "empty = False"),
     _of("rmt_tpu/execution/pipelined.py", f"{_MODEL}/execution/pipelined_test.py")("first = jnp.where(pipeline.is_last(), of_last, first)", "first = of_last"),
 )  # fmt: skip
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Int, Shaped
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Shaped
 
 from pallas_kernels.arguments import (
     Norm,
@@ -56,6 +56,8 @@ __all__ = [
     "norm_retrieve",
     "norm_retrieve_again",
     "store",
+    "store_backward",
+    "store_forward",
     "store_norm_retrieve",
     "store_norm_retrieve_at",
     "store_norm_retrieve_with_statistics",
@@ -179,6 +181,47 @@ def store(
     call = _Call("layernorm", 0.0, implementation, None, key_axis, fraction_bits)
     call = _checked(call, Site(residual, store_keys, data), reads=False)
     return _store(call, Site(_flat(residual), store_keys, _flat(data))).reshape(residual.shape)
+
+
+def store_forward(
+    residual: Float[Array, "B N K V"],
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "b N R V"] | Slot,
+    *,
+    empty: Bool[Array, ""] | bool = False,
+    in_place: bool = True,
+    key_axis: str | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B N K V"]:
+    """`store` of what may lie in a stack, for a backward pass of one's own: see `store_backward`.
+
+    Where it is `empty` the residual counts as zeros, whatever it holds. `in_place` may write over
+    it, which a caller that still needs it pays for with a copy.
+    """
+    call = _Call("layernorm", 0.0, implementation, None, key_axis)
+    call = _checked(call, Site(residual, store_keys, data), reads=False)
+    site = Site(residual, store_keys, _of_all_rows(data, call.key_axis))
+    given = () if empty is False else (None, jnp.asarray(empty))
+    return _run(call, "forward", site, *given, in_place=in_place).residual
+
+
+def store_backward(
+    store_keys: Float[Array, "R K"],
+    data: Float[Array, "b N R V"] | Slot,
+    d_stored: Float[Array, "B N K V"],
+    *,
+    key_axis: str | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "R K"], Float[Array, "b N R V"]]:
+    """Cotangents of a store's keys and data, from that of the residual, which is also that before.
+
+    `dw = sum y dX^T` and `dy = w dX`.
+    """
+    call = _Call("layernorm", 0.0, implementation, None, key_axis)
+    call = _checked(call, Site(d_stored, store_keys, data), reads=False)
+    site = Site(None, store_keys, _of_all_rows(data, call.key_axis))
+    g = _run(call, "backward", site, None, d_stored, None)
+    return g.store_keys.astype(store_keys.dtype), sharded.scatter_sum(g.data, call.key_axis)
 
 
 @reverse_mode

@@ -3,8 +3,8 @@
 An implementation is a module with these functions over arrays with exactly two token axes, a batch
 B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
-    forward(Site, Statistics | None = None, *, norm, epsilon, dtype, scale=True, fraction_bits,
-            in_place) -> Outcome
+    forward(Site, Statistics | None = None, empty=False, *, norm, epsilon, dtype, scale=True,
+            fraction_bits, in_place) -> Outcome
     backward(Site, Statistics, d_residual', d_retrieved, means=None, *, norm, rebuild,
              fraction_bits) -> Gradients
     unsupported(op, *operands) -> why these cannot be served, in a line, or None: asked first
@@ -19,7 +19,8 @@ it is the other half alone, and what the missing one would give, or needs, is No
 the backward pass needs no residual. Statistics are given to a read alone that had them before, and
 need not be taken again.
 
-A kernel may write the new residual over the old one (`in_place`); XLA does what is best.
+A kernel may write the new residual over the old one (`in_place`); XLA does what is best. Where a
+store alone is told that the old one is `empty`, a scalar, it counts as zeros whatever it holds.
 
 Where these are a slice of longer keys: without `scale`, what is retrieved lacks the factor rstd,
 and then sums of that are taken over slices; `backward` is given the statistics and the `Means` of

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, Bool, DTypeLike, Float
 
 from pallas_kernels import operand
 from pallas_kernels.arguments import Norm, Slot
@@ -72,7 +72,7 @@ def unsupported(op: str, site: Site, *others: Any) -> str | None:
     N, K = residual.shape[1:3]
     if residual.dtype not in (jnp.bfloat16, jnp.float32, jnp.int16):
         return f"a residual of {residual.dtype} (bfloat16, float32 or int16)"
-    if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in arrays):
+    if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in arrays if a.ndim):
         return "arrays that are neither bfloat16 nor float32"
     if N < LANES:
         return f"a sequence of {N} tokens (at least {LANES})"
@@ -93,6 +93,7 @@ def unsupported(op: str, site: Site, *others: Any) -> str | None:
 def forward(
     site: Site,
     statistics: Statistics | None = None,
+    empty: Bool[Array, ""] | bool = False,
     *,
     norm: Norm = "rmsnorm",
     epsilon: int | float = 0.0,
@@ -111,7 +112,7 @@ def forward(
     sizes = _sizes_of(site, site.residual, compute)
     blocks = _blocks(block_sizes, "forward", sizes, site.residual, interpret)
     call = Call(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
-    out = _forward(call, site, statistics, in_place=in_place)
+    out = _forward(call, site, statistics, empty, in_place=in_place)
     return out if site.stores else out._replace(retrieved=out.retrieved.astype(dtype))
 
 
@@ -167,7 +168,12 @@ def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret
 
 
 def _forward(
-    call: Call, site: Site, statistics: Statistics | None = None, *, in_place: bool = True
+    call: Call,
+    site: Site,
+    statistics: Statistics | None = None,
+    empty: Array | bool = False,
+    *,
+    in_place: bool = True,
 ) -> Outcome:
     """The forward kernel with what there is of its two halves."""
     s, blocks = call.sizes, call.blocks
@@ -186,6 +192,8 @@ def _forward(
         inputs["store_keys"] = operand.constant(store_keys_of(call, store_keys))
         inputs["data"], prefetch = _one(data, by_slab(s.R))
         outputs["residual"] = (inputs["residual"][0], by_slab(s.K))
+        if empty is not False:
+            inputs["empty"] = operand.in_smem(jnp.asarray(empty, jnp.int32))
         if s.R_padded != s.R:
             scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
     if reads:

@@ -81,6 +81,8 @@ def forward(inputs, outputs, scratch, *, call: Call):
     def store_group(i, sums, shift):
         v = i * blocks.store_group
         x = _values(residual, v, blocks.store_group, wide)
+        if "empty" in inputs:
+            x = jnp.where(inputs["empty"][0] != 0, 0, x)
         if stores:
             x = (x + _written(call, keys, data, v)).astype(jnp.float32)
             # An int16 one's statistics are those before the clip, which hides an overflow.

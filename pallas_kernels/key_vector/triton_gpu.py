@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, Bool, DTypeLike, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.arguments import Norm, taken
@@ -156,6 +156,7 @@ def default_blocks(
 def forward(
     site: Site,
     statistics: Statistics | None = None,
+    empty: Bool[Array, ""] | bool = False,
     *,
     norm: Norm = "rmsnorm",
     epsilon: int | float = 0.0,
@@ -174,6 +175,8 @@ def forward(
     if not site.stores and dtype not in _DATA:
         raise UnsupportedImplementation(f"dtype={dtype} is not bfloat16 or float32")
     residual, store_keys, data, gain, read_keys = taken(site)
+    if empty is not False:
+        residual = jnp.where(empty, 0, residual)
     dtype = data.dtype if dtype is None else jnp.dtype(dtype)
     sizes = Sizes.of(site, dtype, norm, fraction_bits)
     T, K, V = sizes.T, sizes.K, sizes.V

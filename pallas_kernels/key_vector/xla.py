@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int, Int16
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int16
 
 from pallas_kernels.arguments import Norm, taken
 from pallas_kernels.key_vector.interface import (
@@ -40,6 +40,7 @@ class _Stored(NamedTuple):
 def forward(
     site: Site,
     statistics: Statistics | None = None,
+    empty: Bool[Array, ""] | bool = False,
     *,
     norm: Norm = "rmsnorm",
     epsilon: float = 0.0,
@@ -57,6 +58,8 @@ def forward(
             return Outcome(None, _retrieved(values, statistics, gain, read_keys, dtype), statistics)
         shift = jnp.mean(values[..., 0], axis=-1)
         return Outcome(None, *_read(_Stored(residual, values, None), shift, *options))
+    if empty is not False:
+        residual = jnp.where(empty, 0, residual)
     stored = _store(residual, store_keys, data, fraction_bits)
     if not site.reads:
         return Outcome(stored.residual)

@@ -89,7 +89,8 @@ class ModelConfig(Checked):
         what sublayers wrote and rebuilds the residual from it, so that its memory does not grow
         with `key_dim`. Attention over depth and DenseFormer always recompute the full layer; they
         keep the bank and the running sum before each layer ("full"), or with "blocks" the bank
-        alone, for a second forward pass.
+        alone, for a second forward pass. In place of sums of whole blocks of matrices "full" keeps
+        what sublayers wrote, which is less, and adds it up again.
       kernels: how ops are computed on TPUs and GPUs: by what is the default there ("auto": kernels
         on a TPU; on a GPU cuDNN's attention, and those that a table of measured times has), by
         plain JAX ("xla"), or by kernels wherever there are any ("pallas").

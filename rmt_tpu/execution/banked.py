@@ -3,6 +3,8 @@
 Rows are written once, so what a layer saw is still there when the backward pass comes to it. The
 forward pass keeps the bank and the running sum before each layer (with `remat="blocks"` the bank
 and the sum before each group), and the backward pass walks down the layers, computing each again.
+Where a sum is larger than what is added to it, a matrix, it is what sublayers wrote that is kept:
+the sums of a block are added up again, and no core is run again for what it wrote.
 
 Layers, each a period of its stack's cores, go in *groups*. Before a group, one pass over the rows
 that are there gives all its sites their share of them (phase one); what the group itself adds is
@@ -11,7 +13,7 @@ once. The running sum is carried from group to group: how often the bank is read
 row is sealed, are independent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +21,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+import sharding
+from pallas_kernels import Slot
 from pallas_kernels.call import LANES
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.layer import Model, no_aux, run_core
+from rmt_tpu.execution.banked_writes import AndKeep, Anew, FromKept, Write, write_kept
+from rmt_tpu.execution.layer import Model, no_aux
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.residual.protocols import At, Bank, Banked, FewTokens, Grouping, Row, Store
+from rmt_tpu.residual.protocols import (
+    At,
+    Bank,
+    Banked,
+    FewTokens,
+    Grouping,
+    Keeping,
+    Row,
+    Store,
+    Writer,
+)
 from rmt_tpu.residual.whole_tiles import as_they_are
 
 
@@ -52,10 +67,15 @@ class Kept(NamedTuple):
     Attributes:
       layers: before each layer.
       groups: before each group, where it may not be empty.
+      written: in their place what each sublayer of a period wrote, in all repeats.
+      of_cores: and what its core's `pull_back` takes beside that, of the groups' layers: of all
+        whole groups and of the one that is not.
     """
 
     layers: Float[Array, "repeat batch seq *shape"] | None = None
     groups: Float[Array, "groups batch seq *shape"] | None = None
+    written: tuple[Float[Array, "repeat own_batch own_seq _ size"], ...] | None = None
+    of_cores: tuple[Any, Any] = (None, None)
 
 
 def run_layers(
@@ -90,7 +110,7 @@ def run_layers(
                 nnx.graphdef(stack),
                 before,
                 of_stack.repeat,
-                len(stack),
+                of_stack.cores,
             )
         )
         before += of_stack.num_sublayers
@@ -102,7 +122,7 @@ def run_layers(
         ]
     num_rows = max([mixer.num_rows, *(run.end_row for run in runs)])
 
-    def forward(of_stacks, first, context, caches, keep):
+    def forward(of_stacks, first, context, caches, *, keep=False):
         bank = jax.lax.empty((num_rows, *first.shape), first.dtype)
         aux = no_aux(decoder.config, y.dtype)
         carry, new, kept = (stacks.put(bank, first, 0), jnp.zeros_like(first), aux), [], []
@@ -114,16 +134,16 @@ def run_layers(
         return (bank, aux), tuple(new), kept
 
     if caches is not None:
-        (bank, aux), caches, _ = forward(of_stacks, first, context, caches, False)
+        (bank, aux), caches, _ = forward(of_stacks, first, context, caches)
         return mixer.final(store, bank, decoder.final_site), caches, aux
     none = [None] * len(runs)
 
     @jax.custom_vjp
     def differentiable(of_stacks, first, context):
-        return forward(of_stacks, first, context, none, False)[0]
+        return forward(of_stacks, first, context, none)[0]
 
     def save(of_stacks, first, context):
-        (bank, aux), _, kept = forward(of_stacks, first, context, none, True)
+        (bank, aux), _, kept = forward(of_stacks, first, context, none, keep=True)
         return (bank, aux), (of_stacks, context, bank, kept)
 
     def backward(saved, cotangents):
@@ -165,7 +185,7 @@ class Run:
       graphdef: of the stack.
       first: how many sublayers are before it.
       repeat: of its period.
-      period: sublayers in it.
+      cores: of its sublayers.
     """
 
     def __init__(
@@ -176,12 +196,15 @@ class Run:
         graphdef: nnx.GraphDef,
         first: int,
         repeat: int,
-        period: int,
+        cores: Sequence[cfg.Core],
     ):
         self.config, self.store, self.mixer = config, store, mixer
-        self.graphdef, self.first, self.repeat, self.period = graphdef, first, repeat, period
-        self.grouping: Grouping = self.mixer.grouping(first, period, repeat)
+        self.graphdef, self.first, self.repeat = graphdef, first, repeat
+        self.cores, self.period = cores, len(cores)
+        self.grouping: Grouping = self.mixer.grouping(first, self.period, repeat)
         self.group = self.grouping.layers
+        closed = self.mixer.keeps_sum and self.grouping.closed
+        self.keeps_written = closed and config.remat == "full" and isinstance(store, Keeping)
 
     @property
     def end_row(self) -> int:
@@ -200,7 +223,7 @@ class Run:
         context: Context,
         caches: tuple | None,
         *,
-        keep: bool,
+        keep: bool = False,
         first: Index | None = None,
     ) -> tuple[tuple[Bank, Row, Aux], tuple | None, Kept]:
         """Bank, running sum and sums of scalars after all layers, their caches, and what is kept.
@@ -211,18 +234,32 @@ class Run:
         kept = Kept()
         if keep and self.mixer.keeps_sum:
             empty = lambda count: jax.lax.empty((count, *current.shape), current.dtype)
-            if self.config.remat == "full":
+            if self.keeps_written:
+                kept = Kept(written=self._empty_written(current))
+            elif self.config.remat == "full":
                 kept = Kept(layers=empty(self.repeat))
             elif self.grouping.open:
                 kept = Kept(groups=empty(-(-self.repeat // self.group)))
 
-        def run(carry, start, layers):
+        def run(carry, start, layers, _):
             return self._group_forward(of_stack, context, carry, start, layers, first)
 
-        started = current if self.grouping.open else None
-        carry = (bank, started, caches, kept, aux)
-        bank, ended, caches, kept, aux = self._over_groups(run, carry, decoding=caches is not None)
-        return (bank, jnp.zeros_like(current) if ended is None else ended, aux), caches, kept
+        goes_on = self.grouping.open or kept.written is not None
+        carry = (bank, current if goes_on else None, caches, kept, aux)
+        carry, of_cores = self._over_groups(run, carry, decoding=caches is not None)
+        bank, ended, caches, kept, aux = carry
+        kept = kept._replace(of_cores=of_cores)
+        ended = ended if self.grouping.open else jnp.zeros_like(current)
+        return (bank, ended, aux), caches, kept
+
+    def _empty_written(self, residual: Row) -> tuple[Array, ...]:
+        """Room for what the sublayers of a period write, which has all of a row for own tokens."""
+        batch, seq = residual.shape[0] // sharding.axis_size("key"), residual.shape[1]
+        rank, size = self.config.data_shape
+        count = lambda port: sum(port.heads) + port.whole * rank
+        shape = lambda core: (self.repeat, batch, seq, count(core.writes), size)
+        dtype = self.store.compute_dtype
+        return tuple(jax.lax.empty(shape(core), dtype) for core in self.cores)
 
     def backward(
         self,
@@ -237,44 +274,55 @@ class Run:
     ) -> tuple[tuple[Bank, Row], Stacked]:
         """Cotangents of the bank and of the running sum before, and those of the parameters."""
 
-        def run(carry, start, layers):
-            given = (of_stack, kept, bank, context, d_aux)
-            return self._group_backward(*given, carry, start, layers, first)
+        def run(carry, start, layers, of_cores):
+            given = (of_stack, kept, of_cores, bank, context, d_aux)
+            return self._group_backward(*given, carry, start, layers, first), None
 
         d_bank, d_current = carry
         ended = d_current if self.grouping.open else None
-        carry = (d_bank, ended, stacks.empty_like(of_stack))
-        d_bank, started, gradients = self._over_groups(run, carry, reverse=True)
+        summed = None if kept.written is None else jnp.zeros(bank.shape[1:], bank.dtype)
+        carry = (d_bank, ended, stacks.empty_like(of_stack), summed)
+        carry, _ = self._over_groups(run, carry, kept.of_cores, reverse=True)
+        d_bank, started, gradients, _ = carry
         return (d_bank, jnp.zeros_like(d_current) if started is None else started), gradients
 
     def _over_groups(
         self,
-        run: Callable[[tuple, Index, int], tuple],
+        run: Callable[[tuple, Index, int, Any], tuple[tuple, Any]],
         carry: tuple,
+        given: tuple[Any, Any] = (None, None),
         *,
         reverse: bool = False,
         decoding: bool = False,
-    ) -> tuple:
-        """`carry = run(carry, first layer, layers)` for each group; the last may be smaller."""
-        full, left = divmod(self.repeat, self.group)
+    ) -> tuple[tuple, tuple[Any, Any]]:
+        """`carry, out = run(carry, first layer, layers, given)` for each group.
 
-        def scanned(carry, index):
-            return run(carry, index * self.group, self.group), None
+        The last may be smaller. `given` and what comes out are of all whole groups, stacked where
+        they are more than one, and of that.
+        """
+        full, left = divmod(self.repeat, self.group)
+        of_whole, of_last = given
+        whole = last = None
+
+        def scanned(carry, group):
+            index, given = group
+            return run(carry, index * self.group, self.group, given)
 
         if left and reverse:
-            carry = run(carry, full * self.group, left)
+            carry, last = run(carry, full * self.group, left, of_last)
         if full == 1:  # the first row is then known, and is 0 for a mixer without groups
-            carry = run(carry, 0, self.group)
+            carry, whole = run(carry, 0, self.group, of_whole)
         else:
-            carry, _ = jax.lax.scan(scanned, carry, jnp.arange(full), reverse=reverse)
+            groups = (jnp.arange(full), of_whole)
+            carry, whole = jax.lax.scan(scanned, carry, groups, reverse=reverse)
         if left and not reverse:
             start = full * self.group
             if decoding:
                 # Of a layer that it knows XLA would lay out the weights of all layers anew, and of
                 # one that is the same in all steps of a dispatch keep those weights in a copy.
                 start, carry = jax.lax.optimization_barrier((jnp.int32(start), carry))
-            carry = run(carry, start, left)
-        return carry
+            carry, last = run(carry, start, left, of_last)
+        return carry, (whole, last)
 
     def _begin(
         self, of_stack: Stacked, bank: Bank, start: Index, layers: int, first: Index | None
@@ -296,7 +344,7 @@ class Run:
         start: Index,
         layers: int,
         first: Index | None,
-    ) -> tuple[Bank, Row | None, tuple | None, Kept, Aux]:
+    ) -> tuple[tuple[Bank, Row | None, tuple | None, Kept, Aux], Any]:
         bank, current, caches, kept, aux = carry
         at, first_row, prior, rows = self._begin(of_stack, bank, start, layers, first)
         if kept.groups is not None:
@@ -305,75 +353,74 @@ class Run:
             current = jnp.zeros(bank.shape[1:], bank.dtype)
 
         def run_layer(carry, offset):
-            rows, current, caches, sums, aux = carry
+            rows, current, caches, kept, aux = carry
             index = start + offset
-            if sums is not None:
-                sums = stacks.put(sums, current, index)
-            given = (_of_layer(of_stack, index), at, offset, context)
-            _, rows, current, caches, aux = self._layer(
-                *given, prior, rows, current, caches, aux, index
-            )
-            return (rows, current, caches, sums, aux), None
+            if kept.layers is not None:
+                kept = kept._replace(layers=stacks.put(kept.layers, current, index))
+            write = Anew(self.store, context, caches, index)
+            if kept.written is not None:
+                write = AndKeep(self.store, context, kept.written, index)
+            given = (_of_layer(of_stack, index), at, offset, prior, rows, current, aux)
+            _, rows, current, aux = self._layer(write, *given)
+            if kept.written is not None:
+                kept = kept._replace(written=tuple(write.written))
+                return (rows, current, caches, kept, aux), tuple(write.saved)
+            caches = None if caches is None else tuple(write.new)
+            return (rows, current, caches, kept, aux), None
 
-        carry = (rows, current, caches, kept.layers, aux)
-        (rows, current, caches, sums, aux), _ = jax.lax.scan(run_layer, carry, jnp.arange(layers))
+        goes_on = carry[1] is not None
+        carry = (rows, current, caches, kept, aux)
+        carry, of_cores = jax.lax.scan(run_layer, carry, jnp.arange(layers))
+        rows, current, caches, kept, aux = carry
         bank = stacks.put_run(bank, current[None] if rows is None else rows, first_row)
-        ended = current if self.grouping.open else None
-        return bank, ended, caches, kept._replace(layers=sums), aux
+        return (bank, current if goes_on else None, caches, kept, aux), of_cores
 
     def _layer(
         self,
+        write: Write,
         of_layer: Stacked,
         at: Index,
         offset: Index,
-        context: Context,
         prior: Any,
         rows: Bank | None,
         current: Row,
-        caches: tuple | None,
         aux: Aux,
-        layer_index: Index | None = None,
-    ) -> tuple[Any, Bank | None, Row, tuple | None, Aux]:
+    ) -> tuple[Any, Bank | None, Row, Aux]:
         """Each sublayer of a layer: read, compute, write, and seal a row where one is complete.
 
-        `at` is the number of the group's first sublayer, `offset` the layer's within the group,
-        `layer_index` its number in the stack, for the caches.
+        `at` is the number of the group's first sublayer, `offset` the layer's within the group.
         """
         layer = nnx.merge(self.graphdef, of_layer.layers)
         for one, stacked in zip(layer, of_layer.merging, strict=False):
             one.site.stacked = nnx.data(stacked)
-        new = []
         for k, one in enumerate(layer):
             place = At(at + offset * self.period + k, at)
             prior, rows, current, z = self.mixer.read(
                 self.store, one.site, of_layer.scores[k], prior, rows, current, place
             )
-            cache = None if caches is None else caches[k]
-            given = (z, context, place.sublayer, cache, layer_index, aux)
-            y, cache, aux = run_core(one.core, *given)
-            new.append(cache)
-            writer = layer[k + 1].site.writer if k + 1 < len(layer) else of_layer.after
-            current = self.store.write(current, y, writer)
+            writer = _writer(layer, k, of_layer)
+            current, aux = write(k, one.core, z, place, current, writer, aux)
             rows, current = self.mixer.seal(one.site, rows, current, place)
-        return prior, rows, current, None if caches is None else tuple(new), aux
+        return prior, rows, current, aux
 
     def _group_backward(
         self,
         of_stack: Stacked,
         kept: Kept,
+        of_cores: Any,
         bank: Bank,
         context: Context,
         d_aux: Aux,
-        carry: tuple[Bank, Row | None, Stacked],
+        carry: tuple[Bank, Row | None, Stacked, Row | None],
         start: Index,
         layers: int,
         first: Index | None,
-    ) -> tuple[Bank, Row | None, Stacked]:
-        d_bank, d_current, gradients = carry
+    ) -> tuple[Bank, Row | None, Stacked, Row | None]:
+        d_bank, d_current, gradients, summed = carry
         at, first_row, prior, rows = self._begin(of_stack, bank, start, layers, first)
         nothing, zeros = jnp.zeros(bank.shape[1:], bank.dtype), jax.tree.map(jnp.zeros_like, d_aux)
         sums, first_sum = kept.layers, start
-        if sums is None and self.mixer.keeps_sum:
+        if sums is None and kept.written is None and self.mixer.keeps_sum:
             current = nothing
             if kept.groups is not None:
                 current = stacks.at(kept.groups, start // self.group)
@@ -381,31 +428,34 @@ class Run:
             sums = self._sums_again(of_stack, context, *given)
             first_sum = 0
 
-        def undo_layer(carry, offset):
-            d_prior, d_rows, d_current, gradients = carry
+        def undo_layer(carry, scanned):
+            d_prior, d_rows, d_current, gradients, summed = carry
+            offset, saved = scanned
             index = start + offset
-            current = nothing if sums is None else stacks.at(sums, first_sum + offset)
-            # XLA would slice once for each that reads it.
-            current = jax.lax.optimization_barrier(current)
+            write = Anew(self.store, context)
+            if kept.written is not None:
+                write = FromKept(self.store, context, kept.written, saved, index)
+                current = summed = self._sum_again(of_stack, kept.written, start, offset, summed)
+            else:
+                current = nothing if sums is None else stacks.at(sums, first_sum + offset)
+                # XLA would slice once for each that reads it.
+                current = jax.lax.optimization_barrier(current)
 
             def forward(of_layer, prior, rows, current):
-                given = (at, offset, context, prior, rows, current, None, zeros)
-                prior, rows, current, _, aux = self._layer(of_layer, *given)
-                return prior, rows, current, aux
+                return self._layer(write, of_layer, at, offset, prior, rows, current, zeros)
 
             _, pullback = jax.vjp(forward, stacks.at(of_stack, index), prior, rows, current)
             gradient, *cotangents = pullback((d_prior, d_rows, d_current, d_aux))
-            return (*cotangents, stacks.put(gradients, gradient, index)), None
+            return (*cotangents, stacks.put(gradients, gradient, index), summed), None
 
         d_rows = stacks.run_of(d_bank, first_row, self.grouping.rows(layers * self.period))
         # A closed group's one row is the running sum at its end.
         ends = (d_rows, nothing if d_current is None else d_current)
         if self.grouping.closed:
             ends = (None, d_rows[0])
-        carry = (stacks.empty_like(prior), *ends, gradients)
-        (d_prior, d_rows, d_current, gradients), _ = jax.lax.scan(
-            undo_layer, carry, jnp.arange(layers), reverse=True
-        )
+        carry = (stacks.empty_like(prior), *ends, gradients, summed)
+        carry, _ = jax.lax.scan(undo_layer, carry, (jnp.arange(layers), of_cores), reverse=True)
+        d_prior, d_rows, d_current, gradients, summed = carry
         if isinstance(first_row, int) and first_row == 0:
             d_bank = d_rows  # all rows are the group's; the first is one that it did not complete
         scores = stacks.run_of(of_stack.scores, start, layers)
@@ -414,7 +464,28 @@ class Run:
         )
         d_scores = d_scores.reshape(scores.shape) + stacks.run_of(gradients.scores, start, layers)
         gradients = gradients._replace(scores=stacks.put_run(gradients.scores, d_scores, start))
-        return d_bank, d_current if self.grouping.open else None, gradients
+        return d_bank, d_current if self.grouping.open else None, gradients, summed
+
+    def _sum_again(
+        self, of_stack: Stacked, written: tuple, start: Index, offset: Index, summed: Row
+    ) -> Row:
+        """The running sum before a closed group's layer, from what the layers before it wrote.
+
+        Written over `summed`, an earlier one: before the first layer, where no site reads it, it is
+        that.
+        """
+
+        def add(of_group, current):
+            index = start + of_group
+            of_layer = stacks.at(of_stack, index)
+            layer = nnx.merge(self.graphdef, of_layer.layers)
+            for k, stack in enumerate(written):
+                place = At(of_group * self.period + k, 0)
+                writer = _writer(layer, k, of_layer)
+                current = write_kept(self.store, current, Slot(stack, index), writer, place)
+            return current
+
+        return jax.lax.fori_loop(0, offset, add, summed)
 
     def _sums_again(
         self,
@@ -432,8 +503,8 @@ class Run:
 
         def run_layer(carry, offset):
             rows, current = carry
-            given = (at, offset, context, prior, rows, current, None, aux)
-            _, rows, after, *_ = self._layer(stacks.at(of_stack, start + offset), *given)
+            given = (stacks.at(of_stack, start + offset), at, offset, prior, rows, current, aux)
+            _, rows, after, _ = self._layer(Anew(self.store, context), *given)
             return (rows, after), current
 
         return jax.lax.scan(run_layer, (rows, current), jnp.arange(layers))[1]
@@ -442,3 +513,8 @@ class Run:
 def _sites(scores: Float[Array, "layers period *scored"]) -> Float[Array, "sites *scored"]:
     """Of a group's layers, one after the other."""
     return scores.reshape(-1, *scores.shape[2:])
+
+
+def _writer(layer: nnx.List, k: int, of_layer: Stacked) -> Writer:
+    """How sublayer k's output is written: as the site after it says."""
+    return layer[k + 1].site.writer if k + 1 < len(layer) else of_layer.after

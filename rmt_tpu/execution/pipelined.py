@@ -265,9 +265,9 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
         _scores(decoder, graphdef, layers, schedule),
         _after(writers, decoder.final_site.writer),
     )
-    repeat, period = config.stacks[0].repeat // schedule.chunks, len(merged)
-    run = banked.Run(config, decoder.store, mixer, graphdef, 0, repeat, period)
-    size = repeat * period
+    repeat, cores = config.stacks[0].repeat // schedule.chunks, config.stacks[0].cores
+    run = banked.Run(config, decoder.store, mixer, graphdef, 0, repeat, cores)
+    size = repeat * len(cores)
     # A chunk is whole blocks, and takes nothing but rows from what is before it.
     num_rows = mixer.first_row(size) - 1
     of_first, to_start = _parameters(decoder.embedding, decoder.store)
@@ -281,7 +281,7 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
     def rows(of_chunk, _, index, bank, given):
         """Those that chunk `index` completes, and its cores' scalars."""
         carry, at = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype)), index * size
-        (bank, _, aux), *_ = run.forward(of_chunk, carry, given.context, None, keep=False, first=at)
+        (bank, _, aux), *_ = run.forward(of_chunk, carry, given.context, None, first=at)
         return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
     def rows_backward(of_chunk, _, index, bank, given, d_bank, d_aux):

@@ -188,6 +188,31 @@ class Store(nnx.Module):
         return pallas_kernels.store(residual, writer[...], y, key_axis=_key_axis())
 
     @jax.named_scope("residual")
+    def write_kept(
+        self,
+        residual: Float[Array, "group seq own_D_k D_v"],
+        y: pallas_kernels.Slot,
+        writer: Float[Array, "R own_D_k"],
+        *,
+        empty: Bool[Array, ""] | bool,
+        in_place: bool = True,
+    ) -> Float[Array, "group seq own_D_k D_v"]:
+        """`X + w^T y`, or `w^T y` where X is empty."""
+        options = {"empty": empty, "in_place": in_place, "key_axis": _key_axis()}
+        return pallas_kernels.store_forward(residual, writer, y, **options)
+
+    @jax.named_scope("residual")
+    def write_kept_backward(
+        self,
+        y: pallas_kernels.Slot,
+        writer: Float[Array, "R own_D_k"],
+        d_residual: Float[Array, "group seq own_D_k D_v"],
+    ) -> tuple[Float[Array, "batch seq R D_v"], Float[Array, "R own_D_k"]]:
+        """`dy = w dX`, `dw = sum y dX^T`."""
+        d_writer, d_y = pallas_kernels.store_backward(writer, y, d_residual, key_axis=_key_axis())
+        return d_y, d_writer
+
+    @jax.named_scope("residual")
     def read(
         self, residual: Float[Array, "group seq own_D_k D_v"], site: Site, dtype: DTypeLike
     ) -> Read:

@@ -112,6 +112,30 @@ class Stepwise(Store, Protocol):
 
 
 @runtime_checkable
+class Keeping(Store, Protocol):
+    """A store whose rows are larger than what is written to them, which a schedule then keeps."""
+
+    def write_kept(
+        self,
+        residual: Float[Array, "group seq *shape"],
+        y: Slot,
+        writer: Array,
+        *,
+        empty: Array | bool,
+        in_place: bool = True,
+    ) -> Float[Array, "group seq *shape"]:
+        """`write` of y where it is kept; a residual that is empty counts as zeros.
+
+        `in_place` may write over the residual. It has no gradient.
+        """
+
+    def write_kept_backward(
+        self, y: Slot, writer: Array, d_residual: Float[Array, "group seq *shape"]
+    ) -> tuple[Written, Array]:
+        """Cotangents of y and of the writer."""
+
+
+@runtime_checkable
 class Merging(Store, Protocol):
     """A store whose read takes in the second phase of attention over depth."""
 

@@ -52,6 +52,7 @@ SYSTEMS = [("vector", name) for name in ALL] + [("matrix", name) for name in MAT
 FAST = [
     ("vector", "full", "full"),
     ("vector", "6 sublayers, 2 left over", "blocks"),
+    ("matrix", "6 sublayers, 2 left over", "full"),
     ("vector", "input query", "full"),
     ("vector", "dense, dilated", "blocks"),
 ]
