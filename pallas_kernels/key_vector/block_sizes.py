@@ -14,7 +14,7 @@ _BUDGET = 58 * 2**20
 _LARGEST_INTERMEDIATE = 2**20
 _STORED_ROWS = 2048
 # The same, of the body of a loop: independent products hide each other's latency.
-_UNROLLED = 2**19
+_UNROLLED = 2**21
 # Cost of a token relative to the best tile: products of fewer tokens wait longer for their results.
 _TILES = {512: 1.0, 256: 1.15, 128: 1.5}
 
@@ -40,6 +40,12 @@ class Sizes:
     @property
     def P_padded(self) -> int:
         return round_up(self.P, sublanes(self.data_dtype))
+
+    @property
+    def keeps_operand(self) -> bool:
+        """Whether a store leaves the read its operand, which takes long to make of int16 again."""
+        kept = self.residual_dtype == "int16" and self.data_dtype == "bfloat16"
+        return kept and self.R > 0 and self.P > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +110,10 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
         sums = s.V * s.P_padded * LANES * 4
         raw = s.V * s.P_padded * tokens * 4 if slabs > 1 else 0
         padded = data if s.R_padded != s.R else 0
+        kept = slab * round_up(s.K, sublanes(s.data_dtype)) * tokens * item * s.keeps_operand
         moved = 2 * residual + data + retrieved * s.V
-        return 2 * moved + raw + padded + keys + sums + read_keys * (2 if slabs > 1 else 1)
+        scratch = raw + padded + kept + sums
+        return 2 * moved + scratch + keys + read_keys * (2 if slabs > 1 else 1)
     read_keys = slab * s.K * round_up(group * s.P_padded, LANES) * item
     d_read_keys = slab * s.P_padded * round_up(group * s.K, LANES) * 4
     moved = (4 if op == "rebuild" else 3) * residual + 2 * data + slab * retrieved + d_read_keys
@@ -163,4 +171,5 @@ KERNELS = tuned.register(
     BlockSizes,
     [field.name for field in dataclasses.fields(Sizes)],
     _refused,
+    version=2,
 )

@@ -196,6 +196,8 @@ def _forward(
             inputs["empty"] = operand.in_smem(jnp.asarray(empty, jnp.int32))
         if s.R_padded != s.R:
             scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
+        if s.keeps_operand:
+            scratch["operand"] = pltpu.VMEM((1, slab, s.K, tokens), s.data_dtype)
     if reads:
         inputs |= read_operands(call, gain, read_keys, lambda b, n, v, *_: v)
         shape = jax.ShapeDtypeStruct((B, s.V, s.P, N), s.data_dtype)

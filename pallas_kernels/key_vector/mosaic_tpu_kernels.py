@@ -4,6 +4,7 @@ Every array is [rows.., tokens]: tokens in the lanes. Rows of several v are stac
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes
 from pallas_kernels.key_vector.interface import FRACTION_BITS, LEAST_STEPS
 from pallas_kernels.products import dot, dot_columns
 
-_LARGEST = 2.0**15 - 1
+_LARGEST = 2**15 - 1
 # Added to a float32 it leaves no bits for a fraction: the sum's low bits are the rounded integer.
 _ROUND = 1.5 * 2.0**23
 _ROUND_BITS = 0x4B400000
@@ -73,23 +74,36 @@ def forward(inputs, outputs, scratch, *, call: Call):
     if "statistics" in inputs:
         _read_again(inputs, outputs, slab, call)
         return
-    keys = data = None
-    wide = jnp.int32 if call.integer and stores else jnp.float32
+    steps, keys, data = stores and call.integer, None, None
     if stores:
         keys, data = inputs["store_keys"], _aligned(inputs["data"], scratch.get("data"))
 
     def store_group(i, sums, shift):
         v = i * blocks.store_group
-        x = _values(residual, v, blocks.store_group, wide)
+        x = _values(residual, v, blocks.store_group, jnp.int32 if steps else jnp.float32)
         if "empty" in inputs:
             x = jnp.where(inputs["empty"][0] != 0, 0, x)
         if stores:
-            x = (x + _written(call, keys, data, v)).astype(jnp.float32)
-            # An int16 one's statistics are those before the clip, which hides an overflow.
-            kept = jnp.clip(x, -_LARGEST, _LARGEST) if call.integer else x.astype(stored.dtype)
+            x = x + _written(call, keys, data, v)
+        if steps:
+            # Numbers are `_ROUND_BITS` more here: the bits of what is `_ROUND` more.
+            value = jax.lax.bitcast_convert_type(x, jnp.float32)
+            kept = jnp.clip(value, _ROUND - _LARGEST, _ROUND + _LARGEST)
+            kept = jax.lax.bitcast_convert_type(kept, jnp.int32)
             _put(stored, v, blocks.store_group, kept)
-            x = x if call.integer else kept.astype(jnp.float32)
-        return _add_to_sums(call, sums, x, shift) if reads else sums
+            if not reads:
+                return sums
+            # Statistics are those before the clip, which hides an overflow.
+            value = value - (shift + _ROUND)
+            if "operand" in scratch:
+                _put(scratch["operand"], v, blocks.store_group, value)
+            changed = functools.reduce(jnp.bitwise_or, _by_eight(x ^ kept))
+            return *_add_to_sums(sums, value), sums[2] | changed
+        if stores:
+            x = x.astype(stored.dtype)
+            _put(stored, v, blocks.store_group, x)
+            x = x.astype(jnp.float32)
+        return _add_to_sums(sums, x - shift if call.centred else x) if reads else sums
 
     groups = blocks.slab // blocks.store_group
     if not reads:
@@ -106,11 +120,13 @@ def forward(inputs, outputs, scratch, *, call: Call):
         shift = scratch["shift"][...]
     else:
         shift = _shift(call, residual, keys, data)
-    zero = jnp.zeros((8 if s.K % 8 == 0 else 1, blocks.tokens), jnp.float32)
-    sums = (zero,) * (3 if call.integer else 2)
+    rows = (8 if s.K % 8 == 0 else 1, blocks.tokens)
+    sums = (jnp.zeros(rows, jnp.float32),) * 2
+    if steps:
+        sums += (jnp.zeros(rows, jnp.int32),)
     sums = _loop(groups, lambda i, sums: store_group(i, sums, shift), sums, blocks.store_unroll)
     sums = [jnp.sum(x, axis=0, keepdims=True) for x in sums[:2]] + [
-        jnp.max(x, axis=0, keepdims=True) for x in sums[2:]
+        jnp.max((x != 0).astype(jnp.float32), axis=0, keepdims=True) for x in sums[2:]
     ]
     if call.slabs > 1:
         previous = scratch["sums"]
@@ -125,6 +141,8 @@ def forward(inputs, outputs, scratch, *, call: Call):
     groups = blocks.slab // group
 
     def product(i):
+        if "operand" in scratch:
+            return dot(read_keys[i], _rows(scratch["operand"], i * group, group))
         return dot(read_keys[i], _operand(call, stored, i * group, shift))
 
     def finish(i, product):
@@ -234,6 +252,7 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
             v = i * blocks.store_group
             wide = jnp.int32 if call.integer else jnp.float32
             x = _values(residual, v, blocks.store_group, wide)
+            # Of an int16 residual's `_ROUND_BITS` the low bits are 0.
             x = x - _written(call, inputs["store_keys"], data, v)
             _put(outputs["rebuilt"], v, blocks.store_group, x)
 
@@ -249,6 +268,7 @@ def _read_backward(call: Call, inputs, outputs, scratch, exists):
     mean = inputs["statistics"][0, 0:1] / call.unit
     rstd = inputs["statistics"][0, 1:2]
     shift = mean if call.shifted else None
+    as_it_is = exists is None and _is_operand(call, residual)
 
     if s.P_padded != s.P:
         d_scaled[...] = jnp.zeros_like(d_scaled)
@@ -267,7 +287,9 @@ def _read_backward(call: Call, inputs, outputs, scratch, exists):
     def read_keys_and_sums(i, sums):
         v = i * group
         dz = _rows(d_scaled, v, group)
-        d_keys = dot_columns(dz, _operand(call, residual, v, shift, exists))
+        # Made of the residual's numbers, the operand and these are worked out once.
+        x = None if as_it_is else _shifted(call, residual, v, shift)
+        d_keys = dot_columns(dz, _operand(call, residual, v, shift, exists, x))
         if call.centred and not call.shifted:
             # sum_tokens dz (x - mean)
             d_keys = d_keys - jnp.sum(dz.astype(jnp.float32) * mean, axis=1, keepdims=True)
@@ -277,8 +299,7 @@ def _read_backward(call: Call, inputs, outputs, scratch, exists):
         a = d_normalised(i)
         if blocks.keep:
             scratch["a"][i] = a
-        x = _values(residual, v, group)
-        x = x - shift if call.shifted else x
+        x = _shifted(call, residual, v, shift) if as_it_is else x
         return sums[0] + _fold(a), sums[1] + _fold(a * x)
 
     if "means" in inputs:
@@ -299,9 +320,14 @@ def _read_backward(call: Call, inputs, outputs, scratch, exists):
     if not call.shifted:
         offset = offset - slope * mean
 
+    whole = call.integer and call.shifted
+    if whole:
+        # Of a mean in steps, of which there are 2^15, float32 loses next to nothing.
+        offset = offset - slope * shift
+
     def through_read(i):
         x = _values(residual, i * group, group)
-        x = x - shift if call.shifted else x
+        x = x - shift if call.shifted and not whole else x
         a = scratch["a"][i] if blocks.keep else d_normalised(i)
         return a + (x * slope + offset)
 
@@ -312,17 +338,23 @@ def _read_backward(call: Call, inputs, outputs, scratch, exists):
 
 
 def _written(call, keys, data, v):
-    """`sum_r w_r (x) y_r` in the residual's units; rounded, as int32, for an int16 residual."""
+    """`sum_r w_r (x) y_r` in the residual's units.
+
+    For an int16 residual rounded, as int32 and `_ROUND_BITS` more.
+    """
     y = _rows(data, v, call.blocks.store_group)
     if not call.integer:
         return dot(keys[...], y)
     # 128 tokens at a time whatever the tile is: taken back, it has to be the same product.
     parts = [dot(keys[...], y[:, t : t + LANES]) for t in range(0, y.shape[1], LANES)]
-    return _low_bits(jnp.concatenate(parts, axis=1)) - _ROUND_BITS
+    return _low_bits(jnp.concatenate(parts, axis=1))
 
 
 def _shift(call, residual, keys, data):
-    """Near the mean, of each token: the mean of v = 0 as stored. [1, tokens]"""
+    """Near the mean, of each token: the mean of v = 0 as stored. [1, tokens]
+
+    Of an int16 residual a whole number.
+    """
     x = _values(residual, 0, 1)
     if not call.centred:
         return jnp.zeros((1, x.shape[1]), jnp.float32)
@@ -330,15 +362,12 @@ def _shift(call, residual, keys, data):
         K, R = call.sizes.K, call.sizes.R_padded
         first = keys[:K, :R] if keys.shape != (K, R) else keys[...]
         x = x + dot(first, data[0, 0])
-    return jnp.mean(x, axis=0, keepdims=True)
+    mean = jnp.mean(x, axis=0, keepdims=True)
+    return (_low_bits(mean) - _ROUND_BITS).astype(jnp.float32) if call.integer else mean
 
 
-def _add_to_sums(call, sums, x, shift):
-    shifted = x - shift if call.centred else x
-    new = sums[0] + _fold(shifted), sums[1] + _fold(shifted * shifted)
-    if not call.integer:
-        return new
-    return *new, jnp.maximum(sums[2], _fold(jnp.abs(x), jnp.max))
+def _add_to_sums(sums, x):
+    return sums[0] + _fold(x), sums[1] + _fold(x * x)
 
 
 def _statistics(call, sums, shift):
@@ -350,22 +379,30 @@ def _statistics(call, sums, shift):
     rstd = jax.lax.rsqrt(variance + call.epsilon)
     if call.integer:
         # A NaN fails the comparison too.
-        held = sums[2] <= _LARGEST
-        if call.scale:
-            held &= variance >= (LEAST_STEPS * call.unit) ** 2
+        held = variance >= (LEAST_STEPS * call.unit) ** 2 if call.scale else variance >= 0
+        if len(sums) > 2:
+            held &= sums[2] == 0
         rstd = jnp.where(held, rstd, jnp.nan)
     mean = shift + above
     return mean * call.unit, above if call.shifted else mean, rstd
 
 
-def _operand(call, ref, v, shift, exists=None):
-    """Rows of `read_group` values of v for a product: [group * K, tokens] in the data's dtype."""
-    group, dtype = call.blocks.read_group, call.sizes.data_dtype
-    if exists is None and ref.dtype == dtype == jnp.bfloat16:
-        return _rows(ref, v, group)
-    x = _values(ref, v, group)
-    x = x - shift if call.shifted else x
-    return (x if exists is None else jnp.where(exists, x, 0)).astype(dtype)
+def _is_operand(call, ref):
+    return ref.dtype == jnp.bfloat16 and call.sizes.data_dtype == "bfloat16"
+
+
+def _shifted(call, ref, v, shift):
+    """Rows of `read_group` values of v, less the shift where products take them so."""
+    x = _values(ref, v, call.blocks.read_group)
+    return x - shift if call.shifted else x
+
+
+def _operand(call, ref, v, shift, exists=None, x=None):
+    """`_shifted`, or x, for a product: [group * K, tokens] in the data's dtype."""
+    if exists is None and _is_operand(call, ref):
+        return _rows(ref, v, call.blocks.read_group)
+    x = _shifted(call, ref, v, shift) if x is None else x
+    return (x if exists is None else jnp.where(exists, x, 0)).astype(call.sizes.data_dtype)
 
 
 # Rows of several v ---------------------------------------------------------------------------
@@ -447,11 +484,17 @@ def _zero_tail(call, inputs, tail, core, j):
     return token < jnp.where(last, tail.tokens, tokens)
 
 
-def _fold(x, reduce=jnp.sum):
-    """Rows to 8: without crossing sublanes."""
+def _fold(x):
+    """The sum of rows, in 8: without crossing sublanes."""
     if x.shape[0] % 8:
-        return reduce(x, axis=0, keepdims=True)
-    return reduce(x.reshape(-1, 8, x.shape[1]), axis=0)
+        return jnp.sum(x, axis=0, keepdims=True)
+    return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)
+
+
+def _by_eight(x):
+    """Rows in eights, or one by one."""
+    rows = 1 if x.shape[0] % 8 else 8
+    return [x[i : i + rows] for i in range(0, x.shape[0], rows)]
 
 
 def _loop(count, body, carry, unroll):
