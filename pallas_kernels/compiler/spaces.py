@@ -58,7 +58,8 @@ class Problem:
 
     def default(self) -> tuned.Blocks | None:
         """The rule's blocks; None if the kernel cannot serve this size."""
-        return SPACES[self.platform, self.kernel].default(dict(self.key), self.tokens)
+        with tuned.lowering_for(self.device):
+            return SPACES[self.platform, self.kernel].default(dict(self.key), self.tokens)
 
     def candidates(self) -> list[tuned.Blocks]:
         """The rule's blocks, and then all others that arithmetic allows."""

@@ -53,6 +53,8 @@ from pallas_kernels.platform import UnsupportedImplementation
 _BUDGET = 54 * 2**20
 # Sources, of which a group waits longer than it works.
 _FEW = 4
+# Chips whose registers hold what mixes eight groups for many sites.
+_NEWER = ("tpu_v6_lite", "tpu7x")
 _NAME = "depth_attention_"
 
 
@@ -351,7 +353,7 @@ def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> B
 
 
 def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
-    """By rule; None if nothing fits VMEM."""
+    """By rule, of the device lowered for; None if nothing fits VMEM."""
     tokens = round_up(T, GROUP)
     # Groups hide each other's waiting, all of a tile at once, the more the less each has to do.
     if op in ("merge", "merge_backward"):
@@ -360,8 +362,9 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
         sizes, unroll = (256, 128, 96, 64, 48, 32, 16), 16
     else:
         sizes = (128, 96, 64, 48, 32, 16)
-        # But where many sites are mixed, registers run out.
-        unroll = 4 if op == "partial" and S > 2 else 8
+        # But where many sites are mixed, registers run out: not on the newer chips.
+        newer = tuned.slug(tuned.device_lowered_for()) in _NEWER
+        unroll = 4 if op == "partial" and S > 2 and not newer else 8
     fitting = [
         BlockSizes(t, unroll=unroll, weight_pieces=2 if S <= 2 else 1)
         for t in sizes
