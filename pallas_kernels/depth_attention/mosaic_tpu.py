@@ -362,9 +362,10 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
         sizes, unroll = (256, 128, 96, 64, 48, 32, 16), 16
     else:
         sizes = (128, 96, 64, 48, 32, 16)
-        # But where many sites are mixed, registers run out: not on the newer chips.
+        # But where many sites are mixed registers run out, on newer chips later; and compiling
+        # takes long.
         newer = tuned.slug(tuned.device_lowered_for()) in _NEWER
-        unroll = 4 if op == "partial" and S > 2 and not newer else 8
+        unroll = 4 if op == "partial" and S > (8 if newer else 2) else 8
     fitting = [
         BlockSizes(t, unroll=unroll, weight_pieces=2 if S <= 2 else 1)
         for t in sizes

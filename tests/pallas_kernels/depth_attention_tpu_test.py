@@ -213,7 +213,8 @@ def test_a_tile_of_few_sources_is_larger(op):
     with tuned.lowering_for("TPU v5"):
         assert rule(3, 9, 8192, 896).unroll == (4 if op == "partial" else 8)
     with tuned.lowering_for("TPU v6 lite"):
-        assert rule(3, 9, 8192, 896).unroll == rule(2, 9, 8192, 896).unroll == 8
+        assert rule(8, 9, 8192, 896).unroll == rule(2, 9, 8192, 896).unroll == 8
+        assert rule(9, 9, 8192, 896).unroll == (4 if op == "partial" else 8)
 
 
 # Compilation for TPUs that are not there -------------------------------------------------------
