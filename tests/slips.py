@@ -54,7 +54,7 @@ _KEY_VECTOR_TPU = (
     _kernel("d_keys = d_keys - jnp.sum(dz.astype", "d_keys = d_keys + jnp.sum(dz.astype"),
     _kernel("            x = x - _written(call, inputs", "            x = x + _written(call, inputs"),
     _kernel("*_add_to_sums(sums, value), sums[2] | changed", "*_add_to_sums(sums, value), sums[2]"),
-    _kernel("offset = offset - slope * shift", "offset = offset + slope * shift"),
+    _kernel("offset = offset - slope * mean", "offset = offset + slope * mean"),
     _of("pallas_kernels/operand.py", f"{_KERNELS}/causal_attention_slots_test.py", f"{_KERNELS}/key_vector_again_test.py")("return chosen[0], *spec", "return 0 * chosen[0], *spec"),
     _again("product = product - mean * widen", "product = product + mean * widen"),
     _again('inputs["residual"], i * group, mean)', 'inputs["residual"], i * group, 0)'),

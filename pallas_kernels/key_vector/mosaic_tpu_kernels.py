@@ -317,17 +317,15 @@ def _read_backward(call: Call, inputs, outputs, scratch, exists):
 
     slope = -(rstd * rstd * call.unit) * mean_an
     offset = -mean_a if call.centred else jnp.zeros_like(mean_an)
-    if not call.shifted:
+    # Of float32 numbers the mean may be so large that only they less it are exact; of steps, 2^15
+    # of them, it is not.
+    less_mean = call.shifted and not call.integer
+    if not less_mean:
         offset = offset - slope * mean
-
-    whole = call.integer and call.shifted
-    if whole:
-        # Of a mean in steps, of which there are 2^15, float32 loses next to nothing.
-        offset = offset - slope * shift
 
     def through_read(i):
         x = _values(residual, i * group, group)
-        x = x - shift if call.shifted and not whole else x
+        x = x - mean if less_mean else x
         a = scratch["a"][i] if blocks.keep else d_normalised(i)
         return a + (x * slope + offset)
 
