@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
-from pallas_kernels.key_vector.interface import Site, Statistics
+from pallas_kernels.key_vector.interface import Again, Site, Statistics
 
 Array = Callable[..., jax.ShapeDtypeStruct]
 # Of a step: 8192, in sequences as the RMT paper's.
@@ -48,6 +48,12 @@ class KeyVector(NamedTuple):
         if not P:
             return site._replace(residual=None), None, d_residual, None
         return site, Statistics(token, token), d_residual, array(data, *tokens, P, V)
+
+    def again(self, tokens, array: Array = array) -> Again:
+        """A read of what is rebuilt, of P vectors."""
+        token = array("float32", *tokens)
+        read = array("float32", self.K, self.V), array("float32", self.P, self.K)
+        return Again(*read, Statistics(token, token))
 
 
 class Heads(NamedTuple):

@@ -56,8 +56,9 @@ _KEY_VECTOR_TPU = (
     _kernel("*_add_to_sums(sums, value), sums[2] | changed", "*_add_to_sums(sums, value), sums[2]"),
     _kernel("offset = offset - slope * mean", "offset = offset + slope * mean"),
     _of("pallas_kernels/operand.py", f"{_KERNELS}/causal_attention_slots_test.py", f"{_KERNELS}/key_vector_again_test.py")("return chosen[0], *spec", "return 0 * chosen[0], *spec"),
-    _again("product = product - mean * widen", "product = product + mean * widen"),
-    _again('inputs["residual"], i * group, mean)', 'inputs["residual"], i * group, 0)'),
+    _kernel("product = product - mean * widen", "product = product + mean * widen"),
+    _again("_operand(call, residual, i * group, mean)", "_operand(call, residual, i * group, 0)"),
+    _kernel('_read_again(again, outputs["rebuilt"]', '_read_again(again, inputs["residual"]'),
 )  # fmt: skip
 
 _rows = _of(
@@ -202,6 +203,7 @@ _LAYERS = (
     _of("rmt_tpu/layers/stacks.py", f"{_MODEL}/residual/depth_attention_test.py")("return jax.lax.dynamic_update_index_in_dim(d_stack, d_slice, jnp.asarray(index), 0), None", "return d_stack, None"),
     _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("return _slot(written, k - 1, repeat)", "return _slot(written, k, repeat)"),
     _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("return Slot(written[k], repeat + 1 if shifted", "return Slot(written[k], repeat if shifted"),
+    _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("jnp.roll(x, 1, 0)", "jnp.roll(x, -1, 0)"),
     _of("rmt_tpu/execution/remat.py", f"{_MODEL}/execution/remat_test.py")("d_shared = jax.tree.map(jnp.add, d_shared, of_one)", "d_shared = of_one"),
     _of("rmt_tpu/execution/banked.py", f"{_MODEL}/residual/depth_attention_test.py")(" + stacks.run_of(gradients.scores, start, layers)", ""),
     _of("rmt_tpu/execution/banked.py", f"{_MODEL}/residual/depth_attention_test.py")("jax.lax.fori_loop(0, offset, add, summed)", "jax.lax.fori_loop(0, 1, add, summed)"),

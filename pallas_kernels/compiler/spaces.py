@@ -234,6 +234,8 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
     options = {"norm": "layernorm"} if reads else {}
     if op in ("backward", "rebuild"):
         given = size.backward(rows(tokens), *dtypes)
+        if key.get("A"):
+            given = *given, None, size._replace(P=key["A"]).again(rows(tokens))
         both = stores and reads
         options |= {"rebuild": op == "rebuild", "fraction_bits": 9} if both else {}
         function = lambda m: functools.partial(m.backward, **options)

@@ -75,7 +75,7 @@ def merge_read(
     s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
     index = lambda b, t, *_: (b, 0, t)
     inputs = matrices.merge_inputs(call, index, of_merge)
-    inputs |= read_operands(read, norm_gain, read_keys, lambda *_: 0)
+    inputs |= read_operands(read, norm_gain, read_keys, lambda *_: 0, sums=read.centred)
     outputs = {
         "retrieved": (
             jax.ShapeDtypeStruct((B, s.V, s.P, T), s.data_dtype),

@@ -39,7 +39,7 @@ from pallas_kernels.arguments import (
     taken,
 )
 from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_decode, sharded, triton_gpu, xla
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Gradients, Site, Statistics
+from pallas_kernels.key_vector.interface import FRACTION_BITS, Again, Gradients, Site, Statistics
 from pallas_kernels.key_vector.xla import to_fixed_point
 from pallas_kernels.platform import (
     Implementation,
@@ -50,6 +50,7 @@ from pallas_kernels.platform import (
 
 __all__ = [
     "FRACTION_BITS",
+    "Again",
     "Gradients",
     "Statistics",
     "UnsupportedImplementation",
@@ -307,14 +308,17 @@ def undo(
     fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
     retrieved: Float[Array, "b N P V"] | None = None,
+    again: Again | None = None,
     implementation: Implementation | None = None,
 ) -> Gradients:
     """The cotangents of `store_norm_retrieve` and, in the same pass, the residual before it.
 
     `residual` is the residual *after* the store; `Gradients.rebuilt` is `X = X' - w^T y`, exact for
-    an int16 residual, so that a backward pass needs no stored residuals. With a `key_axis`, what
-    was `retrieved` with these statistics is needed too, of the own rows; the data are gathered
-    again, and for layernorm P V numbers are summed over devices.
+    an int16 residual, so that a backward pass needs no stored residuals. That is then read `again`,
+    with the statistics that were taken of it: `Gradients.retrieved`, of the own rows.
+
+    With a `key_axis`, what was `retrieved` with these statistics is needed too, of the own rows;
+    the data are gathered again, and for layernorm P V numbers are summed over devices.
 
     Raises:
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
@@ -329,7 +333,10 @@ def undo(
         sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
         read = sharded.Read(retrieved, sums)
     site = site._replace(data=_of_all_rows(data, key_axis))
-    return _backward(call, True, site, statistics, read, d_residual, d_retrieved)
+    g = _backward(call, True, site, statistics, read, d_residual, d_retrieved, again)
+    if again is None:
+        return g
+    return g._replace(retrieved=sharded.scatter_sum(g.retrieved, key_axis))
 
 
 def _of_all_rows(data: Array | Slot, key_axis: str | None) -> Array | Slot:
@@ -403,10 +410,10 @@ def _of_all_slices(call, site, out):
     return read.retrieved, statistics, read
 
 
-def _backward(call, rebuild, site, statistics, read, d_residual, d_retrieved):
+def _backward(call, rebuild, site, statistics, read, d_residual, d_retrieved, again=None):
     d_retrieved, means = _to_all_slices(call, site.residual, read, d_retrieved)
     options = {"norm": call.norm, "rebuild": rebuild, "fraction_bits": call.fraction_bits}
-    args = (site, statistics, d_residual, d_retrieved, means)
+    args = (site, statistics, d_residual, d_retrieved, means, again)
     g = _run(call, "backward", *args, **options)
     return g._replace(data=sharded.scatter_sum(g.data, call.key_axis))
 

@@ -24,7 +24,7 @@ _NAME = "key_vector_"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a kernel is specialised to: numbers, not arrays. R or P is 0 where there is none."""
+    """What a kernel is specialised to: numbers, not arrays. R, P or A is 0 where there is none."""
 
     K: int
     V: int
@@ -32,14 +32,19 @@ class Sizes:
     P: int
     residual_dtype: str
     data_dtype: str
+    A: int = 0
+
+    def padded(self, rows: int) -> int:
+        """Of data, as whole tiles."""
+        return round_up(rows, sublanes(self.data_dtype))
 
     @property
     def R_padded(self) -> int:
-        return round_up(self.R, sublanes(self.data_dtype))
+        return self.padded(self.R)
 
     @property
     def P_padded(self) -> int:
-        return round_up(self.P, sublanes(self.data_dtype))
+        return self.padded(self.P)
 
     @property
     def keeps_operand(self) -> bool:
@@ -119,6 +124,8 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     moved = (4 if op == "rebuild" else 3) * residual + 2 * data + slab * retrieved + d_read_keys
     kept = slab * s.K * tokens * 4 if blocks.keep else 0
     scratch = slab * retrieved + kept + (data if s.R_padded != s.R else 0)
+    moved += slab * s.padded(s.A) * tokens * item
+    read_keys += slab * s.padded(s.A) * round_up(group * s.K, LANES) * item
     return 2 * moved + scratch + keys + read_keys * (2 if slabs > 1 else 1)
 
 
@@ -171,5 +178,5 @@ KERNELS = tuned.register(
     BlockSizes,
     [field.name for field in dataclasses.fields(Sizes)],
     _refused,
-    version=2,
+    version=3,
 )

@@ -5,7 +5,7 @@ B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
     forward(Site, Statistics | None = None, empty=False, *, norm, epsilon, dtype, scale=True,
             fraction_bits, in_place) -> Outcome
-    backward(Site, Statistics, d_residual', d_retrieved, means=None, *, norm, rebuild,
+    backward(Site, Statistics, d_residual', d_retrieved, means=None, again=None, *, norm, rebuild,
              fraction_bits) -> Gradients
     unsupported(op, *operands) -> why these cannot be served, in a line, or None: asked first
 
@@ -17,7 +17,7 @@ The residual given to `backward` is the stored one. With n = norm(X') and a = ga
 With R stored and P retrieved vectors a site is both halves; without keys to store or to read with
 it is the other half alone, and what the missing one would give, or needs, is None. Of a store alone
 the backward pass needs no residual. Statistics are given to a read alone that had them before, and
-need not be taken again.
+need not be taken again; so is a read of what a backward pass rebuilds, `again`.
 
 A kernel may write the new residual over the old one (`in_place`); XLA does what is best. Where a
 store alone is told that the old one is `empty`, a scalar, it counts as zeros whatever it holds.
@@ -87,12 +87,21 @@ class Means(NamedTuple):
     an: Float[Array, "B N"]
 
 
+class Again(NamedTuple):
+    """A read of the residual that a backward pass rebuilds, with the statistics that it had."""
+
+    gain: Float[Array, "K V"]
+    read_keys: Float[Array, "A K"]
+    statistics: Statistics
+
+
 class Gradients(NamedTuple):
     """Cotangents of a site.
 
     `residual` has the dtype of the cotangent given (of a read alone, of the residual), `data` the
     data's, those of parameters are at least float32. `rebuilt` is the residual before the store, if
-    asked for: exact for int16, up to rounding for floats.
+    asked for: exact for int16, up to rounding for floats. `retrieved` is what it was read as
+    `again`, in the data's dtype; of a slice of longer keys its share.
     """
 
     residual: Float[Array, "B N K V"]
@@ -101,3 +110,4 @@ class Gradients(NamedTuple):
     gain: Float[Array, "K V"] | None
     read_keys: Float[Array, "P K"] | None
     rebuilt: Shaped[Array, "B N K V"] | None = None
+    retrieved: Float[Array, "B N A V"] | None = None

@@ -42,6 +42,7 @@ from pallas_kernels.key_vector.block_sizes import (
 )
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
+    Again,
     Gradients,
     Means,
     Outcome,
@@ -81,7 +82,8 @@ def unsupported(op: str, site: Site, *others: Any) -> str | None:
     dtype = jnp.bfloat16 if residual.dtype == jnp.bfloat16 else jnp.float32
     if op == "backward" and site.reads:
         dtype = others[2].dtype
-    sizes = _sizes_of(site, residual, dtype)
+    again = next((x for x in others if isinstance(x, Again)), None)
+    sizes = _sizes_of(site, residual, dtype, again)
     needed = ("forward",)
     if op == "backward":  # in slabs it reads forward too
         needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
@@ -122,6 +124,7 @@ def backward(
     d_residual: Float[Array, "B N K V"] | None,
     d_retrieved: Float[Array, "B N P V"] | None,
     means: Means | None = None,
+    again: Again | None = None,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
@@ -132,13 +135,13 @@ def backward(
     """See `interface`. `dG[v] = sum dz n` gives both the gain's and the read keys' gradients.
 
     `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes for T tokens of E bytes an entry, of a
-    read `2 K + P`, of a store `K + 2 R`; `2 T R K V` and `E T K V` more to rebuild. With `means`
-    given, a is computed once and not kept.
+    read `2 K + P`, of a store `K + 2 R`; `2 T R K V` and `E T K V` more to rebuild, `2 T A K V` and
+    `E T A V` to read A vectors again. With `means` given, a is computed once and not kept.
     """
     if site.residual is None:
         site = site._replace(residual=d_residual)
     dtype = site.data.dtype if site.stores else d_retrieved.dtype
-    sizes = _sizes_of(site, site.residual, dtype)
+    sizes = _sizes_of(site, site.residual, dtype, again)
     op = "rebuild" if rebuild else "backward"
     blocks = _blocks(block_sizes, op, sizes, site.residual, interpret)
     call = Call(sizes, blocks, norm, 0.0, interpret, fraction_bits=fraction_bits)
@@ -146,16 +149,17 @@ def backward(
         call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
     elif site.reads and call.slabs > 1:
         means = _means(call, site, statistics, d_retrieved)
-    return _backward(call, rebuild, means, site, statistics, d_residual, d_retrieved)
+    return _backward(call, rebuild, means, again, site, statistics, d_residual, d_retrieved)
 
 
-def _sizes_of(site: Site, residual, dtype) -> Sizes:
+def _sizes_of(site: Site, residual, dtype, again: Again | None = None) -> Sizes:
     """`dtype`: of what is retrieved, where nothing is stored."""
     K, V = residual.shape[2:]
     R = site.store_keys.shape[0] if site.stores else 0
     P = site.read_keys.shape[0] if site.reads else 0
     data_dtype = site.data.dtype if site.stores else dtype
-    return Sizes(K, V, R, P, residual.dtype.name, jnp.dtype(data_dtype).name)
+    A = 0 if again is None else again.read_keys.shape[0]
+    return Sizes(K, V, R, P, residual.dtype.name, jnp.dtype(data_dtype).name, A)
 
 
 def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret) -> BlockSizes:
@@ -181,6 +185,7 @@ def _forward(
     B, N = residual.shape[:2]
     stores, reads = site.stores, site.reads
     tokens, slab = blocks.tokens, blocks.slab
+    slab_of = lambda b, n, v, *_: v
     slab_index = lambda b, n, v, *_: (b, v, 0, n)
     by_slab = functools.partial(_spec, tokens, slab, slab_index)
     whole = functools.partial(_spec, tokens, s.V, lambda b, n, v, *_: (b, 0, 0, n))
@@ -199,7 +204,8 @@ def _forward(
         if s.keeps_operand:
             scratch["operand"] = pltpu.VMEM((1, slab, s.K, tokens), s.data_dtype)
     if reads:
-        inputs |= read_operands(call, gain, read_keys, lambda b, n, v, *_: v)
+        sums = call.centred and not (statistics and call.shifted)
+        inputs |= read_operands(call, gain, read_keys, slab_of, sums=sums)
         shape = jax.ShapeDtypeStruct((B, s.V, s.P, N), s.data_dtype)
         outputs["retrieved"] = (shape, whole(s.P))
         if statistics is not None:
@@ -234,7 +240,7 @@ def _forward(
     return Outcome(stored, _tokens_first(out["retrieved"]), statistics)
 
 
-def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_retrieved):
+def _backward(call: Call, rebuild, means, again, site: Site, statistics, d_residual, d_retrieved):
     residual, store_keys, data, gain, read_keys = site
     s, blocks = call.sizes, call.blocks
     B, N = residual.shape[:2]
@@ -253,6 +259,7 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
         b, n = tile(c, i, j)
         return b, 0, n
 
+    slab_of = lambda c, v, i, j, *_: v
     token = pl.BlockSpec((1, 2, tokens), token_index)
     reads, stores = site.reads, site.stores
     inputs, outputs, scratch, prefetch = {}, {}, {}, {}
@@ -263,7 +270,7 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
             "residual": (_tokens_last(residual), by_slab(s.K)),
             "statistics": (jnp.stack(statistics, axis=1), token),
             "d_retrieved": (_tokens_last(d_retrieved), by_slab(s.P)),
-            "read_keys": read_columns(call, gain, read_keys, lambda c, v, i, j, *_: v),
+            "read_keys": read_columns(call, gain, read_keys, slab_of),
         }
         d_residual = residual if d_residual is None else d_residual
         outputs = {
@@ -293,6 +300,13 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
     if rebuild:
         inputs["store_keys"] = operand.constant(store_keys_of(call, store_keys))
         outputs["rebuilt"] = (inputs["residual"][0], by_slab(s.K))
+    if again is not None:
+        sums = call.centred and not call.shifted
+        of_read = read_operands(call, again.gain, again.read_keys, slab_of, sums=sums)
+        of_read["statistics"] = (jnp.stack(again.statistics, axis=1), token)
+        inputs |= {f"{name}_again": x for name, x in of_read.items()}
+        shape = jax.ShapeDtypeStruct((B, s.V, s.A, N), s.data_dtype)
+        outputs["retrieved"] = (shape, by_slab(s.A))
     aliased = {"residual": "rebuilt"} if rebuild else {}
     if reads and "d_residual" in inputs:
         aliased["d_residual"] = "d_residual"
@@ -305,7 +319,7 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
         scratch,
         grid=(cores, call.slabs, walk.batches, walk.tiles_each),
         semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
-        flops=B * N * s.K * s.V * (4 * (s.R + s.P) + (2 * s.R if rebuild else 0)),
+        flops=B * N * s.K * s.V * (4 * (s.R + s.P) + 2 * (s.R * rebuild + s.A)),
         aliased=aliased,
         prefetch=prefetch,
         interpret=call.interpret,
@@ -323,12 +337,13 @@ def _backward(call: Call, rebuild, means, site: Site, statistics, d_residual, d_
         gain=d_gain,
         read_keys=d_read_keys,
         rebuilt=_tokens_first(out["rebuilt"]) if rebuild else None,
+        retrieved=None if again is None else _tokens_first(out["retrieved"]),
     )
 
 
 def _means(call: Call, site: Site, statistics: Statistics, d_retrieved):
     """`mean(a)`, and `mean(a n) = mean(dz z)`, from a read of its own."""
-    sizes = dataclasses.replace(call.sizes, R=0)
+    sizes = dataclasses.replace(call.sizes, R=0, A=0)
     blocks = _blocks(None, "forward", sizes, site.residual, call.interpret)
     read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
     keys = folded(read, site.gain, site.read_keys).astype(jnp.float32)

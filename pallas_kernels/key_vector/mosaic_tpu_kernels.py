@@ -72,7 +72,7 @@ def forward(inputs, outputs, scratch, *, call: Call):
     stored = outputs["residual"] if stores else residual
     slab = pl.program_id(2)
     if "statistics" in inputs:
-        _read_again(inputs, outputs, slab, call)
+        _read_again(inputs, residual, outputs["retrieved"], slab * blocks.slab, slab, call)
         return
     steps, keys, data = stores and call.integer, None, None
     if stores:
@@ -172,23 +172,6 @@ def forward(inputs, outputs, scratch, *, call: Call):
         _loop(all_groups, lambda i, _: finish(i, scratch["products"][i]), None, blocks.read_unroll)
 
 
-def _read_again(inputs, outputs, slab, call: Call):
-    """A read of what was read before, with the statistics of then."""
-    group = call.blocks.read_group
-    mean, rstd = inputs["statistics"][0, 0:1] / call.unit, inputs["statistics"][0, 1:2]
-    factor = rstd * call.unit if call.scale else call.unit
-    groups = call.blocks.slab // group
-
-    def read(i, _):
-        product = dot(inputs["read_keys"][i], _operand(call, inputs["residual"], i * group, mean))
-        at = slab * groups + i
-        if call.centred and not call.shifted:
-            product = product - mean * widen(inputs["read_key_sums"][at], call.blocks.tokens)
-        _put(outputs["retrieved"], at * group, group, product * factor)
-
-    _loop(groups, read, None, call.blocks.read_unroll)
-
-
 class Tail(NamedTuple):
     """Of the last tile along N: how many tokens exist, and where it is; core None is every core."""
 
@@ -257,6 +240,24 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
             _put(outputs["rebuilt"], v, blocks.store_group, x)
 
         _loop(blocks.slab // blocks.store_group, take_back, None, blocks.store_unroll)
+        again = {k.removesuffix("_again"): ref for k, ref in inputs.items() if k.endswith("_again")}
+        if again:
+            _read_again(again, outputs["rebuilt"], outputs["retrieved"], 0, slab, call)
+
+
+def _read_again(inputs, residual, retrieved, first, slab, call: Call):
+    """A read of a residual of before, with the statistics of then, to the values from `first`."""
+    group, groups = call.blocks.read_group, call.blocks.slab // call.blocks.read_group
+    mean, rstd = inputs["statistics"][0, 0:1] / call.unit, inputs["statistics"][0, 1:2]
+
+    def read(i, _):
+        product = dot(inputs["read_keys"][i], _operand(call, residual, i * group, mean))
+        if "read_key_sums" in inputs:
+            sums = inputs["read_key_sums"][slab * groups + i]
+            product = product - mean * widen(sums, call.blocks.tokens)
+        _put(retrieved, first + i * group, group, product * (rstd * call.unit))
+
+    _loop(groups, read, None, call.blocks.read_unroll)
 
 
 def _read_backward(call: Call, inputs, outputs, scratch, exists):

@@ -44,12 +44,14 @@ class Walk(NamedTuple):
         return Tail(N % tokens, last_core, self.tiles_each - 1)
 
 
-def read_operands(call: Call, gain, read_keys, slab: Callable[..., Any]) -> dict[str, Any]:
-    """Of a read forward; `slab` gives the slab of v of a grid step."""
+def read_operands(
+    call: Call, gain, read_keys, slab: Callable[..., Any], *, sums: bool
+) -> dict[str, Any]:
+    """Of a read; `slab` gives the slab of v of a grid step. Sums are for a mean to be taken off."""
     of_v = folded(call, gain, read_keys)
     keys = block_diagonal(of_v, call.blocks.read_group)
     operands = {"read_keys": _by_slab(call, keys, slab)}
-    if call.centred:
+    if sums:
         sums = jnp.sum(of_v.astype(jnp.float32), axis=2).reshape(-1, keys.shape[1], 1)
         sums = jnp.broadcast_to(sums, (*sums.shape[:2], LANES))
         operands["read_key_sums"] = operand.constant(sums)
@@ -93,11 +95,10 @@ def padded_store_keys(call: Call, store_keys):
 
 
 def folded(call: Call, gain, read_keys):
-    """`G[v] = r * gain[:, v]`, rounded once: [V, P, K]"""
-    s = call.sizes
+    """`G[v] = r * gain[:, v]`, rounded once, in rows of whole tiles: [V, P, K]"""
     keys = read_keys.astype(jnp.float32) * gain.T.astype(jnp.float32)[:, None]
-    keys = jnp.pad(keys, ((0, 0), (0, s.P_padded - s.P), (0, 0)))
-    return keys.astype(s.data_dtype)
+    rows = call.sizes.padded(keys.shape[1]) - keys.shape[1]
+    return jnp.pad(keys, ((0, 0), (0, rows), (0, 0))).astype(call.sizes.data_dtype)
 
 
 def block_diagonal(blocks, group: int, repeat: bool = False):

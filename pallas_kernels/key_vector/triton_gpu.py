@@ -31,12 +31,14 @@ from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.key_vector import xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
+    Again,
     Gradients,
     Means,
     Outcome,
     Site,
     Statistics,
 )
+from pallas_kernels.key_vector.sharded import key_sums
 from pallas_kernels.key_vector.triton_gpu_kernels import (
     Sizes,
     backward_kernel,
@@ -208,6 +210,7 @@ def backward(
     d_residual: Float[Array, "B N K V"] | None,
     d_retrieved: Float[Array, "B N P V"] | None,
     means: Means | None = None,
+    again: Again | None = None,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
@@ -215,7 +218,7 @@ def backward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """See `interface`; of half a site by plain JAX."""
+    """See `interface`; of half a site by plain JAX, and a read `again` by a kernel of its own."""
     given = (site, statistics, d_residual, d_retrieved)
     if _is_plain("backward", site):
         return xla.backward(*given, means, norm=norm, fraction_bits=fraction_bits)
@@ -271,14 +274,29 @@ def backward(
         outputs = sums(sum_blocks.programs)
         chunks = pl.cdiv(K, sum_blocks.keys)
         out |= run(name, kernel, inputs, outputs, sum_blocks, 2 * flops, chunks)
+    rebuilt = out["rebuilt"].reshape(residual.shape) if rebuild else None
+    options = {"norm": norm, "dtype": data.dtype, "fraction_bits": fraction_bits}
     return Gradients(
         residual=out["d_residual"].reshape(d_residual.shape),
         data=out["d_data"].reshape(data.shape),
         store_keys=jnp.sum(out["d_store_keys"], axis=0),
         gain=jnp.sum(out["d_gain"], axis=0),
         read_keys=jnp.sum(out["d_read_keys"], axis=0).T,
-        rebuilt=out["rebuilt"].reshape(residual.shape) if rebuild else None,
+        rebuilt=rebuilt,
+        retrieved=None if again is None else _again(rebuilt, again, interpret, **options),
     )
+
+
+def _again(rebuilt, again: Again, interpret, *, norm, dtype, fraction_bits):
+    """About the mean that is given, where the kernel reads about this residual's own."""
+    site = Site(rebuilt, gain=again.gain, read_keys=again.read_keys)
+    options = {"norm": norm, "dtype": dtype, "fraction_bits": fraction_bits}
+    read = forward(site, scale=False, interpret=interpret, **options)
+    retrieved, (mean, rstd) = read.retrieved.astype(jnp.float32), again.statistics
+    if norm == "layernorm":
+        above = (read.statistics.mean - mean)[..., None, None]
+        retrieved += above * key_sums(again.gain, again.read_keys)
+    return (rstd[..., None, None] * retrieved).astype(dtype)
 
 
 def _run(name, kernel, inputs, outputs, blocks: Blocks, flops, *more_grid, interpret):

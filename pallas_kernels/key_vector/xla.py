@@ -19,6 +19,7 @@ from pallas_kernels.arguments import Norm, taken
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     LEAST_STEPS,
+    Again,
     Gradients,
     Means,
     Outcome,
@@ -90,6 +91,7 @@ def backward(
     d_residual: Float[Array, "B N K V"] | None,
     d_retrieved: Float[Array, "B N P V"] | None,
     means: Means | None = None,
+    again: Again | None = None,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
@@ -110,12 +112,19 @@ def backward(
     d_stored = d_residual.astype(through_norm.dtype) + through_norm
     rounded = d_stored.astype(data.dtype)
     d_data = _einsum("rk,bnkv->bnrv", store_keys.astype(data.dtype), rounded).astype(data.dtype)
+    rebuilt = _take_back(residual, store_keys, data, fraction_bits) if rebuild else None
+    retrieved = None
+    if again is not None:
+        values = _values(rebuilt, _accumulator(rebuilt, data.dtype), fraction_bits)
+        read = again.statistics, again.gain, again.read_keys
+        retrieved = _retrieved(values, *read, data.dtype)
     return Gradients(
         d_stored.astype(d_residual.dtype),
         d_data,
         _einsum("bnrv,bnkv->rk", data, rounded),
         *of_read,
-        _take_back(residual, store_keys, data, fraction_bits) if rebuild else None,
+        rebuilt,
+        retrieved,
     )
 
 

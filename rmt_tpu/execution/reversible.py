@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels import Slot, taken
+from pallas_kernels import Slot, Statistics, taken
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
@@ -59,6 +59,7 @@ class _Layers:
     def __init__(self, decoder: Model, store: Invertible, dtype: jnp.dtype):
         self.config, self.store, self.dtype = decoder.config, store, dtype
         self.graphs = [nnx.graphdef(stack) for stack in decoder.stacks]
+        self.last_sites = [nnx.graphdef(stack[-1].site) for stack in decoder.stacks]
         self.site_graph = nnx.graphdef(decoder.final_site)
 
     def forward(
@@ -107,40 +108,59 @@ class _Layers:
         site = nnx.merge(self.site_graph, final_site)
         d_residual = jnp.zeros(held.shape, self.dtype)
         z = self.store.read_again(held, site, statistics, self.dtype)
-        held, d_residual, d_y, d_final_site = self.store.undo(
+        held, d_residual, d_y, d_final_site, _ = self.store.undo(
             held, y, site, z, statistics, d_residual, d_z
         )
-        carry, d_stacks, first = (held, d_residual, d_y), {}, self.config.num_sublayers
+        at_once = self.store.reads_at_once(held)
+        d_stacks, first = {}, self.config.num_sublayers
         for number, stack in reversed(list(enumerate(self.config.stacks))):
             first -= stack.num_sublayers
             before, written, of_stack = kept[number]
+            z = below = None
+            if at_once:
+                # Below the first repeat is none of this stack: what is read there is of no use.
+                reads = stacks[number][len(stack.cores) - 1]["site"], of_stack[-1][0]
+                below = jax.tree.map(lambda x: jnp.roll(x, 1, 0), reads)
+                read = self._last_read(number, *jax.tree.map(lambda x: x[-1], reads))
+                z = self.store.read_again(held, *read, self.dtype)
 
             def undo_layer(
                 carry, scanned, number=number, first=first, before=before, written=written
             ):
-                parameters, repeat, of_layer = scanned
+                parameters, repeat, of_layer, below = scanned
                 layer, index = self._layer(number, first, parameters, repeat)
-                residual, d_residual, d_y, gradients = carry
+                residual, d_residual, d_y, z, gradients = carry
                 gradient = {}
                 for k, (site, core) in reversed(list(enumerate(layer))):
                     statistics, saved = of_layer[k]
-                    z = self.store.read_again(residual, site, statistics, self.dtype)
+                    if not at_once:
+                        z = self.store.read_again(residual, site, statistics, self.dtype)
                     with jax.named_scope(core.name):
                         of_core = (_slot(written, k, repeat), saved, context, index + k)
                         d_core, d_z = core.pull_back(z, *of_core, d_y, d_aux)
                     y = _source(written, before, k, repeat)
-                    residual, d_residual, d_y, d_site = self.store.undo(
-                        residual, y, site, z, statistics, d_residual, d_z
+                    read_before = None
+                    if at_once and k:
+                        read_before = layer[k - 1][0], of_layer[k - 1][0]
+                    elif at_once:
+                        read_before = self._last_read(number, *below)
+                    residual, d_residual, d_y, d_site, z = self.store.undo(
+                        residual, y, site, z, statistics, d_residual, d_z, read_before
                     )
                     # A core without parameters is not in the tree.
                     gradient[k] = {"site": d_site} | ({"core": d_core} if d_core else {})
-                return (residual, d_residual, d_y, put(gradients, gradient, repeat)), None
+                return (residual, d_residual, d_y, z, put(gradients, gradient, repeat)), None
 
-            scanned = (stacks[number], jnp.arange(stack.repeat), of_stack)
-            carry = (*carry, empty_like(stacks[number]))
-            (*carry, d_stacks[number]), _ = scan(undo_layer, carry, scanned, reverse=True)
-        _, d_residual, d_y = carry
+            scanned = (stacks[number], jnp.arange(stack.repeat), of_stack, below)
+            carry = (held, d_residual, d_y, z, empty_like(stacks[number]))
+            (held, d_residual, d_y, _, d_stacks[number]), _ = scan(
+                undo_layer, carry, scanned, reverse=True
+            )
         return d_stacks, d_final_site, d_residual.astype(like.dtype), d_y, None
+
+    def _last_read(self, number: int, site: dict, statistics: Statistics):
+        """The site that reads the residual last in a repeat of a stack, and its statistics."""
+        return nnx.merge(self.last_sites[number], site), statistics
 
     def _empty(self, stack: cfg.Stack, before: Slot) -> list[Array]:
         """Room for what the sublayers of a stack write; see `_source`."""

@@ -11,13 +11,16 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
 import pallas_kernels
 import sharding
-from pallas_kernels.call import LANES
+from pallas_kernels.call import LANES, nbytes
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.parameters import gain, read_keys, storage_scale, store_keys
 from rmt_tpu.layers.stacks import Index, Slice
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.residual.place import Place
+
+# The largest VMEM of TPUs, bytes. What is larger XLA cannot keep there between kernels.
+_IN_VMEM = 2**27
 
 
 class Site(nnx.Module):
@@ -259,6 +262,13 @@ class Store(nnx.Module):
         )
         return site.split(z)
 
+    def reads_at_once(self, residual: Shaped[Array, "group seq own_D_k D_v"]) -> bool:
+        """Whether `undo` is to read the residual that it gives, which saves a pass over HBM.
+
+        A smaller one XLA keeps in VMEM, the more so if a kernel of its own reads it next.
+        """
+        return nbytes(residual) > _IN_VMEM
+
     @jax.named_scope("residual")
     def undo(
         self,
@@ -269,18 +279,24 @@ class Store(nnx.Module):
         statistics: pallas_kernels.Statistics,
         d_residual: Float[Array, "group seq own_D_k D_v"],
         d_z: Read,
+        before: tuple[Site, pallas_kernels.Statistics] | None = None,
     ) -> tuple[
         Shaped[Array, "group seq own_D_k D_v"],
         Float[Array, "group seq own_D_k D_v"],
         Float[Array, "batch seq R D_v"],
         dict[str, Array],
+        Read | None,
     ]:
         """`add_and_read` backwards, from the residual that it left.
 
         Returns:
-          The residual that it was given, and the cotangents of residual, y and site.
+          The residual that it was given, the cotangents of residual, y and site, and what the site
+          before has read of that residual, where it is given with the norm's statistics.
         """
         store_keys, gain, read_keys = _parameters(site)
+        again = None
+        if before is not None:
+            again = pallas_kernels.Again(*_parameters(before[0])[1:], before[1])
         g = pallas_kernels.undo(
             residual,
             statistics,
@@ -294,9 +310,11 @@ class Store(nnx.Module):
             fraction_bits=self.fraction_bits,
             key_axis=_key_axis(),
             retrieved=site.join(z),
+            again=again,
         )
         d_site = {"store_keys": g.store_keys, "gain": g.gain, "read_keys": g.read_keys}
-        return g.rebuilt, g.residual, g.data, d_site
+        z_before = None if before is None else before[0].split(g.retrieved)
+        return g.rebuilt, g.residual, g.data, d_site, z_before
 
     def _few(self, residual):
         """Whether the op for a few tokens serves this residual."""

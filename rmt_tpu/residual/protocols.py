@@ -82,6 +82,9 @@ class Invertible(Store, Protocol):
     ) -> Read:
         """What `add_and_read` has read of the residual that it left, from the norm's statistics."""
 
+    def reads_at_once(self, residual: Shaped[Array, "group seq *shape"]) -> bool:
+        """Whether `undo` had better read the residual that it gives than `read_again`."""
+
     def undo(
         self,
         residual: Shaped[Array, "group seq *shape"],
@@ -91,10 +94,18 @@ class Invertible(Store, Protocol):
         statistics: Statistics,
         d_residual: Float[Array, "group seq *shape"],
         d_z: Read,
+        before: tuple[nnx.Module, Statistics] | None = None,
     ) -> tuple[
-        Shaped[Array, "group seq *shape"], Float[Array, "group seq *shape"], Written, dict[str, Any]
+        Shaped[Array, "group seq *shape"],
+        Float[Array, "group seq *shape"],
+        Written,
+        dict[str, Any],
+        Read | None,
     ]:
-        """The residual that `add_and_read` was given, and cotangents of residual, y and site."""
+        """The residual that `add_and_read` was given, and cotangents of residual, y and site.
+
+        And, given the site before with its norm's statistics, what that has read of the residual.
+        """
 
 
 @runtime_checkable

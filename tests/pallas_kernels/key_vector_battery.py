@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Gradients, Outcome, Site
+from pallas_kernels.key_vector.interface import (
+    FRACTION_BITS,
+    Again,
+    Gradients,
+    Outcome,
+    Site,
+    Statistics,
+)
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
 from tests.pallas_kernels.plain import numbers
@@ -103,6 +110,22 @@ def retrieved_of(case: Case, stored, site: Site):
     return plain.norm_retrieve(numbers(stored, case.bits), site.gain, site.read_keys, **read)
 
 
+def again_of(case: Case, site: Site) -> Again:
+    """A read of the residual before, of 3 vectors, with twice the rstd that it has."""
+    rng, X = np.random.default_rng(2), numbers(site.residual, case.bits)
+    draw = lambda *size: rng.normal(size=size).astype("float32")
+    mean = X.mean((2, 3)) if case.norm == "layernorm" else np.zeros(X.shape[:2])
+    rstd = 2 / np.sqrt(np.mean((X - mean[..., None, None]) ** 2, (2, 3)))
+    statistics = Statistics(np.float32(mean), np.float32(rstd))
+    return Again(draw(case.K, case.V), draw(3, case.K), statistics)
+
+
+def retrieved_again(case: Case, rebuilt, again: Again):
+    mean, rstd = (np.float64(x)[..., None, None] for x in again.statistics)
+    n = rstd * (numbers(rebuilt, case.bits) - mean)
+    return np.einsum("kv,ak,bnkv->bnav", *map(np.float64, again[:2]), n, optimize=True)
+
+
 def gradients_of(g):
     """In the order of a site."""
     return g.residual, g.store_keys, g.data, g.gain, g.read_keys
@@ -179,7 +202,11 @@ class Battery:
         variance = np.mean((values - mean[..., None, None]) ** 2, (2, 3))
         np.testing.assert_allclose(statistics.rstd, (variance + EPSILON) ** -0.5, rtol=2e-6)
 
-        g = self.backward(case, site._replace(residual=stored), statistics, *cotangents)
+        again = again_of(case, site)
+        given = site._replace(residual=stored), statistics, *cotangents, None, again
+        g = self.backward(case, *given)
+        assert g.retrieved.dtype == case.data
+        assert_close(g.retrieved, retrieved_again(case, g.rebuilt, again), TOLERANCE[case.data])
         assert g.residual.dtype == case.cotangent and g.data.dtype == case.data
         assert g.store_keys.dtype == g.gain.dtype == g.read_keys.dtype == jnp.float32
         assert_close(gradients_of(g), gradients, case.tolerance)

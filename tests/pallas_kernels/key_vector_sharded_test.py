@@ -184,28 +184,30 @@ def test_halves_and_their_gradients_equal_the_whole(norm):
 
 
 def undone(case, args, cotangents, tolerance):
-    """Reads, then takes the writes back, as a reversible backward pass does; checks both."""
+    """Writes, then takes it back and reads again, as a reversible backward pass; checks all."""
     options = dict(norm=case.norm, key_axis="key")
 
     def local(args, cotangents):
         X, w, y, gain, r = args
-        stored, _, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
-            X, w, y, gain, r, epsilon=EPSILON, **options
-        )
-        retrieved = pallas_kernels.norm_retrieve_again(
-            stored, statistics, gain, r, epsilon=EPSILON, dtype=y.dtype, **options
-        )
+        site = pallas_kernels.store_norm_retrieve_with_statistics
+        # A write of nothing: what is read is of the residual before.
+        _, before, of_before = site(X, w, 0 * y, gain, r, epsilon=EPSILON, **options)
+        stored, retrieved, statistics = site(X, w, y, gain, r, epsilon=EPSILON, **options)
         g = pallas_kernels.undo(
-            *(stored, statistics, w, y, gain, r, *cotangents), retrieved=retrieved, **options
+            *(stored, statistics, w, y, gain, r, *cotangents),
+            retrieved=retrieved,
+            again=pallas_kernels.Again(gain, r, of_before),
+            **options,
         )
         gradients = parts_of_groups((g.residual, g.store_keys, g.data, g.gain, g.read_keys))
-        return (stored, retrieved), gradients, g.rebuilt
+        return (stored, retrieved), gradients, g.rebuilt, (g.retrieved, before)
 
-    out_specs = ((SPECS[0], OWN), PART, SPECS[0])
+    out_specs = ((SPECS[0], OWN), PART, SPECS[0], (OWN, OWN))
     run = per_device(local, case.n, (SPECS, (SPECS[0], OWN)), out_specs)
-    (stored, retrieved), gradients, rebuilt = run(args, cotangents)
+    (stored, retrieved), gradients, rebuilt, (again, before) = run(args, cotangents)
     got = (numbers(stored), retrieved), whole(gradients)
     assert_close(got, expected_of(case, args, cotangents), tolerance)
+    assert_close(again, before, tolerance)
     return rebuilt
 
 

@@ -112,7 +112,8 @@ def test_compiles_within_vmem(topology, tokens, size, residual, data, norm):
         out = mosaic_tpu.forward(site, norm=norm, epsilon=EPSILON)
         return out, mosaic_tpu.backward(site, *others, norm=norm, rebuild=True)
 
-    given = size.backward(tokens, data, residual, place_on(topology))
+    array = place_on(topology)
+    given = *size.backward(tokens, data, residual, array), None, size.again(tokens, array)
     text = both.lower(*given).compile().as_text()
     for name in ("key_vector_forward", "key_vector_backward"):
         assert re.search(rf"custom-call.*{name}", text), name

@@ -12,6 +12,7 @@ from flax import nnx
 import pallas_kernels
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
+from rmt_tpu.residual import matrix
 from tests import models
 from tests.closeness import float64
 from tests.tiers import later
@@ -48,6 +49,24 @@ def test_gradients_in_float64_are_those_of_the_ordinary_policy(positions):
         rebuilt = gradients(replace(config, remat="reversible"), params=params)
         assert rebuilt[0] == pytest.approx(float(ordinary[0]), rel=1e-14)
         assert max(relative_errors(rebuilt[1], ordinary[1])) < 1e-13
+
+
+def test_a_large_residual_is_read_where_it_is_rebuilt(monkeypatch):
+    """The same gradients; of two stacks, whose sites differ."""
+    monkeypatch.setattr(matrix, "_IN_VMEM", 0)
+    reads = []
+    again = matrix.Store.read_again
+    monkeypatch.setattr(matrix.Store, "read_again", lambda *args: reads.append(1) or again(*args))
+    attention, feed_forward = models.model(positions=cfg.Rope()).stacks[0].cores
+    stacks = cfg.Stack((attention, feed_forward), 3), cfg.Stack((feed_forward, attention))
+    with jax.enable_x64(True):
+        config = models.model(compute_dtype="float64", stacks=stacks)
+        params = models.random_parameters(config)
+        ordinary = gradients(config, params=params)
+        rebuilt = gradients(replace(config, remat="reversible"), params=params)
+        assert max(relative_errors(rebuilt[1], ordinary[1])) < 1e-13
+    # Of the final site, and where a stack ends.
+    assert len(reads) == 3
 
 
 @pytest.mark.slow
