@@ -16,10 +16,13 @@ from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
 _KEPT_BYTES = 32 * 2**20
 # Rows of a tile, of which a block has whole ones or all.
 _TILE = 8
-# Tokens of a block, and what an entry of its logits costs beside those of the best. Entries of the
-# logits of heads at a time, about.
-_BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.5, 128: 2.5}
+# Tokens of a block, and what an entry of its logits costs beside those of the best; see `_costs`.
+_BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.9, 128: 2.5}
+# With matrix units of 128 rows. A short sequence has fewer entries in smaller blocks.
+_NARROW = ("tpu_v5_lite", "tpu_v5")
+# Entries of the logits of heads at a time, about, and heads of queries.
 _ENTRIES = 2**21
+_HEADS = 20
 
 
 class Blocks(NamedTuple):
@@ -123,21 +126,37 @@ def default_blocks(
     dtype: str,
     **others,
 ) -> Blocks:
-    """By rule; `others` of the key do not matter."""
+    """By rule, of the device lowered for; `others` of the key do not matter."""
+    each, (costs, alone) = heads // kv_heads, _costs(kernel, size)
 
-    def cost(tokens: int) -> float:
-        count = -(-N // tokens)
-        return _BLOCKS[tokens] * tokens**2 * count * (count + 1)
+    def of(tokens: int) -> Blocks:
+        # Work on one head hides another's waiting; and all queries should fit, if they can.
+        most = min(_HEADS, _ENTRIES // tokens**2)
+        fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
+        shape = rows, heads, kv_heads, size, value_size, jnp.dtype(dtype)
+        kept = [blocks for blocks in fitting if Cut(*shape, blocks).span >= N]
+        return max(kept, default=Blocks(tokens, tokens, 1))
 
-    each = heads // kv_heads
-    tokens = min((t for t in _BLOCKS if each * t**2 <= _ENTRIES), key=cost, default=min(_BLOCKS))
-    # Work on one head hides another's waiting; and all queries should fit, if they can.
-    fitting = [n for n in divisors(kv_heads) if n * each * tokens**2 <= _ENTRIES]
-    cut = lambda n: Cut(
-        rows, heads, kv_heads, size, value_size, jnp.dtype(dtype), Blocks(tokens, tokens, n)
-    )
-    kept = [n for n in fitting if cut(n).span >= N]
-    return Blocks(tokens, tokens, max(kept or [1]))
+    def cost(blocks: Blocks) -> float:
+        tokens, count = blocks.queries, -(-N // blocks.queries)
+        waits = alone if blocks.heads * each == 1 else 1.0
+        return waits * costs[tokens] * tokens**2 * count * (count + 1)
+
+    sizes = [t for t in _BLOCKS if each * t**2 <= _ENTRIES]
+    return min(map(of, sizes or [min(_BLOCKS)]), key=cost)
+
+
+def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
+    """`_BLOCKS` of a kernel, and how much dearer entries are of one head at a time.
+
+    As compilers' schedules have it: docs/benchmarks/kernels.md.
+    """
+    backward = kernel.endswith("backward")
+    narrow = tuned.slug(tuned.device_lowered_for()) in _NARROW
+    of_256, alone = (1.6, 1.45) if backward else (_BLOCKS[256], 1.3)
+    if narrow:
+        of_256, alone = 1.2 if backward or size >= LANES else of_256, 1.15
+    return _BLOCKS | {256: of_256}, alone
 
 
 def _refused(kernel: str, key: dict[str, Any], tokens: int, blocks: Blocks) -> str | None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
+from pallas_kernels.call import divisors
 from pallas_kernels.causal_attention import block_sizes as attention_blocks
 from pallas_kernels.causal_attention import mosaic_tpu as attention_tpu
 from pallas_kernels.causal_attention import mosaic_tpu_whole as attention_whole
@@ -367,7 +368,8 @@ def _attention_values(op, key: Values, tokens: int, default: Values) -> Iterator
         yield from _product(queries=range(128, tokens + 1, 128))
         return
     sizes = [size for size in (128, 256, 512, 1024, 2048) if size < 2 * tokens]
-    yield from _product(queries=sizes, keys=sizes, heads=(1, 2, 4, 8))
+    heads = [n for n in divisors(key["kv_heads"]) if n <= 16]
+    yield from _product(queries=sizes, keys=sizes, heads=heads)
 
 
 def _attention_default(op, key: Values, tokens: int) -> tuned.Blocks:
