@@ -124,6 +124,9 @@ _rows = _of(
     "pallas_kernels/causal_attention/mosaic_tpu_rows.py", f"{_KERNELS}/causal_attention_test.py"
 )
 _cudnn_tests = f"{_KERNELS}/causal_attention_cudnn_test.py"
+_cuts = _of(
+    "pallas_kernels/causal_attention/block_sizes.py", f"{_KERNELS}/causal_attention_test.py"
+)
 _entries = _of("pallas_kernels/causal_attention/entries.py", _cudnn_tests)
 _cudnn = _of("pallas_kernels/causal_attention/cudnn.py", _cudnn_tests)
 _divided = f"{_KERNELS}/causal_attention_divided_test.py"
@@ -137,6 +140,7 @@ _CAUSAL = (
     _causal("-1, x.shape[3]).sum(axis=3)", "-1, x.shape[3])[:, :, :, 0]"),
     _causal("jnp.repeat(x, each, axis=2) if", "jnp.tile(x, (1, 1, each, 1)) if"),
     _blocks('ref["sum"][head] * shrink + mixed', 'ref["sum"][head] + mixed'),
+    _cuts("waits = alone if blocks.heads * each == 1", "waits = alone if False"),
     _blocks("seen = (k_low <= q_high) & (q_low <= k_high)", "seen = k_low <= q_low"),
     _blocks('- ref["delta"][0, head])', ")"),
     _blocks("kind |= _MASKED * _is_masked(call, i, j) |", "kind |="),

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import UnsupportedImplementation, attention_forward, causal_attention
+from pallas_kernels import UnsupportedImplementation, attention_forward, causal_attention, tuned
 from pallas_kernels.call import round_up
 from pallas_kernels.causal_attention import (
     block_sizes,
@@ -21,7 +21,7 @@ from pallas_kernels.causal_attention import (
     reference,
     splash,
 )
-from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
+from pallas_kernels.causal_attention.block_sizes import Blocks, Cut, default_blocks
 from pallas_kernels.causal_attention.interface import Attended, Attention
 from tests.closeness import assert_close
 from tests.pallas_kernels.causal_attention_battery import (
@@ -376,6 +376,28 @@ def test_splash_compiles_for_tpu():
 
     compiled = jax.jit(jax.grad(loss)).lower(qkv, ids).compile()
     assert compiled.as_text().count("tpu_custom_call") == 3
+
+
+@pytest.mark.parametrize(
+    "kind, op, heads, size, tokens, blocks",
+    [
+        ("TPU v5 lite", "backward", (16, 4), 64, 512, (256, 256, 4)),
+        ("TPU v5 lite", "forward", (16, 4), 64, 512, (512, 512, 2)),
+        ("TPU v5", "forward", (17, 17), 192, 512, (256, 256, 17)),
+        ("TPU v5", "forward", (16, 16), 192, 2048, (512, 512, 8)),
+        ("TPU v6 lite", "backward", (16, 16), 192, 512, (512, 512, 8)),
+        ("TPU7x", "backward", (17, 17), 192, 512, (256, 256, 17)),
+        ("TPU7x", "forward", (17, 17), 192, 512, (512, 512, 1)),
+        ("TPU v5", "forward", (16, 16), 64, 32768, (1024, 1024, 2)),
+    ],
+)
+def test_blocks_are_small_where_a_short_sequence_wastes_less(kind, op, heads, size, tokens, blocks):
+    sizes = dict(zip(("heads", "kv_heads"), heads, strict=True), size=size, value_size=size)
+    with tuned.lowering_for(kind):
+        chosen = default_blocks(
+            f"attention_blocks_{op}", tokens, **sizes, rows="head_major", dtype="bfloat16"
+        )
+    assert tuple(chosen) == blocks
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu", "cuda"])
