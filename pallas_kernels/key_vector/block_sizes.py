@@ -136,9 +136,6 @@ def grouped(op: Op, s: Sizes, tokens: int, slab: int) -> BlockSizes | None:
         # Not by `tokens` or `op`: what is taken back has to be the very product that was stored.
         store = largest_divisor(s.V, min(_STORED_ROWS // s.K, LANES // max(s.R_padded, 16)))
         read = LANES // s.K
-        # A read alone waits less for larger products.
-        if not s.R and s.K <= 64:
-            read = max(read, 4)
         if op != "forward":
             read = min(read, LANES // max(s.P_padded, s.R_padded))
         read = largest_divisor(s.V, read)
