@@ -58,6 +58,7 @@ _KEY_VECTOR_TPU = (
     _of("pallas_kernels/operand.py", f"{_KERNELS}/causal_attention_slots_test.py", f"{_KERNELS}/key_vector_again_test.py")("return chosen[0], *spec", "return 0 * chosen[0], *spec"),
     _kernel("product = product - mean * widen", "product = product + mean * widen"),
     _again("_operand(call, residual, i * group, mean)", "_operand(call, residual, i * group, 0)"),
+    _of("pallas_kernels/key_vector/triton_gpu.py", f"{_KERNELS}/triton_gpu_test.py")("retrieved += above * key_sums", "retrieved += 0 * above * key_sums"),
     _kernel('_read_again(again, outputs["rebuilt"]', '_read_again(again, inputs["residual"]'),
 )  # fmt: skip
 

@@ -22,7 +22,7 @@ _BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.9, 128: 2.5}
 _NARROW = ("tpu_v5_lite", "tpu_v5")
 # Entries of the logits of heads at a time, about, and heads of queries.
 _ENTRIES = 2**21
-_HEADS = 20
+MOST_HEADS = 20
 
 
 class Blocks(NamedTuple):
@@ -131,7 +131,7 @@ def default_blocks(
 
     def of(tokens: int) -> Blocks:
         # Work on one head hides another's waiting; and all queries should fit, if they can.
-        most = min(_HEADS, _ENTRIES // tokens**2)
+        most = min(MOST_HEADS, _ENTRIES // tokens**2)
         fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
         shape = rows, heads, kv_heads, size, value_size, jnp.dtype(dtype)
         kept = [blocks for blocks in fitting if Cut(*shape, blocks).span >= N]

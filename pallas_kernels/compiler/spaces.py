@@ -368,7 +368,7 @@ def _attention_values(op, key: Values, tokens: int, default: Values) -> Iterator
         yield from _product(queries=range(128, tokens + 1, 128))
         return
     sizes = [size for size in (128, 256, 512, 1024, 2048) if size < 2 * tokens]
-    heads = [n for n in divisors(key["kv_heads"]) if n <= 16]
+    heads = [n for n in divisors(key["kv_heads"]) if n <= attention_blocks.MOST_HEADS]
     yield from _product(queries=sizes, keys=sizes, heads=heads)
 
 

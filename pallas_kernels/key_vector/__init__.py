@@ -325,6 +325,8 @@ def undo(
     """
     site = Site(residual, store_keys, data, gain, read_keys)
     call = _checked(_Call(norm, 0.0, implementation, None, key_axis, fraction_bits), site)
+    if again is not None:
+        _checked(call, Site(residual, gain=again.gain, read_keys=again.read_keys))
     read, key_axis = None, call.key_axis
     if key_axis is not None:
         if retrieved is None:

@@ -78,6 +78,10 @@ def unsupported(op: str, site: Site, *others) -> str | None:
     if _is_plain(op, site):
         return None
     residual = site.residual
+    for again in (x for x in others if isinstance(x, Again)):
+        read = Site(residual, gain=again.gain, read_keys=again.read_keys)
+        if why := unsupported("forward", read):
+            return why
     data = [site.data] * site.stores
     data += others[1:3] if op == "backward" else []
     if residual.dtype not in _RESIDUAL:

@@ -111,11 +111,12 @@ def retrieved_of(case: Case, stored, site: Site):
 
 
 def again_of(case: Case, site: Site) -> Again:
-    """A read of the residual before, of 3 vectors, with twice the rstd that it has."""
+    """A read of the residual before, of 3 vectors, with a mean and a rstd that are not its own."""
     rng, X = np.random.default_rng(2), numbers(site.residual, case.bits)
     draw = lambda *size: rng.normal(size=size).astype("float32")
     mean = X.mean((2, 3)) if case.norm == "layernorm" else np.zeros(X.shape[:2])
     rstd = 2 / np.sqrt(np.mean((X - mean[..., None, None]) ** 2, (2, 3)))
+    mean = mean + 0.5 * case.size * (case.norm == "layernorm")
     statistics = Statistics(np.float32(mean), np.float32(rstd))
     return Again(draw(case.K, case.V), draw(3, case.K), statistics)
 

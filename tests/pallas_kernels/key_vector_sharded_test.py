@@ -484,5 +484,14 @@ def test_what_does_not_fit_is_named():
     d_z = np.ones((2, case.N, case.P, case.V), np.float32)
     with pytest.raises(ValueError, match="needs what was retrieved"):
         run(undo, X, w, y[:2], gain, r, d_z)
+
+    def read_again(X, w, y, gain, r, dz, short):
+        token = jnp.ones(X.shape[:2])
+        again = pallas_kernels.Again(gain, short, Statistics(token, token))
+        args = (X, Statistics(token, token), w, y, gain, r, X, dz)
+        return pallas_kernels.undo(*args, norm="rmsnorm", again=again)
+
+    with pytest.raises(ValueError, match="shapes do not fit.*read_keys"):
+        jax.eval_shape(read_again, X[:2], w, y[:2], gain, r, d_z, r[:, :-1])
     with pytest.raises(NameError, match="key"):
         jax.eval_shape(read, X, gain, r)
