@@ -1,5 +1,6 @@
 """Tokens to logits: the loop over sublayers, the same for every residual system."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -61,6 +62,8 @@ class Decoder(nnx.Module):
             )
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"Decoder takes rngs=nnx.Rngs(0); not {rngs!r:.60}")
+        if config.remat == "auto":  # a run says what it is where it is trained
+            config = dataclasses.replace(config, remat="full")
         self.config = config
         self.dtype = compute_dtype(config.compute_dtype)
         store = residual.store_module(config.store)

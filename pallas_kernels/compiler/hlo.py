@@ -27,6 +27,7 @@ _KERNEL_BODY = re.compile(r'"body":"([^"]*)"')
 _NAMING = re.compile(r", (?:metadata|backend_config|frontend_attributes)=\{.*", re.DOTALL)
 _TILE = re.compile(r"T\(([\d,*]+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
+_ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
 
 # What only names or passes on arrays.
 _FREE = {
@@ -292,7 +293,7 @@ class Module:
         for user in (i for i in inside.values() if name in i.operands):
             if user.opcode in _SLICES and user.operands[0] == name:
                 parts += _bytes((dataclasses.replace(user.arrays[0], space=arrays[0].space),))
-            elif user.opcode == "bitcast" and not user.is_root:
+            elif (user.opcode == "bitcast" or _is_view(user)) and not user.is_root:
                 parts += self._read(inside, user.name, arrays)
             elif user.opcode == "fusion":
                 nested = self.computations[user.called["calls"]]
@@ -397,6 +398,14 @@ def _started(instruction: Instruction) -> Bytes:
         source, target = target, source
     moved = dataclasses.replace(target, space=source.space)
     return _bytes((moved,)) + _bytes((target,))
+
+
+def _is_view(inside: Instruction) -> bool:
+    """Whether a part of a fusion names its operand in another tiling, of which it moves nothing.
+
+    On tpu7x bfloat16 lies in tiles of 16 rows, and fusions work in tiles of 8.
+    """
+    return inside.opcode == "fusion" and _ALIASED in inside.attributes
 
 
 def _is_free(instruction: Instruction) -> bool:

@@ -6,7 +6,7 @@ import sharding
 from rmt_tpu import cost, data
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.training import room
-from rmt_tpu.training.run import load_datasets, prepare, resolve_dtypes
+from rmt_tpu.training.run import load_datasets, prepare, resolved
 
 
 def dry_run(config: RunConfig, name: str) -> str:
@@ -22,7 +22,7 @@ def dry_run(config: RunConfig, name: str) -> str:
     Raises:
       UsageError, MeshError: `train` would refuse it.
     """
-    config = resolve_dtypes(config)
+    config = resolved(config)
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)

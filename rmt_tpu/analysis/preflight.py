@@ -32,6 +32,7 @@ from rmt_tpu.analysis.prompt import Prompt, lower_prompt, sizes_of
 from rmt_tpu.analysis.step_cost import PARTS, StepCost, lower_config, step_cost
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.training.run import resolved
 
 # What is in memory: arguments, what only a step needs, and the program itself.
 KINDS = ("parameters", "optimizer", "cache", "batch", "activations", "temporaries", "program")
@@ -237,7 +238,7 @@ def preflight(
     """Compiles the train step of a run for all devices of a topology.
 
     Args:
-      config: of the run; "auto" dtypes are taken as on an accelerator.
+      config: of the run; what is "auto" is taken as on an accelerator.
       target: from `parse_topology`.
       progress: is told when it is compiled.
       prompt: to read a part of or to add to, in place of a train step.
@@ -249,6 +250,8 @@ def preflight(
     """
     if config.model.compute_dtype == "auto":
         config = overrides.apply(config, {"model.compute_dtype": "bfloat16"})
+    if prompt is None:
+        config = resolved(config)
     given, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
         given, lower = given | dataclasses.asdict(prompt), f"{lower_prompt.__module__}:lower_prompt"

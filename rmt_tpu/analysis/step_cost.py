@@ -28,7 +28,7 @@ from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
 from rmt_tpu.errors import RunError
-from rmt_tpu.training.run import prepare
+from rmt_tpu.training.run import prepare, resolved
 
 PARTS = (
     "embedding",
@@ -209,7 +209,7 @@ class Step:
             "model.compute_dtype": "bfloat16",
             "train.mesh": "data=1",
         }
-        return overrides.apply(run(self.preset), changes | self.changes)
+        return resolved(overrides.apply(run(self.preset), changes | self.changes))
 
 
 def step_costs(

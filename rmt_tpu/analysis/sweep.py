@@ -15,10 +15,10 @@ from rmt_tpu.errors import DivergedError, UsageError, shown
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training.metrics import read_metrics, series
 from rmt_tpu.training.plots import line_style, save_picture
-from rmt_tpu.training.run import resolve_dtypes
+from rmt_tpu.training.run import resolved
 from rmt_tpu.training.side_files import COMPLETE
 from rmt_tpu.training.trainer import Outcome, train
-from rmt_tpu.training.workdir import CONFIG, read_config
+from rmt_tpu.training.workdir import CONFIG, kept, read_config
 
 Point = dict[str, Any]  # values by their paths
 
@@ -209,8 +209,8 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
 def begun(config: RunConfig, folder: Folder) -> bool:
     """Whether this very run is there."""
     found = folder.read(CONFIG)
-    resolved = json.loads(json.dumps(overrides.to_json(resolve_dtypes(config))))
-    return found is not None and json.loads(found.data) == resolved
+    own = json.loads(json.dumps(overrides.to_json(resolved(config, kept(folder)))))
+    return found is not None and json.loads(found.data) == own
 
 
 def settled(config: RunConfig, folder: Folder) -> bool:

@@ -50,6 +50,7 @@ from rmt_tpu.config.model import (
     Standard,
 )
 from rmt_tpu.config.resume import (
+    KEPT,
     resume_rule,
 )
 from rmt_tpu.config.run import (
@@ -72,6 +73,7 @@ from rmt_tpu.config.stores import (
 __all__ = [
     "COUNTED",
     "HISTOGRAM_BINS",
+    "KEPT",
     "WHOLE",
     "AdamW",
     "Muon",

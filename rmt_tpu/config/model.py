@@ -21,7 +21,7 @@ from rmt_tpu.config.resume import changeable
 from rmt_tpu.config.stores import DType, MatrixStore, Store, VectorStore
 from rmt_tpu.errors import UsageError, shown
 
-RematPolicy = Literal["none", "dots", "full", "reversible", "blocks"]
+RematPolicy = Literal["auto", "none", "dots", "full", "reversible", "blocks"]
 Kernels = Literal["auto", "xla", "pallas"]
 
 
@@ -90,7 +90,8 @@ class ModelConfig(Checked):
         with `key_dim`. Attention over depth and DenseFormer always recompute the full layer; they
         keep the bank and the running sum before each layer ("full"), or with "blocks" the bank
         alone, for a second forward pass. In place of sums of whole blocks of matrices "full" keeps
-        what sublayers wrote, which is less, and adds it up again.
+        what sublayers wrote, which is less, and adds it up again. "auto" is "reversible" where an
+        RMT is trained (without stages of a pipeline), else "full".
       kernels: how ops are computed on TPUs and GPUs: by what is the default there ("auto": kernels
         on a TPU; on a GPU cuDNN's attention, and those that a table of measured times has), by
         plain JAX ("xla"), or by kernels wherever there are any ("pallas").
@@ -105,7 +106,7 @@ class ModelConfig(Checked):
     init_std: Positive = 1.0
     parametrization: Parametrization = Standard()
     compute_dtype: DType = changeable("auto")
-    remat: RematPolicy = changeable("full")
+    remat: RematPolicy = changeable("auto")
     kernels: Kernels = changeable("auto")
 
     # Names of the short form.
@@ -195,10 +196,10 @@ class ModelConfig(Checked):
                 f"ModelConfig.mixer={kind} is defined for a vector store only; legal for a matrix "
                 f"store: {', '.join(m.kind for m in get_args(Mixer) if m.on_matrix)}"
             )
-        if self.remat not in mixer.remats:
+        if self.remat not in ("auto", *mixer.remats):
             raise UsageError(
                 f"ModelConfig.remat={self.remat!r} is not for mixer={kind}; legal: "
-                f"{', '.join(mixer.remats)}"
+                f"{', '.join(mixer.remats)}, auto"
             )
 
     def _check_base(self):

@@ -4,6 +4,8 @@ import dataclasses
 from typing import Any, Literal
 
 Rule = Literal["fixed", "change", "free"]
+# What was "auto" when a run began stays what it was: where the run goes on, its curve does.
+KEPT = ("model.remat", "model.store.dtype")
 
 
 def free(default: Any) -> Any:

@@ -42,10 +42,11 @@ class MatrixStore(Checked):
     others `vectors` (R). Where these two sizes are None they are those of the model's attention, as
     in the paper: `num_heads` and `head_dim`.
     `dtype` "auto" is the compute dtype; for bfloat16 with `remat="reversible"` it is int16, or
-    float32 for a residual that starts too small for int16 (see `residual.fixed_point`). "int16" is
-    fixed point in steps of `2^-fraction_bits`, up to 2^15 of them; None is from what the model's
-    residual is expected to be: 9, steps of 1/512 up to 64, with weights of order 1. A token whose
-    residual goes beyond, or spreads over less than two steps, makes the loss NaN.
+    float32 for a residual that starts too small for int16 (see `residual.fixed_point`) or outgrows
+    it in training. "int16" is fixed point in steps of `2^-fraction_bits`, up to 2^15 of them; None
+    is from what the model's residual is expected to be: 7, steps of 1/128 up to 256, with weights
+    of order 1. A token whose residual goes beyond, or spreads over less than two steps, makes the
+    loss NaN.
     """
 
     kind: ClassVar[str] = "matrix"

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
 from rmt_tpu import data
-from rmt_tpu.config import ModelConfig, RunConfig
+from rmt_tpu.config import KEPT, ModelConfig, RematPolicy, RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.distributed import kept_programs
 from rmt_tpu.errors import UsageError
@@ -66,8 +67,16 @@ class Run(NamedTuple):
         return jax.jit(self.step, donate_argnums=0, compiler_options=options)
 
 
-def resolve_dtypes(config: RunConfig) -> RunConfig:
-    """`config` with "auto" dtypes as they are on this platform.
+def resolved(config: RunConfig, kept: Mapping[str, str] = MappingProxyType({})) -> RunConfig:
+    """`config` with what is "auto" in its model as it is in training, on this platform.
+
+    Of an RMT remat is "reversible", in time and memory the less on every platform; but a pipeline
+    has it not, nor does a bfloat16 residual.
+
+    Args:
+      config: of the run.
+      kept: `workdir.kept` of the run that goes on, if one does: its remat is taken for "auto", and
+        its residual is of floats where that has outgrown int16.
 
     Raises:
       UsageError: one is float64, of which jax would silently make float32.
@@ -82,10 +91,25 @@ def resolve_dtypes(config: RunConfig) -> RunConfig:
                 f"{path}='float64' needs JAX_ENABLE_X64=1 in the environment; legal without: auto, "
                 "float32, bfloat16"
             )
-    store = dataclasses.replace(config.model.store, dtype=residual_dtype(config.model).name)
-    dtype = compute_dtype(config.model.compute_dtype).name
-    model = dataclasses.replace(config.model, compute_dtype=dtype, store=store)
-    return dataclasses.replace(config, model=model)
+    dtype = compute_dtype(model.compute_dtype).name
+    stages = sharding.parse_mesh(config.train.mesh).get("stage", 1)
+    model = dataclasses.replace(model, compute_dtype=dtype, remat=_remat(model, stages, kept))
+    of_residual = residual_dtype(model).name
+    outgrown = [kept.get(path) for path in KEPT] == ["reversible", "float32"]
+    if outgrown and model.store.dtype == "auto" and of_residual == "int16":
+        of_residual = "float32"
+    store = dataclasses.replace(model.store, dtype=of_residual)
+    return dataclasses.replace(config, model=dataclasses.replace(model, store=store))
+
+
+def _remat(model: ModelConfig, stages: int, kept: Mapping[str, str]) -> RematPolicy:
+    if model.remat != "auto":
+        return model.remat
+    can_be_rebuilt = model.store.has_keys and model.store.dtype != "bfloat16" and stages == 1
+    legal = [p for p in model.mixer.remats if p != "reversible" or can_be_rebuilt]
+    if kept.get("model.remat") in legal:
+        return kept["model.remat"]
+    return "reversible" if "reversible" in legal else "full"
 
 
 def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:

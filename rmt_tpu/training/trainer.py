@@ -23,10 +23,14 @@ from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.growth import restore_grown
 from rmt_tpu.training.origin import Origin
 from rmt_tpu.training.progress import TrainingProgress
-from rmt_tpu.training.run import Datasets, Run, load_datasets, prepare, resolve_dtypes
+from rmt_tpu.training.run import Datasets, Run, load_datasets, prepare, resolved
 from rmt_tpu.training.side_files import SideFiles, set_aside, wants_board
 from rmt_tpu.training.step import TrainState
 from rmt_tpu.training.throughput import Throughput
+
+
+class _OutgrewInt16(Exception):
+    """The residual leaves int16's range for good; a checkpoint is of the last step."""
 
 
 class Outcome(NamedTuple):
@@ -46,6 +50,8 @@ def train(
     all_is_saved: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
     """Train `config` in `folder`, from its last good checkpoint if there is one.
+
+    An RMT whose residual outgrows int16, chosen by "auto", goes on from there with one of float32.
 
     The first SIGINT or SIGTERM ends the run after the step it is in, with a checkpoint; of several
     processes, whichever gets it, after the next step that all are in.
@@ -72,7 +78,24 @@ def train(
     if processes.is_first():
         workdir.check_access(folder)
     wants_board(config.train.tensorboard)
-    config = resolve_dtypes(config)
+    given = label, all_is_saved
+    try:
+        return _train(config, folder, change_config, profile_steps, *given)
+    except _OutgrewInt16:
+        config = overrides.apply(config, {"model.store.dtype": "float32"})
+        return _train(config, folder, True, 0, *given)
+
+
+def _train(
+    config: RunConfig,
+    folder: Folder,
+    change_config: bool,
+    profile_steps: int,
+    label: str,
+    all_is_saved: Callable[[int], None],
+) -> Outcome:
+    may_outgrow = config.model.store.dtype == "auto"
+    config = resolved(config, workdir.kept(folder))
     progress = TrainingProgress(config.train.steps, label, show=processes.is_first())
     with progress, memory.told_if_out(memory.TRAIN_ADVICE), contextlib.ExitStack() as stack:
         run = prepare(config, sharding.make_mesh(config.train.mesh))
@@ -120,6 +143,7 @@ def train(
             blocks,
             progress,
             start,
+            may_outgrow and config.model.store.dtype == "int16",
         )
         return loop.run(profile_steps, folder, all_is_saved)
 
@@ -236,6 +260,7 @@ class _Loop:
         blocks: kernel_blocks.KernelBlocks,
         progress: TrainingProgress,
         start: _Start,
+        may_outgrow: bool,
     ):
         self.config, self.model, self.datasets, self.tokenizer = config, run, datasets, tokenizer
         self.tasks = tasks
@@ -250,6 +275,7 @@ class _Loop:
         # Of the save begun last: its step, and when, on process 0's clock.
         self.save_step, self.save_time = start.step, time.monotonic()
         self.good_step: int | None = start.step or None  # of the last checkpoint that is committed
+        self.may_outgrow, self.outgrown = may_outgrow, False
 
     def run(
         self, profile_steps: int, folder: Folder, all_is_saved: Callable[[int], None]
@@ -260,12 +286,17 @@ class _Loop:
           profile_steps: to trace.
           folder: the run folder, for a line about it.
           all_is_saved: see `train`.
+
+        Raises:
+          _OutgrewInt16: in place of the steps left.
         """
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
             train_step = self._compile()
             with signals.after_the_step(self.progress.say) as stop:
                 stopped_by = self._steps(train_step, profile_steps, stop)
+                if stopped_by is None and self.step < steps:
+                    raise _OutgrewInt16
                 all_is_saved(self.step)
         else:
             all_is_saved(self.step)
@@ -307,9 +338,13 @@ class _Loop:
                     self._evaluate()
                 if step < steps and self._due(self.config.train.eval_tasks_every):
                     self._ask_tasks()
-                if wanted != signals.GO_ON or self._due(self.config.train.checkpoint_every):
+                if (
+                    wanted != signals.GO_ON
+                    or self.outgrown
+                    or self._due(self.config.train.checkpoint_every)
+                ):
                     self._save()
-                if stopped_by is not None:
+                if stopped_by is not None or self.outgrown:
                     break
                 if step < steps:
                     self._leave_side_files()
@@ -360,7 +395,15 @@ class _Loop:
         self.progress.update(self.step, row)
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             self.side_files.write(self.step, row)
-        if in_a_row >= self.config.train.max_bad_steps:
+        most, skipped = self.config.train.max_bad_steps, int(row["train/skipped_steps"])
+        if self.may_outgrow and (in_a_row >= most or skipped >= max(2 * most, self.step / 100)):
+            if not self.outgrown:
+                self.progress.say(
+                    f"step {self.step}: {skipped} steps skipped; the residual has outgrown int16 "
+                    f"({fixed_point.described(self.config.model)}) and goes on in float32"
+                )
+            self.outgrown = True
+        elif in_a_row >= most:
             raise DivergedError(
                 f"the loss or its gradient was not finite in {in_a_row} steps in a row, to step "
                 f"{self.step}; {self._last_good_step()}. Try a lower "

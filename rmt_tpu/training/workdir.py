@@ -1,5 +1,6 @@
 """The run folder: config, tokenizer, metrics, checkpoints, plots and samples of one run."""
 
+import contextlib
 import json
 import time
 import uuid
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rmt_tpu import memory
 from rmt_tpu.checkpoint import Checkpointer
-from rmt_tpu.config import RunConfig, overrides, resume_rule
+from rmt_tpu.config import KEPT, RunConfig, overrides, resume_rule
 from rmt_tpu.config.overrides import differences
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.distributed import processes
@@ -138,6 +139,17 @@ def read_config(workdir: Location) -> RunConfig:
         if found is None:
             raise UsageError(f"{folder} holds no run: there is no {folder}/{CONFIG}")
         return _parsed(folder, found.data)
+
+
+def kept(folder: Folder) -> dict[str, str]:
+    """What `training.run.resolved` takes of the run in a folder that goes on, if there is one."""
+    values = {}
+    if processes.is_first() and (found := folder.read(CONFIG)) is not None:
+        with contextlib.suppress(UsageError):  # which `open_workdir` tells
+            config = _parsed(folder, found.data)
+            if open_checkpoints(folder).steps():
+                values = {path: overrides.value_at(config, path) for path in KEPT}
+    return processes.from_first(values, "what the run keeps")
 
 
 class Loaded(NamedTuple):

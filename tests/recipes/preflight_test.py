@@ -55,6 +55,7 @@ def test_new_tokens_of_rows():
 @pytest.mark.compile
 def test_a_step_that_does_not_fit(tmp_path):
     flags = (*SMALL, "--mesh=data=4", "--batch_size=131072", f"--json={tmp_path}/all.json")
+    flags = (*flags, "--set=model.remat=full")
     done = cli.run("preflight", *flags)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()

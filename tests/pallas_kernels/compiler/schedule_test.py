@@ -363,6 +363,26 @@ def test_bytes_and_times_of_a_program():
     assert module.launches() == 2 + 3 * 24  # a copy, the start of one, and what the loop has
 
 
+def test_a_view_in_another_tiling_moves_nothing():
+    """As fusions have them on tpu7x, of the stack that they take a slice of or change one in."""
+    kind, aliased = (
+        "bf16[24,256,128]{2,1,0:T(8,128)(2,1)}",
+        "output_to_operand_aliasing={{}: (0, {})}",
+    )
+    copied = f"%copied (v: bf16[24,256,128]) -> bf16[24,256,128] {{\n  %v = {kind} parameter(0)\n"
+    text = f"{copied}  ROOT %w.1 = {kind} copy(%v)\n}}\n\n{PROGRAM}"
+    for stack, user in (("p0", " dynamic-slice"), ("q0", " dynamic-update-slice")):
+        view = f"  %view = {kind} fusion(%{stack}), kind=kLoop, {aliased}, calls=%copied\n"
+        defined = f"  %{stack} = {kind} parameter(0)\n"
+        assert text.count(defined) == text.count(f"{user}(%{stack},") == 1
+        text = text.replace(defined, defined + view).replace(f"{user}(%{stack},", f"{user}(%view,")
+    moved = [
+        {r.instruction.name: module.traffic(r.computation, r.instruction) for r in module.run()}
+        for module in map(Module, (PROGRAM, text))
+    ]
+    assert moved[0] == moved[1]
+
+
 SCATTER = """
 %fused_scatter (s0: bf16[24,512,128], s1: s32[32], s2: bf16[32,128]) -> bf16[24,512,128] {
   %s0 = bf16[24,512,128]{2,1,0:T(8,128)(2,1)} parameter(0)

@@ -185,7 +185,7 @@ def test_a_narrow_decoder_is_measured_in_float32():
     narrow = models.decoder(replace(model, compute_dtype="bfloat16", remat="reversible"))
     wide = depth.in_full_precision(narrow)
     store = replace(model.store, dtype="float32")
-    assert wide.config == replace(model, compute_dtype="float32", store=store)
+    assert wide.config == replace(model, compute_dtype="float32", remat="full", store=store)
     assert wide.dtype == wide.store.dtype == jnp.float32
     jax.tree.map(np.testing.assert_array_equal, nnx.state(wide), nnx.state(narrow))
 

@@ -239,7 +239,8 @@ def report(preset="rmt-305m", mesh=None, topology="v5e:4x4", state=3.0, work=20.
         "optimizer": int(state * GIB) * 2 // 3,
         "activations": int(work * GIB),
     }
-    changes = {"model.vocab_size": 50257, "train.batch_size": 256} | changes
+    given = {"model.vocab_size": 50257, "model.remat": "full", "train.batch_size": 256}
+    changes = given | changes
     return Preflight(
         config=overrides.apply(run(preset), changes),
         target=parse_topology(topology),

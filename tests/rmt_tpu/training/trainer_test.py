@@ -10,7 +10,7 @@ from rmt_tpu import memory
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
-from rmt_tpu.errors import RunError
+from rmt_tpu.errors import DivergedError, RunError
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.storage.local import LocalFolder
 from rmt_tpu.training import side_files, trainer
@@ -119,6 +119,32 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
     assert trainer.train(elsewhere, run, all_is_saved=saved.append).step == saved.pop() == 6
     assert f"{run} is complete at step 6" in capsys.readouterr().err
     assert not (run / "running.json").exists()
+
+
+def test_a_residual_that_outgrows_int16_goes_on_in_float32(config, tmp_path, capsys):
+    """From a checkpoint of its own; the same flags resume what came of it."""
+    few = {"model.compute_dtype": "bfloat16", "model.store.fraction_bits": 15}  # up to 1
+    few |= {"train.max_bad_steps": 2, "train.checkpoint_every": 0, "train.eval_every": 0}
+    narrow, run = overrides.apply(config, few), tmp_path / "run"
+    assert trainer.train(narrow, run).step == 6
+    said = capsys.readouterr().err
+    assert (
+        "step 2: 2 steps skipped; the residual has outgrown int16 (steps of 2^-15, up to +-1) and "
+        "goes on in float32" in said
+    )
+    assert f"resuming {run} from step 3" in said
+    assert json.loads((run / "config.json").read_text())["model"]["store"]["dtype"] == "float32"
+    losses = {row["step"]: row["train/loss"] for row in read_metrics(run)}
+    assert len(losses) == 6
+    assert [step for step, loss in losses.items() if loss is None or loss != loss] == [1, 2, 3]
+    more = overrides.apply(narrow, {"train.steps": 8})
+    assert trainer.train(more, run, change_config=True).step == 8
+    said = capsys.readouterr().err
+    assert f"resuming {run} from step 6" in said and "store.dtype" not in said
+    # Asked for by name, it is not left.
+    held = {"model.store.dtype": "int16", "model.remat": "reversible"}
+    with pytest.raises(DivergedError, match="2 steps in a row.*; or the residual does not fit int"):
+        trainer.train(overrides.apply(narrow, held), tmp_path / "held")
 
 
 @pytest.mark.parametrize("path", ["train.batch_size", "model.num_layers"])
