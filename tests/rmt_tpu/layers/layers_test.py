@@ -31,6 +31,37 @@ def test_normalize(norm):
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
+def test_layernorm_of_float32_takes_the_mean_off_first():
+    x = np.asarray(1000 + draw(4, 96))
+    centred = np.float64(x) - np.float64(x).mean(-1, keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True))
+    given = jnp.asarray(x), jnp.ones(96)
+    got = normalize(*given, norm="layernorm", epsilon=0.0, dtype=jnp.float32)
+    np.testing.assert_allclose(got, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("mean", [0.0, 30.0, 200.0])
+def test_layernorm_of_bfloat16_in_one_pass(mean):
+    """As near as the numbers are to what was rounded; also where all of a token are alike."""
+    x = (draw(6, 96) + mean).astype(jnp.bfloat16).at[5].set(mean)
+    gain, d_y = 1 + draw(96, seed=1), draw(6, 96, seed=2)
+
+    def of(x):
+        y = normalize(x, gain, norm="layernorm", epsilon=1e-6, dtype=jnp.float32)
+        return jnp.sum(y * d_y), y
+
+    (_, y), d_x = jax.value_and_grad(of, has_aux=True)(x)
+    exact = np.asarray(x, np.float64)
+    centred = exact - exact.mean(-1, keepdims=True)
+    expected = np.asarray(gain) * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+    # A mean of 200 leaves two bits of the spread.
+    np.testing.assert_allclose(y, expected, atol={0.0: 1e-5, 30.0: 1e-3, 200.0: 0.03}[mean])
+    (_, _), wide = jax.value_and_grad(of, has_aux=True)(x.astype(jnp.float32))
+    largest = np.abs(wide[:5]).max()
+    error = np.abs(np.asarray(d_x, np.float32) - wide)[:5].max()
+    assert error < 0.01 * largest
+
+
 @pytest.mark.parametrize("num_heads", [1, 3, 8, 12])
 def test_alibi_slopes_are_geometric_for_any_number_of_heads(num_heads):
     slopes = np.asarray(positions.alibi_slopes(num_heads))
