@@ -251,7 +251,8 @@ def preflight(
     if config.model.compute_dtype == "auto":
         config = overrides.apply(config, {"model.compute_dtype": "bfloat16"})
     if prompt is None:
-        config = resolved(config)
+        # The residual's dtype follows from it, and would from what is advised in its place.
+        config = overrides.apply(config, {"model.remat": resolved(config).model.remat})
     given, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
         given, lower = given | dataclasses.asdict(prompt), f"{lower_prompt.__module__}:lower_prompt"

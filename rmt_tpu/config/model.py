@@ -127,7 +127,7 @@ class ModelConfig(Checked):
         if self.remat == "reversible" and isinstance(self.store, VectorStore):
             raise UsageError(
                 "ModelConfig.remat='reversible' needs a matrix store; legal for a vector store: "
-                "none, dots, full"
+                "none, dots, full, auto"
             )
         if self.remat == "reversible" and dtype == "bfloat16":
             raise UsageError(
