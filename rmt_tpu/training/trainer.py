@@ -1,6 +1,7 @@
 """The training loop."""
 
 import contextlib
+import gc
 import json
 import signal
 import time
@@ -82,8 +83,10 @@ def train(
     try:
         return _train(config, folder, change_config, profile_steps, *given)
     except _OutgrewInt16:
-        config = overrides.apply(config, {"model.store.dtype": "float32"})
-        return _train(config, folder, True, 0, *given)
+        pass
+    gc.collect()  # the arrays of that loop, before there are others
+    config = overrides.apply(config, {"model.store.dtype": "float32"})
+    return _train(config, folder, True, 0, *given)
 
 
 def _train(
