@@ -420,6 +420,7 @@ _CONFIG = (
     _auto('if kept.get("model.remat") in legal:', 'if kept.get("model.remat") in ():'),
     _auto('model.store.dtype != "bfloat16" and stages == 1', 'model.store.dtype != "bfloat16"'),
     _auto('if outgrown and model.store.dtype == "auto"', "if outgrown"),
+    _of("rmt_tpu/training/trainer.py", f"{_MODEL}/training/trainer_test.py::test_how_many_skipped_steps_int16_is_left_for")("max(2 * most, step / 100)", "max(most, step / 100)"),
     _outgrows("                    or self.outgrown\n", ""),
     _outgrows('may_outgrow and config.model.store.dtype == "int16",', 'config.model.store.dtype == "int16",'),
 )  # fmt: skip

@@ -399,7 +399,7 @@ class _Loop:
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             self.side_files.write(self.step, row)
         most, skipped = self.config.train.max_bad_steps, int(row["train/skipped_steps"])
-        if self.may_outgrow and (in_a_row >= most or skipped >= max(2 * most, self.step / 100)):
+        if self.may_outgrow and outgrows(most, in_a_row, skipped, self.step):
             if not self.outgrown:
                 self.progress.say(
                     f"step {self.step}: {skipped} steps skipped; the residual has outgrown int16 "
@@ -502,6 +502,11 @@ class _Loop:
             make = lambda: sample_text(self.model, self.state.params, self.tokenizer, self.config)
             self.side_files.sample(self.step, make)
         self.throughput.restart()
+
+
+def outgrows(most: int, in_a_row: int, skipped: int, step: int) -> bool:
+    """Whether so many steps were skipped that int16 is not kept: some in a row, or one in 100."""
+    return in_a_row >= most or skipped >= max(2 * most, step / 100)
 
 
 def _range_hint(config: RunConfig) -> str:
