@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,38 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels import triton
+from pallas_kernels import triton, tuned
+from pallas_kernels.arguments import Slot
 
 LANES = 128
 # Of the smallest VMEM among the targets, v5p's 64 MiB, some is left to XLA.
 VMEM_LIMIT = 60 * 2**20
 
+
+class Chip(NamedTuple):
+    """Of a TPU: bytes of a core's VMEM, cores that share a program's work, a matrix unit's rows."""
+
+    vmem: int
+    cores: int
+    unit: int
+
+
+_CHIPS = {
+    "tpu_v5_lite": Chip(2**27, 1, 128),
+    "tpu_v5": Chip(2**26, 2, 128),
+    "tpu_v6_lite": Chip(2**27, 1, 256),
+    "tpu7x": Chip(2**26, 1, 256),
+}
+
+
+def chip() -> Chip:
+    """That which is lowered for; of a kind that is not known the most."""
+    return _CHIPS.get(tuned.slug(tuned.device_lowered_for()), Chip(2**27, 2, 256))
+
+
 # An array, or the shape of one that is to be made.
 Shaped = Array | jax.ShapeDtypeStruct
-Blocked = Mapping[str, tuple[Shaped, pl.BlockSpec]]
+Blocked = Mapping[str, tuple[Shaped | Slot, pl.BlockSpec]]
 
 
 def tpu_call(
@@ -44,7 +67,8 @@ def tpu_call(
     Args:
       kernel: the body of a grid step.
       name: of the kernel in the compiled program.
-      inputs, outputs: by name, an array (or its shape) and its block.
+      inputs, outputs: by name, an array (or its shape) and its block; of inputs also a slot, whose
+        blocks are taken where it lies.
       scratch: by name.
       grid, semantics: steps along each dimension, and how they may be ordered.
       flops, moved, transcendentals: the estimate of its cost for XLA; `moved` in bytes, None is
@@ -55,12 +79,12 @@ def tpu_call(
         last, in the order of their names, and the kernel among the inputs.
       interpret: whether to run it in plain JAX; or how, by an interpreter that knows more of TPUs.
     """
+    inputs, tables = _in_stacks(inputs, prefetch or {})
     if moved is None:
         blocks = (*inputs.values(), *outputs.values())
-        moved = sum(_moved(*one, prefetch is not None) for one in blocks)
+        moved = sum(_moved(*one, bool(tables)) for one in blocks)
     arrays = {k: array for k, (array, _) in inputs.items()}
     shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, (x, _) in outputs.items()}
-    tables = dict(sorted((prefetch or {}).items()))
     position = lambda names, name: sorted(names).index(name)
 
     def body(*refs):
@@ -133,6 +157,22 @@ def gpu_call(
         interpret=interpret,
     )(*inputs.values())
     return dict(zip(outputs, out, strict=True))
+
+
+def _in_stacks(inputs: Blocked, prefetch: Mapping[str, Any]):
+    """With stacks in place of slots; and all that blocks are chosen by, sorted by name."""
+    slots = {name: x.index for name, (x, _) in inputs.items() if isinstance(x, Slot)}
+    of_slots = {f"slot_{k}": jnp.asarray(i, jnp.int32).reshape(1) for k, i in slots.items()}
+    tables = dict(sorted((prefetch | of_slots).items()))
+
+    def in_stack(name: str, x: Slot, spec: pl.BlockSpec):
+        at = list(tables).index(f"slot_{name}") - len(tables)
+        index = lambda *args: (args[at][0], *spec.index_map(*args))
+        shape = (None, *spec.block_shape)
+        return x.stack, pl.BlockSpec(shape, index, pipeline_mode=spec.pipeline_mode)
+
+    put = lambda name, x, spec: in_stack(name, x, spec) if name in slots else (x, spec)
+    return {name: put(name, *one) for name, one in inputs.items()}, tables
 
 
 def _moved(array: Shaped, spec: pl.BlockSpec, chosen: bool) -> int:

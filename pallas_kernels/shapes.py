@@ -42,18 +42,22 @@ class KeyVector(NamedTuple):
     def backward(self, tokens, data="bfloat16", residual=None, array: Array = array):
         """Site, statistics, and cotangents of the residual and of what was retrieved."""
         K, V, R, P = self
-        site, token = self.site(tokens, data, residual, array), array("float32", *tokens)
+        site = self.site(tokens, data, residual, array)
         dtype = data if residual in (None, "int16") else residual
         d_residual = array(dtype, *tokens, K, V) if R else None
         if not P:
             return site._replace(residual=None), None, d_residual, None
-        return site, Statistics(token, token), d_residual, array(data, *tokens, P, V)
+        return site, _statistics(tokens, array), d_residual, array(data, *tokens, P, V)
 
     def again(self, tokens, array: Array = array) -> Again:
         """A read of what is rebuilt, of P vectors."""
-        token = array("float32", *tokens)
         read = array("float32", self.K, self.V), array("float32", self.P, self.K)
-        return Again(*read, Statistics(token, token))
+        return Again(*read, _statistics(tokens, array))
+
+
+def _statistics(tokens, array: Array) -> Statistics:
+    batch, seq = tokens
+    return Statistics(array("float32", batch, 2, seq))
 
 
 class Heads(NamedTuple):

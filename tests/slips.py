@@ -43,23 +43,37 @@ _KEY_VECTOR = (
 
 _kernel = _of("pallas_kernels/key_vector/mosaic_tpu_kernels.py", f"{_KERNELS}/mosaic_tpu_test.py")
 
+_keys = _of("pallas_kernels/key_vector/mosaic_tpu_keys.py", f"{_KERNELS}/mosaic_tpu_test.py")
 _again = _of(
     "pallas_kernels/key_vector/mosaic_tpu_kernels.py", f"{_KERNELS}/key_vector_again_test.py"
 )
+_in_stacks = _of("pallas_kernels/call.py", f"{_KERNELS}/key_vector_again_test.py")
 _KEY_VECTOR_TPU = (
     _kernel("above = total if call.centred else", "above = total if not call.centred else"),
     _kernel("slope = -(rstd * rstd * call.unit) * mean_an", "slope = -(rstd * call.unit) * mean_an"),
     _kernel("mean_an = mean_ax * call.unit", "mean_an = mean_ax"),
-    _kernel("sums = [previous[0:1] + sums[0], previous[1:2] + sums[1]]", "sums = [sums[0], sums[1]]"),
-    _kernel("d_keys = d_keys - jnp.sum(dz.astype", "d_keys = d_keys + jnp.sum(dz.astype"),
-    _kernel("            x = x - _written(call, inputs", "            x = x + _written(call, inputs"),
-    _kernel("*_add_to_sums(sums, value), sums[2] | changed", "*_add_to_sums(sums, value), sums[2]"),
+    _kernel("sums = [previous[i : i + 1] + x for i, x in enumerate(sums)]", "sums = list(sums)"),
+    _kernel("d_folded = d_folded - jnp.sum(dz.astype", "d_folded = d_folded + jnp.sum(dz.astype"),
+    _kernel("v, x - _written(call, columns, data, v)", "v, x + _written(call, columns, data, v)"),
+    _kernel("return *_add_to_sums(sums, value), least, most", "return *_add_to_sums(sums, value), least, sums[3]"),
+    _kernel("(sums[2] < _ROUND - _LARGEST) |", "(sums[2] < -_LARGEST) |"),
     _kernel("offset = offset - slope * mean", "offset = offset + slope * mean"),
-    _of("pallas_kernels/operand.py", f"{_KERNELS}/causal_attention_slots_test.py", f"{_KERNELS}/key_vector_again_test.py")("return chosen[0], *spec", "return 0 * chosen[0], *spec"),
-    _kernel("product = product - mean * widen", "product = product + mean * widen"),
-    _again("_operand(call, residual, i * group, mean)", "_operand(call, residual, i * group, 0)"),
+    _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/execution/reversible_test.py")("> _KEPT * chip().vmem", "> chip().vmem"),
+    _of("rmt_tpu/cores/feed_forward.py", f"{_MODEL}/cores/cores_test.py")("device_lowered_for()) not in", "device_lowered_for()) in"),
+    _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("Statistics(Slot(statistics.both, repeat))", "Statistics(Slot(statistics.both, 0))"),
+    _of("pallas_kernels/key_vector/mosaic_tpu_call.py", f"{_KERNELS}/mosaic_tpu_test.py")("return cls(1, B, tiles, True)", "return cls(1, B // 2, tiles, True)"),
+    _of("pallas_kernels/operand.py", f"{_KERNELS}/causal_attention_slots_test.py")("return chosen[0], *spec", "return 0 * chosen[0], *spec"),
+    _in_stacks("(args[at][0], *spec", "(0 * args[at][0], *spec"),
+    _in_stacks('index(f"slot_{name}") - len(tables)', "index(f\"slot_{name}\") * 0 - 1"),
+    _kernel("product = product - mean * keys.sums(v)", "product = product + mean * keys.sums(v)"),
+    _again("_operand(call, residual, v, mean)", "_operand(call, residual, v, 0)"),
     _of("pallas_kernels/key_vector/triton_gpu.py", f"{_KERNELS}/triton_gpu_test.py")("retrieved += above * key_sums", "retrieved += 0 * above * key_sums"),
-    _kernel('_read_again(again, outputs["rebuilt"]', '_read_again(again, inputs["residual"]'),
+    _keys("d = d_folded * self.call.unit", "d = d_folded"),
+    _keys("jnp.sum(d * self.read_keys[...], axis=0", "jnp.sum(d, axis=0"),
+    _keys("+= d * self.of_gain(v)", "+= d"),
+    _keys("return self.gain[pl.ds(self.first + v, 1)]", "return self.gain[pl.ds(v, 1)]"),
+    _keys("(self.read_keys[...] * self.of_gain(v)).astype", "(self.read_keys[...] * 1).astype"),
+    _kernel('read, outputs["rebuilt"]', 'read, inputs["residual"]'),
 )  # fmt: skip
 
 _rows = _of(
@@ -124,6 +138,9 @@ _blocks = _of(
 _rows = _of(
     "pallas_kernels/causal_attention/mosaic_tpu_rows.py", f"{_KERNELS}/causal_attention_test.py"
 )
+_whole = _of(
+    "pallas_kernels/causal_attention/mosaic_tpu_whole.py", f"{_KERNELS}/causal_attention_test.py"
+)
 _cudnn_tests = f"{_KERNELS}/causal_attention_cudnn_test.py"
 _cuts = _of(
     "pallas_kernels/causal_attention/block_sizes.py", f"{_KERNELS}/causal_attention_test.py"
@@ -148,6 +165,12 @@ _CAUSAL = (
     _blocks("offset=later(given.offset, start)", "offset=given.offset"),
     _blocks("first = at.group * (call.step * call.each)", "first = at.group * call.step"),
     _blocks("slot = slot if call.slots > 1 else 0", "slot = 0"),
+    _whole("use(*unit, made.pop(0))", "use(*unit, made.pop())"),
+    _whole("visible = visible & same", "visible = visible | same"),
+    _whole("attend([(i * each, start + n)", "attend([(i * each, n)"),
+    _whole("first = sum(group) * call.packed", "first = group[1] * call.packed"),
+    _whole("range(0, call.length, call.queries)]", "range(0, call.length, 2 * call.queries)]"),
+    _rows("words.at[pl.ds(first, (self", "words.at[pl.ds(0 * first, (self"),
     _rows("scale if part < 2 else None", "scale"),
     _rows("return [as_float(found << 16), as_float(found & jnp.int32(-(2**16)))]", "return [as_float(found & jnp.int32(-(2**16))), as_float(found << 16)]"),
     _rows("total += out * d_out", "total += out"),

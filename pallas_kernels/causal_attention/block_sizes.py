@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.call import LANES, VMEM_LIMIT, divisors
+from pallas_kernels.call import LANES, VMEM_LIMIT, chip, divisors
 from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
 
@@ -18,8 +18,6 @@ _KEPT_BYTES = 32 * 2**20
 _TILE = 8
 # Tokens of a block, and what an entry of its logits costs beside those of the best; see `_costs`.
 _BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.9, 128: 2.5}
-# With matrix units of 128 rows. A short sequence has fewer entries in smaller blocks.
-_NARROW = ("tpu_v5_lite", "tpu_v5")
 # Entries of the logits of heads at a time, about, and heads of queries.
 _ENTRIES = 2**21
 MOST_HEADS = 20
@@ -152,9 +150,8 @@ def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
     As compilers' schedules have it: docs/benchmarks/kernels.md.
     """
     backward = kernel.endswith("backward")
-    narrow = tuned.slug(tuned.device_lowered_for()) in _NARROW
     of_256, alone = (1.6, 1.45) if backward else (_BLOCKS[256], 1.3)
-    if narrow:
+    if chip().unit == LANES:  # a short sequence has fewer entries in smaller blocks
         of_256, alone = 1.2 if backward or size >= LANES else of_256, 1.15
     return _BLOCKS | {256: of_256}, alone
 

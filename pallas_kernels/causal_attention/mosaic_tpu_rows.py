@@ -18,6 +18,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import LANES, round_up
 
+# Words of an entry that a view shows, from a multiple of so many on.
+VIEWED = 4
+
 
 class Layout(NamedTuple):
     """Of a block of rows, and of its words in scratch, where tiles of 128 tokens lie one by one."""
@@ -59,10 +62,26 @@ class Layout(NamedTuple):
             rows = words[at]
             block[i, :, lanes] = pltpu.bitcast(rows, self.dtype) if self.packed == 2 else rows
 
+    @property
+    def direct(self) -> bool:
+        """Whether strided loads reach heads in blocks of 128 tokens as they are (`view`)."""
+        return self.packed == 2 and self.words % 8 == 0
+
+    def view(self, block: Any, first: Any) -> Any:
+        """A block of 128 tokens as `fetch` leaves a tile, but from the word `first` of `VIEWED` on.
+
+        What is not scratch lies in tiles of so many words, and a load's place in one must be known.
+        """
+        words = block.bitcast(jnp.int32).reshape(self.size * self.words, LANES)
+        return words.at[pl.ds(first, (self.size - 1) * self.words + VIEWED)]
+
     def take(self, words: Any, row: Any) -> list[Float[Array, "D tokens"]]:
         """The heads that share words, whose first word is this one of an entry's."""
-        rows, tiles = self._of_head(row), range(self.tokens // LANES)
-        found = jnp.concatenate([words.at[tile][rows, :] for tile in tiles], axis=1)
+        return self.take_from([words.at[tile] for tile in range(self.tokens // LANES)], row)
+
+    def take_from(self, tiles: list[Any], row: Any) -> list[Float[Array, "D tokens"]]:
+        """The same, of the words of each 128 tokens."""
+        found = jnp.concatenate([words[self._of_head(row), :] for words in tiles], axis=1)
         if self.packed == 1:
             return [found]
         as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32).astype(self.dtype)

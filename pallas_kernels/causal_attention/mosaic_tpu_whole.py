@@ -19,14 +19,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import Slot
-from pallas_kernels.call import LANES, VMEM_LIMIT, largest_divisor, round_up, tpu_call
+from pallas_kernels.call import LANES, VMEM_LIMIT, chip, largest_divisor, round_up, tpu_call
 from pallas_kernels.causal_attention.interface import Attended, Attention, Rows
-from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
+from pallas_kernels.causal_attention.mosaic_tpu_rows import VIEWED, Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
+
+_SUBLANES = 8
+# Heads whose work the compiler sees at a time, and blocks of logits that are made ahead.
+_TOGETHER, _AHEAD = 4, 2
 
 
 class _Call(NamedTuple):
@@ -45,6 +50,11 @@ class _Call(NamedTuple):
     def packed(self) -> int:
         """Heads that are fetched together."""
         return self.layout(1).packed if self.rows == "size_major" else 1
+
+    @property
+    def direct(self) -> bool:
+        """Whether heads are taken out of inputs in place, which come in tiles of 128 tokens."""
+        return self.rows == "size_major" and self.layout(self.heads).direct
 
     def layout(self, vectors: int) -> Layout:
         """Of size-major rows."""
@@ -72,26 +82,20 @@ def attention_forward(
     call = _call_of("attention_forward", given, rows, queries)
     B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
     inputs = _shared_inputs(call, given)
-    of_sums = pl.BlockSpec((1, H, 1, N), lambda b, *_: (b, 0, 0, 0))
     outputs = {
         "out": (_out_shape(call, B, H), _block(call, H)),
-        "log_sums": (jax.ShapeDtypeStruct((B, H, 1, N), jnp.float32), of_sums),
+        "log_sums": (jax.ShapeDtypeStruct((B, H, N), jnp.float32), _of_sums(call)),
     }
     options = {}
     if given.to is not None:
         outputs["out"], slot = _of_slot(call, given.to, H)
         inputs["stack"] = operand.anywhere(outputs["out"][0])
         options = {"aliased": {"stack": "out"}, "prefetch": slot}
-    scratch = {}
-    if rows == "size_major":
-        scratch = {
-            "words_qkv": call.layout(3 * H).scratch,
-            "words_out": call.layout(H).scratch,
-        }
+    scratch = _scratch(call, {"out": H}, qkv=3 * H)
     flops, size = 2 * B * N * N * H * D, 4 * B * N * H * D * call.dtype.itemsize
-    given_to_all = inputs, outputs, scratch, flops, size, interpret
+    given_to_all = B, inputs, outputs, scratch, flops, size, interpret
     result = _run(_forward_kernel, "attention_forward", call, *given_to_all, **options)
-    return tokens_first(result["out"], rows), result["log_sums"][:, :, 0].swapaxes(1, 2)
+    return tokens_first(result["out"], rows), result["log_sums"].swapaxes(1, 2)
 
 
 def attention_backward(
@@ -106,29 +110,21 @@ def attention_backward(
     call = _call_of("attention_backward", given, rows, queries)
     B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
     inputs = _shared_inputs(call, given)
-    slot = {}
+    d_out = tokens_last(attended.d_out.astype(call.dtype), rows)
     if isinstance(attended.out, Slot):
-        inputs["out"], slot = _of_slot(call, attended.out, H)
+        out, slot = _of_slot(call, attended.out, H)
     else:
-        inputs["out"] = (tokens_last(attended.out, rows), _block(call, H))
-    inputs["d_out"] = (tokens_last(attended.d_out.astype(call.dtype), rows), _block(call, H))
-    inputs["log_sums"] = (
-        attended.log_sums.swapaxes(1, 2)[:, :, None],
-        pl.BlockSpec((1, H, 1, N), lambda b, *_: (b, 0, 0, 0)),
-    )
+        out, slot = (tokens_last(attended.out, rows), _block(call, H)), {}
+    inputs |= _read(call, "out", *out) | _read(call, "d_out", d_out, _block(call, H))
+    inputs["log_sums"] = (attended.log_sums.swapaxes(1, 2), _of_sums(call))
     outputs = {"d_qkv": (_out_shape(call, B, 3 * H), _block(call, 3 * H))}
-    scratch = {}
-    if rows == "size_major":
-        scratch = {
-            "words_qkv": call.layout(3 * H).scratch,
-            "words_out": call.layout(H).scratch,
-            "words_d_out": call.layout(H).scratch,
-        }
+    scratch = _scratch(call, {"qkv": 3 * H}, out=H, d_out=H)
     flops, size = 5 * B * N * N * H * D, 8 * B * N * H * D * call.dtype.itemsize
     result = _run(
         _backward_kernel,
         "attention_backward",
         call,
+        B,
         inputs,
         outputs,
         scratch,
@@ -146,26 +142,30 @@ def attention_backward(
 def _forward_kernel(call: _Call, ref):
     _fetch(call, ref, "qkv", 3 * call.heads)
 
-    def attend(group):
-        outs = []
-        loaded = [_heads(call, ref, "qkv", part, group) for part in range(3)]
-        for half in range(call.packed):
-            q, k, v = (part[half] for part in loaded)
-            head = group * call.packed + half
-            blocks = []
-            for start in range(0, call.length, call.queries):
-                logits = _logits(call, ref, head, q, k, start)
-                largest = jnp.max(logits, axis=0, keepdims=True)
-                weights = jnp.exp2(logits - largest)
-                total = jnp.sum(weights, axis=0, keepdims=True)
-                end = start + call.queries
-                blocks.append(dot(v[:, :end], weights.astype(call.dtype)) / total)
-                log_sum = largest / LOG2_E + jnp.log(total)
-                ref["log_sums"][0, head, :, start:end] = log_sum
-            outs.append(jnp.concatenate(blocks, axis=1))
-        _put_heads(call, ref, "out", 0, group, outs)
+    def attend(groups):
+        heads = _each_head(call, groups, *(("qkv", part) for part in range(3)), ref=ref)
+        outs, log_sums = ([[] for _ in heads] for _ in range(2))
 
-    _for_each_group(call, attend)
+        def logits(n, start):
+            head, q, k, _ = heads[n]
+            return _logits(call, ref, head, q, k, start)
+
+        def mix(n, start, logits):
+            *_, v = heads[n]
+            end = start + call.queries
+            largest = jnp.max(logits, axis=0, keepdims=True)
+            weights = jnp.exp2(logits - largest)
+            total = jnp.sum(weights, axis=0, keepdims=True)
+            outs[n].append(dot(v[:, :end], weights.astype(call.dtype)) / total)
+            log_sums[n].append(largest / LOG2_E + jnp.log(total))
+
+        _each_ahead(call, len(heads), logits, mix)
+        _put_each(call, ref, "out", 0, groups, [jnp.concatenate(x, axis=1) for x in outs])
+        for (head, *_), parts in zip(heads, log_sums, strict=True):
+            # Whole rows: Mosaic knows no 128 tokens of a wider one that it has to find.
+            ref["log_sums"][0, pl.ds(head, 1)] = jnp.concatenate(parts, axis=1)
+
+    _for_each_group(call, ref, attend)
     _deliver(call, ref, "out", "out", call.heads)
 
 
@@ -175,41 +175,56 @@ def _backward_kernel(call: _Call, ref):
     _fetch(call, ref, "d_out", call.heads)
     scale = ref["scale"][0]
 
-    def attend(group):
-        loaded = [_heads(call, ref, "qkv", part, group) for part in range(3)]
-        outs = _heads(call, ref, "out", 0, group)
-        d_outs = _heads(call, ref, "d_out", 0, group)
-        gradients = [[], [], []]
-        for half in range(call.packed):
-            q, k, v = (part[half] for part in loaded)
-            out, d_out = outs[half], d_outs[half]
-            head = group * call.packed + half
-            products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
-            delta = jnp.sum(products, axis=0, keepdims=True)
-            log_sums = ref["log_sums"][0, head] * LOG2_E
-            d_q = []
-            d_k = jnp.zeros((call.size, call.length), jnp.float32)
-            d_v = jnp.zeros((call.size, call.length), jnp.float32)
-            for start in range(0, call.length, call.queries):
-                end = start + call.queries
-                rest = ((0, 0), (0, call.length - end))
-                logits = _logits(call, ref, head, q, k, start)
-                weights = jnp.exp2(logits - log_sums[:, start:end])
-                d_weights = dot_rows(v[:, :end], d_out[:, start:end])
-                d_logits = weights * (d_weights - delta[:, start:end]) * scale
-                d_logits = d_logits.astype(call.dtype)
-                d_q.append(dot(k[:, :end], d_logits))
-                d_k += jnp.pad(dot_columns(q[:, start:end], d_logits), rest)
-                narrow = weights.astype(call.dtype)
-                d_v += jnp.pad(dot_columns(d_out[:, start:end], narrow), rest)
-            for part, gradient in enumerate((jnp.concatenate(d_q, axis=1), d_k, d_v)):
-                gradients[part].append(gradient)
-        # In place of what was read: no later group reads it.
-        for part in range(3):
-            _put_heads(call, ref, "d_qkv", part, group, gradients[part])
+    def attend(groups):
+        arrays = *(("qkv", part) for part in range(3)), ("out", 0), ("d_out", 0)
+        heads = _each_head(call, groups, *arrays, ref=ref)
+        zeros = jnp.zeros((call.size, call.length), jnp.float32)
+        of_rows, d_q = [], [[] for _ in heads]
+        d_k, d_v = ([zeros] * len(heads) for _ in range(2))
 
-    _for_each_group(call, attend)
+        def products(n, start):
+            head, q, k, v, _, d_out = heads[n]
+            end = start + call.queries
+            return _logits(call, ref, head, q, k, start), dot_rows(v[:, :end], d_out[:, start:end])
+
+        def differentiate(n, start, made):
+            head, q, k, _, out, d_out = heads[n]
+            (logits, d_weights), end = made, start + call.queries
+            if start == 0:
+                products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+                log_sums = ref["log_sums"][0, pl.ds(head, 1)] * LOG2_E
+                of_rows.append((log_sums, jnp.sum(products, axis=0, keepdims=True)))
+            log_sums, delta = (x[:, start:end] for x in of_rows[n])
+            weights = jnp.exp2(logits - log_sums)
+            d_logits = weights * (d_weights - delta) * scale
+            d_logits = d_logits.astype(call.dtype)
+            d_q[n].append(dot(k[:, :end], d_logits))
+            rest = ((0, 0), (0, call.length - end))
+            d_k[n] += jnp.pad(dot_columns(q[:, start:end], d_logits), rest)
+            narrow = weights.astype(call.dtype)
+            d_v[n] += jnp.pad(dot_columns(d_out[:, start:end], narrow), rest)
+
+        _each_ahead(call, len(heads), products, differentiate)
+        # In place of what was read: no later group reads it.
+        gradients = [jnp.concatenate(x, axis=1) for x in d_q], d_k, d_v
+        for part, gradient in enumerate(gradients):
+            _put_each(call, ref, "d_qkv", part, groups, gradient)
+
+    _for_each_group(call, ref, attend)
     _deliver(call, ref, "d_qkv", "qkv", 3 * call.heads)
+
+
+def _each_ahead(call: _Call, heads: int, make, use):
+    """`use(n, start, made)` for each head n and block of queries from `start`, in their order.
+
+    What `make(n, start)` gives is made two ahead, for the compiler keeps that order: so the matrix
+    units make the next logits while the vector unit has these.
+    """
+    units = [(n, start) for n in range(heads) for start in range(0, call.length, call.queries)]
+    made = [make(*unit) for unit in units[:_AHEAD]]
+    for i, unit in enumerate(units):
+        made += [make(*later) for later in units[i + _AHEAD : i + _AHEAD + 1]]
+        use(*unit, made.pop(0))
 
 
 def _logits(call: _Call, ref, head, q, k, start):
@@ -223,7 +238,7 @@ def _logits(call: _Call, ref, head, q, k, start):
         logits += slope * (key - query).astype(jnp.float32)
     visible = key <= query
     if call.segments:
-        same = ref["segment_columns"][0, :end, :1] == ref["segment_rows"][0, :, start:end]
+        same = ref["segment_columns"][:end, :1] == ref["segment_rows"][0, :, start:end]
         visible = visible & same
     return jnp.where(visible, logits, MASKED)
 
@@ -231,17 +246,29 @@ def _logits(call: _Call, ref, head, q, k, start):
 # Rows of a head ------------------------------------------------------------------------------
 
 
-def _for_each_group(call: _Call, attend):
-    def step(group, _):
-        attend(group)
+def _for_each_group(call: _Call, ref, attend):
+    """`attend(groups)`, with some groups of heads at a time.
+
+    A group's number is the sum of two, of which the second is known to the compiler.
+    """
+    if call.segments:
+        ids = jnp.broadcast_to(ref["segment_rows"][0], (_SUBLANES, call.length))
+        ref["segment_columns"][...] = ids.T
+    count = call.heads // call.packed
+    together = largest_divisor(count, _TOGETHER // call.packed)
+    each = VIEWED if call.direct else together
+
+    def step(i, _):
+        for start in range(0, each, together):
+            attend([(i * each, start + n) for n in range(together)])
         return 0
 
-    jax.lax.fori_loop(0, call.heads // call.packed, step, 0)
+    jax.lax.fori_loop(0, count // each, step, 0)
 
 
 def _fetch(call: _Call, ref, name: str, vectors: int):
     """Size-major rows into scratch as words, where strided loads can reach them."""
-    if call.rows == "size_major":
+    if call.rows == "size_major" and not call.direct:
         call.layout(vectors).fetch(ref[name].at[0], ref["words_" + name])
 
 
@@ -251,18 +278,38 @@ def _deliver(call: _Call, ref, name: str, scratch: str, vectors: int):
         call.layout(vectors).deliver(ref["words_" + scratch], ref[name].at[0])
 
 
+def _each_head(call: _Call, groups, *arrays, ref) -> list[tuple]:
+    """Of each head of the groups its number and, of arrays and their parts, its [D, N]."""
+    heads = []
+    for group in groups:
+        found = [_heads(call, ref, name, part, group) for name, part in arrays]
+        first = sum(group) * call.packed
+        heads += [(first + half, *own) for half, own in enumerate(zip(*found, strict=True))]
+    return heads
+
+
 def _heads(call: _Call, ref, name: str, part: int, group):
     """The [D, N] arrays of a group's heads; parts are queries, keys and values."""
-    row = part * (call.heads // call.packed) + group
+    first, n = part * (call.heads // call.packed) + group[0], group[1]
     if call.rows == "head_major":
-        return [ref[name][0, row]]
+        return [ref[name][0, first + n]]
     vectors = 3 * call.heads if name == "qkv" else call.heads
-    return call.layout(vectors).take(ref["words_" + name], row)
+    layout = call.layout(vectors)
+    if call.direct:
+        blocks = [ref[f"{name}_{tile}"].at[0] for tile in range(call.length // LANES)]
+        return layout.take_from([layout.view(block, first) for block in blocks], n)
+    return layout.take(ref["words_" + name], first + n)
+
+
+def _put_each(call: _Call, ref, name: str, part: int, groups, heads):
+    for i, group in enumerate(groups):
+        own = heads[i * call.packed : (i + 1) * call.packed]
+        _put_heads(call, ref, name, part, group, own)
 
 
 def _put_heads(call: _Call, ref, name: str, part: int, group, arrays):
-    """The inverse, into an output's scratch; "d_qkv" shares that of qkv."""
-    row = part * (call.heads // call.packed) + group
+    """The inverse, into an output's scratch; that of "d_qkv" is qkv's."""
+    row = part * (call.heads // call.packed) + sum(group)
     if call.rows == "head_major":
         ref[name][0, row] = arrays[0].astype(call.dtype)
         return
@@ -307,9 +354,10 @@ class Blocks(NamedTuple):
 
 
 def default_blocks(kernel: str, N: int) -> Blocks:
-    """By rule."""
-    # Fewer, longer products hide the matrix unit's latency better than skipping masked blocks pays.
-    return Blocks(_divisor(N, 512 if kernel == "attention_forward" else 256))
+    """By rule, of the device lowered for."""
+    # Longer products hide a matrix unit's latency; smaller blocks skip more of what is masked.
+    most = 512 if kernel == "attention_forward" else 256
+    return Blocks(_divisor(N, most // 2 if chip().unit == LANES else most))
 
 
 def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:
@@ -324,6 +372,7 @@ KERNELS = tuned.register(
     Blocks,
     ("heads", "size", "dtype", "rows", "alibi", "segments"),
     _refused,
+    version=2,
 )
 
 
@@ -333,12 +382,33 @@ def _shared_inputs(call: _Call, given: Attention):
     if call.alibi:
         inputs["slopes"] = operand.in_smem(given.slopes.astype(jnp.float32))
     if call.segments:
-        ids = given.segment_ids
-        columns = jnp.broadcast_to(ids[:, :, None], (*ids.shape, LANES))
-        of_row = lambda b, *_: (b, 0, 0)
-        inputs["segment_rows"] = (ids[:, None, :], pl.BlockSpec((1, 1, N), of_row))
-        inputs["segment_columns"] = (columns, pl.BlockSpec((1, N, LANES), of_row))
-    return inputs | {"qkv": (tokens_last(given.qkv, call.rows), _block(call, 3 * call.heads))}
+        of_row = pl.BlockSpec((1, 1, N), lambda b, *_: (b, 0, 0))
+        inputs["segment_rows"] = (given.segment_ids[:, None, :], of_row)
+    qkv = tokens_last(given.qkv, call.rows)
+    return inputs | _read(call, "qkv", qkv, _block(call, 3 * call.heads))
+
+
+def _read(call: _Call, name: str, rows, block: pl.BlockSpec) -> dict[str, Any]:
+    """The input of this name; or, where heads are taken out in place, one of each 128 tokens."""
+    if not call.direct:
+        return {name: (rows, block)}
+
+    def spec(tile):
+        index = lambda *ids: (*block.index_map(*ids)[:-1], tile)
+        return pl.BlockSpec((*block.block_shape[:-1], LANES), index)
+
+    return {f"{name}_{tile}": (rows, spec(tile)) for tile in range(call.length // LANES)}
+
+
+def _scratch(call: _Call, written: dict[str, int], **read: int) -> dict[str, Any]:
+    """With the words of size-major arrays of so many vectors: what is read may be in place."""
+    scratch = {}
+    if call.segments:
+        scratch["segment_columns"] = pltpu.VMEM((call.length, _SUBLANES), jnp.int32)
+    if call.rows == "size_major":
+        vectors = written if call.direct else written | read
+        scratch |= {f"words_{name}": call.layout(n).scratch for name, n in vectors.items()}
+    return scratch
 
 
 def tokens_last(x, rows: Rows):
@@ -363,6 +433,10 @@ def _block(call: _Call, vectors: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, *_dims(call, vectors)), lambda b, *_: (b, 0, 0, 0))
 
 
+def _of_sums(call: _Call) -> pl.BlockSpec:
+    return pl.BlockSpec((1, call.heads, call.length), lambda b, *_: (b, 0, 0))
+
+
 def _of_slot(call: _Call, slot: Slot, vectors: int):
     """A slot's stack in its blocks, and what these are chosen by."""
     index = jnp.asarray(slot.index, jnp.int32).reshape(1)
@@ -374,8 +448,7 @@ def _out_shape(call: _Call, batch: int, vectors: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((batch, *_dims(call, vectors)), call.dtype)
 
 
-def _run(kernel, name, call, inputs, outputs, scratch, flops, size, interpret, **options):
-    batch = inputs["qkv"][0].shape[0]
+def _run(kernel, name, call, batch, inputs, outputs, scratch, flops, size, interpret, **options):
     return tpu_call(
         lambda inputs, outputs, scratch: kernel(call, inputs | outputs | scratch),
         name,

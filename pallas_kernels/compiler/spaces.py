@@ -202,13 +202,12 @@ def _around(value: int, most: int) -> list[int]:
 
 
 def _key_vector_tpu_values(op, key: Values, tokens: int, default: Values) -> Iterator[Values]:
-    V, group = key["V"], default["read_group"]
+    V = key["V"]
     yield from _product(
         tokens=(128, 256, 512),
         slab=[V // n for n in (1, 2, 4, 8) if V % n == 0],
-        read_group=_around(group, V),
-        store_unroll=_around(default["store_unroll"], 16),
-        read_unroll=_around(default["read_unroll"], 16),
+        store_unroll=_around(default["store_unroll"], 64),
+        read_unroll=_around(default["read_unroll"], 64),
         keep=(False,) if op == "forward" else (True, False),
     )
 
@@ -260,7 +259,7 @@ def _key_vector() -> Iterator[tuple[tuple[str, str], Space]]:
             Space(
                 functools.partial(_key_vector_tpu_default, op),
                 functools.partial(_key_vector_tpu_values, op),
-                ("tokens", "slab", "read_group", "store_unroll", "read_unroll", "keep"),
+                ("tokens", "slab", "store_unroll", "read_unroll", "keep"),
                 functools.partial(_key_vector_call, op, modules, _in_sequences),
             ),
         )

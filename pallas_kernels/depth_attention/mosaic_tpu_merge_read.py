@@ -30,14 +30,14 @@ from pallas_kernels.depth_attention.merge_read_in_two import InTwo
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
 from pallas_kernels.key_vector import mosaic_tpu_kernels as read_kernels
-from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, grouped, sublanes
+from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, of_slab, sublanes
 from pallas_kernels.key_vector.interface import Site, Statistics
-from pallas_kernels.key_vector.mosaic_tpu_operands import (
-    Walk,
-    read_columns,
+from pallas_kernels.key_vector.mosaic_tpu_call import Call as Read
+from pallas_kernels.key_vector.mosaic_tpu_call import Walk
+from pallas_kernels.key_vector.mosaic_tpu_keys import (
+    gradient_outputs,
     read_gradients,
     read_operands,
-    read_sums,
 )
 
 # What blocks and scratch may come to; some is left to the compiler.
@@ -74,8 +74,8 @@ def merge_read(
     call = dataclasses.replace(call, lanes=read.blocks.tokens)
     s, lanes, B, T = read.sizes, call.lanes, call.batch, call.tokens
     index = lambda b, t, *_: (b, 0, t)
-    inputs = matrices.merge_inputs(call, index, of_merge)
-    inputs |= read_operands(read, norm_gain, read_keys, lambda *_: 0, sums=read.centred)
+    of_read, scratch = read_operands(read, norm_gain, read_keys)
+    inputs = matrices.merge_inputs(call, index, of_merge) | of_read
     outputs = {
         "retrieved": (
             jax.ShapeDtypeStruct((B, s.V, s.P, T), s.data_dtype),
@@ -91,7 +91,7 @@ def merge_read(
         "depth_attention_matrices_merge_read",
         inputs,
         outputs,
-        {"h": pltpu.VMEM((1, s.V, s.K, lanes), current.dtype)},
+        scratch | {"h": pltpu.VMEM((1, s.V, s.K, lanes), current.dtype)},
         # The read's third axis is slabs of a residual that does not fit VMEM.
         grid=(B, call.tiles, 1),
         semantics=("parallel", "parallel", "arbitrary"),
@@ -101,7 +101,7 @@ def merge_read(
         interpret=interpret,
     )
     retrieved = jnp.transpose(out["retrieved"], (0, 3, 2, 1)).astype(dtype)
-    return retrieved, Statistics(out["statistics"][:, 0], out["statistics"][:, 1])
+    return retrieved, Statistics(out["statistics"])
 
 
 def merge_read_backward(
@@ -135,24 +135,23 @@ def merge_read_backward(
         return b, 0, 0, t
 
     inputs, outputs = matrices.merge_backward_operands(call, index, of_merge, cotangents)
-    inputs |= {
-        "read_keys": read_columns(read, norm_gain, read_keys, lambda *_: 0),
-        "statistics": (jnp.stack(statistics, axis=1), pl.BlockSpec((1, 2, lanes), index)),
+    of_read, scratch = read_operands(read, norm_gain, read_keys)
+    inputs |= of_read | {
+        "statistics": (statistics.both, pl.BlockSpec((1, 2, lanes), index)),
         "d_retrieved": (
             jnp.transpose(d_retrieved, (0, 3, 2, 1)),
             pl.BlockSpec((1, s.V, s.P, lanes), vectors),
         ),
     }
-    scratch = {k: pltpu.VMEM((1, s.V, s.K, lanes), current.dtype) for k in ("h", "d_h")}
+    scratch |= {k: pltpu.VMEM((1, s.V, s.K, lanes), current.dtype) for k in ("h", "d_h")}
     scratch["d_scaled"] = pltpu.VMEM((1, s.V, s.P_padded, lanes), s.data_dtype)
     if read.blocks.keep:
-        group = read.blocks.read_group
-        scratch["a"] = pltpu.VMEM((s.V // group, group * s.K, lanes), jnp.float32)
+        scratch["a"] = pltpu.VMEM((s.V, s.K, lanes), jnp.float32)
     out = tpu_call(
         functools.partial(_backward_kernel, call=call, read=read, walk=walk),
         "depth_attention_matrices_merge_read_backward",
         inputs,
-        outputs | {"d_read_keys": read_sums(read, walk.cores)},
+        outputs | gradient_outputs(read, walk.cores),
         scratch,
         grid=(walk.cores, 1, walk.batches, walk.tiles_each),
         semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
@@ -162,22 +161,21 @@ def merge_read_backward(
         prefetch={"site": of_merge.site.reshape(1)},
         interpret=interpret,
     )
-    d_gain, d_keys = read_gradients(read, out["d_read_keys"], norm_gain, read_keys)
+    d_gain, d_keys = read_gradients(read, out)
     return matrices.merge_gradients(call, of_merge, out)._replace(norm_gain=d_gain), d_keys
 
 
 # The bodies -----------------------------------------------------------------------------------
 
 
-def _forward_kernel(inputs, outputs, scratch, *, call: Call, read: read_kernels.Call):
+def _forward_kernel(inputs, outputs, scratch, *, call: Call, read: Read):
     h = scratch["h"]
     _mix(call, read, inputs, h)
-    of_read = {name: x for name, x in inputs.items() if name.startswith("read_key")}
-    of_read["residual"] = h
-    read_kernels.forward(of_read, outputs, {}, call=read)
+    of_read = {"residual": h, "gain": inputs["gain"], "read_keys": inputs["read_keys"]}
+    read_kernels.forward(of_read, outputs, scratch, call=read)
 
 
-def _backward_kernel(inputs, outputs, scratch, *, call: Call, read: read_kernels.Call, walk: Walk):
+def _backward_kernel(inputs, outputs, scratch, *, call: Call, read: Read, walk: Walk):
     c, _, i, j = (pl.program_id(axis) for axis in range(4))
     h, d_h = scratch["h"], scratch["d_h"]
 
@@ -186,9 +184,9 @@ def _backward_kernel(inputs, outputs, scratch, *, call: Call, read: read_kernels
         outputs["d_query"][...] = jnp.zeros_like(outputs["d_query"])
 
     shared = _mix(call, read, inputs, h)
-    of_read = {name: inputs[name] for name in ("statistics", "d_retrieved", "read_keys")}
+    of_read = {name: inputs[name] for name in ("statistics", "d_retrieved", "gain", "read_keys")}
     of_read["residual"] = h
-    gradients = {"d_residual": d_h, "d_read_keys": outputs["d_read_keys"]}
+    gradients = {name: outputs[name] for name in ("d_gain", "d_read_keys")} | {"d_residual": d_h}
     tail = walk.tail(call.tokens, call.lanes)
     read_kernels.backward(of_read, gradients, scratch, call=read, tail=tail)
     exists = kernels.existing_of(call, walk.tile(c, i, j)[1])
@@ -196,7 +194,7 @@ def _backward_kernel(inputs, outputs, scratch, *, call: Call, read: read_kernels
     kernels.differentiate_merge(call, inputs, outputs, d_h, shared, exists)
 
 
-def _mix(call: Call, read: read_kernels.Call, inputs, h):
+def _mix(call: Call, read: Read, inputs, h):
     """h of a tile, as a block of a residual [1, V, K, lanes]."""
     step = math.gcd(read.sizes.K, kernels.STEP)
     of_v = np.int32(read.sizes.K // step)
@@ -211,7 +209,7 @@ def _mix(call: Call, read: read_kernels.Call, inputs, h):
 # How the work is cut ---------------------------------------------------------------------------
 
 
-def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> read_kernels.Call | None:
+def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> Read | None:
     """The read of a tile as large as VMEM has room for; None if there is none."""
     K, V = current.shape[2:]
     compute = "bfloat16" if dtype == jnp.bfloat16 else "float32"
@@ -219,7 +217,7 @@ def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> read_kern
     if K % sublanes(s.residual_dtype):
         return None  # rows of all v are not rows of whole tiles
     for lanes in (512, 256, 128):
-        blocks = grouped(op, s, lanes, V) if lanes <= call.tokens else None
+        blocks = of_slab(s, lanes, V) if lanes <= call.tokens else None
         if blocks is None:
             continue
         for keep in (True, False) if op == "backward" else (False,):
@@ -227,7 +225,7 @@ def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> read_kern
             if _vmem_bytes(op, s, blocks) <= _BUDGET:
                 if call.interpret:  # unrolled it takes long to compile
                     blocks = dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
-                return read_kernels.Call(s, blocks, norm, epsilon, call.interpret)
+                return Read(s, blocks, norm, epsilon, call.interpret)
     return None
 
 

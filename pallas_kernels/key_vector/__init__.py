@@ -201,7 +201,7 @@ def store_forward(
     """
     call = _Call("layernorm", 0.0, implementation, None, key_axis)
     call = _checked(call, Site(residual, store_keys, data), reads=False)
-    site = Site(residual, store_keys, _of_all_rows(data, call.key_axis))
+    site = _of_all_rows(Site(residual, store_keys, data), call.key_axis)
     given = () if empty is False else (None, jnp.asarray(empty))
     return _run(call, "forward", site, *given, in_place=in_place).residual
 
@@ -220,7 +220,7 @@ def store_backward(
     """
     call = _Call("layernorm", 0.0, implementation, None, key_axis)
     call = _checked(call, Site(d_stored, store_keys, data), reads=False)
-    site = Site(None, store_keys, _of_all_rows(data, call.key_axis))
+    site = _of_all_rows(Site(None, store_keys, data), call.key_axis)
     g = _run(call, "backward", site, None, d_stored, None)
     return g.store_keys.astype(store_keys.dtype), sharded.scatter_sum(g.data, call.key_axis)
 
@@ -250,10 +250,10 @@ def norm_retrieve(
 
 def store_norm_retrieve_with_statistics(
     residual: Shaped[Array, "B N K V"],
-    store_keys: Float[Array, "R K"],
+    store_keys: Float[Array, "R K"] | Slot,
     data: Float[Array, "b N R V"] | Slot,
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
+    gain: Float[Array, "K V"] | Slot,
+    read_keys: Float[Array, "P K"] | Slot,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -264,15 +264,14 @@ def store_norm_retrieve_with_statistics(
     """`store_norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
     site = Site(residual, store_keys, data, gain, read_keys)
     call = _checked(_Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
-    site = site._replace(data=_of_all_rows(data, call.key_axis))
-    return _forward(call, True, site)[:3]
+    return _forward(call, True, _of_all_rows(site, call.key_axis))[:3]
 
 
 def norm_retrieve_again(
     residual: Shaped[Array, "B N K V"],
     statistics: Statistics,
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
+    gain: Float[Array, "K V"] | Slot,
+    read_keys: Float[Array, "P K"] | Slot,
     *,
     norm: Norm,
     epsilon: int | float,
@@ -289,7 +288,7 @@ def norm_retrieve_again(
     site, dtype = Site(residual, gain=gain, read_keys=read_keys), jnp.dtype(dtype)
     call = _checked(_Call(norm, epsilon, implementation, dtype, key_axis, fraction_bits), site)
     if call.key_axis is not None:
-        return _norm_retrieve(call, site)[0]
+        return _norm_retrieve(call, taken(site))[0]
     out = _run(call, "forward", site, statistics, dtype=call.dtype, **_read_options(call))
     return out.retrieved
 
@@ -297,10 +296,10 @@ def norm_retrieve_again(
 def undo(
     residual: Shaped[Array, "B N K V"],
     statistics: Statistics,
-    store_keys: Float[Array, "R K"],
+    store_keys: Float[Array, "R K"] | Slot,
     data: Float[Array, "b N R V"] | Slot,
-    gain: Float[Array, "K V"],
-    read_keys: Float[Array, "P K"],
+    gain: Float[Array, "K V"] | Slot,
+    read_keys: Float[Array, "P K"] | Slot,
     d_residual: Float[Array, "B N K V"],
     d_retrieved: Float[Array, "b N P V"],
     *,
@@ -331,18 +330,22 @@ def undo(
     if key_axis is not None:
         if retrieved is None:
             raise ValueError("with a key_axis, undo needs what was retrieved")
-        own = sharded.key_sums(gain, read_keys)
+        own = sharded.key_sums(*taken(site[3:]))
         sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
         read = sharded.Read(retrieved, sums)
-    site = site._replace(data=_of_all_rows(data, key_axis))
+    site = _of_all_rows(site, key_axis)
     g = _backward(call, True, site, statistics, read, d_residual, d_retrieved, again)
     if again is None:
         return g
     return g._replace(retrieved=sharded.scatter_sum(g.retrieved, key_axis))
 
 
-def _of_all_rows(data: Array | Slot, key_axis: str | None) -> Array | Slot:
-    return data if key_axis is None else sharded.gather(taken(data), key_axis)
+def _of_all_rows(site: Site, key_axis: str | None) -> Site:
+    """With the data of all devices along the axis, if there is one."""
+    if key_axis is None:
+        return site
+    site = taken(site)
+    return site._replace(data=sharded.gather(site.data, key_axis))
 
 
 class _Call(NamedTuple):

@@ -6,13 +6,12 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.call import LANES, VMEM_LIMIT, divisors, largest_divisor, round_up
+from pallas_kernels.call import LANES, VMEM_LIMIT, divisors, round_up
 
 # What `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 58 * 2**20
 # Rows times tokens of the largest intermediate: all of it is unrolled into one loop body.
 _LARGEST_INTERMEDIATE = 2**20
-_STORED_ROWS = 2048
 # The same, of the body of a loop: independent products hide each other's latency.
 _UNROLLED = 2**21
 # Cost of a token relative to the best tile: products of fewer tokens wait longer for their results.
@@ -57,15 +56,12 @@ class Sizes:
 class BlockSizes:
     """`tokens`: of a tile, a multiple of 128. `slab`: values of v in VMEM at a time.
 
-    `store_group` and `read_group`: values of v in one block-diagonal product; both divide `slab`,
-    which divides V. `store_unroll` and `read_unroll`: products in the body of a loop.
-    `keep`: backward of a single slab, an intermediate of the residual's size, else computed twice.
+    It divides V. `store_unroll` and `read_unroll`: values of v in the body of a loop. `keep`:
+    backward of a single slab, an intermediate of the residual's size, else computed twice.
     """
 
     tokens: int
     slab: int
-    store_group: int
-    read_group: int
     store_unroll: int = 1
     read_unroll: int = 4
     keep: bool = False
@@ -88,7 +84,7 @@ def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
     for slabs in divisors(sizes.V):
         slab = sizes.V // slabs
         for tokens in sorted((t for t in _TILES if t <= N), key=cost):
-            blocks = grouped(op, sizes, tokens, slab)
+            blocks = of_slab(sizes, tokens, slab)
             keeps = slabs == 1 and op != "forward" and sizes.P > 0
             for keep in (True, False) if keeps else (False,):
                 if blocks is None:
@@ -101,49 +97,32 @@ def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
 
 def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     """What a grid step needs, about: what moves twice for the pipeline, the rest once."""
-    s, tokens, slab, group = sizes, blocks.tokens, blocks.slab, blocks.read_group
-    slabs = s.V // slab
+    s, tokens, slab = sizes, blocks.tokens, blocks.slab
     item = jnp.dtype(s.data_dtype).itemsize
     residual = slab * round_up(s.K, sublanes(s.residual_dtype)) * tokens
     residual *= jnp.dtype(s.residual_dtype).itemsize
     data = slab * s.R_padded * tokens * item
     retrieved = s.P_padded * tokens * item
-    store = blocks.store_group
-    keys = store * s.K * round_up(store * s.R_padded, LANES) * item
+    of_lanes = lambda rows, columns: round_up(rows, 8) * round_up(columns, LANES)
+    # Keys and gains as given, with the gains once more in rows of v.
+    keys = 4 * (of_lanes(s.R, s.K) + of_lanes(s.P, s.K) + 2 * of_lanes(s.K, s.V))
+    padded = data if s.R_padded != s.R else 0
     if op == "forward":
-        read_keys = slab * s.P_padded * round_up(group * s.K, LANES) * item
-        sums = s.V * s.P_padded * LANES * 4
-        raw = s.V * s.P_padded * tokens * 4 if slabs > 1 else 0
-        padded = data if s.R_padded != s.R else 0
+        raw = s.V * s.P_padded * tokens * 4 if slab < s.V else 0
         kept = slab * round_up(s.K, sublanes(s.data_dtype)) * tokens * item * s.keeps_operand
-        moved = 2 * residual + data + retrieved * s.V
-        scratch = raw + padded + kept + sums
-        return 2 * moved + scratch + keys + read_keys * (2 if slabs > 1 else 1)
-    read_keys = slab * s.K * round_up(group * s.P_padded, LANES) * item
-    d_read_keys = slab * s.P_padded * round_up(group * s.K, LANES) * 4
-    moved = (4 if op == "rebuild" else 3) * residual + 2 * data + slab * retrieved + d_read_keys
-    kept = slab * s.K * tokens * 4 if blocks.keep else 0
-    scratch = slab * retrieved + kept + (data if s.R_padded != s.R else 0)
+        return 2 * (2 * residual + data + retrieved * s.V) + raw + padded + kept + keys
+    moved = (4 if op == "rebuild" else 3) * residual + 2 * data + slab * retrieved
     moved += slab * s.padded(s.A) * tokens * item
-    read_keys += slab * s.padded(s.A) * round_up(group * s.K, LANES) * item
-    return 2 * moved + scratch + keys + read_keys * (2 if slabs > 1 else 1)
+    kept = slab * s.K * tokens * 4 if blocks.keep else 0
+    return 2 * moved + slab * retrieved + kept + padded + 3 * keys
 
 
-def grouped(op: Op, s: Sizes, tokens: int, slab: int) -> BlockSizes | None:
-    if s.K % 8:  # rows of several v would not be whole tiles
-        store = read = 1
-    else:
-        # Not by `tokens` or `op`: what is taken back has to be the very product that was stored.
-        store = largest_divisor(s.V, min(_STORED_ROWS // s.K, LANES // max(s.R_padded, 16)))
-        read = LANES // s.K
-        if op != "forward":
-            read = min(read, LANES // max(s.P_padded, s.R_padded))
-        read = largest_divisor(s.V, read)
-    largest = tokens * s.K * max(store, read)
-    if slab % store or slab % read or largest > _LARGEST_INTERMEDIATE:
+def of_slab(sizes: Sizes, tokens: int, slab: int) -> BlockSizes | None:
+    """None if what a loop computes at a time is too large."""
+    if tokens * sizes.K > _LARGEST_INTERMEDIATE:
         return None
-    unrolled = lambda group: min(16, max(1, _UNROLLED // (group * s.K * tokens)))
-    return BlockSizes(tokens, slab, store, read, unrolled(store), unrolled(read))
+    unroll = min(64, max(1, _UNROLLED // (sizes.K * tokens)))
+    return BlockSizes(tokens, slab, unroll, max(1, unroll // 2))
 
 
 def sublanes(dtype) -> int:
@@ -155,15 +134,11 @@ def _refused(
     kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: BlockSizes
 ) -> str | None:
     op, sizes, b = kernel.removeprefix(_NAME), Sizes(**key), blocks
-    rule = grouped(op, sizes, LANES, sizes.V)
     if b.tokens % LANES or b.tokens > tokens:
         return f"tiles of {b.tokens} tokens, of {tokens}"
-    if sizes.V % b.slab or b.slab % b.store_group or b.slab % b.read_group:
-        return f"slabs of {b.slab}, groups of {b.store_group} and {b.read_group}, of {sizes.V}"
-    # What is taken back has to be the very product that was stored.
-    if rule is None or b.store_group != rule.store_group or (sizes.K % 8 and b.read_group > 1):
-        return f"groups of {b.store_group} and {b.read_group}"
-    if b.tokens * sizes.K * max(b.store_group, b.read_group) > _LARGEST_INTERMEDIATE:
+    if sizes.V % b.slab:
+        return f"slabs of {b.slab}, of {sizes.V}"
+    if b.tokens * sizes.K > _LARGEST_INTERMEDIATE:
         return "intermediates that are too large"
     if b.keep and (op == "forward" or not sizes.P or b.slab != sizes.V):
         return "nothing to keep"
@@ -178,5 +153,5 @@ KERNELS = tuned.register(
     BlockSizes,
     [field.name for field in dataclasses.fields(Sizes)],
     _refused,
-    version=3,
+    version=4,
 )

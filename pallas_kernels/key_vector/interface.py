@@ -29,6 +29,7 @@ the whole, where else it takes the means itself.
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments import Slot
@@ -44,10 +45,10 @@ class Site(NamedTuple):
     """What is written to a residual, and what it is read with."""
 
     residual: Shaped[Array, "B N K V"] | None
-    store_keys: Float[Array, "R K"] | None = None
+    store_keys: Float[Array, "R K"] | Slot | None = None
     data: Float[Array, "B N R V"] | Slot | None = None
-    gain: Float[Array, "K V"] | None = None
-    read_keys: Float[Array, "P K"] | None = None
+    gain: Float[Array, "K V"] | Slot | None = None
+    read_keys: Float[Array, "P K"] | Slot | None = None
 
     @property
     def stores(self) -> bool:
@@ -63,14 +64,29 @@ class Statistics(NamedTuple):
 
     `mean` is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`, or NaN for a token whose
     int16 residual has left its range, or (with `scale`) spreads over less than LEAST_STEPS steps.
+    Kernels write and read them side by side, so that is how they are kept.
     """
 
-    mean: Float[Array, "B N"]
-    rstd: Float[Array, "B N"]
+    both: Float[Array, "B 2 N"] | Slot
+
+    @classmethod
+    def of(cls, mean: Float[Array, "B N"], rstd: Float[Array, "B N"]) -> "Statistics":
+        return cls(jnp.stack([mean, rstd], axis=1))
+
+    @property
+    def mean(self) -> Float[Array, "B N"]:
+        return self.both[:, 0]
+
+    @property
+    def rstd(self) -> Float[Array, "B N"]:
+        return self.both[:, 1]
 
 
 class Outcome(NamedTuple):
-    """The stored residual in its dtype; what was retrieved, in `dtype` or else the data's."""
+    """The stored residual in its dtype; what was retrieved, in `dtype` or else the data's.
+
+    And its statistics, unless they were given.
+    """
 
     residual: Shaped[Array, "B N K V"] | None
     retrieved: Float[Array, "B N P V"] | None = None
@@ -90,8 +106,8 @@ class Means(NamedTuple):
 class Again(NamedTuple):
     """A read of the residual that a backward pass rebuilds, with the statistics that it had."""
 
-    gain: Float[Array, "K V"]
-    read_keys: Float[Array, "A K"]
+    gain: Float[Array, "K V"] | Slot
+    read_keys: Float[Array, "A K"] | Slot
     statistics: Statistics
 
 

@@ -5,8 +5,8 @@ retrieved [B, V, P, N]. That is the layout which XLA itself gives a carried [B, 
 the transposes at the edge cost nothing; nothing is padded, no sum crosses lanes, and every product
 contracts over rows.
 
-- Store and read are products of short keys. Several v are taken together with the keys repeated
-  down a block diagonal, which fills the matrix unit and costs no more rows streamed through it.
+- Store and read are a product of short keys for each v: its rows are what a matrix unit holds, and
+  the keys stream through it. Several v down a block diagonal stream as many rows, half of them 0.
 - The statistics are summed while storing, around a per-token shift, so that a mean that is large
   beside the spread does not cancel them.
 - Gain and norm fold into the keys and the result: with `G[v] = r * gain[:, v]` rounded to the
@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, DTypeLike, Float
 
 from pallas_kernels import operand
-from pallas_kernels.arguments import Norm, Slot
+from pallas_kernels.arguments import Norm, Slot, taken
 from pallas_kernels.call import LANES, tpu_call
 from pallas_kernels.key_vector import mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import (
@@ -49,18 +49,12 @@ from pallas_kernels.key_vector.interface import (
     Site,
     Statistics,
 )
-from pallas_kernels.key_vector.mosaic_tpu_kernels import Call
-from pallas_kernels.key_vector.mosaic_tpu_operands import (
-    Walk,
-    block_diagonal,
-    diagonal,
-    folded,
-    padded_store_keys,
-    read_columns,
+from pallas_kernels.key_vector.mosaic_tpu_call import Call, Walk
+from pallas_kernels.key_vector.mosaic_tpu_keys import (
+    gradient_outputs,
     read_gradients,
     read_operands,
-    read_sums,
-    store_keys_of,
+    store_operands,
 )
 from pallas_kernels.platform import UnsupportedImplementation
 
@@ -185,17 +179,16 @@ def _forward(
     B, N = residual.shape[:2]
     stores, reads = site.stores, site.reads
     tokens, slab = blocks.tokens, blocks.slab
-    slab_of = lambda b, n, v, *_: v
     slab_index = lambda b, n, v, *_: (b, v, 0, n)
     by_slab = functools.partial(_spec, tokens, slab, slab_index)
     whole = functools.partial(_spec, tokens, s.V, lambda b, n, v, *_: (b, 0, 0, n))
     token = pl.BlockSpec((1, 2, tokens), lambda b, n, v, *_: (b, 0, n))
 
     inputs = {"residual": (_tokens_last(residual), by_slab(s.K))}
-    outputs, scratch, prefetch = {}, {}, {}
+    outputs, scratch = {}, {}
     if stores:
-        inputs["store_keys"] = operand.constant(store_keys_of(call, store_keys))
-        inputs["data"], prefetch = _one(data, by_slab(s.R))
+        inputs |= store_operands(call, store_keys)
+        inputs["data"] = (_tokens_last(data), by_slab(s.R))
         outputs["residual"] = (inputs["residual"][0], by_slab(s.K))
         if empty is not False:
             inputs["empty"] = operand.in_smem(jnp.asarray(empty, jnp.int32))
@@ -204,17 +197,16 @@ def _forward(
         if s.keeps_operand:
             scratch["operand"] = pltpu.VMEM((1, slab, s.K, tokens), s.data_dtype)
     if reads:
-        sums = call.centred and not (statistics and call.shifted)
-        inputs |= read_operands(call, gain, read_keys, slab_of, sums=sums)
+        of_read, of_keys = read_operands(call, gain, read_keys)
+        inputs, scratch = inputs | of_read, scratch | of_keys
         shape = jax.ShapeDtypeStruct((B, s.V, s.P, N), s.data_dtype)
         outputs["retrieved"] = (shape, whole(s.P))
         if statistics is not None:
-            inputs["statistics"] = (jnp.stack(statistics, axis=1), token)
+            inputs["statistics"] = (statistics.both, token)
         else:
             outputs["statistics"] = (jax.ShapeDtypeStruct((B, 2, N), jnp.float32), token)
         if call.slabs > 1 and statistics is None:
-            rows = (s.V // blocks.read_group, inputs["read_keys"][0].shape[1], tokens)
-            scratch["products"] = pltpu.VMEM(rows, jnp.float32)
+            scratch["products"] = pltpu.VMEM((s.V, s.P_padded, tokens), jnp.float32)
             scratch["sums"] = pltpu.VMEM((3, tokens), jnp.float32)
             scratch["shift"] = pltpu.VMEM((1, tokens), jnp.float32)
 
@@ -229,22 +221,20 @@ def _forward(
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * B * N * s.K * s.V * (s.R + s.P),
         aliased={"residual": "residual"} if stores and in_place else {},
-        prefetch=prefetch,
         interpret=call.interpret,
     )
     stored = _tokens_first(out["residual"]) if stores else None
     if not reads:
         return Outcome(stored)
-    if statistics is None:
-        statistics = Statistics(out["statistics"][:, 0], out["statistics"][:, 1])
-    return Outcome(stored, _tokens_first(out["retrieved"]), statistics)
+    found = Statistics(out["statistics"]) if statistics is None else None
+    return Outcome(stored, _tokens_first(out["retrieved"]), found)
 
 
 def _backward(call: Call, rebuild, means, again, site: Site, statistics, d_residual, d_retrieved):
     residual, store_keys, data, gain, read_keys = site
     s, blocks = call.sizes, call.blocks
     B, N = residual.shape[:2]
-    tokens, slab, group = blocks.tokens, blocks.slab, blocks.read_group
+    tokens, slab = blocks.tokens, blocks.slab
     walk = Walk.over(B, -(-N // tokens))
     cores, tile = walk.cores, walk.tile
 
@@ -259,52 +249,47 @@ def _backward(call: Call, rebuild, means, again, site: Site, statistics, d_resid
         b, n = tile(c, i, j)
         return b, 0, n
 
-    slab_of = lambda c, v, i, j, *_: v
     token = pl.BlockSpec((1, 2, tokens), token_index)
     reads, stores = site.reads, site.stores
-    inputs, outputs, scratch, prefetch = {}, {}, {}, {}
+    inputs, outputs, scratch = {}, {}, {}
     if d_residual is not None:
         inputs["d_residual"] = (_tokens_last(d_residual), by_slab(s.K))
     if reads:
-        inputs |= {
+        of_read, scratch = read_operands(call, gain, read_keys)
+        inputs |= of_read | {
             "residual": (_tokens_last(residual), by_slab(s.K)),
-            "statistics": (jnp.stack(statistics, axis=1), token),
+            "statistics": (statistics.both, token),
             "d_retrieved": (_tokens_last(d_retrieved), by_slab(s.P)),
-            "read_keys": read_columns(call, gain, read_keys, slab_of),
         }
         d_residual = residual if d_residual is None else d_residual
-        outputs = {
-            "d_residual": (_tokens_last(d_residual), by_slab(s.K)),
-            "d_read_keys": read_sums(call, cores),
-        }
+        outputs = gradient_outputs(call, cores)
+        outputs["d_residual"] = (_tokens_last(d_residual), by_slab(s.K))
         scratch["d_scaled"] = pltpu.VMEM((1, slab, s.P_padded, tokens), s.data_dtype)
         if blocks.keep:
-            scratch["a"] = pltpu.VMEM((slab // group, group * s.K, tokens), jnp.float32)
+            scratch["a"] = pltpu.VMEM((slab, s.K, tokens), jnp.float32)
     if means is not None:
         given = [means.a, means.an] if call.centred else [means.an]
         one = pl.BlockSpec((1, len(given), tokens), token_index)
         inputs["means"] = (jnp.stack(given, axis=1).astype(jnp.float32), one)
     if stores:
-        keys_rows = block_diagonal(padded_store_keys(call, store_keys)[None], group, repeat=True)[0]
-        inputs["data"], prefetch = _one(data, by_slab(s.R))
-        inputs["store_keys_rows"] = operand.constant(keys_rows)
+        inputs |= store_operands(call, store_keys)
+        inputs["data"] = (_tokens_last(data), by_slab(s.R))
         outputs |= {
             "d_data": (jax.ShapeDtypeStruct((B, s.V, s.R, N), data.dtype), by_slab(s.R)),
             "d_store_keys": (
-                jax.ShapeDtypeStruct((cores, *keys_rows.shape), jnp.float32),
-                pl.BlockSpec((1, *keys_rows.shape), lambda c, v, i, j, *_: (c, 0, 0)),
+                jax.ShapeDtypeStruct((cores, s.R_padded, s.K), jnp.float32),
+                pl.BlockSpec((1, s.R_padded, s.K), lambda c, *_: (c, 0, 0)),
             ),
         }
         if s.R_padded != s.R:
             scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
     if rebuild:
-        inputs["store_keys"] = operand.constant(store_keys_of(call, store_keys))
         outputs["rebuilt"] = (inputs["residual"][0], by_slab(s.K))
     if again is not None:
-        sums = call.centred and not call.shifted
-        of_read = read_operands(call, again.gain, again.read_keys, slab_of, sums=sums)
-        of_read["statistics"] = (jnp.stack(again.statistics, axis=1), token)
+        of_read, of_keys = read_operands(call, again.gain, again.read_keys)
+        of_read["statistics"] = (again.statistics.both, token)
         inputs |= {f"{name}_again": x for name, x in of_read.items()}
+        scratch |= {f"{name}_again": x for name, x in of_keys.items()}
         shape = jax.ShapeDtypeStruct((B, s.V, s.A, N), s.data_dtype)
         outputs["retrieved"] = (shape, by_slab(s.A))
     aliased = {"residual": "rebuilt"} if rebuild else {}
@@ -321,15 +306,13 @@ def _backward(call: Call, rebuild, means, again, site: Site, statistics, d_resid
         semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
         flops=B * N * s.K * s.V * (4 * (s.R + s.P) + 2 * (s.R * rebuild + s.A)),
         aliased=aliased,
-        prefetch=prefetch,
         interpret=call.interpret,
     )
     d_store_keys = d_gain = d_read_keys = None
     if stores:
-        d_store_keys = diagonal(out["d_store_keys"][:, None], group)
-        d_store_keys = jnp.sum(d_store_keys, axis=(0, 1, 2))[: s.R]
+        d_store_keys = jnp.sum(out["d_store_keys"], axis=0)[: s.R]
     if reads:
-        d_gain, d_read_keys = read_gradients(call, out["d_read_keys"], gain, read_keys)
+        d_gain, d_read_keys = read_gradients(call, out)
     return Gradients(
         residual=_tokens_first(out["d_residual"]) if reads else d_residual,
         data=_tokens_first(out["d_data"]) if stores else None,
@@ -346,14 +329,16 @@ def _means(call: Call, site: Site, statistics: Statistics, d_retrieved):
     sizes = dataclasses.replace(call.sizes, R=0, A=0)
     blocks = _blocks(None, "forward", sizes, site.residual, call.interpret)
     read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
-    keys = folded(read, site.gain, site.read_keys).astype(jnp.float32)
     retrieved = _forward(read, site._replace(store_keys=None, data=None), statistics).retrieved
     dz = d_retrieved.astype(jnp.float32)
     count = sizes.K * sizes.V
     mean_an = jnp.sum(dz * retrieved.astype(jnp.float32), axis=(2, 3)) / count
     if not call.centred:
         return Means(None, mean_an)
-    mean_a = jnp.einsum("bnpv,vp->bn", dz, jnp.sum(keys, axis=2)[:, : sizes.P]) / count
+    gain, read_keys = (x.astype(jnp.float32) for x in taken(site[3:]))
+    keys = read_keys[:, :, None] * gain
+    sums = jnp.sum(keys.astype(sizes.data_dtype).astype(jnp.float32), axis=1)
+    mean_a = jnp.einsum("bnpv,pv->bn", dz, sums) / count
     return Means(mean_a, mean_an)
 
 
@@ -364,17 +349,11 @@ def _spec(tokens: int, count: int, index, rows: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, count, rows, tokens), index)
 
 
-def _one(x: Array | Slot, spec: pl.BlockSpec):
-    """An operand with its blocks, and what these are chosen by: of a slot, where it is."""
-    if not isinstance(x, Slot):
-        return (_tokens_last(x), spec), {}
-    stack = jnp.transpose(x.stack, (0, 1, 4, 3, 2))
-    return (stack, operand.of_stack(spec)), {"slot": jnp.asarray(x.index, jnp.int32).reshape(1)}
-
-
-def _tokens_last(x):
+def _tokens_last(x: Array | Slot) -> Array | Slot:
     """[B, N, rows, V] to [B, V, rows, N]."""
-    return jnp.transpose(x, (0, 3, 2, 1))
+    if isinstance(x, Slot):
+        return x._replace(stack=_tokens_last(x.stack))
+    return jnp.swapaxes(x, -3, -1)
 
 
 _tokens_first = _tokens_last

@@ -1,64 +1,24 @@
 """The bodies of the TPU kernels: one tile of tokens each, in VMEM. See `mosaic_tpu`.
 
-Every array is [rows.., tokens]: tokens in the lanes. Rows of several v are stacked, v-major.
+Every array is [V, rows, tokens]: tokens in the lanes, v-major.
 """
 
-import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.arguments import Norm
-from pallas_kernels.call import LANES, largest_divisor, widen
-from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes
-from pallas_kernels.key_vector.interface import FRACTION_BITS, LEAST_STEPS
-from pallas_kernels.products import dot, dot_columns
+from pallas_kernels.call import LANES, largest_divisor
+from pallas_kernels.key_vector.interface import LEAST_STEPS
+from pallas_kernels.key_vector.mosaic_tpu_call import Call, Tail
+from pallas_kernels.key_vector.mosaic_tpu_keys import Keys, store_columns, store_rows
+from pallas_kernels.products import dot, dot_columns, dot_rows
 
 _LARGEST = 2**15 - 1
 # Added to a float32 it leaves no bits for a fraction: the sum's low bits are the rounded integer.
 _ROUND = 1.5 * 2.0**23
 _ROUND_BITS = 0x4B400000
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What is fixed while tracing."""
-
-    sizes: Sizes
-    blocks: BlockSizes
-    norm: Norm
-    epsilon: int | float
-    interpret: bool
-    scale: bool = True
-    fraction_bits: int = FRACTION_BITS
-
-    @property
-    def integer(self) -> bool:
-        return self.sizes.residual_dtype == "int16"
-
-    @property
-    def unit(self) -> float:
-        """What 1 in the residual's array means."""
-        return 2.0**-self.fraction_bits if self.integer else 1.0
-
-    @property
-    def centred(self) -> bool:
-        return self.norm == "layernorm"
-
-    @property
-    def shifted(self) -> bool:
-        """Whether products take the residual less a shift: it may not fit bfloat16 otherwise.
-
-        A bfloat16 residual is an exact operand as it is, and its mean is taken off the result.
-        """
-        return self.centred and self.sizes.residual_dtype != "bfloat16"
-
-    @property
-    def slabs(self) -> int:
-        return self.sizes.V // self.blocks.slab
 
 
 def forward(inputs, outputs, scratch, *, call: Call):
@@ -71,16 +31,17 @@ def forward(inputs, outputs, scratch, *, call: Call):
     residual = inputs["residual"]
     stored = outputs["residual"] if stores else residual
     slab = pl.program_id(2)
+    first = slab * blocks.slab
+    read = Keys(call, inputs, scratch, first) if reads else None
     if "statistics" in inputs:
-        _read_again(inputs, residual, outputs["retrieved"], slab * blocks.slab, slab, call)
+        _read_again(inputs["statistics"], read, residual, outputs["retrieved"], first)
         return
     steps, keys, data = stores and call.integer, None, None
     if stores:
-        keys, data = inputs["store_keys"], _aligned(inputs["data"], scratch.get("data"))
+        keys, data = store_columns(call, inputs), _aligned(inputs["data"], scratch.get("data"))
 
-    def store_group(i, sums, shift):
-        v = i * blocks.store_group
-        x = _values(residual, v, blocks.store_group, jnp.int32 if steps else jnp.float32)
+    def store_value(v, sums, shift):
+        x = _values(residual, v, jnp.int32 if steps else jnp.float32)
         if "empty" in inputs:
             x = jnp.where(inputs["empty"][0] != 0, 0, x)
         if stores:
@@ -88,26 +49,26 @@ def forward(inputs, outputs, scratch, *, call: Call):
         if steps:
             # Numbers are `_ROUND_BITS` more here: the bits of what is `_ROUND` more.
             value = jax.lax.bitcast_convert_type(x, jnp.float32)
-            kept = jnp.clip(value, _ROUND - _LARGEST, _ROUND + _LARGEST)
-            kept = jax.lax.bitcast_convert_type(kept, jnp.int32)
-            _put(stored, v, blocks.store_group, kept)
             if not reads:
+                x = jnp.clip(value, _ROUND - _LARGEST, _ROUND + _LARGEST)
+                _put(stored, v, jax.lax.bitcast_convert_type(x, jnp.int32))
                 return sums
-            # Statistics are those before the clip, which hides an overflow.
+            # What leaves the range is not held, and its token reads NaN.
+            _put(stored, v, x)
+            least = functools.reduce(jnp.minimum, _by_eight(value), sums[2])
+            most = functools.reduce(jnp.maximum, _by_eight(value), sums[3])
             value = value - (shift + _ROUND)
             if "operand" in scratch:
-                _put(scratch["operand"], v, blocks.store_group, value)
-            changed = functools.reduce(jnp.bitwise_or, _by_eight(x ^ kept))
-            return *_add_to_sums(sums, value), sums[2] | changed
+                _put(scratch["operand"], v, value)
+            return *_add_to_sums(sums, value), least, most
         if stores:
             x = x.astype(stored.dtype)
-            _put(stored, v, blocks.store_group, x)
+            _put(stored, v, x)
             x = x.astype(jnp.float32)
         return _add_to_sums(sums, x - shift if call.centred else x) if reads else sums
 
-    groups = blocks.slab // blocks.store_group
     if not reads:
-        _loop(groups, lambda i, _: store_group(i, (), None), (), blocks.store_unroll)
+        _loop(blocks.slab, lambda v, _: store_value(v, (), None), (), blocks.store_unroll)
         return
 
     if call.slabs > 1:
@@ -123,33 +84,32 @@ def forward(inputs, outputs, scratch, *, call: Call):
     rows = (8 if s.K % 8 == 0 else 1, blocks.tokens)
     sums = (jnp.zeros(rows, jnp.float32),) * 2
     if steps:
-        sums += (jnp.zeros(rows, jnp.int32),)
-    sums = _loop(groups, lambda i, sums: store_group(i, sums, shift), sums, blocks.store_unroll)
-    sums = [jnp.sum(x, axis=0, keepdims=True) for x in sums[:2]] + [
-        jnp.max((x != 0).astype(jnp.float32), axis=0, keepdims=True) for x in sums[2:]
-    ]
+        sums += (jnp.full(rows, _ROUND, jnp.float32),) * 2
+    sums = _loop(
+        blocks.slab, lambda v, sums: store_value(v, sums, shift), sums, blocks.store_unroll
+    )
+    if steps:
+        left = (sums[2] < _ROUND - _LARGEST) | (sums[3] > _ROUND + _LARGEST)
+        sums = *sums[:2], left.astype(jnp.float32)
+    sums = [jnp.sum(x, axis=0, keepdims=True) for x in sums]
     if call.slabs > 1:
         previous = scratch["sums"]
-        sums = [previous[0:1] + sums[0], previous[1:2] + sums[1]] + [
-            jnp.maximum(previous[2:3], x) for x in sums[2:]
-        ]
+        sums = [previous[i : i + 1] + x for i, x in enumerate(sums)]
         for i, x in enumerate(sums):
             previous[i : i + 1] = x
 
     mean, above_operand, rstd = _statistics(call, sums, shift)
-    read_keys, group = inputs["read_keys"], blocks.read_group
-    groups = blocks.slab // group
 
-    def product(i):
+    def product(v):
         if "operand" in scratch:
-            return dot(read_keys[i], _rows(scratch["operand"], i * group, group))
-        return dot(read_keys[i], _operand(call, stored, i * group, shift))
+            return dot(read.folded(v), scratch["operand"][0, v])
+        return dot(read.folded(v), _operand(call, stored, v, shift))
 
-    def finish(i, product):
+    def finish(v, product, sums):
         if call.centred:
-            product = product - above_operand * widen(inputs["read_key_sums"][i], blocks.tokens)
+            product = product - above_operand * sums
         factor = rstd * call.unit if call.scale else call.unit
-        _put(outputs["retrieved"], i * group, group, product * factor)
+        _put(outputs["retrieved"], v, product * factor)
 
     def write_statistics():
         outputs["statistics"][0, 0:1] = mean
@@ -157,27 +117,20 @@ def forward(inputs, outputs, scratch, *, call: Call):
 
     if call.slabs == 1:
         write_statistics()
-        _loop(groups, lambda i, _: finish(i, product(i)), None, blocks.read_unroll)
+        _loop(s.V, lambda v, _: finish(v, product(v), read.sums(v)), None, blocks.read_unroll)
         return
 
-    def keep(i, _):
-        scratch["products"][slab * groups + i] = product(i)
+    def keep(v, _):
+        scratch["products"][first + v] = product(v)
 
-    _loop(groups, keep, None, blocks.read_unroll)
+    _loop(blocks.slab, keep, None, blocks.read_unroll)
 
     @pl.when(slab == call.slabs - 1)
     def _():
         write_statistics()
-        all_groups = s.V // group
-        _loop(all_groups, lambda i, _: finish(i, scratch["products"][i]), None, blocks.read_unroll)
-
-
-class Tail(NamedTuple):
-    """Of the last tile along N: how many tokens exist, and where it is; core None is every core."""
-
-    tokens: int
-    core: int | None
-    tile: int
+        of_all = Keys(call, inputs, scratch, 0)
+        finished = lambda v, _: finish(v, scratch["products"][v], of_all.sums(v))
+        _loop(s.V, finished, None, blocks.read_unroll)
 
 
 def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
@@ -191,79 +144,76 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
     `tail` is None where every tile is full.
     """
     s, blocks = call.sizes, call.blocks
-    group, groups = blocks.read_group, blocks.slab // blocks.read_group
     core, slab, i, j = (pl.program_id(axis) for axis in range(4))
-    first_tile = (i == 0) & (j == 0)
+    first = slab * blocks.slab
     exists = None if tail is None else _zero_tail(call, inputs, tail, core, j)
-    reads, stores = "read_keys" in inputs, "store_keys_rows" in inputs
+    reads, stores = "read_keys" in inputs, "store_keys" in inputs
+
+    @pl.when((i == 0) & (j == 0) & (slab == 0))
+    def _():
+        for name in ("d_gain", "d_read_keys", "d_store_keys"):
+            if name in outputs:
+                outputs[name][...] = jnp.zeros_like(outputs[name])
 
     if reads:
-
-        @pl.when(first_tile)
-        def _():
-            outputs["d_read_keys"][...] = jnp.zeros_like(outputs["d_read_keys"])
-
-        through_read = _read_backward(call, inputs, outputs, scratch, exists)
-
+        through_read = _read_backward(call, inputs, outputs, scratch, first, exists)
     if stores:
         data = _aligned(inputs["data"], scratch.get("data"))
+        keys = store_rows(call, inputs)
 
-        @pl.when(first_tile & (slab == 0))
-        def _():
-            outputs["d_store_keys"][...] = jnp.zeros_like(outputs["d_store_keys"])
-
-    def store_gradients(i, _):
-        v = i * group
-        parts = [_values(inputs["d_residual"], v, group)] if "d_residual" in inputs else []
-        d_stored = sum(parts + ([through_read(i)] if reads else []))
+    def store_gradients(v, _):
+        parts = [_values(inputs["d_residual"], v)] if "d_residual" in inputs else []
+        d_stored = sum(parts + ([through_read(v)] if reads else []))
         if reads:
-            _put(outputs["d_residual"], v, group, d_stored)
+            _put(outputs["d_residual"], v, d_stored)
         if not stores:
             return
         if exists is not None:
             d_stored = jnp.where(exists, d_stored, 0)
         d_stored = d_stored.astype(s.data_dtype)
-        _put(outputs["d_data"], v, group, dot(inputs["store_keys_rows"][...], d_stored))
-        outputs["d_store_keys"][0] += dot_columns(_rows(data, v, group), d_stored)
+        _put(outputs["d_data"], v, dot(keys, d_stored))
+        outputs["d_store_keys"][0] += dot_columns(data[0, v], d_stored)
 
-    _loop(groups, store_gradients, None, blocks.read_unroll)
+    _loop(blocks.slab, store_gradients, None, blocks.read_unroll)
 
-    if "rebuilt" in outputs:
-        residual = inputs["residual"]
+    if "rebuilt" not in outputs:
+        return
+    columns = store_columns(call, inputs)
 
-        def take_back(i, _):
-            v = i * blocks.store_group
-            wide = jnp.int32 if call.integer else jnp.float32
-            x = _values(residual, v, blocks.store_group, wide)
-            # Of an int16 residual's `_ROUND_BITS` the low bits are 0.
-            x = x - _written(call, inputs["store_keys"], data, v)
-            _put(outputs["rebuilt"], v, blocks.store_group, x)
+    def take_back(v, _):
+        x = _values(inputs["residual"], v, jnp.int32 if call.integer else jnp.float32)
+        # Of an int16 residual's `_ROUND_BITS` the low bits are 0.
+        _put(outputs["rebuilt"], v, x - _written(call, columns, data, v))
 
-        _loop(blocks.slab // blocks.store_group, take_back, None, blocks.store_unroll)
-        again = {k.removesuffix("_again"): ref for k, ref in inputs.items() if k.endswith("_again")}
-        if again:
-            _read_again(again, outputs["rebuilt"], outputs["retrieved"], 0, slab, call)
+    _loop(blocks.slab, take_back, None, blocks.store_unroll)
+    if "read_keys_again" in inputs:
+        again, of_again = (_of_again(refs) for refs in (inputs, scratch))
+        read = Keys(call, again, of_again, first)
+        _read_again(again["statistics"], read, outputs["rebuilt"], outputs["retrieved"], 0)
 
 
-def _read_again(inputs, residual, retrieved, first, slab, call: Call):
+def _of_again(refs):
+    return {k.removesuffix("_again"): ref for k, ref in refs.items() if k.endswith("_again")}
+
+
+def _read_again(statistics, keys: Keys, residual, retrieved, first):
     """A read of a residual of before, with the statistics of then, to the values from `first`."""
-    group, groups = call.blocks.read_group, call.blocks.slab // call.blocks.read_group
-    mean, rstd = inputs["statistics"][0, 0:1] / call.unit, inputs["statistics"][0, 1:2]
+    call = keys.call
+    mean, rstd = statistics[0, 0:1] / call.unit, statistics[0, 1:2]
 
-    def read(i, _):
-        product = dot(inputs["read_keys"][i], _operand(call, residual, i * group, mean))
-        if "read_key_sums" in inputs:
-            sums = inputs["read_key_sums"][slab * groups + i]
-            product = product - mean * widen(sums, call.blocks.tokens)
-        _put(retrieved, first + i * group, group, product * (rstd * call.unit))
+    def read(v, _):
+        product = dot(keys.folded(v), _operand(call, residual, v, mean))
+        if call.centred and not call.shifted:
+            product = product - mean * keys.sums(v)
+        _put(retrieved, first + v, product * (rstd * call.unit))
 
-    _loop(groups, read, None, call.blocks.read_unroll)
+    _loop(call.blocks.slab, read, None, call.blocks.read_unroll)
 
 
-def _read_backward(call: Call, inputs, outputs, scratch, exists):
-    """Adds to the gradient of the read keys; what gives a group's `dX - dX'`."""
+def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
+    """Adds to the gradients of read keys and gain; what gives `dX - dX'` of a v."""
+    keys = Keys(call, inputs, scratch, first)
     s, blocks = call.sizes, call.blocks
-    group, groups = blocks.read_group, blocks.slab // blocks.read_group
     residual, d_scaled = inputs["residual"], scratch["d_scaled"]
     # In the units of the residual's array.
     mean = inputs["statistics"][0, 0:1] / call.unit
@@ -274,43 +224,40 @@ def _read_backward(call: Call, inputs, outputs, scratch, exists):
     if s.P_padded != s.P:
         d_scaled[...] = jnp.zeros_like(d_scaled)
 
-    def scale(i, _):
-        v = i * group
-        for g in range(group):
-            scaled = inputs["d_retrieved"][0, v + g].astype(jnp.float32) * rstd
-            d_scaled[0, v + g, : s.P] = scaled.astype(d_scaled.dtype)
+    def scale(v, _):
+        scaled = inputs["d_retrieved"][0, v].astype(jnp.float32) * rstd
+        d_scaled[0, v, : s.P] = scaled.astype(d_scaled.dtype)
 
-    _loop(groups, scale, None, blocks.read_unroll)
+    _loop(blocks.slab, scale, None, blocks.read_unroll)
 
-    def d_normalised(i):
-        return dot(inputs["read_keys"][i], _rows(d_scaled, i * group, group))
+    def d_normalised(v):
+        return dot_rows(keys.folded(v), d_scaled[0, v])
 
-    def read_keys_and_sums(i, sums):
-        v = i * group
-        dz = _rows(d_scaled, v, group)
+    def folded_and_sums(v, sums):
+        dz = d_scaled[0, v]
         # Made of the residual's numbers, the operand and these are worked out once.
         x = None if as_it_is else _shifted(call, residual, v, shift)
-        d_keys = dot_columns(dz, _operand(call, residual, v, shift, exists, x))
+        d_folded = dot_columns(dz, _operand(call, residual, v, shift, exists, x))
         if call.centred and not call.shifted:
             # sum_tokens dz (x - mean)
-            d_keys = d_keys - jnp.sum(dz.astype(jnp.float32) * mean, axis=1, keepdims=True)
-        outputs["d_read_keys"][0, i] += d_keys
+            d_folded = d_folded - jnp.sum(dz.astype(jnp.float32) * mean, axis=1, keepdims=True)
+        keys.add_gradients(outputs, v, d_folded)
         if "means" in inputs:
             return sums
-        a = d_normalised(i)
+        a = d_normalised(v)
         if blocks.keep:
-            scratch["a"][i] = a
+            scratch["a"][v] = a
         x = _shifted(call, residual, v, shift) if as_it_is else x
         return sums[0] + _fold(a), sums[1] + _fold(a * x)
 
     if "means" in inputs:
-        _loop(groups, read_keys_and_sums, (), blocks.read_unroll)
+        _loop(blocks.slab, folded_and_sums, (), blocks.read_unroll)
         means = inputs["means"]
         mean_an = means[0, means.shape[1] - 1 :]
         mean_a = means[0, 0:1] * rstd if call.centred else None
     else:
         zero = jnp.zeros((8 if s.K % 8 == 0 else 1, blocks.tokens), jnp.float32)
-        sums = _loop(groups, read_keys_and_sums, (zero, zero), blocks.read_unroll)
+        sums = _loop(blocks.slab, folded_and_sums, (zero, zero), blocks.read_unroll)
         mean_a, mean_ax = (jnp.sum(x, axis=0, keepdims=True) / (s.K * s.V) for x in sums)
         if call.centred and not call.shifted:
             mean_ax = mean_ax - mean * mean_a
@@ -324,10 +271,10 @@ def _read_backward(call: Call, inputs, outputs, scratch, exists):
     if not less_mean:
         offset = offset - slope * mean
 
-    def through_read(i):
-        x = _values(residual, i * group, group)
+    def through_read(v):
+        x = _values(residual, v)
         x = x - mean if less_mean else x
-        a = scratch["a"][i] if blocks.keep else d_normalised(i)
+        a = scratch["a"][v] if blocks.keep else d_normalised(v)
         return a + (x * slope + offset)
 
     return through_read
@@ -341,11 +288,11 @@ def _written(call, keys, data, v):
 
     For an int16 residual rounded, as int32 and `_ROUND_BITS` more.
     """
-    y = _rows(data, v, call.blocks.store_group)
+    y = data[0, v]
     if not call.integer:
-        return dot(keys[...], y)
+        return dot(keys, y)
     # 128 tokens at a time whatever the tile is: taken back, it has to be the same product.
-    parts = [dot(keys[...], y[:, t : t + LANES]) for t in range(0, y.shape[1], LANES)]
+    parts = [dot(keys, y[:, t : t + LANES]) for t in range(0, y.shape[1], LANES)]
     return _low_bits(jnp.concatenate(parts, axis=1))
 
 
@@ -354,14 +301,13 @@ def _shift(call, residual, keys, data):
 
     Of an int16 residual a whole number.
     """
-    x = _values(residual, 0, 1)
+    x = _values(residual, 0)
     if not call.centred:
         return jnp.zeros((1, x.shape[1]), jnp.float32)
-    if keys is not None:
-        K, R = call.sizes.K, call.sizes.R_padded
-        first = keys[:K, :R] if keys.shape != (K, R) else keys[...]
-        x = x + dot(first, data[0, 0])
     mean = jnp.mean(x, axis=0, keepdims=True)
+    if keys is not None:
+        of_keys = jnp.mean(keys.astype(jnp.float32), axis=0, keepdims=True)
+        mean = mean + dot(of_keys, data[0, 0].astype(jnp.float32))
     return (_low_bits(mean) - _ROUND_BITS).astype(jnp.float32) if call.integer else mean
 
 
@@ -391,55 +337,33 @@ def _is_operand(call, ref):
 
 
 def _shifted(call, ref, v, shift):
-    """Rows of `read_group` values of v, less the shift where products take them so."""
-    x = _values(ref, v, call.blocks.read_group)
+    """A value's rows, less the shift where products take them so."""
+    x = _values(ref, v)
     return x - shift if call.shifted else x
 
 
 def _operand(call, ref, v, shift, exists=None, x=None):
-    """`_shifted`, or x, for a product: [group * K, tokens] in the data's dtype."""
+    """`_shifted`, or x, for a product: [K, tokens] in the data's dtype."""
     if exists is None and _is_operand(call, ref):
-        return _rows(ref, v, call.blocks.read_group)
+        return ref[0, v]
     x = _shifted(call, ref, v, shift) if x is None else x
     return (x if exists is None else jnp.where(exists, x, 0)).astype(call.sizes.data_dtype)
 
 
-# Rows of several v ---------------------------------------------------------------------------
+# Rows of a v ---------------------------------------------------------------------------------
 
 
-def _rows(ref, v, count):
-    """[count * rows, tokens] of a block [1, V, rows, tokens]."""
-    if count == 1:
-        return ref[0, v]
-    block = ref[0, pl.ds(v, count)]
-    shape = (count * block.shape[1], block.shape[2])
-    if block.shape[1] % (32 // block.dtype.itemsize):
-        # Narrow tiles are only half full: whole ones are made in 32 bits.
-        wide = jnp.float32 if block.dtype == jnp.bfloat16 else jnp.int32
-        return block.astype(wide).reshape(shape).astype(block.dtype)
-    return block.reshape(shape)
+def _values(ref, v, dtype=jnp.float32):
+    """Of a block [1, V, rows, tokens], in 32 bits."""
+    rows = ref[0, v]
+    return (rows.astype(jnp.int32) if rows.dtype == jnp.int16 else rows).astype(dtype)
 
 
-def _values(ref, v, count, dtype=jnp.float32):
-    """`_rows` in 32 bits."""
-    block = ref[0, v] if count == 1 else ref[0, pl.ds(v, count)]
-    if block.dtype == jnp.int16:
-        block = block.astype(jnp.int32)
-    return block.astype(dtype).reshape(-1, block.shape[-1])
-
-
-def _put(ref, v, count, value):
-    """Rows to a block [1, V, rows, tokens], each v's to its first; whole numbers to int16."""
-    rows = ref.shape[2]
-    value = value.reshape(count, -1, value.shape[1])
+def _put(ref, v, value):
+    """To a block, its first rows; whole numbers to int16."""
     if ref.dtype == jnp.int16 and value.dtype == jnp.float32:
         value = _low_bits(value)
-    value = value.astype(ref.dtype)
-    if value.shape[1] == rows:
-        ref[0, pl.ds(v, count)] = value
-    else:
-        for g in range(count):
-            ref[0, v + g] = value[g, :rows]
+    ref[0, v] = value[: ref.shape[2]].astype(ref.dtype)
 
 
 def _low_bits(x):

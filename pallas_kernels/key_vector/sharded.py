@@ -90,7 +90,7 @@ def all_slices(
       What is retrieved, of the own rows in the dtype of `retrieved`; and the statistics of the
       whole residual, of all rows. A NaN in one slice's statistics is one in those of the whole.
     """
-    mean, rstd = statistics
+    mean, rstd = statistics.mean, statistics.rstd
     shape, tokens = mean.shape, mean.size
     centred = norm == "layernorm"
     sent = [1 / jnp.square(rstd)]
@@ -119,7 +119,7 @@ def all_slices(
         for above_d, sums_d in zip(own(above), each, strict=True):
             read = read + above_d * sums_d
     read = (own(rstd) * read).astype(retrieved.dtype)
-    return Read(read, sums), Statistics(mean, rstd)
+    return Read(read, sums), Statistics.of(mean, rstd)
 
 
 def key_sums(gain: Float[Array, "K V"], read_keys: Float[Array, "P K"]) -> Float[Array, "P V"]:

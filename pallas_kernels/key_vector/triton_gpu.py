@@ -204,8 +204,9 @@ def forward(
     stored = out["stored"].reshape(residual.shape) if site.stores else None
     if not site.reads:
         return Outcome(stored)
-    statistics = Statistics(out["mean"].reshape(tokens), out["rstd"].reshape(tokens))
-    return Outcome(stored, out["retrieved"].reshape(*tokens, sizes.P, V), statistics)
+    both = (out[name].reshape(tokens) for name in ("mean", "rstd"))
+    found = Statistics.of(*both) if statistics is None else None
+    return Outcome(stored, out["retrieved"].reshape(*tokens, sizes.P, V), found)
 
 
 def backward(
@@ -226,7 +227,8 @@ def backward(
     given = (site, statistics, d_residual, d_retrieved)
     if _is_plain("backward", site):
         return xla.backward(*given, means, norm=norm, fraction_bits=fraction_bits)
-    residual, store_keys, data, gain, read_keys = taken(site)
+    given, statistics, again = taken((site, statistics, again))
+    residual, store_keys, data, gain, read_keys = given
     sizes = Sizes.of(site, data.dtype, norm, fraction_bits)
     name = "key_vector_backward"
     blocks = blocks or _blocks_of(sizes, name)
@@ -296,11 +298,11 @@ def _again(rebuilt, again: Again, interpret, *, norm, dtype, fraction_bits):
     site = Site(rebuilt, gain=again.gain, read_keys=again.read_keys)
     options = {"norm": norm, "dtype": dtype, "fraction_bits": fraction_bits}
     read = forward(site, scale=False, interpret=interpret, **options)
-    retrieved, (mean, rstd) = read.retrieved.astype(jnp.float32), again.statistics
+    retrieved = read.retrieved.astype(jnp.float32)
     if norm == "layernorm":
-        above = (read.statistics.mean - mean)[..., None, None]
+        above = (read.statistics.mean - again.statistics.mean)[..., None, None]
         retrieved += above * key_sums(again.gain, again.read_keys)
-    return (rstd[..., None, None] * retrieved).astype(dtype)
+    return (again.statistics.rstd[..., None, None] * retrieved).astype(dtype)
 
 
 def _run(name, kernel, inputs, outputs, blocks: Blocks, flops, *more_grid, interpret):

@@ -51,12 +51,13 @@ def forward(
     fraction_bits: int = FRACTION_BITS,
 ) -> Outcome:
     """See `interface`."""
-    residual, store_keys, data, gain, read_keys = taken(site)
+    (residual, store_keys, data, gain, read_keys), statistics = taken((site, statistics))
     options = (gain, read_keys, norm, epsilon, dtype or data.dtype, scale, fraction_bits)
     if not site.stores:
         values = _values(residual, _accumulator(residual, dtype), fraction_bits)
         if statistics is not None:
-            return Outcome(None, _retrieved(values, statistics, gain, read_keys, dtype), statistics)
+            factors = statistics.mean, statistics.rstd
+            return Outcome(None, _retrieved(values, *factors, gain, read_keys, dtype))
         shift = jnp.mean(values[..., 0], axis=-1)
         return Outcome(None, *_read(_Stored(residual, values, None), shift, *options))
     if empty is not False:
@@ -98,7 +99,7 @@ def backward(
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
     """See `interface`."""
-    site = taken(site)
+    site, statistics, again = taken((site, statistics, again))
     residual, store_keys, data, *_ = site
     if not site.reads:
         wide = jnp.promote_types(jnp.float32, data.dtype)
@@ -116,8 +117,8 @@ def backward(
     retrieved = None
     if again is not None:
         values = _values(rebuilt, _accumulator(rebuilt, data.dtype), fraction_bits)
-        read = again.statistics, again.gain, again.read_keys
-        retrieved = _retrieved(values, *read, data.dtype)
+        factors = again.statistics.mean, again.statistics.rstd
+        retrieved = _retrieved(values, *factors, again.gain, again.read_keys, data.dtype)
     return Gradients(
         d_stored.astype(d_residual.dtype),
         d_data,
@@ -149,7 +150,8 @@ def _norm_backward(
     residual, _, _, gain, read_keys = site
     dtype = d_retrieved.dtype
     accumulator = _accumulator(residual, dtype)
-    mean, rstd = (s[:, :, None, None].astype(accumulator) for s in statistics)
+    both = statistics.both.astype(accumulator)[..., None, None]
+    mean, rstd = both[:, 0], both[:, 1]
     n = (_values(residual, accumulator, fraction_bits) - mean) * rstd
     gain = gain.astype(accumulator)
     # Rounded: two passes read it, and in float32 it would be the largest array of them all.
@@ -215,15 +217,14 @@ def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype, scale, 
     if stored.residual.dtype == jnp.int16 and scale:
         rstd = jnp.where(variance >= least_variance(fraction_bits), rstd, jnp.nan)
 
-    statistics = Statistics(mean, rstd)
-    factors = statistics if scale else Statistics(mean, None)
-    return _retrieved(values, factors, gain, read_keys, dtype), statistics
+    factors = mean, rstd if scale else None
+    return _retrieved(values, *factors, gain, read_keys, dtype), Statistics.of(mean, rstd)
 
 
-def _retrieved(values, statistics, gain, read_keys, dtype):
-    normalised = values - statistics.mean[..., None, None]
-    if statistics.rstd is not None:
-        normalised = normalised * statistics.rstd[..., None, None]
+def _retrieved(values, mean, rstd, gain, read_keys, dtype):
+    normalised = values - mean[..., None, None]
+    if rstd is not None:
+        normalised = normalised * rstd[..., None, None]
     scaled = (normalised * gain.astype(values.dtype)).astype(dtype)
     return _einsum("pk,bnkv->bnpv", read_keys.astype(dtype), scaled).astype(dtype)
 

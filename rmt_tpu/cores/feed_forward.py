@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import sharding
+from pallas_kernels import tuned
 from pallas_kernels.call import LANES
 from rmt_tpu import config as cfg
 from rmt_tpu.cores.core import Cache, Context, Core, Index
@@ -16,6 +17,10 @@ from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain, parameter
 from rmt_tpu.layers.stacks import by_itself
+
+# Chips for which XLA's one instruction is the better way of many tokens too
+# (docs/benchmarks/train_step.md).
+_AT_ONCE = ("tpu_v6_lite",)
 
 
 class FeedForward(Core):
@@ -86,7 +91,8 @@ class FeedForward(Core):
             w_1 = jnp.concatenate(list(w_1), axis=-1)
         w_2 = sharding.gather(self.w_2.astype(z.dtype), "fsdp", axis=1)
         tokens_last = self.vectors > 1 and z.shape[1] >= LANES
-        if tokens_last:
+        in_turn = tokens_last and tuned.slug(tuned.device_lowered_for()) not in _AT_ONCE
+        if in_turn:
             # XLA would take them, weights out of their stack and both products in one instruction,
             # for a fifth more than one after the other. Of few tokens that is the better way.
             w_1, w_2 = by_itself(w_1), by_itself(w_2)
@@ -94,7 +100,7 @@ class FeedForward(Core):
         if self.hidden_gain is None:
             # Own columns of `W_1 z` for the tokens of all devices of `tensor`, and back.
             hidden = self._activated(jnp.dot(sharding.gather(x, "tensor", axis=1), w_1))
-            hidden = by_itself(hidden) if tokens_last else hidden
+            hidden = by_itself(hidden) if in_turn else hidden
             return sharding.scatter_sum(jnp.dot(hidden, w_2), "tensor", axis=1)
         norm = {"norm": self.norm, "epsilon": self.epsilon}
         hidden = normalize(jnp.dot(x, w_1), self.hidden_gain[...], **norm, dtype=z.dtype)

@@ -119,7 +119,7 @@ def add_aux(total: Aux, of_core: Aux) -> Aux:
 
 
 def tell_slices(layer: nnx.List, stack: nnx.List, index: Index) -> None:
-    """Tells the sites of one layer where theirs are in the parameters of all, for decoding."""
+    """Tells the sites of one layer where theirs are in the parameters of all."""
     for one, of_all in zip(layer, stack, strict=True):
         one.site.stacked = nnx.data(Slice(of_all.site, index))
 

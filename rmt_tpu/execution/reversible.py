@@ -17,7 +17,7 @@ from pallas_kernels import Slot, Statistics, taken
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
-from rmt_tpu.execution.layer import Model, add_aux, no_aux
+from rmt_tpu.execution.layer import Model, add_aux, no_aux, tell_slices
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import empty_like, put, scan
 from rmt_tpu.residual.protocols import Invertible
@@ -73,7 +73,7 @@ class _Layers:
 
             def run_layer(carry, scanned, number=number, first=first, before=before):
                 parameters, repeat = scanned
-                layer, index = self._layer(number, first, parameters, repeat)
+                layer, index = self._layer(number, first, stacks[number], parameters, repeat)
                 residual, written, aux = carry
                 of_layer = []
                 for k, (site, core) in enumerate(layer):
@@ -115,7 +115,7 @@ class _Layers:
         d_stacks, first = {}, self.config.num_sublayers
         for number, stack in reversed(list(enumerate(self.config.stacks))):
             first -= stack.num_sublayers
-            before, written, of_stack = kept[number]
+            *_, of_stack = kept[number]
             z = below = None
             if at_once:
                 # Below the first repeat is none of this stack: what is read there is of no use.
@@ -124,15 +124,15 @@ class _Layers:
                 read = self._last_read(number, *jax.tree.map(lambda x: x[-1], reads))
                 z = self.store.read_again(held, *read, self.dtype)
 
-            def undo_layer(
-                carry, scanned, number=number, first=first, before=before, written=written
-            ):
+            def undo_layer(carry, scanned, number=number, first=first, kept=kept[number]):
                 parameters, repeat, of_layer, below = scanned
-                layer, index = self._layer(number, first, parameters, repeat)
+                before, written, of_stack = kept
+                layer, index = self._layer(number, first, stacks[number], parameters, repeat)
                 residual, d_residual, d_y, z, gradients = carry
                 gradient = {}
                 for k, (site, core) in reversed(list(enumerate(layer))):
-                    statistics, saved = of_layer[k]
+                    (statistics, _), (_, saved) = of_stack[k], of_layer[k]
+                    statistics = Statistics(Slot(statistics.both, repeat))
                     if not at_once:
                         z = self.store.read_again(residual, site, statistics, self.dtype)
                     with jax.named_scope(core.name):
@@ -174,10 +174,11 @@ class _Layers:
         return written
 
     def _layer(
-        self, number: int, first: int, parameters: dict, index: Index
+        self, number: int, first: int, stack: dict, parameters: dict, index: Index
     ) -> tuple[list[tuple[nnx.Module, Core]], Index]:
-        """Sites and cores of one period, and the number of its first sublayer."""
-        layer = nnx.merge(self.graphs[number], parameters)
+        """Sites and cores of one period out of a stack, and the number of its first sublayer."""
+        of_stack, layer = (nnx.merge(self.graphs[number], p) for p in (stack, parameters))
+        tell_slices(layer, of_stack, index)
         return [(one.site, one.core) for one in layer], first + len(layer) * index
 
 

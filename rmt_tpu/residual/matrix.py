@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
 import pallas_kernels
 import sharding
-from pallas_kernels.call import LANES, nbytes
+from pallas_kernels.call import LANES, chip, nbytes
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.parameters import gain, read_keys, storage_scale, store_keys
@@ -19,8 +19,8 @@ from rmt_tpu.layers.stacks import Index, Slice
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.residual.place import Place
 
-# The largest VMEM of TPUs, bytes. What is larger XLA cannot keep there between kernels.
-_IN_VMEM = 2**27
+# Of VMEM, what a residual may fill so that XLA keeps it there from one kernel to the next.
+_KEPT = 0.5
 
 
 class Site(nnx.Module):
@@ -174,7 +174,7 @@ class Store(nnx.Module):
         site: Site,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read, pallas_kernels.Statistics]:
         """The same, and the norm's statistics."""
-        store_keys, gain, read_keys = _parameters(site)
+        store_keys, gain, read_keys = _in_place(site)
         residual, z, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
             residual, store_keys, y, gain, read_keys, **self._options()
         )
@@ -256,7 +256,7 @@ class Store(nnx.Module):
         dtype: DTypeLike,
     ) -> Read:
         """What `add_and_read` has read from the residual that it left, with these statistics."""
-        _, gain, read_keys = _parameters(site)
+        _, gain, read_keys = _in_place(site)
         z = pallas_kernels.norm_retrieve_again(
             residual, statistics, gain, read_keys, dtype=dtype, **self._options()
         )
@@ -267,7 +267,7 @@ class Store(nnx.Module):
 
         A smaller one XLA keeps in VMEM, the more so if a kernel of its own reads it next.
         """
-        return nbytes(residual) > _IN_VMEM
+        return nbytes(residual) > _KEPT * chip().vmem
 
     @jax.named_scope("residual")
     def undo(
@@ -293,10 +293,10 @@ class Store(nnx.Module):
           The residual that it was given, the cotangents of residual, y and site, and what the site
           before has read of that residual, where it is given with the norm's statistics.
         """
-        store_keys, gain, read_keys = _parameters(site)
+        store_keys, gain, read_keys = _in_place(site)
         again = None
         if before is not None:
-            again = pallas_kernels.Again(*_parameters(before[0])[1:], before[1])
+            again = pallas_kernels.Again(*_in_place(before[0])[1:], before[1])
         g = pallas_kernels.undo(
             residual,
             statistics,
@@ -336,3 +336,11 @@ def _key_axis() -> str | None:
 
 def _parameters(site: Site):
     return site.store_keys[...], site.gain[...], site.read_keys[...]
+
+
+def _in_place(site: Site):
+    """The same, where they lie if that is told."""
+    if site.stacked is None:
+        return _parameters(site)
+    of_all, index = site.stacked
+    return tuple(pallas_kernels.Slot(x, index) for x in _parameters(of_all))

@@ -13,7 +13,7 @@ from pallas_kernels.causal_attention import mosaic_tpu
 from pallas_kernels.causal_attention.interface import Attended, Attention
 from tests.tiers import later
 
-B, N, H, D = 2, 128, 2, 8
+B, N, H, D = 2, 128, 16, 8
 
 
 def arrays():

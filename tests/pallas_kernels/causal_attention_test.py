@@ -78,6 +78,7 @@ SHAPES = [  # of rows; with alibi, with segments
     ((1, 384, 2, 24), False, True),  # blocks that are not powers of two
     ((1, 640, 2, 8), True, False),
     ((1, 256, 6, 8), True, True),
+    ((1, 256, 16, 8), False, True),  # size-major rows of bfloat16 are read in place
 ]
 
 
@@ -94,6 +95,7 @@ class TestWhole(Battery):
         ),
         Case(*SHAPES[0][:1], "float32", *SHAPES[0][1:], options=(("rows", "size_major"),)),
         Case(*SHAPES[2][:1], "bfloat16", *SHAPES[2][1:], options=(("rows", "head_major"),)),
+        Case(*SHAPES[5][:1], "bfloat16", *SHAPES[5][1:], options=(("rows", "size_major"),)),
     )
 
 

@@ -10,23 +10,25 @@ import pytest
 from pallas_kernels import Slot, taken
 from pallas_kernels.key_vector import mosaic_tpu, xla
 from pallas_kernels.key_vector.block_sizes import BlockSizes
-from pallas_kernels.key_vector.interface import Site
+from pallas_kernels.key_vector.interface import Again, Site, Statistics
 from tests.tiers import later
 
-B, N, K, V, R, P = 2, 200, 16, 8, 4, 12
-SLABS = BlockSizes(128, slab=4, store_group=2, read_group=2)
+# Of these, 8 rows of keys are whole tiles, which lie in their stacks as kernels take them.
+B, N, K, V, R, P = 2, 200, 16, 8, 8, 12
+SLABS = BlockSizes(128, slab=4)
 
 
 def arguments(residual: str, data: str):
     draw = lambda *size: np.random.default_rng(sum(size)).normal(size=size)
     X = draw(B, N, K, V) + 3.0  # a mean that counts
     X = np.round(X * 2**9) if residual == "int16" else X
+    slot = lambda x, at: Slot(x, jnp.int32(at))
     return Site(
         X.astype(residual),
-        draw(R, K).astype("float32") / 4,
-        Slot(draw(3, B, N, R, V).astype(data), jnp.int32(1)),
-        draw(K, V).astype("float32"),
-        draw(P, K).astype("float32"),
+        slot(draw(3, R, K).astype("float32") / 4, 2),
+        slot(draw(3, B, N, R, V).astype(data), 1),
+        slot(draw(2, K, V).astype("float32"), 1),
+        slot(draw(4, P, K).astype("float32"), 2),
     )
 
 
@@ -58,7 +60,7 @@ def test_kernels_take_slots_and_read_again_what_they_have_read(residual, data, n
     difference = np.asarray(again.retrieved, "float32") - np.asarray(out.retrieved, "float32")
     assert np.abs(difference).max() <= tolerance * scale
     # It is with those that are given, and not with its own.
-    twice = out.statistics._replace(rstd=2 * out.statistics.rstd)
+    twice = Statistics.of(out.statistics.mean, 2 * out.statistics.rstd)
     double = forward(kernel, read, twice, norm=norm, dtype=jnp.dtype(data)).retrieved
     np.testing.assert_allclose(
         np.asarray(double, "float32"), 2 * np.asarray(again.retrieved, "float32"), rtol=2**-7
@@ -74,13 +76,20 @@ def test_plain_jax_reads_again_what_it_has_read(norm):
     np.testing.assert_array_equal(again.retrieved, out.retrieved)
 
 
-def test_a_backward_pass_takes_a_slot():
+def test_a_backward_pass_takes_slots():
     site = arguments("int16", "bfloat16")
     statistics = forward(xla.forward, site, norm="layernorm").statistics
     draw = lambda *size: np.random.default_rng(sum(size)).normal(size=size).astype(jnp.bfloat16)
     cotangents = draw(B, N, K, V), draw(B, N, P, V)
+    slot = lambda x, at: Slot(jnp.stack([0 * x, x], 0)[:: 2 * at - 1], at)
+    statistics = Statistics(slot(statistics.both, 1))
+    keys = (slot(np.float32(draw(*x)), 0) for x in ((K, V), (R, K)))
+    again = Again(*keys, Statistics(slot(2 * statistics.both.stack[1], 0)))
     backward = functools.partial(
         mosaic_tpu.backward, norm="layernorm", rebuild=True, interpret=True
     )
-    got, want = (jax.jit(backward)(given, statistics, *cotangents) for given in (site, taken(site)))
+    run = lambda site, statistics, again: jax.jit(backward)(
+        site, statistics, *cotangents, None, again
+    )
+    got, want = run(site, statistics, again), run(*taken((site, statistics, again)))
     jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -303,12 +303,13 @@ def given_means(norm, K, V, seed=0):
     draw = lambda *size: rng.normal(size=size).astype("float32")
     means = Means(draw(2, 130) if norm == "layernorm" else None, draw(2, 130))
     X, w, y = draw(2, 130, K, V), draw(4, K), draw(2, 130, 4, V)
-    statistics = Statistics(draw(2, 130) * (norm == "layernorm"), 1 + draw(2, 130) ** 2)
+    both = draw(2, 130) * (norm == "layernorm"), 1 + draw(2, 130) ** 2
+    statistics = Statistics(np.stack(both, axis=1))
     site = Site(X, w, y, draw(K, V), draw(6, K))
     return site, statistics, draw(2, 130, K, V), draw(2, 130, 6, V), means
 
 
-SLABS = mosaic_tpu.BlockSizes(128, slab=4, store_group=2, read_group=2)
+SLABS = mosaic_tpu.BlockSizes(128, slab=4)
 BACKWARD = {
     "mosaic_tpu": functools.partial(mosaic_tpu.backward, interpret=True),
     "mosaic_tpu in slabs": functools.partial(
@@ -402,9 +403,9 @@ def test_undo_gathers_the_data_again_and_sums_the_keys():
 
     def undo(args, cotangents):
         X, w, y, gain, r = args
-        token = jnp.ones(X.shape[:2])
+        statistics = Statistics(jnp.ones((X.shape[0], 2, X.shape[1])))
         g = pallas_kernels.undo(
-            *(X, Statistics(token, token), w, y, gain, r, *cotangents),
+            *(X, statistics, w, y, gain, r, *cotangents),
             norm="layernorm",
             key_axis="key",
             retrieved=cotangents[1],
@@ -453,7 +454,7 @@ def test_compiles_for_tpu_within_a_mesh(norm):
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_backward_with_means_compiles_for_gpu_without_spilling(norm, tmp_path):
     args = RMT_305M.backward((1, 4096))
-    token = args[1].rstd
+    token = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
     args = *args, Means(token if norm == "layernorm" else None, token)
     backward = functools.partial(triton_gpu.backward, norm=norm)
     assert "key_vector_backward" in cuda.lowered(backward, *args)
@@ -477,7 +478,7 @@ def test_what_does_not_fit_is_named():
         run(read, X[:3], gain, r)
 
     def undo(X, w, y, gain, r, dz):
-        statistics = Statistics(jnp.ones(X.shape[:2]), jnp.ones(X.shape[:2]))
+        statistics = Statistics(jnp.ones((X.shape[0], 2, X.shape[1])))
         args = (X, statistics, w, y, gain, r, X, dz)
         return pallas_kernels.undo(*args, norm="rmsnorm", key_axis="key")
 
@@ -486,9 +487,9 @@ def test_what_does_not_fit_is_named():
         run(undo, X, w, y[:2], gain, r, d_z)
 
     def read_again(X, w, y, gain, r, dz, short):
-        token = jnp.ones(X.shape[:2])
-        again = pallas_kernels.Again(gain, short, Statistics(token, token))
-        args = (X, Statistics(token, token), w, y, gain, r, X, dz)
+        statistics = Statistics(jnp.ones((X.shape[0], 2, X.shape[1])))
+        again = pallas_kernels.Again(gain, short, statistics)
+        args = (X, statistics, w, y, gain, r, X, dz)
         return pallas_kernels.undo(*args, norm="rmsnorm", again=again)
 
     with pytest.raises(ValueError, match="shapes do not fit.*read_keys"):

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tuned
 from pallas_kernels.key_vector import mosaic_tpu
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
 from pallas_kernels.key_vector.interface import Site, Statistics
+from pallas_kernels.key_vector.mosaic_tpu_call import Walk
 from pallas_kernels.shapes import RMT_305M, RMT_LARGE, TOKENS, KeyVector
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels.key_vector_battery import (
@@ -27,7 +29,7 @@ from tests.tpu import place_on
 # Many tests run the programs of a few cases.
 SHARED = pytest.mark.xdist_group("key-vector kernels for TPU")
 
-SLABS = BlockSizes(128, slab=4, store_group=2, read_group=2)
+SLABS = BlockSizes(128, slab=4)
 # Each dtype of a residual and of data, each norm, slabs or not, and whole or ragged tiles; at night
 # every pair of them.
 RAGGED = Case(1, 300, 16, 8, 8, 12, "float32", "float32", "layernorm")  # a last tile
@@ -38,8 +40,8 @@ IN_SLABS = Case(1, 200, 16, 8, 4, 12, "bfloat16", "float32", "layernorm", SLABS)
 # The tiles differ from those that rebuilding takes, the products must not.
 UNDONE = Case(
     *(1, 256, 16, 8, 4, 4, "int16", "bfloat16", "layernorm"),
-    BlockSizes(256, slab=8, store_group=8, read_group=4),
-    BlockSizes(128, slab=8, store_group=8, read_group=2, keep=True),
+    BlockSizes(256, slab=8),
+    BlockSizes(128, slab=8, keep=True),
 )
 
 
@@ -133,7 +135,7 @@ def test_halves_compile(topology):
     @jax.jit
     def gradients(X, w, y, gain, r):
         """Those of both halves, of X as a cotangent too, and of P vectors y."""
-        statistics = Statistics(*jnp.ones((2, *X.shape[:2])))
+        statistics = Statistics(jnp.ones((X.shape[0], 2, X.shape[1])))
         dz = jnp.concatenate([y] * 3, axis=2)
         of_read = Site(X, gain=gain, read_keys=r), statistics, None, dz
         of_store = Site(None, w, y), None, X, None
@@ -151,7 +153,7 @@ def test_a_scan_over_layers_copies_no_residual():
     # Too large for VMEM, where XLA would else move it to and fro.
     size, norm, layers = RMT_305M.before_feed_forward, {"norm": "layernorm"}, 4
     (K, V, R, P), (B, N) = size, TOKENS
-    blocks = BlockSizes(512, 64, 8, 2, store_unroll=1, read_unroll=1, keep=True)
+    blocks = BlockSizes(512, 64, store_unroll=1, read_unroll=1, keep=True)
 
     @jax.custom_vjp
     def op(*args):
@@ -238,6 +240,21 @@ def test_the_residual_is_read_once_where_a_tile_fits(K, V):
     sizes = Sizes(K, V, 16, 48, "bfloat16", "bfloat16")
     for op in ("forward", "backward"):
         assert choose_block_sizes(op, sizes, 512).slab == V
+
+
+@SHARED
+def test_on_one_core_sums_are_those_of_two():
+    case, kernels = TILES, TestKernels()
+    site, cotangents = arguments(case), cotangents_of(case)
+    statistics = kernels.forward(case, site).statistics
+    of_two = kernels.backward(case, site, statistics, *cotangents)
+    with tuned.lowering_for("TPU v6 lite"):
+        assert Walk.over(2, 2).cores == 1
+        of_one = kernels.backward(case, site, statistics, *cotangents)
+    for name in ("residual", "data"):
+        np.testing.assert_array_equal(*float64((getattr(of_one, name), getattr(of_two, name))))
+    sums = lambda g: (g.store_keys, g.gain, g.read_keys)
+    assert_close(sums(of_one), sums(of_two), 1e-5)  # the same terms in another order
 
 
 @SHARED

@@ -100,7 +100,7 @@ def test_what_is_unsupported_is_said():
     assert "512" in reason(wide, array("float32", 4, 4), wide)
     large, keys = array("float32", 1, 1, 256, 256), array("float32", 256, 256)
     assert "bytes" in reason(large, keys, large)
-    statistics = Statistics(array("float32", 2, 3), array("float32", 2, 3))
+    statistics = Statistics(array("float32", 2, 2, 3))
     assert triton_gpu.unsupported("backward", site, statistics, *cotangents) is None
     read = functools.partial(triton_gpu.forward, dtype=jnp.int16)
     with pytest.raises(UnsupportedImplementation, match="dtype"):

@@ -92,11 +92,12 @@ def test_gradients_are_added_up_over_the_batch(compiled):
 @pytest.mark.xdist_group("preflight")
 def test_gradients_go_once_between_slices():
     """Of the four devices of a slice each sends a quarter of what they have added up."""
-    report = preflight(config(), parse_topology("v5e:2x2", 2))
+    # Of a vocabulary beside which small gradients, which are rounded up to tiles, are few.
+    report = preflight(config(**{"model.vocab_size": 2048}), parse_topology("v5e:2x2", 2))
     (sent,) = (t for t in report.traffic if t.between_slices)
     assert (sent.kind, sent.axes) == ("all-reduce", "data")
     quarter = sum(resources.parameters(report.config.model).values())
-    # Twice half of it; small gradients are rounded up to tiles.
+    # Twice half of it.
     assert quarter <= sent.bytes < 1.05 * quarter
     within = sum(t.bytes for t in report.traffic if not t.between_slices)
     assert report.time.collectives == pytest.approx(within / 200e9 + sent.bytes / 3.125e9)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels import tuned
 from rmt_tpu import config as cfg
 from rmt_tpu.analysis import depth
 from rmt_tpu.errors import UsageError
@@ -191,6 +192,20 @@ def test_a_caller_s_positions_are_those_that_are_rotated():
         whole = logits(params, order)
         assert_close(logits(params, order + 7), whole, 1e-10)
         assert np.abs(logits(params, 2 * order) - whole).max() > 1e-3
+
+
+def test_a_feed_forward_layer_s_products_come_in_turn_where_that_is_faster():
+    config = models.model(positions=cfg.Rope())
+    graphdef, params = models.graph(config), models.random_parameters(config)
+
+    def barriers(kind, length):
+        tokens = jnp.zeros((1, length), jnp.int32)
+        with tuned.lowering_for(kind):
+            traced = jax.make_jaxpr(lambda p: nnx.merge(graphdef, p)(tokens))(params)
+        return str(traced).count("optimization_barrier")
+
+    assert barriers("TPU v5 lite", 128) > barriers("TPU v5 lite", 127)
+    assert barriers("TPU v6 lite", 128) == barriers("TPU v6 lite", 127)
 
 
 # Configs ---------------------------------------------------------------------------------------

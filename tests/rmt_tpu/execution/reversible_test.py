@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import pallas_kernels
+from pallas_kernels import tuned
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
 from rmt_tpu.residual import matrix
@@ -53,7 +54,7 @@ def test_gradients_in_float64_are_those_of_the_ordinary_policy(positions):
 
 def test_a_large_residual_is_read_where_it_is_rebuilt(monkeypatch):
     """The same gradients; of two stacks, whose sites differ."""
-    monkeypatch.setattr(matrix, "_IN_VMEM", 0)
+    monkeypatch.setattr(matrix, "_KEPT", 0)
     reads = []
     again = matrix.Store.read_again
     monkeypatch.setattr(matrix.Store, "read_again", lambda *args: reads.append(1) or again(*args))
@@ -67,6 +68,16 @@ def test_a_large_residual_is_read_where_it_is_rebuilt(monkeypatch):
         assert max(relative_errors(rebuilt[1], ordinary[1])) < 1e-13
     # Of the final site, and where a stack ends.
     assert len(reads) == 3
+
+
+@pytest.mark.parametrize("kind, most", [("TPU v6 lite", 16), ("TPU v5", 8), ("TPU7x", 8)])
+def test_what_fills_half_of_a_chips_vmem_is_large(kind, most):
+    with tuned.lowering_for(kind):
+        seen = []
+        for batch in (most, most + 1):
+            residual = jax.ShapeDtypeStruct((batch, 512, 64, 64), jnp.int16)
+            jax.eval_shape(lambda x: seen.append(matrix.Store.reads_at_once(None, x)), residual)
+        assert seen == [False, True]
 
 
 @pytest.mark.slow

@@ -1,0 +1,97 @@
+"""Keys and gain in the TPU kernels, which take them as they are given and use them value by value.
+
+Of a value v a product takes `G[v] = r * gain[:, v]`, rounded once to the data's dtype. It is made
+where it is used: the matrix units leave the vector unit room for it, and what XLA would make around
+each kernel, a dozen small arrays, takes a tenth of the kernel's time.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from pallas_kernels import operand
+from pallas_kernels.arguments import Slot, taken
+from pallas_kernels.call import Blocked
+from pallas_kernels.key_vector.mosaic_tpu_call import Call
+
+
+def store_operands(call: Call, store_keys) -> Blocked:
+    return {"store_keys": operand.constant(_whole(store_keys, call.sizes.R_padded))}
+
+
+def store_rows(call: Call, inputs):
+    """`w`, rounded as products take it. [R, K]"""
+    return inputs["store_keys"][...].astype(call.sizes.data_dtype)
+
+
+def store_columns(call: Call, inputs):
+    """`w^T`, times the steps of a fixed-point residual. [K, R]"""
+    columns = store_rows(call, inputs).astype(jnp.float32).T / call.unit
+    return columns.astype(call.sizes.data_dtype)
+
+
+def read_operands(call: Call, gain, read_keys):
+    """Inputs and scratch of a read."""
+    s = call.sizes
+    inputs = {
+        "gain": operand.constant(_whole(gain, s.K)),
+        "read_keys": operand.constant(_whole(read_keys, s.padded(read_keys.shape[0]))),
+    }
+    return inputs, {"gain_rows": pltpu.VMEM((s.V, s.K), jnp.float32)}
+
+
+class Keys:
+    """Those of a read, in a kernel; `first` is the first v of its slab."""
+
+    def __init__(self, call: Call, inputs, scratch, first):
+        self.call, self.read_keys, self.gain = call, inputs["read_keys"], scratch["gain_rows"]
+        self.first = first
+        self.gain[...] = inputs["gain"][...].T
+
+    def of_gain(self, v):
+        return self.gain[pl.ds(self.first + v, 1)]
+
+    def folded(self, v):
+        """`G` of the slab's value v. [P, K]"""
+        return (self.read_keys[...] * self.of_gain(v)).astype(self.call.sizes.data_dtype)
+
+    def sums(self, v):
+        """Of `G` over K. [P, 1]"""
+        return jnp.sum(self.folded(v).astype(jnp.float32), axis=1, keepdims=True)
+
+    def add_gradients(self, outputs, v, d_folded):
+        """`dr += dG[v] * gain[:, v]` and `dgain[:, v] += sum_p dG[v] * r`."""
+        d = d_folded * self.call.unit
+        outputs["d_read_keys"][0] += d * self.of_gain(v)
+        d_gain = jnp.sum(d * self.read_keys[...], axis=0, keepdims=True)
+        outputs["d_gain"][0, pl.ds(self.first + v, 1)] += d_gain
+
+
+def gradient_outputs(call: Call, cores: int) -> Blocked:
+    """Gradients of keys and gain, of each core: the gain's in rows of v."""
+    s = call.sizes
+    shapes = {"d_gain": (cores, s.V, s.K), "d_read_keys": (cores, s.P_padded, s.K)}
+    return {
+        name: (
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+            pl.BlockSpec((1, *shape[1:]), lambda c, *_: (c, 0, 0)),
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def read_gradients(call: Call, out: Mapping[str, jax.Array]):
+    """Those of the gain and of the read keys."""
+    return jnp.sum(out["d_gain"], axis=0).T, jnp.sum(out["d_read_keys"], axis=0)[: call.sizes.P]
+
+
+def _whole(x: Array | Slot, rows: int) -> Array | Slot:
+    """With so many rows, the last ones of zeros; what has them stays where it is."""
+    if x.dtype == jnp.float32 and x.shape[0] == rows:
+        return x
+    x = taken(x).astype(jnp.float32)
+    return jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
