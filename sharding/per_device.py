@@ -120,7 +120,8 @@ def add_up(tree: Any, specs: Any = _WHOLE) -> Any:
 
     def add_one(x: Array, spec: PartitionSpec) -> Array:
         names = unused_axes(mesh, spec)
-        return jax.lax.psum(x, names) if names else x
+        # As they are: XLA would add up in bfloat16 what was cast from it.
+        return jax.lax.psum(jax.lax.optimization_barrier(x), names) if names else x
 
     if isinstance(specs, PartitionSpec):
         return jax.tree.map(lambda x: add_one(x, specs), tree)

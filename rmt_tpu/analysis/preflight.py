@@ -351,7 +351,8 @@ def _memory(assignment: Assignment) -> tuple[dict[str, int], int, tuple[Held, ..
 def _argument(path: str) -> str:
     """The kind of an argument, by its path."""
     names = re.findall(r"\w+", path)
-    kinds = {"optimizer": "optimizer", "params": "parameters", "cache": "cache"}
+    kinds = {"params": "parameters", "cache": "cache"}
+    kinds |= dict.fromkeys(("optimizer", "copies"), "optimizer")
     return next((kinds[name] for name in names[:2] if name in kinds), "batch")
 
 

@@ -10,7 +10,7 @@ from rmt_tpu.analysis.preflight_advice import advice
 _WIDTH = 40  # characters of a bar
 _MEANING = {
     "parameters": "as they are kept",
-    "optimizer": "moments and counts",
+    "optimizer": "moments, counts and bfloat16 copies of weights",
     "cache": "of whole prompts",
     "batch": "and other arguments",
     "activations": "kept by the forward pass for the backward pass",

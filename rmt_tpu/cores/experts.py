@@ -90,7 +90,8 @@ class Experts(Core):
         width, hidden, count = config.width, core.hidden_dim, core.num_experts
         draw = functools.partial(parameter, rngs, role="hidden")
         std = config.init_std * input_width**-0.5
-        self.w_router = draw((input_width, count), std=std, axes=("embed", "choices"))
+        axes = ("embed", "choices")
+        self.w_router = draw((input_width, count), std=std, axes=axes, exact=True)
         by_sign = isinstance(core.balance, cfg.SignRule)
         role, axes = "balance_steps" if by_sign else "load", ("choices",)
         self.load = nnx.Param(jnp.zeros(count), role=role, axes=axes)

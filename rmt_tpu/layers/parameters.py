@@ -23,6 +23,7 @@ def parameter(
     role: Role,
     axes: tuple,
     fan_in: int | None = None,
+    exact: bool = False,
 ) -> nnx.Param:
     """A float32 parameter drawn from N(0, std^2).
 
@@ -34,12 +35,13 @@ def parameter(
       axes: logical names of the axes, for sharding rules.
       fan_in: how many numbers of a token a product with it adds up; muP's rate goes by it. None is
         the size of the first axis of a "hidden" weight's matrix, and of others 1: no such sum.
+      exact: whether it is read as it is; other "hidden" weights are read in the compute dtype.
     """
     if fan_in is None:
         of_matrix = (size for size, axis in zip(shape, axes, strict=True) if axis not in OF_MANY)
         fan_in = next(of_matrix) if role == "hidden" else 1
     value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, role=role, axes=axes, fan_in=fan_in)
+    return nnx.Param(value, role=role, axes=axes, fan_in=fan_in, exact=exact)
 
 
 def storage_scale(num_sublayers: int) -> float:
@@ -102,12 +104,12 @@ def stack(
 
 
 def metadata(module: nnx.Module, name: str) -> dict:
-    """The `name` ("role", "axes", "fan_in") of each parameter, in the tree of `nnx.to_pure_dict`.
+    """What `parameter` was told of each one ("role", "axes", ..), as `nnx.to_pure_dict` has them.
 
-    A parameter that says nothing of its fan-in has 1.
+    One that says nothing of its fan-in has 1, and is exact.
     """
     state = nnx.state(module, nnx.Param)
-    default = {"fan_in": 1} if name == "fan_in" else {}
+    default = {"fan_in": 1, "exact": True}
     found = lambda leaf: (default | leaf.get_metadata())[name]
     is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
     return nnx.to_pure_dict(jax.tree.map(found, state, is_leaf=is_variable))

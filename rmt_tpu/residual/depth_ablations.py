@@ -33,9 +33,8 @@ class Mix(depth_attention.Mix):
             self.query = self.key_gain = None
         shape, axes = 2 * (config.residual_size,), ("embed", "width")
         project = config.mixer.query == "input"
-        self.project = (
-            parameter(rngs, shape, std=0.0, role="hidden", axes=axes) if project else None
-        )
+        how = {"role": "hidden", "exact": True}
+        self.project = parameter(rngs, shape, std=0.0, axes=axes, **how) if project else None
 
 
 class DepthAblation(depth_attention.DepthAttention):

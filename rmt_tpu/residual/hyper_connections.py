@@ -170,7 +170,8 @@ class DynamicMix(nnx.Module):
         self.static = StaticMix(m, index)
         self.gain = gain((dim,), axes=("width",))
         axes = ("width", "coefficient")
-        self.w = parameter(rngs, (dim, 2 + m), std=0.0, role="hidden", axes=axes)
+        shape, how = (dim, 2 + m), {"role": "hidden", "exact": True}
+        self.w = parameter(rngs, shape, std=0.0, axes=axes, **how)
         self.scales = _learned(jnp.full(2, 0.01), "coefficient")
 
     def __call__(self, streams: Streams) -> Coefficients:
@@ -222,7 +223,7 @@ class _ProjectedMix(nnx.Module):
         self.epsilon = config.norm_epsilon
         self.gain = gain((m, dim), axes=("stream", "width"))
         shape, axes = (m, dim, 2 * m + mix_bias.size), ("stream", "width", "coefficient")
-        self.w = parameter(rngs, shape, std=0.0, role="hidden", axes=axes)
+        self.w = parameter(rngs, shape, std=0.0, axes=axes, role="hidden", exact=True)
         self.scales = _learned(jnp.full(3, 0.01), "coefficient")
         self.read_bias = _learned(read_bias, "stream")
         self.write_bias = _learned(write_bias, "stream")

@@ -136,7 +136,10 @@ class Store(nnx.Module):
         written = pallas_kernels.store(
             empty, self.position_keys[...], positions, implementation="xla"
         )
-        return jnp.broadcast_to(written, shape), tokens
+        # Tokens last, as TPUs have the residual: its gradient is added up before it is turned.
+        rows, *own = shape
+        last = jnp.broadcast_to(jnp.moveaxis(written, 1, -1), (rows, *own[1:], seq))
+        return jnp.moveaxis(last, -1, 1), tokens
 
     def hold(
         self, residual: Float[Array, "group seq own_D_k D_v"]

@@ -15,6 +15,7 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import compute_dtype, residual_dtype
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
+from rmt_tpu.training.copies import as_read
 from rmt_tpu.training.run import Run
 
 _BYTES_OF_A_TOKEN = 16  # of a batch: three int32 and a float32
@@ -57,7 +58,9 @@ def least(config: RunConfig, run: Run) -> Least:
     activations = at_a_time * of_a_token * (repeats if keeps_residuals else 1)
     return Least(
         state=_bytes_on_a_device(run.abstract, run.state_shardings),
-        gradients=_bytes_on_a_device(run.abstract.params, run.state_shardings.params),
+        gradients=_bytes_on_a_device(
+            as_read(run.abstract.params, run.abstract.copies), run.state_shardings.params
+        ),
         activations=activations // run.mesh.size,
         batch=tokens * _BYTES_OF_A_TOKEN // processes.num_processes(),
     )

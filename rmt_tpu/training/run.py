@@ -1,6 +1,7 @@
 """A run before its first step: its functions, shardings and data. Nothing is allocated for it."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from rmt_tpu.execution import pipelined
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.residual.fixed_point import in_floats
 from rmt_tpu.training import compiler_options
+from rmt_tpu.training.copies import Copies, copied, copies_of, named
 from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
 from rmt_tpu.training.step import (
@@ -42,6 +44,7 @@ class Run(NamedTuple):
       mesh: of the devices.
       abstract: shapes and dtypes of the TrainState.
       init: `() -> TrainState`, to be jitted.
+      copies: `params -> Copies`, those of a TrainState with these parameters, to be jitted.
       gradients: `(params, Batch) -> (gradients, mean Loss)`, to be jitted.
       step: `(TrainState, Batch) -> (TrainState, metrics)`; see `jitted_step`.
       loss: `(params, Batch) -> Loss` sums, to be jitted.
@@ -54,6 +57,7 @@ class Run(NamedTuple):
     mesh: jax.sharding.Mesh
     abstract: TrainState
     init: Callable[[], TrainState]
+    copies: Callable[[Any], Copies]
     gradients: Callable[[Any, data.Batch], tuple[Any, Loss]]
     step: Callable[[TrainState, data.Batch], tuple[TrainState, dict[str, jax.Array]]]
     loss: Callable[[Any, data.Batch], Loss]
@@ -65,6 +69,11 @@ class Run(NamedTuple):
         """`step` as it is run and as it is reported on: its state is donated."""
         options = compiler_options.of_step(self.mesh)
         return jax.jit(self.step, donate_argnums=0, compiler_options=options)
+
+    def with_copies(self, state: TrainState) -> TrainState:
+        """`state` with copies of its own weights, whatever it has."""
+        make = jax.jit(self.copies, out_shardings=self.state_shardings.copies)
+        return state._replace(copies=make(state.params) if self.abstract.copies else {})
 
 
 def resolved(config: RunConfig, kept: Mapping[str, str] = MappingProxyType({})) -> RunConfig:
@@ -127,6 +136,10 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
     if (model := in_floats(config.model)) != config.model:
         used = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), nnx.Param)[0]
     names, virtual = metadata(abstract, "axes"), schedule.virtual if schedule else 1
+    # The gradients of a schedule's stages are sums over microbatches, for which 8 bits are too few.
+    dtype = compute_dtype(config.model.compute_dtype)
+    paths = frozenset() if schedule else copied(abstract, dtype)
+    copies = functools.partial(copies_of, paths=paths, dtype=dtype)
     roles = metadata(abstract, "role")
     optimizer = make_optimizer(
         config.train.optimizer,
@@ -139,7 +152,8 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
     def init() -> TrainState:
         params = nnx.to_pure_dict(nnx.state(make(), nnx.Param))
         params = _in_chunks(params, names, virtual)
-        return initial_state(params, optimizer, jax.random.key(config.train.seed))
+        key = jax.random.key(config.train.seed)
+        return initial_state(params, optimizer, key, copies(params))
 
     state = jax.eval_shape(init)
     chunked = lambda axes: ("virtual", *axes) if virtual > 1 and axes[0] == "layer" else axes
@@ -161,6 +175,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
         mesh=mesh,
         abstract=state,
         init=init,
+        copies=copies,
         gradients=gradients,
         step=make_train_step(config, gradients, optimizer, roles),
         loss=loss,
@@ -253,7 +268,8 @@ def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> 
         state.optimizer,
         is_leaf=like_params,
     )
-    return TrainState(params, optimizer, replicated, replicated, replicated, replicated)
+    of_copies = {path: x for path, x in named(params) if path in state.copies}
+    return TrainState(params, optimizer, *[replicated] * 4, of_copies)
 
 
 class Datasets(NamedTuple):

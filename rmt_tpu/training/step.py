@@ -14,12 +14,13 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.cores import Aux, causal
 from rmt_tpu.data import Batch
 from rmt_tpu.execution import kernels, pipelined
+from rmt_tpu.training.copies import Copies, as_read, remade
 from rmt_tpu.training.loss import Loss, next_token_loss
 from rmt_tpu.training.optimizer import learning_rate, load_metrics, of_weights
 
 
 class TrainState(NamedTuple):
-    """All that a step changes, and so all arrays of a checkpoint.
+    """All that a step changes, and so, but for the copies, all arrays of a checkpoint.
 
     Attributes:
       params: pure dict of the decoder's parameters.
@@ -28,6 +29,7 @@ class TrainState(NamedTuple):
       step: optimizer steps taken, skipped ones included.
       skipped: steps whose loss or gradient was not finite, and so changed no parameter.
       skipped_in_a_row: the last of them without a good one in between.
+      copies: of weights, which a step reads in their place; see `training.copies`.
     """
 
     params: Any
@@ -36,14 +38,15 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
+    copies: Copies = {}
 
 
 def initial_state(
-    params: Any, optimizer: optax.GradientTransformation, key: Key[Array, ""]
+    params: Any, optimizer: optax.GradientTransformation, key: Key[Array, ""], copies: Copies
 ) -> TrainState:
     """The state before the first step."""
     zero = jnp.int32(0)
-    return TrainState(params, optimizer.init(params), key, zero, zero, zero)
+    return TrainState(params, optimizer.init(params), key, zero, zero, zero, copies)
 
 
 def batch_loss(
@@ -86,7 +89,8 @@ def make_gradients(
     """What each device does for a step: `(params, batch) -> (gradients, mean losses)`.
 
     With `accumulate` parts, each part's gradient is weighted by its tokens, so that the step is
-    that of the whole batch. Devices add their gradients up once, after the last part.
+    that of the whole batch. Devices add their gradients up once, after the last part. Gradients are
+    float32, and are added up so, where parameters are copies in fewer bits.
 
     Args:
       config: of the run.
@@ -108,7 +112,11 @@ def make_gradients(
             loss = jax.tree.map(lambda summed: summed / total, loss)
             return loss.objective, loss
 
-        part_gradients = jax.grad(part_loss, has_aux=True)
+        def part_gradients(params: Any, part: Batch) -> tuple[Any, Loss]:
+            grads, loss = jax.grad(part_loss, has_aux=True)(params, part)
+            wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
+            return jax.tree.map(wide, grads), loss
+
         if config.train.accumulate == 1:
             grads, loss = part_gradients(params, batch)
         else:
@@ -138,7 +146,7 @@ def make_train_step(
     schedule = learning_rate(config.train.optimizer, config.train.steps)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, loss = gradients(state.params, batch)
+        grads, loss = gradients(as_read(state.params, state.copies), batch)
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(of_weights(grads, roles))
             updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
@@ -147,6 +155,7 @@ def make_train_step(
             keep = lambda new, old: jnp.where(finite, new, old)
             params = jax.tree.map(keep, params, state.params)
             optimizer_state = jax.tree.map(keep, optimizer_state, state.optimizer)
+            copies = remade(state.copies, params)
         new = TrainState(
             params=params,
             optimizer=optimizer_state,
@@ -154,6 +163,7 @@ def make_train_step(
             step=state.step + 1,
             skipped=state.skipped + ~finite,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+            copies=copies,
         )
         metrics = {
             "train/loss": loss.cross_entropy,

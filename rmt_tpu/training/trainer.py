@@ -229,14 +229,15 @@ def _restore_or_init(
     if not processes.from_first(checkpoints.steps(), "the run's checkpoints"):
         state = jax.jit(run.init, out_shardings=run.state_shardings)()
         if origin is not None:
-            state = state._replace(params=origin.taken(run, state.params, say))
+            params = origin.taken(run, state.params, say)
+            state = run.with_copies(state._replace(params=params))
         return _Start(state, 0, 0)
     if processes.is_first():
         workdir.check_tokenizer(folder, tokenizer, config.data.tokenizer)
     like = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        run.abstract,
-        run.state_shardings,
+        run.abstract._replace(copies={}),
+        run.state_shardings._replace(copies={}),
     )
     step, state, meta = restore_grown(checkpoints, like, config.model)
     if meta["data_checksum"] != data_checksum:
@@ -245,7 +246,7 @@ def _restore_or_init(
             f"--workdir={folder} was trained on up to step {step}: a file, the tokenizer "
             "or (for stdlib) the Python has changed; give the same ones, or another --workdir"
         )
-    return _Start(state, step, meta["windows_read"])
+    return _Start(run.with_copies(state), step, meta["windows_read"])
 
 
 class _Loop:
@@ -433,7 +434,7 @@ class _Loop:
             with self._last_good_step_told():
                 before = self.checkpoints.begin_save(
                     self.step,
-                    self.state,
+                    self.state._replace(copies={}),
                     meta,
                     loss=self.evaluated.get(self.step),
                     before_commit=self.side_files.flush,

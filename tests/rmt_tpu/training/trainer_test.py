@@ -1,6 +1,7 @@
 """The training loop, in this process: what comes before what, and how it ends."""
 
 import json
+import shutil
 
 import jax
 import pytest
@@ -170,3 +171,17 @@ def test_memory_that_is_out_is_one_line(config, tmp_path, monkeypatch):
         trainer.train(huge, tmp_path / "run")
     # Nothing of it is there, so that a smaller one may take its place.
     assert not open_folder(tmp_path / "run").names("checkpoints")
+
+
+def test_in_bfloat16_too_a_run_that_resumes_is_the_same(config, tmp_path):
+    """A checkpoint has no copies of weights: they are made again."""
+    config = overrides.apply(config, {"model.compute_dtype": "bfloat16", "train.steps": 4})
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    trainer.train(config, whole)
+    assert not any("copies" in str(file) for file in (whole / "checkpoints").rglob("*"))
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints/4")
+    trainer.train(config, resumed)
+    rows = [read_metrics(open_folder(folder)) for folder in (whole, resumed)]
+    of_rows = [[row["train/loss"] for row in of if "train/loss" in row] for of in rows]
+    assert len(of_rows[0]) == 4 and of_rows[0] == of_rows[1]
