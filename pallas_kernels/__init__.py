@@ -35,11 +35,13 @@ from pallas_kernels.key_vector import (
     to_fixed_point,
     undo,
 )
+from pallas_kernels.logits import Logits, logits_with_sums
 from pallas_kernels.token_rows import rows_of_tokens, sums_of_rows
 
 __all__ = [
     "FRACTION_BITS",
     "Again",
+    "Logits",
     "Slot",
     "Statistics",
     "UnsupportedImplementation",
@@ -57,6 +59,7 @@ __all__ = [
     "depth_attention_partial",
     "depth_attention_partial_backward",
     "grouped_matmul",
+    "logits_with_sums",
     "merged",
     "norm_retrieve",
     "norm_retrieve_again",

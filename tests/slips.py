@@ -260,6 +260,7 @@ _experts = _of(
     _spread,
     f"{_MODEL}/training/sharded_test.py::test_experts_on_a_mesh_are_those_of_one_device",
 )
+_logits = _of("pallas_kernels/logits/mosaic_tpu.py", "tests/pallas_kernels/logits_test.py")
 _grouped = "tests/pallas_kernels/grouped_matmul_test.py"
 _scalars = lambda file, old, new: Slip(file, old, new, (f"{_MODEL}/cores/aux_test.py",))
 _CORES = (
@@ -292,6 +293,11 @@ _CORES = (
     _of("pallas_kernels/token_rows/__init__.py", "tests/pallas_kernels/token_rows_test.py")("return x[order // each]", "return x[order % len(x)]"),
     _of("pallas_kernels/token_rows/mosaic_tpu.py", "tests/pallas_kernels/token_rows_test.py")("jnp.where(jnp.arange(count) < jnp.sum(sizes), order // each, tokens)", "order // each"),
     _of("pallas_kernels/token_rows/xla.py", "tests/pallas_kernels/token_rows_test.py")("places.reshape(-1, each).T", "places.reshape(each, -1)"),
+    _logits("words = jnp.where(targets < vocab, targets, -1)", "words = targets"),
+    _logits("if vocab % columns:", "if False:"),
+    _logits('outputs["sum"][at, :] * jnp.exp(before - most)', 'outputs["sum"][at, :]'),
+    _logits('b=out["sum"]', 'b=1.0'),
+    _logits("own = round_up(-(-count // chip().cores), 16)", "own = round_up(count, 16)"),
     _of("rmt_tpu/training/optimizer.py", _spread)("return jnp.sign(jnp.mean(shares, axis=-1, keepdims=True) - shares)", "return jnp.sign(shares - jnp.mean(shares, axis=-1, keepdims=True))"),
     _of("rmt_tpu/training/optimizer.py", _spread)("optimizer.update(of_weights(gradients, roles), state, params)", "optimizer.update(gradients, state, params)"),
     _of("rmt_tpu/layers/short_convolution.py", _cores)("own = (ids == segment_ids).reshape(", "own = (ids >= segment_ids - 1).reshape("),
@@ -336,6 +342,7 @@ _not_finite = _of(
     f"{_step[0]}::test_a_step_that_is_not_finite_changes_nothing_and_is_counted",
 )
 _loss = _of("rmt_tpu/training/loss.py", *_step)
+_copies = lambda file, right, wrong: _of(f"rmt_tpu/{file}", f"{_MODEL}/training/copies_test.py")(right, wrong)
 _optimizer = _of("rmt_tpu/training/optimizer.py", *_step)
 _generation = (f"{_MODEL}/generation/generate_test.py",)
 _serving = f"{_MODEL}/serving"
@@ -348,7 +355,13 @@ _TRAINING = (
     _not_finite("optimizer_state = jax.tree.map(keep, optimizer_state, state.optimizer)", "optimizer_state = optimizer_state"),
     _not_finite("skipped_in_a_row=jnp.where(finite, 0,", "skipped_in_a_row=jnp.where(~finite, 0,"),
     _of_step("loss = jax.tree.map(lambda summed: summed / total, loss)", "loss = jax.tree.map(lambda summed: summed / part.weights.size, loss)"),
-    _loss("d_logits = softmax * (1 + 2 * z_loss * log_z[..., None])", "d_logits = softmax * (1 + z_loss * log_z[..., None])"),
+    _loss("gradient = softmax * (1 + 2 * z_loss * log_z[:, None])", "gradient = softmax * (1 + z_loss * log_z[:, None])"),
+    _copies("training/copies.py", 'axes[f"{path}[0]"] == "layer" and not exact[path]', 'axes[f"{path}[0]"] == "layer"'),
+    _copies("training/run.py", "paths = frozenset() if schedule else copied(abstract, dtype)", "paths = copied(abstract, dtype)"),
+    _copies("training/step.py", "copies = remade(state.copies, params)", "copies = remade(state.copies, state.params)"),
+    _copies("training/step.py", "grads, loss = gradients(as_read(state.params, state.copies), batch)", "grads, loss = gradients(state.params, batch)"),
+    _of("rmt_tpu/training/trainer.py", f"{_MODEL}/training/trainer_test.py")("self.state._replace(copies={}),", "self.state,"),
+    _of("sharding/per_device.py", f"{_MODEL}/analysis/preflight_test.py")("jax.lax.psum(jax.lax.optimization_barrier(x), names)", "jax.lax.psum(x, names)"),
     _loss("return (d_x * scale.astype(d_x.dtype)", "return (d_x * 1"),
     _optimizer("decays * config.weight_decay / rate", "decays * config.weight_decay"),
     _of("rmt_tpu/residual/depth_attention.py", f"{_MODEL}/training/parametrization_test.py")("fan_in = config.residual_size", "fan_in = 1"),

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import sharding
+from pallas_kernels import logits_with_sums
 from rmt_tpu.cores import Aux
 from rmt_tpu.layers.data_vectors import concatenate
+from rmt_tpu.layers.stacks import by_itself
 
 # Logits held at a time: 2^27 float32 are 512 MB.
 _LOGITS = 2**27
@@ -80,7 +82,7 @@ def _chunked_loss(static, x, kernel, targets, weights) -> Loss:
     narrow = sharding.gather(kernel.astype(x.dtype), "fsdp", axis=0)
 
     def chunk_loss(total, chunk):
-        loss, _ = _loss(multiplier, z_loss, narrow, *chunk)
+        loss, *_ = _loss(multiplier, z_loss, narrow, *chunk)
         return jax.tree.map(jnp.add, total, loss), None
 
     zero = jnp.zeros((), jnp.result_type(x, jnp.float32))
@@ -96,10 +98,12 @@ def _chunked_loss_forward(static, x, kernel, targets, weights):
 
     def chunk_gradient(carry, chunk):
         total, d_kernel = carry
-        x, targets, weights = chunk
-        loss, d_logits = _loss(multiplier, z_loss, narrow, *chunk)
-        d_x = jnp.einsum("bnv,wv->bnw", d_logits, narrow)
-        d_kernel += jnp.einsum("bnw,bnv->wv", x, d_logits, preferred_element_type=dtype)
+        x = _tokens(chunk[0])
+        loss, log_z, d_logits = _loss(multiplier, z_loss, narrow, *chunk)
+        d_x = jnp.einsum("tv,wv->tw", d_logits(log_z), narrow).reshape(chunk[0].shape)
+        # Made anew, as a part of the product: as one array for both it would be written and read.
+        again = d_logits(by_itself(log_z))
+        d_kernel += jnp.einsum("tw,tv->wv", x, again, preferred_element_type=dtype)
         return (jax.tree.map(jnp.add, total, loss), d_kernel), d_x
 
     zero = jnp.zeros((), dtype)
@@ -127,16 +131,23 @@ def _split(x: Array, chunks: int) -> Array:
     return x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1)
 
 
+def _tokens(x: Array) -> Array:
+    """[batch, seq, ...] one after the other."""
+    return x.reshape(-1, *x.shape[2:])
+
+
 def _loss(multiplier, z_loss, kernel, x, targets, weights):
-    """Loss sums of a chunk, and the objective's gradient by `concatenate(z) W_U`."""
-    dtype = jnp.result_type(x, jnp.float32)
-    logits = multiplier * jnp.einsum("bnw,wv->bnv", x, kernel, preferred_element_type=dtype)
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
-    cross_entropy = jnp.sum((log_z - jnp.sum(jnp.where(chosen, logits, 0), -1)) * weights)
+    """Loss sums of a chunk, its log-sums, and what makes the objective's gradient by
+    `concatenate(z) W_U` of them."""
+    x, targets, weights = map(_tokens, (x, targets, weights))
+    logits, log_z, chosen = logits_with_sums(x, kernel, targets, multiplier=multiplier)
+    cross_entropy = jnp.sum((log_z - chosen) * weights)
     z = jnp.sum(jnp.square(log_z) * weights)
 
-    softmax = jnp.exp(logits - log_z[..., None])
-    d_logits = softmax * (1 + 2 * z_loss * log_z[..., None]) - chosen
-    d_logits = (multiplier * weights[..., None] * d_logits).astype(x.dtype)
-    return Loss(cross_entropy + z_loss * z, cross_entropy, z), d_logits
+    def d_logits(log_z):
+        softmax = jnp.exp(logits - log_z[:, None])
+        is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
+        gradient = softmax * (1 + 2 * z_loss * log_z[:, None]) - is_target
+        return (multiplier * weights[:, None] * gradient).astype(x.dtype)
+
+    return Loss(cross_entropy + z_loss * z, cross_entropy, z), log_z, d_logits

@@ -1,0 +1,130 @@
+"""Logits on a TPU: sums are added up as the product is written, and nothing is read again.
+
+A grid over blocks of tokens and, within, of the vocabulary. Each of 128 lanes has a running maximum
+and sum of its own columns, as of an online softmax, so that lanes meet once, behind the last block.
+
+For T tokens of W numbers and V words: 2 T W V FLOPs and, in bfloat16, 4 T V bytes written and
+2 (T + V ceil(T / tokens of a block)) W read. At T 8192 (four calls), W 1024, V 50257 on v5e (197
+TFLOP/s, 819 GB/s): 4.3 ms, 2.5 ms; on v6e (918, 1640): 0.9 ms, 1.3 ms.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.call import LANES, chip, round_up, tpu_call
+from pallas_kernels.logits.interface import Logits
+
+# Of a block: most tokens, bytes of their x, columns, and tokens at a time.
+_TOKENS, _BYTES, _COLUMNS, _ROWS = 2048, 4 * 2**20, 1024, 512
+# Wider rows leave no room for a block of columns; fewer logits are not worth a kernel.
+_WIDEST, _LEAST = 8192, 2**20
+# Below any logit, and its difference from any is a number.
+_NONE = -1e38
+
+
+def unsupported(op: str, x, kernel, targets) -> str | None:
+    """Why it cannot serve this call, in a line; None if it can."""
+    if x.dtype != jnp.bfloat16:
+        return f"x of {x.dtype} (bfloat16)"
+    if x.shape[1] > _WIDEST:
+        return f"x of width {x.shape[1]} (at most {_WIDEST})"
+    return None
+
+
+def wins(op: str, x, kernel, targets) -> bool:
+    """Whether the kernel is faster, by the estimates."""
+    return unsupported(op, x, kernel, targets) is None and len(x) * kernel.shape[1] >= _LEAST
+
+
+def logits(
+    x: Float[Array, "tokens width"],
+    kernel: Float[Array, "width vocab"],
+    targets: Int[Array, " tokens"],
+    *,
+    multiplier: int | float,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Logits:
+    """See the package."""
+    (count, width), vocab = x.shape, kernel.shape[1]
+    tokens, rows = _block(count, width)
+    columns = min(_COLUMNS, round_up(vocab, LANES))
+    # Of what is no word no lane has it, nor one behind the last word.
+    words = jnp.where(targets < vocab, targets, -1).astype(jnp.int32)
+    of_tokens = lambda *shape: pl.BlockSpec((tokens, *shape), lambda i, j: (i, 0))
+    values = jax.ShapeDtypeStruct((count, vocab), jnp.float32)
+    lanes = jax.ShapeDtypeStruct((count, LANES), jnp.float32), of_tokens(LANES)
+    out = tpu_call(
+        functools.partial(_kernel, multiplier=multiplier, vocab=vocab, rows=rows),
+        "logits",
+        {
+            "x": (x, of_tokens(width)),
+            "kernel": (kernel, pl.BlockSpec((width, columns), lambda i, j: (0, j))),
+            "words": (words[:, None], of_tokens(1)),
+        },
+        {
+            "values": (values, pl.BlockSpec((tokens, columns), lambda i, j: (i, j))),
+            "most": lanes,
+            "sum": lanes,
+            "chosen": lanes,
+        },
+        {},
+        grid=(-(-count // tokens), -(-vocab // columns)),
+        semantics=("parallel", "arbitrary"),
+        flops=2 * count * width * vocab,
+        transcendentals=count * vocab,
+        interpret=interpret,
+    )
+    log_sums = jax.nn.logsumexp(out["most"], axis=1, b=out["sum"])
+    return Logits(out["values"], log_sums, jnp.sum(out["chosen"], axis=1))
+
+
+def _block(count: int, width: int) -> tuple[int, int]:
+    """Tokens of a block, of which each core has one at least, and those multiplied at a time."""
+    own = round_up(-(-count // chip().cores), 16)
+    most = min(_TOKENS, _BYTES // (2 * width))
+    rows = min(_ROWS, most // 16 * 16, own)
+    return min(round_up(own, rows), most // rows * rows), rows
+
+
+def _kernel(inputs, outputs, _, *, multiplier, vocab, rows):
+    tokens, columns = outputs["values"].shape
+    block = pl.program_id(1)
+
+    @pl.when(block == 0)
+    def _begin():
+        outputs["most"][...] = jnp.full((tokens, LANES), _NONE)
+        outputs["sum"][...] = jnp.zeros((tokens, LANES))
+        outputs["chosen"][...] = jnp.zeros((tokens, LANES))
+
+    lane = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+    starts, left = range(0, columns, LANES), vocab - block * columns
+
+    def add(part: jax.Array, _: None):
+        """Logits of some tokens, to what each lane has of them."""
+        at = pl.ds(pl.multiple_of(part * rows, rows), rows)
+        values = multiplier * jnp.dot(
+            inputs["x"][at, :], inputs["kernel"][...], preferred_element_type=jnp.float32
+        )
+        outputs["values"][at, :] = values
+        pieces = [values[:, start : start + LANES] for start in starts]
+        if vocab % columns:  # what lies behind the last word is anything
+            inside = [lane < left - start for start in starts]
+            pieces = [jnp.where(*one, _NONE) for one in zip(inside, pieces, strict=True)]
+        before = outputs["most"][at, :]
+        most = functools.reduce(jnp.maximum, pieces, before)
+        outputs["most"][at, :] = most
+        sums = [jnp.exp(piece - most) for piece in pieces]
+        outputs["sum"][at, :] = sum(sums, outputs["sum"][at, :] * jnp.exp(before - most))
+        # Of another block's it is no lane.
+        word = jnp.broadcast_to(inputs["words"][at, :] - block * columns, (rows, LANES))
+        chosen = outputs["chosen"][at, :]
+        for start, piece in zip(starts, pieces, strict=True):
+            chosen = jnp.where(lane == word - start, piece, chosen)
+        outputs["chosen"][at, :] = chosen
+
+    jax.lax.fori_loop(0, tokens // rows, add, None)
