@@ -342,7 +342,9 @@ _not_finite = _of(
     f"{_step[0]}::test_a_step_that_is_not_finite_changes_nothing_and_is_counted",
 )
 _loss = _of("rmt_tpu/training/loss.py", *_step)
-_copies = lambda file, right, wrong: _of(f"rmt_tpu/{file}", f"{_MODEL}/training/copies_test.py")(right, wrong)
+_copies = lambda file, right, wrong: _of(f"rmt_tpu/{file}", f"{_MODEL}/training/copies_test.py")(
+    right, wrong
+)
 _optimizer = _of("rmt_tpu/training/optimizer.py", *_step)
 _generation = (f"{_MODEL}/generation/generate_test.py",)
 _serving = f"{_MODEL}/serving"
