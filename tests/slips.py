@@ -204,7 +204,7 @@ _streams = _of(
 )
 _RESIDUAL = (
     _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/decoder_test.py::test_storage_starts_smaller_by_depth")("self.position_keys = store_keys(rngs, rank, self.key_dim)", "self.position_keys = store_keys(rngs, rank, self.key_dim, scale=2.0)"),
-    _matrix("return jnp.broadcast_to(written, shape), tokens", "return jnp.zeros(shape, tokens.dtype), tokens"),
+    _matrix("return jnp.moveaxis(last, -1, 1), tokens", "return jnp.zeros(shape, tokens.dtype), tokens"),
     _vector("return residual + self.tiles.widened(", "return self.tiles.widened("),
     _depth("return query if self.key_gain is None else query * self.key_gain[...]", "return query"),
     _depth("return sublayer // self.block + 1", "return sublayer // self.block"),
@@ -318,7 +318,7 @@ _stages = "tests/sharding/pipeline_test.py"
 _pipeline, _carried = _of("sharding/pipeline.py", _stages), _of("sharding/carried.py", _stages)
 _schedule = _of("sharding/schedule.py", _stages)
 _SHARDING = (
-    _devices("return jax.lax.psum(x, names) if names else x", "return x"),
+    _devices("return jax.lax.psum(jax.lax.optimization_barrier(x), names) if names else x", "return x"),
     _devices("return jax.lax.all_to_all(x, used, split, join", "return jax.lax.all_to_all(x, used, join, split"),
     _devices("return jax.lax.dynamic_slice_in_dim(x, axis_index(names) * size, size, axis)", "return jax.lax.dynamic_slice_in_dim(x, 0, size, axis)"),
     _pipeline("return add(total, terms), add(gradients.last, d_last), d_result", "return add(total, terms), d_last, d_result"),

@@ -217,7 +217,7 @@ def test_block_attention_residuals_take_less_memory_than_the_plain_residual():
 
 @pytest.mark.slow
 def test_activation_memory_of_the_305m_step_hardly_grows_with_key_dim():
-    """From D_k 64 to 256, which keeping every residual would multiply."""
+    """From D_k 64 to 256 by what three residuals grow, of which keeping all would add 48."""
     temporary = {
         key_dim: compiled(
             config_of(
@@ -228,4 +228,5 @@ def test_activation_memory_of_the_305m_step_hardly_grows_with_key_dim():
         .temp_size_in_bytes
         for key_dim in (64, 256)
     }
-    assert temporary[256] < 1.15 * temporary[64]
+    of_one = 16 * 512 * (256 - 64) * 64 * 2
+    assert temporary[256] - temporary[64] < 3 * of_one
