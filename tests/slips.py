@@ -360,7 +360,7 @@ _TRAINING = (
     _loss("gradient = softmax * (1 + 2 * z_loss * log_z[:, None])", "gradient = softmax * (1 + z_loss * log_z[:, None])"),
     _copies("training/copies.py", 'axes[f"{path}[0]"] == "layer" and not exact[path]', 'axes[f"{path}[0]"] == "layer"'),
     _copies("training/run.py", "paths = frozenset() if schedule else copied(abstract, dtype)", "paths = copied(abstract, dtype)"),
-    _copies("training/step.py", "copies = remade(state.copies, params)", "copies = remade(state.copies, state.params)"),
+    _copies("training/step.py", "own_copies = copies(params)", "own_copies = copies(state.params)"),
     _copies("training/step.py", "grads, loss = gradients(as_read(state.params, state.copies), batch)", "grads, loss = gradients(state.params, batch)"),
     _of("rmt_tpu/training/trainer.py", f"{_MODEL}/training/trainer_test.py")("self.state._replace(copies={}),", "self.state,"),
     _of("sharding/per_device.py", f"{_MODEL}/analysis/preflight_test.py")("jax.lax.psum(jax.lax.optimization_barrier(x), names)", "jax.lax.psum(x, names)"),

@@ -39,11 +39,6 @@ def copies_of(params: Any, paths: frozenset[str], dtype: jnp.dtype) -> Copies:
     return {path: x.astype(dtype) for path, x in named(params) if path in paths}
 
 
-def remade(copies: Copies, params: Any) -> Copies:
-    """The same copies of other weights."""
-    return {path: x.astype(copies[path].dtype) for path, x in named(params) if path in copies}
-
-
 def as_read(params: Any, copies: Copies) -> Any:
     """The parameters with copies in place of the weights that they are of."""
     name = jax.tree_util.keystr

@@ -177,7 +177,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
         init=init,
         copies=copies,
         gradients=gradients,
-        step=make_train_step(config, gradients, optimizer, roles),
+        step=make_train_step(config, gradients, optimizer, roles, copies),
         loss=loss,
         scores=_scores(config, mesh, specs, schedule),
         state_shardings=_state_shardings(mesh, specs, state),

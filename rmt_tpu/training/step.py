@@ -14,7 +14,7 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.cores import Aux, causal
 from rmt_tpu.data import Batch
 from rmt_tpu.execution import kernels, pipelined
-from rmt_tpu.training.copies import Copies, as_read, remade
+from rmt_tpu.training.copies import Copies, as_read
 from rmt_tpu.training.loss import Loss, next_token_loss
 from rmt_tpu.training.optimizer import learning_rate, load_metrics, of_weights
 
@@ -138,10 +138,11 @@ def make_train_step(
     gradients: Callable[[Any, Batch], tuple[Any, Loss]],
     optimizer: optax.GradientTransformation,
     roles: Any,
+    copies: Callable[[Any], Copies],
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """The step: `(state, batch) -> (state, metrics)`; metrics are scalars under their names.
 
-    `roles` are those of the parameters.
+    `roles` are those of the parameters, and `copies(params)` those that the next step reads.
     """
     schedule = learning_rate(config.train.optimizer, config.train.steps)
 
@@ -155,7 +156,7 @@ def make_train_step(
             keep = lambda new, old: jnp.where(finite, new, old)
             params = jax.tree.map(keep, params, state.params)
             optimizer_state = jax.tree.map(keep, optimizer_state, state.optimizer)
-            copies = remade(state.copies, params)
+            own_copies = copies(params)
         new = TrainState(
             params=params,
             optimizer=optimizer_state,
@@ -163,7 +164,7 @@ def make_train_step(
             step=state.step + 1,
             skipped=state.skipped + ~finite,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
-            copies=copies,
+            copies=own_copies,
         )
         metrics = {
             "train/loss": loss.cross_entropy,
