@@ -195,7 +195,7 @@ def estimate(
         fault = _fault(case, needs, target.hbm)
         rows.append(Row(case, target.name, needs, seconds, fault=fault))
     jobs = [Job(f"{__name__}:lower", dataclasses.asdict(row.case)) for row in rows if not row.fault]
-    with contextlib.closing(compile_jobs(target, jobs, progress)) as outcomes:
+    with contextlib.closing(compile_jobs(target, jobs, progress, buffers=True)) as outcomes:
         return [row if row.fault else _compiled(row, next(outcomes)) for row in rows]
 
 

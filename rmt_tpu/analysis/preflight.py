@@ -29,7 +29,7 @@ from pallas_kernels.compiler import (
 )
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis.prompt import Prompt, lower_prompt, sizes_of
-from rmt_tpu.analysis.step_cost import PARTS, StepCost, lower_config, step_cost
+from rmt_tpu.analysis.step_cost import PARTS, StepCost, assignment_of, lower_config, step_cost
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.training.run import resolved
@@ -280,9 +280,7 @@ def lower_run(
 
 def _of_program(config: RunConfig, prompt: Prompt | None, program: Program) -> Preflight:
     target, mesh = program.target, program.info["mesh"]
-    if program.assignment is None:
-        raise RunError(f"the compiler for {target.label} did not say how it assigned memory")
-    memory, gaps, buffers = _memory(program.assignment)
+    memory, gaps, buffers = _memory(assignment_of(program))
     memory["program"] = program.memory["generated_code"]
     sent = collectives(program.module, mesh, program.info["ids"])
     # A compiler for TPUs refuses what does not fit; one for GPUs does not.

@@ -22,7 +22,16 @@ import jax
 import jax.numpy as jnp
 
 import sharding
-from pallas_kernels.compiler import MODELS, Failure, Job, Program, Target, compile_jobs, work_of
+from pallas_kernels.compiler import (
+    MODELS,
+    Assignment,
+    Failure,
+    Job,
+    Program,
+    Target,
+    compile_jobs,
+    work_of,
+)
 from pallas_kernels.compiler.hlo import Bytes, Executed, Instruction
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.config.presets import run
@@ -225,7 +234,7 @@ def step_costs(
     configs = [step.config() for step in steps]
     jobs = [Job(f"{__name__}:lower_step", dataclasses.asdict(step)) for step in steps]
     costs = []
-    with contextlib.closing(compile_jobs(target, jobs, progress)) as compiled:
+    with contextlib.closing(compile_jobs(target, jobs, progress, buffers=True)) as compiled:
         for step, config, program in zip(steps, configs, compiled, strict=True):
             if isinstance(program, Failure):
                 why = f"{step.preset} does not compile for {target.name}: {program.message}"
@@ -269,8 +278,26 @@ def trace_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
     return prepared.jitted_step().trace(state, Batch(ids, ids, ids, weights))
 
 
+def assignment_of(program: Program) -> Assignment:
+    """What lies in memory, by which the compiler says whether a program fits.
+
+    `memory_analysis` gives a TPU's temporary memory half as large again, or more.
+
+    Raises:
+      RunError: it was compiled without `buffers`, or the compiler did not say.
+    """
+    if program.assignment is None:
+        label = program.target.label
+        raise RunError(f"the compiler for {label} did not say how it assigned memory")
+    return program.assignment
+
+
 def step_cost(preset: str, tokens: int, program: Program) -> StepCost:
-    """The cost of a compiled step of so many tokens."""
+    """The cost of a step of so many tokens that was compiled with `buffers`.
+
+    Raises:
+      RunError: as `assignment_of`.
+    """
     executed = list(program.module.run())
     names = _op_names(program)
     rows = [_row(program, ran, names) for ran in executed]
@@ -279,7 +306,7 @@ def step_cost(preset: str, tokens: int, program: Program) -> StepCost:
         preset=preset,
         target=program.target.name,
         rows=tuple(sorted(rows, key=lambda row: -row.cycles)),
-        temporary_bytes=program.memory["temp"],
+        temporary_bytes=assignment_of(program).temporary,
         argument_bytes=program.memory["argument"],
         clock=program.target.clock,
         bandwidth=program.target.bandwidth,

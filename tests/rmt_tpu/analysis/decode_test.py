@@ -127,7 +127,7 @@ def test_tables_and_picture(tmp_path):
 def test_what_cannot_be_is_told_and_not_compiled(monkeypatch):
     asked = []
 
-    def compiled(target, jobs, progress):
+    def compiled(target, jobs, progress, buffers):
         for job in jobs:
             asked.append(job)
             yield Failure("the compiler has no more of it")

@@ -1,11 +1,12 @@
 """The cost of a train step, part by part, from the program that XLA makes of it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from pallas_kernels.compiler import MODELS, TARGETS, CompilerError, Failure
-from pallas_kernels.compiler.hlo import Bytes
+from pallas_kernels.compiler import MODELS, TARGETS, Assignment, CompilerError, Failure, Program
+from pallas_kernels.compiler.hlo import Bytes, Module
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis import step_cost, step_report
 from rmt_tpu.analysis.step_cost import PARTS, Row, Step, StepCost, part_of, step_costs
@@ -70,6 +71,16 @@ def test_state_is_read_and_written(costs, preset):
     state = 3 * 4 * sum(resources.parameters(small(preset).config().model).values())
     assert state < cost.argument_bytes < 1.2 * state
     assert cost.hbm_bytes > 2 * state
+
+
+def test_temporary_memory_is_what_the_compiler_sets_apart():
+    module = Module("ENTRY %main (a: f32[8]) -> f32[8] {\n  ROOT %a = f32[8]{0} parameter(0)\n}\n")
+    memory = {"argument": 32, "temp": 9}
+    program = Program(TARGET, module, {}, memory, 1.0, [], Assignment((), (), 7, 0))
+    cost = step_cost.step_cost("gpt2-tiny", 8, program)
+    assert (cost.temporary_bytes, cost.argument_bytes) == (7, 32)
+    with pytest.raises(RunError, match="v5e:2x2 did not say"):
+        step_cost.step_cost("gpt2-tiny", 8, replace(program, assignment=None))
 
 
 @pytest.mark.compile
@@ -169,7 +180,7 @@ def test_part_of_an_instruction(op_name, part):
 
 
 def test_what_does_not_compile_is_told(monkeypatch):
-    def fails(target, jobs, progress):
+    def fails(target, jobs, progress, buffers):
         yield Failure("RESOURCE_EXHAUSTED: 99 GB of HBM")
 
     monkeypatch.setattr(step_cost, "compile_jobs", fails)
