@@ -41,6 +41,11 @@ def chip() -> Chip:
     return _CHIPS.get(tuned.slug(tuned.device_lowered_for()), Chip(2**27, 2, 256))
 
 
+def on_tpu() -> bool:
+    """Whether that which is lowered for is one."""
+    return tuned.platform_of(tuned.slug(tuned.device_lowered_for())) == "tpu"
+
+
 # An array, or the shape of one that is to be made.
 Shaped = Array | jax.ShapeDtypeStruct
 Blocked = Mapping[str, tuple[Shaped | Slot, pl.BlockSpec]]

@@ -54,7 +54,9 @@ _KEY_VECTOR_TPU = (
     _kernel("mean_an = mean_ax * call.unit", "mean_an = mean_ax"),
     _kernel("sums = [previous[i : i + 1] + x for i, x in enumerate(sums)]", "sums = list(sums)"),
     _kernel("d_folded = d_folded - jnp.sum(dz.astype", "d_folded = d_folded + jnp.sum(dz.astype"),
-    _kernel("v, x - _written(call, columns, data, v)", "v, x + _written(call, columns, data, v)"),
+    _kernel("v, x - _written(call, *write, v)", "v, x + _written(call, *write, v)"),
+    _kernel("x = x - _ROUND_BITS * (len(writes) - 1)", "x = x - 0 * len(writes)"),
+    _kernel('inputs = inputs | {"residual": rebuilt}', "inputs = dict(inputs)"),
     _kernel("return *_add_to_sums(sums, value), least, most", "return *_add_to_sums(sums, value), least, sums[3]"),
     _kernel("(sums[2] < _ROUND - _LARGEST) |", "(sums[2] < -_LARGEST) |"),
     _kernel("offset = offset - slope * mean", "offset = offset + slope * mean"),
@@ -73,7 +75,13 @@ _KEY_VECTOR_TPU = (
     _keys("+= d * self.of_gain(v)", "+= d"),
     _keys("return self.gain[pl.ds(self.first + v, 1)]", "return self.gain[pl.ds(v, 1)]"),
     _keys("(self.read_keys[...] * self.of_gain(v)).astype", "(self.read_keys[...] * 1).astype"),
-    _kernel('read, outputs["rebuilt"]', 'read, inputs["residual"]'),
+    _kernel('read, rebuilt, outputs["retrieved"]', 'read, inputs["residual"], outputs["retrieved"]'),
+    _of("pallas_kernels/key_vector/mosaic_tpu.py", f"{_KERNELS}/mosaic_tpu_test.py")("elif since is not None or again is not None:", "elif since is not None:"),
+    _of("pallas_kernels/key_vector/xla.py", f"{_KERNELS}/key_vector_test.py")("_take_back(site.residual, *since", "_take_back(site.residual, *(0 * x for x in since)"),
+    _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("k % 2 == 0 and k + 1 < count", "k % 2 == 0"),
+    _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("deferred = (y, site) if written_for else None", "deferred = None"),
+    _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/execution/reversible_test.py")("kernels and on_tpu() and", "kernels and"),
+    _of("rmt_tpu/analysis/step_cost.py", f"{_MODEL}/analysis/step_cost_test.py")("assignment_of(program).temporary", "assignment_of(program).total"),
 )  # fmt: skip
 
 _rows = _of(

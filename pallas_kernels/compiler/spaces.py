@@ -232,10 +232,13 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
     dtypes = data, key.get("residual_dtype", data)
     stores, reads = bool(size.R), bool(size.P)
     options = {"norm": "layernorm"} if reads else {}
+    A, S = key.get("A"), key.get("S")
+    write = size._replace(R=S).write(rows(tokens), data) if S else None
     if op in ("backward", "rebuild"):
         given = size.backward(rows(tokens), *dtypes)
-        if key.get("A"):
-            given = *given, None, size._replace(P=key["A"]).again(rows(tokens))
+        again = size._replace(P=A).again(rows(tokens)) if A else None
+        # What was retrieved is as large as its cotangent.
+        given = *given, None, again, write, given[3] if S else None
         both = stores and reads
         options |= {"rebuild": op == "rebuild", "fraction_bits": 9} if both else {}
         function = lambda m: functools.partial(m.backward, **options)
@@ -243,8 +246,9 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
     options |= ({"epsilon": _EPSILON} if reads else {}) | {"fraction_bits": 9}
     options |= {} if stores else {"dtype": jnp.dtype(data)}
     X, *keys = size.site(rows(tokens), *dtypes)
-    run = lambda m, X, *keys: m.forward(Site(X, *keys), **options)
-    return Call(lambda m: functools.partial(run, m), *modules, (X, *keys), (0,) if stores else ())
+    run = lambda m, X, before, *keys: m.forward(Site(X, *keys), None, before, **options)
+    given = X, write, *keys
+    return Call(lambda m: functools.partial(run, m), *modules, given, (0,) if stores else ())
 
 
 _in_sequences = lambda tokens: (max(2, _TOKENS // tokens), tokens)

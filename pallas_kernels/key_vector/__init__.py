@@ -39,7 +39,14 @@ from pallas_kernels.arguments import (
     taken,
 )
 from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_decode, sharded, triton_gpu, xla
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Again, Gradients, Site, Statistics
+from pallas_kernels.key_vector.interface import (
+    FRACTION_BITS,
+    Again,
+    Gradients,
+    Site,
+    Statistics,
+    Write,
+)
 from pallas_kernels.key_vector.xla import to_fixed_point
 from pallas_kernels.platform import (
     Implementation,
@@ -54,6 +61,7 @@ __all__ = [
     "Gradients",
     "Statistics",
     "UnsupportedImplementation",
+    "Write",
     "norm_retrieve",
     "norm_retrieve_again",
     "store",
@@ -202,7 +210,7 @@ def store_forward(
     call = _Call("layernorm", 0.0, implementation, None, key_axis)
     call = _checked(call, Site(residual, store_keys, data), reads=False)
     site = _of_all_rows(Site(residual, store_keys, data), call.key_axis)
-    given = () if empty is False else (None, jnp.asarray(empty))
+    given = () if empty is False else (None, None, jnp.asarray(empty))
     return _run(call, "forward", site, *given, in_place=in_place).residual
 
 
@@ -254,17 +262,26 @@ def store_norm_retrieve_with_statistics(
     data: Float[Array, "b N R V"] | Slot,
     gain: Float[Array, "K V"] | Slot,
     read_keys: Float[Array, "P K"] | Slot,
+    before: Write | None = None,
     *,
     norm: Norm,
     epsilon: int | float,
     fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
+    keep: bool = True,
     implementation: Implementation | None = None,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "b N P V"], Statistics]:
-    """`store_norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
+    """`store_norm_retrieve`, and the statistics that `undo` takes: of all B rows.
+
+    Two sites may write a large residual in one pass. The first does not `keep` it, and gives it as
+    it was given; the second is told of that write `before` its own, and stores both.
+    """
     site = Site(residual, store_keys, data, gain, read_keys)
     call = _checked(_Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
-    return _forward(call, True, _of_all_rows(site, call.key_axis))[:3]
+    before = _checked_write(call, residual, before)
+    given = _of_all_rows(site, call.key_axis), before
+    stored, *read = _forward(call, True, *given, keep=keep)
+    return stored if keep else residual, *read[:2]
 
 
 def norm_retrieve_again(
@@ -308,6 +325,8 @@ def undo(
     key_axis: str | None = None,
     retrieved: Float[Array, "b N P V"] | None = None,
     again: Again | None = None,
+    since: Write | None = None,
+    keep: bool = True,
     implementation: Implementation | None = None,
 ) -> Gradients:
     """The cotangents of `store_norm_retrieve` and, in the same pass, the residual before it.
@@ -316,36 +335,52 @@ def undo(
     an int16 residual, so that a backward pass needs no stored residuals. That is then read `again`,
     with the statistics that were taken of it: `Gradients.retrieved`, of the own rows.
 
-    With a `key_axis`, what was `retrieved` with these statistics is needed too, of the own rows;
-    the data are gathered again, and for layernorm P V numbers are summed over devices.
+    Of two sites that wrote in one pass, the second does not `keep` what is rebuilt; the first is
+    given the residual that the second was, and with it what was stored `since` its own store.
+
+    With a `key_axis` or `since`, what was `retrieved` with these statistics is needed too, of the
+    own rows; with a `key_axis` the data are gathered again, and for layernorm P V numbers are
+    summed over devices.
 
     Raises:
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
     """
     site = Site(residual, store_keys, data, gain, read_keys)
     call = _checked(_Call(norm, 0.0, implementation, None, key_axis, fraction_bits), site)
+    since = _checked_write(call, residual, since)
+    if retrieved is None and (since is not None or call.key_axis is not None):
+        raise ValueError("with a key_axis, or with since, undo needs what was retrieved")
     if again is not None:
         _checked(call, Site(residual, gain=again.gain, read_keys=again.read_keys))
     read, key_axis = None, call.key_axis
     if key_axis is not None:
-        if retrieved is None:
-            raise ValueError("with a key_axis, undo needs what was retrieved")
         own = sharded.key_sums(*taken(site[3:]))
         sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
         read = sharded.Read(retrieved, sums)
     site = _of_all_rows(site, key_axis)
-    g = _backward(call, True, site, statistics, read, d_residual, d_retrieved, again)
+    given = site, statistics, read, d_residual, d_retrieved
+    # The means of all slices are made of what all have retrieved.
+    of_all = retrieved if key_axis is None else None
+    g = _backward(call, True, *given, again, since, of_all, keep=keep)
     if again is None:
         return g
     return g._replace(retrieved=sharded.scatter_sum(g.retrieved, key_axis))
 
 
-def _of_all_rows(site: Site, key_axis: str | None) -> Site:
+def _of_all_rows(site: Site | Write, key_axis: str | None) -> Site | Write:
     """With the data of all devices along the axis, if there is one."""
     if key_axis is None:
         return site
     site = taken(site)
     return site._replace(data=sharded.gather(site.data, key_axis))
+
+
+def _checked_write(call: "_Call", residual, write: Write | None) -> Write | None:
+    """Of all rows."""
+    if write is None:
+        return None
+    _check_store(residual, *write, call.key_axis)
+    return _of_all_rows(write, call.key_axis)
 
 
 class _Call(NamedTuple):
@@ -399,8 +434,9 @@ def _of_parameters(site, d_residual, d_data, g):
 _store_norm_retrieve.defvjp(_store_norm_retrieve_forward, _store_norm_retrieve_backward)
 
 
-def _forward(call, in_place, site):
-    out = _run(call, "forward", site, in_place=in_place, **_read_options(call))
+def _forward(call, in_place, site, before=None, *, keep=True):
+    options = {"in_place": in_place, "keep": keep} | _read_options(call)
+    out = _run(call, "forward", site, None, before, **options)
     return out.residual, *_of_all_slices(call, site, out)
 
 
@@ -415,10 +451,12 @@ def _of_all_slices(call, site, out):
     return read.retrieved, statistics, read
 
 
-def _backward(call, rebuild, site, statistics, read, d_residual, d_retrieved, again=None):
+def _backward(call, rebuild, site, statistics, read, d_residual, d_retrieved, *others, keep=True):
+    """`others` are `again`, `since` and `retrieved`."""
     d_retrieved, means = _to_all_slices(call, site.residual, read, d_retrieved)
     options = {"norm": call.norm, "rebuild": rebuild, "fraction_bits": call.fraction_bits}
-    args = (site, statistics, d_residual, d_retrieved, means, again)
+    options["keep"] = keep
+    args = (site, statistics, d_residual, d_retrieved, means, *others)
     g = _run(call, "backward", *args, **options)
     return g._replace(data=sharded.scatter_sum(g.data, call.key_axis))
 

@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float
 
 from pallas_kernels import operand
 from pallas_kernels.arguments import Norm, Slot, taken
-from pallas_kernels.call import LANES, tpu_call
+from pallas_kernels.call import LANES, Blocked, tpu_call
 from pallas_kernels.key_vector import mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import (
     BlockSizes,
@@ -48,13 +48,14 @@ from pallas_kernels.key_vector.interface import (
     Outcome,
     Site,
     Statistics,
+    Write,
 )
 from pallas_kernels.key_vector.mosaic_tpu_call import Call, Walk
 from pallas_kernels.key_vector.mosaic_tpu_keys import (
     gradient_outputs,
     read_gradients,
     read_operands,
-    store_operands,
+    store_operand,
 )
 from pallas_kernels.platform import UnsupportedImplementation
 
@@ -76,8 +77,7 @@ def unsupported(op: str, site: Site, *others: Any) -> str | None:
     dtype = jnp.bfloat16 if residual.dtype == jnp.bfloat16 else jnp.float32
     if op == "backward" and site.reads:
         dtype = others[2].dtype
-    again = next((x for x in others if isinstance(x, Again)), None)
-    sizes = _sizes_of(site, residual, dtype, again)
+    sizes = _sizes_of(site, residual, dtype, *others)
     needed = ("forward",)
     if op == "backward":  # in slabs it reads forward too
         needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
@@ -89,6 +89,7 @@ def unsupported(op: str, site: Site, *others: Any) -> str | None:
 def forward(
     site: Site,
     statistics: Statistics | None = None,
+    before: Write | None = None,
     empty: Bool[Array, ""] | bool = False,
     *,
     norm: Norm = "rmsnorm",
@@ -96,20 +97,26 @@ def forward(
     dtype: DTypeLike | None = None,
     scale: bool = True,
     in_place: bool = True,
+    keep: bool = True,
     fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Outcome:
     """See `interface`. `2 T (R + P) K V` FLOPs; `E T V (2 K + R + P)` bytes, of a read `K + P`.
 
-    `in_place` writes X' over X, which a caller that still needs X pays for with a copy.
+    `in_place` writes X' over X, which a caller that still needs X pays for with a copy. What is not
+    kept saves `K`, if the residual is int16 and the data bfloat16.
     """
     compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    sizes = _sizes_of(site, site.residual, compute)
+    sizes = _sizes_of(site, site.residual, compute, before)
     blocks = _blocks(block_sizes, "forward", sizes, site.residual, interpret)
     call = Call(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
-    out = _forward(call, site, statistics, empty, in_place=in_place)
-    return out if site.stores else out._replace(retrieved=out.retrieved.astype(dtype))
+    kept = keep or not sizes.keeps_operand
+    options = {"in_place": in_place and keep, "keep": kept}
+    out = _forward(call, site, statistics, before, empty, **options)
+    if not site.stores:
+        return out._replace(retrieved=out.retrieved.astype(dtype))
+    return out if keep else out._replace(residual=None)
 
 
 def backward(
@@ -119,9 +126,12 @@ def backward(
     d_retrieved: Float[Array, "B N P V"] | None,
     means: Means | None = None,
     again: Again | None = None,
+    since: Write | None = None,
+    retrieved: Float[Array, "B N P V"] | None = None,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
+    keep: bool = True,
     fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
@@ -130,30 +140,35 @@ def backward(
 
     `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes for T tokens of E bytes an entry, of a
     read `2 K + P`, of a store `K + 2 R`; `2 T R K V` and `E T K V` more to rebuild, `2 T A K V` and
-    `E T A V` to read A vectors again. With `means` given, a is computed once and not kept.
+    `E T A V` to read A vectors again. With `means` given, a is computed once and not kept. What is
+    not kept saves `E T K V`.
     """
     if site.residual is None:
         site = site._replace(residual=d_residual)
     dtype = site.data.dtype if site.stores else d_retrieved.dtype
-    sizes = _sizes_of(site, site.residual, dtype, again)
+    sizes = _sizes_of(site, site.residual, dtype, again, since)
     op = "rebuild" if rebuild else "backward"
     blocks = _blocks(block_sizes, op, sizes, site.residual, interpret)
     call = Call(sizes, blocks, norm, 0.0, interpret, fraction_bits=fraction_bits)
     if means is not None:
         call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
     elif site.reads and call.slabs > 1:
-        means = _means(call, site, statistics, d_retrieved)
-    return _backward(call, rebuild, means, again, site, statistics, d_residual, d_retrieved)
+        means = _means(call, site, statistics, d_retrieved, retrieved)
+    others = means, again, since
+    return _backward(call, rebuild, keep, others, site, statistics, d_residual, d_retrieved)
 
 
-def _sizes_of(site: Site, residual, dtype, again: Again | None = None) -> Sizes:
+def _sizes_of(site: Site, residual, dtype, *others: Any) -> Sizes:
     """`dtype`: of what is retrieved, where nothing is stored."""
+    of_kind = lambda kind: next((x for x in others if isinstance(x, kind)), None)
+    again, write = of_kind(Again), of_kind(Write)
     K, V = residual.shape[2:]
     R = site.store_keys.shape[0] if site.stores else 0
     P = site.read_keys.shape[0] if site.reads else 0
     data_dtype = site.data.dtype if site.stores else dtype
     A = 0 if again is None else again.read_keys.shape[0]
-    return Sizes(K, V, R, P, residual.dtype.name, jnp.dtype(data_dtype).name, A)
+    S = 0 if write is None else write.store_keys.shape[0]
+    return Sizes(K, V, R, P, residual.dtype.name, jnp.dtype(data_dtype).name, A, S)
 
 
 def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret) -> BlockSizes:
@@ -169,9 +184,11 @@ def _forward(
     call: Call,
     site: Site,
     statistics: Statistics | None = None,
+    before: Write | None = None,
     empty: Array | bool = False,
     *,
     in_place: bool = True,
+    keep: bool = True,
 ) -> Outcome:
     """The forward kernel with what there is of its two halves."""
     s, blocks = call.sizes, call.blocks
@@ -187,13 +204,14 @@ def _forward(
     inputs = {"residual": (_tokens_last(residual), by_slab(s.K))}
     outputs, scratch = {}, {}
     if stores:
-        inputs |= store_operands(call, store_keys)
-        inputs["data"] = (_tokens_last(data), by_slab(s.R))
-        outputs["residual"] = (inputs["residual"][0], by_slab(s.K))
+        inputs, scratch = _with_write(call, by_slab, Write(store_keys, data), "", inputs)
+        if before is not None:
+            inputs, more = _with_write(call, by_slab, before, "_before", inputs)
+            scratch |= more
+        if keep:
+            outputs["residual"] = (inputs["residual"][0], by_slab(s.K))
         if empty is not False:
             inputs["empty"] = operand.in_smem(jnp.asarray(empty, jnp.int32))
-        if s.R_padded != s.R:
-            scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
         if s.keeps_operand:
             scratch["operand"] = pltpu.VMEM((1, slab, s.K, tokens), s.data_dtype)
     if reads:
@@ -219,18 +237,33 @@ def _forward(
         scratch,
         grid=(B, -(-N // tokens), call.slabs),
         semantics=("parallel", "parallel", "arbitrary"),
-        flops=2 * B * N * s.K * s.V * (s.R + s.P),
-        aliased={"residual": "residual"} if stores and in_place else {},
+        flops=2 * B * N * s.K * s.V * (s.R + s.P + s.S),
+        aliased={"residual": "residual"} if stores and keep and in_place else {},
         interpret=call.interpret,
     )
-    stored = _tokens_first(out["residual"]) if stores else None
+    stored = _tokens_first(out["residual"]) if stores and keep else None
     if not reads:
         return Outcome(stored)
     found = Statistics(out["statistics"]) if statistics is None else None
     return Outcome(stored, _tokens_first(out["retrieved"]), found)
 
 
-def _backward(call: Call, rebuild, means, again, site: Site, statistics, d_residual, d_retrieved):
+def _with_write(call: Call, by_slab, write: Write, name: str, inputs: Blocked):
+    """The inputs with those of a write of this name, and its scratch."""
+    data, count = write.data, write.store_keys.shape[0]
+    given = {
+        f"store_keys{name}": store_operand(call, write.store_keys),
+        f"data{name}": (_tokens_last(data), by_slab(count)),
+    }
+    padded, blocks = call.sizes.padded(count), call.blocks
+    if padded == count:
+        return inputs | given, {}
+    room = pltpu.VMEM((1, blocks.slab, padded, blocks.tokens), data.dtype)
+    return inputs | given, {f"data{name}": room}
+
+
+def _backward(call: Call, rebuild, keep, others, site: Site, statistics, d_residual, d_retrieved):
+    means, again, since = others
     residual, store_keys, data, gain, read_keys = site
     s, blocks = call.sizes, call.blocks
     B, N = residual.shape[:2]
@@ -272,8 +305,8 @@ def _backward(call: Call, rebuild, means, again, site: Site, statistics, d_resid
         one = pl.BlockSpec((1, len(given), tokens), token_index)
         inputs["means"] = (jnp.stack(given, axis=1).astype(jnp.float32), one)
     if stores:
-        inputs |= store_operands(call, store_keys)
-        inputs["data"] = (_tokens_last(data), by_slab(s.R))
+        inputs, more = _with_write(call, by_slab, Write(store_keys, data), "", inputs)
+        scratch |= more
         outputs |= {
             "d_data": (jax.ShapeDtypeStruct((B, s.V, s.R, N), data.dtype), by_slab(s.R)),
             "d_store_keys": (
@@ -281,10 +314,13 @@ def _backward(call: Call, rebuild, means, again, site: Site, statistics, d_resid
                 pl.BlockSpec((1, s.R_padded, s.K), lambda c, *_: (c, 0, 0)),
             ),
         }
-        if s.R_padded != s.R:
-            scratch["data"] = pltpu.VMEM((1, slab, s.R_padded, tokens), data.dtype)
-    if rebuild:
+    if since is not None:
+        inputs, more = _with_write(call, by_slab, since, "_since", inputs)
+        scratch |= more
+    if rebuild and keep:
         outputs["rebuilt"] = (inputs["residual"][0], by_slab(s.K))
+    elif since is not None or again is not None:
+        scratch["rebuilt"] = pltpu.VMEM((1, slab, s.K, tokens), residual.dtype)
     if again is not None:
         of_read, of_keys = read_operands(call, again.gain, again.read_keys)
         of_read["statistics"] = (again.statistics.both, token)
@@ -292,7 +328,7 @@ def _backward(call: Call, rebuild, means, again, site: Site, statistics, d_resid
         scratch |= {f"{name}_again": x for name, x in of_keys.items()}
         shape = jax.ShapeDtypeStruct((B, s.V, s.A, N), s.data_dtype)
         outputs["retrieved"] = (shape, by_slab(s.A))
-    aliased = {"residual": "rebuilt"} if rebuild else {}
+    aliased = {"residual": "rebuilt"} if "rebuilt" in outputs else {}
     if reads and "d_residual" in inputs:
         aliased["d_residual"] = "d_residual"
     halves = ("key_vector_store_backward", "key_vector_read_backward", "key_vector_backward")
@@ -304,7 +340,7 @@ def _backward(call: Call, rebuild, means, again, site: Site, statistics, d_resid
         scratch,
         grid=(cores, call.slabs, walk.batches, walk.tiles_each),
         semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
-        flops=B * N * s.K * s.V * (4 * (s.R + s.P) + 2 * (s.R * rebuild + s.A)),
+        flops=B * N * s.K * s.V * (4 * (s.R + s.P) + 2 * (s.R * rebuild + s.A + s.S)),
         aliased=aliased,
         interpret=call.interpret,
     )
@@ -319,17 +355,18 @@ def _backward(call: Call, rebuild, means, again, site: Site, statistics, d_resid
         store_keys=d_store_keys,
         gain=d_gain,
         read_keys=d_read_keys,
-        rebuilt=_tokens_first(out["rebuilt"]) if rebuild else None,
+        rebuilt=_tokens_first(out["rebuilt"]) if "rebuilt" in out else None,
         retrieved=None if again is None else _tokens_first(out["retrieved"]),
     )
 
 
-def _means(call: Call, site: Site, statistics: Statistics, d_retrieved):
-    """`mean(a)`, and `mean(a n) = mean(dz z)`, from a read of its own."""
-    sizes = dataclasses.replace(call.sizes, R=0, A=0)
-    blocks = _blocks(None, "forward", sizes, site.residual, call.interpret)
-    read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
-    retrieved = _forward(read, site._replace(store_keys=None, data=None), statistics).retrieved
+def _means(call: Call, site: Site, statistics: Statistics, d_retrieved, retrieved):
+    """`mean(a)`, and `mean(a n) = mean(dz z)`; z from a read of its own if it is not given."""
+    sizes = dataclasses.replace(call.sizes, R=0, A=0, S=0)
+    if retrieved is None:
+        blocks = _blocks(None, "forward", sizes, site.residual, call.interpret)
+        read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
+        retrieved = _forward(read, site._replace(store_keys=None, data=None), statistics).retrieved
     dz = d_retrieved.astype(jnp.float32)
     count = sizes.K * sizes.V
     mean_an = jnp.sum(dz * retrieved.astype(jnp.float32), axis=(2, 3)) / count

@@ -19,18 +19,18 @@ from pallas_kernels.call import Blocked
 from pallas_kernels.key_vector.mosaic_tpu_call import Call
 
 
-def store_operands(call: Call, store_keys) -> Blocked:
-    return {"store_keys": operand.constant(_whole(store_keys, call.sizes.R_padded))}
+def store_operand(call: Call, store_keys: Array | Slot) -> tuple[Array | Slot, pl.BlockSpec]:
+    return operand.constant(_whole(store_keys, call.sizes.padded(store_keys.shape[0])))
 
 
-def store_rows(call: Call, inputs):
+def store_rows(call: Call, store_keys):
     """`w`, rounded as products take it. [R, K]"""
-    return inputs["store_keys"][...].astype(call.sizes.data_dtype)
+    return store_keys[...].astype(call.sizes.data_dtype)
 
 
-def store_columns(call: Call, inputs):
+def store_columns(call: Call, store_keys):
     """`w^T`, times the steps of a fixed-point residual. [K, R]"""
-    columns = store_rows(call, inputs).astype(jnp.float32).T / call.unit
+    columns = store_rows(call, store_keys).astype(jnp.float32).T / call.unit
     return columns.astype(call.sizes.data_dtype)
 
 

@@ -25,6 +25,7 @@ from pallas_kernels.key_vector.interface import (
     Outcome,
     Site,
     Statistics,
+    Write,
 )
 
 _LARGEST = 2**15 - 1
@@ -41,6 +42,7 @@ class _Stored(NamedTuple):
 def forward(
     site: Site,
     statistics: Statistics | None = None,
+    before: Write | None = None,
     empty: Bool[Array, ""] | bool = False,
     *,
     norm: Norm = "rmsnorm",
@@ -48,10 +50,14 @@ def forward(
     dtype: DTypeLike | None = None,
     scale: bool = True,
     in_place: bool = True,
+    keep: bool = True,
     fraction_bits: int = FRACTION_BITS,
 ) -> Outcome:
     """See `interface`."""
-    (residual, store_keys, data, gain, read_keys), statistics = taken((site, statistics))
+    site, statistics, before = taken((site, statistics, before))
+    residual, store_keys, data, gain, read_keys = site
+    if before is not None:
+        residual = _store(residual, *before, fraction_bits).residual
     options = (gain, read_keys, norm, epsilon, dtype or data.dtype, scale, fraction_bits)
     if not site.stores:
         values = _values(residual, _accumulator(residual, dtype), fraction_bits)
@@ -67,7 +73,8 @@ def forward(
         return Outcome(stored.residual)
     # From a slice of the inputs: taken from the stored residual it would need a pass of its own.
     first = _store(residual[..., :1], store_keys, data[..., :1], fraction_bits).values
-    return Outcome(stored.residual, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
+    kept = stored.residual if keep else None
+    return Outcome(kept, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
 
 
 def at_layer(
@@ -93,13 +100,18 @@ def backward(
     d_retrieved: Float[Array, "B N P V"] | None,
     means: Means | None = None,
     again: Again | None = None,
+    since: Write | None = None,
+    retrieved: Float[Array, "B N P V"] | None = None,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
+    keep: bool = True,
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
     """See `interface`."""
-    site, statistics, again = taken((site, statistics, again))
+    site, statistics, again, since = taken((site, statistics, again, since))
+    if since is not None:
+        site = site._replace(residual=_take_back(site.residual, *since, fraction_bits))
     residual, store_keys, data, *_ = site
     if not site.reads:
         wide = jnp.promote_types(jnp.float32, data.dtype)
@@ -114,18 +126,18 @@ def backward(
     rounded = d_stored.astype(data.dtype)
     d_data = _einsum("rk,bnkv->bnrv", store_keys.astype(data.dtype), rounded).astype(data.dtype)
     rebuilt = _take_back(residual, store_keys, data, fraction_bits) if rebuild else None
-    retrieved = None
+    read_again = None
     if again is not None:
         values = _values(rebuilt, _accumulator(rebuilt, data.dtype), fraction_bits)
         factors = again.statistics.mean, again.statistics.rstd
-        retrieved = _retrieved(values, *factors, again.gain, again.read_keys, data.dtype)
+        read_again = _retrieved(values, *factors, again.gain, again.read_keys, data.dtype)
     return Gradients(
         d_stored.astype(d_residual.dtype),
         d_data,
         _einsum("bnrv,bnkv->rk", data, rounded),
         *of_read,
-        rebuilt,
-        retrieved,
+        rebuilt if keep else None,
+        read_again,
     )
 
 

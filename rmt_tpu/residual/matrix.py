@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
 import pallas_kernels
 import sharding
-from pallas_kernels.call import LANES, chip, nbytes
+from pallas_kernels.call import LANES, chip, nbytes, on_tpu
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.parameters import gain, read_keys, storage_scale, store_keys
@@ -175,11 +175,18 @@ class Store(nnx.Module):
         residual: Shaped[Array, "group seq own_D_k D_v"],
         y: pallas_kernels.Slot,
         site: Site,
+        before: tuple[pallas_kernels.Slot, Site] | None = None,
+        *,
+        keep: bool = True,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read, pallas_kernels.Statistics]:
-        """The same, and the norm's statistics."""
+        """The same, and the norm's statistics; see `defers`.
+
+        `before` is what the site before wrote, and that site, if it was not to `keep` it.
+        """
         store_keys, gain, read_keys = _in_place(site)
+        given = residual, store_keys, y, gain, read_keys, _write(before)
         residual, z, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
-            residual, store_keys, y, gain, read_keys, **self._options()
+            *given, keep=keep, **self._options()
         )
         return residual, site.split(z), statistics
 
@@ -272,6 +279,15 @@ class Store(nnx.Module):
         """
         return nbytes(residual) > _KEPT * chip().vmem
 
+    def defers(self, residual: Shaped[Array, "group seq own_D_k D_v"]) -> bool:
+        """Whether of two sites the second is to write the residual for both.
+
+        So it crosses HBM in and out three times and not four, in `undo` seven and not eight. The
+        TPU's kernels have the time for that, if what comes to them from HBM is what takes longest.
+        """
+        kernels = self.dtype == jnp.int16 and self.compute_dtype == jnp.bfloat16
+        return kernels and on_tpu() and _key_axis() is None and self.reads_at_once(residual)
+
     @jax.named_scope("residual")
     def undo(
         self,
@@ -283,6 +299,9 @@ class Store(nnx.Module):
         d_residual: Float[Array, "group seq own_D_k D_v"],
         d_z: Read,
         before: tuple[Site, pallas_kernels.Statistics] | None = None,
+        since: tuple[pallas_kernels.Slot, Site] | None = None,
+        *,
+        keep: bool = True,
     ) -> tuple[
         Shaped[Array, "group seq own_D_k D_v"],
         Float[Array, "group seq own_D_k D_v"],
@@ -292,8 +311,12 @@ class Store(nnx.Module):
     ]:
         """`add_and_read` backwards, from the residual that it left.
 
+        Or, of two sites that wrote it at once, from that which both left: the second, undone first,
+        does not `keep` the one before it, and what it wrote is `since` then.
+
         Returns:
-          The residual that it was given, the cotangents of residual, y and site, and what the site
+          The residual that it was given (that from which it starts, if that is not kept), the
+          cotangents of residual, y and site, and what the site
           before has read of that residual, where it is given with the norm's statistics.
         """
         store_keys, gain, read_keys = _in_place(site)
@@ -314,10 +337,12 @@ class Store(nnx.Module):
             key_axis=_key_axis(),
             retrieved=site.join(z),
             again=again,
+            since=_write(since),
+            keep=keep,
         )
         d_site = {"store_keys": g.store_keys, "gain": g.gain, "read_keys": g.read_keys}
         z_before = None if before is None else before[0].split(g.retrieved)
-        return g.rebuilt, g.residual, g.data, d_site, z_before
+        return g.rebuilt if keep else residual, g.residual, g.data, d_site, z_before
 
     def _few(self, residual):
         """Whether the op for a few tokens serves this residual."""
@@ -339,6 +364,14 @@ def _key_axis() -> str | None:
 
 def _parameters(site: Site):
     return site.store_keys[...], site.gain[...], site.read_keys[...]
+
+
+def _write(written: tuple[pallas_kernels.Slot, Site] | None) -> pallas_kernels.Write | None:
+    """What was written, and the site that wrote it, as kernels take it."""
+    if written is None:
+        return None
+    y, site = written
+    return pallas_kernels.Write(_in_place(site)[0], y)
 
 
 def _in_place(site: Site):

@@ -82,6 +82,10 @@ class TestKernels(Battery):
     exact = (UNDONE,)
     held = (ODD, *later((ODD._replace(bits=9),)))
     repeated = (TILES,)
+    pairs = (
+        Case(1, 200, 16, 8, 7, 12, "int16", "bfloat16", "layernorm"),  # a last tile
+        Case(1, 128, 16, 8, 4, 12, "int16", "float32", "rmsnorm", SLABS),
+    )
     spread = 1e-4  # about the mean it is not rounded
 
     def options(self, case, op):
@@ -119,6 +123,38 @@ def test_compiles_within_vmem(topology, tokens, size, residual, data, norm):
     text = both.lower(*given).compile().as_text()
     for name in ("key_vector_forward", "key_vector_backward"):
         assert re.search(rf"custom-call.*{name}", text), name
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "topology, size",
+    [
+        ("v5e:2x2", RMT_LARGE),
+        ("v5p:2x2x1", RMT_LARGE._replace(K=1024)),  # in slabs
+        ("v6e:2x2", RMT_305M),
+        ("tpu7x:2x2x1", RMT_305M._replace(R=14, P=42)),
+    ],
+    ids=str,
+)
+def test_sites_that_write_at_once_compile(topology, size):
+    norm, tokens = {"norm": "layernorm"}, (2, 512)
+
+    @jax.jit
+    def both(site, *others):
+        *given, write = others
+        read = mosaic_tpu.forward(site, **norm, keep=False)
+        written = mosaic_tpu.forward(site, None, write, **norm)
+        undo = functools.partial(mosaic_tpu.backward, site, **norm, rebuild=True)
+        again = size.before_feed_forward.again(tokens, lambda dtype, *shape: jnp.ones(shape, dtype))
+        # One that is not kept, and one that another has written since.
+        second = undo(*given, None, again, None, given[2], keep=False)
+        return read, written, second, undo(*given, None, again, write, given[2])
+
+    array = place_on(topology)
+    given = *size.backward(tokens, "bfloat16", "int16", array), size.write(tokens, array=array)
+    text = both.lower(*given).compile().as_text()
+    for name in ("key_vector_forward", "key_vector_backward"):
+        assert len(re.findall(rf"custom-call.*/{name}/", text)) == 2, name
 
 
 @pytest.mark.compile

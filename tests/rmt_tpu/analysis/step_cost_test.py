@@ -76,7 +76,7 @@ def test_state_is_read_and_written(costs, preset):
 def test_temporary_memory_is_what_the_compiler_sets_apart():
     module = Module("ENTRY %main (a: f32[8]) -> f32[8] {\n  ROOT %a = f32[8]{0} parameter(0)\n}\n")
     memory = {"argument": 32, "temp": 9}
-    program = Program(TARGET, module, {}, memory, 1.0, [], Assignment((), (), 7, 0))
+    program = Program(TARGET, module, {}, memory, 1.0, [], Assignment((), (), 7, 2))
     cost = step_cost.step_cost("gpt2-tiny", 8, program)
     assert (cost.temporary_bytes, cost.argument_bytes) == (7, 32)
     with pytest.raises(RunError, match="v5e:2x2 did not say"):

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -52,14 +53,21 @@ def test_gradients_in_float64_are_those_of_the_ordinary_policy(positions):
         assert max(relative_errors(rebuilt[1], ordinary[1])) < 1e-13
 
 
-def test_a_large_residual_is_read_where_it_is_rebuilt(monkeypatch):
-    """The same gradients; of two stacks, whose sites differ."""
+@pytest.mark.parametrize("deferring", [False, True])
+def test_a_large_residual_is_read_where_it_is_rebuilt(monkeypatch, deferring):
+    """The same gradients, also if sites write in twos; of two stacks, whose sites differ."""
     monkeypatch.setattr(matrix, "_KEPT", 0)
-    reads = []
-    again = matrix.Store.read_again
+    monkeypatch.setattr(matrix.Store, "defers", lambda self, residual: deferring)
+    reads, kept, undone = [], [], []
+    again, undo = matrix.Store.read_again, matrix.Store.undo
+    read = matrix.Store.add_and_read_with_statistics
+    spy = lambda seen, f: lambda *args, keep=True: seen.append(keep) or f(*args, keep=keep)
     monkeypatch.setattr(matrix.Store, "read_again", lambda *args: reads.append(1) or again(*args))
+    monkeypatch.setattr(matrix.Store, "add_and_read_with_statistics", spy(kept, read))
+    monkeypatch.setattr(matrix.Store, "undo", spy(undone, undo))
     attention, feed_forward = models.model(positions=cfg.Rope()).stacks[0].cores
-    stacks = cfg.Stack((attention, feed_forward), 3), cfg.Stack((feed_forward, attention))
+    three = feed_forward, attention, feed_forward
+    stacks = cfg.Stack((attention, feed_forward), 3), cfg.Stack(three)
     with jax.enable_x64(True):
         config = models.model(compute_dtype="float64", stacks=stacks)
         params = models.random_parameters(config)
@@ -68,6 +76,22 @@ def test_a_large_residual_is_read_where_it_is_rebuilt(monkeypatch):
         assert max(relative_errors(rebuilt[1], ordinary[1])) < 1e-13
     # Of the final site, and where a stack ends.
     assert len(reads) == 3
+    # Of a layer of two sites, one of three, and the final one; undone from the last on.
+    written = [False, True, False, True, True, True] if deferring else [True] * 6
+    assert kept == written
+    assert undone == ([True, True, False, True, False, True] if deferring else [True] * 6)
+
+
+def test_sites_write_in_twos_by_kernels_of_a_tpu_alone():
+    store = SimpleNamespace(dtype=jnp.int16, compute_dtype=jnp.bfloat16)
+    store.reads_at_once = lambda residual: residual.shape[0] > 1
+    defers = lambda batch: matrix.Store.defers(store, jnp.zeros((batch, 1, 1, 1), jnp.int16))
+    for kind, large in (("TPU v5 lite", True), ("NVIDIA H100", False), ("cpu", False)):
+        with tuned.lowering_for(kind):
+            assert defers(2) == large and not defers(1)
+    with tuned.lowering_for("TPU v5 lite"):
+        store.dtype = jnp.float32
+        assert not defers(2)
 
 
 @pytest.mark.parametrize("kind, most", [("TPU v6 lite", 16), ("TPU v5", 8), ("TPU7x", 8)])
