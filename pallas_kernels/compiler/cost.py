@@ -54,11 +54,16 @@ def _by_compiler(work: Work) -> float:
     return work.hbm if work.estimate is None else work.estimate
 
 
-def _by_bytes(work: Work) -> float:
+def _by_bytes(work: Work, kinds: tuple[str, ...] = ("other",)) -> float:
     """The longer of schedule and bytes of all but matmuls: XLA's as kernels are."""
-    if work.kind == "other" and work.schedule is not None:
+    if work.kind in kinds and work.schedule is not None:
         return max(work.schedule, work.hbm)
     return _by_compiler(work)
+
+
+def _by_schedule(work: Work) -> float:
+    """The same of matmuls too: all of XLA's as kernels are."""
+    return _by_bytes(work, ("other", "matmul"))
 
 
 def _slow_kernels(work: Work) -> float:
@@ -87,6 +92,7 @@ MODELS: Mapping[str, Model] = MappingProxyType(
     {
         "compiler": _by_compiler,
         "bytes": _by_bytes,
+        "schedules": _by_schedule,
         "kernels x 1.5": _slow_kernels,
         "roofline matmuls": _by_roofline,
         "nothing in VMEM, no overlap in kernels": _unparked,
