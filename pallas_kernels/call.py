@@ -21,24 +21,28 @@ VMEM_LIMIT = 60 * 2**20
 
 
 class Chip(NamedTuple):
-    """Of a TPU: bytes of a core's VMEM, cores that share a program's work, a matrix unit's rows."""
+    """Of a TPU: bytes of a core's VMEM, cores that share a program's work, a matrix unit's rows.
+
+    And bytes that come to a core from HBM in a cycle.
+    """
 
     vmem: int
     cores: int
     unit: int
+    hbm: int
 
 
 _CHIPS = {
-    "tpu_v5_lite": Chip(2**27, 1, 128),
-    "tpu_v5": Chip(2**26, 2, 128),
-    "tpu_v6_lite": Chip(2**27, 1, 256),
-    "tpu7x": Chip(2**26, 1, 256),
+    "tpu_v5_lite": Chip(2**27, 1, 128, 546),
+    "tpu_v5": Chip(2**26, 2, 128, 790),
+    "tpu_v6_lite": Chip(2**27, 1, 256, 937),
+    "tpu7x": Chip(2**26, 1, 256, 1677),
 }
 
 
 def chip() -> Chip:
     """That which is lowered for; of a kind that is not known the most."""
-    return _CHIPS.get(tuned.slug(tuned.device_lowered_for()), Chip(2**27, 2, 256))
+    return _CHIPS.get(tuned.slug(tuned.device_lowered_for()), Chip(2**27, 2, 256, 1677))
 
 
 def on_tpu() -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
-from pallas_kernels.key_vector.interface import Again, Site, Statistics, Write
+from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics, Write
 
 Array = Callable[..., jax.ShapeDtypeStruct]
 # Of a step: 8192, in sequences as the RMT paper's.
@@ -39,15 +39,16 @@ class KeyVector(NamedTuple):
         read = (array("float32", K, V), array("float32", P, K)) if P else (None, None)
         return Site(array(residual or data, *tokens, K, V), *stored, *read)
 
-    def backward(self, tokens, data="bfloat16", residual=None, array: Array = array):
-        """Site, statistics, and cotangents of the residual and of what was retrieved."""
+    def backward(self, tokens, data="bfloat16", residual=None, array: Array = array) -> Backward:
+        """Of the whole site, or of what there is of it."""
         K, V, R, P = self
         site = self.site(tokens, data, residual, array)
         dtype = data if residual in (None, "int16") else residual
         d_residual = array(dtype, *tokens, K, V) if R else None
         if not P:
-            return site._replace(residual=None), None, d_residual, None
-        return site, _statistics(tokens, array), d_residual, array(data, *tokens, P, V)
+            return Backward(site._replace(residual=None), None, d_residual, None)
+        d_retrieved = array(data, *tokens, P, V)
+        return Backward(site, _statistics(tokens, array), d_residual, d_retrieved)
 
     def again(self, tokens, array: Array = array) -> Again:
         """A read of what is rebuilt, of P vectors."""

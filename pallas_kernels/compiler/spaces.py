@@ -29,7 +29,7 @@ from pallas_kernels.key_vector import block_sizes as key_vector_blocks
 from pallas_kernels.key_vector import mosaic_tpu as key_vector_tpu
 from pallas_kernels.key_vector import triton_gpu as key_vector_gpu
 from pallas_kernels.key_vector import xla as key_vector_portable
-from pallas_kernels.key_vector.interface import Site
+from pallas_kernels.key_vector.interface import Backward, Site
 from pallas_kernels.shapes import Depth, KeyVector
 
 Values = dict[str, tuned.Value]
@@ -238,11 +238,12 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
         given = size.backward(rows(tokens), *dtypes)
         again = size._replace(P=A).again(rows(tokens)) if A else None
         # What was retrieved is as large as its cotangent.
-        given = *given, None, again, write, given[3] if S else None
+        retrieved = given.d_retrieved if S else None
+        given = given._replace(again=again, since=write, retrieved=retrieved)
         both = stores and reads
         options |= {"rebuild": op == "rebuild", "fraction_bits": 9} if both else {}
-        function = lambda m: functools.partial(m.backward, **options)
-        return Call(function, *modules, given, (2,) if both else ())
+        run = lambda m, *given: m.backward(Backward(*given), **options)
+        return Call(lambda m: functools.partial(run, m), *modules, given, (2,) if both else ())
     options |= ({"epsilon": _EPSILON} if reads else {}) | {"fraction_bits": 9}
     options |= {} if stores else {"dtype": jnp.dtype(data)}
     X, *keys = size.site(rows(tokens), *dtypes)

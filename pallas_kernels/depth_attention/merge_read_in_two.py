@@ -9,7 +9,7 @@ from pallas_kernels.depth_attention import xla
 from pallas_kernels.depth_attention.interface import MergeCotangents, MergeGradients, MergeRead
 from pallas_kernels.depth_attention.matrices import OfVectors
 from pallas_kernels.key_vector import xla as key_vector
-from pallas_kernels.key_vector.interface import Site, Statistics
+from pallas_kernels.key_vector.interface import Backward, Site, Statistics
 
 _NO_NORM = {"norm": None, "norm_epsilon": 0.0}
 
@@ -51,8 +51,8 @@ class InTwo:
         """h is mixed again."""
         of_merge = {"epsilon": epsilon} | _NO_NORM | options
         h = self._merges.merge(given.merge, **of_merge)
-        of_read = (Site(h, None, None, *given[1:]), statistics, None, cotangents.z)
-        d_read = self._key_vector.backward(*of_read, norm=norm, **options)
+        of_read = Backward(Site(h, None, None, *given[1:]), statistics, None, cotangents.z)
+        d_read = self._key_vector.backward(of_read, norm=norm, **options)
         cotangents = cotangents._replace(z=d_read.residual)
         g = self._merges.merge_backward(given.merge, cotangents, **of_merge)
         return g._replace(norm_gain=d_read.gain), d_read.read_keys

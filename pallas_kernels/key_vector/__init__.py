@@ -42,6 +42,7 @@ from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_decode, sharded, tr
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Again,
+    Backward,
     Gradients,
     Site,
     Statistics,
@@ -229,7 +230,7 @@ def store_backward(
     call = _Call("layernorm", 0.0, implementation, None, key_axis)
     call = _checked(call, Site(d_stored, store_keys, data), reads=False)
     site = _of_all_rows(Site(None, store_keys, data), call.key_axis)
-    g = _run(call, "backward", site, None, d_stored, None)
+    g = _run(call, "backward", Backward(site, None, d_stored, None))
     return g.store_keys.astype(store_keys.dtype), sharded.scatter_sum(g.data, call.key_axis)
 
 
@@ -358,10 +359,10 @@ def undo(
         sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
         read = sharded.Read(retrieved, sums)
     site = _of_all_rows(site, key_axis)
-    given = site, statistics, read, d_residual, d_retrieved
-    # The means of all slices are made of what all have retrieved.
-    of_all = retrieved if key_axis is None else None
-    g = _backward(call, True, *given, again, since, of_all, keep=keep)
+    given = Backward(site, statistics, d_residual, d_retrieved, None, again, since)
+    if key_axis is None:  # else its means are those of all slices
+        given = given._replace(retrieved=retrieved)
+    g = _backward(call, given, read, rebuild=True, keep=keep)
     if again is None:
         return g
     return g._replace(retrieved=sharded.scatter_sum(g.retrieved, key_axis))
@@ -415,8 +416,9 @@ def _store_norm_retrieve_forward(call, site):
 
 
 def _store_norm_retrieve_backward(call, saved, cotangents):
-    g = _backward(call, False, *saved, *cotangents)
-    return (_of_parameters(saved[0], g.residual, g.data, g),)
+    site, statistics, read = saved
+    g = _backward(call, Backward(site, statistics, *cotangents), read)
+    return (_of_parameters(site, g.residual, g.data, g),)
 
 
 def _of_parameters(site, d_residual, d_data, g):
@@ -451,13 +453,11 @@ def _of_all_slices(call, site, out):
     return read.retrieved, statistics, read
 
 
-def _backward(call, rebuild, site, statistics, read, d_residual, d_retrieved, *others, keep=True):
-    """`others` are `again`, `since` and `retrieved`."""
-    d_retrieved, means = _to_all_slices(call, site.residual, read, d_retrieved)
-    options = {"norm": call.norm, "rebuild": rebuild, "fraction_bits": call.fraction_bits}
-    options["keep"] = keep
-    args = (site, statistics, d_residual, d_retrieved, means, *others)
-    g = _run(call, "backward", *args, **options)
+def _backward(call, given, read, *, rebuild=False, keep=True):
+    of_all = _to_all_slices(call, given.site.residual, read, given.d_retrieved)
+    given = given._replace(d_retrieved=of_all[0], means=of_all[1])
+    options = {"rebuild": rebuild, "keep": keep, "fraction_bits": call.fraction_bits}
+    g = _run(call, "backward", given, norm=call.norm, **options)
     return g._replace(data=sharded.scatter_sum(g.data, call.key_axis))
 
 
@@ -489,7 +489,7 @@ def _store_forward(call, site):
 
 
 def _store_backward(call, site, d_stored):
-    g = _run(call, "backward", site, None, d_stored, None)
+    g = _run(call, "backward", Backward(site, None, d_stored, None))
     return (_of_parameters(site, d_stored, sharded.scatter_sum(g.data, call.key_axis), g),)
 
 
@@ -524,7 +524,8 @@ def _norm_retrieve_forward(call, site):
 def _norm_retrieve_backward(call, saved, cotangents):
     site, statistics, read = saved
     d_retrieved, means = _to_all_slices(call, site.residual, read, cotangents[0])
-    g = _run(call, "backward", site, statistics, None, d_retrieved, means, norm=call.norm)
+    given = Backward(site, statistics, None, d_retrieved, means)
+    g = _run(call, "backward", given, norm=call.norm)
     return (_of_parameters(site, g.residual.astype(site.residual.dtype), None, g),)
 
 

@@ -5,8 +5,7 @@ B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
     forward(Site, Statistics | None = None, before=None, empty=False, *, norm, epsilon, dtype,
             scale=True, fraction_bits, in_place, keep=True) -> Outcome
-    backward(Site, Statistics, d_residual', d_retrieved, means=None, again=None, since=None,
-             retrieved=None, *, norm, rebuild, keep=True, fraction_bits) -> Gradients
+    backward(Backward, *, norm, rebuild, keep=True, fraction_bits) -> Gradients
     unsupported(op, *operands) -> why these cannot be served, in a line, or None: asked first
 
 The residual given to `backward` is the stored one. With n = norm(X') and a = gain * r^T dz:
@@ -122,6 +121,23 @@ class Again(NamedTuple):
     gain: Float[Array, "K V"] | Slot
     read_keys: Float[Array, "A K"] | Slot
     statistics: Statistics
+
+
+class Backward(NamedTuple):
+    """What a backward pass is given: see above of what is None, or may be.
+
+    The site has the stored residual, of which the `statistics` are; `d_residual` is the cotangent
+    of that residual. What was `retrieved` of it may serve for its means.
+    """
+
+    site: Site
+    statistics: Statistics | None
+    d_residual: Float[Array, "B N K V"] | None
+    d_retrieved: Float[Array, "B N P V"] | None
+    means: Means | None = None
+    again: Again | None = None
+    since: Write | None = None
+    retrieved: Float[Array, "B N P V"] | None = None
 
 
 class Gradients(NamedTuple):

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, DTypeLike, Float
+from jaxtyping import Array, Bool, DTypeLike
 
 from pallas_kernels import operand
 from pallas_kernels.arguments import Norm, Slot, taken
@@ -43,6 +43,7 @@ from pallas_kernels.key_vector.block_sizes import (
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Again,
+    Backward,
     Gradients,
     Means,
     Outcome,
@@ -60,8 +61,9 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import (
 from pallas_kernels.platform import UnsupportedImplementation
 
 
-def unsupported(op: str, site: Site, *others: Any) -> str | None:
+def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    site, *others = given if isinstance(given, Backward) else (given, *others)
     # Of a store alone, backward, the cotangent is all there is.
     residual = others[1] if site.residual is None else site.residual
     arrays = jax.tree.leaves((site[1:], others), is_leaf=lambda x: isinstance(x, Slot))
@@ -120,14 +122,7 @@ def forward(
 
 
 def backward(
-    site: Site,
-    statistics: Statistics | None,
-    d_residual: Float[Array, "B N K V"] | None,
-    d_retrieved: Float[Array, "B N P V"] | None,
-    means: Means | None = None,
-    again: Again | None = None,
-    since: Write | None = None,
-    retrieved: Float[Array, "B N P V"] | None = None,
+    given: Backward,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
@@ -143,19 +138,20 @@ def backward(
     `E T A V` to read A vectors again. With `means` given, a is computed once and not kept. What is
     not kept saves `E T K V`.
     """
+    site = given.site
     if site.residual is None:
-        site = site._replace(residual=d_residual)
-    dtype = site.data.dtype if site.stores else d_retrieved.dtype
-    sizes = _sizes_of(site, site.residual, dtype, again, since)
+        site = site._replace(residual=given.d_residual)
+    dtype = site.data.dtype if site.stores else given.d_retrieved.dtype
+    sizes = _sizes_of(site, site.residual, dtype, given.again, given.since)
     op = "rebuild" if rebuild else "backward"
     blocks = _blocks(block_sizes, op, sizes, site.residual, interpret)
     call = Call(sizes, blocks, norm, 0.0, interpret, fraction_bits=fraction_bits)
-    if means is not None:
+    given = given._replace(site=site)
+    if given.means is not None:
         call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
     elif site.reads and call.slabs > 1:
-        means = _means(call, site, statistics, d_retrieved, retrieved)
-    others = means, again, since
-    return _backward(call, rebuild, keep, others, site, statistics, d_residual, d_retrieved)
+        given = given._replace(means=_means(call, given))
+    return _backward(call, rebuild, keep, given)
 
 
 def _sizes_of(site: Site, residual, dtype, *others: Any) -> Sizes:
@@ -262,8 +258,8 @@ def _with_write(call: Call, by_slab, write: Write, name: str, inputs: Blocked):
     return inputs | given, {f"data{name}": room}
 
 
-def _backward(call: Call, rebuild, keep, others, site: Site, statistics, d_residual, d_retrieved):
-    means, again, since = others
+def _backward(call: Call, rebuild: bool, keep: bool, given: Backward) -> Gradients:
+    site, statistics, d_residual, d_retrieved, means, again, since, _ = given
     residual, store_keys, data, gain, read_keys = site
     s, blocks = call.sizes, call.blocks
     B, N = residual.shape[:2]
@@ -360,14 +356,15 @@ def _backward(call: Call, rebuild, keep, others, site: Site, statistics, d_resid
     )
 
 
-def _means(call: Call, site: Site, statistics: Statistics, d_retrieved, retrieved):
+def _means(call: Call, given: Backward) -> Means:
     """`mean(a)`, and `mean(a n) = mean(dz z)`; z from a read of its own if it is not given."""
+    site, statistics, retrieved = given.site, given.statistics, given.retrieved
     sizes = dataclasses.replace(call.sizes, R=0, A=0, S=0)
     if retrieved is None:
         blocks = _blocks(None, "forward", sizes, site.residual, call.interpret)
         read = dataclasses.replace(call, sizes=sizes, blocks=blocks)
         retrieved = _forward(read, site._replace(store_keys=None, data=None), statistics).retrieved
-    dz = d_retrieved.astype(jnp.float32)
+    dz = given.d_retrieved.astype(jnp.float32)
     count = sizes.K * sizes.V
     mean_an = jnp.sum(dz * retrieved.astype(jnp.float32), axis=(2, 3)) / count
     if not call.centred:

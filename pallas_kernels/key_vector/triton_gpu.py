@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, DTypeLike, Float
+from jaxtyping import Array, Bool, DTypeLike
 
 from pallas_kernels import tuned
 from pallas_kernels.arguments import Norm, taken
@@ -32,8 +32,8 @@ from pallas_kernels.key_vector import xla
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Again,
+    Backward,
     Gradients,
-    Means,
     Outcome,
     Site,
     Statistics,
@@ -72,8 +72,9 @@ class Blocks(NamedTuple):
     programs: int
 
 
-def unsupported(op: str, site: Site, *others) -> str | None:
+def unsupported(op: str, given: Site | Backward, *others) -> str | None:
     """Why these kernels cannot serve the op named, called with these; None if they can."""
+    site, *others = given if isinstance(given, Backward) else (given, *others)
     if why := no_triton():
         return why
     if _is_plain(op, site):
@@ -110,9 +111,10 @@ def unsupported(op: str, site: Site, *others) -> str | None:
     return None
 
 
-def wins(op: str, site: Site, *others) -> bool:
+def wins(op: str, given: Site | Backward, *others) -> bool:
     """Whether a table says that the kernel of the op named is the fastest, called with these."""
-    if _is_plain(op, site) or unsupported(op, site, *others) is not None:
+    site = given.site if isinstance(given, Backward) else given
+    if _is_plain(op, site) or unsupported(op, given, *others) is not None:
         return False
     B, N, K, V = site.residual.shape
     key = {
@@ -217,14 +219,7 @@ def forward(
 
 
 def backward(
-    site: Site,
-    statistics: Statistics | None,
-    d_residual: Float[Array, "B N K V"] | None,
-    d_retrieved: Float[Array, "B N P V"] | None,
-    means: Means | None = None,
-    again: Again | None = None,
-    since: Write | None = None,
-    retrieved: Float[Array, "B N P V"] | None = None,
+    given: Backward,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
@@ -234,11 +229,10 @@ def backward(
     interpret: bool = False,
 ) -> Gradients:
     """See `interface`; of half a site by plain JAX, and a read `again` by a kernel of its own."""
-    given = (site, statistics, d_residual, d_retrieved)
-    if _is_plain("backward", site):
-        return xla.backward(*given, means, norm=norm, fraction_bits=fraction_bits)
-    given, statistics, again = taken((site, statistics, again))
-    residual, store_keys, data, gain, read_keys = given
+    if _is_plain("backward", given.site):
+        return xla.backward(given, norm=norm, fraction_bits=fraction_bits)
+    site, statistics, d_residual, d_retrieved, means, again, *_ = taken(given)
+    residual, store_keys, data, gain, read_keys = site
     sizes = Sizes.of(site, data.dtype, norm, fraction_bits)
     name = "key_vector_backward"
     blocks = blocks or _blocks_of(sizes, name)
@@ -272,8 +266,8 @@ def backward(
     run = functools.partial(_run, interpret=interpret)
     inputs_and_cotangent = inputs | {"d_stored": d_residual.reshape(T, K, V)}
     if means is not None:
-        given = {"mean_an": means.an} | ({"mean_a": means.a} if norm == "layernorm" else {})
-        inputs_and_cotangent |= {k: mean.reshape(T) for k, mean in given.items()}
+        both = {"mean_an": means.an} | ({"mean_a": means.a} if norm == "layernorm" else {})
+        inputs_and_cotangent |= {k: mean.reshape(T) for k, mean in both.items()}
     flops = 2 * T * (sizes.R + sizes.P) * K * V
     if whole:
         kernel = functools.partial(backward_kernel, sizes, blocks)

@@ -19,7 +19,7 @@ from pallas_kernels.arguments import Norm, taken
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     LEAST_STEPS,
-    Again,
+    Backward,
     Gradients,
     Means,
     Outcome,
@@ -94,14 +94,7 @@ def at_layer(
 
 
 def backward(
-    site: Site,
-    statistics: Statistics | None,
-    d_residual: Float[Array, "B N K V"] | None,
-    d_retrieved: Float[Array, "B N P V"] | None,
-    means: Means | None = None,
-    again: Again | None = None,
-    since: Write | None = None,
-    retrieved: Float[Array, "B N P V"] | None = None,
+    given: Backward,
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
@@ -109,7 +102,7 @@ def backward(
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
     """See `interface`."""
-    site, statistics, again, since = taken((site, statistics, again, since))
+    site, statistics, d_residual, d_retrieved, means, again, since, _ = taken(given)
     if since is not None:
         site = site._replace(residual=_take_back(site.residual, *since, fraction_bits))
     residual, store_keys, data, *_ = site
@@ -118,8 +111,8 @@ def backward(
         d_keys = jnp.einsum("bnrv,bnkv->rk", data, d_residual, preferred_element_type=wide)
         d_data = jnp.einsum("rk,bnkv->bnrv", store_keys.astype(wide), d_residual.astype(wide))
         return Gradients(d_residual, d_data.astype(data.dtype), d_keys, None, None)
-    given = (site, statistics, d_retrieved, means)
-    through_norm, *of_read = _norm_backward(*given, norm=norm, fraction_bits=fraction_bits)
+    of_norm = (site, statistics, d_retrieved, means)
+    through_norm, *of_read = _norm_backward(*of_norm, norm=norm, fraction_bits=fraction_bits)
     if not site.stores:
         return Gradients(through_norm.astype(residual.dtype), None, None, *of_read)
     d_stored = d_residual.astype(through_norm.dtype) + through_norm

@@ -21,6 +21,8 @@ from rmt_tpu.residual.place import Place
 
 # Of VMEM, what a residual may fill so that XLA keeps it there from one kernel to the next.
 _KEPT = 0.5
+# Where no more bytes than these come from HBM in a cycle, the kernels wait for them.
+_SLOW = 1000
 
 
 class Site(nnx.Module):
@@ -282,11 +284,12 @@ class Store(nnx.Module):
     def defers(self, residual: Shaped[Array, "group seq own_D_k D_v"]) -> bool:
         """Whether of two sites the second is to write the residual for both.
 
-        So it crosses HBM in and out three times and not four, in `undo` seven and not eight. The
-        TPU's kernels have the time for that, if what comes to them from HBM is what takes longest.
+        So it crosses HBM three times and not four, in `undo` seven and not eight. The TPU's kernels
+        compute more for that, for which they have time where HBM is what they wait for.
         """
         kernels = self.dtype == jnp.int16 and self.compute_dtype == jnp.bfloat16
-        return kernels and on_tpu() and _key_axis() is None and self.reads_at_once(residual)
+        wait = on_tpu() and chip().hbm <= _SLOW
+        return kernels and wait and _key_axis() is None and self.reads_at_once(residual)
 
     @jax.named_scope("residual")
     def undo(

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import Slot, taken
 from pallas_kernels.key_vector import mosaic_tpu, xla
 from pallas_kernels.key_vector.block_sizes import BlockSizes
-from pallas_kernels.key_vector.interface import Again, Site, Statistics
+from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics
 from tests.tiers import later
 
 # Of these, 8 rows of keys are whole tiles, which lie in their stacks as kernels take them.
@@ -88,8 +88,6 @@ def test_a_backward_pass_takes_slots():
     backward = functools.partial(
         mosaic_tpu.backward, norm="layernorm", rebuild=True, interpret=True
     )
-    run = lambda site, statistics, again: jax.jit(backward)(
-        site, statistics, *cotangents, None, again
-    )
-    got, want = run(site, statistics, again), run(*taken((site, statistics, again)))
+    given = Backward(site, statistics, *cotangents, None, again)
+    got, want = jax.jit(backward)(given), jax.jit(backward)(taken(given))
     jax.tree.map(np.testing.assert_array_equal, got, want)

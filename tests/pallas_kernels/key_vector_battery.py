@@ -12,6 +12,7 @@ import numpy as np
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Again,
+    Backward,
     Gradients,
     Outcome,
     Site,
@@ -140,8 +141,8 @@ def forward(module, options, site, *others):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def backward(module, options, site, statistics, *cotangents):
-    return module.backward(site, statistics, *cotangents, **dict(options))
+def backward(module, options, given):
+    return module.backward(given, **dict(options))
 
 
 class Battery:
@@ -193,7 +194,8 @@ class Battery:
         options = {"fraction_bits": case.bits, **self.options(case, "backward"), **changes}
         options |= {"norm": case.norm} if site.reads else {}
         options |= {"rebuild": True} if site.reads and site.stores else {}
-        return backward(self.module, tuple(options.items()), site, statistics, *cotangents)
+        given = Backward(site, statistics, *cotangents)
+        return backward(self.module, tuple(options.items()), given)
 
     def test_values_and_every_gradient_equal_numpy(self, case):
         site, cotangents = arguments(case), cotangents_of(case)

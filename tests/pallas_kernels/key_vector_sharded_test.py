@@ -17,7 +17,7 @@ import pallas_kernels
 from pallas_kernels import key_vector
 from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import mosaic_tpu, triton_gpu
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Means, Site, Statistics
+from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Means, Site, Statistics
 from pallas_kernels.platform import Implementations
 from pallas_kernels.shapes import RMT_305M
 from tests import cuda
@@ -306,7 +306,7 @@ def given_means(norm, K, V, seed=0):
     both = draw(2, 130) * (norm == "layernorm"), 1 + draw(2, 130) ** 2
     statistics = Statistics(np.stack(both, axis=1))
     site = Site(X, w, y, draw(K, V), draw(6, K))
-    return site, statistics, draw(2, 130, K, V), draw(2, 130, 6, V), means
+    return Backward(site, statistics, draw(2, 130, K, V), draw(2, 130, 6, V), means)
 
 
 SLABS = mosaic_tpu.BlockSizes(128, slab=4)
@@ -334,8 +334,8 @@ QUICK = [("mosaic_tpu in slabs", "layernorm"), ("triton in chunks", "rmsnorm")]
 def test_kernels_take_the_means_that_are_given(backward, norm):
     """Any means: they are not those of these arrays."""
     given = given_means(norm, 24, 8)
-    got = jax.jit(functools.partial(BACKWARD[backward], norm=norm))(*given)
-    expected = jax.jit(functools.partial(key_vector.xla.backward, norm=norm))(*given)
+    got = jax.jit(functools.partial(BACKWARD[backward], norm=norm))(given)
+    expected = jax.jit(functools.partial(key_vector.xla.backward, norm=norm))(given)
     assert_close(got[:5], expected[:5], TOLERANCE["float32"])
 
 
@@ -453,12 +453,12 @@ def test_compiles_for_tpu_within_a_mesh(norm):
 @pytest.mark.compile
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_backward_with_means_compiles_for_gpu_without_spilling(norm, tmp_path):
-    args = RMT_305M.backward((1, 4096))
+    given = RMT_305M.backward((1, 4096))
     token = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
-    args = *args, Means(token if norm == "layernorm" else None, token)
+    given = given._replace(means=Means(token if norm == "layernorm" else None, token))
     backward = functools.partial(triton_gpu.backward, norm=norm)
-    assert "key_vector_backward" in cuda.lowered(backward, *args)
-    program = cuda.ptx(backward, *args, target="sm_90", folder=tmp_path)
+    assert "key_vector_backward" in cuda.lowered(backward, given)
+    program = cuda.ptx(backward, given, target="sm_90", folder=tmp_path)
     kernels = ptxas_usage(program)
     kernels = {k: v for k, v in kernels.items() if k.startswith("key_vector")}
     assert kernels and all(not use.spilled for use in kernels.values()), kernels

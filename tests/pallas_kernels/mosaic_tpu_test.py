@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import tuned
 from pallas_kernels.key_vector import mosaic_tpu
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
-from pallas_kernels.key_vector.interface import Site, Statistics
+from pallas_kernels.key_vector.interface import Backward, Site, Statistics
 from pallas_kernels.key_vector.mosaic_tpu_call import Walk
 from pallas_kernels.shapes import RMT_305M, RMT_LARGE, TOKENS, KeyVector
 from tests.closeness import assert_close, float64
@@ -114,13 +114,14 @@ SMALL, LARGE = KeyVector(16, 16, 4, 12), RMT_LARGE.before_feed_forward
 )
 def test_compiles_within_vmem(topology, tokens, size, residual, data, norm):
     @jax.jit
-    def both(site, *others):
-        out = mosaic_tpu.forward(site, norm=norm, epsilon=EPSILON)
-        return out, mosaic_tpu.backward(site, *others, norm=norm, rebuild=True)
+    def both(given):
+        out = mosaic_tpu.forward(given.site, norm=norm, epsilon=EPSILON)
+        return out, mosaic_tpu.backward(given, norm=norm, rebuild=True)
 
     array = place_on(topology)
-    given = *size.backward(tokens, data, residual, array), None, size.again(tokens, array)
-    text = both.lower(*given).compile().as_text()
+    given = size.backward(tokens, data, residual, array)
+    given = given._replace(again=size.again(tokens, array))
+    text = both.lower(given).compile().as_text()
     for name in ("key_vector_forward", "key_vector_backward"):
         assert re.search(rf"custom-call.*{name}", text), name
 
@@ -140,19 +141,22 @@ def test_sites_that_write_at_once_compile(topology, size):
     norm, tokens = {"norm": "layernorm"}, (2, 512)
 
     @jax.jit
-    def both(site, *others):
-        *given, write = others
-        read = mosaic_tpu.forward(site, **norm, keep=False)
-        written = mosaic_tpu.forward(site, None, write, **norm)
-        undo = functools.partial(mosaic_tpu.backward, site, **norm, rebuild=True)
-        again = size.before_feed_forward.again(tokens, lambda dtype, *shape: jnp.ones(shape, dtype))
+    def both(given):
+        read = mosaic_tpu.forward(given.site, **norm, keep=False)
+        written = mosaic_tpu.forward(given.site, None, given.since, **norm)
         # One that is not kept, and one that another has written since.
-        second = undo(*given, None, again, None, given[2], keep=False)
-        return read, written, second, undo(*given, None, again, write, given[2])
+        undo = functools.partial(mosaic_tpu.backward, **norm, rebuild=True)
+        second = undo(given._replace(since=None), keep=False)
+        return read, written, second, undo(given)
 
     array = place_on(topology)
-    given = *size.backward(tokens, "bfloat16", "int16", array), size.write(tokens, array=array)
-    text = both.lower(*given).compile().as_text()
+    given = size.backward(tokens, "bfloat16", "int16", array)
+    given = given._replace(
+        again=size.before_feed_forward.again(tokens, array),
+        since=size.write(tokens, array=array),
+        retrieved=given.d_retrieved,
+    )
+    text = both.lower(given).compile().as_text()
     for name in ("key_vector_forward", "key_vector_backward"):
         assert len(re.findall(rf"custom-call.*/{name}/", text)) == 2, name
 
@@ -173,9 +177,9 @@ def test_halves_compile(topology):
         """Those of both halves, of X as a cotangent too, and of P vectors y."""
         statistics = Statistics(jnp.ones((X.shape[0], 2, X.shape[1])))
         dz = jnp.concatenate([y] * 3, axis=2)
-        of_read = Site(X, gain=gain, read_keys=r), statistics, None, dz
-        of_store = Site(None, w, y), None, X, None
-        return mosaic_tpu.backward(*of_store), mosaic_tpu.backward(*of_read, **norm)
+        of_read = Backward(Site(X, gain=gain, read_keys=r), statistics, None, dz)
+        of_store = Backward(Site(None, w, y), None, X, None)
+        return mosaic_tpu.backward(of_store), mosaic_tpu.backward(of_read, **norm)
 
     site = functools.partial(SMALL.site, (1, 256), array=place_on(topology))
     text = both.lower(*site(residual="int16")).compile().as_text()
@@ -201,7 +205,7 @@ def test_a_scan_over_layers_copies_no_residual():
         return out[:2], (site._replace(residual=out.residual), out.statistics)
 
     def op_backward(saved, cotangents):
-        g = mosaic_tpu.backward(*saved, *cotangents, **norm, block_sizes=blocks)
+        g = mosaic_tpu.backward(Backward(*saved, *cotangents), **norm, block_sizes=blocks)
         return gradients_of(g)
 
     op.defvjp(op_forward, op_backward)

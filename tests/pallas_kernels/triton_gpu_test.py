@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import triton_gpu
-from pallas_kernels.key_vector.interface import Site, Statistics, Write
+from pallas_kernels.key_vector.interface import Backward, Site, Statistics, Write
 from pallas_kernels.key_vector.triton_gpu import Blocks
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.shapes import RMT_46M, RMT_134M, RMT_206M, RMT_305M, KeyVector
@@ -80,7 +80,8 @@ class TestKernels(Battery):
         read = self.forward(pair, first, keep=False)
         assert read.residual is None
         given = first, read.statistics, *cotangents_of(pair)
-        assert "another site" in triton_gpu.unsupported("backward", *given, None, None, write)
+        undone = Backward(*given, since=write)
+        assert "another site" in triton_gpu.unsupported("backward", undone)
         assert self.backward(pair, *given, keep=False).rebuilt is None
 
     @pytest.mark.parametrize("programs", [4, *later(1, 2, 3)])
@@ -113,7 +114,8 @@ def test_what_is_unsupported_is_said():
     large, keys = array("float32", 1, 1, 256, 256), array("float32", 256, 256)
     assert "bytes" in reason(large, keys, large)
     statistics = Statistics(array("float32", 2, 2, 3))
-    assert triton_gpu.unsupported("backward", site, statistics, *cotangents) is None
+    given = Backward(site, statistics, *cotangents)
+    assert triton_gpu.unsupported("backward", given) is None
     read = functools.partial(triton_gpu.forward, dtype=jnp.int16)
     with pytest.raises(UnsupportedImplementation, match="dtype"):
         jax.eval_shape(read, Site(X, gain=gain, read_keys=r))
@@ -131,7 +133,7 @@ def calls(size, dtypes):
     given = size.backward((1, 4096), data, residual)
     forward = functools.partial(triton_gpu.forward, norm="layernorm", epsilon=1e-6)
     undo = functools.partial(triton_gpu.backward, norm="layernorm", rebuild=residual == "int16")
-    return [(forward, given[:1]), (undo, given)]
+    return [(forward, (given.site,)), (undo, (given,))]
 
 
 def halves_of(site):
