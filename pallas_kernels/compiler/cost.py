@@ -148,16 +148,16 @@ class ProgramCost:
 def work_of(program: Program, ran: Executed) -> Work:
     """What one call of an instruction asks of its target."""
     instruction, module, target = ran.instruction, program.module, program.target
-    schedule = program.schedules.get(instruction.name)
-    if schedule is not None and schedule.unknown_loops and not instruction.is_kernel:
+    schedule, kernel = program.schedules.get(instruction.name), module.kernel(instruction)
+    if schedule is not None and schedule.unknown_loops and kernel is None:
         schedule = None
     traffic = module.traffic(ran.computation, instruction)
     flops = matmul_flops(module, ran.computation, instruction)
-    if instruction.is_kernel and schedule is not None and schedule.unknown_loops:
-        flops = instruction.declared_flops
+    if kernel is not None and schedule is not None and schedule.unknown_loops:
+        flops = kernel.declared_flops
     if only_communicates(module, instruction):
         kind = "collective"
-    elif instruction.is_kernel:
+    elif kernel is not None:
         kind = "kernel"
         traffic = _copied(traffic, schedule)
     elif instruction.opcode.endswith(_ASYNCHRONOUS):
@@ -185,7 +185,7 @@ def program_cost(program: Program) -> ProgramCost:
         if ran.instruction.is_prefetch:
             continue
         total += traffic.total * ran.times
-        if ran.instruction.is_kernel:
+        if program.module.kernel(ran.instruction) is not None:
             kernels.append(kernel_cost(program, ran))
             seconds += kernels[-1].seconds * ran.times
             estimated += kernels[-1].seconds * ran.times

@@ -17,12 +17,12 @@ _CALLED = re.compile(r"\b(calls|body|condition|to_apply)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
-_ACCESSED = re.compile(r'"bytes_accessed":"(\d+)"')
-_FLOPS = re.compile(r'"flops":"(\d+)"')
+_ACCESSED = re.compile(r'"bytes_accessed":"?(\d+)')
+_FLOPS = re.compile(r'"flops":"?(\d+)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
-_KERNEL_BODY = re.compile(r'"body":"([^"]*)"')
+_KERNEL_BODY = re.compile(r'"body": ?"([^"]*)"')
 # What comes last of an instruction's attributes, and says nothing of what it computes.
 _NAMING = re.compile(r", (?:metadata|backend_config|frontend_attributes)=\{.*", re.DOTALL)
 _TILE = re.compile(r"T\(([\d,*]+)\)")
@@ -163,6 +163,7 @@ class Module:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
         current: dict[str, Instruction] = {}
+        instruction: Instruction | None = None
         for line in text.splitlines():
             if (header := _COMPUTATION.match(line)) is not None:
                 current = self.computations[header.group(2)] = {}
@@ -170,6 +171,11 @@ class Module:
                     self.entry = header.group(2)
             elif (found := _INSTRUCTION.match(line)) is not None:
                 instruction = _instruction(found.group(2), found.group(3), bool(found.group(1)))
+                current[instruction.name] = instruction
+            elif instruction is not None and line.startswith(('"', "}, ")):
+                # Of a kernel within a fusion, the configuration takes some lines.
+                attributes = instruction.attributes + line
+                instruction = dataclasses.replace(instruction, attributes=attributes)
                 current[instruction.name] = instruction
         if not self.entry:
             raise ValueError("no ENTRY computation in this text")
@@ -191,6 +197,15 @@ class Module:
                 yield from self._run(called["to_apply"], times, depth)
             for branch in instruction.branches:
                 yield from self._run(branch, times, depth)
+
+    def kernel(self, instruction: Instruction) -> Instruction | None:
+        """The Pallas kernel that it is, or that XLA fused with what puts its results in stacks."""
+        if instruction.is_kernel:
+            return instruction
+        if instruction.opcode != "fusion":
+            return None
+        inside = self.computations[instruction.called["calls"]].values()
+        return next((i for i in inside if i.is_kernel), None)
 
     def trips(self, loop: Instruction) -> int | None:
         """Iterations of a `while` that counts from 0 to a constant; None for any other."""
@@ -247,6 +262,7 @@ class Module:
                 tuple(position[name] for name in part.operands),
                 _CALLED.sub("", _NAMING.sub("", part.attributes)),
                 tuple(map(self._parts, part.called.values())),
+                part.is_kernel and part.kernel_body,
             )
             for part in scope.values()
         )
@@ -273,7 +289,8 @@ class Module:
         for name, operand in zip(self._parameters(inside), instruction.operands, strict=True):
             if operand in scope:
                 total += self._read(inside, name, scope[operand].arrays)
-        return total
+        kernel = self.kernel(instruction)
+        return total if kernel is None else _declared(kernel, total)
 
     def _written(self, inside: dict[str, Instruction], source: Instruction, array: Array) -> Bytes:
         """Of a result: if a larger array is updated in place, of the update."""

@@ -326,7 +326,7 @@ def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedu
                 either=any(name in instruction.name for name in EITHER),
             )
         except ValueError:  # of what is not a kernel there are other views
-            if instruction.is_kernel:
+            if module.kernel(instruction) is not None:
                 raise
     done = {keys[name]: schedule for name, schedule in parsed.items()}
     return {name: done[key] for name, key in keys.items() if key in done} | parsed

@@ -343,7 +343,7 @@ def _row(program: Program, ran: Executed, names: dict[str, str]) -> Row:
         bytes=Bytes(traffic.hbm * ran.times, traffic.vmem * ran.times),
         moves=module.moves_only(instruction),
         in_loop=ran.depth > 0,
-        kernel=instruction.is_kernel,
+        kernel=module.kernel(instruction) is not None,
     )
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pallas_kernels.compiler import MODELS, TARGETS, Program, work_of
-from pallas_kernels.compiler.cost import Work
+from pallas_kernels.compiler.cost import Work, program_cost
 from pallas_kernels.compiler.flops import matmul_flops
 from pallas_kernels.compiler.hlo import Bytes, Module
 from pallas_kernels.compiler.schedule import Loop, Schedule
@@ -100,6 +100,36 @@ def test_an_operand_in_vmem_costs_a_kernel_what_its_schedule_copies():
     assert (in_place.hbm, in_place.parked) == (cycles_of(ARRAY), cycles_of(ARRAY))
     copied = works(k2=schedule(50, copies_in_vmem=True))["k2"]
     assert (copied.hbm, copied.parked) == (cycles_of(2 * ARRAY), 0)
+
+
+def test_a_kernel_that_is_fused_with_an_update_is_one():
+    """It reads one of a stack, as it declares, and puts what it gives into another."""
+    one, stack = "bf16[256,128]{1,0:T(8,128)(2,1)}", "bf16[24,256,128]{2,1,0:T(8,128)(2,1)}"
+    fused = f"""
+%put (into: {stack}, from: {stack}, at: s32[]) -> {stack} {{
+  %into = {stack} parameter(0)
+  %from = {stack} parameter(1)
+  %at = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %inside = {one} custom-call(%from), custom_call_target="tpu_custom_call", backend_config={{"custom_call_config": {{"body": "QUI=", "cost_estimate": {{
+"bytes_accessed":{2 * ARRAY},
+"flops":3000000
+}}, "serialization_format": 1}}}}
+  %slice = bf16[1,256,128]{{2,1,0:T(8,128)(2,1)}} bitcast(%inside)
+  ROOT %update = {stack} dynamic-update-slice(%into, %slice, %at, %zero, %zero)
+}}
+
+ENTRY"""  # noqa: E501
+    called = f"""
+  %o = {stack} custom-call(), custom_call_target="AllocateBuffer"
+  %i = s32[] constant(3)
+  %kf = {stack} fusion(%o, %stack, %i), kind=kCustom, calls=%put
+  ROOT %k2"""
+    module = Module(PROGRAM.replace("ENTRY", fused).replace("  ROOT %k2", called))
+    program = Program(TARGET, module, {"kf": schedule(50)}, {}, 0.0, [])
+    found = {ran.instruction.name: work_of(program, ran) for ran in module.run()}["kf"]
+    assert (found.kind, found.schedule, found.hbm) == ("kernel", 50, cycles_of(2 * ARRAY))
+    assert [kernel.name for kernel in program_cost(program).kernels] == ["k", "kf", "k2"]
 
 
 def test_a_fusion_of_unknown_trips_counts_by_the_compiler():
