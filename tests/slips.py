@@ -81,6 +81,8 @@ _KEY_VECTOR_TPU = (
     _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("k % 2 == 0 and k + 1 < count", "k % 2 == 0"),
     _of("rmt_tpu/execution/reversible.py", f"{_MODEL}/execution/reversible_test.py")("deferred = (y, site) if written_for else None", "deferred = None"),
     _of("rmt_tpu/residual/matrix.py", f"{_MODEL}/execution/reversible_test.py")("on_tpu() and chip().hbm <= _SLOW", "on_tpu()"),
+    _of("pallas_kernels/compiler/hlo.py", f"{_KERNELS}/compiler/cost_test.py")("total if kernel is None else _declared(kernel, total)", "total"),
+    _of("pallas_kernels/compiler/hlo.py", f"{_KERNELS}/compiler/cost_test.py")("attributes = instruction.attributes + line", "attributes = instruction.attributes"),
     _of("rmt_tpu/analysis/step_cost.py", f"{_MODEL}/analysis/step_cost_test.py")("assignment_of(program).temporary", "assignment_of(program).total"),
 )  # fmt: skip
 
