@@ -1,0 +1,156 @@
+"""A call of a key-vector op: its checks, what runs it, and what devices exchange that divide keys.
+
+`data` here is that of all rows, the retrieved vectors are those of the own; without a key axis
+these are the same, and `read` is None.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import (
+    Norm,
+    check_array,
+    check_epsilon,
+    check_fraction_bits,
+    check_norm,
+    taken,
+)
+from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
+from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Gradients, Site, Write
+from pallas_kernels.platform import Implementations
+
+# A kernel becomes the default where it is shown to be faster: see docs/benchmarks/kernels.md.
+_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
+
+
+class Call(NamedTuple):
+    """What a call is beside its arrays."""
+
+    norm: Norm
+    epsilon: int | float
+    implementation: str | None
+    dtype: jnp.dtype | None = None
+    key_axis: str | None = None
+    fraction_bits: int = FRACTION_BITS
+
+
+def run(call: Call, op: str, *operands, **options):
+    """The op of the implementation that is asked for, or of the best."""
+    return _IMPLEMENTATIONS.run(call.implementation, op, *operands, **options)
+
+
+def checked(call: Call, site: Site, *, reads: bool = True) -> Call:
+    """With a key axis of None if it divides nothing."""
+    residual, store_keys, data, gain, read_keys = site
+    check_norm(call.norm)
+    check_fraction_bits(call.fraction_bits)
+    check_epsilon("epsilon", call.epsilon)
+    check_array("residual", residual, "... K V", or_int16=True)
+    call = call._replace(key_axis=_check_axis(residual, call.key_axis))
+    if reads:
+        check_array("gain", gain, "K V")
+        check_array("read_keys", read_keys, "P K")
+        if gain.shape != residual.shape[-2:] or read_keys.shape[-1] != gain.shape[0]:
+            raise ValueError(
+                f"shapes do not fit: residual [..., K, V] is {residual.shape}, gain [K, V] is "
+                f"{gain.shape}, read_keys [P, K] is {read_keys.shape}"
+            )
+    if store_keys is not None or not reads:
+        _check_store(residual, store_keys, data, call.key_axis)
+    return call
+
+
+def checked_write(call: Call, residual, write: Write | None) -> Write | None:
+    """Of all rows."""
+    if write is None:
+        return None
+    _check_store(residual, *write, call.key_axis)
+    return of_all_rows(write, call.key_axis)
+
+
+def _check_axis(residual, key_axis) -> str | None:
+    n = sharded.size(key_axis)
+    if n == 1:
+        return None
+    if residual.ndim != 4 or residual.shape[0] % n:
+        raise ValueError(
+            f"shapes do not fit: over key_axis={key_axis!r} of {n} devices, residual [B, N, K, V] "
+            f"has the rows of all of them, but is {residual.shape}"
+        )
+    return key_axis
+
+
+def _check_store(residual, store_keys, data, key_axis) -> None:
+    check_array("store_keys", store_keys, "R K")
+    check_array("data", data, "... R V")
+    R, K = store_keys.shape
+    *tokens, _, V = residual.shape
+    if key_axis is not None:
+        tokens[0] //= sharded.size(key_axis)
+    if residual.shape[-2] != K or data.shape != (*tokens, R, V):
+        raise ValueError(
+            "shapes do not fit: residual [..., K, V] is "
+            f"{residual.shape}, store_keys [R, K] is {store_keys.shape}, "
+            f"data [..., R, V] is {data.shape}"
+        )
+
+
+def of_all_rows(site: Site | Write, key_axis: str | None) -> Site | Write:
+    """With the data of all devices along the axis, if there is one."""
+    if key_axis is None:
+        return site
+    site = taken(site)
+    return site._replace(data=sharded.gather(site.data, key_axis))
+
+
+def read_options(call: Call) -> dict:
+    """Of a forward pass that reads."""
+    return {
+        "norm": call.norm,
+        "epsilon": call.epsilon,
+        "scale": call.key_axis is None,
+        "fraction_bits": call.fraction_bits,
+    }
+
+
+def forward(call: Call, in_place: bool, site: Site, before: Write | None = None, *, keep=True):
+    """Of a whole site: the stored residual, what is retrieved, statistics, and `read`."""
+    options = {"in_place": in_place, "keep": keep} | read_options(call)
+    out = run(call, "forward", site, None, before, **options)
+    return out.residual, *_of_all_slices(call, site, out)
+
+
+def read(call: Call, site: Site):
+    """Of a read alone: what is retrieved, statistics, and `read`."""
+    out = run(call, "forward", site, dtype=call.dtype, **read_options(call))
+    return _of_all_slices(call, site, out)
+
+
+def _of_all_slices(call, site, out):
+    """What is retrieved and the statistics of all of K, and what `backward` takes as `read`."""
+    if call.key_axis is None:
+        return out.retrieved, out.statistics, None
+    args = (out.retrieved, out.statistics, site.gain, site.read_keys, call.key_axis)
+    integer = site.residual.dtype == jnp.int16
+    least = xla.least_variance(call.fraction_bits) + call.epsilon if integer else None
+    read, statistics = sharded.all_slices(*args, norm=call.norm, least=least)
+    return read.retrieved, statistics, read
+
+
+def backward(call: Call, given: Backward, read, *, rebuild=False, keep=True) -> Gradients:
+    """Of a whole site; its means are taken here if they are those of all slices."""
+    of_all = to_all_slices(call, given.site.residual, read, given.d_retrieved)
+    given = given._replace(d_retrieved=of_all[0], means=of_all[1])
+    options = {"rebuild": rebuild, "keep": keep, "fraction_bits": call.fraction_bits}
+    g = run(call, "backward", given, norm=call.norm, **options)
+    return g._replace(data=sharded.scatter_sum(g.data, call.key_axis))
+
+
+def to_all_slices(call: Call, residual, read, d_retrieved):
+    """The cotangents of all rows, and the means for them if they are not those of the slice."""
+    if read is None:
+        return d_retrieved, None
+    K = residual.shape[2] * sharded.size(call.key_axis)
+    means = sharded.means(d_retrieved, read, K, call.key_axis)
+    return sharded.gather(d_retrieved, call.key_axis), means
