@@ -1,6 +1,7 @@
 """Costs of train steps as tables and as a picture."""
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(6, 2.5 + 1.3 * len(costs)), 5), layout="constrained")
+    width = max(6, 2.5 + 1.3 * len(costs))
+    figure = Figure(figsize=(width, 5), layout="constrained")
     axes = figure.subplots()
     names = [f"{cost.preset}\n{cost.target}" for cost in costs]
     bottom = [0.0] * len(costs)
@@ -147,5 +149,6 @@ def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
-    figure.supxlabel(note, fontsize=7)
+    # Of letters of this size about 18 go on an inch.
+    figure.supxlabel(textwrap.fill(note, round(15 * width)), fontsize=7)
     figure.savefig(path, dpi=150)

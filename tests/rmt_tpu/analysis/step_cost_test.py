@@ -1,9 +1,9 @@
 """The cost of a train step, part by part, from the program that XLA makes of it."""
 
 import json
-from dataclasses import replace
 
 import pytest
+from matplotlib.figure import Figure
 
 from pallas_kernels.compiler import MODELS, TARGETS, Assignment, CompilerError, Failure, Program
 from pallas_kernels.compiler.hlo import Bytes, Module
@@ -73,14 +73,30 @@ def test_state_is_read_and_written(costs, preset):
     assert cost.hbm_bytes > 2 * state
 
 
-def test_temporary_memory_is_what_the_compiler_sets_apart():
+def a_step(assignment):
     module = Module("ENTRY %main (a: f32[8]) -> f32[8] {\n  ROOT %a = f32[8]{0} parameter(0)\n}\n")
-    memory = {"argument": 32, "temp": 9}
-    program = Program(TARGET, module, {}, memory, 1.0, [], Assignment((), (), 7, 2))
-    cost = step_cost.step_cost("gpt2-tiny", 8, program)
+    program = Program(TARGET, module, {}, {"argument": 32, "temp": 9}, 1.0, [], assignment)
+    return step_cost.step_cost("gpt2-tiny", 8, program)
+
+
+def test_temporary_memory_is_what_the_compiler_sets_apart():
+    cost = a_step(Assignment((), (), 7, 2))
     assert (cost.temporary_bytes, cost.argument_bytes) == (7, 32)
     with pytest.raises(RunError, match="v5e:2x2 did not say"):
-        step_cost.step_cost("gpt2-tiny", 8, replace(program, assignment=None))
+        a_step(None)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_a_long_note_stays_within_the_picture(tmp_path, monkeypatch, count):
+    figures, save = [], Figure.savefig
+    keep = lambda figure, *args, **options: figures.append(figure) or save(figure, *args, **options)
+    monkeypatch.setattr(Figure, "savefig", keep)
+    costs = [a_step(Assignment((), (), 7, 2))] * count
+    step_report.draw_steps(costs, tmp_path / "steps.png", "Estimated, not measured. " * 20)
+    (figure,) = figures
+    figure.draw_without_rendering()
+    extent = figure._supxlabel.get_window_extent()
+    assert 0 <= extent.x0 and extent.x1 <= figure.bbox.x1
 
 
 @pytest.mark.compile
