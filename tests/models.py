@@ -13,6 +13,20 @@ from rmt_tpu import config as cfg
 from rmt_tpu.data import Batch
 
 VOCAB = 61
+# Small, one of every kind.
+MIXERS = {
+    "sum": cfg.Sum(),
+    "blocks": cfg.BlockAttention(num_blocks=2),
+    "input query": cfg.BlockAttention(num_blocks=2, query="input"),
+    "full": cfg.FullAttention(),
+    "dense": cfg.Dense(),
+    "hc": cfg.HyperConnections(streams=2),
+    "mhc": cfg.Mhc(streams=2),
+    "mhc-lite": cfg.MhcLite(streams=2),
+    "highway": cfg.Highway(),
+    "lstm": cfg.DepthLstm(),
+    "hierarchical": cfg.Hierarchical(hidden_dim=10),
+}
 
 
 def model(kind: str = "matrix", **changes) -> cfg.ModelConfig:

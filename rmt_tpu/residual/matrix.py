@@ -319,8 +319,8 @@ class Store(nnx.Module):
 
         Returns:
           The residual that it was given (that from which it starts, if that is not kept), the
-          cotangents of residual, y and site, and what the site
-          before has read of that residual, where it is given with the norm's statistics.
+          cotangents of residual, y and site, and what the site before has read of that residual,
+          where it is given with the norm's statistics.
         """
         store_keys, gain, read_keys = _in_place(site)
         again = None

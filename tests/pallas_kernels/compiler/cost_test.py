@@ -119,7 +119,7 @@ def test_a_kernel_that_is_fused_with_an_update_is_one():
   ROOT %update = {stack} dynamic-update-slice(%into, %slice, %at, %zero, %zero)
 }}
 
-ENTRY"""  # noqa: E501
+ENTRY"""  # noqa: E501 (the lines are the compiler's)
     called = f"""
   %o = {stack} custom-call(), custom_call_target="AllocateBuffer"
   %i = s32[] constant(3)

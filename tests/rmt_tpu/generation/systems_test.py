@@ -11,23 +11,13 @@ from tests.generated import EXPERTS, GROUPED, LATENT, NEW, plain
 
 pytestmark = pytest.mark.slow
 
-MIXERS = {
-    "sum": cfg.Sum(),
-    "blocks": cfg.BlockAttention(num_blocks=2),
+MIXERS = models.MIXERS | {
     "odd blocks": cfg.BlockAttention(sublayers_per_block=3),
-    "full": cfg.FullAttention(),
     "full, passes of one layer": cfg.FullAttention(phase_layers=1),
-    "input query": cfg.BlockAttention(num_blocks=2, query="input"),
     "scores without norm": cfg.FullAttention(weights="sigmoid", key_norm=False),
-    "dense": cfg.Dense(),
-    "hc": cfg.HyperConnections(streams=2),
-    "mhc": cfg.Mhc(streams=2),
-    "mhc-lite": cfg.MhcLite(streams=2),
-    "highway": cfg.Highway(),
-    "lstm": cfg.DepthLstm(),
-    "hierarchical": cfg.Hierarchical(hidden_dim=10),
 }
-ON_MATRICES = tuple(MIXERS)[:5] + tuple(MIXERS)[6:8]
+ON_MATRICES = ("sum", "blocks", "odd blocks", "full", "full, passes of one layer")
+ON_MATRICES += ("scores without norm", "dense")
 STORES = {"vector": tuple(MIXERS), "matrix": ON_MATRICES}
 POSITIONS = {"learned": cfg.Learned(40), "alibi": cfg.Alibi(), "rope": cfg.Rope()}
 CORES = {

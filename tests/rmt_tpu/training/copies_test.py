@@ -13,19 +13,6 @@ from tests import models
 from tests.tiers import later
 
 BATCH, SEQ, VOCAB = 4, 12, models.VOCAB + 1
-MIXERS = {
-    "sum": cfg.Sum(),
-    "blocks": cfg.BlockAttention(num_blocks=2),
-    "input query": cfg.BlockAttention(num_blocks=2, query="input"),
-    "full": cfg.FullAttention(),
-    "dense": cfg.Dense(),
-    "hc": cfg.HyperConnections(streams=2),
-    "mhc": cfg.Mhc(streams=2),
-    "mhc-lite": cfg.MhcLite(streams=2),
-    "highway": cfg.Highway(),
-    "lstm": cfg.DepthLstm(),
-    "hierarchical": cfg.Hierarchical(hidden_dim=10),
-}
 # Every kind of core.
 CORES = (
     cfg.Attention(4, 6, cfg.Rope(), False, num_kv_heads=2, query_key_norm=True, bias=True),
@@ -36,7 +23,7 @@ CORES = (
     cfg.FeedForward(8),
 )
 PLAIN = (cfg.Attention(4, 6, cfg.Alibi()), cfg.FeedForward(10))
-SYSTEMS = [("vector", mixer, PLAIN) for mixer in MIXERS]
+SYSTEMS = [("vector", mixer, PLAIN) for mixer in models.MIXERS]
 SYSTEMS += [("matrix", mixer, PLAIN) for mixer in ("blocks", "full", "dense")]
 SYSTEMS += [("vector", "sum", CORES), ("matrix", "sum", CORES)]
 
@@ -44,7 +31,7 @@ SYSTEMS += [("vector", "sum", CORES), ("matrix", "sum", CORES)]
 def prepared(store, mixer, cores, dtype="bfloat16", **train):
     size = {"vector": cfg.VectorStore(dim=12), "matrix": cfg.MatrixStore(key_dim=6)}[store]
     stacks = (cfg.Stack(cores, repeat=2),)
-    model = models.model(store, store=size, mixer=MIXERS[mixer], vocab_size=VOCAB)
+    model = models.model(store, store=size, mixer=models.MIXERS[mixer], vocab_size=VOCAB)
     model = model.replace(stacks=stacks, compute_dtype=dtype)
     train = cfg.TrainConfig(**(dict(steps=9, batch_size=BATCH, mesh="data=1") | train))
     config = cfg.RunConfig(model=model, train=train, data=cfg.DataConfig(seq_len=SEQ))

@@ -40,20 +40,9 @@ HALVES_WITHOUT_STAGES = [
     [("data", "fsdp", "tensor"), ("sequence", "key")],
     [("fsdp", "sequence", "key"), ("data", "tensor")],
 ]
-MIXERS = {
-    "sum": cfg.Sum(),
-    "blocks": cfg.BlockAttention(num_blocks=2),
+MIXERS = models.MIXERS | {
     "odd blocks": cfg.BlockAttention(sublayers_per_block=3),
-    "full": cfg.FullAttention(),
-    "input query": cfg.BlockAttention(num_blocks=2, query="input"),
     "scores without norm": cfg.FullAttention(weights="sigmoid", key_norm=False),
-    "dense": cfg.Dense(),
-    "hc": cfg.HyperConnections(streams=2),
-    "mhc": cfg.Mhc(streams=2),
-    "mhc-lite": cfg.MhcLite(streams=2),
-    "highway": cfg.Highway(),
-    "lstm": cfg.DepthLstm(),
-    "hierarchical": cfg.Hierarchical(hidden_dim=10),
 }
 # One period of every core, on a plain residual.
 CORES = (
