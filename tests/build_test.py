@@ -108,3 +108,10 @@ def test_requirements_are_locked(version):
     lines = (ROOT / f"requirements_{version}.txt").read_text(encoding="utf-8").splitlines()
     locked = {line.partition("==")[0] for line in lines}
     assert {name for package in PACKAGES for name in third_party(package)} <= locked
+
+
+def test_a_file_that_targets_lack_is_noticed(undeclared_files):
+    for path in ("LICENSE", ".ci/run", "README.md", "docs/benchmarks/systems.md", "setup.py"):
+        (ROOT / path).read_text(encoding="utf-8")
+    assert undeclared_files == {"LICENSE", ".ci/run"}
+    undeclared_files.clear()

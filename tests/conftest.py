@@ -49,6 +49,22 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def undeclared_files():
+    """Files that were opened and that a Bazel target of tests lacks, as they come."""
+    from tests import declared
+
+    return declared.record()
+
+
+@pytest.fixture(autouse=True)
+def opens_what_its_target_has(undeclared_files):
+    """A test that reads a file of the project passes under Bazel too."""
+    undeclared_files.clear()
+    yield
+    assert not undeclared_files, f"add these to read_by_tests in BUILD: {sorted(undeclared_files)}"
+
+
 @pytest.fixture(autouse=True, scope="session")
 def programs_of_earlier_runs():
     """What was compiled once is read back by the next run of the tests."""

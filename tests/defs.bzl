@@ -19,10 +19,7 @@ def pytest_tests(files):
                 "run_pytest.py",
             ],
             args = ["%s/%s" % (native.package_name(), file)],
-            data = [
-                "//:pyproject.toml",
-                "//:setup.py",
-            ],
+            data = ["//:read_by_tests"],
             main = "run_pytest.py",
             deps = [":tests"],
         )
