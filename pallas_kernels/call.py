@@ -16,8 +16,8 @@ from pallas_kernels import triton, tuned
 from pallas_kernels.arguments import Slot
 
 LANES = 128
-# Of the smallest VMEM among the targets, v5p's 64 MiB, some is left to XLA.
-VMEM_LIMIT = 60 * 2**20
+# Kernels take no more VMEM than v5p's 64 MiB have, and of that some is left to XLA.
+_MOST_VMEM = 2**26
 
 
 class Chip(NamedTuple):
@@ -33,6 +33,7 @@ class Chip(NamedTuple):
 
 
 _CHIPS = {
+    "tpu_v4": Chip(2**24, 2, 128, 585),
     "tpu_v5_lite": Chip(2**27, 1, 128, 546),
     "tpu_v5": Chip(2**26, 2, 128, 790),
     "tpu_v6_lite": Chip(2**27, 1, 256, 937),
@@ -48,6 +49,24 @@ def chip() -> Chip:
 def on_tpu() -> bool:
     """Whether that which is lowered for is one."""
     return tuned.platform_of(tuned.slug(tuned.device_lowered_for())) == "tpu"
+
+
+def unknown_chip() -> str | None:
+    """Why kernels cannot serve a TPU that is not known here, in a line; None elsewhere."""
+    kind = tuned.device_lowered_for()
+    if not on_tpu() or tuned.slug(kind) in _CHIPS:
+        return None
+    return f"a TPU of kind {kind!r} is not known here; known: {', '.join(_CHIPS)}"
+
+
+def vmem_limit() -> int:
+    """Bytes of VMEM that a kernel may take of the chip lowered for; some is left to XLA."""
+    return min(chip().vmem, _MOST_VMEM) // 64 * 60
+
+
+def vmem_part(mib: int) -> int:
+    """Bytes that are to the chip's limit what so many MiB are to 60 MiB."""
+    return vmem_limit() * mib // 60
 
 
 # An array, or the shape of one that is to be made.
@@ -116,7 +135,7 @@ def tpu_call(
             for a, b in (aliased or {}).items()
         },
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=semantics, vmem_limit_bytes=vmem_limit()
         ),
         cost_estimate=_cost(flops, moved, transcendentals, arrays, shapes),
         interpret=interpret,

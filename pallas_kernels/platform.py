@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from pallas_kernels.call import unknown_chip
+
 Platform = str  # "tpu" or "cuda"
 
 
@@ -120,7 +122,8 @@ class Implementations:
         if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return portable(*args)
         on = self._on
-        refused = {p: on[p].unsupported(op, *args) for p in platforms}
+        unknown = {"tpu": unknown_chip()}
+        refused = {p: unknown.get(p) or on[p].unsupported(op, *args) for p in platforms}
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
         if implementation in self.kernels:
             (platform,) = platforms

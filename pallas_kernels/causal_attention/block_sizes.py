@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.call import LANES, VMEM_LIMIT, chip, divisors
+from pallas_kernels.call import LANES, chip, divisors, vmem_limit, vmem_part
 from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
 
-# Of what the kernels keep of all blocks of a sequence, or of a span of it.
-_KEPT_BYTES = 32 * 2**20
+# MiB of 60 for what the kernels keep of all blocks of a sequence, or of a span of it.
+_KEPT = 32
 # Rows of a tile, of which a block has whole ones or all.
 _TILE = 8
 # Tokens of a block, and what an entry of its logits costs beside those of the best; see `_costs`.
@@ -75,7 +75,7 @@ class Cut(NamedTuple):
     def span(self) -> int:
         """Queries whose gradients the backward kernel can keep, in whole blocks."""
         kept = self._bytes(self.step * self.each, 4)
-        return self.blocks.queries * max(1, _KEPT_BYTES // kept)
+        return self.blocks.queries * max(1, vmem_part(_KEPT) // kept)
 
     def slots(self, queries: int, *, by_keys: bool) -> int:
         """Blocks, of as many tokens, whose size-major heads stay in VMEM: all of them, or one.
@@ -85,13 +85,13 @@ class Cut(NamedTuple):
         heads, item = self.step * (self.each if by_keys else 1), jnp.dtype(self.dtype).itemsize
         count = -(-queries // self.blocks.queries)
         need = self._bytes(heads, 2 * item + (4 if by_keys else 0))
-        return count if count * need <= _KEPT_BYTES else 1
+        return count if count * need <= vmem_part(_KEPT) else 1
 
     def has(self, tokens: int) -> bool:
         """Whether the kernels read and write size-major rows of sequences of so many tokens."""
         queries, keys, _ = self.blocks
         paired = self.heads % self.packed == self.kv_heads % self.packed == 0
-        fit = tokens <= self.span and self.vmem_bytes(tokens) <= VMEM_LIMIT
+        fit = tokens <= self.span and self.vmem_bytes(tokens) <= vmem_limit()
         return self.rows == "size_major" and paired and queries == keys and fit
 
     def vmem_bytes(self, tokens: int) -> int:
@@ -165,7 +165,7 @@ def _refused(kernel: str, key: dict[str, Any], tokens: int, blocks: Blocks) -> s
         return f"{heads} heads at a time, of {groups}"
     of_key = (key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size"))
     cut = Cut(*of_key, jnp.dtype(key["dtype"]), blocks)
-    if (need := cut.vmem_bytes(tokens)) > VMEM_LIMIT:
+    if (need := cut.vmem_bytes(tokens)) > vmem_limit():
         return f"{need >> 20} MiB of VMEM"
     if cut.rows == "size_major" and not cut.has(tokens):
         return f"blocks of {queries} queries and {keys} keys, of size-major rows"

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import Slot
-from pallas_kernels.call import LANES, VMEM_LIMIT, chip, largest_divisor, round_up, tpu_call
+from pallas_kernels.call import LANES, chip, largest_divisor, round_up, tpu_call, vmem_limit
 from pallas_kernels.causal_attention.interface import Attended, Attention, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import VIEWED, Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
@@ -66,7 +66,7 @@ def fits(qkv: Any, rows: Rows) -> bool:
     _, N, P, D = qkv.shape
     if N % LANES or (rows == "size_major" and qkv.dtype == jnp.bfloat16 and P % 2):
         return False
-    return _vmem_bytes(P // 3, D, N, jnp.dtype(qkv.dtype).itemsize) <= VMEM_LIMIT
+    return _vmem_bytes(P // 3, D, N, jnp.dtype(qkv.dtype).itemsize) <= vmem_limit()
 
 
 def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import Norm
-from pallas_kernels.call import LANES, VMEM_LIMIT, round_up, tpu_call
+from pallas_kernels.call import LANES, round_up, tpu_call, vmem_limit, vmem_part
 from pallas_kernels.depth_attention import mosaic_tpu_decode
 from pallas_kernels.depth_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.depth_attention import mosaic_tpu_merge_kernels as merge_kernels
@@ -49,8 +49,8 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
 )
 from pallas_kernels.platform import UnsupportedImplementation
 
-# What `vmem_bytes` may come to: it does not know every temporary of the compiler.
-_BUDGET = 54 * 2**20
+# MiB of 60 that `vmem_bytes` may come to: it does not know every temporary of the compiler.
+_BUDGET = 54
 # Sources, of which a group waits longer than it works.
 _FEW = 4
 # Chips whose registers hold what mixes eight groups for many sites.
@@ -369,7 +369,7 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
     fitting = [
         BlockSizes(t, unroll=unroll, weight_pieces=2 if S <= 2 else 1)
         for t in sizes
-        if vmem_bytes(op, N, S, D, dtype, min(t, tokens)) <= _BUDGET
+        if vmem_bytes(op, N, S, D, dtype, min(t, tokens)) <= vmem_part(_BUDGET)
     ]
     # A larger tile waits less; an even number of them serves two cores.
     even = [b for b in fitting if tokens % (2 * b.tokens) == 0]
@@ -408,7 +408,7 @@ def _refused(
     if blocks.tokens % GROUP:
         return f"tiles of {blocks.tokens} tokens"
     need = vmem_bytes(op, tokens=blocks.tokens, **key)
-    return f"{need >> 20} MiB of VMEM" if need > VMEM_LIMIT else None
+    return f"{need >> 20} MiB of VMEM" if need > vmem_limit() else None
 
 
 KERNELS = tuned.register(

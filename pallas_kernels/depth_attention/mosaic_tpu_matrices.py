@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import operand
-from pallas_kernels.call import LANES, nbytes, tpu_call
+from pallas_kernels.call import LANES, nbytes, tpu_call, vmem_part
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
 from pallas_kernels.depth_attention.interface import (
     Merge,
@@ -41,10 +41,10 @@ from pallas_kernels.depth_attention.interface import (
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
 
-# Of blocks in VMEM, twice for the pipeline; some is left to the compiler.
-_BUDGET = 44 * 2**20
+# MiB of 60 for blocks, twice for the pipeline; some is left to the compiler.
+_BUDGET = 44
 # The same of `merge_backward`, which has six arrays and cannot be cut.
-_LARGEST = 52 * 2**20
+_LARGEST = 52
 # Sources of one kernel: each is an operand, and unrolled.
 _MOST_SOURCES = 16
 # Sums of a step of rows that registers hold.
@@ -65,7 +65,7 @@ def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
         return f"a sequence of {T} tokens (at least {LANES})"
     if K * V % LANES:
         return f"matrices of {K} x {V} entries (a multiple of {LANES})"
-    if 12 * _block(K * V, residuals.dtype) > _LARGEST:
+    if 12 * _block(K * V, residuals.dtype) > vmem_part(_LARGEST):
         return f"matrices of {K} x {V} entries: {LANES} tokens do not fit VMEM"
     return None
 
@@ -373,7 +373,7 @@ def merge_gradients(call: Call, given: Merge, out: dict[str, Array]) -> MergeGra
 
 def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
     """Sources and sites of one kernel, as equal as they can be."""
-    blocks = _BUDGET // (2 * _block(D, dtype))
+    blocks = vmem_part(_BUDGET) // (2 * _block(D, dtype))
     sites = min(_MOST_SITES, max(1, blocks // 3))
     sites = -(-S // -(-S // sites))
     sources = max(1, min(_MOST_SOURCES, blocks - 2 * sites))

@@ -6,10 +6,10 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.call import LANES, VMEM_LIMIT, divisors, round_up
+from pallas_kernels.call import LANES, divisors, round_up, vmem_limit, vmem_part
 
-# What `vmem_bytes` may come to: it does not know every temporary of the compiler.
-_BUDGET = 58 * 2**20
+# MiB of 60 that `vmem_bytes` may come to: it does not know every temporary of the compiler.
+_BUDGET = 58
 # Rows times tokens of the largest intermediate: all of it is unrolled into one loop body.
 _LARGEST_INTERMEDIATE = 2**20
 # The same, of the body of a loop: independent products hide each other's latency.
@@ -94,7 +94,7 @@ def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
                 if blocks is None:
                     continue
                 blocks = dataclasses.replace(blocks, keep=keep)
-                if vmem_bytes(op, sizes, blocks) <= _BUDGET:
+                if vmem_bytes(op, sizes, blocks) <= vmem_part(_BUDGET):
                     return blocks
     return None
 
@@ -149,7 +149,7 @@ def _refused(
         return "intermediates that are too large"
     if b.keep and (op == "forward" or not sizes.P or b.slab != sizes.V):
         return "nothing to keep"
-    if vmem_bytes(op, sizes, b) > VMEM_LIMIT:
+    if vmem_bytes(op, sizes, b) > vmem_limit():
         return f"{vmem_bytes(op, sizes, b) >> 20} MiB of VMEM"
     return None
 

@@ -16,11 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.call import LANES, chip, round_up, tpu_call
+from pallas_kernels.call import LANES, chip, round_up, tpu_call, vmem_part
 from pallas_kernels.logits.interface import Logits
 
-# Of a block: most tokens, bytes of their x, columns, and tokens at a time.
-_TOKENS, _BYTES, _COLUMNS, _ROWS = 2048, 4 * 2**20, 1024, 512
+# Columns of a block, at most. And MiB of 60: for x in one buffer, for the matrix and for logits in
+# two, and for the logits that are multiplied at a time.
+_COLUMNS, _OF_X, _OF_MATRIX, _OF_LOGITS, _OF_ROWS = 1024, 4, 32, 16, 2
 # Wider rows leave no room for a block of columns; fewer logits are not worth a kernel.
 _WIDEST, _LEAST = 8192, 2**20
 # Below any logit, and its difference from any is a number.
@@ -52,7 +53,8 @@ def logits(
     """See the package."""
     (count, width), vocab = x.shape, kernel.shape[1]
     tokens, rows = _block(count, width)
-    columns = min(_COLUMNS, round_up(vocab, LANES))
+    most = vmem_part(_OF_MATRIX) // (4 * width) // LANES * LANES
+    columns = min(_COLUMNS, round_up(vocab, LANES), most)
     # Of what is no word no lane has it, nor one behind the last word.
     words = jnp.where(targets < vocab, targets, -1).astype(jnp.int32)
     of_tokens = lambda *shape: pl.BlockSpec((tokens, *shape), lambda i, j: (i, 0))
@@ -86,8 +88,8 @@ def logits(
 def _block(count: int, width: int) -> tuple[int, int]:
     """Tokens of a block, of which each core has one at least, and those multiplied at a time."""
     own = round_up(-(-count // chip().cores), 16)
-    most = min(_TOKENS, _BYTES // (2 * width))
-    rows = min(_ROWS, most // 16 * 16, own)
+    most = min(vmem_part(_OF_LOGITS) // (8 * _COLUMNS), vmem_part(_OF_X) // (2 * width))
+    rows = min(vmem_part(_OF_ROWS) // (4 * _COLUMNS), most // 16 * 16, own)
     return min(round_up(own, rows), most // rows * rows), rows
 
 

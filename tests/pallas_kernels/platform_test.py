@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import UnsupportedImplementation
+from pallas_kernels import UnsupportedImplementation, tuned
 from pallas_kernels import triton as kernel_triton
 from pallas_kernels.platform import choose
 from tests import cuda
@@ -50,6 +50,16 @@ def test_kernels_are_those_of_the_platform_lowered_for(implementation, kernels_o
     for other, call in KERNELS.items():
         expected = 2 if platform == other and platform in kernels_on else 0  # forward, backward
         assert program.count(call) == expected, (other, program.count(call))
+
+
+@pytest.mark.parametrize("kind, served", [("TPU v99", False), ("TPU v4", True), ("TPU v6e", True)])
+def test_a_tpu_that_is_not_known_has_plain_xla_with_one_warning(kind, served):
+    with tuned.lowering_for(kind), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        program = lowered("tpu", arguments())
+    assert ("tpu_custom_call" in program) == served
+    unknown = {str(w.message) for w in seen if "is not known here" in str(w.message)}
+    assert len(unknown) == (0 if served else 1) and all(kind in line for line in unknown)
 
 
 def test_an_unsupported_shape_falls_back_with_one_warning_on_its_platform_only():
