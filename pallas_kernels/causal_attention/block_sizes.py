@@ -75,7 +75,10 @@ class Cut(NamedTuple):
     def span(self) -> int:
         """Queries whose gradients the backward kernel can keep, in whole blocks."""
         kept = self._bytes(self.step * self.each, 4)
-        return self.blocks.queries * max(1, vmem_part(_KEPT) // kept)
+        room = vmem_part(_KEPT)
+        if self.rows == "head_major":
+            room = min(room, vmem_limit() - self._moved)
+        return self.blocks.queries * max(1, room // kept)
 
     def slots(self, queries: int, *, by_keys: bool) -> int:
         """Blocks, of as many tokens, whose size-major heads stay in VMEM: all of them, or one.
@@ -99,14 +102,34 @@ class Cut(NamedTuple):
         queries, keys, _ = self.blocks
         item, of_queries = jnp.dtype(self.dtype).itemsize, self.step * self.each
         kept = self._bytes(of_queries, 4) * -(-min(tokens, self.span) // queries)
-        both = self.size + self.value_size
-        kept += 4 * self.step * both * keys + 4 * 4 * queries * keys
         if self.rows == "head_major":
-            moved = of_queries * queries * (both + self.size) + 2 * self.step * keys * both
-            return kept + 2 * item * moved
+            return kept + self._moved
+        kept += self._sums
         rows = 3 * self.block_rows + (3 * self.step if self.parts == 3 else 0) + 2 * of_queries
         taken = 2 * self.slots(tokens, by_keys=True) * of_queries + 2 * self.step
         return kept + self._bytes(2 * rows + taken + self.block_rows, item)
+
+    @property
+    def fits(self) -> bool:
+        """Whether of head-major rows VMEM has room for a block of queries' gradients, and all else.
+
+        The span of queries is then as long as there is room for.
+        """
+        return self.vmem_bytes(self.blocks.queries) <= vmem_limit()
+
+    @property
+    def _sums(self) -> int:
+        """Bytes of the sums of a block of keys, and of some logits."""
+        queries, keys, _ = self.blocks
+        return 4 * self.step * (self.size + self.value_size) * keys + 4 * 4 * queries * keys
+
+    @property
+    def _moved(self) -> int:
+        """Those, and blocks of head-major rows in two buffers."""
+        queries, keys, _ = self.blocks
+        both, item = self.size + self.value_size, jnp.dtype(self.dtype).itemsize
+        moved = self.step * self.each * queries * (both + self.size) + 2 * self.step * keys * both
+        return self._sums + 2 * item * moved
 
     def _bytes(self, heads: int, item: int) -> int:
         return heads * self.size * self.blocks.queries * item
@@ -124,15 +147,23 @@ def default_blocks(
     dtype: str,
     **others,
 ) -> Blocks:
-    """By rule, of the device lowered for; `others` of the key do not matter."""
+    """By rule, of the device lowered for; `others` of the key do not matter.
+
+    Those of head-major rows fit VMEM if any do, which is `Cut.fits`.
+    """
     each, (costs, alone) = heads // kv_heads, _costs(kernel, size)
+
+    def cut(blocks: Blocks) -> Cut:
+        return Cut(rows, heads, kv_heads, size, value_size, jnp.dtype(dtype), blocks)
+
+    def has_room(blocks: Blocks) -> bool:
+        return rows == "size_major" or cut(blocks).fits
 
     def of(tokens: int) -> Blocks:
         # Work on one head hides another's waiting; and all queries should fit, if they can.
         most = min(MOST_HEADS, _ENTRIES // tokens**2)
         fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
-        shape = rows, heads, kv_heads, size, value_size, jnp.dtype(dtype)
-        kept = [blocks for blocks in fitting if Cut(*shape, blocks).span >= N]
+        kept = [blocks for blocks in fitting if has_room(blocks) and cut(blocks).span >= N]
         return max(kept, default=Blocks(tokens, tokens, 1))
 
     def cost(blocks: Blocks) -> float:
@@ -141,7 +172,8 @@ def default_blocks(
         return waits * costs[tokens] * tokens**2 * count * (count + 1)
 
     sizes = [t for t in _BLOCKS if each * t**2 <= _ENTRIES]
-    return min(map(of, sizes or [min(_BLOCKS)]), key=cost)
+    least = Blocks(min(_BLOCKS), min(_BLOCKS), 1)
+    return min(filter(has_room, map(of, sizes)), key=cost, default=least)
 
 
 def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:

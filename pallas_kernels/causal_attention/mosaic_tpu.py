@@ -38,7 +38,27 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
     for size in (x.shape[3] for x in jax.tree.leaves((qkv, given.kv))):
         if size % 8:
             return f"heads of size {size} (multiples of 8)"
+    heads, kv_heads = _heads(given, *attended)
+    key = _key(given, (heads, kv_heads), "head_major")
+    sizes = {name: key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size")}
+    blocks = block_sizes.default_blocks("attention_blocks_backward", qkv.shape[1], **key)
+    if not Cut(**sizes, dtype=qkv.dtype, blocks=blocks).fits:
+        each = heads // kv_heads
+        return f"{each} heads of size {key['size']} for one of keys: a block does not fit VMEM"
     return None
+
+
+def _heads(given: Attention | Part, *attended: Attended) -> tuple[int, int]:
+    """Of queries and of keys; as many, where one array has both and no more is known."""
+    if isinstance(given, Part):
+        return given.q.shape[2], given.apart[0].shape[2]
+    rows = given.qkv.shape[2]
+    if given.kv is not None:
+        return rows, given.kv[0].shape[2]
+    if attended:
+        heads = attended[0].log_sums.shape[2]
+        return heads, (rows - heads) // 2
+    return rows // 3, rows // 3
 
 
 def attention_forward(

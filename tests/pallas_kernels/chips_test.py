@@ -42,3 +42,9 @@ def test_logits_compile_for_v4():
     place = place_on(V4)
     given = place(jnp.bfloat16, 2048, 1024), place(jnp.bfloat16, 1024, 50257)
     assert kernels_of(logits_with_sums, *given, place(jnp.int32, 2048)) == 1
+
+
+@pytest.mark.compile
+def test_attention_over_blocks_compiles_for_v4():
+    loss = lambda qkv: jnp.sum(causal_attention(qkv, scale=0.1, kv_heads=8).astype(jnp.float32))
+    assert kernels_of(jax.grad(loss), place_on(V4)(jnp.float32, 1, 8192, 24, 128)) == 2

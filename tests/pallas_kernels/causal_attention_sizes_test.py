@@ -1,0 +1,45 @@
+"""Blocks of attention that rules choose fit the chip that is lowered for."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import tuned
+from pallas_kernels.causal_attention import block_sizes, mosaic_tpu
+from pallas_kernels.causal_attention.interface import Attended, Attention
+
+KINDS = ("TPU v4", "TPU v5", "TPU v6 lite")
+HEADS = ((8, 8), (20, 20), (16, 8), (8, 1))
+SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))
+TOKENS = (1152, 4096, 32768)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_default_is_one_that_a_table_may_not_have(kind):
+    with tuned.lowering_for(kind):
+        for (heads, kv_heads), (size, value_size), tokens, dtype in itertools.product(
+            HEADS, SIZES, TOKENS, ("bfloat16", "float32")
+        ):
+            kernel = "attention_blocks_backward"
+            key = {"heads": heads, "kv_heads": kv_heads, "size": size, "value_size": value_size}
+            key |= {"dtype": dtype, "rows": "head_major"}
+            blocks = block_sizes.default_blocks(kernel, tokens, **key)
+            assert block_sizes._refused(kernel, key, tokens, blocks) is None, (key, tokens)
+
+
+def test_what_no_block_fits_is_refused_in_a_line():
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def refused(heads, size, kind="TPU v5"):
+        given = Attention(array(1, 2048, heads + 2, size), 0.1)
+        out = array(1, 2048, heads, size)
+        attended = Attended(out, array(1, 2048, heads), out)
+        with tuned.lowering_for(kind):
+            return mosaic_tpu.unsupported("attention_backward", given, attended)
+
+    assert refused(16, 256) is None
+    why = "128 heads of size 256 for one of keys: a block does not fit VMEM"
+    assert refused(128, 256) == why
+    assert refused(64, 128, "TPU v4") is not None and refused(64, 128) is None
