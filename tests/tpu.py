@@ -1,8 +1,18 @@
 """Compilation for TPUs on a machine without one."""
 
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+
+from pallas_kernels.compiler.topology import compiler_environment, parse_topology
 
 
 def place_on(topology: str):
@@ -10,3 +20,31 @@ def place_on(topology: str):
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     sharding = SingleDeviceSharding(device)
     return lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def schedules(
+    topology: str, jobs: Sequence[tuple[str, dict[str, Any]]], folder: pathlib.Path
+) -> list[dict[str, str]]:
+    """Final schedules of the programs that jobs lower, as text by instruction.
+
+    A process of its own compiles them. A job is "module:function", which is given a device and the
+    arguments beside its name, and gives what is lowered for it.
+    """
+    target = parse_topology(topology)
+    (folder / "request.json").write_text(json.dumps({"topology": target.options}))
+    lines = [
+        json.dumps({"function": function, "arguments": arguments, "whole_topology": False})
+        for function, arguments in jobs
+    ]
+    command = [sys.executable, "-m", "pallas_kernels.compiler.worker", str(folder)]
+    environment = os.environ | compiler_environment(target, str(folder / "dump"))
+    text = "\n".join(lines) + "\n"
+    subprocess.run(command, env=environment, input=text, encoding="utf-8", check=True)
+    end = ".bundles.txt"
+    found = []
+    for i in range(len(jobs)):
+        told = json.loads((folder / str(i) / "result.json").read_text())
+        assert "error" not in told, told
+        paths = (folder / str(i)).glob(f"*{end}")
+        found.append({path.name.removesuffix(end): path.read_text() for path in paths})
+    return found

@@ -309,8 +309,13 @@ def _written(call, keys, data, v):
     if not call.integer:
         return dot(keys, y)
     # 128 tokens at a time whatever the tile is: taken back, it has to be the same product.
-    parts = [dot(keys, y[:, t : t + LANES]) for t in range(0, y.shape[1], LANES)]
-    return _low_bits(jnp.concatenate(parts, axis=1))
+    of_tokens = [y[:, t : t + LANES] for t in range(0, y.shape[1], LANES)]
+    if y.dtype == jnp.bfloat16:
+        return _low_bits(jnp.concatenate([dot(keys, part) for part in of_tokens], axis=1))
+    # A float32 product is a sum of several. Of a tile of one part the compiler adds `_ROUND` to the
+    # first of them, so that every one is rounded; it does so with no subtraction.
+    parts = [_ROUND - dot(-keys, part) for part in of_tokens]
+    return jax.lax.bitcast_convert_type(jnp.concatenate(parts, axis=1), jnp.int32)
 
 
 def _shift(call, residual, writes):
@@ -337,11 +342,13 @@ def _statistics(call, sums, shift):
     count = call.sizes.K * call.sizes.V
     total, squares = sums[0] / count, sums[1] / count
     above = total if call.centred else jnp.zeros_like(total)
-    variance = jnp.maximum(squares - above * above, 0) * call.unit**2
+    spread = squares - above * above
+    variance = jnp.maximum(spread, 0) * call.unit**2
     rstd = jax.lax.rsqrt(variance + call.epsilon)
     if call.integer:
-        # A NaN fails the comparison too.
-        held = variance >= (LEAST_STEPS * call.unit) ** 2 if call.scale else variance >= 0
+        # A NaN fails both comparisons. It may not be in the variance: not every chip's maximum of
+        # NaN and a number is NaN.
+        held = spread >= LEAST_STEPS**2 if call.scale else spread > -jnp.inf
         if len(sums) > 2:
             held &= sums[2] == 0
         rstd = jnp.where(held, rstd, jnp.nan)

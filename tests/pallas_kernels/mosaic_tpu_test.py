@@ -2,14 +2,16 @@
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import tuned
-from pallas_kernels.key_vector import mosaic_tpu
+from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
 from pallas_kernels.key_vector.interface import Backward, Site, Statistics
 from pallas_kernels.key_vector.mosaic_tpu_call import Walk
@@ -24,7 +26,7 @@ from tests.pallas_kernels.key_vector_battery import (
     gradients_of,
 )
 from tests.tiers import later
-from tests.tpu import place_on
+from tests.tpu import place_on, schedules
 
 # Many tests run the programs of a few cases.
 SHARED = pytest.mark.xdist_group("key-vector kernels for TPU")
@@ -93,6 +95,20 @@ class TestKernels(Battery):
         return {"interpret": True} | ({} if blocks is None else {"block_sizes": blocks})
 
 
+@pytest.mark.parametrize("scale", [True, False])
+def test_a_nan_written_to_int16_reads_nan_where_a_maximum_drops_it(scale, monkeypatch):
+    case = Case(1, 128, 8, 4, 2, 3, "int16", "bfloat16", "layernorm")
+    site = Site(*map(jnp.asarray, arguments(case)))
+    site = site._replace(data=site.data.at[0, 5].set(jnp.nan))
+    numbers = types.SimpleNamespace(**vars(jnp))
+    numbers.maximum, numbers.minimum = jnp.fmax, jnp.fmin
+    monkeypatch.setattr(mosaic_tpu_kernels, "jnp", numbers)
+    options = {"norm": case.norm, "dtype": jnp.bfloat16, "scale": scale, "interpret": True}
+    out = mosaic_tpu.forward(site, **options, epsilon=EPSILON)
+    bad = np.arange(case.N) == 5
+    np.testing.assert_array_equal(np.isnan(out.statistics.rstd[0]), bad)
+
+
 # Compiled for TPU ----------------------------------------------------------------------------
 
 
@@ -159,6 +175,33 @@ def test_sites_that_write_at_once_compile(topology, size):
     text = both.lower(given).compile().as_text()
     for name in ("key_vector_forward", "key_vector_backward"):
         assert len(re.findall(rf"custom-call.*/{name}/", text)) == 2, name
+
+
+def lower_store(device, tokens):
+    """A store of float32 data in int16, in tiles of so many tokens."""
+    K, V, R = 16, 2, 8
+    on_device = SingleDeviceSharding(device)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=on_device)
+    given = array("int16", 1, 512, K, V), array("float32", R, K), array("float32", 1, 512, R, V)
+    blocks = BlockSizes(tokens, slab=V)
+    return jax.jit(lambda *of: mosaic_tpu.forward(Site(*of), block_sizes=blocks)).lower(*given)
+
+
+@pytest.mark.compile
+def test_a_float32_product_is_rounded_to_int16_as_a_whole_at_every_tile(tmp_path):
+    tiles = (128, 256, 512)
+    jobs = [(f"{__name__}:lower_store", {"tokens": tokens}) for tokens in tiles]
+    for tokens, of_instructions in zip(tiles, schedules("v5e:2x2", jobs, tmp_path), strict=True):
+        (text,) = (x for name, x in of_instructions.items() if name.startswith("key_vector_store"))
+        sums = dict(re.findall(r"(%\w+) = (vadd\.f32 %\w+, %\w+)", text))
+
+        def terms(name, sums=sums):
+            parts = re.findall(r"%\w+", sums.get(name, ""))
+            return sum(map(terms, parts)) if parts else 1
+
+        rounded = re.findall(r"= v(?:add|sub)\.f32 12582912\.0, (%\w+)", text)
+        # Six bfloat16 products make a float32 one; a register has 8 rows of 128 tokens.
+        assert [terms(name) for name in rounded] == [6] * (2 * tokens // 128)
 
 
 @pytest.mark.compile
