@@ -36,6 +36,16 @@ os.environ |= {
 gc.set_threshold(50_000, 20, 50)
 
 
+def pytest_addoption(parser):
+    """What `tests/emulator.py` does with them."""
+    group = parser.getgroup(
+        "emulator", "TPU kernels that a test interprets, by an emulator of a TPU"
+    )
+    group.addoption("--emulate", choices=("on_wait", "eager"), help="when a kernel's copies happen")
+    group.addoption("--emulate_cores", type=int, default=1, help="how many cores share a grid")
+    group.addoption("--emulate_seed", type=int, help="for the order of parallel dimensions")
+
+
 def pytest_configure(config):
     """Recipes of all workers are started by one process."""
     if config.getoption("numprocesses", None):  # this is not a worker
@@ -78,6 +88,37 @@ def programs_of_earlier_runs():
     jax.config.update("jax_compilation_cache_dir", str(programs.FOLDER))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_by_the_emulator(pytestconfig, programs_of_earlier_runs):
+    """If `--emulate` asks for it."""
+    from tests import emulator
+
+    with pytest.MonkeyPatch.context() as patch:
+        emulator.emulate(pytestconfig, patch)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_races(pytestconfig):
+    """A test fails in which the emulator has found one, and leaves nothing to the next."""
+    yield
+    if pytestconfig.getoption("emulate"):
+        from tests import emulator
+
+        raced = emulator.races_found()
+        emulator.forget()
+        assert not raced, "the emulator has found a race: see what it printed"
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory(request, monkeypatch):
+    """`jax.lax.empty` is NaN in what runs here; what is compiled for a device stays as it is."""
+    if request.node.get_closest_marker("compile") is None:
+        from tests import emulator
+
+        monkeypatch.setattr("jax.lax.empty", emulator.nan_empty)
 
 
 @pytest.fixture(scope="module")
