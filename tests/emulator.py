@@ -93,7 +93,7 @@ def reshapes(jaxpr) -> bool:
 
 
 def races_found() -> bool:
-    """Since the last call of `forget`. Where jax has no such flag, it raises an error of its own."""
+    """Since the last call of `forget`; where jax has no such flag, it raises an error."""
     races = getattr(emulator, "races", None)
     return races is not None and races.races_found
 

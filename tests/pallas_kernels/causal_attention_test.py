@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import UnsupportedImplementation, attention_forward, causal_attention, tuned
 from pallas_kernels.call import round_up
@@ -23,6 +22,7 @@ from pallas_kernels.causal_attention import (
 )
 from pallas_kernels.causal_attention.block_sizes import Blocks, Cut, default_blocks
 from pallas_kernels.causal_attention.interface import Attended, Attention
+from tests import emulator
 from tests.closeness import assert_close
 from tests.pallas_kernels.causal_attention_battery import (
     TOLERANCE,
@@ -124,16 +124,13 @@ def test_kernels_over_blocks_are_batched():
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 @pytest.mark.parametrize("rows, dtype", [("head_major", "float32"), ("size_major", "bfloat16")])
 def test_kernels_over_blocks_have_no_races(rows, dtype, mode):
-    from jax._src.pallas.mosaic.interpret import race_detection_state
-
+    emulator.forget()
     qkv, d_out, options = arguments(1, 384, 2, 8, dtype, segments=True)
-    interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    interpret = emulator.parameters(mode)
     static = {"rows": rows, "blocks": Blocks(128, 128, 1), "interpret": interpret}
     arrays = jax.tree.map(jnp.asarray, (qkv, d_out, options))
-    got = by_kernels(mosaic_tpu, *arrays, **static)
-    # Later versions of jax raise an error of their own.
-    races = getattr(race_detection_state, "races", None)
-    assert races is None or not races.races_found
+    got = jax.block_until_ready(by_kernels(mosaic_tpu, *arrays, **static))
+    assert not emulator.races_found()
     assert_close(got, numpy_attention(qkv, d_out, **options), TOLERANCE[dtype])
 
 
