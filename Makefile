@@ -4,13 +4,13 @@ VENV ?= .venv
 PRESET ?= rmt-tiny
 BIN := $(VENV)/bin
 
-.PHONY: train test test-compile test-all lint docs clean
+.PHONY: train test test-compile test-all night lint docs clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m recipes.train --preset=$(PRESET) --data=stdlib --workdir=runs/$(PRESET)
 
 # Python keeps what it compiled of the tests, whatever it does otherwise: to collect them takes half.
-test test-compile test-all: export PYTHONDONTWRITEBYTECODE =
+test test-compile test-all night: export PYTHONDONTWRITEBYTECODE =
 
 # With every commit; three workers on two cores, for many tests wait. What compiles for TPUs and GPUs is marked compile, and the rest of the night slow.
 test: lint $(VENV)/installed-test
@@ -24,6 +24,27 @@ test-compile: $(VENV)/installed-test
 # steps on the largest pods.
 test-all: lint docs $(VENV)/installed-test $(VENV)/installed-lm-eval
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# The same in parts, and kernels by an emulator of a TPU. A part that has passed leaves a stamp in
+# build/night, and is not run again until the code changes or the stamp is removed: a night that was
+# cut off goes on with `make -k night`, and `make build/night/slow` runs one part.
+NIGHT := fast slow compile emulate-on-wait emulate-eager
+NIGHT_CODE := $(shell find pallas_kernels recipes rmt_tpu sharding tests -name '*.py' -o -name '*.toml')
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+EMULATED := tests/pallas_kernels --ignore=tests/pallas_kernels/compiler -m "not slow and not compile"
+night: lint docs $(NIGHT:%=build/night/%)
+	@cat $(NIGHT:%=build/night/%)
+
+build/night/fast: RUN = $(PYTEST) -m "not slow and not compile"
+build/night/slow: RUN = $(PYTEST) -m "slow and not compile"
+build/night/compile: RUN = $(PYTEST) -m compile
+build/night/emulate-on-wait: RUN = $(PYTEST) --emulate=on_wait $(EMULATED)
+build/night/emulate-eager: RUN = $(PYTEST) --emulate=eager --emulate_cores=2 $(EMULATED)
+
+$(NIGHT:%=build/night/%): $(NIGHT_CODE) | $(VENV)/installed-test $(VENV)/installed-lm-eval
+	@mkdir -p $(@D)
+	begin=$$(date +%s) && $(RUN) && \
+	echo "$(@F): $$(( $$(date +%s) - begin )) s" > $@ && cat $@
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
