@@ -162,7 +162,7 @@ class Banked(Pipeline):
         slots = jnp.stack([self._rows(banks, here, before=j) for j in range(self.slots)])
         slots = self._transfer(slots, tick)
         for j in range(self.slots):
-            comes = sender.active & (j < self.spans[sender.chunk])
+            comes = sender.active & (j < jnp.asarray(self.spans)[sender.chunk])
             rows = jnp.where(comes, slots[j], self._rows(banks, after, before=j + 1))
             banks = self._with_rows(banks, after, rows, before=j + 1)
         return banks
@@ -175,7 +175,7 @@ class Banked(Pipeline):
         for j in range(self.slots):
             rows = self._rows(one, here, before=j + 1)
             moved.append(rows)
-            came = here.active & (here.chunk > 0) & (j < self.spans[here.chunk - 1])
+            came = here.active & (here.chunk > 0) & (j < jnp.asarray(self.spans)[here.chunk - 1])
             rows = jnp.where(came, jnp.zeros_like(rows), rows)
             one = self._with_rows(one, here, rows, before=j + 1)
         # What the next microbatch of this place begins with.

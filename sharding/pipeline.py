@@ -104,7 +104,7 @@ class Pipeline:
     ):
         self.first, self.chunk, self.last = first, chunk, last
         self.schedule, self.sums, self.axis = schedule, sums, axis
-        self.slots, self.spans = int(spans.max()), jnp.asarray(spans)
+        self.slots, self.spans = int(spans.max()), spans
         self.messages = {back: schedule.messages(spans, back=back) for back in (False, True)}
 
     def results(self, parameters: Parameters, context: Any) -> tuple[Any, Any]:

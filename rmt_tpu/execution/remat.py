@@ -42,16 +42,20 @@ def scan_recomputed(
     Returns:
       The carry after the last slice.
     """
-    indices = jnp.arange(len(jax.tree.leaves(scanned)[0]))
+    count = len(jax.tree.leaves(scanned)[0])
+
+    def with_indices(*scanned):
+        # Made in each pass: an array of the trace around both is not the backward pass's to use.
+        return (*scanned, jnp.arange(count))
 
     @jax.custom_vjp
     def run(carry, scanned, shared, given):
         step = lambda carry, one: (body(carry, one, shared, given), None)
-        return stacks.scan(step, carry, (scanned, indices))[0]
+        return stacks.scan(step, carry, with_indices(scanned))[0]
 
     def forward(carry, scanned, shared, given):
         step = lambda carry, one: (body(carry, one, shared, given), carry)
-        carry, kept = stacks.scan(step, carry, (scanned, indices))
+        carry, kept = stacks.scan(step, carry, with_indices(scanned))
         return carry, (kept, scanned, shared, given)
 
     def backward(saved, d_carry):
@@ -66,7 +70,7 @@ def scan_recomputed(
             return (d_carry, stacks.put(gradients, gradient, index), d_shared), None
 
         carry = d_carry, stacks.empty_like(scanned), jax.tree.map(jnp.zeros_like, shared)
-        carry, _ = stacks.scan(back, carry, (kept, scanned, indices), reverse=True)
+        carry, _ = stacks.scan(back, carry, with_indices(kept, scanned), reverse=True)
         return *carry, None
 
     run.defvjp(forward, backward)

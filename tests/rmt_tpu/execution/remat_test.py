@@ -37,3 +37,16 @@ def test_values_and_gradients_are_those_of_the_loop(count):
         of = lambda run: lambda *args: jnp.sum(run(*args)[0] ** 2) + run(*args)[1]
         value = lambda run: jax.value_and_grad(of(run), (0, 1, 2))(carry, weights, shared)
         jax.tree.map(lambda x, y: assert_close(x, y, 1e-12), value(again), value(plain))
+
+
+def test_within_a_checkpoint_of_ones_own():
+    """It has to run: tracing alone does not show an array that has left its trace."""
+    weights = {"w": np.ones((2, SIZE, SIZE), np.float32), "gain": np.ones((2, 1), np.float32)}
+    shared, given = {"b": np.ones(SIZE, np.float32)}, jnp.ones(2)
+
+    def loss(x):
+        carry = (x, jnp.zeros(()))
+        return jnp.sum(scan_recomputed(body, carry, weights, shared, given)[0])
+
+    x = jnp.arange(1.0, 1 + SIZE)
+    np.testing.assert_array_equal(jax.grad(jax.checkpoint(loss))(x), jax.grad(loss)(x))
