@@ -13,21 +13,27 @@ from collections.abc import Iterator
 
 from rmt_tpu.config import WHOLE, Core, ModelConfig, Port
 
+# By the start of a device kind, for one device as JAX counts them.
 _PEAK_BF16_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
-    "TPU7x": 2307e12,
+    "TPU7x": 1153.5e12,  # a chip is two devices
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s that the maker states for a device, or None if it is not known here."""
+    """Dense bfloat16 FLOP/s that the maker states for a JAX device, or None if unknown here.
+
+    Of a chip that is two devices it is half.
+    """
     matches = [kind for kind in _PEAK_BF16_FLOPS if device_kind.startswith(kind)]
     return _PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
 

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 import rmt_tpu
+from pallas_kernels.compiler.topology import DEVICES
 from rmt_tpu import config as cfg
 from rmt_tpu import cost as resources
 from tests import models
@@ -36,4 +37,14 @@ def test_peak_flops_of_a_device_kind():
     assert resources.peak_flops("TPU v5 lite") == 197e12
     assert resources.peak_flops("TPU v5p") == 459e12
     assert resources.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert resources.peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert resources.peak_flops("NVIDIA H100 NVL") == 835e12
     assert resources.peak_flops("cpu") is None
+
+
+def test_peak_flops_are_those_of_the_model_of_time():
+    """Both are for one device, of which a TPU7x chip is two."""
+    modelled = [device for device in DEVICES.values() if device.matrix is not None]
+    assert {device.name for device in modelled} >= {"v5e", "v5p", "v6e", "tpu7x"}
+    for device in modelled:
+        assert resources.peak_flops(device.kind) == pytest.approx(device.peak_flops, rel=3e-3)
