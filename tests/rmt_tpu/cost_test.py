@@ -48,3 +48,34 @@ def test_peak_flops_are_those_of_the_model_of_time():
     assert {device.name for device in modelled} >= {"v5e", "v5p", "v6e", "tpu7x"}
     for device in modelled:
         assert resources.peak_flops(device.kind) == pytest.approx(device.peak_flops, rel=3e-3)
+
+
+def test_flops_of_latent_attention():
+    """Of a token, with n of the sequence (H = 3, D_h = 5, D_r = 2, c = 7, q = 11, read 13)."""
+    core = cfg.Mla(3, 5, kv_rank=7, rope_dim=2, query_rank=11)
+    to_queries = 13 * 11 + 11 * 3 * (5 + 2)
+    to_keys_and_values = 13 * (7 + 2) + 7 * 3 * (5 + 5)
+    logits, values, softmax = 2 * (5 + 2), 2 * 5, 3
+    expected = 2 * (to_queries + to_keys_and_values) + 17 * 3 * (logits + values + softmax)
+    assert core.flops(19, 13, seq_len=17) == expected
+    core = cfg.Mla(3, 5, kv_rank=7, rope_dim=2)
+    assert core.flops(19, 13, 17) == expected - 2 * to_queries + 2 * 13 * 3 * (5 + 2)
+
+
+def test_flops_of_delta_attention():
+    """Of a token, in chunks of 64, whatever the sequence (H = 3, D_h = 5, rank 7, read 13)."""
+    core = cfg.Kda(3, 5, conv_size=4, gate_rank=7)
+    decays_and_output_gates = 2 * (2 * 13 * 7 + 2 * 7 * 3 * 5)
+    betas = 2 * 13 * 3
+    convolutions = 3 * 2 * 4 * (3 * 5)  # of queries, keys and values
+    state = 3 * (6 * 5 * 5 + 3 * 64 * 5 + 64 * 64)
+    for seq_len in (1, 1000):
+        flops = core.flops(19, 13, seq_len)
+        assert flops == decays_and_output_gates + betas + convolutions + state
+
+
+def test_flops_of_experts():
+    """Of a token: a router over all, and the experts that it meets (k = 3 of 11, 2 shared)."""
+    core = cfg.Experts(num_experts=11, top_k=3, hidden_dim=7, shared=2)
+    of_one = 2 * 13 * 7 + 2 * 13 * 7 + 2 * 7 * 19  # gate, up, down
+    assert core.flops(19, 13, 17) == (3 + 2) * of_one + 2 * 13 * 11
