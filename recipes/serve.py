@@ -89,7 +89,7 @@ def _front():
     if learned is not None:
         longest = min(longest, learned.max_length)
     with memory.told_if_out("less is taken with fewer --slots or a smaller --max_length"):
-        engine = Engine(cast_once(decoder), tokenizer.bos, slots=_SLOTS.value, steps=_STEPS)
+        engine = Engine(cast_once(decoder), tokenizer.ends, slots=_SLOTS.value, steps=_STEPS)
         engine.compile(longest if _COMPILE_FIRST.value else 1)
     served = Served(
         name=_NAME.value or open_folder(_WORKDIR.value).name,

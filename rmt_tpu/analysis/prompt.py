@@ -112,8 +112,8 @@ def _lowered_steps(
     of_rows = jax.tree.map(placed, of_rows, *(() if model.rows is None else (model.rows,)))
     used = placed(jax.ShapeDtypeStruct((rows,), jnp.bool_), model.over(CACHE_RULES["batch"]))
     how = jax.tree.map(placed, choice(rows * [Sampling()]))
-    one = lambda dtype: placed(jax.ShapeDtypeStruct((), dtype))
-    given = of_rows, used, how, one(jnp.int32), one(jnp.bool_)
+    of_texts = placed(jax.ShapeDtypeStruct((1,), jnp.int32))
+    given = of_rows, used, how, programs.Ends(of_texts), placed(jax.ShapeDtypeStruct((), jnp.bool_))
     with warnings.catch_warnings():
         # Some kernels are for many tokens alone.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")

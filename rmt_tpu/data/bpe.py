@@ -57,6 +57,7 @@ class BpeTokenizer(Tokenizer):
         library.add_special_tokens([AddedToken(self._bos_name, special=True, normalized=False)])
         library.encode_special_tokens = True  # as the text that they look like
         self.bos = library.token_to_id(self._bos_name)
+        self.ends = (self.bos,)
         # Not the size of the vocabulary: ids may have gaps.
         vocabulary = library.get_vocab(with_added_tokens=True)
         _check_ids(vocabulary)
@@ -97,6 +98,9 @@ class BpeTokenizer(Tokenizer):
         except Exception as error:  # the library raises no narrower class
             raise _damaged(error) from None
         return cls(name, library)
+
+    def spelled(self, token: int) -> str | None:
+        return self._library.id_to_token(token)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         return next(self.encode_all([text]))

@@ -30,11 +30,19 @@ class Tokenizer(ABC):
       name: what `load_tokenizer` makes it from.
       vocab_size: one more than the largest token id.
       bos: the token that starts a document. No text is encoded as it; it is decoded to nothing.
+      ends: tokens, any of which ends a text: BOS, as in training here, unless a folder of the hub
+        says otherwise.
     """
 
     name: str
     vocab_size: int
     bos: int
+    ends: tuple[int, ...]
+
+    def spelled(self, token: int) -> str | None:
+        """The name of a token in `tokenizer.json`, where tokens have names."""
+        del token
+        return None
 
     @abstractmethod
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -99,6 +107,7 @@ class ByteTokenizer(Tokenizer):
     name = BYTE
     vocab_size = 257
     bos = 256
+    ends = (256,)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)

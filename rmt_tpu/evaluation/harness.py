@@ -91,7 +91,12 @@ class RmtTpu(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The start token, which also ends a text."""
+        """The first of the tokens that end a text."""
+        return self._tokenizer.ends[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that starts a text."""
         return self._tokenizer.bos
 
     @property
@@ -115,7 +120,7 @@ class RmtTpu(TemplateLM):
         del disable_tqdm, kwargs
         asked = []
         for _, context, continuation in requests:
-            begins = [] if context[:1] == [self.eot_token_id] else [self.eot_token_id]
+            begins = [] if context[:1] == [self.prefix_token_id] else [self.prefix_token_id]
             tokens = (np.array(x, np.int32) for x in ([*begins, *context], continuation))
             asked.append(Request(*tokens))
         return self._asked(asked, [strings for strings, _, _ in requests])
@@ -145,7 +150,7 @@ class RmtTpu(TemplateLM):
         del disable_tqdm
         asked, owners = [], []
         for number, request in enumerate(requests):
-            tokens = [self.eot_token_id, *self.tok_encode(request.args[0])]
+            tokens = [self.prefix_token_id, *self.tok_encode(request.args[0])]
             windows = list(rolling(np.array(tokens, np.int32), self.max_length, self.max_length))
             asked += windows
             owners += [number] * len(windows)

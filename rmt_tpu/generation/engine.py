@@ -5,7 +5,7 @@ prompt is read by itself, in one pass, and then put into the slot. Programs are 
 that double, and for nothing else: lengths, how tokens are chosen, and what has ended are numbers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.generation import programs
 from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.generation.layouts import lay_out
-from rmt_tpu.generation.programs import Asked, Chosen, Model, Rows, Scores, mesh_of
+from rmt_tpu.generation.programs import Asked, Chosen, Ends, Model, Rows, Scores, mesh_of
 from rmt_tpu.generation.sampling import Sampling, choice
 
 _LEAST = 32  # tokens that the smallest programs are for
@@ -46,7 +46,7 @@ class Said(NamedTuple):
       tokens: the new ones, without the one that ended it.
       scores: of these.
       ended: whether there will be no more.
-      stopped: whether the stop token ended it.
+      stopped: whether a stop token ended it.
       prompt: scores of the prompt's tokens but the first, with the first new token of a request
         that asks for them.
     """
@@ -65,7 +65,7 @@ class Engine:
     Args:
       decoder: the model; where its parameters are divided over a mesh, so is all that it does. On
         TPUs they are laid out anew: see `layouts`.
-      stop: the token that ends a text.
+      stop: the token that ends a text, or several, any of which does.
       slots: rows of the batch.
       steps: tokens a row between two looks at what has come.
       part: tokens of a prompt that are read at a time.
@@ -75,14 +75,21 @@ class Engine:
     """
 
     def __init__(
-        self, decoder: Decoder, stop: int, *, slots: int = 1, steps: int = 8, part: int = PART
+        self,
+        decoder: Decoder,
+        stop: int | Sequence[int],
+        *,
+        slots: int = 1,
+        steps: int = 8,
+        part: int = PART,
     ):
         if (mesh := mesh_of(decoder)) is not None:
             decoder = repeat_key_heads(decoder, mesh)
         check_slots("slots", slots, mesh)
         lay_out(decoder, slots)
         self.model, self.params = Model.of(decoder)
-        self.vocab_size, self.stop, self.steps = decoder.config.vocab_size, stop, steps
+        self.vocab_size, self.steps = decoder.config.vocab_size, steps
+        self.ends = Ends(np.atleast_1d(np.array(stop, np.int32)))
         self.part = self._divisible(part)
         self.slots, self.submitted = slots, 0
         self.reset()
@@ -118,7 +125,7 @@ class Engine:
         size = bucket(1)
         while True:
             length = max(1, min(size, tokens) - self.steps)
-            self.submit(Request(np.full(length, self.stop), Sampling(max_tokens=2)))
+            self.submit(Request(np.zeros(length, int), Sampling(max_tokens=2)))
             while self.open:
                 self.step()
             if size >= tokens:
@@ -178,7 +185,7 @@ class Engine:
         self._grow(length)
         self.rows = programs.insert(self.model, self.rows, one, np.int32(slot))
         left, chosen = jax.device_get((one.left, chosen))
-        ended, stopped = int(left[0]) == 0, int(chosen.token[0]) == self.stop
+        ended, stopped = int(left[0]) == 0, int(chosen.token[0]) in self.ends.stop
         self.numbers[slot] = None if ended else number
         new = slice(0, 0 if stopped else 1)
         scores = chosen.scores((new,), request.ranked)
@@ -192,7 +199,7 @@ class Engine:
             np.array([len(tokens)], np.int32),
             choice([request.sampling]),
             np.int32(request.sampling.max_tokens),
-            np.int32(self.stop),
+            self.ends,
             np.bool_(request.ranked),
         )
         if len(tokens) <= self.part:
@@ -234,7 +241,7 @@ class Engine:
         self._grow(int(self.lengths[running].max()) + self.steps)
         ranked = np.bool_(any(self.requests[slot].ranked for slot in running))
         how = choice([request.sampling for request in self.requests])
-        given = (used, how, np.int32(self.stop), ranked, self.steps)
+        given = (used, how, self.ends, ranked, self.steps)
         self.rows, chosen = programs.steps(self.model, self.params, self.rows, *given)
         chosen, left = jax.device_get((chosen, self.rows.left))
         said = []
@@ -242,7 +249,7 @@ class Engine:
             of_row = chosen.token[:, slot]
             count = int(np.sum(of_row >= 0))
             self.lengths[slot] += count
-            stopped = self.stop in of_row[:count]
+            stopped = bool(np.isin(of_row[:count], self.ends.stop).any())
             new = slice(0, count - stopped)
             number, ended = self.numbers[slot], bool(left[slot] == 0)
             if ended:

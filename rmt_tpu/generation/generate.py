@@ -25,7 +25,7 @@ class Completion:
       tokens: of the text; with a stop string those too that made it.
       log_probabilities: of these tokens by the model, before temperature: nats.
       likeliest: where they stand, as in `Scores`.
-      finish: "stop" if the model ended the document or a stop string came, else "length"; None
+      finish: "stop" if the model ended the text or a stop string came, else "length"; None
         before it has ended.
     """
 
@@ -96,7 +96,7 @@ def generate(
     request = _request(decoder, tokenizer, prompt, sampling)
     # One row, or as many as devices divide; a few tokens at a time: a person reads along.
     slots = Model.of(decoder)[0].devices("batch")
-    for said in Engine(decoder, tokenizer.bos, slots=slots, steps=4).run([request]):
+    for said in Engine(decoder, tokenizer.ends, slots=slots, steps=4).run([request]):
         more = draft.more(said)
         if more.text:
             yield more.text
@@ -119,7 +119,7 @@ def complete(
     Raises:
       UsageError: as `generate`.
     """
-    engine = Engine(decoder, tokenizer.bos, slots=slots)
+    engine = Engine(decoder, tokenizer.ends, slots=slots)
     open_ones: dict[int, tuple[Completion, Draft]] = {}
     requests = (_request(decoder, tokenizer, prompt, how) for prompt, how in prompts)
     for said in engine.run(requests):

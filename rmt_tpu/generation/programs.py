@@ -77,13 +77,27 @@ class Rows(NamedTuple):
     seen: Bool[Array, "batch vocab"]
 
 
+class Ends(NamedTuple):
+    """What ends a text.
+
+    Attributes:
+      stop: tokens, any of which does.
+    """
+
+    stop: Int[Array, " stops"]
+
+    def at(self, token: Int[Array, " batch"]) -> Bool[Array, " batch"]:
+        """Whether each row's text ends with its token."""
+        return jnp.any(token[:, None] == self.stop, axis=-1)
+
+
 class Asked(NamedTuple):
     """Of a prompt: its length, how tokens are chosen, and how many there may be."""
 
     lengths: Int[Array, "1"]
     how: Choice
     left: Int[Array, ""]
-    stop: Int[Array, ""]
+    ends: Ends
     ranked: Bool[Array, ""]
 
 
@@ -224,7 +238,7 @@ def first(
 
 def _begun(logits, cache, seen, asked):
     token = _next_token(logits, seen, asked.lengths, asked.how)
-    left = jnp.where(token == asked.stop, 0, asked.left - 1)
+    left = jnp.where(asked.ends.at(token), 0, asked.left - 1)
     return Rows(cache, token, left, seen), _chosen(logits, token, asked.ranked)
 
 
@@ -301,13 +315,13 @@ def steps(
     rows: Rows,
     used: Bool[Array, " batch"],
     how: Choice,
-    stop: Int[Array, ""],
+    ends: Ends,
     ranked: Bool[Array, ""],
     count: int,
 ) -> tuple[Rows, Chosen]:
     """So many tokens more of the rows that are used; -1 where a row has ended before."""
 
-    def run(decoder, rows, used, how, stop, ranked):
+    def run(decoder, rows, used, how, ends, ranked):
         def step(rows, _):
             running = rows.left > 0
             # What has ended reads again at its beginning: past its end there may be no position.
@@ -316,7 +330,7 @@ def steps(
             length = rows.cache.length + running
             seen = rows.seen.at[jnp.arange(len(running)), rows.token].set(True)
             token = _next_token(logits[:, 0], seen, length, how)
-            left = jnp.where(running & (token != stop), rows.left - 1, 0)
+            left = jnp.where(running & ~ends.at(token), rows.left - 1, 0)
             chosen = _chosen(logits[:, 0], token, ranked)
             token_now = jnp.where(running, token, rows.token)
             after = Rows(cache._replace(length=length), token_now, left, seen)
@@ -326,7 +340,7 @@ def steps(
 
     in_specs = (model.rows, model.over(_BATCH), model.over(_BATCH), _WHOLE, _WHOLE)
     out_specs = model.rows, model.over(None, _BATCH)
-    return model.run(run, params, (rows, used, how, stop, ranked), in_specs, out_specs)
+    return model.run(run, params, (rows, used, how, ends, ranked), in_specs, out_specs)
 
 
 def _next_token(logits, seen, positions, how):

@@ -15,7 +15,14 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation.placement import parameter_shardings
 from rmt_tpu.hub import weights
-from rmt_tpu.hub.models import CONFIG, Description, describe, values_of
+from rmt_tpu.hub.models import (
+    CONFIG,
+    GENERATION,
+    Description,
+    describe,
+    special_tokens,
+    values_of,
+)
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -34,6 +41,7 @@ def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.
     described = describe(folder)
     model = described.model
     tokenizer = data.load_tokenizer(str(folder))
+    tokenizer.ends = described.ends or tokenizer.ends
     abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(abstract, nnx.Param)
     placed = None if mesh is None else parameter_shardings(abstract, sharding.make_mesh(mesh))
@@ -66,6 +74,9 @@ def export(
 ) -> None:
     """Writes a model of Llama's family in the hub's form, with its tokenizer.
 
+    Which tokens start and end a text is in config.json, generation_config.json and, where tokens
+    have names, tokenizer_config.json.
+
     Args:
       max_length: tokens that it was trained on at a time.
       dtype: of the tensors, one of DTYPES.
@@ -74,7 +85,7 @@ def export(
       UsageError: the model has no form on the hub, or the folder cannot be written.
     """
     path, model = Path(folder), decoder.config
-    values = values_of(model, max_length=max_length, bos=tokenizer.bos)
+    values = values_of(model, max_length=max_length, bos=tokenizer.bos, ends=tokenizer.ends)
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 
     def value(piece: weights.Piece) -> np.ndarray:
@@ -88,8 +99,28 @@ def export(
         if any(path.iterdir()):
             raise UsageError(f"{folder} is not empty; legal: a new folder")
         weights.write(path, weights.pieces(model), value, DTYPES[dtype])
-        text = json.dumps(values | {"torch_dtype": dtype}, indent=2) + "\n"
-        (path / CONFIG).write_text(text, encoding="utf-8")
+        written = {
+            CONFIG: values | {"torch_dtype": dtype},
+            GENERATION: special_tokens(tokenizer.bos, tokenizer.ends),
+            "tokenizer_config.json": _of_tokenizer(tokenizer, max_length),
+        }
+        for name, fields in written.items():
+            if fields:
+                text = json.dumps(fields, indent=2) + "\n"
+                (path / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
     tokenizer.save(str(path))
+
+
+def _of_tokenizer(tokenizer: data.Tokenizer, max_length: int) -> dict[str, Any]:
+    """The hub's tokenizer_config.json; empty where tokens have no names."""
+    names = [tokenizer.spelled(token) for token in (tokenizer.bos, tokenizer.ends[0])]
+    if None in names:
+        return {}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": names[0],
+        "eos_token": names[1],
+        "model_max_length": max_length,
+    }

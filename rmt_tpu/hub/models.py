@@ -2,14 +2,14 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError, shown, unknown
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 # Of each kind: whether queries, keys and values have a bias, and queries and keys a norm.
 KINDS = {
     "llama": (False, False),
@@ -27,16 +27,18 @@ class Description(NamedTuple):
     Attributes:
       max_length: tokens that the model was made for.
       tied: W_U is the embeddings, and may have no tensor of its own.
+      ends: tokens, any of which ends a text; none if the folder does not say.
     """
 
     model: cfg.ModelConfig
     max_length: int
     tied: bool
+    ends: tuple[int, ...] = ()
 
 
 def is_hub(folder: str | Path | None) -> bool:
     """Whether a local folder has a model in the hub's form; None is not local."""
-    return folder is not None and "model_type" in (_values(Path(folder)) or {})
+    return folder is not None and "model_type" in (_values(Path(folder) / CONFIG) or {})
 
 
 def describe(folder: str | Path) -> Description:
@@ -45,18 +47,30 @@ def describe(folder: str | Path) -> Description:
       UsageError: the folder has no such model, or one that no core here computes.
     """
     path = Path(folder)
-    values = _values(path)
+    values = _values(path / CONFIG)
     if values is None:
         raise UsageError(f"{folder} has no {CONFIG} of the hub; legal: a folder with one")
     where = str(path / CONFIG)
     given = Fields(values, where)
     max_length = given.size("max_position_embeddings", 2048)
-    return Description(model_of(values, where), max_length, given.flag("tie_word_embeddings"))
+    model, tied = model_of(values, where), given.flag("tie_word_embeddings")
+    return Description(model, max_length, tied, _ends(path, values, model.vocab_size))
 
 
-def _values(folder: Path) -> Mapping[str, Any] | None:
+def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Of generation_config.json first, as transformers has it."""
+    later = _values(folder / GENERATION)
+    if later is None and (folder / GENERATION).exists():
+        raise UsageError(f"{folder / GENERATION} is damaged; legal: an object of JSON, or no file")
+    for given, name in ((later or {}, GENERATION), (values, CONFIG)):
+        if given.get("eos_token_id") is not None:
+            return Fields(given, str(folder / name)).tokens("eos_token_id", vocab_size)
+    return ()
+
+
+def _values(file: Path) -> Mapping[str, Any] | None:
     try:
-        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
@@ -84,6 +98,14 @@ class Fields:
         if type(value) is not int or not 0 < value < 2**31:
             raise self.wrong(name, value, "a whole number, at least 1")
         return value
+
+    def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """One token or several."""
+        value = self._values.get(name)
+        several = value if isinstance(value, list) else [value]
+        if not several or any(type(v) is not int or not 0 <= v < vocab_size for v in several):
+            raise self.wrong(name, value, f"a token from 0 to {vocab_size - 1}, or a list of them")
+        return tuple(several)
 
     def positive(self, name: str, default: float) -> float:
         value = self._values.get(name, default)
@@ -187,8 +209,15 @@ def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     )
 
 
-def values_of(model: cfg.ModelConfig, *, max_length: int, bos: int) -> dict[str, Any]:
+def values_of(
+    model: cfg.ModelConfig, *, max_length: int, bos: int, ends: Sequence[int]
+) -> dict[str, Any]:
     """The hub's config.json of a model.
+
+    Args:
+      max_length: tokens that it was trained on at a time.
+      bos: the token that starts a text.
+      ends: tokens, any of which ends one.
 
     Raises:
       UsageError: the model is none of Llama's family; the message has the field.
@@ -217,9 +246,13 @@ def values_of(model: cfg.ModelConfig, *, max_length: int, bos: int) -> dict[str,
         "attention_bias": attention.bias,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "bos_token_id": bos,
-        "eos_token_id": bos,
+        **special_tokens(bos, ends),
     }
+
+
+def special_tokens(bos: int, ends: Sequence[int]) -> dict[str, Any]:
+    """Fields of config.json and of generation_config.json; of several ends a list."""
+    return {"bos_token_id": bos, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
 
 
 def _sublayers(model: cfg.ModelConfig) -> tuple[cfg.Attention, cfg.FeedForward]:

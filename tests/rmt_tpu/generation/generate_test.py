@@ -166,6 +166,15 @@ def test_stops_at_the_start_of_another_document(say):
     assert "".join(pieces()) == "hi"
 
 
+def test_stops_at_whichever_token_ends_a_text(say):
+    tokenizer = ByteTokenizer()
+    tokenizer.ends = (7, 9)
+    for end, first in ((7, b"one"), (9, b"")):
+        say([*first, end, ByteTokenizer.bos, *b"more"])
+        (one,) = complete(models.byte_decoder(), tokenizer, [("ab", Sampling())])
+        assert (one.text, one.finish) == (first.decode(), "stop")
+
+
 def test_stops_at_once(say):
     say([ByteTokenizer.bos, *b"there"])
     assert pieces() == []

@@ -52,7 +52,7 @@ def test_programs_take_weights_as_they_lie(request):
     tokens, logs = told(engine)
     assert tokens == before[0]
     np.testing.assert_allclose(logs, before[1], atol=1e-5)
-    given = (np.ones(2, bool), choice([Sampling()] * 2), np.int32(0), np.bool_(False), 2)
+    given = (np.ones(2, bool), choice([Sampling()] * 2), engine.ends, np.bool_(False), 2)
     steps = programs.steps.lower(engine.model, engine.params, engine.rows, *given).compile()
     taken = jax.tree.leaves(steps.input_formats[0][0])
     assert [x.layout.major_to_minor for x in taken] == orders(decoder)

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import rmt_tpu
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.folder import export
@@ -187,7 +189,43 @@ def test_files_that_are_not_whole(folder, tmp_path):
         export(made(model()), ByteTokenizer(), folder, max_length=64)
 
 
-VALUES = values_of(model(), max_length=64, bos=256)
+def test_a_text_ends_where_the_folder_says(folder, tmp_path):
+    """In generation_config.json first, then in config.json; and out again."""
+    ends = lambda where: rmt_tpu.load(where)[1].ends
+    assert ends(folder) == (256,)
+    (folder / "config.json").write_text(json.dumps(VALUES | {"eos_token_id": 7}))
+    later = folder / "generation_config.json"
+    later.write_text("{}")
+    assert ends(folder) == (7,)
+    later.write_text('{"eos_token_id": [5, 9]}')
+    decoder, tokenizer = rmt_tpu.load(folder)
+    assert (tokenizer.bos, tokenizer.ends, ByteTokenizer.ends) == (256, (5, 9), (256,))
+    export(decoder, tokenizer, tmp_path / "again", max_length=64)
+    assert ends(tmp_path / "again") == (5, 9)
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((tmp_path / "again" / name).read_text())
+        assert (written["bos_token_id"], written["eos_token_id"]) == (256, [5, 9])
+    for wrong in ("[]", "257", "true", "[-1]"):
+        later.write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(UsageError, match=r"eos_token_id=.* legal: a token from 0 to 256, or"):
+            rmt_tpu.load(folder)
+    later.write_text("{")
+    with pytest.raises(UsageError, match="generation_config.json is damaged"):
+        rmt_tpu.load(folder)
+
+
+def test_names_of_special_tokens_go_out(tmp_path):
+    """What transformers takes bos_token and eos_token from."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "<s>": 1, "</s>": 2}, []))
+    tokenizer = BpeTokenizer.from_json("x", library.to_str())
+    assert tokenizer.ends == (1,)
+    tokenizer.ends = (2,)
+    export(made(model(vocab_size=3)), tokenizer, tmp_path / "hub", max_length=64)
+    written = json.loads((tmp_path / "hub/tokenizer_config.json").read_text())
+    assert (written["bos_token"], written["eos_token"]) == ("<s>", "</s>")
+
+
+VALUES = values_of(model(), max_length=64, bos=256, ends=[256])
 REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type 'gpt2' is unknown; legal: llama, mistral"),
     "rope": (
@@ -237,7 +275,9 @@ def test_later_files_have_rope_s_base_elsewhere():
     rope = cfg.Rope(5000.0, scaling=cfg.Llama3Scaling(32.0, original_length=64))
     assert scaled.cores[0].positions == rope
     assert model_of(later | {"rope_parameters": {"rope_theta": 5000.0, **scaling}}, "x") == scaled
-    assert values_of(scaled, max_length=64, bos=256) == VALUES | {"rope_scaling": scaling}
+    assert values_of(scaled, max_length=64, bos=256, ends=[256]) == VALUES | {
+        "rope_scaling": scaling
+    }
     window = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 9}
     assert model_of(VALUES | window, "x") == model("qwen2")
 
@@ -252,4 +292,4 @@ def test_later_files_have_rope_s_base_elsewhere():
 )
 def test_what_has_no_form_there_is_named(changes, field):
     with pytest.raises(UsageError, match=f"{field} has no form on the hub; legal: "):
-        values_of(model(**changes), max_length=1, bos=0)
+        values_of(model(**changes), max_length=1, bos=0, ends=[0])
