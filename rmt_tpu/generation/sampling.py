@@ -14,12 +14,13 @@ from rmt_tpu.config.checks import (
     Count,
     NonNegative,
     NonZeroShare,
-    Positive,
     Range,
     Seed,
     Share,
 )
 
+_LEAST = 2.0**-126  # float32 has no smaller number that devices do not take for 0
+_Penalty = Annotated[float, Range("from 1.2e-38 to 3.4e+38, float32's", _LEAST, 3.4e38)]
 # The cache holds keys and values of all of them.
 _NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
 
@@ -31,7 +32,7 @@ class Sampling(Checked):
     Attributes:
       temperature: divides the logits; 0 always takes the likeliest token.
       top_k: only so many of the likeliest tokens; 0 is all.
-      top_p: only the likeliest tokens that together reach this probability.
+      top_p: only the likeliest tokens that together reach this probability; the likeliest always.
       min_p: only tokens at least so likely as this times the likeliest; 0 is all.
       repetition_penalty: divides the logits of tokens that the prompt or the text has, those below
         0 multiplied (Keskar et al., 2019, section 4.1); 1 is none.
@@ -43,7 +44,7 @@ class Sampling(Checked):
     top_k: Count = 0
     top_p: NonZeroShare = 1.0
     min_p: Share = 0.0
-    repetition_penalty: Positive = 1.0
+    repetition_penalty: _Penalty = 1.0
     max_tokens: _NewTokens = 256
     seed: Seed = 0
 
@@ -63,11 +64,13 @@ def choice(rows: Sequence[Sampling]) -> Choice:
     """Of a batch; in NumPy."""
     # More than there are tokens is all of them, and so is 0.
     bounded = lambda count: min(count, np.iinfo(np.int32).max)
+    # Some devices take a smaller number for 0, and others do not.
+    normal = lambda value: value if value >= _LEAST else 0.0
     return Choice(
-        np.array([s.temperature for s in rows], np.float32),
+        np.array([normal(s.temperature) for s in rows], np.float32),
         np.array([bounded(s.top_k) for s in rows], np.int32),
-        np.array([s.top_p for s in rows], np.float32),
-        np.array([s.min_p for s in rows], np.float32),
+        np.array([normal(s.top_p) for s in rows], np.float32),
+        np.array([normal(s.min_p) for s in rows], np.float32),
         np.array([s.repetition_penalty for s in rows], np.float32),
         np.array([s.seed for s in rows], np.uint32),
     )
@@ -79,6 +82,9 @@ def penalized(
     """With the logits of tokens that a row has seen made smaller, by its `repetition_penalty`."""
     penalty = how.repetition_penalty[:, None]
     smaller = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    # Two that are infinite could not be told apart, and what they differ by is no number.
+    largest = jnp.finfo(logits.dtype).max
+    smaller = jnp.clip(smaller, -largest, largest)
     return jnp.where(seen & (penalty != 1), smaller, logits)
 
 
@@ -92,7 +98,9 @@ def sample(
     likeliest = jnp.argmax(logits, axis=-1)
 
     def drawn():
-        scaled = logits / jnp.where(how.temperature > 0, how.temperature, 1)[:, None]
+        # The likeliest is 0, however small the temperature is.
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = below / jnp.where(how.temperature > 0, how.temperature, 1)[:, None]
         some = jnp.any((how.top_k > 0) | (how.top_p < 1))  # to sort them all takes long
         scaled = jax.lax.cond(
             some, lambda: jnp.where(_kept(scaled, how), scaled, -jnp.inf), lambda: scaled
@@ -125,5 +133,6 @@ def _kept(logits, how: Choice) -> Bool[Array, "batch vocab"]:
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     within &= (before < how.top_p[:, None]) | (how.top_p[:, None] >= 1)
+    within |= jnp.arange(logits.shape[-1]) == 0  # the likeliest, where top_p is 0 in float32
     rows = jnp.arange(logits.shape[0])[:, None]
     return jnp.zeros_like(within).at[rows, order].set(within, unique_indices=True)

@@ -23,6 +23,7 @@ from rmt_tpu.generation import (
     programs,
     sample,
 )
+from rmt_tpu.generation.sampling import penalized
 from rmt_tpu.generation.text import Text
 from tests import models
 from tests.tiers import later
@@ -79,6 +80,21 @@ def test_equal_logits_let_in_no_more(how, count):
     assert set(drawn.tolist()) == set(range(count))
 
 
+def test_numbers_that_float32_has_not_leave_the_likeliest():
+    """Where nothing is left, token 0 is taken, which is NUL of bytes."""
+    logits = jnp.array([[1.0, 2.0, 50.0, 3.0]])
+    for how in (
+        {"top_p": 1e-300},
+        {"top_p": 1e-45},
+        {"temperature": 1e-37},
+        {"temperature": 1e-40},
+    ):
+        assert sample(logits, jnp.array([0]), choice([Sampling(**how)])) == 2
+    how = choice([Sampling(repetition_penalty=1.2e-38)])
+    seen = jnp.array([[False, False, True, False]])
+    assert sample(penalized(logits, seen, how), jnp.array([0]), how) == 2
+
+
 def test_a_draw_is_of_its_row_alone():
     """Whatever is beside it, and in whichever slot."""
     rows = [Sampling(seed=n, **how) for n, how in enumerate([{}, {"top_k": 3}, {"top_p": 0.9}])]
@@ -102,6 +118,7 @@ def test_a_draw_is_of_its_row_alone():
         ("top_p", 1.1),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),
         ("max_tokens", 0),
         ("seed", 2**32),
         ("temperature", np.nan),
