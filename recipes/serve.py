@@ -89,7 +89,8 @@ def _front():
     if learned is not None:
         longest = min(longest, learned.max_length)
     with memory.told_if_out("less is taken with fewer --slots or a smaller --max_length"):
-        engine = Engine(cast_once(decoder), tokenizer.ends, slots=_SLOTS.value, steps=_STEPS)
+        options = {"known": tokenizer.vocab_size, "slots": _SLOTS.value, "steps": _STEPS}
+        engine = Engine(cast_once(decoder), tokenizer.ends, **options)
         engine.compile(longest if _COMPILE_FIRST.value else 1)
     served = Served(
         name=_NAME.value or open_folder(_WORKDIR.value).name,
@@ -97,6 +98,7 @@ def _front():
         max_length=longest,
         max_tokens=_MAX_TOKENS.value,
         max_texts=_SLOTS.value + _QUEUE.value,
+        vocab_size=decoder.config.vocab_size,
     )
     worker = Worker(engine, tokenizer)
     return Front(worker, served, max_body=_MAX_BODY.value, log=_LOG_REQUESTS.value)

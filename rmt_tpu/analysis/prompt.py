@@ -112,8 +112,9 @@ def _lowered_steps(
     of_rows = jax.tree.map(placed, of_rows, *(() if model.rows is None else (model.rows,)))
     used = placed(jax.ShapeDtypeStruct((rows,), jnp.bool_), model.over(CACHE_RULES["batch"]))
     how = jax.tree.map(placed, choice(rows * [Sampling()]))
-    of_texts = placed(jax.ShapeDtypeStruct((1,), jnp.int32))
-    given = of_rows, used, how, programs.Ends(of_texts), placed(jax.ShapeDtypeStruct((), jnp.bool_))
+    shape = lambda sizes, dtype: placed(jax.ShapeDtypeStruct(sizes, dtype))
+    ends = programs.Ends(shape((1,), jnp.int32), shape((), jnp.int32))
+    given = of_rows, used, how, ends, shape((), jnp.bool_)
     with warnings.catch_warnings():
         # Some kernels are for many tokens alone.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")

@@ -66,6 +66,7 @@ class Engine:
       decoder: the model; where its parameters are divided over a mesh, so is all that it does. On
         TPUs they are laid out anew: see `layouts`.
       stop: the token that ends a text, or several, any of which does.
+      known: ids below this have a text, the others are never chosen; None is all.
       slots: rows of the batch.
       steps: tokens a row between two looks at what has come.
       part: tokens of a prompt that are read at a time.
@@ -79,6 +80,7 @@ class Engine:
         decoder: Decoder,
         stop: int | Sequence[int],
         *,
+        known: int | None = None,
         slots: int = 1,
         steps: int = 8,
         part: int = PART,
@@ -89,7 +91,8 @@ class Engine:
         lay_out(decoder, slots)
         self.model, self.params = Model.of(decoder)
         self.vocab_size, self.steps = decoder.config.vocab_size, steps
-        self.ends = Ends(np.atleast_1d(np.array(stop, np.int32)))
+        known = self.vocab_size if known is None else known
+        self.ends = Ends(np.atleast_1d(np.array(stop, np.int32)), np.int32(known))
         self.part = self._divisible(part)
         self.slots, self.submitted = slots, 0
         self.reset()

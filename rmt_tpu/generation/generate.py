@@ -90,13 +90,15 @@ def generate(
       stop: strings before any of which the text ends.
 
     Raises:
-      UsageError: the prompt leaves no room in the model's learned positions.
+      UsageError: the prompt leaves no room in the model's learned positions, or has a token that
+        the model has not.
     """
     draft = Draft(0, tokenizer, stop)
     request = _request(decoder, tokenizer, prompt, sampling)
     # One row, or as many as devices divide; a few tokens at a time: a person reads along.
     slots = Model.of(decoder)[0].devices("batch")
-    for said in Engine(decoder, tokenizer.ends, slots=slots, steps=4).run([request]):
+    engine = Engine(decoder, tokenizer.ends, known=tokenizer.vocab_size, slots=slots, steps=4)
+    for said in engine.run([request]):
         more = draft.more(said)
         if more.text:
             yield more.text
@@ -119,7 +121,7 @@ def complete(
     Raises:
       UsageError: as `generate`.
     """
-    engine = Engine(decoder, tokenizer.ends, slots=slots)
+    engine = Engine(decoder, tokenizer.ends, known=tokenizer.vocab_size, slots=slots)
     open_ones: dict[int, tuple[Completion, Draft]] = {}
     requests = (_request(decoder, tokenizer, prompt, how) for prompt, how in prompts)
     for said in engine.run(requests):
@@ -153,5 +155,10 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
 
 def _request(decoder, tokenizer, prompt, sampling) -> Request:
     tokens = np.concatenate([[tokenizer.bos], tokenizer.encode(prompt)])
+    if (largest := int(tokens.max())) >= decoder.config.vocab_size:
+        raise UsageError(
+            f"the prompt has token {largest}, which the model has no embedding for; "
+            f"legal: 0 to {decoder.config.vocab_size - 1}"
+        )
     room = fitting_tokens(decoder.config, len(tokens), sampling.max_tokens)
     return Request(tokens, replace(sampling, max_tokens=room))

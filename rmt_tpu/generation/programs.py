@@ -78,17 +78,24 @@ class Rows(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What ends a text.
+    """What ends a text, and what may be in it.
 
     Attributes:
-      stop: tokens, any of which does.
+      stop: tokens, any of which ends it.
+      known: only tokens below this have a text; a model may have more, which are never chosen.
     """
 
     stop: Int[Array, " stops"]
+    known: Int[Array, ""]
 
     def at(self, token: Int[Array, " batch"]) -> Bool[Array, " batch"]:
         """Whether each row's text ends with its token."""
         return jnp.any(token[:, None] == self.stop, axis=-1)
+
+    def possible(self, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+        """Without those of tokens that have no text and end none."""
+        tokens = jnp.arange(logits.shape[-1])
+        return jnp.where((tokens < self.known) | self.at(tokens), logits, -jnp.inf)
 
 
 class Asked(NamedTuple):
@@ -237,7 +244,7 @@ def first(
 
 
 def _begun(logits, cache, seen, asked):
-    token = _next_token(logits, seen, asked.lengths, asked.how)
+    token = _next_token(logits, seen, asked.lengths, asked.how, asked.ends)
     left = jnp.where(asked.ends.at(token), 0, asked.left - 1)
     return Rows(cache, token, left, seen), _chosen(logits, token, asked.ranked)
 
@@ -329,7 +336,7 @@ def steps(
             logits, cache = decoder.decode(rows.token[:, None], rows.cache._replace(length=start))
             length = rows.cache.length + running
             seen = rows.seen.at[jnp.arange(len(running)), rows.token].set(True)
-            token = _next_token(logits[:, 0], seen, length, how)
+            token = _next_token(logits[:, 0], seen, length, how, ends)
             left = jnp.where(running & ~ends.at(token), rows.left - 1, 0)
             chosen = _chosen(logits[:, 0], token, ranked)
             token_now = jnp.where(running, token, rows.token)
@@ -343,8 +350,9 @@ def steps(
     return model.run(run, params, (rows, used, how, ends, ranked), in_specs, out_specs)
 
 
-def _next_token(logits, seen, positions, how):
-    return sample(penalized(logits, seen, how), positions, how).astype(jnp.int32)
+def _next_token(logits, seen, positions, how, ends):
+    logits = ends.possible(penalized(logits, seen, how))
+    return sample(logits, positions, how).astype(jnp.int32)
 
 
 def _chosen(

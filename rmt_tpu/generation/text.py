@@ -18,7 +18,9 @@ class Text:
 
     def add(self, tokens: Sequence[int]) -> str:
         """What is certain to be told, with these."""
-        return self._told(self.decoder.decode(self.tokenizer.decode_bytes(np.array(tokens, int))))
+        # A model may have more tokens than its tokenizer, of no text.
+        known = np.array([t for t in tokens if 0 <= t < self.tokenizer.vocab_size], int)
+        return self._told(self.decoder.decode(self.tokenizer.decode_bytes(known)))
 
     def end(self) -> str:
         """The rest."""

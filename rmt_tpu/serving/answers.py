@@ -133,7 +133,8 @@ class _Choice:
             best = list(likeliest.items())[: self.ask.logprobs]
             top = {self._text(t): _finite(x) for t, x in [*best, (token, log)]}
         self.held.append((self._text(token), _finite(log), top, self.offset))
-        self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
+        if token < self.tokenizer.vocab_size:  # others have no text
+            self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
 
     def _text(self, token: int) -> str:
         """A part of a character is told as its bytes, and what no text has by its number."""

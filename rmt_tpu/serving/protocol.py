@@ -59,6 +59,7 @@ class Served:
       max_length: tokens that are read of a prompt and of what follows it, with the start token.
       max_tokens: that a text may have behind its prompt.
       max_texts: that may be open at a time, of all clients.
+      vocab_size: of the model; None is as many as the tokenizer has.
     """
 
     name: str
@@ -66,6 +67,13 @@ class Served:
     max_length: int
     max_tokens: int
     max_texts: int
+    vocab_size: int | None = None
+
+    @property
+    def legal_tokens(self) -> int:
+        """Ids below this have a text and an embedding."""
+        known = self.tokenizer.vocab_size
+        return known if self.vocab_size is None else min(known, self.vocab_size)
 
 
 class Prompt(NamedTuple):
@@ -240,15 +248,19 @@ def _prompts(values: Mapping[str, Any], n: int, served: Served) -> list[Prompt]:
             f"{served.max_texts} texts",
             "prompt",
         )
-    return [_prompt(one, served.tokenizer) for one in given]
+    return [_prompt(one, served) for one in given]
 
 
-def _prompt(given: Any, tokenizer: Tokenizer) -> Prompt:
+def _prompt(given: Any, served: Served) -> Prompt:
+    tokenizer = served.tokenizer
     if isinstance(given, str):
         try:
             tokens = tokenizer.encode(given)
         except UsageError as error:
             raise Refusal(f"prompt: {error}", "prompt") from None
+        if len(tokens) and (largest := int(tokens.max())) >= served.legal_tokens:
+            legal = f"legal: 0 to {served.legal_tokens - 1}"
+            raise Refusal(f"prompt has token {largest}; {legal}", "prompt")
         return Prompt(np.concatenate([[tokenizer.bos], tokens]), len(tokens), given)
     if not isinstance(given, list) or not given or not all(map(_is(int), given)):
         raise Refusal(
@@ -257,8 +269,8 @@ def _prompt(given: Any, tokenizer: Tokenizer) -> Prompt:
             "prompt",
         )
     for token in given:
-        if not 0 <= token < tokenizer.vocab_size:
-            legal = f"legal: 0 to {tokenizer.vocab_size - 1}"
+        if not 0 <= token < served.legal_tokens:
+            legal = f"legal: 0 to {served.legal_tokens - 1}"
             raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
     tokens = np.array(given, np.int64)
     # What is read begins with the start token, as all that was trained on does.

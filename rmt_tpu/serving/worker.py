@@ -111,12 +111,7 @@ class Worker(threading.Thread):
 
     def _tell(self, said: Said) -> None:
         job, index, draft = self._open[said.number]
-        try:
-            more = draft.more(said)
-        except RmtError as error:  # no text has this token: the model has more than its tokenizer
-            self._forget(job)
-            job.tell(error)
-            return
+        more = draft.more(said)
         if more.finish:
             del self._open[said.number]
             self._engine.forget(said.number)

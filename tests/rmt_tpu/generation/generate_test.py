@@ -192,6 +192,24 @@ def test_stops_at_whichever_token_ends_a_text(say):
         assert (one.text, one.finish) == (first.decode(), "stop")
 
 
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_tokens_without_a_text_are_never_chosen(temperature):
+    """But for one that ends texts."""
+
+    class Few(ByteTokenizer):
+        vocab_size, bos, ends = 4, 3, (3, 200)
+
+    (one,) = complete(
+        models.byte_decoder(), Few(), [("", Sampling(temperature, max_tokens=40))], slots=2
+    )
+    assert {*one.tokens} <= {0, 1, 2}
+    beyond = lambda text: np.array([257])
+    monkeyed = Few()
+    monkeyed.encode = beyond
+    with pytest.raises(UsageError, match="has token 257, which .* legal: 0 to 256"):
+        next(complete(models.byte_decoder(), monkeyed, [("a", Sampling())]))
+
+
 def test_stops_at_once(say):
     say([ByteTokenizer.bos, *b"there"])
     assert pieces() == []

@@ -113,9 +113,8 @@ def lower_steps(devices, *, config, rows, capacity):
     shapes = jax.eval_shape(lambda p: programs.empty_rows(model, p, rows, capacity), params)
     shapes = jax.tree.map(lambda x, spec: on(spec)(x), shapes, model.rows)
     used, how = jnp.ones(rows, bool), choice([Sampling()] * rows)
-    others = jax.tree.map(
-        on(PartitionSpec()), (used, how, programs.Ends(jnp.zeros(1, jnp.int32)), jnp.bool_(False))
-    )
+    ends = programs.Ends(jnp.zeros(1, jnp.int32), jnp.int32(0))
+    others = jax.tree.map(on(PartitionSpec()), (used, how, ends, jnp.bool_(False)))
     return programs.steps.lower(model, params, shapes, *others, 8), {}
 
 

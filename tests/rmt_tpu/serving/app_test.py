@@ -211,22 +211,14 @@ def test_a_model_that_fails_begins_anew(running, monkeypatch, capfd):
     assert capfd.readouterr().err == "error: out of memory: what was open has failed\n"
 
 
-def test_a_token_that_no_text_has_fails_its_own_request(running, monkeypatch):
-    (alone,) = running.choices(prompt="ab", max_tokens=9, seed=1)
-    running.wait_before_steps(monkeypatch)
+def test_a_token_that_no_text_has_is_told_as_nothing(running, monkeypatch):
     waiting = running.engine.step
-    changed = lambda said: said._replace(tokens=[999]) if said.number == bad else said
+    changed = lambda said: said._replace(tokens=[999 for _ in said.tokens])
     monkeypatch.setattr(running.engine, "step", lambda: [changed(said) for said in waiting()])
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        bad = running.engine.submitted
-        first = pool.submit(running.ask, {"prompt": "c", "max_tokens": 9})
-        until(lambda: running.engine.submitted > bad)
-        second = pool.submit(running.choices, prompt="ab", max_tokens=9, seed=1)
-        running.steps.release(100)
-        status, told = first.result(SECONDS)
-        assert second.result(SECONDS) == [alone]
-    assert status == 500 and "token 999 is not of --tokenizer=byte" in told["error"]["message"]
-    assert not running.engine.open
+    status, told = running.ask({"prompt": "c", "max_tokens": 9, "logprobs": 0})
+    (choice,) = told["choices"]
+    assert status == 200 and choice["text"] == "" and not running.engine.open
+    assert {*choice["logprobs"]["tokens"]} == {"token:999"}
 
 
 def test_a_model_that_cannot_begin_anew_ends_the_server(running, monkeypatch, capfd):

@@ -1,6 +1,7 @@
 """What clients may ask for, and the line that each mistake gets."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -61,6 +62,17 @@ def test_what_fits():
     assert ask(prompt="a" * 63, max_tokens=1).requests()[0].sampling.max_tokens == 1
     assert ask(prompt=["a", "a" * 60]).requests()[0].sampling.max_tokens == 4
     assert ask(prompt="a" * 14, max_tokens=50).requests()[0].sampling.max_tokens == 50
+
+
+def test_tokens_that_the_model_has_not_are_refused():
+    """A model may have fewer than its tokenizer, or more."""
+    for size, legal in ((100, 99), (300, 256)):
+        served = replace(SERVED, vocab_size=size)
+        body = json.dumps({"prompt": [legal]}).encode()
+        assert parse(body, served, 0).prompts[0].tokens[-1] == legal
+        for given in ([legal + 1], "\x7f" if size == 100 else [257]):
+            with pytest.raises(Refusal, match=f"prompt has token .*; legal: 0 to {legal}$"):
+                parse(json.dumps({"prompt": given}).encode(), served, 0)
 
 
 def test_what_changes_nothing_is_taken():
