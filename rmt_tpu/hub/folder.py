@@ -35,7 +35,7 @@ def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.
 
     Raises:
       UsageError: the folder has no such model, or no tokenizer, or tensors that do not fit.
-      RunError: a file is damaged.
+      RunError: a file is damaged, or a weight is not finite.
       MeshError: there are not so many devices, or the model does not divide over them.
     """
     described = describe(folder)

@@ -14,6 +14,7 @@ from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.hub.models import Description
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = ("F32", "BF16", "F16", "F64")
 _SHARD = 5 * 10**9  # bytes, as the hub's own tools have it
 
 Index = tuple[slice, ...]
@@ -125,10 +126,25 @@ class Tensors:
         """Of all tensors, by name."""
         return {n: tuple(self._of(n).get_slice(n).get_shape()) for n in self._names}
 
+    def dtypes(self) -> dict[str, str]:
+        """Of all tensors, by name, as safetensors has them."""
+        return {n: self._of(n).get_slice(n).get_dtype() for n in self._names}
+
     def read(self, name: str) -> np.ndarray:
         """A tensor in its dtype."""
         with _whole(self.folder / self._names[name]):
             return self._of(name).get_tensor(name)
+
+    def check_finite(self, name: str, values: np.ndarray) -> None:
+        """
+        Raises:
+          RunError: a number of a tensor is none, or is none in float32.
+        """
+        if not np.isfinite(values).all():
+            raise RunError(
+                f"{self.folder / self._names[name]}: {name} has numbers that are not finite in "
+                "float32; legal: a folder that was written from finite weights"
+            )
 
     def _of(self, name: str) -> Any:
         return self._files[self._names[name]]
@@ -138,10 +154,11 @@ def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, .
     """The pieces of each parameter, by its path: where embeddings are tied, W_U is theirs too.
 
     Raises:
-      UsageError: tensors are missing, unknown or of other shapes; each is told, the first ones of
-        many, with both shapes.
+      UsageError: tensors are missing, unknown, of other shapes or of no float; each is told, the
+        first ones of many, with both shapes or its dtype.
     """
     there, problems, wanted = tensors.shapes(), [], pieces(described.model)
+    dtypes = tensors.dtypes()
     if described.tied and "lm_head.weight" not in there:
         tied = {"lm_head.weight": "model.embed_tokens.weight"}
         wanted = [piece._replace(name=tied.get(piece.name, piece.name)) for piece in wanted]
@@ -151,6 +168,9 @@ def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, .
             problems.append(f"{piece.name} is missing, {list(piece.shape)}")
         elif shape != piece.shape:
             problems.append(f"{piece.name} is {list(shape)} and not {list(piece.shape)}")
+        elif dtypes[piece.name] not in _DTYPES:
+            legal = ", ".join(_DTYPES)
+            problems.append(f"{piece.name} has dtype {dtypes[piece.name]}; legal: {legal}")
     known = {piece.name for piece in wanted}
     # Frequencies of RoPE, which older files have.
     strange = [n for n in there if n not in known and not n.endswith("rotary_emb.inv_freq")]
@@ -168,7 +188,10 @@ def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, .
 
 
 def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Callable[[Index], Any]:
-    """What reads any part of a parameter, in float32, from the pieces that it is made of."""
+    """What reads any part of a parameter, in float32, from the pieces that it is made of.
+
+    What it reads raises RunError where a number is not finite.
+    """
 
     def read(index: Index) -> np.ndarray:
         ranges = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
@@ -187,7 +210,10 @@ def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Call
                 there = (
                     slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, ranges, strict=True)
                 )
-                part[tuple(there)] = value[tuple(inside)]
+                there = tuple(there)
+                with np.errstate(over="ignore"):  # of float64, which is looked at next
+                    part[there] = value[tuple(inside)]
+                tensors.check_finite(piece.name, part[there])
         return part
 
     return read
@@ -213,7 +239,9 @@ def _files_of(folder: Path) -> list[str]:
 def _whole(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, _library().SafetensorError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the library also raises what NumPy does of a dtype it has not
         raise RunError(f"{path} cannot be read: {error}") from None
 
 

@@ -14,7 +14,7 @@ from rmt_tpu.config.overrides import differences
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.roll_call import listed
-from rmt_tpu.errors import ArgumentError, UsageError, of_argument, of_flag
+from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
 from rmt_tpu.hub.models import describe, is_hub
 from rmt_tpu.storage import Folder, Location, open_folder
 
@@ -186,7 +186,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
       MeshError: there are not so many devices, or the model does not divide over them.
-      RunError: no checkpoint of the run can be read, or there is no memory for it.
+      RunError: no checkpoint of the run can be read, a weight is not finite, or there is no memory.
     """
     import jax
     from flax import nnx
@@ -216,8 +216,27 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     like = {"params": params}
     with memory.told_if_out("the model's parameters do not fit"):
         step, state, _ = restore_grown(checkpoints, like, config.model, step, partial=True)
+    _check_finite(state["params"], f"step {step} of {folder}")
     decoder = nnx.merge(graphdef, state["params"])
     return Loaded(decoder, load_saved(folder), step, config.data.seq_len)
+
+
+def _check_finite(params: Any, where: str) -> None:
+    """One pass over the parameters, where they lie.
+
+    Raises:
+      RunError: one has a number that is not finite.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
+    for path, good in jax.tree_util.tree_leaves_with_path(jax.device_get(finite)):
+        if not good:
+            name = "/".join(str(key.key) for key in path)
+            raise RunError(
+                f"{where}: {name} has numbers that are not finite; open another --step of the run"
+            )
 
 
 def _of_hub(folder: Folder, step: int | None, mesh: str | None) -> Loaded:

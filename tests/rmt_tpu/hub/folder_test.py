@@ -170,6 +170,33 @@ def test_tensors_that_do_not_fit_are_told_with_both_shapes(folder):
         assert piece in str(error.value)
 
 
+def test_weights_that_are_no_finite_floats_are_told(folder):
+    whole = load_file(folder / "model.safetensors")
+
+    def error(name, value):
+        save_file(whole | {name: value}, folder / "model.safetensors")
+        with pytest.raises((UsageError, RunError)) as told:
+            rmt_tpu.load(folder)
+        return str(told.value)
+
+    legal = "; legal: F32, BF16, F16, F64"
+    for dtype, named in ((np.int8, "I8"), (bool, "BOOL")):
+        told = error("lm_head.weight", np.ones((257, 12), dtype))
+        assert f"lm_head.weight has dtype {named}{legal}" in told
+    # NumPy has no such dtype.
+    content = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + size].replace(b"BOOL", b"F8_E4M3")
+    (folder / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + content[8 + size :]
+    )
+    with pytest.raises(UsageError, match="lm_head.weight has dtype F8_E4M3"):
+        rmt_tpu.load(folder)
+    for value in (np.float32("nan"), ml_dtypes.bfloat16("inf"), np.float64(1e300)):
+        told = error("model.norm.weight", np.full(12, value))
+        assert "model.norm.weight has numbers that are not finite in float32" in told
+
+
 def test_files_that_are_not_whole(folder, tmp_path):
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:900])

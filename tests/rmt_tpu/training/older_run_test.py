@@ -10,8 +10,9 @@ import pytest
 
 import rmt_tpu
 import sharding
+from rmt_tpu.errors import RunError
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training import workdir
+from rmt_tpu.training import growth, workdir
 from rmt_tpu.training.run import prepare
 
 # Of 6 steps of an RMT of two layers, as it was after 4. Written on 2026-11-22, when parameters were
@@ -35,6 +36,21 @@ def test_its_model_is_the_same_function(run):
     # As the version that wrote it printed them.
     expected = [0.954833, 1.264984, 0.040041, 0.05544, -0.643101, 0.355667]
     np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_weights_that_are_not_finite_are_told_by_name(run, monkeypatch):
+    restored = growth.restore_grown
+
+    def damaged(*given, **how):
+        step, state, meta = restored(*given, **how)
+        state["params"]["final_site"] = jax.tree.map(
+            lambda x: x.at[0].set(jnp.nan), state["params"]["final_site"]
+        )
+        return step, state, meta
+
+    monkeypatch.setattr(growth, "restore_grown", damaged)
+    with pytest.raises(RunError, match="step 4 of .*: final_site/.* numbers that are not finite; "):
+        rmt_tpu.load(run)
 
 
 def test_its_training_state_is_all_of_todays(run):
