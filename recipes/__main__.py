@@ -24,7 +24,7 @@ def _first_line(file: Path) -> str:
 
 
 def run() -> None:
-    program.start(main)
+    program.start(main, only_printed=True)
 
 
 run()

@@ -212,7 +212,7 @@ def _tell(line: str) -> None:
 
 
 def run() -> None:
-    program.start(main)
+    program.start(main, only_printed=True)
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def _write(rows: list[Any], output: Any, picture: Any) -> None:
 
 
 def run() -> None:
-    program.start(main)
+    program.start(main, only_printed=True)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ class _Progress:
 
 
 def run() -> None:
-    program.start(main)
+    program.start(main, only_printed=True)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def _writing(flag: str, value: str) -> Iterator[None]:
 
 
 def run() -> None:
-    program.start(main)
+    program.start(main, only_printed=True)
 
 
 if __name__ == "__main__":

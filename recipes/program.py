@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from absl import flags
 
 import rmt_tpu
+from rmt_tpu import streams
 from rmt_tpu.errors import RmtError, UsageError, shown, unknown
 
 # Exit codes as a shell gives them for SIGINT and SIGPIPE.
@@ -55,10 +56,13 @@ class Answer(flags.BooleanFlag):
     def parse(self, argument: Any) -> None:
         super().parse(argument)
         if self.value:
-            sys.exit(_printing(lambda: print(self._say())))
+            streams.need_stdout()
+            sys.exit(_answered(lambda: print(self._say())))
 
 
-def start(main: Callable[[], int | None], *, operand: str | None = None) -> NoReturn:
+def start(
+    main: Callable[[], int | None], *, operand: str | None = None, only_printed: bool = False
+) -> NoReturn:
     """Run a recipe: `main` after the flags are parsed; its return value is the exit code.
 
     An error that a person can act on is one line and exit code 2 (usage) or 1 (the run).
@@ -66,6 +70,8 @@ def start(main: Callable[[], int | None], *, operand: str | None = None) -> NoRe
     Args:
       main: the recipe.
       operand: a flag whose value may stand on the command line alone, without `--name=`.
+      only_printed: what it makes is nowhere but on standard output, so that it fails if that
+        cannot be written to. Another recipe goes on, and what cannot be told is dropped.
     """
     # Of a program's own module absl knows the path.
     module = sys.argv[0] if main.__module__ == "__main__" else main.__module__
@@ -76,6 +82,8 @@ def start(main: Callable[[], int | None], *, operand: str | None = None) -> NoRe
     argv = _parse_flags(module)
     if operand and argv[1:] and flags.FLAGS[operand].value is None:
         flags.FLAGS[operand].value = argv.pop(1)
+    if only_printed:
+        streams.need_stdout()
     sys.exit(_main(main, argv))
 
 
@@ -86,7 +94,8 @@ def start_unparsed(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _begin() -> None:
-    with contextlib.suppress(OSError, RuntimeError):  # of a stderr that is no file
+    streams.install()
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # of a stderr that is no file
         faulthandler.enable()
     # Libraries say much at INFO; what the recipes say themselves is printed.
     for library in ("jax", "matplotlib"):
@@ -138,12 +147,10 @@ def hush_gloo() -> None:
     if jax.default_backend() != "cpu":
         return  # NCCL tells on stdout what it is asked to tell
     sys.stdout.flush()
-    ours = os.dup(sys.stdout.fileno())
+    ours = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    sys.stdout = open(
-        ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False
-    )
+        os.dup2(nowhere.fileno(), 1)
+    sys.stdout = streams.Told(open(ours, "w", encoding=sys.stdout.encoding, closefd=False))
 
 
 def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
@@ -173,14 +180,24 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
 
 
 def _printing(say: Callable[[], int | None]) -> int | None:
-    """What `say` returns; a reader of its output who has seen enough, as `head`, is no error."""
+    """What `say` returns; a reader of its output who has seen enough, as `head`, is no error.
+
+    It is told by its exit code if the output was all that the program is for.
+    """
     try:
         code = say()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+def _answered(say: Callable[[], None]) -> int | None:
+    """`_printing`, with an error as one line."""
+    try:
+        return _printing(say)
+    except RmtError as error:
+        return _fail(str(error), error.exit_code)
 
 
 def _processes() -> ModuleType | None:

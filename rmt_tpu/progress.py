@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
+from rmt_tpu.streams import Told, say
+
 
 class ProgressShown:
     """A bar with what is said above it; or, elsewhere than on a terminal, a line now and then."""
@@ -35,8 +37,9 @@ class ProgressShown:
         self._line_seconds, self._show = line_seconds, show
         self._last_line = -float("inf") if first_line else time.monotonic()
         self._bar = None
-        if show and sys.stderr.isatty():
-            self._bar = Progress(*columns, console=Console(stderr=True))
+        # A terminal that is gone ends no run.
+        if show and (terminal := Told(sys.stderr)).isatty():
+            self._bar = Progress(*columns, console=Console(file=terminal))
             self._task = self._bar.add_task(label, total=total, **fields)
 
     def __enter__(self):
@@ -55,7 +58,7 @@ class ProgressShown:
         if self._bar:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def change(self, **fields: Any) -> None:
         """Of the bar: `completed`, `total`, `description` or a column's own."""

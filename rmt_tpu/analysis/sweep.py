@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import DivergedError, UsageError, shown
 from rmt_tpu.storage import Folder, Location, open_folder
+from rmt_tpu.streams import say
 from rmt_tpu.training.metrics import read_metrics, series
 from rmt_tpu.training.plots import line_style, save_picture
 from rmt_tpu.training.run import resolved
@@ -202,7 +202,7 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
         return train(config, folder, label=label, **options)
     except DivergedError as error:
         folder.write(DIVERGED, f"{error}\n".encode())
-        print(f"{label}: {error}", file=sys.stderr, flush=True)
+        say(f"{label}: {error}")
         return None
 
 

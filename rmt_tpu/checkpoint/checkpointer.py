@@ -14,7 +14,6 @@ creates the arrays, and commits once every process has written its pieces.
 """
 
 import itertools
-import sys
 import threading
 import time
 import weakref
@@ -40,16 +39,13 @@ from rmt_tpu.checkpoint.save import Attempt, Background, Saved, blocks_of, snaps
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, shown, unknown
 from rmt_tpu.storage import Fault, Folder, Unavailable
+from rmt_tpu.streams import say
 
 _RETENTION = Retention()  # the usual one
 
 _channels = itertools.count()
 
 _SLOW_SECONDS = 60.0  # after which a save says that it is still under way
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 class Checkpointer:
@@ -74,7 +70,7 @@ class Checkpointer:
         *,
         retention: Retention = _RETENTION,
         compression: str = "none",
-        report: Callable[[str], None] = _print,
+        report: Callable[[str], None] = say,
         renamed: Callable[[str], str] = str,
     ):
         """Opens `root` without touching it: reading needs no right to write.

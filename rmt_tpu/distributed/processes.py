@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import platform
-import sys
 import threading
 import time
 from typing import Any, NoReturn
@@ -28,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rmt_tpu.distributed import gloo, roll_call
 from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.streams import flush_stdout, say
 
 _LOOK_SECONDS = 1.0  # between looks for a process that has failed
 _FAREWELL_SECONDS = 10.0  # that process 0, which holds the store, stays after a failure
@@ -258,8 +258,8 @@ def _end(line: str, code: int, told: dict[str, Any] | None = None) -> NoReturn:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if told:
             client.key_value_set(f"{_FAILED}{process_id()}", json.dumps(told))
-    sys.stdout.flush()
-    print(f"error: {line}" if code else line, file=sys.stderr, flush=True)
+    flush_stdout()
+    say(f"error: {line}" if code else line)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{_ENDED}{process_id()}", "")
         until = time.monotonic() + _FAREWELL_SECONDS

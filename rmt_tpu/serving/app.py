@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import secrets
-import sys
 import time
 import traceback
 from collections.abc import AsyncIterator
@@ -20,6 +19,7 @@ from rmt_tpu.errors import unknown
 from rmt_tpu.serving.answers import Answer
 from rmt_tpu.serving.protocol import Ask, Refusal, Served, parse
 from rmt_tpu.serving.worker import Job, Piece, Worker
+from rmt_tpu.streams import say
 
 _RETRY_AFTER = 1  # seconds
 _BODY_SECONDS = 60  # for all of a request to come
@@ -168,7 +168,7 @@ class Front:
     def say(self, line: str) -> None:
         """For who looks after the server, if they want to know."""
         if self._log:
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
 
 class _Reply:

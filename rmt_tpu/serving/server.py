@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -12,6 +11,7 @@ import uvicorn
 
 from rmt_tpu.errors import RunError, one_line
 from rmt_tpu.serving.app import Front
+from rmt_tpu.streams import say
 
 _SLOW_READERS = 5  # seconds for clients to take what is told, when all has been said
 _LOOK = 0.05  # seconds between two looks at what is open
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
         until = time.monotonic() + self.drain_seconds
         if self.front.texts:
             line = f"{name}: {self.front.texts} texts are finished first; once more ends at once"
-            print(line, file=sys.stderr, flush=True)
+            say(line)
         while self.front.texts and time.monotonic() < until and not self._end_at_once:
             await asyncio.sleep(_LOOK)
         self.front.end_all()

@@ -1,7 +1,6 @@
 """The thread that has the device: it goes on with what clients wait for, all of them together."""
 
 import queue
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from rmt_tpu import memory
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.errors import RmtError, one_line
 from rmt_tpu.generation import Completion, Draft, Engine, Request, Said, Scores
+from rmt_tpu.streams import say
 
 
 class Piece(NamedTuple):
@@ -95,7 +95,7 @@ class Worker(threading.Thread):
             if not isinstance(error, RmtError) and not memory.is_out(error):
                 traceback.print_exception(error)
             reason = self._fail(error)
-            print(f"error: {reason}: what was open has failed", file=sys.stderr, flush=True)
+            say(f"error: {reason}: what was open has failed")
             self._engine.reset()
 
     def _begin(self, job: Job) -> None:

@@ -3,9 +3,10 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
+
+from rmt_tpu.streams import flush_stdout, say
 
 # What processes have to agree on after a step, the most urgent last.
 GO_ON, SAVE = 0, 1
@@ -128,6 +129,6 @@ def _terminated(at_once: AtOnce, end: Callable[[str, int], None]) -> Iterator[No
 
 def end_process(line: str, code: int) -> None:
     """Ends a process that is alone, from any thread."""
-    sys.stdout.flush()
-    print(line, file=sys.stderr, flush=True)
+    flush_stdout()
+    say(line)
     os._exit(code)
