@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 
 from recipes import common, program
 from rmt_tpu.progress import ProgressShown
+from rmt_tpu.training import signals
 
 _INPUT = flags.DEFINE_string(
     "input", None, "stdlib, or comma-separated .txt and .jsonl files and globs, local or gs://, "
@@ -66,7 +67,9 @@ def main() -> int:
     from rmt_tpu.data.prepare import Alone, prepare
 
     # So that it too leaves neither processes nor semaphores.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in set(signals.STOPS.values()) - {signal.SIGINT}:
+        if signal.getsignal(number) is signal.SIG_DFL:  # and not ignored, as by nohup
+            signal.signal(number, signal.default_int_handler)
     team = Alone()
     if common.join_processes():
         from rmt_tpu.distributed.team import ProcessTeam

@@ -18,6 +18,7 @@ from rmt_tpu.config import RunConfig, TrainConfig
 from rmt_tpu.config.checks import ranges
 from rmt_tpu.errors import UsageError, shown
 from rmt_tpu.storage import Folder
+from rmt_tpu.training import signals
 
 # Flags that a module of the recipes defines are those of the recipe that has it do so: see --help.
 flags.disclaim_key_flags()
@@ -113,7 +114,8 @@ def train_apart(trials: list[Trial], jobs: int) -> int | None:
     stopped: list[int] = []
     before = {
         s: signal.signal(s, lambda number, _: stopped.append(number))
-        for s in (signal.SIGINT, signal.SIGTERM)
+        for s in signals.STOPS.values()
+        if signal.getsignal(s) is not signal.SIG_IGN  # nohup's
     }
     try:
         while queue or running:

@@ -54,8 +54,8 @@ def train(
 
     An RMT whose residual outgrows int16, chosen by "auto", goes on from there with one of float32.
 
-    The first SIGINT or SIGTERM ends the run after the step it is in, with a checkpoint; of several
-    processes, whichever gets it, after the next step that all are in.
+    The first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 ends the run after the step it is in, with
+    a checkpoint; of several processes, whichever gets it, after the next step that all are in.
 
     In a run of several processes (`processes.initialize`) all of them call it with the same
     arguments. The first one writes the run folder, which all see; each writes its own part of a

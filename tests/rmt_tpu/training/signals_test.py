@@ -22,7 +22,7 @@ assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 # As in a compiler: the main thread does not come back to Python, where handlers are called.
 DEAF = """
     import ctypes
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.{name})
     ctypes.CDLL(None).sleep(600) and ctypes.CDLL(None).sleep(600)
 """
 AFTER_THE_LAST_SAVE = (
@@ -49,13 +49,20 @@ def run(inside):
 
 
 def test_sigterm_while_no_step_is_under_way_is_one_line():
-    done = run(DEAF)
+    done = run(DEAF.format(name="SIGTERM"))
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert done.stderr.count("\n") == 1 and "stopped by SIGTERM at once" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR2"])
+def test_a_warning_while_no_step_is_under_way_is_one_line(name):
+    done = run(DEAF.format(name=name))
+    assert done.returncode == 128 + signal.Signals[name], done.stderr
+    assert done.stderr.count("\n") == 1 and f"stopped by {name} at once" in done.stderr
+
+
 def test_sigterm_after_the_last_save_says_what_is_saved():
-    done = run(AFTER_THE_LAST_SAVE)
+    done = run(AFTER_THE_LAST_SAVE.format(name="SIGTERM"))
     assert done.returncode == 0, done.stderr
     line = "stopped by SIGTERM; step 400 is saved, and the same command does what is left\n"
     assert done.stderr == line
@@ -75,3 +82,25 @@ def test_sigterm_in_a_step_waits_for_its_end():
     done = run(IN_A_STEP)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("stopping after this step") and not done.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_a_warning_in_a_step_waits_for_its_end_however_often_it_comes(name):
+    number, said = signal.Signals[name], []
+    with signals.between_steps(lambda *ended: said.append(ended)):
+        with signals.after_the_step(said.append) as stop:
+            for _ in range(3):
+                signal.raise_signal(number)
+            assert signals.STOPS[stop.wanted] == number
+    assert [line[:24] for line in said] == ["stopping after this step"]
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_what_nohup_ignores_is_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.between_steps(pytest.fail), signals.after_the_step(pytest.fail) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.wanted == signals.GO_ON
+    finally:
+        signal.signal(signal.SIGHUP, before)
