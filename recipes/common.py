@@ -131,12 +131,9 @@ def model_of_flags() -> tuple[str, RunConfig]:
     """The name and the run of --preset or --config, before the flags that change it.
 
     Raises:
-      UsageError: both are given, or one is empty, unknown or cannot be read.
+      UsageError: both are given, or one is unknown or cannot be read.
     """
     preset, config = flags.FLAGS.preset, flags.FLAGS.config
-    for flag, value in {"preset": preset, "config": config}.items():
-        if value == "":
-            raise UsageError(f"--{flag}= is empty; leave it out for rmt-tiny")
     if config and preset:
         raise UsageError(f"--preset={preset} and --config={config}: give one of them")
     init_from = flags.FLAGS.init_from

@@ -42,6 +42,9 @@ _ELSEWHERE = {
     "output": "workdir",
 }
 
+# An empty text is a text.
+_MAY_BE_EMPTY = ("prompt",)
+
 # Flags that a module of the recipes defines are those of the recipe that has it do so: see --help.
 flags.disclaim_key_flags()
 
@@ -225,7 +228,12 @@ def _no_platform() -> str | None:
 
 def _parse_flags(module: str) -> list[str]:
     try:
-        return flags.FLAGS(sys.argv)
+        _check_apart(sys.argv[1:])
+        argv = flags.FLAGS(sys.argv)
+        _check_empty()
+        return argv
+    except UsageError as error:
+        message = str(error)
     except flags.UnrecognizedFlagError as error:
         legal = [f"--{flag.name}" for flag in flags.FLAGS.get_key_flags_for_module(module)]
         meant = f"--{_ELSEWHERE.get(error.flagname)}"
@@ -237,6 +245,40 @@ def _parse_flags(module: str) -> list[str]:
             message = re.sub(pattern, words, message)
         message = re.sub(r"(\S{100})\S{100,}", r"\1...", message)
     sys.exit(_fail(message, UsageError.exit_code))
+
+
+def _check_apart(arguments: list[str]) -> None:
+    """
+    Raises:
+      UsageError: the value of a flag, given apart from it, looks like a flag. It is one, behind a
+        shell variable that is empty.
+    """
+    left = iter(arguments)
+    for argument in left:
+        name = re.sub("^--?", "", argument)
+        if argument == "--" or name == argument:
+            return  # no flags come after it
+        if name not in flags.FLAGS or flags.FLAGS[name].boolean:
+            continue
+        if (value := next(left, "")).startswith("--"):
+            raise UsageError(f"--{name} has no value before {shown(value)}; legal: --{name}=VALUE")
+
+
+def _check_empty() -> None:
+    """
+    Raises:
+      UsageError: a flag is given without a value, or with a part of a list that is empty. Unset
+        variables of a shell are not the default.
+    """
+    for name, flag in flags.FLAGS._flags().items():
+        values = flag.value if isinstance(flag.value, list) else [flag.value]
+        if not flag.present or name in _MAY_BE_EMPTY:
+            continue
+        if not values or not any(str(value).strip() for value in values):
+            raise UsageError(f"--{name}= is empty; leave it out, or give {flag.help}")
+        if "" in values:
+            parts = ",".join(values)
+            raise UsageError(f"--{name}={parts} has an empty part; legal: {flag.help}")
 
 
 def _fail(message: str, code: int) -> int:

@@ -14,11 +14,11 @@ from tests import cli
         (["--op=attention"], "give either --target=v5e,... or --device"),
         (["--op=attention", "--target=v5e", "--device"], "give either --target="),
         (["--op=attention", "--target=v5"], "--target 'v5' is unknown; did you mean 'v5"),
-        (["--op=attention", "--target="], "--target= names no target; legal: v5e, v5p"),
+        (["--op=attention", "--target="], "--target= is empty; leave it out"),
         (["--target=v5e"], "give either --op=key_vector,"),
         (["--op=attention", "--from_preset=rmt-tiny", "--target=v5e"], "give either --op="),
         (["--op=atention", "--target=v5e"], "--op 'atention' is unknown; did you mean 'attention'"),
-        (["--op=", "--target=v5e"], "--op '' is unknown"),
+        (["--op=", "--target=v5e"], "--op= is empty; leave it out"),
         (["--from_preset=rmt-1b", "--target=v5e"], "rmt-1b' is unknown"),
         (["--op=attention", "--device"], "--device: this machine has cpu, which is none that can"),
         pytest.param(
@@ -28,7 +28,7 @@ from tests import cli
         ),
         (["--op=attention", "--target=v5e", "--top=0"], "--top=0"),
         (
-            ["--op=attention", "--target=v5e", "--out="],
+            ["--op=attention", "--target=v5e"],
             "--out is needed where RMT_TPU_TUNED is off",
         ),
         (["--op=attention", "--target=v5e", "--out=/proc/t.json"], "--out=/proc cannot be written"),

@@ -207,7 +207,7 @@ def test_notes_of_every_system():
 
 ERRORS = {
     "seeds twice": (["--seeds=1,1"], ["--seeds=1,1", "different"]),
-    "no seeds": (["--seeds="], ["--seeds=", "at least one"]),
+    "no seeds": (["--seeds="], ["--seeds= is empty"]),
     "not numbers": (["--seeds=1,x"], ["--seeds=1,x", "whole numbers"]),
     "both": (["--seeds=1,2", "--seed=3"], ["--seeds=1,2", "--seed=3", "give one"]),
     "pattern": (["--presets=*-tinny"], ["--presets '*-tinny'", "unknown", "gpt2-tiny"]),

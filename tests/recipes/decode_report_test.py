@@ -49,9 +49,9 @@ REFUSED = [
     ),
     *later(
         (["--presets=rmt-tiny,rmt-tiny"], "must be different names"),
-        (["--target="], "--target= names no target; legal: v5e, v5p, v6e, tpu7x, host"),
+        (["--target="], "--target= is empty; leave it out"),
         (["--context=many"], "--context=many must be a whole number from 1"),
-        (["--batch="], "--batch= is empty; legal: whole numbers, like 1"),
+        (["--batch="], "--batch= is empty; leave it out"),
         (["--set=model.nothing=1"], "'nothing' is unknown"),
         (["--set=rmt-tiny:model.num_layers=1"], "preset 'rmt-tiny' is unknown"),
         (["--output=decode.txt"], "--output=decode.txt must end in .md"),

@@ -172,8 +172,16 @@ REFUSED = {
     "nesting": ("train", ["--set=model.store=" + "[" * 3000], "--set=model.store '[[["),
     "empty preset": ("train", ["--preset="], "--preset= is empty"),
     "empty config": ("train", ["--config="], "--config= is empty"),
-    "empty workdir": ("train", ["--workdir="], "--workdir='' names no folder"),
-    "generate's": ("generate", ["--workdir="], "--workdir='' names no folder"),
+    "empty workdir": ("train", ["--workdir="], "--workdir= is empty"),
+    "generate's": ("generate", ["--workdir="], "--workdir= is empty"),
+    "empty origin": ("train", ["--init_from="], "--init_from= is empty; leave it out, or give a"),
+    "empty tasks": ("evaluate", ["--workdir=x", "--tasks="], "--tasks= is empty; leave it out"),
+    "empty part": ("evaluate", ["--workdir=x", "--tasks=a,"], "--tasks=a, has an empty part"),
+    "a flag as a value": (
+        "train",
+        ["--workdir", "--dry_run"],
+        "--workdir has no value before '--dry_run'; legal: --workdir=VALUE",
+    ),
     "temperature": ("generate", ["--workdir=x", "--temperature=nan"], "--temperature=nan must be"),
     "generate's seed": ("generate", ["--workdir=x", "--seed=-1"], "--seed=-1 must be at least 0"),
     "float64": (
