@@ -1,4 +1,4 @@
-"""Whether another process trains in the same run folder: a note, never a lock."""
+"""Whether another process trains in the same run folder, by the word that it leaves there."""
 
 import contextlib
 import json
@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Fault, Folder
 
 FILE = "running.json"
@@ -16,32 +17,36 @@ _STALE_SECONDS = 3 * _BEAT_SECONDS  # what was not renewed for so long has ended
 
 
 @contextlib.contextmanager
-def held(folder: Folder, say: Callable[[str], None]) -> Iterator[None]:
-    """Says so if another process seems to train in `folder`; leaves word that this one does.
+def held(folder: Folder, say: Callable[[str], None]) -> Iterator[str | None]:
+    """Refuses a folder in which another process trains; leaves word that this one does.
 
-    The word is renewed each minute. It is of no consequence but the note: two runs in one folder
-    lose nothing, because of two that save the same step one fails.
+    The word is renewed each minute. A process of this host is known to live. One of another host
+    may have been killed a minute ago and begin again here, so that it is told, and left to the
+    caller: the same run may go on, but its folder must not become another run's.
+
+    Yields:
+      Which process of another host has left word lately, or None.
+
+    Raises:
+      UsageError: a process of this host trains in `folder`.
     """
-    with contextlib.suppress(Fault):
-        if other := _other(folder):
-            say(
-                f"note: {other} seems to train in {folder} too; the one that comes later to a "
-                "checkpoint will fail, and metrics are mixed"
-            )
+    other = _claimed(folder)
+    if other:
+        say(
+            f"note: {other} seems to train in {folder} too; the one that comes later to a "
+            "checkpoint will fail, and metrics are mixed"
+        )
     ended = threading.Event()
-    own = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
 
     def beat() -> None:
-        while True:
+        while not ended.wait(_BEAT_SECONDS):
             with contextlib.suppress(Fault):
-                folder.write(FILE, json.dumps(own | {"seen": time.time()}).encode())
-            if ended.wait(_BEAT_SECONDS):
-                return
+                folder.write(FILE, _word())
 
     thread = threading.Thread(target=beat, name="lease", daemon=True)
     thread.start()
     try:
-        yield
+        yield other
     finally:
         ended.set()
         thread.join()
@@ -49,17 +54,43 @@ def held(folder: Folder, say: Callable[[str], None]) -> Iterator[None]:
             folder.delete(FILE)
 
 
-def _other(folder: Folder) -> str | None:
-    """Which process has left word lately, if it may still live."""
-    found = folder.read(FILE)
+def _word() -> bytes:
+    return json.dumps(
+        {"host": socket.gethostname(), "pid": os.getpid(), "seen": time.time()}
+    ).encode()
+
+
+def _claimed(folder: Folder) -> str | None:
+    """Leaves the first word, of two processes that do so at a time only one; see `held`."""
+    with contextlib.suppress(Fault):
+        for _ in range(3):
+            found = folder.read(FILE)
+            other, is_here = _other(found.data) if found else (None, False)
+            if is_here:
+                raise UsageError(
+                    f"--workdir={folder} is that of a run that {other} trains; wait for it, stop "
+                    "it, or give another --workdir"
+                )
+            if found is None:
+                left = folder.create(FILE, _word())
+            else:
+                left = folder.replace(FILE, _word(), generation=found.generation)
+            if left:
+                return other
+    return None
+
+
+def _other(data: bytes) -> tuple[str | None, bool]:
+    """Which process has left word lately, if it may still live, and whether it lives here."""
     try:
-        said = json.loads(found.data) if found else {}
+        said = json.loads(data)
         host, pid, ago = str(said["host"]), int(said["pid"]), time.time() - float(said["seen"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None
-    if ago > _STALE_SECONDS or (host == socket.gethostname() and not _lives(pid)):
-        return None
-    return f"process {pid} on {host} (seen {max(ago, 0):.0f} s ago)"
+        return None, False
+    is_here = host == socket.gethostname()
+    if ago > _STALE_SECONDS or (is_here and not _lives(pid)):
+        return None, False
+    return f"process {pid} on {host} (seen {max(ago, 0):.0f} s ago)", is_here
 
 
 def _lives(pid: int) -> bool:

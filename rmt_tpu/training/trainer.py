@@ -111,7 +111,12 @@ def _train(
         data_checksum = datasets.train.checksum()
         _check_agreement(config, data_checksum)
         origin = _origin(config, folder)
-        opened = workdir.open_workdir(folder, config, change_config=change_config)
+        other = None
+        if processes.is_first():
+            workdir.check_access(folder, write=True)
+            # Before anything there is changed: a run that lives keeps its folder.
+            other = stack.enter_context(lease.held(folder, progress.say))
+        opened = workdir.open_workdir(folder, config, change_config=change_config, other=other)
         if opened.changes:
             how = "starting anew" if opened.anew else "going on"
             progress.say(f"{how} with another config: {'; '.join(opened.changes)}")
@@ -130,8 +135,6 @@ def _train(
                 set_aside(folder)
             workdir.write_config(folder, config, [] if opened.anew else opened.changes)
             tokenizer.save(folder)
-        if processes.is_first():
-            stack.enter_context(lease.held(folder, progress.say))
         side_files = stack.enter_context(
             SideFiles(folder, start.step, config.train.tensorboard, progress.say)
         )

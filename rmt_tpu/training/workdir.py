@@ -59,7 +59,13 @@ def _renamed(name: str) -> str:
     return name
 
 
-def open_workdir(workdir: Location, config: RunConfig, *, change_config: bool = False) -> Opened:
+def open_workdir(
+    workdir: Location,
+    config: RunConfig,
+    *,
+    change_config: bool = False,
+    other: str | None = None,
+) -> Opened:
     """Make the folder this run's if it is nobody's, or check that it is the same run's.
 
     A run that has no checkpoint yet may be given any config. Of several processes the first one
@@ -70,13 +76,15 @@ def open_workdir(workdir: Location, config: RunConfig, *, change_config: bool = 
       config: it is started with.
       change_config: let a run go on with another batch size, optimizer, number of steps, dtype or
         a wider D_k.
+      other: which other process seems to train there, see `lease.held`.
 
     Returns:
       What `write_config` is to change.
 
     Raises:
       UsageError: the folder cannot be written, or holds a run with another config, or one whose
-        config is damaged; or it is another folder for another process.
+        config is damaged; or another process trains there with another config; or it is another
+        folder for another process.
     """
     folder, opened = open_folder(workdir), Opened([], anew=False)
     if processes.is_first():
@@ -86,6 +94,12 @@ def open_workdir(workdir: Location, config: RunConfig, *, change_config: bool = 
             write_config(folder, config)
         else:
             opened = _compare(folder, found.data, config, change_config)
+            if other and opened.changes:
+                raise UsageError(
+                    f"--workdir={folder} is that of a run that {other} trains with another config: "
+                    f"{'; '.join(opened.changes[:8])}; wait for it, stop it, or give another "
+                    "--workdir"
+                )
     if processes.num_processes() > 1:
         _check_shared(folder)
     return opened

@@ -1,4 +1,4 @@
-"""A note where two processes train in one folder, and none where the other one has ended."""
+"""Two processes in one folder: a refusal or a note, and none where the other one has ended."""
 
 import json
 import os
@@ -9,7 +9,9 @@ import time
 
 import pytest
 
+from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import open_folder
+from rmt_tpu.storage.local import LocalFolder
 from rmt_tpu.training import lease
 
 HERE = socket.gethostname()
@@ -24,12 +26,11 @@ def ended_pid() -> int:
 @pytest.mark.parametrize(
     "host, pid, seen_ago, noted",
     [
-        (HERE, os.getppid(), 10, True),
         ("elsewhere", 7, 10, True),
         ("elsewhere", 7, 10_000, False),
         (HERE, os.getpid(), 10, False),  # an earlier run of this very process
     ],
-    ids=["here", "elsewhere", "elsewhere, long ago", "itself"],
+    ids=["elsewhere", "elsewhere, long ago", "itself"],
 )
 def test_another_process_is_noted(tmp_path, host, pid, seen_ago, noted):
     word = {"host": host, "pid": pid, "seen": time.time() - seen_ago}
@@ -39,6 +40,30 @@ def test_another_process_is_noted(tmp_path, host, pid, seen_ago, noted):
         pass
     assert len(told) == noted
     assert not noted or f"process {pid} on {host} (seen 10 s ago)" in told[0]
+
+
+def test_one_that_lives_here_keeps_its_folder(tmp_path):
+    word = json.dumps({"host": HERE, "pid": os.getppid(), "seen": time.time()})
+    (tmp_path / lease.FILE).write_text(word)
+    with (
+        pytest.raises(UsageError, match=f"--workdir={tmp_path} is .*process {os.getppid()} on "),
+        lease.held(open_folder(tmp_path), pytest.fail),
+    ):
+        pass
+    assert (tmp_path / lease.FILE).read_text() == word
+
+
+def test_of_two_that_begin_at_a_time_one_is_refused(tmp_path, monkeypatch):
+    folder, create = open_folder(tmp_path), LocalFolder.create
+    word = {"host": HERE, "pid": os.getppid(), "seen": time.time()}
+
+    def later(self, name, data):
+        (tmp_path / name).write_text(json.dumps(word))  # of one that looked when this one did
+        return create(self, name, data)
+
+    monkeypatch.setattr(LocalFolder, "create", later)
+    with pytest.raises(UsageError, match="is that of a run"), lease.held(folder, pytest.fail):
+        pass
 
 
 def test_one_that_was_killed_is_not(tmp_path):

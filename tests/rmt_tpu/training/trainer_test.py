@@ -1,7 +1,10 @@
 """The training loop, in this process: what comes before what, and how it ends."""
 
 import json
+import os
 import shutil
+import socket
+import time
 
 import jax
 import pytest
@@ -11,10 +14,10 @@ from rmt_tpu import memory
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
-from rmt_tpu.errors import DivergedError, RunError
+from rmt_tpu.errors import DivergedError, RunError, UsageError
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.storage.local import LocalFolder
-from rmt_tpu.training import side_files, trainer
+from rmt_tpu.training import side_files, trainer, workdir
 from rmt_tpu.training.metrics import read_metrics
 
 TEXT = "the quick brown fox jumps over the lazy dog.\n" * 40
@@ -120,6 +123,19 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
     assert trainer.train(elsewhere, run, all_is_saved=saved.append).step == saved.pop() == 6
     assert f"{run} is complete at step 6" in capsys.readouterr().err
     assert not (run / "running.json").exists()
+
+
+def test_a_run_that_lives_keeps_its_folder(config, tmp_path):
+    """Before its first checkpoint too: nothing there is changed, and the lease stays."""
+    run = open_folder(tmp_path / "run")
+    workdir.open_workdir(run, overrides.apply(config, {"train.seed": 1}))
+    word = {"host": socket.gethostname(), "pid": os.getppid(), "seen": time.time()}
+    run.write("running.json", json.dumps(word).encode())
+    run.write("metrics.jsonl", b'{"step": 1}\n')
+    before = {name: run.read(name).data for name in run.names()}
+    with pytest.raises(UsageError, match=f"is that of a run that process {os.getppid()} on "):
+        trainer.train(config, run)
+    assert {name: run.read(name).data for name in run.names()} == before
 
 
 def test_a_residual_that_outgrows_int16_goes_on_in_float32(config, tmp_path, capsys):

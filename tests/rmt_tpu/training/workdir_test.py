@@ -37,6 +37,12 @@ def test_without_a_checkpoint_any_config_is_taken_and_said(folder):
     assert workdir.read_config(folder) == CONFIG
 
 
+def test_what_another_process_may_train_does_not_become_another_run(folder):
+    assert workdir.open_workdir(folder, CONFIG, other="process 7 on h") == ([], False)
+    with pytest.raises(UsageError, match="process 7 on h trains .*: train.seed is 0 there, 1 here"):
+        workdir.open_workdir(folder, changed(train__seed=1), other="process 7 on h")
+
+
 def test_with_a_checkpoint_it_must_be_the_same(folder):
     commit(folder)
     with pytest.raises(UsageError, match="train.seed is 0 there, 1 here"):
