@@ -9,12 +9,12 @@ from flax import nnx, traverse_util
 
 from rmt_tpu import config as cfg
 from rmt_tpu.decoder import Decoder
-from rmt_tpu.errors import UsageError, of_argument
+from rmt_tpu.errors import UsageError, of_argument, of_flag
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.models import describe, is_hub
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training.run import Run
-from rmt_tpu.training.workdir import open_checkpoints, read_config
+from rmt_tpu.training.workdir import check_saved_with, open_checkpoints, read_config
 
 Path = tuple[Any, ...]
 
@@ -87,7 +87,9 @@ class Origin:
 
     def _of_run(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         tree = {"params": traverse_util.unflatten_dict(like)}
-        _, state, _ = open_checkpoints(self._folder).restore(tree, partial=True)
+        step, state, meta = open_checkpoints(self._folder).restore(tree, partial=True)
+        with of_flag("init_from"):
+            check_saved_with(self._folder, read_config(self._folder), step, meta, "model.")
         return traverse_util.flatten_dict(state["params"])
 
     def _of_hub(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:

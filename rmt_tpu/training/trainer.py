@@ -15,7 +15,7 @@ from rmt_tpu import data, memory
 from rmt_tpu.checkpoint import Checkpointer, Retention, Saved
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.distributed import processes
-from rmt_tpu.errors import DivergedError, RunError, UsageError
+from rmt_tpu.errors import DivergedError, RunError, UsageError, of_flag
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import kernel_blocks, lease, room, signals, workdir
@@ -243,6 +243,13 @@ def _restore_or_init(
         run.state_shardings._replace(copies={}),
     )
     step, state, meta = restore_grown(checkpoints, like, config.model)
+    with of_flag("workdir"):
+        workdir.check_saved_with(folder, config, step, meta)
+    if meta.get("tokenizer", tokenizer.fingerprint()) != tokenizer.fingerprint():
+        raise UsageError(
+            f"--tokenizer={config.data.tokenizer} is another one than that of checkpoint {step} in "
+            f"--workdir={folder}; give the same one, or another --workdir"
+        )
     if meta["data_checksum"] != data_checksum:
         raise UsageError(
             f"--data={config.data.source} does not give the tokens that the run in "
@@ -434,6 +441,7 @@ class _Loop:
         self._report()
         if self.step != self.save_step:
             meta = {"windows_read": self.windows_read, "data_checksum": self.data_checksum}
+            meta |= workdir.saved_with(self.config, self.tokenizer)
             with self._last_good_step_told():
                 before = self.checkpoints.begin_save(
                     self.step,

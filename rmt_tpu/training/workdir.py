@@ -4,7 +4,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rmt_tpu import memory
@@ -229,7 +229,9 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     checkpoints = open_checkpoints(folder)
     like = {"params": params}
     with memory.told_if_out("the model's parameters do not fit"):
-        step, state, _ = restore_grown(checkpoints, like, config.model, step, partial=True)
+        step, state, meta = restore_grown(checkpoints, like, config.model, step, partial=True)
+    with of_argument("workdir"):
+        check_saved_with(folder, config, step, meta, "model.")
     _check_finite(state["params"], f"step {step} of {folder}")
     decoder = nnx.merge(graphdef, state["params"])
     return Loaded(decoder, load_saved(folder), step, config.data.seq_len)
@@ -302,6 +304,47 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
         f"--workdir={folder} holds a run with another config: {'; '.join(shown)}. "
         f"{ways}or another --workdir"
     )
+
+
+def saved_with(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a checkpoint's meta says of its run, for `check_saved_with`."""
+    return {"config": overrides.to_json(config), "tokenizer": tokenizer.fingerprint()}
+
+
+def check_saved_with(
+    folder: Folder, config: RunConfig, step: int, meta: Mapping[str, Any], within: str = ""
+) -> None:
+    """Whether a checkpoint is of the run that `config.json` says; they lie side by side only.
+
+    What may differ when a run goes on may differ here. Checkpoints of older code do not say it.
+
+    Args:
+      folder: of the run.
+      config: that it says.
+      step: of the checkpoint.
+      meta: that it was saved with.
+      within: the beginning of the paths that are compared, like "model.".
+
+    Raises:
+      UsageError: it is of another run; the message begins with the folder.
+    """
+    if (saved := meta.get("config")) is None:
+        return
+    try:
+        old = overrides.to_json(overrides.from_json(RunConfig, saved))
+    except UsageError as error:
+        raise UsageError(f"{folder}: the config in checkpoint {step}: {error}") from None
+    lines = differences(old, overrides.to_json(config))
+    paths = {line: line.split(" ", 1)[0] for line in lines}
+    if different := [
+        line
+        for line, path in paths.items()
+        if path.startswith(within) and resume_rule(config, path) == "fixed"
+    ]:
+        raise UsageError(
+            f"{folder}: {CONFIG} is not that of the run that saved checkpoint {step}: "
+            f"{'; '.join(different[:8])}. Put the run's own back, or give another folder"
+        )
 
 
 def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:

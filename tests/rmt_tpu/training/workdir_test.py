@@ -61,6 +61,26 @@ def test_paths_of_data_and_tokenizer_are_free(folder):
     assert workdir.open_workdir(folder, moved) == ([], False)
 
 
+def test_a_config_beside_the_checkpoints_of_another_run_is_seen(folder):
+    meta = json.loads(json.dumps(workdir.saved_with(CONFIG, ByteTokenizer())))
+    check = lambda config, meta=meta, **k: workdir.check_saved_with(folder, config, 4, meta, **k)
+    check(CONFIG)
+    check(changed(model__store__key_dim=64, train__mesh="data=2", train__optimizer__b1=0.5))
+    other = changed(train__seed=1)
+    check(other, {})  # of older code
+    check(other, within="model.")
+    with pytest.raises(
+        UsageError,
+        match=f"^{folder}: config.json is not .* that saved checkpoint "
+        "4: train.seed is 0 there, 1 here",
+    ):
+        check(other)
+    with pytest.raises(UsageError, match="model.num_layers is 4 there, 7 here"):
+        check(changed(model__num_layers=7), within="model.")
+    with pytest.raises(UsageError, match="the config in checkpoint 4: "):
+        check(CONFIG, {"config": {"model": 3}})
+
+
 def test_another_tokenizer_is_refused(folder):
     class Other(ByteTokenizer):
         def fingerprint(self):
