@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from absl import logging
 
@@ -24,8 +22,9 @@ _APPEND_SECONDS = 30.0
 class MetricsWriter:
     """Appends rows to `<workdir>/metrics.jsonl`, and to `<workdir>/tensorboard` if that is wanted.
 
-    A row is one JSON object with its `step`; numbers that are not finite are null. A resumed run
-    may write a step's row again: the later row counts. In a bucket, a thread adds the rows of
+    A row is one JSON object with its `step`; numbers that are not finite are null. Of a step's
+    rows the later counts; rows of `first_step` and after it, of a start that got further, are
+    dropped. In a bucket, a thread adds the rows of
     half a minute at a time, and `flush` those that there are.
 
     Nothing here raises because a file cannot be written: that is told once, the rows are kept,
@@ -52,9 +51,8 @@ class MetricsWriter:
             self._board = _Growing(folder, tensorboard.new_file(), report)
             self._board.add(tensorboard.header(first_step))
         self._closed, self._thread = threading.Event(), None
-        if folder.local_path is not None:
-            _drop_torn_line(folder.local_path / FILE, report)
-        else:
+        _drop_from(folder, first_step, report)
+        if folder.local_path is None:
             self._thread = threading.Thread(
                 target=self._append_now_and_then, name="metrics", daemon=True
             )
@@ -179,16 +177,20 @@ def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _drop_torn_line(path: Path, report: Callable[[str], None]) -> None:
-    """A killed process may leave a line without its end; what follows it must not join it."""
+def _drop_from(folder: Folder, first_step: int, report: Callable[[str], None]) -> None:
+    """Leaves out rows of steps that are done again, and a last line without its end.
+
+    The run has gone back behind them: nothing else says that they are of weights that no longer
+    exist. A killed process may leave half a line, and what follows must not join it.
+    """
     try:
-        if not path.exists():
+        if (found := folder.read(FILE, limit=_LARGEST)) is None:
             return
-        with open(path, "rb+") as file:
-            content = file.read()
-            keep = content.rfind(b"\n") + 1
-            if keep < len(content):
-                file.truncate(keep)
-                os.fsync(file.fileno())
-    except OSError as error:
-        report(f"note: {path}: {error.strerror}; the run goes on")
+        lines = [line + b"\n" for line in found.data.split(b"\n")[:-1]]
+        kept = b"".join(
+            line for line in lines if (row := _parsed(line)) is None or row["step"] < first_step
+        )
+        if kept != found.data:
+            folder.write(FILE, kept)
+    except Fault as fault:
+        report(f"note: {fault}; the run goes on")

@@ -24,11 +24,26 @@ def test_the_later_row_of_a_step_counts(tmp_path):
     write(
         tmp_path, 1, [(1, {"train/loss": 3.0}), (2, {"train/loss": 2.0}), (2, {"eval/loss": 2.5})]
     )
-    write(tmp_path, 2, [(2, {"train/loss": 1.5})])
+    write(tmp_path, 3, [(2, {"train/loss": 1.5})])
     assert read_metrics(tmp_path) == [
         {"step": 1, "train/loss": 3.0},
         {"step": 2, "train/loss": 1.5, "eval/loss": 2.5},
     ]
+
+
+def test_rows_of_steps_that_are_done_again_are_dropped(tmp_path):
+    """The run may go on otherwise, and never write a row of these steps."""
+    path = tmp_path / "metrics.jsonl"
+    write(tmp_path, 1, [(step, {"train/loss": 1.0}) for step in range(1, 10)])
+    with open(path, "ab") as file:
+        file.write(b'\0\0\n{"step": 10, "tr')
+    write(tmp_path, 5, [(6, {"eval/loss": 2.0})])
+    told = []
+    assert [row["step"] for row in read_metrics(tmp_path, report=told.append)] == [1, 2, 3, 4, 6]
+    assert len(told) == 1 and series(read_metrics(tmp_path), "eval/loss") == ([6], [2.0])
+    before = path.stat().st_mtime_ns, path.stat().st_ino
+    write(tmp_path, 7, [])
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == before  # nothing to drop
 
 
 def test_a_torn_last_line_is_left_out_and_then_replaced(tmp_path):
