@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,13 @@ def join_processes() -> bool:
     return True
 
 
-def model_of_flags() -> tuple[str, RunConfig]:
+def model_of_flags(
+    begun: Callable[[str], RunConfig | None] = lambda name: None,
+) -> tuple[str, RunConfig]:
     """The name and the run of --preset or --config, before the flags that change it.
+
+    Args:
+      begun: given that name, the config of a run that goes on and no longer needs --init_from.
 
     Raises:
       UsageError: both are given, or one is unknown or cannot be read.
@@ -138,22 +144,31 @@ def model_of_flags() -> tuple[str, RunConfig]:
         raise UsageError(f"--preset={preset} and --config={config}: give one of them")
     init_from = flags.FLAGS.init_from
     if init_from and not (preset or config):
-        return Path(init_from).name, _as(init_from)
-    return config or preset or "rmt-tiny", of_origin(base_config(preset or "rmt-tiny", config))
+        name = Path(init_from).name
+        return name, begun(name) or _as(init_from)
+    name = config or preset or "rmt-tiny"
+    return name, of_origin(base_config(preset or "rmt-tiny", config), begun(name))
 
 
-def of_origin(base: RunConfig) -> RunConfig:
+def of_origin(base: RunConfig, begun: RunConfig | None = None) -> RunConfig:
     """`base` with the tokenizer that --init_from has, and its vocabulary, which may be larger.
+
+    Args:
+      base: the run without it.
+      begun: see `model_of_flags`.
 
     Raises:
       UsageError: there is no model in that folder.
     """
-    if not flags.FLAGS.init_from:
+    if begun is None and not flags.FLAGS.init_from:
         return base
-    origin = _as(flags.FLAGS.init_from)
+    origin = begun or _as(flags.FLAGS.init_from)
     model = base.model.replace(vocab_size=origin.model.vocab_size)
     data = dataclasses.replace(base.data, tokenizer=origin.data.tokenizer)
-    return dataclasses.replace(base, model=model, data=data)
+    train = base.train
+    if begun:
+        train = dataclasses.replace(train, init_from=begun.train.init_from)
+    return RunConfig(model, train, data)
 
 
 def _as(init_from: str) -> RunConfig:
@@ -204,7 +219,7 @@ def run_config(base: RunConfig) -> RunConfig:
         config = overrides.apply(base, changes)
     except UsageError as error:
         raise UsageError(_as_spelt(str(error), spelt)) from None
-    given_vocabulary = flags.FLAGS.init_from or "model.vocab_size" in changes
+    given_vocabulary = config.train.init_from or "model.vocab_size" in changes
     if "data.tokenizer" in changes and not given_vocabulary:
         return _with_vocabulary(config)
     return config

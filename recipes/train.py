@@ -14,7 +14,9 @@ import threading
 from absl import flags
 
 from recipes import common, program
+from rmt_tpu.config import RunConfig
 from rmt_tpu.errors import UsageError, of_flag
+from rmt_tpu.storage import Folder, open_folder
 from rmt_tpu.training import signals
 
 common.define_model_flags()
@@ -45,14 +47,11 @@ def main() -> int:
 
 
 def _train(at_once: signals.AtOnce) -> int:
-    name, base = common.model_of_flags()
+    name, base = common.model_of_flags(_begun)
     config = common.run_config(base)
     if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:
         raise UsageError(f"--config={name} needs a --workdir")
-    from rmt_tpu.storage import open_folder
-
-    with of_flag("workdir"):
-        folder = open_folder(f"runs/{name}" if _WORKDIR.value is None else _WORKDIR.value)
+    folder = _folder(name)
     if _DRY_RUN.value:
         from rmt_tpu.analysis.dry_run import dry_run
 
@@ -82,6 +81,21 @@ def _train(at_once: signals.AtOnce) -> int:
     if processes.is_first():
         print(f"done: {outcome.step} steps in {folder}")
     return 0
+
+
+def _folder(name: str) -> Folder:
+    with of_flag("workdir"):
+        return open_folder(f"runs/{name}" if _WORKDIR.value is None else _WORKDIR.value)
+
+
+def _begun(name: str) -> RunConfig | None:
+    """See `common.model_of_flags`; without jax for a folder that holds no run."""
+    folder = _folder(name)
+    if folder.local_path is not None and not (folder.local_path / "config.json").exists():
+        return None
+    from rmt_tpu.training.workdir import begun_from
+
+    return begun_from(folder)
 
 
 def _end(line: str, code: int) -> None:

@@ -90,7 +90,8 @@ class TrainConfig(Checked):
       batch_size: sequences a step, over all devices and accumulation steps.
       accumulate: parts that a batch is computed in, one after the other.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
-      init_from: a run folder or one of the hub's form whose parameters are taken at the start.
+      init_from: a run folder or one of the hub's form whose parameters are taken at the start. Once
+        there is a checkpoint it is not looked at, and stays what it was.
       seed: of the parameters and of the order of the data.
       mesh: axes of devices, like "data=2,fsdp=4"; -1 fills.
       microbatches: parts of a device's rows that a pipeline (`stage`) works on at a time, a
@@ -121,7 +122,7 @@ class TrainConfig(Checked):
     optimizer: AdamW | Muon = changeable(AdamW())
     z_loss: NonNegative = changeable(1e-4)
     seed: Seed = 0
-    init_from: str = ""
+    init_from: str = free("")
     mesh: str = free("data=-1")
     microbatches: Count = free(0)
     virtual_stages: Size = free(1)

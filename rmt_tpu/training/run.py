@@ -84,8 +84,8 @@ def resolved(config: RunConfig, kept: Mapping[str, str] = MappingProxyType({})) 
 
     Args:
       config: of the run.
-      kept: `workdir.kept` of the run that goes on, if one does: its remat is taken for "auto", and
-        its residual is of floats where that has outgrown int16.
+      kept: `workdir.kept` of the run that goes on, if one does: its remat is taken for "auto",
+        its residual is of floats where that has outgrown int16, and it began as it did.
 
     Raises:
       UsageError: one is float64, of which jax would silently make float32.
@@ -108,7 +108,9 @@ def resolved(config: RunConfig, kept: Mapping[str, str] = MappingProxyType({})) 
     if outgrown and model.store.dtype == "auto" and of_residual == "int16":
         of_residual = "float32"
     store = dataclasses.replace(model.store, dtype=of_residual)
-    return dataclasses.replace(config, model=dataclasses.replace(model, store=store))
+    origin = kept.get("train.init_from", config.train.init_from)
+    train = dataclasses.replace(config.train, init_from=origin)
+    return RunConfig(dataclasses.replace(model, store=store), train, config.data)
 
 
 def _remat(model: ModelConfig, stages: int, kept: Mapping[str, str]) -> RematPolicy:

@@ -162,8 +162,26 @@ def kept(folder: Folder) -> dict[str, str]:
         with contextlib.suppress(UsageError):  # which `open_workdir` tells
             config = _parsed(folder, found.data)
             if open_checkpoints(folder).steps():
-                values = {path: overrides.value_at(config, path) for path in KEPT}
+                paths = (*KEPT, "train.init_from")
+                values = {path: overrides.value_at(config, path) for path in paths}
     return processes.from_first(values, "what the run keeps")
+
+
+def begun_from(folder: Folder) -> RunConfig | None:
+    """The config of the run in a folder, if it began with another's weights and has a checkpoint.
+
+    It brings the vocabulary and tokenizer that it took from there: the other is needed no more.
+
+    Raises:
+      UsageError: the folder cannot be read.
+    """
+    check_access(folder)
+    with contextlib.suppress(UsageError):  # which `open_workdir` tells
+        if (found := folder.read(CONFIG)) is not None:
+            config = _parsed(folder, found.data)
+            if config.train.init_from and open_checkpoints(folder).steps():
+                return config
+    return None
 
 
 class Loaded(NamedTuple):
@@ -286,10 +304,13 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
         old = overrides.to_json(_parsed(folder, found))
     lines = {line: line.split(" ", 1)[0] for line in differences(old, overrides.to_json(config))}
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
+    has_begun = bool(open_checkpoints(folder).steps())
+    if not has_begun:  # it matters until its weights are in a checkpoint
+        rules |= {line: "fixed" for line, path in lines.items() if path == "train.init_from"}
     different = [line for line, rule in rules.items() if rule != "free"]
     if not different:
         return Opened([], anew=False)
-    if not open_checkpoints(folder).steps():
+    if not has_begun:
         return Opened(different, anew=True)
     fixed = [line for line in different if rules[line] != "change"]
     if change_config and not fixed:

@@ -4,15 +4,16 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 import rmt_tpu
 from pallas_kernels.compiler.ops import OPS
-from recipes import program
+from recipes import common, program
 from rmt_tpu import cost
-from rmt_tpu.config import ModelConfig, overrides
+from rmt_tpu.config import ModelConfig, overrides, presets
 from rmt_tpu.config.presets import about
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError, about_flag
@@ -240,3 +241,22 @@ def test_a_platform_that_is_not_there(platform, tmp_path):
     error = cli.fail("train", *cli.TINY, f"--workdir={tmp_path}", env=env)
     assert error.startswith(f"error: JAX_PLATFORMS={platform} names a platform without a device")
     assert "legal: cpu, or leave it out" in error
+
+
+def test_what_a_run_began_with_is_not_opened_once_it_has_begun(monkeypatch):
+    """Its own config has the vocabulary and the tokenizer that it took from there."""
+    own = overrides.apply(
+        presets.run("gpt2-tiny"),
+        {"model.vocab_size": 300, "data.tokenizer": "t", "train.init_from": "gone"},
+    )
+    given = {"preset": None, "config": None, "init_from": "gone/"}
+    monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
+    assert common.model_of_flags(lambda name: own) == ("gone", own)
+    with pytest.raises(UsageError, match="--init_from=gone.* holds no run"):
+        common.model_of_flags(lambda name: None)
+    for init_from in "gone/", None:
+        given |= {"preset": "rmt-tiny", "init_from": init_from}
+        monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
+        name, base = common.model_of_flags(lambda name: own)
+        assert (name, base.model.vocab_size, base.data.tokenizer) == ("rmt-tiny", 300, "t")
+        assert base.train.init_from == "gone" and base.model.store.kind == "matrix"

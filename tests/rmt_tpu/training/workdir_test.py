@@ -10,6 +10,7 @@ from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training import workdir
+from rmt_tpu.training.run import resolved
 
 CONFIG = preset_run("rmt-tiny")
 
@@ -79,6 +80,19 @@ def test_a_config_beside_the_checkpoints_of_another_run_is_seen(folder):
         check(changed(model__num_layers=7), within="model.")
     with pytest.raises(UsageError, match="the config in checkpoint 4: "):
         check(CONFIG, {"config": {"model": 3}})
+
+
+def test_what_a_run_began_with_is_needed_until_it_has_a_checkpoint(folder):
+    began = changed(train__init_from="origin", model__vocab_size=300)
+    workdir.write_config(folder, began)
+    assert workdir.begun_from(folder) is None and not workdir.kept(folder)
+    assert workdir.open_workdir(folder, changed(model__vocab_size=300)).anew
+    commit(folder)
+    for other in "", "origin/", "moved":
+        given = overrides.apply(began, {"train.init_from": other})
+        assert workdir.open_workdir(folder, given) == ([], False)
+        assert resolved(given, workdir.kept(folder)).train.init_from == "origin"
+    assert workdir.begun_from(folder) == began
 
 
 def test_another_tokenizer_is_refused(folder):
