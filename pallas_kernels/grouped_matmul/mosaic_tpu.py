@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.call import LANES
 
-# Of a tile: rows, and the least numbers of rows and columns of a matrix that are worth a step.
-_ROWS, _SIZE = 512, 1024
+# Of a tile: rows, and bytes of rows and of columns of a matrix, the fewest that are worth a step.
+# The kernels ask for no VMEM, and have 16 MiB.
+_ROWS, _BYTES = 512, 2048
 
 
 def unsupported(op: str, rows, other, sizes) -> str | None:
@@ -34,7 +35,7 @@ def product(
     tile = _tile_rows(len(rows), len(sizes))
     columns = matrices.shape[1 if transposed else 2]
     options = {"transpose_rhs": transposed, "interpret": interpret}
-    tiling = (tile, min(_SIZE, rows.shape[1]), min(_SIZE, columns))
+    tiling = tile, *_of_matrix(rows.dtype, rows.shape[1], columns)
     products = gmm(_padded(rows, tile), matrices, sizes, rows.dtype, tiling, **options)
     return products[: len(rows)]
 
@@ -48,7 +49,7 @@ def of_matrices(
 ) -> Float[Array, "G K N"]:
     """See the package."""
     tile = _tile_rows(len(rows), len(sizes))
-    tiling = (tile, min(_SIZE, rows.shape[1]), min(_SIZE, d_products.shape[1]))
+    tiling = tile, *_of_matrix(rows.dtype, rows.shape[1], d_products.shape[1])
     # The kernel turns the rows back as it reads them.
     turned = _padded(rows, tile).swapaxes(0, 1)
     d_products = _padded(d_products, tile)
@@ -59,6 +60,11 @@ def _tile_rows(rows: int, groups: int) -> int:
     """As many as a group has, in powers of two: at its borders tiles are computed twice."""
     each = 1 << max(rows // groups - 1, 0).bit_length()
     return min(max(each, LANES), _ROWS)
+
+
+def _of_matrix(dtype, *sizes: int) -> list[int]:
+    """Rows and columns of a tile of a matrix of this dtype."""
+    return [min(_BYTES // jnp.dtype(dtype).itemsize, size) for size in sizes]
 
 
 def _padded(x, tile):

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.call import LANES
+from pallas_kernels.call import LANES, chip
 
 # Rows of a step; at the borders of 128 tokens' rows they are read twice.
 _TILE = 256
+# Bytes of a row of a tile: the kernel asks for no VMEM, and has 16 MiB where a core has more.
+_BYTES = 2**14
 # Fewer are too few for a kernel.
 _CHOICES = 1024
 
@@ -54,5 +56,12 @@ def sums(
     by_token = jnp.argsort(token)
     own = jax.nn.one_hot(token[by_token] % LANES, LANES, dtype=rows.dtype)
     whole = lambda x: jnp.pad(x, ((0, -count % _TILE), (0, 0)))
-    given = whole(own).T, whole(rows[by_token]), sizes, rows.dtype, (_TILE, LANES, width)
+    tiling = _TILE, LANES, _columns(width, rows.dtype)
+    given = whole(own).T, whole(rows[by_token]), sizes, rows.dtype, tiling
     return tgmm(*given, interpret=interpret).reshape(-1, width)[:tokens]
+
+
+def _columns(width: int, dtype) -> int:
+    """Of a tile."""
+    most = _BYTES if chip().vmem > 2**24 else _BYTES // 2
+    return min(width, most // jnp.dtype(dtype).itemsize)

@@ -175,3 +175,22 @@ def test_a_kernel_that_cannot_serve_says_why(unannotated):
         grouped_matmul(*given, implementation="cudnn")
     with jax.enable_x64(True), pytest.raises(UnsupportedImplementation, match="rows of float64"):
         grouped_matmul(*given, implementation="mosaic_tpu")
+
+
+@pytest.mark.parametrize("dtype, want", [("bfloat16", [1024, 1024]), ("float32", [512, 512])])
+def test_tiles_fit_the_vmem_that_kernels_have_unasked(dtype, want):
+    rows, item = mosaic_tpu._ROWS, jnp.dtype(dtype).itemsize
+    K, N = mosaic_tpu._of_matrix(jnp.dtype(dtype), 2304, 2048)
+    assert [K, N] == want
+    of_product = 2 * item * (rows * K + K * N + rows * N) + 4 * rows * N
+    of_matrices = 2 * item * (rows * K + K * N + rows * N) + 4 * K * N
+    assert max(of_product, of_matrices) <= 14 * 2**20
+
+
+@pytest.mark.compile
+def test_wide_experts_in_float32_compile():
+    place = place_on("v5e:2x2")
+    given = place(jnp.float32, 1024, 2304), place(jnp.float32, 2, 2304, 2048)
+    loss = lambda *x: jnp.sum(grouped_matmul(*x, implementation="mosaic_tpu"))
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(*given, place(jnp.int32, 2)).compile()
+    assert program.as_text().count("tpu_custom_call") == 2

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedImplementation, rows_of_tokens, sums_of_rows
+from pallas_kernels import UnsupportedImplementation, rows_of_tokens, sums_of_rows, tuned
 from pallas_kernels.token_rows import mosaic_tpu, reference, xla
 from tests.closeness import assert_close
 from tests.tiers import later
@@ -92,3 +92,19 @@ def test_a_kernel_that_cannot_serve_says_why(unannotated):
         sums_of_rows(rows, order, places, each=EACH, implementation="triton")
     with pytest.raises(UnsupportedImplementation, match="rows of float16"):
         sums_of_rows(rows, order, places, each=EACH, implementation="mosaic_tpu")
+
+
+@pytest.mark.parametrize("kind, most", [("TPU v5 lite", 16), ("TPU v4", 8)])
+def test_tiles_of_wide_rows_fit_vmem(kind, most):
+    with tuned.lowering_for(kind):
+        for dtype, item in ((jnp.bfloat16, 2), (jnp.float32, 4)):
+            assert mosaic_tpu._columns(2304, dtype) == min(2304, most * 1024 // item)
+            assert mosaic_tpu._columns(16384, dtype) == most * 1024 // item
+
+
+@pytest.mark.compile
+def test_wide_rows_in_float32_compile():
+    place = place_on("v5e:2x2")
+    given = place(jnp.float32, 512, 6144), place(jnp.int32, 512), place(jnp.int32, 2048)
+    sums = lambda *x: sums_of_rows(*x, each=4, implementation="mosaic_tpu")
+    assert "tpu_custom_call" in jax.jit(sums).lower(*given).compile().as_text()
