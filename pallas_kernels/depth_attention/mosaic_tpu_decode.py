@@ -19,13 +19,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import operand
 from pallas_kernels.arguments import Norm
-from pallas_kernels.call import LANES, tpu_call
+from pallas_kernels.call import LANES, round_up, tpu_call, vmem_part
 from pallas_kernels.depth_attention.interface import MergeAt, Partial
 
 # Of the products of `partial`: all of them are unrolled.
 _MOST = 128
 # Tokens of a grid step: what is between its passes stays in registers, or near them.
 _TOKENS = 32
+# Tokens that are whole tiles of any dtype, and MiB of 60 for all rows of a step in two buffers.
+_TILE, _BUDGET = 16, 58
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,15 @@ class _Call:
 def serves(given: Partial) -> bool:
     """Whether `partial` here is to be taken for what `mosaic_tpu` can do too."""
     S, (N, T, _) = given.queries.shape[0], given.sources.shape
-    return given.prior is None and T < LANES and N * S <= _MOST
+    return given.prior is None and T < LANES and N * S <= _MOST and _tokens(given) is not None
+
+
+def _tokens(given: Partial) -> int | None:
+    """Of a grid step; None if VMEM has no room for a tile of them."""
+    S, (N, T, D) = given.queries.shape[0], given.sources.shape
+    each = 2 * (N + S) * D * jnp.dtype(given.sources.dtype).itemsize
+    fitting = (n for n in (_TOKENS, _TILE) if each * round_up(min(n, T), 8) <= vmem_part(_BUDGET))
+    return next((min(n, T) for n in fitting), None)
 
 
 def partial(
@@ -49,7 +59,7 @@ def partial(
     """See `interface`; without a prior."""
     queries, sources, count, _ = given
     S, (N, T, D) = queries.shape[0], sources.shape
-    tokens = min(T, _TOKENS)
+    tokens = _tokens(given)
     by_token = lambda rows, size: pl.BlockSpec((rows, tokens, size), lambda i: (0, i, 0))
     out = tpu_call(
         functools.partial(_partial, call=_Call(epsilon)),
@@ -115,7 +125,7 @@ def merge_at(
     """See `xla.merge_at`. `E 3 T D` bytes."""
     parameters, layer, mixed, log_sums, site, current, active = given
     T, D = current.shape
-    tokens = min(T, _TOKENS)
+    tokens = _tokens(given)
     tables = {"active": active, "layer": layer, "site": site}
     by_site = lambda *shape: pl.BlockSpec(
         (None, tokens, *shape), lambda i, a, layer, site: (site[0], i, 0)

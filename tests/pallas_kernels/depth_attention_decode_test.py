@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import pallas_kernels
+from pallas_kernels import tuned
 from pallas_kernels.depth_attention import mosaic_tpu, mosaic_tpu_decode, xla
 from pallas_kernels.depth_attention.interface import MergeAt, Partial
 from tests.closeness import assert_close, float64
@@ -141,3 +142,21 @@ def test_phases_compile_and_take_no_slices(topology, tokens, size, dtype):
     for name in ("partial", "merge"):
         assert len(re.findall(rf"custom-call.*/depth_attention_{name}_decode/", text)) == 1, name
     assert not re.search(r"= (f32|bf16)\S* (dynamic-slice|pad)\(", text)
+
+
+@pytest.mark.parametrize(
+    "kind, N, D, dtype, tokens",
+    [
+        ("TPU v5 lite", 64, 7168, "bfloat16", 32),  # as much as was chosen before there was a bound
+        ("TPU v5 lite", 33, 7168, "float32", 16),
+        ("TPU v5 lite", 128, 8192, "float32", None),
+        ("TPU v4", 24, 1024, "bfloat16", 32),
+        ("TPU v4", 64, 7168, "bfloat16", None),
+    ],
+)
+def test_rows_of_a_step_fit_vmem(kind, N, D, dtype, tokens):
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    given = Partial(array(1, D), array(N, 64, D), jax.ShapeDtypeStruct((), jnp.int32))
+    with tuned.lowering_for(kind):
+        assert mosaic_tpu_decode._tokens(given) == tokens
+        assert mosaic_tpu_decode.serves(given) == (tokens is not None)
