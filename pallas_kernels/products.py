@@ -20,7 +20,7 @@ def dot(a, b, over=(1, 0), of_each=()):
         a,
         b,
         (tuple((axis,) for axis in over), (of_each, of_each)),
-        precision=None if narrow else jax.lax.Precision.HIGHEST,
+        precision=jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
 

@@ -40,7 +40,7 @@ def dot(a, b, *, transpose_a=False, transpose_b=False):
     """
     dimensions = (((0 if transpose_a else 1,), (1 if transpose_b else 0,)), ((), ()))
     multiply = lambda a, b: jax.lax.dot_general(
-        a, b, dimensions, preferred_element_type=jnp.float32
+        a, b, dimensions, jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32
     )
     if a.dtype == jnp.bfloat16:
         return multiply(a, b)

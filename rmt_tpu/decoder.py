@@ -13,6 +13,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu import cores, residual
 from rmt_tpu.execution import banked, kernels, layer, pipelined, reversible, scanned
+from rmt_tpu.execution.kernels import compute_dtype
 from rmt_tpu.layers.embedding import Embedding, Unembedding
 
 
@@ -76,6 +77,7 @@ class Decoder(nnx.Module):
         self.mixer = residual.make_mixer(config, rngs)
         self.unembedding = Unembedding(config, rngs)
 
+    @kernels.as_configured
     def __call__(
         self,
         tokens: Int[Array, "batch seq"],
@@ -98,6 +100,7 @@ class Decoder(nnx.Module):
         features = self.features(tokens, segment_ids=segment_ids, positions=positions)
         return self.unembedding(features.z)
 
+    @kernels.as_configured
     def features(
         self,
         tokens: Int[Array, "batch seq"],
@@ -120,6 +123,7 @@ class Decoder(nnx.Module):
         z, _, aux = self._run(tokens, context, None, schedule)
         return Features(z, aux)
 
+    @kernels.as_configured
     def decode(
         self, tokens: Int[Array, "batch new"], cache: Cache
     ) -> tuple[Float[Array, "batch new vocab"], Cache]:
@@ -139,6 +143,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("unembedding"):
             return self.unembedding(z), Cache(caches, cache.length + new)
 
+    @kernels.as_configured
     def prefill(
         self, tokens: Int[Array, "batch seq"], lengths: Int[Array, " batch"], cache: Cache
     ) -> tuple[Float[Array, "batch vocab"], Cache]:
@@ -159,6 +164,7 @@ class Decoder(nnx.Module):
         context = cores.causal(tokens.shape[1], None, None)
         return self._fill(tokens, context, lengths, cache)
 
+    @kernels.as_configured
     def extend(
         self, tokens: Int[Array, "batch new"], lengths: Int[Array, " batch"], cache: Cache
     ) -> tuple[Float[Array, "batch vocab"], Cache]:
@@ -219,10 +225,6 @@ class Decoder(nnx.Module):
         caches: tuple | None,
         schedule: sharding.Schedule | None = None,
     ) -> tuple[Float[Array, "part own_seq vectors size"], tuple | None, cores.Aux]:
-        with kernels.preferred(self.config):
-            return self._run_layers(tokens, context, caches, schedule)
-
-    def _run_layers(self, tokens, context, caches, schedule):
         if schedule is not None:
             z, aux = pipelined.run_layers(self, tokens, context, schedule)
             return z.whole, None, aux
@@ -243,13 +245,6 @@ def _check(tokens):
             f"tokens are {list(tokens.shape)}, and must be [batch, seq]; "
             "a single sequence is tokens[None]"
         )
-
-
-def compute_dtype(name: cfg.DType) -> jnp.dtype:
-    """The dtype of a name; "auto" is float32 on CPU and bfloat16 elsewhere."""
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
 
 
 def residual_dtype(config: cfg.ModelConfig) -> jnp.dtype:

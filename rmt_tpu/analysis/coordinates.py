@@ -26,6 +26,7 @@ import sharding
 from rmt_tpu.analysis import depth
 from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
+from rmt_tpu.execution import kernels
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.plots import line_style, save_picture
 from rmt_tpu.training.run import prepare
@@ -68,6 +69,11 @@ def measure(config: RunConfig, batch: Batch, *, steps: int = 4) -> Coordinates:
 
 def _activations(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> dict[str, list[jax.Array]]:
     decoder = nnx.merge(graphdef, params)
+    with kernels.preferred(decoder.config):
+        return _of_decoder(decoder, batch)
+
+
+def _of_decoder(decoder, batch):
     trace = depth.unrolled(decoder, batch.inputs, segment_ids=batch.segment_ids)
     read = [part for read in trace.reads[:-1] for part in read if part is not None]
     return {

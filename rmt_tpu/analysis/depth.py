@@ -33,6 +33,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores import causal
 from rmt_tpu.data import Batch
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import DepthWeights, Stepwise, Store, Unstacked
 from rmt_tpu.storage import Folder
@@ -116,6 +117,7 @@ def in_full_precision(decoder: Decoder) -> Decoder:
     return nnx.merge(graphdef, nnx.state(decoder, nnx.Param))
 
 
+@kernels.as_configured
 def tapped_loss(
     decoder: Decoder, batch: Batch, taps: Sequence[Float[Array, "batch seq *shape"]]
 ) -> tuple[Float[Array, ""], tuple[Loss, Trace]]:
@@ -145,7 +147,8 @@ def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
     counts = batch.weights > 0
     taps = no_taps(decoder, *batch.inputs.shape)
     differentiate = jax.grad(partial(tapped_loss, decoder, batch), has_aux=True)
-    gradients, (loss, trace) = differentiate(taps)
+    with kernels.preferred(decoder.config):
+        gradients, (loss, trace) = differentiate(taps)
 
     def squares(arrays):
         masked = lambda x: jnp.where(jnp.expand_dims(counts, range(2, x.ndim)), x, 0)
@@ -164,6 +167,7 @@ def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
 # The layers, one by one ----------------------------------------------------------------------
 
 
+@kernels.as_configured
 def unrolled(
     decoder: Decoder,
     tokens: Int[Array, "batch seq"],

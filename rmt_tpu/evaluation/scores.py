@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import concatenate
 
 # Logits held at a time, of at least so many tokens: 2^25 float32 are 128 MB.
@@ -41,6 +42,7 @@ def dropless(model: cfg.ModelConfig) -> cfg.ModelConfig:
     return replace(model, stacks=tuple(stacks))
 
 
+@kernels.as_configured
 def token_scores(
     decoder: Decoder,
     tokens: Int[Array, "batch seq"],

@@ -28,6 +28,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.banked_writes import AndKeep, Anew, FromKept, Write, write_kept
+from rmt_tpu.execution.kernels import as_here
 from rmt_tpu.execution.layer import Model, no_aux
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
@@ -154,7 +155,7 @@ def run_layers(
             gradients.insert(0, gradient)
         return gradients, carry[0][0], None
 
-    differentiable.defvjp(save, backward)
+    differentiable.defvjp(save, as_here(backward))
     bank, aux = differentiable(of_stacks, first, context)
     return mixer.final(store, bank, decoder.final_site), None, aux
 

@@ -15,6 +15,7 @@ from jaxtyping import Array
 from pallas_kernels import Slot
 from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
+from rmt_tpu.execution.kernels import as_here
 from rmt_tpu.execution.layer import add_aux, run_core
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import At, Keeping, Row, Store, Writer
@@ -105,7 +106,7 @@ class FromKept:
                 d_parameters, d_z = core.pull_back(*of_core)
             return d_parameters, d_z, d_current, d_writer, d_aux, None
 
-        write.defvjp(forward, backward)
+        write.defvjp(forward, as_here(backward))
         return write(nnx.to_pure_dict(parameters), z, current, writer[...], aux, kept)
 
 

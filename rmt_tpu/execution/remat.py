@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from rmt_tpu import config as cfg
+from rmt_tpu.execution.kernels import as_here
 from rmt_tpu.layers import stacks
 
 
@@ -73,5 +74,5 @@ def scan_recomputed(
         carry, _ = stacks.scan(back, carry, with_indices(kept, scanned), reverse=True)
         return *carry, None
 
-    run.defvjp(forward, backward)
+    run.defvjp(forward, as_here(backward))
     return run(carry, scanned, shared, given)

@@ -20,6 +20,7 @@ from pallas_kernels import Slot, Statistics, taken
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
+from rmt_tpu.execution.kernels import as_here
 from rmt_tpu.execution.layer import Model, add_aux, no_aux, tell_slices
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import empty_like, put, scan
@@ -46,7 +47,7 @@ def run_layers(
     def differentiable(stacks, final_site, residual, y, context):
         return run.forward(stacks, final_site, residual, y, context)[0]
 
-    differentiable.defvjp(run.forward, run.backward)
+    differentiable.defvjp(run.forward, as_here(run.backward))
     parameters = (_parameters(decoder.stacks), _parameters(decoder.final_site))
     return differentiable(*parameters, residual, y, context)
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import sharding
 from rmt_tpu.decoder import Cache, Decoder
+from rmt_tpu.execution import kernels
 from rmt_tpu.generation.sampling import Choice, penalized, sample
 
 RANKS = 5  # likeliest tokens that can be told of each place
@@ -169,7 +170,8 @@ class Model(NamedTuple):
         leaves, tree = jax.tree.flatten(params)
 
         def merged(leaves, *given):
-            return function(nnx.merge(self.graphdef, tree.unflatten(leaves)), *given)
+            decoder = nnx.merge(self.graphdef, tree.unflatten(leaves))
+            return kernels.as_configured(function)(decoder, *given)
 
         specs = (list(self.parameters), *in_specs)
         return self.placed(merged, specs, out_specs)(leaves, *given)

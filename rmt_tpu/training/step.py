@@ -63,6 +63,11 @@ def batch_loss(
     is known with the loss.
     """
     decoder = nnx.merge(graphdef, params)
+    with kernels.preferred(decoder.config):
+        return _batch_loss(decoder, batch, z_loss, schedule)
+
+
+def _batch_loss(decoder, batch, z_loss, schedule):
     kernel, multiplier = decoder.unembedding.kernel[...], decoder.unembedding.multiplier
 
     @jax.named_scope("loss")
@@ -147,6 +152,10 @@ def make_train_step(
     schedule = learning_rate(config.train.optimizer, config.train.steps)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        with kernels.preferred(config.model):
+            return stepped(state, batch)
+
+    def stepped(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, loss = gradients(as_read(state.params, state.copies), batch)
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(of_weights(grads, roles))
