@@ -99,6 +99,7 @@ def test_rows_under_vmap_are_rows_of_one_call():
     [
         ("NVIDIA A100-SXM4-40GB", "bfloat16", 64, 512, ("alibi", "segments"), None),
         ("NVIDIA A100-SXM4-40GB", "bfloat16", 128, 512, (), None),
+        ("NVIDIA A100-SXM4-40GB", "bfloat16", 128, 2048, ("segments",), "128 and 13 .* .up to 128"),
         ("NVIDIA A100-SXM4-40GB", "float16", 128, 512, ("alibi",), "128 and 4 .* .up to 128"),
         ("NVIDIA H200", "bfloat16", 128, 512, ("alibi", "segments"), None),
         ("NVIDIA H200", "bfloat16", 264, 512, (), "heads of size 264 .up to 256"),

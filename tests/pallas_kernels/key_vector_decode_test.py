@@ -40,6 +40,7 @@ class Case(NamedTuple):
 CASES = [
     Case(1, 12, 6, 5, 7, "float32", "float32", "layernorm", (True, True)),
     Case(11, 16, 8, 4, 12, "bfloat16", "bfloat16", "rmsnorm"),
+    Case(3, 16, 8, 3, 9, "bfloat16", "float32", "rmsnorm"),
     *later(
         (Case(1, 16, 8, 8, 8, "bfloat16", "bfloat16", "layernorm", (False, True)),),
         (Case(27, 12, 6, 5, 7, "float32", "bfloat16", "layernorm", (True, True)),),
@@ -80,6 +81,24 @@ def test_a_layer_equals_numpy(case):
     for name, found in got.items():
         assert [x.dtype for x in found] == [case.residual, case.data], name
         assert_close(found, (stored, z), tolerance)
+
+
+def test_rows_of_several_steps_equal_those_of_one(monkeypatch):
+    """The last of them with fewer rows than are computed beside each other."""
+    site = arguments(CASES[1])
+    options = {"norm": "rmsnorm", "epsilon": EPSILON, "interpret": True}
+    at_layer = lambda: mosaic_tpu_decode.at_layer(site, jnp.int32(LAYER), **options)
+    want = at_layer()
+    monkeypatch.setattr(
+        mosaic_tpu_decode, "_LARGEST", 8 * mosaic_tpu_decode._row_bytes(site.residual)
+    )
+    calls = []
+    original = mosaic_tpu_decode.tpu_call
+    note = lambda *args, **given: (calls.append(given["grid"]), original(*args, **given))[1]
+    monkeypatch.setattr(mosaic_tpu_decode, "tpu_call", note)
+    got = at_layer()
+    assert calls == [(2,)]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_what_does_not_fit_is_named():
