@@ -86,6 +86,7 @@ class TestKernels(Battery):
         pytest.param(300, 16, "rmsnorm", "float32", marks=pytest.mark.slow),
         # Rows of keys that fill no tile: two kernels each way.
         pytest.param(128, 24, "layernorm", "bfloat16", marks=pytest.mark.slow),
+        pytest.param(130, 24, "rmsnorm", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_merge_and_read_and_their_gradients(T, K, norm, dtype):
