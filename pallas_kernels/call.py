@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from pallas_kernels import triton, tuned
 from pallas_kernels.arguments import Slot
+from pallas_kernels.platform import varies_in
 
 LANES = 128
 # Kernels take no more VMEM than v5p's 64 MiB have, and of that some is left to XLA.
@@ -112,7 +113,7 @@ def tpu_call(
         blocks = (*inputs.values(), *outputs.values())
         moved = sum(_moved(*one, bool(tables)) for one in blocks)
     arrays = {k: array for k, (array, _) in inputs.items()}
-    shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, (x, _) in outputs.items()}
+    shapes = _declared({k: x for k, (x, _) in outputs.items()}, (arrays, tables))
     position = lambda names, name: sorted(names).index(name)
 
     def body(*refs):
@@ -176,7 +177,7 @@ def gpu_call(
         grid=grid,
         in_specs=[pl.no_block_spec] * len(inputs),
         out_specs=[pl.no_block_spec] * len(outputs),
-        out_shape=list(outputs.values()),
+        out_shape=list(_declared(outputs, inputs).values()),
         input_output_aliases={
             index(inputs, a): index(outputs, b) for a, b in (aliased or {}).items()
         },
@@ -239,3 +240,10 @@ def _cost(flops, moved, transcendentals, inputs, outputs) -> pl.CostEstimate:
     if moved is None:
         moved = sum(map(nbytes, (*inputs.values(), *outputs.values())))
     return pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=transcendentals)
+
+
+def _declared(outputs: Mapping[str, Shaped], given: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of outputs, which vary in all mesh axes that something given varies in."""
+    varies = jax.sharding.ManualAxisType(varying=varies_in(given))
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies)
+    return {name: shape(x) for name, x in outputs.items()}

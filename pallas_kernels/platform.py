@@ -231,10 +231,14 @@ ad.primitive_jvps[_operand_p] = _refuse_derivative
 
 
 def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with a `jax.custom_vjp` inside that says in a line that it has no forward mode."""
+    """A function with a `jax.custom_vjp` inside that says in a line that it has no forward mode.
+
+    Its gradients are right in a `jax.shard_map` that checks what varies, too: see `vary_alike`.
+    """
 
     @functools.wraps(op)
     def call(*args, **kwargs):
+        args, kwargs = vary_alike((args, kwargs))
         try:
             return op(*args, **kwargs)
         except TypeError as error:
@@ -246,3 +250,28 @@ def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
             ) from None
 
     return call
+
+
+def vary_alike(given: Any) -> Any:
+    """A tree with each array of floats varying over all mesh axes that one of its arrays varies in.
+
+    What is derived from some of these varies in all of their axes, and a gradient of one's own must
+    vary as its primal does. JAX sums up the gradient of what is made to vary.
+    """
+    varies = varies_in(given)
+    if not varies:
+        return given
+
+    def vary(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        missing = tuple(sorted(varies - varies_in(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, given)
+
+
+def varies_in(given: Any) -> frozenset[str]:
+    """The mesh axes that an array of a tree varies in, where `jax.shard_map` checks it."""
+    of = lambda x: jax.typeof(x).manual_axis_type.varying
+    return frozenset().union(*(of(x) for x in jax.tree.leaves(given) if isinstance(x, jax.Array)))

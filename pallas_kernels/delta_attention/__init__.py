@@ -20,7 +20,7 @@ from pallas_kernels.arguments import check_array
 from pallas_kernels.delta_attention import mosaic_tpu, xla
 from pallas_kernels.delta_attention.interface import Operands
 from pallas_kernels.delta_attention.reference import delta_step
-from pallas_kernels.platform import Implementations, reverse_mode
+from pallas_kernels.platform import Implementations, reverse_mode, vary_alike
 
 __all__ = ["delta_attention", "delta_step"]
 
@@ -75,7 +75,8 @@ def delta_attention(
         documents = jnp.pad(jnp.cumsum(new, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     call = _Call(scale, implementation)
     log_decay, beta = log_decay.astype(dtype), beta.astype(dtype)
-    return _delta_attention(call, q, k, v, log_decay, beta, state, documents)
+    arrays = vary_alike((q, k, v, log_decay, beta, state))
+    return _delta_attention(call, *arrays, documents)
 
 
 class _Call(NamedTuple):
