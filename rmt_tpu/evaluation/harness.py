@@ -24,8 +24,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation import subjects
 from rmt_tpu.evaluation.documents import Source, Total, rolling
+from rmt_tpu.evaluation.draws import SAMPLED, sampling_of, unknown_of
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Request
-from rmt_tpu.generation import Sampling, complete
+from rmt_tpu.generation import complete
 from rmt_tpu.storage import Folder, open_folder
 from rmt_tpu.training.workdir import open_checkpoints, read_config
 
@@ -163,16 +164,27 @@ class RmtTpu(TemplateLM):
         return totals
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """What follows each prompt, cut before the first of its stop strings."""
+        """What follows each prompt, cut before the first of its stop strings.
+
+        The seeds of requests follow one another, from `seed` of their arguments on: a request that
+        is repeated has another text each time.
+        """
         del disable_tqdm
-        by_stops = defaultdict(list)
+        by_stops, unknown = defaultdict(list), set()
         for number, request in enumerate(requests):
             how = normalize_gen_kwargs(request.args[1], self._max_gen_toks)
             by_stops[tuple(filter(None, how["until"]))].append((number, how))
+            unknown |= {f"{name}={value}" for name, value in unknown_of(how).items()}
+        if unknown:
+            _TOLD.warning(
+                "gen_kwargs %s change nothing here; legal: until, max_gen_toks, do_sample, %s",
+                ", ".join(sorted(unknown)),
+                ", ".join(SAMPLED),
+            )
         texts = [""] * len(requests)
         for stops, some in by_stops.items():
             prompts = [
-                (self._fitting(requests[number].args[0], how), _sampling(how))
+                (self._fitting(requests[number].args[0], how), sampling_of(how, number))
                 for number, how in some
             ]
             given = (self._decoder, self._tokenizer, prompts)
@@ -210,14 +222,6 @@ def cache_path(path: str, workdir: str, step: int | None = None, **others: Any) 
 def _of_run(workdir: str) -> Folder:
     read_config(workdir)  # tells if it holds no run
     return open_folder(workdir)
-
-
-def _sampling(how: dict[str, Any]) -> Sampling:
-    known = {"top_k", "top_p", "min_p", "repetition_penalty"}
-    others = {name: value for name, value in how.items() if name in known and value is not None}
-    return Sampling(
-        temperature=float(how.get("temperature") or 0.0), max_tokens=how["max_gen_toks"], **others
-    )
 
 
 def write_tasks(sources: list[Source], folder: Path) -> None:

@@ -1,0 +1,46 @@
+"""How the texts of lm-evaluation-harness's requests are drawn, from its `gen_kwargs`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rmt_tpu.errors import UsageError
+from rmt_tpu.generation import Sampling
+
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+# What else the harness knows, or what says of greedy search what it does anyway.
+_READ = {"until", "max_gen_toks", "do_sample"}
+_NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "length_penalty": 1.0}
+
+
+def sampling_of(how: Mapping[str, Any], ordinal: int) -> Sampling:
+    """How a request's text is drawn.
+
+    Args:
+      how: its arguments, as the harness normalizes them.
+      ordinal: of the request. Seeds follow one another, so that repeats are different draws.
+
+    Raises:
+      UsageError: one is not legal; the message has its name, its value and what is.
+    """
+    given = {name: how[name] for name in SAMPLED if how.get(name) is not None}
+    seed = given.pop("seed", 0)
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise UsageError(f"gen_kwargs: seed={seed} must be a whole number from 0 to {2**32 - 1}")
+    samples = how.get("do_sample")
+    usual = 1.0 if samples else 0.0
+    given["temperature"] = 0.0 if samples is False else float(given.get("temperature", usual))
+    seed = (seed + ordinal) % 2**32
+    try:
+        return Sampling(max_tokens=how["max_gen_toks"], seed=seed, **given)
+    except UsageError as error:
+        raise UsageError(str(error).replace("Sampling.", "gen_kwargs: ")) from None
+
+
+def unknown_of(how: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a request's arguments that would change its text, and do not here."""
+    known = _READ | {*SAMPLED}
+    return {
+        name: value
+        for name, value in how.items()
+        if name not in known and value is not None and _NEUTRAL.get(name) != value
+    }
