@@ -27,8 +27,7 @@ from rmt_tpu.evaluation.documents import Source, Total, rolling
 from rmt_tpu.evaluation.draws import SAMPLED, sampling_of, unknown_of
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Request
 from rmt_tpu.generation import complete
-from rmt_tpu.storage import Folder, open_folder
-from rmt_tpu.training.workdir import open_checkpoints, read_config
+from rmt_tpu.training.workdir import identity
 
 _TOLD = logging.getLogger("rmt_tpu")
 
@@ -41,7 +40,7 @@ class RmtTpu(TemplateLM):
     cache as soon as it is there: with `use_cache` a run goes on where it was stopped.
 
     Args:
-      workdir: a run folder of `recipes.train`, local or gs://.
+      workdir: a run folder of `recipes.train`, local or gs://, or a folder of the hub's form.
       step: of the checkpoint; None is the last good one.
       mesh: of devices, with `;` for each comma where commas separate arguments.
       max_length: tokens that are read at a time; None is as many as in training.
@@ -214,14 +213,9 @@ def cache_path(path: str, workdir: str, step: int | None = None, **others: Any) 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
     """
-    step, attempt = open_checkpoints(_of_run(workdir)).identity(step)
-    known = json.dumps([attempt, sorted(others.items())], default=str)
+    step, weights = identity(workdir, step)
+    known = json.dumps([weights, sorted(others.items())], default=str)
     return f"{path}-{step}-{hashlib.blake2b(known.encode(), digest_size=6).hexdigest()}"
-
-
-def _of_run(workdir: str) -> Folder:
-    read_config(workdir)  # tells if it holds no run
-    return open_folder(workdir)
 
 
 def write_tasks(sources: list[Source], folder: Path) -> None:

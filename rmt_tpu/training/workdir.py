@@ -255,6 +255,31 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     return Loaded(decoder, load_saved(folder), step, config.data.seq_len)
 
 
+def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any]:
+    """Which weights a folder has, without reading them: a step or "hub", and what tells them apart.
+
+    Args:
+      workdir: as of `load_step`.
+      step: of the checkpoint; None is the last good one.
+
+    Raises:
+      ArgumentError: there is no run in the folder, or no such step.
+    """
+    with of_argument("workdir"):
+        folder = open_folder(workdir)
+    if not is_hub(folder.local_path):
+        read_config(workdir)  # tells if it holds no run
+        return open_checkpoints(folder).identity(step)
+    if step is not None:
+        raise _no_step(step, folder)
+    files = sorted(p for p in folder.local_path.iterdir() if p.suffix in (".json", ".safetensors"))
+    return "hub", [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+
+
+def _no_step(step: int, folder: Folder) -> ArgumentError:
+    return ArgumentError(f"step={step} is of a run folder, and {folder} is one of the hub's form")
+
+
 def _check_finite(params: Any, where: str) -> None:
     """One pass over the parameters, where they lie.
 
@@ -277,9 +302,7 @@ def _of_hub(folder: Folder, step: int | None, mesh: str | None) -> Loaded:
     from rmt_tpu.hub.folder import load
 
     if step is not None:
-        raise ArgumentError(
-            f"step={step} is of a run folder, and {folder} is one of the hub's form"
-        )
+        raise _no_step(step, folder)
     return Loaded(*load(folder.local_path, mesh=mesh), None, describe(folder.local_path).max_length)
 
 

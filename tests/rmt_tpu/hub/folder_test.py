@@ -15,10 +15,11 @@ import rmt_tpu
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.data.bpe import BpeTokenizer
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.errors import ArgumentError, RunError, UsageError
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import describe, is_hub, model_of, values_of
+from rmt_tpu.training.workdir import identity
 from tests import models
 from tests.tiers import later
 
@@ -195,6 +196,16 @@ def test_weights_that_are_no_finite_floats_are_told(folder):
     for value in (np.float32("nan"), ml_dtypes.bfloat16("inf"), np.float64(1e300)):
         told = error("model.norm.weight", np.full(12, value))
         assert "model.norm.weight has numbers that are not finite in float32" in told
+
+
+def test_weights_are_told_apart_without_reading_them(folder):
+    """By which answers are kept."""
+    before = identity(folder)
+    assert before[0] == "hub" and identity(folder) == before
+    (folder / "config.json").write_text(json.dumps(VALUES | {"rms_norm_eps": 1e-2}))
+    assert identity(folder) != before
+    with pytest.raises(ArgumentError, match="step=3 is of a run folder, and .* the hub's form"):
+        identity(folder, 3)
 
 
 def test_files_that_are_not_whole(folder, tmp_path):
