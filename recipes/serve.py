@@ -14,7 +14,10 @@ from rmt_tpu import memory
 from rmt_tpu.errors import UsageError, arguments_as_flags
 
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "a run folder of recipes.train, local or gs://", required=True
+    "workdir",
+    None,
+    "a run folder of recipes.train, local or gs://, or a folder of the hub's form",
+    required=True,
 )
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; default the last good one")
 trained.define_mesh_flag()

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http import h11_impl
 
 from rmt_tpu.errors import RunError, one_line
 from rmt_tpu.serving.app import Front
 from rmt_tpu.streams import say
 
 _SLOW_READERS = 5  # seconds for clients to take what is told, when all has been said
+_HEADERS = 30  # seconds for the headers of a request to come, from the first look for them on
+_CONNECTIONS = 1000  # beyond which requests are answered with 503: files of a process are limited
 _LOOK = 0.05  # seconds between two looks at what is open
 
 
@@ -39,6 +42,39 @@ def serve(
         raise RunError(f"the model failed: {one_line(error)}")
 
 
+class Protocol(h11_impl.H11Protocol):
+    """uvicorn's, but for a connection whose headers do not come: it is closed after a while.
+
+    A connection that is idle between two requests is closed by uvicorn itself, sooner.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """More bytes of the same headers give no more time."""
+        if self.conn.their_state is not h11_impl.h11.IDLE:
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(_HEADERS, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
 class Server(uvicorn.Server):
     """uvicorn's, but for how it ends."""
 
@@ -46,7 +82,8 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             front.app,
             loop="asyncio",
-            http="h11",
+            http=Protocol,
+            limit_concurrency=_CONNECTIONS,
             ws="none",
             lifespan="off",
             log_config=None,
