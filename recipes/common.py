@@ -205,9 +205,8 @@ def run_config(base: RunConfig) -> RunConfig:
     given = {path: (name, getattr(flags.FLAGS, name)) for name, path, _, _ in _RUN_FLAGS}
     changes = {path: value for path, (_, value) in given.items() if value is not None}
     spelt = {path: f"--{given[path][0]}" for path in changes}
-    assigned = dict(overrides.parse_assignment(text) for text in flags.FLAGS.set)
-    changes |= assigned
-    spelt |= {path: f"--set={path}" for path in assigned}
+    changes |= assigned()
+    spelt |= {path: f"--set={path}" for path in assigned()}
     source = changes.get("data.source")
     if source is not None and "data.tokenizer" not in changes:
         from rmt_tpu import data
@@ -223,6 +222,15 @@ def run_config(base: RunConfig) -> RunConfig:
     if "data.tokenizer" in changes and not given_vocabulary:
         return _with_vocabulary(config)
     return config
+
+
+def assigned() -> dict[str, Any]:
+    """The values of --set by their paths.
+
+    Raises:
+      UsageError: one is no path=value.
+    """
+    return dict(overrides.parse_assignment(text) for text in flags.FLAGS.set)
 
 
 def changes_of(preset: str, presets: list[str], assignments: list[str]) -> dict[str, Any]:

@@ -118,6 +118,9 @@ class _Trained:
         self.experiment, self.folder = experiment, folder
         self.plan: Plan = experiment.plan(_SCALE.value)
         self.seeds = several.seeds() or list(SEEDS)
+        if flags.FLAGS.seed is not None:
+            raise UsageError(f"--seed={flags.FLAGS.seed}: each arm has several; legal: --seeds=0,1")
+        several.check_sets("--seeds", "train.seed", "--set=", common.assigned())
         self.matched = 0
         # What cannot be is told before anything is trained.
         self.searches = {

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from absl import flags
 
-from recipes import program
+from recipes import common, program
 from rmt_tpu.config import RunConfig, TrainConfig
 from rmt_tpu.config.checks import ranges
 from rmt_tpu.errors import UsageError, shown
@@ -42,7 +42,7 @@ def seeds() -> list[int] | None:
     """Those of --seeds; None if it is not given.
 
     Raises:
-      UsageError: they are no seeds, one is there twice, or --seed is given too.
+      UsageError: they are no seeds, one is there twice, or --seed or --set sets the seed too.
     """
     given = flags.FLAGS.seeds
     if given is None:
@@ -50,6 +50,7 @@ def seeds() -> list[int] | None:
     text = f"--seeds={','.join(given)}"
     if flags.FLAGS.seed is not None:
         raise UsageError(f"{text} and --seed={flags.FLAGS.seed} both set the seed; give one")
+    check_sets(text, "train.seed", "--set=", common.assigned())
     try:
         found = [int(seed) for seed in given]
     except ValueError:
@@ -59,6 +60,16 @@ def seeds() -> list[int] | None:
     if not found or len(set(found)) < len(found):
         raise UsageError(f"{text} must be different numbers, at least one")
     return found
+
+
+def check_sets(flag: str, path: str, other: str, paths: Iterable[str]) -> None:
+    """
+    Raises:
+      UsageError: one of `paths`, which `other` sets, is or is part of `path`, which `flag` sets.
+    """
+    for set_too in paths:
+        if f"{set_too}.".startswith(f"{path}.") or f"{path}.".startswith(f"{set_too}."):
+            raise UsageError(f"{flag} and {other}{set_too} both set {path}; give one")
 
 
 def seeded(label: str, config: RunConfig, folder: Folder, seeds: list[int] | None) -> list[Trial]:

@@ -127,6 +127,7 @@ class _Sweep:
         self.spaces = [sweep.parse_space(text) for text in _SWEEP.value]
         if len({space.path for space in self.spaces}) < len(self.spaces):
             raise UsageError("--sweep: a path is there twice; give it once, with all values")
+        _check_sets([space.path for space in self.spaces], seeds)
         self.variants, self.seeds, self.folder = variants, seeds, folder
         self.points = self._points()
         steps = next(iter(variants.values())).train.steps
@@ -182,7 +183,7 @@ class _Sweep:
         trials = []
         for point in points:
             name = self.sweep.name_of(point)
-            config = _changed(base, point, f"--sweep={name}")
+            config = _changed(base, point, _spelt(point))
             trials.append(
                 several.seeded(f"{variant} {name}", config, folder.child(name), self.seeds)
             )
@@ -196,6 +197,29 @@ class _Sweep:
             [trial.config.train.seed for trial in trials],
             [self.sweep.held_out_loss(trial.folder) for trial in trials],
         )
+
+
+def _spelt(point: dict[str, Any]) -> str:
+    """The flags of a point."""
+    return " ".join(f"--sweep={path}={value}" for path, value in point.items())
+
+
+def _check_sets(swept: list[str], seeds: list[int] | None) -> None:
+    """
+    Raises:
+      UsageError: another flag sets what is swept too, so that one of them is for nothing.
+    """
+    of_variants = dict(map(_parsed_variant, _VARIANT.value))
+    given = {f"--sweep={path}": path for path in swept}
+    if seeds is not None:
+        several.check_sets("--seeds", "train.seed", "--sweep=", swept)
+        given["--seeds"] = "train.seed"
+    if _SEARCH.value == "halving":
+        several.check_sets("--search=halving", "train.steps", "--sweep=", swept)
+        given["--search=halving"] = "train.steps"
+    for flag, path in given.items():
+        for name, changes in of_variants.items():
+            several.check_sets(flag, path, f"--variant={name} ", changes)
 
 
 # Coordinates -----------------------------------------------------------------------------------

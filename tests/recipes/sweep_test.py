@@ -66,8 +66,8 @@ def test_halving_over_widths(tmp_path):
 
 ERRORS = {
     "nothing": ([], ["--sweep is needed"]),
-    "path": (["--sweep=train.stepz=1,2"], ["--sweep=stepz=1", "train 'stepz' is unknown"]),
-    "value": (["--sweep=train.steps=1,x"], ["--sweep=steps=x", "whole number"]),
+    "path": (["--sweep=train.stepz=1,2"], ["--sweep=train.stepz=1", "train 'stepz' is unknown"]),
+    "value": (["--sweep=train.steps=1,x"], ["--sweep=train.steps=x", "whole number"]),
     "twice": (["--sweep=train.seed=1,2", "--sweep=train.seed=3"], ["--sweep", "twice"]),
     "trials": ([RATES, "--trials=3"], ["--trials=3", "grid"]),
     "no trials": ([RATES, "--search=random"], ["--trials is needed"]),
@@ -76,6 +76,28 @@ ERRORS = {
     "one width": (["--coordinates=2"], ["--coordinates", "two widths"]),
 }
 NOW = ["path", "variant"]
+
+SEED = "--sweep=train.seed=1,2"
+SET_TWICE = {
+    "seeds and sweep": ([SEED, "--seeds=0,1"], "--seeds and --sweep=train.seed both set"),
+    "seeds and set": ([RATES, "--seeds=0", "--set=train.seed=3"], "--set=train.seed both set"),
+    "seeds and variant": (
+        [RATES, "--seeds=0,1", "--variant=a train.seed=3"],
+        "--seeds and --variant=a train.seed both set train.seed; give one",
+    ),
+    "sweep and variant": ([SEED, "--variant=a train.seed=3"], "both set train.seed; give one"),
+    "halving": (
+        ["--search=halving", "--sweep=train.steps=4,8"],
+        "--search=halving and --sweep=train.steps both set train.steps; give one",
+    ),
+}
+
+
+@pytest.mark.parametrize("flags, words", SET_TWICE.values(), ids=SET_TWICE)
+def test_what_is_set_twice_is_refused(flags, words, tmp_path):
+    error = cli.fail("sweep", *flags, f"--workdir={tmp_path / 'new'}")
+    assert words in error
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
