@@ -21,8 +21,13 @@ class LocalFolder(Folder):
     """
 
     def __init__(self, url: str):
+        """
+        Raises:
+          UsageError: Python and tensorstore would not mean the same path.
+        """
         self.url = url
         self.local_path = Path(os.path.abspath(os.path.expanduser(url)))
+        _check_path(url, str(self.local_path))
         self._kv = ts.KvStore.open(self.kvstore()).result()
 
     @property
@@ -136,3 +141,21 @@ class LocalFolder(Folder):
         except OSError as error:
             kind = Unavailable if isinstance(error, PermissionError) else Fault
             raise kind(f"{self._of(name)}: {error.strerror or error}") from None
+
+
+def _check_path(url: str, path: str) -> None:
+    try:
+        os.fsencode(path)
+        path.encode("utf-8")  # as tensorstore does
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{url!r} cannot be opened: Python does not read file names as UTF-8 here; set "
+            "LC_ALL=C.UTF-8 or PYTHONUTF8=1, or give another path"
+        ) from None
+    # tensorstore takes a backslash for a slash, and Python does not.
+    for character, name in (("\\", "backslash"), ("\0", "NUL")):
+        if character in path and character != os.sep:
+            within = "" if character in url else f", in {path!r}"
+            raise UsageError(
+                f"{url!r} cannot be opened: it has a {name}{within}; legal: a path without"
+            )

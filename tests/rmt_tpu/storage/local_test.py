@@ -1,0 +1,29 @@
+"""Local paths that two libraries would read in two ways."""
+
+import os
+
+import pytest
+
+from rmt_tpu.errors import UsageError
+from rmt_tpu.storage import open_folder
+
+PATHS = {
+    "backslash": ("a\\b", r"^'a\\\\b' cannot be opened: it has a backslash; legal: a path without"),
+    "NUL": ("a\0b", r"cannot be opened: it has a NUL; legal"),
+    "not UTF-8": (os.fsdecode(b"d\xd0/e"), r"cannot be opened: Python does not read file names"),
+}
+
+
+@pytest.mark.parametrize("name, message", PATHS.values(), ids=PATHS)
+def test_a_path_that_libraries_do_not_agree_on_is_refused(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        open_folder(name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_working_folder_with_a_backslash_is_told(tmp_path, monkeypatch):
+    (tmp_path / "c\\d").mkdir()
+    monkeypatch.chdir(tmp_path / "c\\d")
+    with pytest.raises(UsageError, match="^'run' cannot be opened: it has a backslash, in '/"):
+        open_folder("run")
