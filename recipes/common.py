@@ -10,7 +10,7 @@ from absl import flags
 
 from recipes.program import Answer
 from rmt_tpu.config import RunConfig, overrides, presets
-from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member
+from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member, check
 from rmt_tpu.errors import ArgumentError, UsageError, of_flag, unknown
 
 # Flag, config path, type, help.
@@ -92,6 +92,23 @@ def define_distributed_flags() -> None:
     )
 
 
+def check_member() -> Member | None:
+    """The process that --coordinator and the flags beside it say that this is, if they are given.
+
+    Raises:
+      UsageError: they do not say which process this is, or it cannot be one.
+    """
+    given = {name: flags.FLAGS[name].value for name in ("coordinator", *Member._fields[1:])}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if not missing:
+        member = Member(*given.values())
+        check(member)
+        return member
+    if len(missing) < len(given):
+        raise UsageError(f"{' and '.join(missing)} must be given with the other flags of a process")
+    return None
+
+
 def join_processes() -> bool:
     """Joins the other processes, if the flags say that there are any; before devices are touched.
 
@@ -103,19 +120,13 @@ def join_processes() -> bool:
       RunError: the processes are not all there, or do not fit together.
     """
     timeout = flags.FLAGS.distributed_timeout
-    given = {name: flags.FLAGS[name].value for name in ("coordinator", *Member._fields[1:])}
-    missing = [f"--{name}" for name, value in given.items() if value is None]
-    devices = None
-    if not missing:
-        member = Member(*given.values())
-    elif len(missing) < len(given):
-        raise UsageError(f"{' and '.join(missing)} must be given with the other flags of a process")
-    elif flags.FLAGS.distributed:
+    member, devices = check_member(), None
+    if member is None:
+        if not flags.FLAGS.distributed:
+            return False
         from rmt_tpu.distributed import processes
 
         member, devices = processes.find_member(timeout)
-    else:
-        return False
     from rmt_tpu.distributed import processes
 
     processes.initialize(member, timeout=timeout, local_device_ids=devices)

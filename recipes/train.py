@@ -55,7 +55,8 @@ def _train(at_once: signals.AtOnce) -> int:
     if _DRY_RUN.value:
         from rmt_tpu.analysis.dry_run import dry_run
 
-        print(dry_run(config, name))
+        common.check_member()
+        print(dry_run(config, name, folder, change_config=_CHANGE_CONFIG.value))
         return 0
     from rmt_tpu.distributed import processes
     from rmt_tpu.training.trainer import train

@@ -5,16 +5,21 @@ import json
 import sharding
 from rmt_tpu import cost, data
 from rmt_tpu.config import RunConfig, overrides
-from rmt_tpu.training import room
+from rmt_tpu.storage import Folder
+from rmt_tpu.training import room, workdir
+from rmt_tpu.training.evaluation import TaskMetrics
+from rmt_tpu.training.origin import Origin
 from rmt_tpu.training.run import load_datasets, prepare, resolved
 
 
-def dry_run(config: RunConfig, name: str) -> str:
+def dry_run(config: RunConfig, name: str, folder: Folder, *, change_config: bool = False) -> str:
     """The config as it would be on these devices, and what it amounts to.
 
     Args:
       config: of the run.
       name: of its model.
+      folder: that it would be in; nothing is written there.
+      change_config: see `training.workdir.open_workdir`.
 
     Returns:
       JSON of the config, and lines with parameters, FLOPs, memory and tokens.
@@ -22,10 +27,14 @@ def dry_run(config: RunConfig, name: str) -> str:
     Raises:
       UsageError, MeshError: `train` would refuse it.
     """
-    config = resolved(config)
+    config = resolved(config, workdir.kept(folder))
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)
+    TaskMetrics(run, config, tokenizer)
+    if config.train.init_from and not workdir.open_checkpoints(folder).steps():
+        Origin(config.train.init_from, config.model)
+    workdir.check_workdir(folder, config, change_config=change_config)
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
     there = datasets.train.tokens_per_epoch
     flops = cost.flops_per_token(config.model, config.data.seq_len)

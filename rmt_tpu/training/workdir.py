@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -405,3 +406,21 @@ def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
             f"--tokenizer={name} is another one than that of the run in --workdir={folder}; give "
             "the same one, or another --workdir"
         )
+
+
+def check_workdir(workdir: Location, config: RunConfig, *, change_config: bool = False) -> None:
+    """What `open_workdir` refuses, with nothing written.
+
+    Raises:
+      UsageError: see `open_workdir`; of a folder that is not there the one around it counts.
+    """
+    folder = open_folder(workdir)
+    check_access(folder)
+    if found := folder.read(CONFIG):
+        _compare(folder, found.data, config, change_config)
+    there = folder.local_path
+    while there is not None and not os.path.lexists(there):
+        there = there.parent
+    if there is not None and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        why = "may not be written to" if there.is_dir() else "is no folder"
+        raise UsageError(f"--workdir={folder} cannot be written to: {there} {why}")

@@ -154,6 +154,26 @@ def test_dry_run(tmp_path):
     assert "--batch_size=1000000000 of --seq_len=16 with " in lines["too large"]
 
 
+DRY = {
+    "tasks": (["--eval_tasks=arc_easy"], "--eval_tasks and --eval_data_dir go together"),
+    "member": (
+        ["--coordinator=127.0.0.1:1", "--num_processes=2", "--process_id=5"],
+        "--process_id=5 is out of range",
+    ),
+    "half a member": (["--num_processes=2"], "--coordinator and --process_id must be given"),
+    "workdir": (["--workdir={text}/run"], "text.txt/run cannot be"),
+}
+
+
+@pytest.mark.parametrize("flags, message", DRY.values(), ids=DRY)
+def test_a_dry_run_refuses_what_train_would(flags, message, tmp_path):
+    flags = [flag.format(text=cli.TEXT) for flag in flags]
+    workdir = tmp_path / "run"
+    error = cli.fail("train", *cli.TINY, f"--workdir={workdir}", "--dry_run", *flags)
+    assert message in error
+    assert not workdir.exists()
+
+
 REFUSED = {
     "lr": ("train", ["--lr=1"], "flag '--lr' is unknown; did you mean '--learning_rate'?"),
     "learning rate": ("train", ["--learning_rate=nan"], "--learning_rate=nan must be positive"),
@@ -260,3 +280,18 @@ def test_what_a_run_began_with_is_not_opened_once_it_has_begun(monkeypatch):
         name, base = common.model_of_flags(lambda name: own)
         assert (name, base.model.vocab_size, base.data.tokenizer) == ("rmt-tiny", 300, "t")
         assert base.train.init_from == "gone" and base.model.store.kind == "matrix"
+
+
+def test_a_dry_run_looks_at_the_origin(tmp_path):
+    workdir = tmp_path / "run"
+    flags = ("--preset=rmt-tiny", *cli.TINY)
+    text = cli.succeed("train", *flags, f"--workdir={workdir}", "--dry_run").stdout
+    workdir.mkdir()
+    (workdir / "config.json").write_text(text.partition("\n}\n\n")[0] + "\n}\n", encoding="utf-8")
+    before = sorted(workdir.rglob("*"))
+    error = cli.fail(
+        "train", *flags, "--set=model.vocab_size=300", f"--init_from={workdir}",
+        f"--workdir={tmp_path / 'other'}", "--dry_run",
+    )  # fmt: skip
+    assert "has parameters of other shapes" in error
+    assert sorted(workdir.rglob("*")) == before and not (tmp_path / "other").exists()
