@@ -48,7 +48,11 @@ class LocalFolder(Folder):
                 os.listdir(self.local_path)
         except OSError as error:
             what = "written to" if write else "read"
-            raise UsageError(f"{self.url} cannot be {what}: {error.strerror}") from None
+            why = error.strerror
+            for path in (self.local_path, *self.local_path.parents):
+                if path.is_symlink() and not path.exists():
+                    why = f"{path} is a link to nowhere"
+            raise UsageError(f"{self.url} cannot be {what}: {why}") from None
 
     def kvstore(self) -> dict[str, Any]:
         return {"driver": "file", "path": os.path.join(self.local_path, "")}

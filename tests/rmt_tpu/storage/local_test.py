@@ -27,3 +27,10 @@ def test_a_working_folder_with_a_backslash_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "c\\d")
     with pytest.raises(UsageError, match="^'run' cannot be opened: it has a backslash, in '/"):
         open_folder("run")
+
+
+def test_a_link_to_nowhere_is_told(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone/away")
+    for folder in (tmp_path / "link", tmp_path / "link/run"):
+        with pytest.raises(UsageError, match="cannot be written to: .*link is a link to nowhere"):
+            open_folder(folder).check(write=True)
