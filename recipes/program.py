@@ -27,7 +27,7 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 # What absl says of a flag, and what a person is told.
 _REWORDED = [
     (r"=None: Flag --\w+ must have a value other than None\.", " is needed"),
-    (r": invalid literal for int\(\).*", " must be a whole number"),
+    (r": invalid literal for int\(\).*", " must be a whole number in digits, like 1000"),
     (r": Exceeds the limit \(\d+ digits\).*", " must be a whole number that an array can count"),
     (r": could not convert string to float.*", " must be a number"),
 ]

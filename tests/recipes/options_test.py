@@ -191,6 +191,7 @@ REFUSED = {
     "seeds": ("compare", ["--seeds=0,-1"], "--seeds=-1 must be at least 0, at most 4294967295"),
     "steps": ("train", ["--steps=99999999999999999999"], "--steps=99999999999999999999 must be"),
     "nesting": ("train", ["--set=model.store=" + "[" * 3000], "--set=model.store '[[["),
+    "exponent": ("train", ["--seed=1e9"], "--seed=1e9 must be a whole number in digits, like"),
     "empty preset": ("train", ["--preset="], "--preset= is empty"),
     "empty config": ("train", ["--config="], "--config= is empty"),
     "empty workdir": ("train", ["--workdir="], "--workdir= is empty"),
