@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pallas_kernels.call import unknown_chip
+from pallas_kernels.chips import unknown_chip
 
 Platform = str  # "tpu" or "cuda"
 

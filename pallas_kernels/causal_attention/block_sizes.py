@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.call import LANES, chip, divisors, vmem_limit, vmem_part
+from pallas_kernels.call import LANES, divisors
 from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
+from pallas_kernels.chips import chip, vmem_limit, vmem_part
 
 # MiB of 60 for what the kernels keep of all blocks of a sequence, or of a span of it.
 _KEPT = 32

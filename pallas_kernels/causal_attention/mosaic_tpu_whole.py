@@ -24,9 +24,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import Slot
-from pallas_kernels.call import LANES, chip, largest_divisor, round_up, tpu_call, vmem_limit
+from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
 from pallas_kernels.causal_attention.interface import Attended, Attention, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import VIEWED, Layout
+from pallas_kernels.chips import chip, vmem_limit
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 
 _SUBLANES = 8

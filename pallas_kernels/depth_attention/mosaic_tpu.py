@@ -30,7 +30,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import Norm
-from pallas_kernels.call import LANES, round_up, tpu_call, vmem_limit, vmem_part
+from pallas_kernels.call import LANES, round_up, tpu_call
+from pallas_kernels.chips import vmem_limit, vmem_part
 from pallas_kernels.depth_attention import mosaic_tpu_decode
 from pallas_kernels.depth_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.depth_attention import mosaic_tpu_merge_kernels as merge_kernels

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import operand
 from pallas_kernels.arguments import Norm
-from pallas_kernels.call import LANES, round_up, tpu_call, vmem_part
+from pallas_kernels.call import LANES, round_up, tpu_call
+from pallas_kernels.chips import vmem_part
 from pallas_kernels.depth_attention.interface import MergeAt, Partial
 
 # Of the products of `partial`: all of them are unrolled.

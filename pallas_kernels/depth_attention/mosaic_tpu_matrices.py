@@ -29,7 +29,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import operand
-from pallas_kernels.call import LANES, nbytes, tpu_call, vmem_part
+from pallas_kernels.call import LANES, nbytes, tpu_call
+from pallas_kernels.chips import vmem_part
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
 from pallas_kernels.depth_attention.interface import (
     Merge,

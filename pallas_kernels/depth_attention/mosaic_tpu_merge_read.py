@@ -22,7 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.call import nbytes, tpu_call, vmem_part
+from pallas_kernels.call import nbytes, tpu_call
+from pallas_kernels.chips import vmem_part
 from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
 from pallas_kernels.depth_attention.interface import MergeCotangents, MergeGradients, MergeRead

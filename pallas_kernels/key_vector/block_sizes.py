@@ -6,7 +6,8 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
-from pallas_kernels.call import LANES, divisors, round_up, vmem_limit, vmem_part
+from pallas_kernels.call import LANES, divisors, round_up
+from pallas_kernels.chips import vmem_limit, vmem_part
 
 # MiB of 60 that `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 58

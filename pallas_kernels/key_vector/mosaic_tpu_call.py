@@ -4,7 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.call import chip
+from pallas_kernels.chips import chip
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes
 from pallas_kernels.key_vector.interface import FRACTION_BITS
 

@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call, vmem_part
+from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
+from pallas_kernels.chips import vmem_part
 from pallas_kernels.key_vector.interface import Site
 from pallas_kernels.products import dot, dot_rows
 

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.call import LANES, chip, round_up, tpu_call, vmem_part
+from pallas_kernels.call import LANES, round_up, tpu_call
+from pallas_kernels.chips import chip, vmem_part
 from pallas_kernels.logits.interface import Logits
 
 # Columns of a block, at most. And MiB of 60: for x in one buffer, for the matrix and for logits in

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.call import LANES, chip
+from pallas_kernels.call import LANES
+from pallas_kernels.chips import chip
 
 # Rows of a step; at the borders of 128 tokens' rows they are read twice.
 _TILE = 256

@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
 import pallas_kernels
 import sharding
-from pallas_kernels.call import LANES, chip, nbytes, on_tpu
+from pallas_kernels.call import LANES, nbytes
+from pallas_kernels.chips import chip, on_tpu
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.parameters import gain, read_keys, storage_scale, store_keys

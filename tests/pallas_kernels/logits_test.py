@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import UnsupportedImplementation, logits_with_sums
-from pallas_kernels.call import Chip
+from pallas_kernels.chips import Chip
 from pallas_kernels.logits import mosaic_tpu, reference, xla
 from tests.closeness import assert_close
 from tests.tiers import later
