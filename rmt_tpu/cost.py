@@ -11,6 +11,7 @@ residuals. Norms, activations, gates' products of numbers and plain sums are lef
 
 from collections.abc import Iterator
 
+from pallas_kernels import tuned
 from rmt_tpu.config import WHOLE, Core, ModelConfig, Port
 
 # By the start of a device kind, for one device as JAX counts them.
@@ -34,7 +35,8 @@ def peak_flops(device_kind: str) -> float | None:
 
     Of a chip that is two devices it is half.
     """
-    matches = [kind for kind in _PEAK_BF16_FLOPS if device_kind.startswith(kind)]
+    name = tuned.slug(device_kind)
+    matches = [kind for kind in _PEAK_BF16_FLOPS if name.startswith(tuned.slug(kind))]
     return _PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import tuned
 from pallas_kernels.compiler.cost import KernelCost, ProgramCost, program_cost
 from pallas_kernels.compiler.measure import measure
 from pallas_kernels.compiler.ops import (
@@ -127,7 +128,7 @@ def time_ops(
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
     """Rows for the device of this machine, measured; `only` names cases, None is all."""
-    bandwidth = _BANDWIDTHS.get(device.device_kind)
+    bandwidth = _BANDWIDTHS.get(tuned.slug(device.device_kind))
     rows = []
     for op, case, direction in _calls(ops, only):
         kernel, failures = OPS[op].kernels.get(device.platform, PORTABLE), {}
@@ -148,11 +149,11 @@ def time_ops(
 
 # Of HBM, as the makers state it, in bytes/s.
 _BANDWIDTHS = {
-    "TPU v5 lite": 819e9,
-    "TPU v5p": 2765e9,
-    "TPU v6 lite": 1640e9,
-    "NVIDIA H100 80GB HBM3": 3350e9,
-    "NVIDIA H200": 4800e9,
+    "tpu_v5_lite": 819e9,
+    "tpu_v5": 2765e9,
+    "tpu_v6_lite": 1640e9,
+    "nvidia_h100_80gb_hbm3": 3350e9,
+    "nvidia_h200": 4800e9,
 }
 
 

@@ -170,4 +170,5 @@ def parse_usage(ptx: str, log: str) -> dict[str, Usage]:
 
 def target_of(device_kind: str, targets: Mapping[str, Target]) -> Target | None:
     """The target that describes a device that is there; None if there is none."""
-    return next((t for t in targets.values() if t.kind == device_kind), None)
+    name = tuned.slug(device_kind)
+    return next((t for t in targets.values() if tuned.slug(t.kind) == name), None)

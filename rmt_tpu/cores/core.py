@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import sharding
 from pallas_kernels import Slot, placed
-from pallas_kernels.tuned import device_lowered_for
+from pallas_kernels.tuned import device_lowered_for, slug
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
 from rmt_tpu.layers.stacks import Index
@@ -31,7 +31,7 @@ Aux = dict[str, Float[Array, ""]]
 
 # Where XLA makes a product in its slot of a stack that lies as the residual's kernels take it. On
 # tpu7x it has another layout for the product, and would lay the whole stack out anew for each slot.
-_MADE_IN_PLACE = ("TPU v5 lite", "TPU v5", "TPU v6 lite")
+_MADE_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
 
 
 class Context(NamedTuple):
@@ -187,7 +187,7 @@ class Core(nnx.Module):
     ) -> tuple[Float[Array, "count batch y_seq vectors size"], Aux, Any]:
         """The same: a stack with y where it is to be, and what `pull_back` needs beside z and y."""
         y, aux = self.with_aux(z, context, index)
-        if device_lowered_for() not in _MADE_IN_PLACE:
+        if slug(device_lowered_for()) not in _MADE_IN_PLACE:
             return placed(jax.lax.optimization_barrier(y), to), aux, ()
         # As one vector a token: a product that makes it is then made in its place.
         long = placed(concatenate(y), Slot(concatenate(to.stack), to.index))

@@ -35,7 +35,9 @@ def test_flops_are_near_the_compilers(store):
 
 def test_peak_flops_of_a_device_kind():
     assert resources.peak_flops("TPU v5 lite") == 197e12
-    assert resources.peak_flops("TPU v5p") == 459e12
+    assert resources.peak_flops("TPU v5p") == resources.peak_flops("TPU v5") == 459e12
+    assert resources.peak_flops("TPU v5e") == 197e12
+    assert resources.peak_flops("TPU v6e") == 918e12
     assert resources.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert resources.peak_flops("NVIDIA H100 PCIe") == 756e12
     assert resources.peak_flops("NVIDIA H100 NVL") == 835e12

@@ -207,6 +207,7 @@ def test_what_becomes_of_a_candidate_that_does_not_compile(monkeypatch, outcome,
 
 def test_the_target_of_a_device():
     assert target_of("TPU v6 lite", DEVICES) is DEVICES["v6e"]
+    assert target_of("TPU v6e", DEVICES) is DEVICES["v6e"]
     assert target_of("cpu", DEVICES) is None
 
 
