@@ -58,14 +58,21 @@ def emulate(config, patch: pytest.MonkeyPatch):
 
 
 def mend(patch: pytest.MonkeyPatch):
-    """Around two faults of jax 0.10.2's emulator.
+    """Around three faults of jax 0.10.2's emulator.
 
     It does not know `ref.bitcast` and `ref.reshape`: kernels that use them are interpreted plainly.
     An output that is written over an input comes back with the padding of its last block.
+    It does not know how to order the dimension of the grid that `jax.vmap` puts before the others.
     """
     original = emulator.interpret_pallas_call
 
-    def call(*args, jaxpr, out_avals, interpret_params, **options):
+    def call(*args, jaxpr, out_avals, interpret_params, grid_mapping, compiler_params, **options):
+        options["grid_mapping"] = grid_mapping
+        order = compiler_params and compiler_params.dimension_semantics
+        if order:
+            batches = ("parallel",) * (len(grid_mapping.grid) - len(order))
+            compiler_params = compiler_params.replace(dimension_semantics=batches + order)
+        options["compiler_params"] = compiler_params
         if reshapes(jaxpr):
             COUNTS["not known to the emulator"] += 1
             # The emulator's calls are ordered among each other, as jax has noted of this one.
