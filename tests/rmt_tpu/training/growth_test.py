@@ -119,6 +119,14 @@ def test_logits_of_presets_are_the_same(name):
     assert_same_function(config, 3 * config.store.key_dim)
 
 
+def test_new_gains_let_what_is_new_be_learned():
+    """A gain of 0 beside a query of 0: neither would ever have a gradient."""
+    assert {name: new for name, (_, new) in KEYED.items() if "gain" in name} == {
+        "gain": "ones",
+        "key_gain": "ones",
+    }
+
+
 def with_empty_slots(params, before, after):
     """The way that the module's docstring rules out; its gain is right for the mean square."""
     grown = grow(params, before, after)
