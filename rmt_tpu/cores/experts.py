@@ -156,7 +156,7 @@ class Experts(Core):
     def _told(self, scores, biased, routing):
         """The loss of balance over own tokens, or 0, and how they were spread as its gradient."""
         count, top_k = self.core.num_experts, self.core.top_k
-        of_rows = _loads(routing.chosen, count)
+        of_rows = _loads(routing.chosen, count, scores.dtype)
         told = _told(self.load, jnp.sum(of_rows, axis=0))
         match self.core.balance:
             case cfg.Quantiles():
@@ -214,10 +214,10 @@ class Experts(Core):
         return Rows(order[:room], places, sizes, wanted[-1] - ends[-1])
 
 
-def _loads(chosen, count):
+def _loads(chosen, count, dtype):
     """How many tokens of each row chose each expert."""
     of_tokens = jnp.sum(chosen[..., None] == jnp.arange(count), axis=2)
-    return jnp.sum(of_tokens, axis=1, dtype=jnp.float32)
+    return jnp.sum(of_tokens, axis=1, dtype=dtype)
 
 
 def _told(parameter, gradient):

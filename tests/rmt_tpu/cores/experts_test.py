@@ -151,6 +151,19 @@ def test_the_loss_of_balance_is_one_where_loads_are_even():
     assert_close(even, 0.5 * BATCH * SEQ, 1e-5)
 
 
+def test_shares_of_the_loss_of_balance_are_as_exact_as_the_scores():
+    """In float64, over 11 tokens: shares are no binary fractions."""
+    with jax.enable_x64(True):
+        graphdef, params = core_of(cfg.Experts(6, 2, 5, balance=cfg.BalanceLoss(0.5)))
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+        x = np.random.default_rng(0).normal(size=(1, 11, 1, WIDTH))
+        scores = plain.sigmoid(x[:, :, 0] @ params["w_router"])
+        of_rows = np.bincount(np.argsort(-scores)[..., :2].ravel(), minlength=6) / 22
+        shares = scores / scores.sum(-1, keepdims=True)
+        expected = 0.5 * 6 * 11 * np.sum(of_rows * shares.mean((0, 1)))
+        assert_close(run(graphdef, params, jnp.asarray(x))[1]["loss"], expected, 1e-13)
+
+
 def test_what_has_no_room_is_dropped_and_counted():
     """Two devices of three experts each, with room for 0.75 of an even load each."""
     core = cfg.Experts(6, 2, 5, shared=0, capacity=0.75)
