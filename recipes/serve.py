@@ -94,7 +94,8 @@ def _front():
     with memory.told_if_out("less is taken with fewer --slots or a smaller --max_length"):
         options = {"known": tokenizer.vocab_size, "slots": _SLOTS.value, "steps": _STEPS}
         engine = Engine(cast_once(decoder), tokenizer.ends, **options)
-        engine.compile(longest if _COMPILE_FIRST.value else 1)
+        first = _COMPILE_FIRST.value
+        engine.compile(longest if first else 1, scored=first)
     served = Served(
         name=_NAME.value or open_folder(_WORKDIR.value).name,
         tokenizer=tokenizer,

@@ -123,17 +123,42 @@ class Engine:
             for number in self.open:
                 self.forget(number)
 
-    def compile(self, tokens: int) -> None:
-        """Makes the programs for texts of up to so many tokens; others are made when needed."""
-        size = bucket(1)
-        while True:
-            length = max(1, min(size, tokens) - self.steps)
-            self.submit(Request(np.zeros(length, int), Sampling(max_tokens=2)))
-            while self.open:
-                self.step()
-            if size >= tokens:
-                return
-            size *= 2
+    def compile(self, tokens: int, *, scored: bool = True) -> None:
+        """Makes the programs for texts of up to so many tokens; others are made when needed.
+
+        Those for rows that grow from one size to another or take a prompt of another size are among
+        them.
+
+        Args:
+          tokens: of a prompt and of what follows it.
+          scored: whether prompts are scored, too.
+        """
+        sizes = [bucket(1)]
+        while sizes[-1] < tokens:
+            sizes.append(2 * sizes[-1])
+        kept, self.ends = self.ends, self.ends._replace(stop=np.full_like(self.ends.stop, -1))
+        try:  # nothing ends a text before its second token
+            lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
+            # Behind the longest prompt there are steps past its own size.
+            for length in [*lengths, max(1, tokens - 1)]:
+                how = Sampling(max_tokens=2)
+                self.submit(Request(np.zeros(length, int), how, scored=scored))
+                while self.open:
+                    self.step()
+        finally:
+            self.ends = kept
+        self._compile_moves(sorted({*map(self._size, sizes), self.capacity}))
+
+    def _compile_moves(self, sizes: list[int]) -> None:
+        """From each size of the rows to each larger one, and of prompts into rows."""
+        count = self.slots // self.model.devices("batch")
+        for at, size in enumerate(sizes):
+            rows = programs.empty_rows(self.model, self.params, count, size)
+            for larger in sizes[at + 1 :]:
+                programs.grown(self.model, self.params, rows, larger)
+            for smaller in sizes[: at + 1]:
+                one = programs.empty_rows(self.model, self.params, 1, smaller)
+                rows = programs.insert(self.model, rows, one, np.int32(0))
 
     def submit(self, request: Request) -> int:
         """The number of a request, from 0. It waits for a slot; `step` says what comes of it."""

@@ -99,11 +99,14 @@ def test_room_that_nobody_needs_is_given_back(two):
 
 
 def test_programs_can_be_made_beforehand(two):
-    made = (programs.prefill, programs.steps)
-    two.compile(50)
+    made = (programs.prefill, programs.steps, programs.score, programs.insert, programs.grown)
+    two.compile(62)
     compiled = [program._cache_size() for program in made]
     rest(two, two.submit(request("ab", 3)))
     rest(two, two.submit(request("a" * 40, 20)))
+    rest(two, two.submit(request("a" * 40, 2, scored=True)))
+    long = two.submit(request("a" * 60, 2))
+    rest(two, long, two.submit(request("ab", 9, scored=True)))
     assert [program._cache_size() for program in made] == compiled
 
 
