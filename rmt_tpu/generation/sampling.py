@@ -20,7 +20,7 @@ from rmt_tpu.config.checks import (
 )
 
 _LEAST = 2.0**-126  # float32 has no smaller number that devices do not take for 0
-_Penalty = Annotated[float, Range("from 1.2e-38 to 3.4e+38, float32's", _LEAST, 3.4e38)]
+_Penalty = Annotated[float, Range("positive, at most 3.4e+38, at least 1.2e-38", _LEAST, 3.4e38)]
 # The cache holds keys and values of all of them.
 _NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
 
