@@ -162,7 +162,7 @@ def _introduction(config: RunConfig, run: Run) -> str:
     return (
         f"{parameters:,} parameters on {len(devices)} {devices[0].device_kind} device{plural}, "
         f"{tokens:,} tokens a step, {tokens * config.train.steps:,} in {config.train.steps:,} "
-        "steps; compiling"
+        "steps; reading data"
     )
 
 

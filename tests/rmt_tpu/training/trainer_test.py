@@ -92,7 +92,7 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
     assert (
         said[0].startswith("tiny: ") and " parameters on 1 cpu device, 32 tokens a step" in said[0]
     )
-    assert said[0].endswith("192 in 6 steps; compiling")
+    assert said[0].endswith("192 in 6 steps; reading data")
     # Each save that ended well is told, also one that ended between two looks.
     assert [line.split(":")[0] for line in said if "saved" in line] == [
         "saved step 2",
