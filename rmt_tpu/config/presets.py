@@ -383,6 +383,6 @@ def _tiny_run(model: ModelConfig) -> RunConfig:
         optimizer=AdamW(learning_rate=1e-2),
         checkpoint_every=100,
         eval_every=100,
-        eval_batches=8,
+        eval_tokens=2**14,
     )
     return RunConfig(model=model, train=train, data=DataConfig(seq_len=128))

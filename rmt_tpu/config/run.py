@@ -104,7 +104,9 @@ class TrainConfig(Checked):
       keep_checkpoints: how many of the last ones stay.
       keep_every: those of steps divisible by it stay for good; 0 is none.
       keep_best: how many with the least loss on held-out text stay.
-      eval_batches: batches of held-out text at an evaluation, or fewer if there are fewer.
+      eval_tokens: of held-out text at an evaluation, in whole windows; or all if there are fewer.
+      eval_batches: 0, or the batches that are read in place of `eval_tokens`; how much text that is
+        follows the batch size.
       eval_tasks: names of tasks of `rmt_tpu.evaluation`, with commas between.
       eval_tasks_every: in steps; 0 is only at the end.
       eval_tasks_limit: documents of each, the first so many.
@@ -134,7 +136,8 @@ class TrainConfig(Checked):
     keep_every: Count = free(0)
     keep_best: Count = free(0)
     eval_every: Count = free(1000)
-    eval_batches: Size = free(16)
+    eval_tokens: Size = free(2**19)
+    eval_batches: Count = free(0)
     eval_tasks: str = free("")
     eval_tasks_every: Count = free(0)
     eval_tasks_limit: Size = free(500)

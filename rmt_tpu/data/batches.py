@@ -214,7 +214,7 @@ class Windows:
         epoch, window = np.divmod(position + np.arange(self.batch_size)[rows], self.num_windows)
         if self.shuffle:
             window = permute(window, size=self.num_windows, seed=self.seed, epoch=epoch)
-        return self._gather(window)
+        return self._gather(window, self.num_windows)
 
     def batches(self) -> Iterator[Batch]:
         """Every window once, in the order of the stream.
@@ -224,15 +224,22 @@ class Windows:
         """
         return map(self.in_order, range(self.num_batches))
 
-    def in_order(self, number: int, rows: Rows = _ALL) -> Batch:
-        """The batch of `batches` with this number, from 0, or only some of its rows."""
-        return self._gather(number * self.batch_size + np.arange(self.batch_size)[rows])
+    def in_order(self, number: int, rows: Rows = _ALL, *, end: int | None = None) -> Batch:
+        """The batch of `batches` with this number, from 0, or only some of its rows.
 
-    def _gather(self, window: Int64[np.ndarray, " batch"]) -> Batch:
+        Args:
+          number: of the batch.
+          rows: of it.
+          end: windows from this one on are left out: their rows are 0, weights too.
+        """
+        window = number * self.batch_size + np.arange(self.batch_size)[rows]
+        return self._gather(window, self.num_windows if end is None else end)
+
+    def _gather(self, window: Int64[np.ndarray, " batch"], end: int) -> Batch:
         starts = window * self.seq_len
         real = starts[:, None] + np.arange(self.seq_len + 1) < len(self.stream)
         # A row past the last window may start at the last token, which has no target: leave it out.
-        real[:, :-1] &= (window < self.num_windows)[:, None]
+        real &= (window < min(end, self.num_windows))[:, None]
         tokens = np.where(real, self.stream.read(starts, self.seq_len + 1), 0).astype(np.int32)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         begins = (inputs == self.bos) & real[:, :-1]

@@ -55,7 +55,7 @@ def _tiny(system: str, heads: int, **changes) -> RunConfig:
         "data.seq_len": 64,
         "train.steps": steps,
         "train.eval_every": max(1, steps // 5),
-        "train.eval_batches": 32,
+        "train.eval_tokens": 32 * 16 * 64,
         "train.checkpoint_every": 0,
         "train.sample_tokens": 0,
         "train.log_every": 10,

@@ -31,17 +31,19 @@ class HeldOut(NamedTuple):
 
 
 class HeldOutLoss:
-    """The mean loss over the first batches of held-out text, in nats per token.
+    """The mean loss over the first windows of held-out text, in nats per token.
+
+    Which windows does not follow the batch size: losses of runs with other ones are of one text.
 
     Args:
       run: whose loss it is.
       windows: of the held-out text.
-      batches: how many of them, or fewer if there are fewer.
+      number: how many of them, or fewer if there are fewer.
     """
 
-    def __init__(self, run: Run, windows: data.Windows, batches: int):
+    def __init__(self, run: Run, windows: data.Windows, number: int):
         self._windows = windows
-        self._batches = min(batches, windows.num_batches)
+        self._number = min(number, windows.num_windows)
         self._batch_sharding = run.batch_sharding
 
         def sums(params, batch):
@@ -53,12 +55,19 @@ class HeldOutLoss:
 
     def __call__(self, params: Any) -> HeldOut:
         shape, sums = (self._windows.batch_size, self._windows.seq_len), []
-        for number in range(self._batches):
-            read = lambda rows, number=number: self._windows.in_order(number, rows)
+        for number in range(-(-self._number // self._windows.batch_size)):
+            read = partial(self._windows.in_order, number, end=self._number)
             batch = put_batch(read, shape, self._batch_sharding)
             sums.append(jax.tree.map(float, self._sums(params, batch)))
         *totals, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
         return HeldOut(*jax.tree.map(lambda total: total / weight, totals))
+
+
+def asked_windows(config: RunConfig) -> int:
+    """How many windows of held-out text a run asks for."""
+    if config.train.eval_batches:
+        return config.train.eval_batches * config.train.batch_size
+    return max(1, config.train.eval_tokens // config.data.seq_len)
 
 
 class TaskMetrics:

@@ -19,7 +19,7 @@ from rmt_tpu.errors import DivergedError, RunError, UsageError, of_flag
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import kernel_blocks, lease, room, signals, workdir
-from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, sample_text
+from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.growth import restore_grown
 from rmt_tpu.training.origin import Origin
@@ -283,7 +283,7 @@ class _Loop:
         self.state, self.step, self.windows_read = start
         self.data_checksum = datasets.train.checksum()
         self.throughput = Throughput(config, run.mesh)
-        self.held_out_loss = HeldOutLoss(run, datasets.held_out, config.train.eval_batches)
+        self.held_out_loss = HeldOutLoss(run, datasets.held_out, asked_windows(config))
         self.evaluated: dict[int, float] = {}  # the last held-out loss, by its step
         self.pending: tuple[dict[str, jax.Array], float] | None = None
         # Of the save begun last: its step, and when, on process 0's clock.

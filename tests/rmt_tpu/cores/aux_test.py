@@ -163,7 +163,7 @@ def test_they_are_in_the_rows_of_metrics(weighed):
     options = {"seq_len": SEQ, "batch_size": BATCH, "bos": 0, "seed": 0, "shuffle": False}
     windows = data.Windows(np.asarray(text), **options)
     params = models.random_parameters(model("scanned"))
-    held_out = HeldOutLoss(run, windows, batches=2)(params)
+    held_out = HeldOutLoss(run, windows, number=2 * BATCH)(params)
     both = [windows.in_order(number, slice(BATCH)) for number in range(2)]
     means = [reference(params, model("scanned"), batch, weighed)[1::2] for batch in both]
     assert_close(held_out, jax.tree.map(lambda a, b: (a + b) / 2, *means), 1e-12)
