@@ -126,7 +126,7 @@ def merge_at(
     """See `xla.merge_at`. `E 3 T D` bytes."""
     parameters, layer, mixed, log_sums, site, current, active = given
     T, D = current.shape
-    tokens = _tokens(given)
+    tokens = min(T, _TOKENS)
     tables = {"active": active, "layer": layer, "site": site}
     by_site = lambda *shape: pl.BlockSpec(
         (None, tokens, *shape), lambda i, a, layer, site: (site[0], i, 0)

@@ -161,7 +161,7 @@ class TestBlocks(Battery):
 
     def test_equals_numpy(self, case, monkeypatch):
         # Backward in several spans of queries.
-        monkeypatch.setattr(block_sizes, "_KEPT_BYTES", 2 * 128 * 4 * case.shape[3] * 2)
+        monkeypatch.setattr(block_sizes, "vmem_part", lambda mib: 2 * 128 * 4 * case.shape[3] * 2)
         super().test_equals_numpy(case)
 
 
@@ -188,7 +188,7 @@ class TestSizeMajorRows(Battery):
         (_, length, heads, size), blocks = case.shape, dict(case.options)["blocks"]
         whole = round_up(length, blocks.queries)
         if size == 16:  # there is room for the gradients of queries alone
-            monkeypatch.setattr(block_sizes, "_KEPT_BYTES", 4 * heads * size * whole)
+            monkeypatch.setattr(block_sizes, "vmem_part", lambda mib: 4 * heads * size * whole)
         sizes = heads, case.kv_heads, size, size
         cut = Cut("size_major", *sizes, jnp.dtype(case.dtype), blocks)
         assert cut.has(whole)
