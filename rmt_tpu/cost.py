@@ -11,7 +11,6 @@ residuals. Norms, activations, gates' products of numbers and plain sums are lef
 
 from collections.abc import Iterator
 
-from pallas_kernels import tuned
 from rmt_tpu.config import WHOLE, Core, ModelConfig, Port
 
 # By the start of a device kind, for one device as JAX counts them.
@@ -35,6 +34,8 @@ def peak_flops(device_kind: str) -> float | None:
 
     Of a chip that is two devices it is half.
     """
+    from pallas_kernels import tuned  # loads jax, which a config's cost does not need
+
     name = tuned.slug(device_kind)
     matches = [kind for kind in _PEAK_BF16_FLOPS if name.startswith(tuned.slug(kind))]
     return _PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
