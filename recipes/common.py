@@ -191,7 +191,7 @@ def _as(init_from: str) -> RunConfig:
         local = open_folder(init_from).local_path
     if is_hub(local):
         try:
-            model, max_length, _ = describe(local)
+            model, max_length, *_ = describe(local)
         except UsageError as error:
             raise UsageError(f"--init_from: {error}") from None
         config = presets.run_of_today(model)
