@@ -115,19 +115,16 @@ def test_kernel_report_names_its_ops():
     )
 
 
-def test_parameters_bring_their_vocabulary(tmp_path):
+def test_parameters_bring_their_vocabulary(tmp_path, monkeypatch):
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     values = dict.fromkeys(sizes, 8) | {"head_dim": 4, "hidden_act": "silu", "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "llama"}))
     (tmp_path / "tokenizer.json").write_text(ByteTokenizer().to_json())
-    shared = (f"--init_from={tmp_path}", f"--data={cli.TEXT}", "--dry_run")
-    for flags, tokenizer in (
-        (("--preset=llama-tiny",), str(tmp_path)),
-        (("--tokenizer=byte",), "byte"),
-    ):
-        text = cli.succeed("train", *shared, *flags).stdout.split("\n}\n\n")[0]
-        config = json.loads(text + "}")
-        assert config["model"]["vocab_size"] == 300 and config["data"]["tokenizer"] == tokenizer
+    for preset in "llama-tiny", None:
+        given = {"preset": preset, "config": None, "init_from": str(tmp_path)}
+        monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
+        _, base = common.model_of_flags()
+        assert base.model.vocab_size == 300 and base.data.tokenizer == str(tmp_path)
 
 
 def test_dry_run(tmp_path):
