@@ -4,6 +4,7 @@ A target has the packages' sources and data, and the files of `//:read_by_tests`
 checkout every file is there, so a test that reads another one would fail under Bazel alone.
 """
 
+import os
 import re
 import sys
 from fnmatch import fnmatch
@@ -41,8 +42,9 @@ def record() -> set[str]:
         if event != "open" or not isinstance(arguments[0], str):
             return
         path = arguments[0]
-        if path.startswith(prefix) and not is_declared(path[len(prefix) :], allowed):
-            seen.add(path[len(prefix) :])
+        name = path.removeprefix(prefix)
+        if name != path and not is_declared(name, allowed) and os.path.isfile(path):
+            seen.add(name)
 
     sys.addaudithook(opened)
     return seen
