@@ -12,6 +12,7 @@ VERSION = re.search(
 # Commands, which a folder named recipes/ where they are called cannot shadow.
 PROGRAMS = [
     "autotune",
+    "check_device",
     "compare",
     "decode_report",
     "depth_report",

@@ -70,6 +70,19 @@ def preferring(implementation: str) -> Iterator[None]:
         yield
 
 
+_interpreted = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Within, where a TPU would run a kernel, this machine interprets it: to check it without one.
+
+    A backward pass is traced where the gradient is taken, and has to be within too.
+    """
+    with _interpreted(True):
+        yield
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementations:
     """The implementations of an op: modules, or objects with their functions.
@@ -125,6 +138,8 @@ class Implementations:
         unknown = {"tpu": unknown_chip()}
         refused = {p: unknown.get(p) or on[p].unsupported(op, *args) for p in platforms}
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
+        if _interpreted.value and "tpu" in platforms and refused["tpu"] is None:
+            return run(on["tpu"])(*args, interpret=True)
         if implementation in self.kernels:
             (platform,) = platforms
             if refused[platform] is not None:

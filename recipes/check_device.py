@@ -1,0 +1,90 @@
+"""Check the kernels of this machine's device, and time them: the first minutes on a new machine.
+
+    python -m recipes.check_device
+    python -m recipes.check_device --op=key_vector,attention --output=device.json
+
+Every kernel that programs take here is run at two sizes of models and compared with its equations
+in float32: results, every gradient, and to the bit what an undo of int16 gives back. A product and
+a copy are timed, and each kernel beside them. Exits 1 if anything differs or fails. On a CPU, which
+has no kernels, the plain forms are checked at small sizes.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from recipes import program
+from rmt_tpu.errors import UsageError, unknown
+
+_OP = flags.DEFINE_list("op", ["all"], "key_vector, attention and others of its ops, or all")
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation",
+    "auto",
+    ["auto", "pallas", "xla"],
+    "what programs take here; all kernels there are; or the plain form",
+)
+_OUTPUT = flags.DEFINE_string("output", None, "a file for the record, in JSON")
+_TIME = flags.DEFINE_bool("time", True, "time a product, a copy and every call")
+
+
+def main() -> int:
+    import jax
+
+    from rmt_tpu.analysis import device_check
+    from rmt_tpu.analysis.device_cases import OPS
+
+    for op in _OP.value:
+        if op not in ("all", *OPS):
+            raise UsageError(unknown("--op", op, ["all", *OPS]))
+    if not _OP.value:
+        raise UsageError(f"--op= names no op; legal: all, {', '.join(OPS)}")
+    output = _output()
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    implementation = None if _IMPLEMENTATION.value == "auto" else _IMPLEMENTATION.value
+    rates = device_check.measure_rates(small=on_cpu) if _TIME.value else None
+    ops = list(OPS) if "all" in _OP.value else _OP.value
+    rows = []
+    for op in ops:
+        for case in OPS[op]("small" if on_cpu else "real"):
+            rows.append(device_check.check(case, implementation, timed=_TIME.value))
+            print(f"{case.op} {case.size}: {'ok' if rows[-1].ok else 'NOT OK'}", file=sys.stderr)
+    wrong = sum(not row.ok for row in rows)
+    print(f"{device.device_kind}, jax {jax.__version__}")
+    if on_cpu:
+        print("A CPU has no kernels: these are the plain forms, at small sizes.")
+    if rates is not None:
+        print(f"A product: {rates.flops / 1e12:.3g} TFLOP/s. A copy: {rates.bytes / 1e9:.3g} GB/s.")
+    print(device_check.table(rows, rates))
+    print(f"{wrong} of {len(rows)} differ or fail" if wrong else f"all {len(rows)} are right")
+    if output is not None:
+        values = device_check.record(rows, rates, device)
+        output.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return 1 if wrong else 0
+
+
+def _output() -> Path | None:
+    """A file that can be written, before anything that takes long.
+
+    Raises:
+      UsageError: it cannot.
+    """
+    if _OUTPUT.value is None:
+        return None
+    path = Path(_OUTPUT.value)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            return path
+    except OSError as error:
+        raise UsageError(f"--output={path} cannot be written: {error.strerror}") from None
+
+
+def run() -> None:
+    program.start(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,283 @@
+"""Whether a device's kernels compute what their equations say, and how long they take.
+
+Every case of `device_cases` is run as a program would run it, and beside it the equations in
+float32: results, gradients of all floating inputs, and to the bit what an undo has to give back.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.compiler.measure import placed, seconds_of
+from pallas_kernels.platform import interpreting
+from rmt_tpu.analysis.device_cases import Arrays, Case
+
+# Legal differences, over the largest value: of an array computed from bfloat16, which has 8 bits,
+# and from float32.
+_BOUNDS = {"bfloat16": 2.0**-6, "float32": 2.0**-12}
+_ROUNDS = 3
+# What a compiled program says of its kernels.
+_CALLS = {
+    "tpu_custom_call": "mosaic_tpu",
+    "xla.gpu.triton": "triton",
+    "triton_kernel_call": "triton",
+    "__cudnn": "cudnn",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What became of a case.
+
+    Attributes:
+      op, size: of the case.
+      implementation: that ran.
+      differences: of each result and gradient, over the largest value wanted of it; of what has to
+        be the same to the bit, the largest number of steps. NaN where one is not a number.
+      bounds: the largest that are legal.
+      seconds: of a call, forward and backward; None if it was not timed.
+      bytes, flops: the least that the call has to move, and compute.
+      error: why it did not run, in a line.
+    """
+
+    op: str
+    size: str
+    implementation: str
+    differences: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    seconds: float | None = None
+    bytes: int = 0
+    flops: int = 0
+    error: str = ""
+
+    @property
+    def wrong(self) -> list[str]:
+        """Which results differ by more than is legal."""
+        return [name for name, d in self.differences.items() if not d <= self.bounds[name]]
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and not self.wrong
+
+    @property
+    def worst(self) -> str | None:
+        """The result that is nearest to its bound, or farthest beyond it."""
+        if not self.differences:
+            return None
+        return max(self.differences, key=self._share)
+
+    def _share(self, name: str) -> float:
+        difference, bound = self.differences[name], self.bounds[name]
+        if math.isnan(difference):
+            return math.inf
+        return difference / bound if bound else (math.inf if difference else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What this device does with nothing else to do: FLOPs and bytes in a second."""
+
+    flops: float
+    bytes: float
+
+
+def check(
+    case: Case, implementation: str | None, *, interpret: bool = False, timed: bool = True
+) -> Row:
+    """Run a case and compare it; what fails is a row that says why.
+
+    Args:
+      case: what to run.
+      implementation: as the op takes it; None is what programs take on this device.
+      interpret: whether to interpret the kernels of a TPU, on a machine without one.
+      timed: whether to time it too.
+    """
+    try:
+        return _check(case, implementation, interpret, timed)
+    except Exception as error:  # a kernel that does not compile is what is looked for
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return Row(case.op, case.size, implementation or "auto", error=words)
+
+
+def _check(case: Case, implementation: str | None, interpret: bool, timed: bool) -> Row:
+    inputs = case.inputs()
+    cotangents = _cotangents(case, inputs)
+    with interpreting() if interpret else contextlib.nullcontext():
+        traced = jax.jit(_both(case, implementation)).trace(inputs, cotangents)
+        ran = _is_interpreted(traced.jaxpr) if interpret else None
+        program = traced.lower().compile()
+    got = program(inputs, cotangents)
+    want = wanted(case, inputs, cotangents)
+    differences, bounds = compare(case, inputs, jax.device_get(got), jax.device_get(want))
+    seconds = _seconds(program, (inputs, cotangents)) if timed else None
+    arrays = jax.tree.leaves((inputs, cotangents, got))
+    return Row(
+        case.op,
+        case.size,
+        ("interpreted" if ran else "xla") if interpret else _implementation_of(program.as_text()),
+        differences,
+        bounds,
+        seconds,
+        sum(x.nbytes for x in arrays),
+        case.flops * (3 if case.gradients else 1),
+    )
+
+
+def wanted(case: Case, inputs: Arrays, cotangents: Arrays) -> Arrays:
+    """Results and gradients by the equations, in float32 all through."""
+    wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    plain = lambda _, **given: case.reference(**given)
+    exact = case if case.reference is None else dataclasses.replace(case, function=plain)
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(_both(exact, "xla"))(*jax.tree.map(wide, (inputs, cotangents)))
+
+
+def compare(
+    case: Case, inputs: Arrays, got: Arrays, want: Arrays
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Differences and bounds, by name: see `Row`."""
+    narrow = any(x.dtype == jnp.bfloat16 for x in inputs.values())
+    most = _BOUNDS["bfloat16" if narrow else "float32"]
+    differences, bounds = {}, {}
+    for name, x in got.items():
+        if name in case.exact:
+            first = np.asarray(inputs[case.exact[name]], np.float64)
+            differences[name] = float(np.max(np.abs(np.asarray(x, np.float64) - first), initial=0))
+            bounds[name] = 0.0
+        else:
+            differences[name], bounds[name] = difference(x, want[name]), most
+    return differences, bounds
+
+
+def difference(got: Any, want: Any) -> float:
+    """The largest of two arrays, over the largest value wanted; NaN if one has what is no number.
+
+    Where zero is all that is wanted, the largest that there is.
+    """
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        return math.nan
+    largest = np.max(np.abs(want), initial=0.0)
+    return float(np.max(np.abs(got - want), initial=0.0) / (largest or 1.0))
+
+
+def measure_rates(*, small: bool = False) -> Rates:
+    """By a product of two square bfloat16 matrices, and by a copy of float32 numbers."""
+    n = 512 if small else 8192
+    length = 2**22 if small else 2**28
+    square = jnp.ones((n, n), "bfloat16")
+    product = _seconds(jax.jit(lambda x, y: x @ y).lower(square, square).compile(), (square,) * 2)
+    line = jnp.zeros(length, "float32")
+    copied = _seconds(jax.jit(lambda x: x + 1).lower(line).compile(), (line,))
+    return Rates(2 * n**3 / product, 2 * line.nbytes / copied)
+
+
+def table(rows: Sequence[Row], rates: Rates | None) -> str:
+    """One line a case, in Markdown."""
+    lines = [
+        "| op | size | implementation | largest difference | bound | time, ms | of the device | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        worst = row.worst
+        of = ("", "") if worst is None else (row.differences[worst], row.bounds[worst])
+        numbers = "|".join(f" {x:.2g} " if x != "" else " " for x in of)
+        numbers = numbers.replace("|", f"({worst}) |" if worst else "|", 1)
+        time = "" if row.seconds is None else f"{1e3 * row.seconds:.3g}"
+        lines.append(
+            f"| {row.op} | {row.size} | {row.implementation} |{numbers}| {time} | "
+            f"{share(row, rates)} | {_verdict(row)} |"
+        )
+    return "\n".join(lines)
+
+
+def share(row: Row, rates: Rates | None) -> str:
+    """The larger of a call's bytes and FLOPs, over what the device copies and multiplies."""
+    if rates is None or not row.seconds:
+        return ""
+    bandwidth = row.bytes / row.seconds / rates.bytes
+    peak = row.flops / row.seconds / rates.flops
+    return f"{bandwidth:.0%} of a copy" if bandwidth >= peak else f"{peak:.0%} of a product"
+
+
+def _verdict(row: Row) -> str:
+    if row.error:
+        return f"failed: {row.error.replace('|', '/')}"
+    return "differs: " + ", ".join(row.wrong) if row.wrong else "ok"
+
+
+def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict[str, Any]:
+    """What is sent of a machine, in JSON: numbers that are none are null."""
+    number = lambda x: x if x is None or math.isfinite(x) else None
+    names = lambda values: {name: number(x) for name, x in values.items()}
+    of_row = lambda row: (
+        dataclasses.asdict(row)
+        | {
+            "differences": names(row.differences),
+            "bounds": names(row.bounds),
+            "wrong": row.wrong,
+            "ok": row.ok,
+        }
+    )
+    return {
+        "device_kind": device.device_kind,
+        "platform": device.platform,
+        "compiler": device.client.platform_version,
+        "jax": jax.__version__,
+        "rates": None if rates is None else dataclasses.asdict(rates),
+        "rows": [of_row(row) for row in rows],
+    }
+
+
+def _both(case: Case, implementation: str | None) -> Callable[[Arrays, Arrays], Arrays]:
+    """Results by their names, and gradients by those of inputs with "d_" before."""
+
+    def run(inputs: Arrays, cotangents: Arrays) -> Arrays:
+        function = functools.partial(case.function, implementation)
+        if not case.gradients:
+            return function(**inputs)
+        floats = {k: x for k, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        out, pullback = jax.vjp(lambda floats: function(**(inputs | floats)), floats)
+        (gradients,) = pullback(cotangents)
+        return out | {f"d_{name}": x for name, x in gradients.items()}
+
+    return run
+
+
+def _cotangents(case: Case, inputs: Arrays) -> Arrays:
+    if not case.gradients:
+        return {}
+    out = jax.eval_shape(functools.partial(case.function, "xla"), **inputs)
+    return {
+        name: jax.random.normal(jax.random.key(100 + i), x.shape).astype(x.dtype)
+        for i, (name, x) in enumerate(out.items())
+    }
+
+
+def _seconds(program: jax.stages.Compiled, arguments: Sequence[Any]) -> float:
+    fresh = functools.partial(placed, program, arguments, ())
+    return statistics.median(seconds_of(program, fresh) for _ in range(_ROUNDS))
+
+
+def _implementation_of(text: str) -> str:
+    found = dict.fromkeys(name for call, name in _CALLS.items() if call in text)
+    return "+".join(found) or "xla"
+
+
+def _is_interpreted(jaxpr: Any) -> bool:
+    return any(name == "pallas_call" for name in _primitives(jaxpr.jaxpr))
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from _primitives(inner)

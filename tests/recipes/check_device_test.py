@@ -1,0 +1,55 @@
+"""recipes.check_device: a table, a record and an exit code."""
+
+import json
+import subprocess
+import sys
+
+from tests import cli
+
+
+def test_check(tmp_path):
+    file = tmp_path / "new" / "device.json"
+    flags = ("--op=token_rows,logits", "--notime", f"--output={file}")
+    done = cli.succeed("check_device", *flags)
+    assert "A CPU has no kernels" in done.stdout and "all 2 are right" in done.stdout
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["op"] for row in rows] == ["token_rows", "logits"]
+    assert all(row["ok"] and row["implementation"] == "xla" for row in rows)
+
+
+# A result that is twice what it has to be.
+WRONG = """
+import dataclasses, sys
+from rmt_tpu.analysis import device_cases
+def wrong(scale, right=device_cases.OPS["logits"]):
+    for case in right(scale):
+        function = lambda *args, f=case.function, **given: {
+            name: 2 * x for name, x in f(*args, **given).items()
+        }
+        plain = lambda f=case.function, **given: f("xla", **given)
+        yield dataclasses.replace(case, function=function, reference=plain)
+device_cases.OPS["logits"] = wrong
+from recipes import check_device
+sys.argv = ["recipes/check_device.py", "--op=logits", "--notime"]
+check_device.run()
+"""
+
+
+def test_what_differs_is_exit_code_1():
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG],
+        cwd=cli.ROOT,
+        env=cli.environment(),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=cli.TIMEOUT,
+    )
+    assert done.returncode == 1
+    assert "differs: " in done.stdout and "1 of 1 differ or fail" in done.stdout
+
+
+def test_mistakes(tmp_path):
+    assert "--op" in cli.fail("check_device", "--op=logit")
+    (tmp_path / "file").write_text("")
+    error = cli.fail("check_device", "--op=logits", f"--output={tmp_path}/file/record.json")
+    assert "cannot be written" in error

@@ -1,0 +1,128 @@
+"""The check of a device's kernels: it passes what is right, and sees each kind of mistake."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rmt_tpu.analysis import device_check
+from rmt_tpu.analysis.device_cases import cases
+
+SMALL = cases("small")
+FORWARD, GRADIENT, STEP, EDGE = 1, 2, 3, 4
+FAST = ("token_rows", "undo")
+
+
+def named(fast):
+    """Of all cases; those that are not of these ops are slow."""
+    one = lambda case: () if case.op in fast else pytest.mark.slow
+    each = [pytest.param(case, id=f"{case.op} {case.size}", marks=one(case)) for case in SMALL]
+    return pytest.mark.parametrize("case", each)
+
+
+@jax.custom_vjp
+def with_wrong_gradient(x, fault):
+    """x; its gradient is off by a tenth where the fault is that."""
+    return x
+
+
+with_wrong_gradient.defvjp(
+    lambda x, fault: (x, fault),
+    lambda fault, d: (jnp.where(fault == GRADIENT, d * 1.1, d).astype(d.dtype), None),
+)
+
+
+def faulty(case, fault):
+    """The case with a mistake in what is run; the equations it is held to are as they were.
+
+    Which mistake is an argument, so that all are one program.
+    """
+
+    def function(implementation, fault, **inputs):
+        last = max(k for k, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.floating))
+        if case.gradients:
+            inputs[last] = with_wrong_gradient(inputs[last], fault)
+        out = dict(case.function(implementation, **inputs))
+        for name in case.exact:
+            at_once = out[name].at[(0,) * out[name].ndim].add(1)
+            out[name] = jnp.where(fault == STEP, at_once, out[name])
+        name = next(name for name, x in out.items() if jnp.issubdtype(x.dtype, jnp.floating))
+        x = out[name]
+        edge = x.at[(-1,) * x.ndim].set(jnp.nan)
+        out[name] = jnp.where(fault == FORWARD, 1.1 * x, jnp.where(fault == EDGE, edge, x))
+        out[name] = out[name].astype(x.dtype)
+        return out
+
+    reference = case.reference or (lambda **inputs: case.function("xla", **inputs))
+    return dataclasses.replace(
+        case,
+        function=function,
+        inputs=lambda: case.inputs() | {"fault": jnp.int32(fault)},
+        reference=lambda fault, **inputs: reference(**inputs),
+    )
+
+
+def checked(case, fault=0):
+    row = device_check.check(faulty(case, fault), None, timed=False)
+    assert not row.error
+    return row
+
+
+@named(FAST)
+def test_each_kind_of_mistake_is_seen(case):
+    right = checked(case)
+    assert right.ok and right.implementation == "xla"
+    assert len(right.differences) > case.gradients
+    assert checked(case, FORWARD).wrong
+    edge = checked(case, EDGE)
+    assert edge.wrong and math.isnan(edge.differences[edge.worst])
+    if case.gradients:
+        (wrong,) = checked(case, GRADIENT).wrong
+        assert wrong.startswith("d_")
+    if case.exact:
+        step = checked(case, STEP)
+        assert step.wrong == ["rebuilt"] and step.differences["rebuilt"] == 1
+
+
+@named(())
+def test_interpreted_kernels_of_tpus_pass(case):
+    row = device_check.check(case, "pallas", interpret=True, timed=False)
+    assert row.ok and row.implementation == "interpreted"
+
+
+def test_a_kernel_that_fails_is_a_row():
+    def function(implementation, **inputs):
+        raise RuntimeError("no room\nfor it | at all")
+
+    broken = dataclasses.replace(SMALL[0], function=function)
+    row = device_check.check(broken, None, timed=False)
+    assert not row.ok and row.error == "RuntimeError: no room for it | at all"
+    line = device_check.table([row], None).splitlines()[-1]
+    assert line.endswith("| failed: RuntimeError: no room for it / at all |")
+
+
+def test_difference():
+    want = np.array([0.0, -4.0])
+    assert device_check.difference(want, want) == 0
+    assert device_check.difference(np.array([1.0, -4.0]), want) == 0.25
+    assert device_check.difference(np.array([1.0, 0.0]), np.zeros(2)) == 1
+    assert math.isnan(device_check.difference(np.array([0.0, np.nan]), want))
+    assert math.isnan(device_check.difference(np.zeros(3), want))
+
+
+def test_table_and_record():
+    good = device_check.Row("a", "1", "xla", {"z": 0.01}, {"z": 0.02}, 1e-3, 2_000_000, 10)
+    bad = device_check.Row("b", "2", "triton", {"z": math.nan, "y": 0.0}, {"z": 0.02, "y": 0.0})
+    rates = device_check.Rates(flops=1e12, bytes=4e9)
+    first, second = device_check.table([good, bad], rates).splitlines()[2:]
+    assert first == "| a | 1 | xla | 0.01 (z) | 0.02 | 1 | 50% of a copy | ok |"
+    assert second == "| b | 2 | triton | nan (z) | 0.02 |  |  | differs: z |"
+    values = device_check.record([good, bad], rates, jax.devices()[0])
+    values = json.loads(json.dumps(values, allow_nan=False))
+    assert values["rows"][1]["differences"] == {"z": None, "y": 0.0}
+    assert values["rows"][1]["wrong"] == ["z"] and values["rows"][0]["ok"]
+    assert values["device_kind"] == "cpu" and values["jax"] == jax.__version__
