@@ -18,7 +18,7 @@ TOKENS = np.random.default_rng(0).integers(0, 250, SEQ * WINDOWS, np.int32)  # t
 
 
 @pytest.mark.parametrize("tokens", [SEQ * 5, SEQ * 12 + 3, SEQ * 1000, 1])
-def test_it_is_of_the_same_text_for_every_batch_size(tokens):
+def test_it_is_of_the_same_text_for_every_batch_size(tokens, unannotated):
     """A loss that tells every token: one window more or less, or one twice, is seen."""
     mesh = sharding.make_mesh("data=1", jax.devices()[:1])
 
