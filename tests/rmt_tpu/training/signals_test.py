@@ -15,6 +15,7 @@ from rmt_tpu.training import signals
 def end(line, code):
     signals.end_process(line, code)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have used nohup
 with signals.between_steps(end) as at_once:
     {inside}
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
