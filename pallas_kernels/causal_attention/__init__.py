@@ -1,6 +1,7 @@
 """Causal attention within segments, with ALiBi and grouped queries, in the layouts of the residual.
 
-Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels for any length, which take
+Implementations: "xla" (plain JAX, anywhere; by an online softmax where all logits would be too much
+memory: see `plain`), "mosaic_tpu" (TPU kernels for any length, which take
 ALiBi without a bias in memory; the one for short sequences reads and writes the key-vector kernels'
 layout in place), "cudnn" (the library's kernels, on GPUs, in bfloat16 or float16; ALiBi and
 segments are more entries of queries and keys), "pallas" (these where the program is lowered for a
@@ -20,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arguments import Slot, check_array, placed, taken
-from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, reference
+from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, plain
 from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows, Scale
 from pallas_kernels.platform import (
@@ -303,7 +304,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 _IMPLEMENTATIONS = Implementations(
-    reference, {"mosaic_tpu": mosaic_tpu, "cudnn": cudnn}, ("tpu", "cuda"), ("splash",)
+    plain, {"mosaic_tpu": mosaic_tpu, "cudnn": cudnn}, ("tpu", "cuda"), ("splash",)
 )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.causal_attention import mosaic_tpu_whole
+from pallas_kernels.causal_attention import mosaic_tpu_whole, online
 from pallas_kernels.causal_attention.interface import Attended, Attention
 from tests.closeness import assert_close, float64
 
@@ -65,9 +65,9 @@ def numpy_attention(qkv, d_out, scale, slopes=None, segment_ids=None, kv_heads=N
 
 
 def by_kernels(module, qkv, d_out, options, kv_heads=None, **static):
-    """What `numpy_attention` gives, by the interpreted kernels."""
+    """What `numpy_attention` gives, by the interpreted kernels, or by a module of plain JAX."""
     given = Attention(qkv, **options)
-    kernel = {"interpret": True} | static
+    kernel = ({} if module is online else {"interpret": True}) | static
     if module is not mosaic_tpu_whole:  # which has as many heads of keys as of queries
         kernel["kv_heads"] = kv_heads or d_out.shape[2]
     out, log_sums = module.attention_forward(given, **kernel)

@@ -1,0 +1,247 @@
+"""Plain JAX causal attention by an online softmax: a block of queries and one of keys at a time.
+
+No more logits exist at once than those of one pair of blocks, forward and backward; pairs above the
+diagonal are left out. One loop of a known length goes over the pairs, so that a GPU needs no word
+from its host between them. Backward computes the weights of each pair again, from the log sums.
+
+Milakov and Gimelshein 2018, Online normalizer calculation for softmax; Dao et al. 2022,
+FlashAttention; Rabe and Staats 2021, Self-attention Does Not Need O(n^2) Memory.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.arguments import placed, taken
+from pallas_kernels.call import round_up
+from pallas_kernels.causal_attention import reference
+from pallas_kernels.causal_attention.divided import merged
+from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
+from pallas_kernels.platform import vary_alike
+
+# Logits of all rows and heads that may exist at once: 128 MiB of float32.
+LOGITS = 2**25
+# Tokens of a block: the most whose logits are so few, and the fewest that are worth a product.
+_SIZES = (512, 256, 128)
+
+
+def attention_forward(
+    given: Attention, *, kv_heads: int, rows: Rows = "size_major"
+) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
+    """See `interface`. At least float32 inside."""
+    out, log_sums = _forward(True, _whole(given, kv_heads))
+    return placed(out, given.to), log_sums
+
+
+def attention_backward(
+    given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
+) -> tuple[Float[Array, "B N P D"], Apart | None]:
+    """See `interface`."""
+    gradients = _backward(True, _whole(given, kv_heads), taken(attended))
+    d_q, *d_kv = (x.astype(given.qkv.dtype) for x in gradients)
+    if given.kv is not None:
+        return d_q, tuple(d_kv)
+    return jnp.concatenate([d_q, *d_kv], axis=2), None
+
+
+def part_forward(given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
+    """See `interface`."""
+    return _forward(False, _apart(given))
+
+
+def part_backward(
+    given: Part, attended: Attended
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
+    """See `interface`."""
+    d_q, d_k, d_v = _backward(False, _apart(given), attended)
+    return d_q, given.like_kv(d_k, d_v)
+
+
+def _whole(given: Attention, kv_heads: int) -> Part:
+    """All of the sequence as a part of it, of which less is seen."""
+    q, *kv = reference.split(given, kv_heads)
+    return _apart(Part(q, tuple(kv), given.scale, 0, given.slopes, given.segments))
+
+
+def _apart(given: Part) -> Part:
+    """The same with keys and values apart, and with arrays for numbers."""
+    scale = jnp.asarray(given.scale, jnp.result_type(given.q, jnp.float32))
+    return given._replace(kv=given.apart, scale=scale, shift=jnp.asarray(given.shift, jnp.int32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forward(causal: bool, given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
+    """The output in q's dtype, and log sums, at least float32."""
+    blocks = _Blocks(causal, given)
+    q, k, v = blocks.of_queries(given.q), *map(blocks.of_keys, given.apart)
+
+    def step(state, pair):
+        i, j = pair
+        logits, _ = blocks.logits(_at(q, i), _at(k, j), pair)
+        largest = jnp.max(logits, axis=-1)
+        weights = jnp.exp(logits - largest[..., None])
+        sums = jnp.sum(weights, axis=-1)
+        out = blocks.product("bgenm,bgmd->bgend", weights.astype(q.dtype), _at(v, j))
+        found = out / sums[..., None], largest + jnp.log(sums)
+        return _put(state, i, merged(_at(state, i), found)), None
+
+    # Rows without a key yet have the least log sum: what is found first has all of the weight.
+    rows = q.shape[:-1]
+    state = blocks.zeros((*rows, v.shape[-1])), blocks.zeros(rows) + jnp.finfo(blocks.dtype).min
+    (out, sums), _ = jax.lax.scan(step, state, blocks.pairs)
+    return blocks.queries_joined(out).astype(given.q.dtype), blocks.queries_joined(sums)
+
+
+def _backward(
+    causal: bool, given: Part, attended: Attended, d_sums: Float[Array, "B Q H"] | None = None
+) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K G D"], Float[Array, "B K G Dv"]]:
+    """Cotangents of q, k and v, at least float32, from those of the output and of log sums."""
+    blocks, (out, sums, d_out) = _Blocks(causal, given), attended
+    delta = jnp.sum(out.astype(blocks.dtype) * d_out, axis=-1)
+    if d_sums is not None:
+        delta = delta - d_sums
+    q, d_out, sums, delta = map(blocks.of_queries, (given.q, d_out, sums, delta))
+    k, v = map(blocks.of_keys, given.apart)
+
+    def step(carry, pair):
+        (i, j), product = pair, blocks.product
+        of_q, of_out, of_k = _at(q, i), _at(d_out, i), _at(k, j)
+        logits, mask = blocks.logits(of_q, of_k, pair)
+        weights = jnp.where(mask, jnp.exp(logits - _at(sums, i)[..., None]), 0)
+        d_weights = product("bgend,bgmd->bgenm", of_out, _at(v, j)) - _at(delta, i)[..., None]
+        d_logits = (given.scale * weights * d_weights).astype(q.dtype)
+        d_q, d_k, d_v = carry
+        d_q = _add(d_q, i, product("bgenm,bgmd->bgend", d_logits, of_k))
+        d_k = _add(d_k, j, product("bgenm,bgend->bgmd", d_logits, of_q))
+        d_v = _add(d_v, j, product("bgenm,bgend->bgmd", weights.astype(q.dtype), of_out))
+        return (d_q, d_k, d_v), None
+
+    carry = tuple(blocks.zeros(x.shape) for x in (q, k, v))
+    (d_q, d_k, d_v), _ = jax.lax.scan(step, carry, blocks.pairs)
+    return blocks.queries_joined(d_q), blocks.keys_joined(d_k), blocks.keys_joined(d_v)
+
+
+def _forward_kept(causal: bool, given: Part):
+    out, sums = _forward(causal, given)
+    return (out, sums), (given, out, sums)
+
+
+def _pulled_back(causal: bool, kept, cotangents):
+    given, out, sums = kept
+    d_out, d_sums = cotangents
+    gradients = _backward(causal, given, Attended(out, sums, d_out), d_sums)
+    d_q, *d_kv = (x.astype(given.q.dtype) for x in gradients)
+    none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+    scale, slopes = jax.tree.map(jnp.zeros_like, (given.scale, given.slopes))
+    shift, segments = jax.tree.map(none, (given.shift, given.segments))
+    return (Part(d_q, tuple(d_kv), scale, shift, slopes, segments),)
+
+
+_forward.defvjp(_forward_kept, _pulled_back)
+
+
+class _Blocks:
+    """Blocks of queries and of keys; `pairs` are those of which a query may see a key."""
+
+    def __init__(self, causal: bool, given: Part):
+        (B, Q, H, _), (K, G) = given.q.shape, given.apart[0].shape[1:3]
+        self.dtype = jnp.result_type(given.q, jnp.float32)
+        self._causal, self._given, self._lengths = causal, given, (Q, K)
+        self._heads = G, H // G
+        fits = (size for size in _SIZES if B * H * size**2 <= LOGITS)
+        size = next(fits, _SIZES[-1])
+        self._sizes = tuple(_even(length, size) for length in (Q, K))
+        counts = (-(-n // size) for n, size in zip((Q, K), self._sizes, strict=True))
+        pairs = np.stack(np.meshgrid(*map(np.arange, counts), indexing="ij"), -1).reshape(-1, 2)
+        if causal:
+            pairs = pairs[pairs[:, 0] >= pairs[:, 1]]
+        self.pairs = tuple(jnp.asarray(pairs.T, jnp.int32))
+        self._ids = None
+        if given.segments is not None:
+            self._ids = tuple(
+                self._cut(x, size) for x, size in zip(given.segments, self._sizes, strict=True)
+            )
+
+    def of_queries(self, x: Float[Array, "B Q H *D"]) -> Float[Array, "T B G E q *D"]:
+        """Blocks of what queries have, by the heads of their keys."""
+        x = self._cut(x, self._sizes[0])
+        x = x.reshape(*x.shape[:3], *self._heads, *x.shape[4:])
+        return jnp.moveaxis(x, 2, 4)
+
+    def of_keys(self, x: Float[Array, "B K G D"]) -> Float[Array, "T B G k D"]:
+        """Blocks of keys, or of values."""
+        return jnp.moveaxis(self._cut(x, self._sizes[1]), 2, 3)
+
+    def queries_joined(self, x: Float[Array, "T B G E q *D"]) -> Float[Array, "B Q H *D"]:
+        """`of_queries` undone."""
+        x = jnp.moveaxis(x, 4, 2)
+        return self._joined(x.reshape(*x.shape[:3], -1, *x.shape[5:]), self._lengths[0])
+
+    def keys_joined(self, x: Float[Array, "T B G k D"]) -> Float[Array, "B K G D"]:
+        """`of_keys` undone."""
+        return self._joined(jnp.moveaxis(x, 3, 2), self._lengths[1])
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        """What a loop adds to: it varies over a mesh as the operands do."""
+        return vary_alike((jnp.zeros(shape, self.dtype), self._given))[0]
+
+    def product(self, spec: str, *operands: Array) -> Array:
+        """`jnp.einsum`, added up in at least float32."""
+        return jnp.einsum(spec, *operands, preferred_element_type=self.dtype)
+
+    def logits(
+        self,
+        q: Float[Array, "B G E q D"],
+        k: Float[Array, "B G k D"],
+        pair: tuple[Int[Array, ""], Int[Array, ""]],
+    ) -> tuple[Float[Array, "B G E q k"], Bool[Array, "#B 1 1 q k"]]:
+        """Those of a pair of blocks, and which are of keys that are seen; -inf is not used."""
+        given = self._given
+        ranges = zip(pair, self._sizes, strict=True)
+        queries, keys = (n * size + jnp.arange(size, dtype=jnp.int32) for n, size in ranges)
+        distance = queries[:, None] - keys
+        # What fills the last blocks sees nothing, and is not seen.
+        mask = (queries < self._lengths[0])[:, None] & (keys < self._lengths[1])
+        if self._causal:
+            mask = mask & (distance >= 0)
+        mask = mask[None]
+        if self._ids is not None:
+            of_queries, of_keys = (_at(x, n) for x, n in zip(self._ids, pair, strict=True))
+            mask = mask & (of_queries[:, :, None] == of_keys[:, None])
+        mask = mask[:, None, None]
+        logits = given.scale * self.product("bgend,bgmd->bgenm", q, k)
+        if given.slopes is not None:
+            slopes = given.slopes.astype(self.dtype).reshape(*self._heads, 1, 1)
+            logits = logits - slopes * (given.shift + distance)
+        return jnp.where(mask, logits, jnp.finfo(self.dtype).min).astype(self.dtype), mask
+
+    def _cut(self, x: Array, size: int) -> Array:
+        """[blocks, B, size, ...] of [B, N, ...], with zeros where tokens are missing."""
+        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
+
+    def _joined(self, x: Array, length: int) -> Array:
+        x = x.swapaxes(0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _even(length: int, most: int) -> int:
+    """Tokens of each of as few blocks as there can be, a multiple of 8."""
+    return round_up(-(-length // -(-length // most)), 8)
+
+
+def _at(tree: Any, i: Int[Array, ""]) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def _put(tree: Any, i: Int[Array, ""], values: Any) -> Any:
+    put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0)
+    return jax.tree.map(put, tree, values)
+
+
+def _add(x: Array, i: Int[Array, ""], y: Array) -> Array:
+    return _put(x, i, _at(x, i) + y)

@@ -1,0 +1,52 @@
+"""Plain JAX causal attention, for where no kernel serves.
+
+Two forms of it. `reference` has all logits of a block of queries in memory, which is few operations
+for short sequences. Where all logits of a call are more than `online.LOGITS`, which is what a
+block of `online` may have, that form takes its place: with 16 heads and one row past 1448 tokens.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from pallas_kernels.causal_attention import online, reference
+from pallas_kernels.causal_attention.interface import Attended, Attention, Part
+
+
+def form(rows: int, heads: int, queries: int, keys: int) -> ModuleType:
+    """The module that attends with so many queries to so many keys, of each row and head."""
+    return online if rows * heads * queries * keys > online.LOGITS else reference
+
+
+def attention_forward(given: Attention, *, kv_heads: int, **options: Any) -> Any:
+    """See `interface`."""
+    return _whole(given, kv_heads).attention_forward(given, kv_heads=kv_heads, **options)
+
+
+def attention_backward(
+    given: Attention, attended: Attended, *, kv_heads: int, **options: Any
+) -> Any:
+    """See `interface`."""
+    run = _whole(given, kv_heads).attention_backward
+    return run(given, attended, kv_heads=kv_heads, **options)
+
+
+def part_forward(given: Part) -> Any:
+    """See `interface`."""
+    return _part(given).part_forward(given)
+
+
+def part_backward(given: Part, attended: Attended) -> Any:
+    """See `interface`."""
+    return _part(given).part_backward(given, attended)
+
+
+def _whole(given: Attention, kv_heads: int) -> ModuleType:
+    rows, length, heads, _ = given.qkv.shape
+    if given.kv is None:
+        heads -= 2 * kv_heads
+    return form(rows, heads, length, length)
+
+
+def _part(given: Part) -> ModuleType:
+    rows, queries, heads, _ = given.q.shape
+    return form(rows, heads, queries, given.apart[0].shape[1])
