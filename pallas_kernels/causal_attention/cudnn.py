@@ -18,31 +18,89 @@ from pallas_kernels.arguments import placed, taken
 from pallas_kernels.causal_attention import entries, reference
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 
-# Entries of a head, at most: before Hopper, and from it on.
-_ENTRIES = {False: 128, True: 256}
-_HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B300", "GB300")
-_TOO_OLD = ("P100", "V100", "T4", "Quadro RTX", "TITAN", "GTX", "GeForce RTX 20")
+# Device kinds by compute capability; others are taken for Ampere's, whose limits later ones have.
+_KINDS = {
+    90: ("H100", "H200", "H800", "H20", "GH200"),
+    100: ("B100", "B200", "GB200"),
+    103: ("B300", "GB300"),
+    70: ("P100", "V100", "T4", "Quadro RTX", "TITAN", "GTX", "GeForce RTX 20"),
+}
+
+
+def capability_of(kind: str) -> int:
+    """The compute capability of a device kind, ten times over: 80 of one that is not known."""
+    found = (n for n, names in _KINDS.items() if any(name in kind for name in names))
+    return next(found, 80)
+
+
+def most_entries(capability: int) -> int:
+    """Entries of a head, at most, forward and backward.
+
+    On Blackwell the library's table (9.18) has 256 forward, and 128 backward: with 136 and more
+    a step would be refused when it runs.
+    """
+    return 256 if capability // 10 == 9 else 128
+
+
+def refused(
+    capability: int,
+    size: int,
+    value_size: int,
+    *,
+    segments: bool,
+    alibi: bool,
+    length: int,
+    dtype: jnp.dtype | str,
+) -> str | None:
+    """Why cuDNN cannot serve heads of these sizes, in a line; None if it can.
+
+    Args:
+      capability: the device's compute capability, ten times over: 80 is sm_80.
+      size: of queries and keys.
+      value_size: of values.
+      segments: whether rows have several.
+      alibi: whether there is ALiBi.
+      length: tokens of keys.
+      dtype: of queries.
+    """
+    if capability < 80:
+        return f"cuDNN's fused attention on sm_{capability} (Ampere or later)"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"data vectors of {jnp.dtype(dtype)} (bfloat16 or float16)"
+    if alibi and length > entries.POSITIONS:
+        return f"ALiBi over {length} tokens (up to {entries.POSITIONS})"
+    most = most_entries(capability)
+    of_masks = 4 * alibi + (entries.code_size(length) + 1) * segments
+    if size + of_masks > most:
+        told = f" and {of_masks} entries for ALiBi and segments" if of_masks else ""
+        return f"heads of size {size}{told} (up to {most} together)"
+    if value_size > most:
+        return f"values of size {value_size} (up to {most})"
+    return None
 
 
 def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
     """Why cuDNN cannot serve the named op with these arrays, in a line; None if it can."""
-    qkv, slopes = given[0], given.slopes
-    length = (given.apart[0] if isinstance(given, Part) else qkv).shape[1]
+    qkv, keys = given[0], given[0]
+    value_size = qkv.shape[3]
+    if isinstance(given, Part):
+        keys, values = given.apart
+        value_size = values.shape[3]
+    elif given.kv is not None:
+        value_size = given.kv[1].shape[3]
     kind = tuned.device_lowered_for()
-    most = _ENTRIES[any(name in kind for name in _HOPPER)]
-    if any(name in kind for name in _TOO_OLD):
+    capability = capability_of(kind)
+    if capability < 80:
         return f"cuDNN's fused attention on {kind} (Ampere or later)"
-    if qkv.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"data vectors of {qkv.dtype} (bfloat16 or float16)"
-    if slopes is not None and length > entries.POSITIONS:
-        return f"ALiBi over {length} tokens (up to {entries.POSITIONS})"
-    of_masks = 4 * (slopes is not None)
-    of_masks += (given.segments is not None) * (entries.code_size(length) + 1)
-    size = max(x.shape[3] for x in jax.tree.leaves((qkv, given.kv)))
-    if size + of_masks > most:
-        told = f" and {of_masks} entries for ALiBi and segments" if of_masks else ""
-        return f"heads of size {size}{told} (up to {most} together)"
-    return None
+    return refused(
+        capability,
+        qkv.shape[3],
+        value_size,
+        segments=given.segments is not None,
+        alibi=given.slopes is not None,
+        length=keys.shape[1],
+        dtype=qkv.dtype,
+    )
 
 
 def attention_forward(

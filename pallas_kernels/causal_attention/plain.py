@@ -12,7 +12,7 @@ from pallas_kernels.causal_attention import online, reference
 from pallas_kernels.causal_attention.interface import Attended, Attention, Part
 
 
-def form(rows: int, heads: int, queries: int, keys: int) -> ModuleType:
+def chosen(rows: int, heads: int, queries: int, keys: int) -> ModuleType:
     """The module that attends with so many queries to so many keys, of each row and head."""
     return online if rows * heads * queries * keys > online.LOGITS else reference
 
@@ -44,9 +44,9 @@ def _whole(given: Attention, kv_heads: int) -> ModuleType:
     rows, length, heads, _ = given.qkv.shape
     if given.kv is None:
         heads -= 2 * kv_heads
-    return form(rows, heads, length, length)
+    return chosen(rows, heads, length, length)
 
 
 def _part(given: Part) -> ModuleType:
     rows, queries, heads, _ = given.q.shape
-    return form(rows, heads, queries, given.apart[0].shape[1])
+    return chosen(rows, heads, queries, given.apart[0].shape[1])

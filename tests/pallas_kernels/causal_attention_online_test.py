@@ -192,7 +192,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "rows, heads, queries, keys, chosen",
+    "rows, heads, queries, keys, form",
     [
         (1, 16, 1448, 1448, reference),
         (1, 16, 1449, 1449, online),
@@ -202,9 +202,9 @@ def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch):
         (1, 32, 1, 131072, reference),
     ],
 )
-def test_it_takes_over_where_logits_are_many(rows, heads, queries, keys, chosen, monkeypatch):
+def test_it_takes_over_where_logits_are_many(rows, heads, queries, keys, form, monkeypatch):
     monkeypatch.undo()
-    assert plain.form(rows, heads, queries, keys) is chosen
+    assert plain.chosen(rows, heads, queries, keys) is form
 
 
 @pytest.mark.parametrize("tokens, blocks", [(1448, "724,1448"), (1449, "488,488")])

@@ -1,0 +1,111 @@
+"""Which form attention takes on a GPU: the table in the documents, and programs for GPUs."""
+
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import causal_attention
+from pallas_kernels.causal_attention import cudnn
+from pallas_kernels.causal_attention.forms import form
+from tests import cuda
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/gpu_attention.md"
+CAPABILITIES, SIZES = (80, 86, 89, 90, 100), (64, 96, 112, 120, 128, 192, 256)
+NAMES = {"cuDNN": "cudnn", "online": "online"}
+
+
+def cells(text: str) -> dict[tuple[int, bool, bool, int], str]:
+    """The form by capability, whether there are documents, and ALiBi, and by the heads' size."""
+    header, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)
+    )
+    assert header[:3] == ["device", "documents", "ALiBi"]
+    found = {}
+    for device, documents, alibi, *forms in rows[1:]:
+        given = int(device.removeprefix("sm_")), documents == "yes", alibi == "yes"
+        for size, name in zip(map(int, header[3:]), forms, strict=True):
+            found[*given, size] = NAMES[name]
+    return found
+
+
+def test_the_table_is_what_the_function_says():
+    told = cells(PAGE.read_text(encoding="utf-8"))
+    keys = set(itertools.product(CAPABILITIES, (False, True), (False, True), SIZES))
+    assert set(told) == keys
+    asked = {key: form(key[0], key[3], key[3], *key[1:3]).name for key in keys}
+    assert told == asked and set(asked.values()) == {"cudnn", "online"}
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ((90, 192, 128, True, True), None),
+        ((80, 192, 128, False, False), "heads of size 192 .up to 128 together"),
+        ((80, 64, 136, False, False), "values of size 136 .up to 128"),
+        ((80, 128, 128, True, False), "128 and 13 entries for ALiBi and segments .up to 128"),
+        ((75, 64, 64, False, False), "sm_75 .Ampere or later"),
+    ],
+)
+def test_why(given, why):
+    found = form(*given)
+    assert found.name == ("cudnn" if why is None else "online")
+    assert (found.why is None) if why is None else re.search(why, found.why)
+
+
+def test_what_it_says_depends_on_length_and_dtype():
+    on_ampere = functools.partial(form, 80, 112, 112, True, False)
+    assert on_ampere(length=2048).name == on_ampere(length=32767).name == "cudnn"
+    assert on_ampere(length=32768).name == "online"
+    assert form(90, 64, 64, True, False, dtype="float32").why.startswith("data vectors of float32")
+
+
+@pytest.mark.parametrize(
+    "kind, capability",
+    [
+        ("NVIDIA A100-SXM4-40GB", 80),
+        ("NVIDIA H100 80GB HBM3", 90),
+        ("NVIDIA GH200 480GB", 90),
+        ("NVIDIA B200", 100),
+        ("NVIDIA GB300", 103),
+        ("Tesla V100-SXM2-16GB", 70),
+    ],
+)
+def test_capabilities_by_kind(kind, capability):
+    assert cudnn.capability_of(kind) == capability
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "target, size, documents",
+    [("sm_80", 128, True), ("sm_80", 112, True), ("sm_90", 128, True), ("sm_100", 128, True)],
+)
+def test_programs_have_the_form_of_the_table(target, size, documents):
+    """cuDNN's two calls; or no call, and no array of as many logits as all of a row's."""
+    heads, tokens = 16, 2048
+    qkv = jax.ShapeDtypeStruct((1, tokens, 3 * heads, size), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+
+    def gradient(qkv, ids):
+        op = lambda qkv: causal_attention(qkv, scale=0.1, segment_ids=ids)
+        out, pullback = jax.vjp(op, qkv)
+        return pullback(out)[0]
+
+    wanted = form(int(target.removeprefix("sm_")), size, size, documents, False)
+    lower = functools.partial(cuda.lowered, gradient, qkv, ids, target=target)
+    if wanted.name == "cudnn":
+        text = lower()
+    else:
+        with pytest.warns(UserWarning, match="no cuda kernel for this call"):
+            text = lower()
+    calls = set(re.findall(r"custom_call @(__cudnn\S+?)\(", text))
+    of_cudnn = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert calls == (of_cudnn if wanted.name == "cudnn" else set())
+    blocks = re.findall(r"tensor<1x16x1x(\d+)x(\d+)xf32>", text)
+    assert (("512", "512") in blocks) == (wanted.name == "online")
+    assert not re.search(rf"x{tokens}xf32>", text) or wanted.name == "cudnn"
