@@ -28,6 +28,7 @@ from pallas_kernels.compiler import (
     compile_jobs,
 )
 from rmt_tpu import cost as resources
+from rmt_tpu.analysis.attention_forms import Attends, attention_forms
 from rmt_tpu.analysis.prompt import Prompt, lower_prompt, sizes_of
 from rmt_tpu.analysis.step_cost import PARTS, StepCost, assignment_of, lower_config, step_cost
 from rmt_tpu.config import RunConfig, overrides
@@ -192,6 +193,17 @@ class Preflight:
         return self.config.train.batch_size * self.config.data.seq_len
 
     @property
+    def attention(self) -> tuple[Attends, ...]:
+        """The forms that attention takes; none where single tokens are decoded by other means."""
+        if self.prompt is None:
+            length = self.config.data.seq_len
+        elif self.prompt.rows is None:
+            length = self.prompt.tokens
+        else:
+            return ()
+        return attention_forms(self.config.model, self.target, length)
+
+    @property
     def devices(self) -> int:
         return math.prod(self.mesh.values())
 
@@ -212,6 +224,7 @@ class Preflight:
             "num_slices": self.target.slices,
             "mesh": self.mesh,
             "devices": self.devices,
+            "attention": [dataclasses.asdict(attends) for attends in self.attention],
             "fits": self.fits,
             "hbm_bytes": self.limit,
             "used_bytes": self.used,

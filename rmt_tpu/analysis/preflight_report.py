@@ -17,12 +17,18 @@ _MEANING = {
     "temporaries": "what lasts for a step, work space and gaps",
     "program": "instructions",
 }
+_FORMS = {
+    "cudnn": "cuDNN's fused kernels",
+    "mosaic_tpu": "kernels for TPUs",
+    "xla": "plain JAX, by an online softmax where logits are many",
+}
 
 
 def report_text(report: Preflight, name: str, count: int = 12) -> str:
     """All of a preflight for a terminal; `count` buffers, the largest ones."""
     sections = [
         _heading(report, name),
+        _attention(report),
         _memory(report),
         _buffers(report, count),
         _collectives(report),
@@ -95,6 +101,16 @@ def _heading(report: Preflight, name: str) -> str:
         f"{report.devices} device{'s' * (report.devices > 1)}, mesh {mesh}; {work}, "
         f"{model.compute_dtype}, vocabulary {model.vocab_size}{rest}"
     )
+
+
+def _attention(report: Preflight) -> str:
+    lines = []
+    for attends in report.attention:
+        form, why = _FORMS[attends.form], ""
+        if attends.why is not None:
+            why = f"; no kernel: {attends.why}"
+        lines.append(f"{attends.core}, heads of {attends.size}: {form}{why}")
+    return "\n".join(lines)
 
 
 def _memory(report: Preflight) -> str:

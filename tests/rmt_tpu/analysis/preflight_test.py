@@ -272,6 +272,37 @@ def test_few_bytes_are_told_in_mib(tmp_path):
     assert "FITS, 23.00 of 15.75 GiB" in large and "memory of a device in GiB" in large
 
 
+@pytest.mark.parametrize(
+    ("topology", "changes", "form", "told"),
+    [
+        ("h100:1", {}, "cudnn", "attention, heads of 64: cuDNN's fused kernels\n"),
+        (
+            *("h100:1", {"model.attention.head_dim": 256}, "xla"),
+            "attention, heads of 256: plain JAX, by an online softmax where logits are many; "
+            "no kernel: heads of size 256 and 11 entries for ALiBi and segments (up to 256 "
+            "together)\n",
+        ),
+        (
+            *("h100:1", {"model.kernels": "xla"}, "xla"),
+            "where logits are many; no kernel: model.kernels=xla\n",
+        ),
+        ("v5e:1x1", {}, "mosaic_tpu", "attention, heads of 64: kernels for TPUs\n"),
+        (
+            *("v5e:1x1", {"model.attention.head_dim": 60}, "xla"),
+            "no kernel: heads of size 60 (multiples of 8)\n",
+        ),
+    ],
+)
+def test_the_form_that_attention_takes_and_why(topology, changes, form, told):
+    given = report("gpt2-405m", topology=topology, **{"data.seq_len": 512} | changes)
+    text = report_text(dataclasses.replace(given, fits=True), "gpt2-405m")
+    assert told in text
+    (attends,) = given.json()["attention"]
+    assert attends["form"] == form and (attends["why"] is None) == (form != "xla")
+    decoding = dataclasses.replace(given, prompt=Prompt(512, rows=4))
+    assert decoding.attention == ()
+
+
 def test_a_prompt_has_a_cache_and_no_moments():
     read = dataclasses.replace(report(state=0.0), prompt=Prompt(131072, 2048))
     text = report_text(read, "rmt-305m")

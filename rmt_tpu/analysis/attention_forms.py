@@ -1,0 +1,93 @@
+"""Which form the attention of a model takes on a device, and why it is not the device's kernel."""
+
+import dataclasses
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuned
+from pallas_kernels.causal_attention import cudnn, mosaic_tpu
+from pallas_kernels.causal_attention.interface import Attention
+from pallas_kernels.compiler import Target
+from rmt_tpu import config as cfg
+
+_KERNELS = {"tpu": ("mosaic_tpu", mosaic_tpu), "cuda": ("cudnn", cudnn)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attends:
+    """How one kind of heads is attended with.
+
+    Attributes:
+      core: its kind.
+      size: of queries and keys.
+      form: "mosaic_tpu" or "cudnn", or "xla": plain JAX, by an online softmax where logits are
+        many.
+      why: the kernel does not serve, in a line; None where it does.
+    """
+
+    core: str
+    size: int
+    form: str
+    why: str | None
+
+
+def attention_forms(
+    model: cfg.ModelConfig, target: Target, length: int, segments: bool = True
+) -> tuple[Attends, ...]:
+    """Those of the different softmax attentions of a model, in the order of depth.
+
+    Args:
+      model: whose compute dtype "auto" is taken for bfloat16, as on an accelerator.
+      target: the device.
+      length: tokens of a row, or keys of a prompt.
+      segments: whether documents of a row, or what a cache has and has not, are told apart.
+    """
+    name, kernel = _KERNELS[target.platform]
+    found = []
+    for core in model.cores:
+        given = _given(model, core, length, segments)
+        if given is None:
+            continue
+        if model.kernels == "xla":
+            why = "model.kernels=xla"
+        else:
+            why = _refusal(kernel, target, given)
+        attends = Attends(core.kind, given.qkv.shape[3], "xla" if why else name, why)
+        if attends not in found:
+            found.append(attends)
+    return tuple(found)
+
+
+def _refusal(kernel: ModuleType, target: Target, given: Attention) -> str | None:
+    """Why the kernel does not serve what is traced with such arrays; None if it does."""
+    told = []
+
+    def ask(given):
+        told.append(kernel.unsupported("attention_forward", given))
+        return given
+
+    with tuned.lowering_for(target.kind):
+        jax.eval_shape(ask, given)
+    return told[0]
+
+
+def _given(model: cfg.ModelConfig, core: cfg.Core, length: int, segments: bool) -> Attention | None:
+    """What attention would be given, of one row; None of another kind of core."""
+    dtype = jnp.dtype("bfloat16" if model.compute_dtype == "auto" else model.compute_dtype)
+    array = lambda heads, size: jax.ShapeDtypeStruct((1, length, heads, size), dtype)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
+    match core:
+        case cfg.Attention():
+            q, keys = array(core.num_heads, core.head_dim), array(core.kv_heads, core.head_dim)
+            kv = keys, keys
+        case cfg.Mla():
+            q = array(core.num_heads, core.query_dim)
+            kv = q, array(core.num_heads, core.head_dim)
+        case _:
+            return None
+    slopes = None
+    if isinstance(core.positions, cfg.Alibi):
+        slopes = jax.ShapeDtypeStruct((core.num_heads,), jnp.float32)
+    return Attention(q, 1.0, slopes, ids, kv)
