@@ -29,6 +29,11 @@ _CHANGE_CONFIG = flags.DEFINE_bool(
     "let the run in the folder go on with another batch size, optimizer, number of steps or dtype, "
     "or a wider D_k",
 )
+_FROM_STEP = flags.DEFINE_integer(
+    "from_step",
+    None,
+    "begin again from this checkpoint of the run, an older one: later ones are dropped",
+)
 _PROFILE_STEPS = flags.DEFINE_integer(
     "profile_steps", 0, "trace so many steps into profile/", lower_bound=0
 )
@@ -56,7 +61,8 @@ def _train(at_once: signals.AtOnce) -> int:
         from rmt_tpu.analysis.dry_run import dry_run
 
         common.check_member()
-        print(dry_run(config, name, folder, change_config=_CHANGE_CONFIG.value))
+        given = {"change_config": _CHANGE_CONFIG.value, "from_step": _FROM_STEP.value}
+        print(dry_run(config, name, folder, **given))
         return 0
     from rmt_tpu.distributed import processes
     from rmt_tpu.training.trainer import train
@@ -69,6 +75,7 @@ def _train(at_once: signals.AtOnce) -> int:
         config,
         folder,
         change_config=_CHANGE_CONFIG.value,
+        from_step=_FROM_STEP.value,
         profile_steps=_PROFILE_STEPS.value,
         label=folder.name,
         all_is_saved=at_once.all_is_saved,

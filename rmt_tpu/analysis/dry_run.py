@@ -12,7 +12,14 @@ from rmt_tpu.training.origin import Origin
 from rmt_tpu.training.run import load_datasets, prepare, resolved
 
 
-def dry_run(config: RunConfig, name: str, folder: Folder, *, change_config: bool = False) -> str:
+def dry_run(
+    config: RunConfig,
+    name: str,
+    folder: Folder,
+    *,
+    change_config: bool = False,
+    from_step: int | None = None,
+) -> str:
     """The config as it would be on these devices, and what it amounts to.
 
     Args:
@@ -20,6 +27,7 @@ def dry_run(config: RunConfig, name: str, folder: Folder, *, change_config: bool
       name: of its model.
       folder: that it would be in; nothing is written there.
       change_config: see `training.workdir.open_workdir`.
+      from_step: see `training.workdir.step_to_go_back_to`.
 
     Returns:
       JSON of the config, and lines with parameters, FLOPs, memory and tokens.
@@ -34,7 +42,7 @@ def dry_run(config: RunConfig, name: str, folder: Folder, *, change_config: bool
     TaskMetrics(run, config, tokenizer)
     if config.train.init_from and not workdir.open_checkpoints(folder).steps():
         Origin(config.train.init_from, config.model)
-    workdir.check_workdir(folder, config, change_config=change_config)
+    workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
     there = datasets.train.tokens_per_epoch
     flops = cost.flops_per_token(config.model, config.data.seq_len)

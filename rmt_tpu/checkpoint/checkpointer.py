@@ -3,6 +3,7 @@
     <root>/<step>/<attempt>/arrays/<name...>/   one zarr3 array per leaf, each chunk with a crc32c
     <root>/<step>/<attempt>/manifest.json       names, shapes and dtypes of the arrays, and `meta`
     <root>/<step>/COMMIT                        names the attempt; written last, and only if absent
+    <root>/BACK                                 while later steps are deleted: the last that counts
 
 A step exists once its COMMIT does. A save that dies earlier leaves an attempt which no COMMIT
 names: nothing reads it, and a later save deletes it. `rmt_tpu.storage` knows the place where
@@ -34,7 +35,13 @@ from rmt_tpu.checkpoint.arrays import (
     to_store,
 )
 from rmt_tpu.checkpoint.manifest import COMMIT_LIMIT, MANIFEST_LIMIT, Commit, seal, unseal
-from rmt_tpu.checkpoint.retention import Retention, committed_and_attempts, tidy
+from rmt_tpu.checkpoint.retention import (
+    Retention,
+    committed,
+    finish_going_back,
+    go_back,
+    tidy,
+)
 from rmt_tpu.checkpoint.save import Attempt, Background, Saved, blocks_of, snapshot, together
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, shown, unknown
@@ -97,6 +104,7 @@ class Checkpointer:
         self._report, self._renamed = report, renamed
         # Which COMMIT, by its generation, this object found to lead to damaged data.
         self._damaged: dict[int, Any] = {}
+        self._has_gone_back = False  # whether what a killed `go_back` has left is done
         self._channel: processes.Channel | None = None
         self._background: Background[Saved] = Background("checkpoint")
         # At the latest when the interpreter ends, after its wait for threads.
@@ -108,8 +116,7 @@ class Checkpointer:
         Raises:
           RunError: `root` cannot be listed.
         """
-        found = committed_and_attempts(self.root)
-        return sorted(step for step, entries in found.items() if "COMMIT" in entries)
+        return committed(self.root)
 
     # Saving ----------------------------------------------------------------------------------
 
@@ -195,6 +202,7 @@ class Checkpointer:
             loss,
             before_commit,
             self._damaged.get(step),
+            self._make_sure_it_went_back,
             self._channel.exchange,
         )
         blocked, slow = time.monotonic() - started, self._note_if_slow(step)
@@ -214,6 +222,27 @@ class Checkpointer:
         slow.start()
         self._background.start(run)
         return before
+
+    def go_back(self, step: int) -> None:
+        """Makes `step` the last one: later ones are deleted, whoever reads does not see them.
+
+        Of several processes all call it. Killed at any moment, it is either done, or nothing is.
+
+        Raises:
+          UsageError: There is no such step.
+          RunError: The store does not answer, or refuses.
+        """
+        self.wait()
+        self._check_step(processes.from_first(self.steps(), f"steps in {self.root}"), step)
+        with together(processes.exchange, f"going back to checkpoint {step}"):
+            if processes.is_first():
+                go_back(self.root, step)
+        self._has_gone_back = True
+
+    def _make_sure_it_went_back(self) -> None:
+        if not self._has_gone_back:
+            finish_going_back(self.root)
+            self._has_gone_back = True
 
     def _note_if_slow(self, step: int) -> threading.Timer:
         """Stores are asked again and again for minutes, in which a person may wonder."""
@@ -307,6 +336,10 @@ class Checkpointer:
         found = self._find(step)
         return found.step, found.attempt
 
+    def meta(self, step: int | None = None) -> dict:
+        """What a step, as for `arrays`, was saved with."""
+        return self._find(step).meta
+
     def array(self, name: str, step: int | None = None) -> ts.TensorStore:
         """One array of a step, to be read in part: `array("w")[5:7].read().result()`.
 
@@ -336,12 +369,8 @@ class Checkpointer:
 
         One that cannot be read may be good: an older one in its place would lose steps.
         """
-        if step is not None and step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            what = (
-                "is no checkpoint" if type(step) is int else "must be a whole number, a checkpoint"
-            )
-            raise ArgumentError(f"step={shown(step)} {what} in {self.root}; available: {there}")
+        if step is not None:
+            self._check_step(steps, step)
         if not steps:
             raise RunError(f"no checkpoint in {self.root}")
         problems = []
@@ -355,6 +384,14 @@ class Checkpointer:
             if step is None:
                 self._report(f"damaged checkpoint in {self.root} passed over: {problems[-1]}")
         raise RunError(f"no undamaged checkpoint in {self.root}: {'; '.join(problems)}")
+
+    def _check_step(self, steps: list[int], step: int) -> None:
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            what = (
+                "is no checkpoint" if type(step) is int else "must be a whole number, a checkpoint"
+            )
+            raise ArgumentError(f"step={shown(step)} {what} in {self.root}; available: {there}")
 
     def _read_manifest(self, step: int, commit: bytes) -> "_Found":
         attempt = Commit.from_bytes(commit).attempt

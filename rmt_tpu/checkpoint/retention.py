@@ -1,6 +1,7 @@
 """Which steps stay, and how the others and the rests of dead attempts go."""
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 
 from rmt_tpu.checkpoint.manifest import ATTEMPT, COMMIT_LIMIT, Commit
@@ -50,8 +51,12 @@ def committed_and_attempts(folder: Folder) -> dict[int, set[str]]:
     Raises:
       Fault: the folder cannot be listed.
     """
+    return _entries(folder, folder.names())
+
+
+def _entries(folder: Folder, names: Iterable[str]) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
-    for name in folder.names():
+    for name in names:
         step = name.removesuffix("/")
         # Folders of the very name that a step has: not 007.
         if not (name.endswith("/") and step.isascii() and step.isdecimal()):
@@ -61,6 +66,66 @@ def committed_and_attempts(folder: Folder) -> dict[int, set[str]]:
             if ours:
                 found[int(step)] = ours
     return found
+
+
+def committed(folder: Folder) -> list[int]:
+    """The committed steps, ascending, without those that a run has gone back from.
+
+    Raises:
+      Fault: the folder cannot be listed, or what it says of going back cannot be read.
+    """
+    names = folder.names()
+    last, found = _last_step(folder, names), _entries(folder, names)
+    is_one = lambda step: "COMMIT" in found[step] and (last is None or step <= last)
+    return sorted(filter(is_one, found))
+
+
+# Names the last step that counts, while the COMMITs of later ones are deleted.
+_BACK = "BACK"
+
+
+def go_back(folder: Folder, step: int) -> None:
+    """Makes a committed step the last one: later ones are deleted.
+
+    They are gone for every reader at once, by a file that says so, and which goes when their
+    COMMITs have gone. Where this is killed in between, `finish_going_back` does the rest.
+
+    Raises:
+      Fault: something cannot be read, written or deleted.
+    """
+    folder.write(_BACK, json.dumps({"step": step}).encode())
+    finish_going_back(folder)
+
+
+def finish_going_back(folder: Folder) -> None:
+    """Deletes the steps after the one that `go_back` was last called for, if any are left.
+
+    Raises:
+      Fault: something cannot be read or deleted.
+    """
+    names = folder.names()
+    if (last := _last_step(folder, names)) is None:
+        return
+    later = {step: ours for step, ours in _entries(folder, names).items() if step > last}
+    for step in later:
+        folder.delete(f"{step}/COMMIT")
+    folder.delete(_BACK)
+    for step, entries in later.items():
+        delete_attempts(folder, step, entries - {"COMMIT"})
+
+
+def _last_step(folder: Folder, names: list[str]) -> int | None:
+    """What `go_back` has left, if it has not come to its end."""
+    if _BACK not in names:
+        return None
+    if (found := folder.read(_BACK, limit=COMMIT_LIMIT)) is None:  # it has just gone
+        return None
+    try:
+        return int(json.loads(found.data)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        raise Fault(
+            f"{folder}/{_BACK} is damaged: it says no step; delete it, and the later steps"
+        ) from None
 
 
 def _is_ours(entry: str) -> bool:

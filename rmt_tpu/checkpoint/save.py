@@ -91,6 +91,7 @@ class Attempt(NamedTuple):
       loss: on held-out text, if it is known.
       before_commit: called on process 0 when all else is stored.
       damaged: the generation of a COMMIT at this step that may be replaced.
+      before_begin: called on process 0 before anything is written.
       exchange: `processes.Channel.exchange` of a channel for this thread.
     """
 
@@ -103,6 +104,7 @@ class Attempt(NamedTuple):
     loss: int | float | None
     before_commit: Callable[[], None] | None
     damaged: Any
+    before_begin: Callable[[], None]
     exchange: Callable[[str, str], list[str]]
 
     def run(self) -> None:
@@ -116,6 +118,7 @@ class Attempt(NamedTuple):
         try:
             with self._together("begin", name) as names:
                 if first:
+                    self.before_begin()
                     self._make_way()
                     stores = self._open(name, "create")
             name = names[0]

@@ -15,18 +15,16 @@ from rmt_tpu import data, memory
 from rmt_tpu.checkpoint import Checkpointer, Retention, Saved
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.distributed import processes
-from rmt_tpu.errors import DivergedError, RunError, UsageError, of_flag
+from rmt_tpu.errors import DivergedError, RunError, UsageError
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import kernel_blocks, lease, room, signals, workdir
 from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows, sample_text
 from rmt_tpu.training.global_arrays import put_batch
-from rmt_tpu.training.growth import restore_grown
-from rmt_tpu.training.origin import Origin
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import Datasets, Run, load_datasets, prepare, resolved
 from rmt_tpu.training.side_files import SideFiles, set_aside, wants_board
-from rmt_tpu.training.step import TrainState
+from rmt_tpu.training.start import Start, go_back, origin_of, restore_or_init
 from rmt_tpu.training.throughput import Throughput
 
 
@@ -46,6 +44,7 @@ def train(
     folder: Location,
     *,
     change_config: bool = False,
+    from_step: int | None = None,
     profile_steps: int = 0,
     label: str = "train",
     all_is_saved: Callable[[int], None] = lambda step: None,
@@ -65,6 +64,8 @@ def train(
       config: of the run; must be that of the run in the folder, if there is one.
       folder: the run folder, local or gs://.
       change_config: let the run in the folder go on with what differs, see `workdir.open_workdir`.
+      from_step: go back to this checkpoint of the run, and drop what came later, see
+        `workdir.step_to_go_back_to`.
       profile_steps: trace so many steps into `<folder>/profile`.
       label: shown with the progress.
       all_is_saved: given the last step of this call, when its checkpoint is committed; what comes
@@ -81,18 +82,19 @@ def train(
     wants_board(config.train.tensorboard)
     given = label, all_is_saved
     try:
-        return _train(config, folder, change_config, profile_steps, *given)
+        return _train(config, folder, change_config, from_step, profile_steps, *given)
     except _OutgrewInt16:
         pass
     gc.collect()  # the arrays of that loop, before there are others
     config = overrides.apply(config, {"model.store.dtype": "float32"})
-    return _train(config, folder, True, 0, *given)
+    return _train(config, folder, True, None, 0, *given)
 
 
 def _train(
     config: RunConfig,
     folder: Folder,
     change_config: bool,
+    from_step: int | None,
     profile_steps: int,
     label: str,
     all_is_saved: Callable[[int], None],
@@ -100,6 +102,8 @@ def _train(
     may_outgrow = config.model.store.dtype == "auto"
     config = resolved(config, workdir.kept(folder))
     progress = TrainingProgress(config.train.steps, label, show=processes.is_first())
+    if processes.is_first():
+        workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     with progress, memory.told_if_out(memory.TRAIN_ADVICE), contextlib.ExitStack() as stack:
         run = prepare(config, sharding.make_mesh(config.train.mesh))
         progress.say(f"{label}: {_introduction(config, run)}")
@@ -109,8 +113,8 @@ def _train(
         datasets = load_datasets(config, tokenizer)
         tasks = TaskMetrics(run, config, tokenizer)
         data_checksum = datasets.train.checksum()
-        _check_agreement(config, data_checksum)
-        origin = _origin(config, folder)
+        _check_agreement(config, from_step, data_checksum)
+        origin = origin_of(config, folder)
         other = None
         if processes.is_first():
             workdir.check_access(folder, write=True)
@@ -123,13 +127,20 @@ def _train(
         if note := _untrained_positions(config):
             progress.say(note)
         checkpoints = _checkpointer(folder, config, progress)
+        back = None
+        if processes.is_first():
+            back = workdir.step_to_go_back_to(folder, from_step, changes=bool(opened.changes))
+        back = processes.from_first(back, "the step to go back to")
         progress.doing("compiling")
         blocks = stack.enter_context(kernel_blocks.kept(folder, progress.say, anew=opened.anew))
-        start = _restore_or_init(
-            config, run, folder, checkpoints, tokenizer, data_checksum, origin, progress.say
+        start = restore_or_init(
+            config, run, folder, checkpoints, tokenizer, data_checksum, origin, back, progress.say
         )
-        if start.step:
-            progress.say(f"resuming {folder} from step {start.step}")
+        if back is not None:
+            go_back(folder, checkpoints, back, progress.say)
+        elif start.step:
+            branched = f", a branch from step {from_step}" if from_step is not None else ""
+            progress.say(f"resuming {folder} from step {start.step}{branched}")
         if processes.is_first():
             if opened.anew:
                 set_aside(folder)
@@ -176,11 +187,12 @@ def _checkpointer(folder: Folder, config: RunConfig, progress: TrainingProgress)
     )
 
 
-def _check_agreement(config: RunConfig, data_checksum: int) -> None:
+def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: int) -> None:
     """Processes that do not do the same would wait for each other in different places."""
     if processes.num_processes() == 1:
         return
-    own = {"config": overrides.to_json(config), "data": data_checksum}
+    flags = overrides.to_json(config) | {"--from_step": from_step}
+    own = {"config": flags, "data": data_checksum}
     first = processes.from_first(own, "the run's config")
     if different := overrides.differences(first["config"], json.loads(json.dumps(own["config"]))):
         raise UsageError(
@@ -194,13 +206,6 @@ def _check_agreement(config: RunConfig, data_checksum: int) -> None:
         )
 
 
-def _origin(config: RunConfig, folder: Folder) -> Origin | None:
-    """What a run that begins is to take; one that goes on does not look for it any more."""
-    if not config.train.init_from or workdir.open_checkpoints(folder).steps():
-        return None
-    return Origin(config.train.init_from, config.model)
-
-
 def _untrained_positions(config: RunConfig) -> str | None:
     learned, seq_len = config.model.learned_positions, config.data.seq_len
     if learned is None or seq_len >= learned.max_length:
@@ -209,54 +214,6 @@ def _untrained_positions(config: RunConfig) -> str | None:
         f"note: learned positions {seq_len} to {learned.max_length - 1} are not "
         f"trained at --seq_len={seq_len}; text beyond them will be poor"
     )
-
-
-class _Start(NamedTuple):
-    """Where a run goes on: its state, steps done, and windows of data read."""
-
-    state: TrainState
-    step: int
-    windows_read: int
-
-
-def _restore_or_init(
-    config: RunConfig,
-    run: Run,
-    folder: Folder,
-    checkpoints: Checkpointer,
-    tokenizer: data.Tokenizer,
-    data_checksum: int,
-    origin: Origin | None,
-    say: Callable[[str], None],
-) -> _Start:
-    if not processes.from_first(checkpoints.steps(), "the run's checkpoints"):
-        state = jax.jit(run.init, out_shardings=run.state_shardings)()
-        if origin is not None:
-            params = origin.taken(run, state.params, say)
-            state = run.with_copies(state._replace(params=params))
-        return _Start(state, 0, 0)
-    if processes.is_first():
-        workdir.check_tokenizer(folder, tokenizer, config.data.tokenizer)
-    like = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        run.abstract._replace(copies={}),
-        run.state_shardings._replace(copies={}),
-    )
-    step, state, meta = restore_grown(checkpoints, like, config.model)
-    with of_flag("workdir"):
-        workdir.check_saved_with(folder, config, step, meta)
-    if meta.get("tokenizer", tokenizer.fingerprint()) != tokenizer.fingerprint():
-        raise UsageError(
-            f"--tokenizer={config.data.tokenizer} is another one than that of checkpoint {step} in "
-            f"--workdir={folder}; give the same one, or another --workdir"
-        )
-    if meta["data_checksum"] != data_checksum:
-        raise UsageError(
-            f"--data={config.data.source} does not give the tokens that the run in "
-            f"--workdir={folder} was trained on up to step {step}: a file, the tokenizer "
-            "or (for stdlib) the Python has changed; give the same ones, or another --workdir"
-        )
-    return _Start(run.with_copies(state), step, meta["windows_read"])
 
 
 class _Loop:
@@ -273,14 +230,14 @@ class _Loop:
         side_files: SideFiles,
         blocks: kernel_blocks.KernelBlocks,
         progress: TrainingProgress,
-        start: _Start,
+        start: Start,
         may_outgrow: bool,
     ):
         self.config, self.model, self.datasets, self.tokenizer = config, run, datasets, tokenizer
         self.tasks = tasks
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
         self.blocks = blocks
-        self.state, self.step, self.windows_read = start
+        self.state, self.step, self.windows_read, self.branch = start
         self.data_checksum = datasets.train.checksum()
         self.throughput = Throughput(config, run.mesh)
         self.held_out_loss = HeldOutLoss(run, datasets.held_out, asked_windows(config))
@@ -442,6 +399,7 @@ class _Loop:
         if self.step != self.save_step:
             meta = {"windows_read": self.windows_read, "data_checksum": self.data_checksum}
             meta |= workdir.saved_with(self.config, self.tokenizer)
+            meta |= {} if self.branch is None else {"branch": self.branch}
             with self._last_good_step_told():
                 before = self.checkpoints.begin_save(
                     self.step,

@@ -408,16 +408,51 @@ def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
         )
 
 
-def check_workdir(workdir: Location, config: RunConfig, *, change_config: bool = False) -> None:
-    """What `open_workdir` refuses, with nothing written.
+def step_to_go_back_to(folder: Folder, from_step: int | None, *, changes: bool) -> int | None:
+    """The checkpoint that a run begins again from, or None where it goes on from its last one.
+
+    The command that made it go back may be given again, after a kill: the last checkpoint says
+    that the run went back to that step. With another config it does so once more.
+
+    Args:
+      folder: of the run.
+      from_step: that is asked for, if one is.
+      changes: whether the config is to be changed.
 
     Raises:
-      UsageError: see `open_workdir`; of a folder that is not there the one around it counts.
+      UsageError: there is no such checkpoint.
     """
-    folder = open_folder(workdir)
+    if from_step is None:
+        return None
+    checkpoints = open_checkpoints(folder)
+    steps = checkpoints.steps()
+    if steps and steps[-1] != from_step and not changes:
+        with contextlib.suppress(RunError):  # none can be read: the restore tells
+            if checkpoints.meta().get("branch") == from_step:
+                return None
+    if from_step not in steps:
+        there = f"legal: {', '.join(map(str, steps))}" if steps else "it has none"
+        raise UsageError(f"--from_step={from_step} is no checkpoint of --workdir={folder}; {there}")
+    return from_step
+
+
+def check_workdir(
+    workdir: Location,
+    config: RunConfig,
+    *,
+    change_config: bool = False,
+    from_step: int | None = None,
+) -> None:
+    """What `open_workdir` and `step_to_go_back_to` refuse, with nothing written.
+
+    Raises:
+      UsageError: see both; of a folder that is not there the one around it counts.
+    """
+    folder, opened = open_folder(workdir), Opened([], anew=False)
     check_access(folder)
     if found := folder.read(CONFIG):
-        _compare(folder, found.data, config, change_config)
+        opened = _compare(folder, found.data, config, change_config)
+    step_to_go_back_to(folder, from_step, changes=bool(opened.changes))
     there = folder.local_path
     while there is not None and not os.path.lexists(there):
         there = there.parent

@@ -182,6 +182,21 @@ def test_a_run_goes_from_two_processes_to_one_and_back(mesh, one, tmp_path):
     assert (tmp_path / "samples.txt").read_text() == (one / "samples.txt").read_text()
 
 
+@pytest.mark.slow
+def test_two_processes_go_back_to_an_older_checkpoint(mesh, two, tmp_path):
+    copy = shutil.copytree(two[0], tmp_path / "run")
+    flag, devices = mesh
+    flags = (*TRAIN, flag, f"--workdir={copy}", "--from_step=3")
+    ends = launch(2, *flags, devices=devices)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    (line,) = [line for line in ends[0][2].splitlines() if "going back" in line]
+    assert line.endswith(
+        "from step 3; checkpoints 6, 8 are dropped, and metrics and samples after it"
+    )
+    assert numbers(copy) == numbers(two[0])
+    assert all((copy / f"checkpoints/{step}/COMMIT").exists() for step in (3, 6, 8))
+
+
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [
@@ -190,6 +205,11 @@ def test_a_run_goes_from_two_processes_to_one_and_back(mesh, one, tmp_path):
             "process 1 has another config than process 0, train.seed is 0 there, 3 here; "
             "start all processes with the same flags",
             id="config",
+        ),
+        pytest.param(
+            "--from_step=3",
+            "process 1 has another config than process 0, --from_step is null there, 3 here; ",
+            id="step",
         ),
         pytest.param(
             "--workdir={folder}/elsewhere",

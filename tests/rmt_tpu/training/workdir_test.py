@@ -95,6 +95,35 @@ def test_what_a_run_began_with_is_needed_until_it_has_a_checkpoint(folder):
     assert workdir.begun_from(folder) == began
 
 
+@pytest.mark.parametrize(
+    ("branch", "from_step", "changes", "found"),
+    [
+        (None, 2, False, 2),
+        (None, 4, False, 4),  # the last one, and no older one in its place
+        (2, 2, False, None),  # the same command again
+        (2, 2, True, 2),
+        (1, 2, False, 2),
+        (1, 1, False, None),  # the step itself is not kept any more
+        (None, None, True, None),
+    ],
+)
+def test_which_checkpoint_a_run_goes_back_to(folder, branch, from_step, changes, found):
+    checkpoints = workdir.open_checkpoints(folder)
+    for step in (2, 4):
+        checkpoints.save(step, {}, {} if branch is None else {"branch": branch})
+    assert workdir.step_to_go_back_to(folder, from_step, changes=changes) == found
+
+
+def test_a_step_to_go_back_to_is_there(folder):
+    none = r"^--from_step=3 is no checkpoint of --workdir=.*; it has none$"
+    with pytest.raises(UsageError, match=none):
+        workdir.check_workdir(folder, CONFIG, from_step=3)
+    commit(folder, 2)
+    commit(folder, 4)
+    with pytest.raises(UsageError, match=r"^--from_step=3 is no checkpoint .*; legal: 2, 4$"):
+        workdir.check_workdir(folder, CONFIG, from_step=3)
+
+
 def test_another_tokenizer_is_refused(folder):
     class Other(ByteTokenizer):
         def fingerprint(self):
