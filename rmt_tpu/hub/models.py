@@ -17,6 +17,26 @@ KINDS = {
     "qwen2": (True, False),
     "qwen3": (False, True),
 }
+# What transformers takes where a key is not there at all; null is another thing.
+_ABSENT: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "qwen2": {
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+    },
+    "qwen3": {
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+    },
+}
 _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -51,10 +71,16 @@ def describe(folder: str | Path) -> Description:
     if values is None:
         raise UsageError(f"{folder} has no {CONFIG} of the hub; legal: a folder with one")
     where = str(path / CONFIG)
-    given = Fields(values, where)
+    given = Fields(_completed(values), where)
     max_length = given.size("max_position_embeddings", 2048)
     model, tied = model_of(values, where), given.flag("tie_word_embeddings")
     return Description(model, max_length, tied, _ends(path, values, model.vocab_size))
+
+
+def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With what a model of its kind has where a key is not there."""
+    kind = values.get("model_type")
+    return {**_ABSENT.get(kind if isinstance(kind, str) else "", {}), **values}
 
 
 def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
@@ -173,6 +199,7 @@ def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     Raises:
       UsageError: it is of another family, or has what no core here has.
     """
+    written, values = values, _completed(values)
     given = Fields(values, where)
     bias, norm = given.chosen("model_type", KINDS)
     given.only("mlp_bias", False)
@@ -181,7 +208,8 @@ def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     given.only_each("layer_types", "full_attention")
     slides = given.flag("use_sliding_window", True)
     if slides and (window := values.get("sliding_window")) is not None:
-        raise given.wrong("sliding_window", window, "null")
+        legal = "null" if "sliding_window" in written else "null, and not to leave it out"
+        raise given.wrong("sliding_window", window, legal)
     width, heads = given.size("hidden_size"), given.size("num_attention_heads")
     size = given.size("head_dim", max(width // heads, 1))
     if size % 2:

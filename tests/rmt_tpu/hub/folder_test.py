@@ -264,6 +264,7 @@ def test_names_of_special_tokens_go_out(tmp_path):
 
 
 VALUES = values_of(model(), max_length=64, bos=256, ends=[256])
+ABSENT = object()
 REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type 'gpt2' is unknown; legal: llama, mistral"),
     "rope": (
@@ -282,7 +283,16 @@ REFUSED = {
         {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4}},
         "rope_scaling: low_freq_factor=4.0 is not .*; legal: below high_freq_factor=4.0",
     ),
-    "window": ({"sliding_window": 4096}, "sliding_window=4096 is not .*; legal: null"),
+    "window": ({"sliding_window": 4096}, "sliding_window=4096 is not .*; legal: null$"),
+    "usual window": (
+        {"model_type": "mistral", "sliding_window": ABSENT},
+        "sliding_window=4096 is not .*; legal: null, and not to leave it out$",
+    ),
+    "usual groups": (
+        {"model_type": "qwen2", "num_key_value_heads": ABSENT},
+        "num_key_value_heads=32 is not",
+    ),
+    "no size": ({"num_hidden_layers": ABSENT}, "num_hidden_layers=None is not"),
     "layers": ({"layer_types": ["sliding_attention"]}, "layer_types=.'sliding_attention'"),
     "bias": ({"attention_bias": True}, "attention_bias=True is not .*; legal: false$"),
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is unknown; .* legal: silu"),
@@ -294,7 +304,27 @@ REFUSED = {
 def test_what_no_core_computes_is_named(changes, message):
     assert model_of(VALUES, "x") == model()
     with pytest.raises(UsageError, match=f"^x: .*{message}"):
-        model_of(VALUES | changes, "x")
+        model_of(without(VALUES | changes), "x")
+
+
+def without(values):
+    return {name: value for name, value in values.items() if value is not ABSENT}
+
+
+def test_what_is_not_there_is_as_its_kind_has_it(folder):
+    """As transformers has it, key by key; null is another thing."""
+    sizes = lambda **changes: model_of(without(VALUES | changes), "x").cores[0]
+    assert sizes(head_dim=ABSENT, hidden_size=40).head_dim == 10
+    assert sizes(model_type="qwen3", head_dim=ABSENT).head_dim == 128
+    eight = {"num_attention_heads": 16, "num_key_value_heads": ABSENT}
+    assert sizes(**eight).kv_heads == 16
+    assert sizes(model_type="mistral", sliding_window=None, **eight).kv_heads == 8
+    slides = {"model_type": "qwen2", "sliding_window": 9}
+    assert model_of(VALUES | slides, "x") == model("qwen2")
+    for kind, length in (("llama", 2048), ("mistral", 131072), ("qwen2", 32768), ("qwen3", 32768)):
+        changed = VALUES | {"model_type": kind, "max_position_embeddings": ABSENT}
+        (folder / "config.json").write_text(json.dumps(without(changed | {"sliding_window": None})))
+        assert describe(folder).max_length == length
 
 
 def test_later_files_have_rope_s_base_elsewhere():
