@@ -64,6 +64,7 @@ def main() -> int:
     sources = [documents.read_task(task, _DATA_DIR.value, _LIMIT.value) for task in tasks]
     with arguments_as_flags():
         asked = [_subject(source, flags.FLAGS.step)]
+    trained.tell_start(asked[0].tokenizer)
     if flags.FLAGS.init_from is not None:  # which may be others' to write to
         asked = [asked[0]._replace(folder=folder)]
     if _TEXT.value is not None:

@@ -69,6 +69,7 @@ def _load():
     with arguments_as_flags():
         given = flags.FLAGS.step, flags.FLAGS.mesh
         decoder, tokenizer = rmt_tpu.load(trained.source(), given[0], mesh=given[1])
+    trained.tell_start(tokenizer)
     return cast_once(decoder), tokenizer
 
 
@@ -89,7 +90,7 @@ def _one(decoder, tokenizer, sampling) -> int:
     from rmt_tpu.generation import fitting_tokens, generate
 
     with about_flag("prompt", "the text has"):
-        prompt_tokens = 1 + len(tokenizer.encode(_PROMPT.value))
+        prompt_tokens = len(tokenizer.begun(tokenizer.encode(_PROMPT.value)))
     room = fitting_tokens(decoder.config, prompt_tokens, sampling.max_tokens)
     if room < sampling.max_tokens:
         print(
@@ -129,7 +130,8 @@ def _file(sampling) -> int:
     decoder, tokenizer = _load()
     for number in sorted({number for number, _ in left}):  # before any is written
         try:
-            fitting_tokens(decoder.config, 1 + len(tokenizer.encode(prompts[number])), 1)
+            tokens = tokenizer.begun(tokenizer.encode(prompts[number]))
+            fitting_tokens(decoder.config, len(tokens), 1)
         except UsageError as error:
             what = str(error).removeprefix("--prompt ")
             raise UsageError(f"--prompts: prompt {number + 1} {what}") from None

@@ -1,6 +1,7 @@
 """The flags of a recipe that opens a trained model, and the mesh for it. No jax: see `program`."""
 
 import os
+import sys
 
 from absl import flags
 
@@ -40,6 +41,15 @@ def source() -> str:
         except UsageError as error:
             raise UsageError(f"--init_from: {error}") from None
     return workdir if init_from is None else init_from
+
+
+def tell_start(tokenizer) -> None:
+    """A line on standard error if a model's texts have no start token before them."""
+    if not tokenizer.starts:
+        print(
+            "note: no start token is put before texts: the model's own tokenizer puts none",
+            file=sys.stderr,
+        )
 
 
 def define_mesh_flag() -> None:

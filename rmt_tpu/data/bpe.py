@@ -48,7 +48,9 @@ class BpeTokenizer(Tokenizer):
         library.no_truncation()
         library.no_padding()
         there = (n for n in BOS_NAMES if library.token_to_id(n) is not None)
-        self._bos_name = _put_before(library) or next(there, "")
+        before = _put_before(library)
+        self.template = before is not None
+        self._bos_name = before or next(there, "")
         if not self._bos_name:
             raise Unusable(
                 "has no token that starts a document; "
@@ -99,6 +101,9 @@ class BpeTokenizer(Tokenizer):
             raise _damaged(error) from None
         return cls(name, library)
 
+    def named(self, name: str) -> int | None:
+        return self._library.token_to_id(name)
+
     def spelled(self, token: int) -> str | None:
         return self._library.id_to_token(token)
 
@@ -131,8 +136,18 @@ class BpeTokenizer(Tokenizer):
         added = {token: added[token].content for token in added}
         return digest([model["vocab"], merges, added, self.bos, self.encode(_PROBE).tolist()])
 
-    def to_json(self) -> str:
-        return self._library.to_str()
+    def to_json(self, *, template: bool = False) -> str:
+        if not template or self.template:
+            return self._library.to_str()
+        processors = _import().processors
+        library = _import().Tokenizer.from_str(self._library.to_str())
+        named = [(self._bos_name, self.bos)]
+        pair = f"{self._bos_name} $A {self._bos_name} $B"
+        single = f"{self._bos_name} $A"
+        puts = processors.TemplateProcessing(single=single, pair=pair, special_tokens=named)
+        others = [] if library.post_processor is None else [library.post_processor]
+        library.post_processor = processors.Sequence([*others, puts])
+        return library.to_str()
 
     def _encode(self, texts: list[str]) -> list[Int32[np.ndarray, " _"]]:
         encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)

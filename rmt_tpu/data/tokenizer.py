@@ -32,12 +32,27 @@ class Tokenizer(ABC):
       bos: the token that starts a document. No text is encoded as it; it is decoded to nothing.
       ends: tokens, any of which ends a text: BOS, as in training here, unless a folder of the hub
         says otherwise.
+      starts: whether BOS stands before each text, as in training here; a folder of the hub may say
+        otherwise.
+      template: whether the tokenizer's own file puts BOS there.
     """
 
     name: str
     vocab_size: int
     bos: int
     ends: tuple[int, ...]
+    starts: bool = True
+    template: bool = True
+
+    def begun(self, tokens: Tokens) -> Int32[np.ndarray, " read"]:
+        """A text's tokens as a model reads them: behind BOS if `starts`, or if there are none."""
+        before = [self.bos] if self.starts or not len(tokens) else []
+        return np.array([*before, *tokens], np.int32)
+
+    def named(self, name: str) -> int | None:
+        """The token of a name in `tokenizer.json`, where tokens have names."""
+        del name
+        return None
 
     def spelled(self, token: int) -> str | None:
         """The name of a token in `tokenizer.json`, where tokens have names."""
@@ -80,16 +95,23 @@ class Tokenizer(ABC):
         """Hexadecimal, equal for tokenizers that encode alike, wherever they were loaded from."""
 
     @abstractmethod
-    def to_json(self) -> str:
-        """All that makes it, as text in JSON."""
+    def to_json(self, *, template: bool = False) -> str:
+        """All that makes it, as text in JSON.
 
-    def save(self, folder: Location) -> None:
+        Args:
+          template: have other programs put BOS before each text, where `tokenizer.json` can say so.
+        """
+
+    def save(self, folder: Location, *, template: bool = False) -> None:
         """Writes `tokenizer.json`, all that `load_saved` needs.
+
+        Args:
+          template: see `to_json`.
 
         Raises:
           Fault: it cannot be written.
         """
-        open_folder(folder).write(FILE, self.to_json().encode())
+        open_folder(folder).write(FILE, self.to_json(template=template).encode())
 
     def _checked(self, tokens: Tokens) -> Integer[np.ndarray, " tokens"]:
         array = np.asarray(tokens, np.int64)
@@ -119,7 +141,7 @@ class ByteTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return digest(BYTE_FILE)
 
-    def to_json(self) -> str:
+    def to_json(self, *, template: bool = False) -> str:
         return json.dumps(BYTE_FILE) + "\n"
 
 

@@ -178,7 +178,10 @@ class Asked(NamedTuple):
 
 
 def ask(source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int | None) -> Asked:
-    """The requests of all documents; each text has the start token before it.
+    """The requests of all documents, each text behind the start token if the tokenizer has it so.
+
+    As in the harness something stands before what is scored: without a context, and in --text,
+    always the start token.
 
     A context and its continuation are encoded together, as the harness does: spaces that end the
     context belong to the continuation.
@@ -191,8 +194,8 @@ def ask(source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int 
     Raises:
       UsageError: a text cannot be encoded.
     """
-    bos = np.array([tokenizer.bos], np.int32)
     if source.kind == "text":
+        bos = np.array([tokenizer.bos], np.int32)
         encoded = tokenizer.encode_all([document.pairs[0][1] for document in source.documents])
         windows = [
             (request, number)
@@ -218,7 +221,7 @@ def ask(source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int 
                 f"--tasks={source.name}: {continuation!r:.80} is no token of its own behind its "
                 "context with this tokenizer"
             )
-        requests.append(Request(np.concatenate([bos, whole[:before]]), whole[before:]))
+        requests.append(Request(tokenizer.begun(whole[:before]), whole[before:]))
     return Asked(source, requests, owners)
 
 

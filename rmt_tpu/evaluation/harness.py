@@ -36,7 +36,8 @@ _TOLD = logging.getLogger("rmt_tpu")
 class RmtTpu(TemplateLM):
     """A trained model, for `simple_evaluate` and the command line.
 
-    Each text has the start token before it, as in training. Every answer goes to the harness's
+    Each text of a run has the start token before it, as in training, and each of a folder of the
+    hub's form if its tokenizer puts it there. Every answer goes to the harness's
     cache as soon as it is there: with `use_cache` a run goes on where it was stopped.
 
     Args:
@@ -76,6 +77,8 @@ class RmtTpu(TemplateLM):
         )
         self._tokenizer, self._scorer = subject.tokenizer, subject.scorer
         self._decoder = subject.decoder
+        if not self._tokenizer.starts:
+            _TOLD.warning("no start token is put before texts: the model's tokenizer puts none")
         self._max_gen_toks = max_gen_toks
         self._slots = int(batch_size) if str(batch_size).isdecimal() else 8
 
@@ -107,7 +110,7 @@ class RmtTpu(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokens of a text, without the start token: `_loglikelihood_tokens` puts it there."""
+        """Tokens of a text, without the start token, which `_loglikelihood_tokens` puts there."""
         del add_special_tokens, kwargs
         return self._tokenizer.encode(string).tolist()
 
@@ -120,9 +123,9 @@ class RmtTpu(TemplateLM):
         del disable_tqdm, kwargs
         asked = []
         for _, context, continuation in requests:
-            begins = [] if context[:1] == [self.prefix_token_id] else [self.prefix_token_id]
-            tokens = (np.array(x, np.int32) for x in ([*begins, *context], continuation))
-            asked.append(Request(*tokens))
+            there = context[:1] == [self.prefix_token_id]
+            before = np.array(context, np.int32) if there else self._tokenizer.begun(context)
+            asked.append(Request(before, np.array(continuation, np.int32)))
         return self._asked(asked, [strings for strings, _, _ in requests])
 
     def _asked(

@@ -84,7 +84,8 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
 
 def _read(tokenizer: Tokenizer, scorer: Scorer) -> dict[str, object]:
     """How texts are read."""
-    return {
+    starts = {} if tokenizer.starts else {"starts": False}
+    return starts | {
         "tokenizer": tokenizer.fingerprint(),
         "max_length": scorer.max_length,
         "batch_tokens": scorer.batch_tokens,

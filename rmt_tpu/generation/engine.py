@@ -25,7 +25,7 @@ SLOTS = 8  # rows, where nobody says how many
 
 
 class Request(NamedTuple):
-    """A prompt, as tokens with the start token, and how to go on; all that is asked for fits.
+    """A prompt, as all tokens that are read, and how to go on; all that is asked for fits.
 
     Attributes:
       ranked: whether to tell which tokens were the likeliest.

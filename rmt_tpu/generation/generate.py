@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from rmt_tpu import config as cfg
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.decoder import Decoder
@@ -154,7 +152,7 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
 
 
 def _request(decoder, tokenizer, prompt, sampling) -> Request:
-    tokens = np.concatenate([[tokenizer.bos], tokenizer.encode(prompt)])
+    tokens = tokenizer.begun(tokenizer.encode(prompt))
     if (largest := int(tokens.max())) >= decoder.config.vocab_size:
         raise UsageError(
             f"the prompt has token {largest}, which the model has no embedding for; "

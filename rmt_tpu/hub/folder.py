@@ -14,7 +14,7 @@ from rmt_tpu import data
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation.placement import parameter_shardings
-from rmt_tpu.hub import weights
+from rmt_tpu.hub import tokens, weights
 from rmt_tpu.hub.models import (
     CONFIG,
     GENERATION,
@@ -40,8 +40,7 @@ def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.
     """
     described = describe(folder)
     model = described.model
-    tokenizer = data.load_tokenizer(str(folder))
-    tokenizer.ends = described.ends or tokenizer.ends
+    tokenizer = tokens.tokenizer_of(folder, described)
     abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(abstract, nnx.Param)
     placed = None if mesh is None else parameter_shardings(abstract, sharding.make_mesh(mesh))
@@ -102,7 +101,7 @@ def export(
         written = {
             CONFIG: values | {"torch_dtype": dtype},
             GENERATION: special_tokens(tokenizer.bos, tokenizer.ends),
-            "tokenizer_config.json": _of_tokenizer(tokenizer, max_length),
+            tokens.CONFIG: tokens.config_of(tokenizer, max_length),
         }
         for name, fields in written.items():
             if fields:
@@ -110,17 +109,4 @@ def export(
                 (path / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
-    tokenizer.save(str(path))
-
-
-def _of_tokenizer(tokenizer: data.Tokenizer, max_length: int) -> dict[str, Any]:
-    """The hub's tokenizer_config.json; empty where tokens have no names."""
-    names = [tokenizer.spelled(token) for token in (tokenizer.bos, tokenizer.ends[0])]
-    if None in names:
-        return {}
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": names[0],
-        "eos_token": names[1],
-        "model_max_length": max_length,
-    }
+    tokenizer.save(str(path), template=tokenizer.starts)

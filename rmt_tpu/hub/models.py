@@ -37,6 +37,7 @@ _ABSENT: Mapping[str, Mapping[str, Any]] = {
         "use_sliding_window": False,
     },
 }
+_USUAL_ENDS = {"llama": 2, "mistral": 2}
 _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -48,17 +49,19 @@ class Description(NamedTuple):
       max_length: tokens that the model was made for.
       tied: W_U is the embeddings, and may have no tensor of its own.
       ends: tokens, any of which ends a text; none if the folder does not say.
+      usual_end: the token that ends one where a model of its kind does not say.
     """
 
     model: cfg.ModelConfig
     max_length: int
     tied: bool
     ends: tuple[int, ...] = ()
+    usual_end: int | None = None
 
 
 def is_hub(folder: str | Path | None) -> bool:
     """Whether a local folder has a model in the hub's form; None is not local."""
-    return folder is not None and "model_type" in (_values(Path(folder) / CONFIG) or {})
+    return folder is not None and "model_type" in (values_in(Path(folder) / CONFIG) or {})
 
 
 def describe(folder: str | Path) -> Description:
@@ -67,14 +70,15 @@ def describe(folder: str | Path) -> Description:
       UsageError: the folder has no such model, or one that no core here computes.
     """
     path = Path(folder)
-    values = _values(path / CONFIG)
+    values = values_in(path / CONFIG)
     if values is None:
         raise UsageError(f"{folder} has no {CONFIG} of the hub; legal: a folder with one")
     where = str(path / CONFIG)
     given = Fields(_completed(values), where)
     max_length = given.size("max_position_embeddings", 2048)
     model, tied = model_of(values, where), given.flag("tie_word_embeddings")
-    return Description(model, max_length, tied, _ends(path, values, model.vocab_size))
+    ends = _ends(path, values, model.vocab_size)
+    return Description(model, max_length, tied, ends, _USUAL_ENDS.get(values["model_type"]))
 
 
 def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -85,7 +89,7 @@ def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Of generation_config.json first, as transformers has it."""
-    later = _values(folder / GENERATION)
+    later = values_in(folder / GENERATION)
     if later is None and (folder / GENERATION).exists():
         raise UsageError(f"{folder / GENERATION} is damaged; legal: an object of JSON, or no file")
     for given, name in ((later or {}, GENERATION), (values, CONFIG)):
@@ -94,7 +98,8 @@ def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int
     return ()
 
 
-def _values(file: Path) -> Mapping[str, Any] | None:
+def values_in(file: Path) -> Mapping[str, Any] | None:
+    """The object of JSON in a file; None if there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

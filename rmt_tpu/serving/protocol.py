@@ -56,7 +56,7 @@ class Served:
     Attributes:
       name: of the model.
       tokenizer: of the model.
-      max_length: tokens that are read of a prompt and of what follows it, with the start token.
+      max_length: tokens that are read of a prompt and of what follows it, a start token among them.
       max_tokens: that a text may have behind its prompt.
       max_texts: that may be open at a time, of all clients.
       vocab_size: of the model; None is as many as the tokenizer has.
@@ -70,6 +70,11 @@ class Served:
     vocab_size: int | None = None
 
     @property
+    def with_start(self) -> str:
+        """Beside a number of tokens, for messages."""
+        return " (with the start token)" if self.tokenizer.starts else ""
+
+    @property
     def legal_tokens(self) -> int:
         """Ids below this have a text and an embedding."""
         known = self.tokenizer.vocab_size
@@ -80,7 +85,7 @@ class Prompt(NamedTuple):
     """What a text goes on from.
 
     Attributes:
-      tokens: with the start token.
+      tokens: with the start token, where texts have it.
       own: how many of them, from the end, the client knows of.
       text: of these.
     """
@@ -162,8 +167,8 @@ def parse(body: bytes, served: Served, fresh_seed: int) -> Ask:
     elif max_tokens > min(rooms):
         tokens = max(len(prompt.tokens) for prompt in prompts)
         raise Refusal(
-            f"max_tokens={max_tokens} is too many behind a prompt of {tokens} tokens (with the "
-            f"start token); legal: at most {min(rooms)}",
+            f"max_tokens={max_tokens} is too many behind a prompt of {tokens} tokens"
+            f"{served.with_start}; legal: at most {min(rooms)}",
             "max_tokens",
             code="context_length_exceeded",
         )
@@ -261,7 +266,7 @@ def _prompt(given: Any, served: Served) -> Prompt:
         if len(tokens) and (largest := int(tokens.max())) >= served.legal_tokens:
             legal = f"legal: 0 to {served.legal_tokens - 1}"
             raise Refusal(f"prompt has token {largest}; {legal}", "prompt")
-        return Prompt(np.concatenate([[tokenizer.bos], tokens]), len(tokens), given)
+        return Prompt(tokenizer.begun(tokens), len(tokens), given)
     if not isinstance(given, list) or not given or not all(map(_is(int), given)):
         raise Refusal(
             f"prompt={shown(given)} must be text, a list of tokens, or a list of texts or of such "
@@ -273,8 +278,8 @@ def _prompt(given: Any, served: Served) -> Prompt:
             legal = f"legal: 0 to {served.legal_tokens - 1}"
             raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
     tokens = np.array(given, np.int64)
-    # What is read begins with the start token, as all that was trained on does.
-    whole = tokens if tokens[0] == tokenizer.bos else np.concatenate([[tokenizer.bos], tokens])
+    # What is read begins with the start token once, as what was trained on does.
+    whole = tokens if tokens[0] == tokenizer.bos else tokenizer.begun(tokens)
     return Prompt(whole, len(tokens), tokenizer.decode(tokens))
 
 
@@ -285,8 +290,7 @@ def _room(number: int, prompts: list[Prompt], served: Served) -> int:
     if room < 1:
         which = "prompt" if len(prompts) == 1 else f"prompt: number {number + 1}"
         raise Refusal(
-            f"{which} has {tokens} tokens (with the start token); legal: at most "
-            f"{served.max_length}",
+            f"{which} has {tokens} tokens{served.with_start}; legal: at most {served.max_length}",
             "prompt",
             code="context_length_exceeded",
         )

@@ -150,6 +150,17 @@ def test_spaces_that_end_a_context_belong_to_the_continuation():
         ask(nothing, ByteTokenizer(), 10, None)
 
 
+def test_a_text_without_a_start_token_where_the_tokenizer_puts_none():
+    """Something is before what is scored all the same, as in the harness."""
+    tokenizer = ByteTokenizer()
+    tokenizer.starts = False
+    source = Source("x", "choices", [Document((("ab", " c"), ("", "d")), 0, (1, 1))], "")
+    asked = ask(source, tokenizer, 10, None)
+    assert [r.context.tolist() for r in asked.requests] == [[97, 98], [tokenizer.bos]]
+    (window,) = ask(Source("text", "text", [whole_text("ab")], ""), tokenizer, 4, None).requests
+    assert window.context.tolist() == [tokenizer.bos] and window.continuation.tolist() == [97, 98]
+
+
 def test_what_choices_give():
     """By the sum, and by the sum over the characters of the choice; the first of equals."""
     choices = lambda gold: Document((("q", " a"), ("q", " bcde"), ("q", " f")), gold, (1, 4, 1))

@@ -13,12 +13,13 @@ from safetensors.numpy import load_file, save_file
 
 import rmt_tpu
 from rmt_tpu import config as cfg
-from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data import ByteTokenizer, load_saved, load_tokenizer
 from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import ArgumentError, RunError, UsageError
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.folder import export
-from rmt_tpu.hub.models import describe, is_hub, model_of, values_of
+from rmt_tpu.hub.models import Description, describe, is_hub, model_of, values_of
+from rmt_tpu.hub.tokens import tokenizer_of
 from rmt_tpu.training.workdir import identity
 from tests import models
 from tests.tiers import later
@@ -252,15 +253,60 @@ def test_a_text_ends_where_the_folder_says(folder, tmp_path):
         rmt_tpu.load(folder)
 
 
+NAMED = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "<s>": 1, "</s>": 2}, []))
+NAMED.add_special_tokens(["<s>", "</s>"])
+
+
 def test_names_of_special_tokens_go_out(tmp_path):
-    """What transformers takes bos_token and eos_token from."""
-    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "<s>": 1, "</s>": 2}, []))
-    tokenizer = BpeTokenizer.from_json("x", library.to_str())
-    assert tokenizer.ends == (1,)
+    """What transformers takes bos_token and eos_token from, and which are put before a text."""
+    tokenizer = BpeTokenizer.from_json("x", NAMED.to_str())
+    assert tokenizer.ends == (1,) and not tokenizer.template
     tokenizer.ends = (2,)
     export(made(model(vocab_size=3)), tokenizer, tmp_path / "hub", max_length=64)
     written = json.loads((tmp_path / "hub/tokenizer_config.json").read_text())
     assert (written["bos_token"], written["eos_token"]) == ("<s>", "</s>")
+    assert written["add_bos_token"] is True
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "hub/tokenizer.json"))
+    assert library.encode("aa").ids == [1, 0, 0]
+    again = rmt_tpu.load(tmp_path / "hub")[1]
+    assert again.starts and again.template and again.fingerprint() == tokenizer.fingerprint()
+
+
+def test_a_text_starts_as_the_folder_s_tokenizer_has_it(tmp_path):
+    """And always with something; a run puts the start token there, whosever tokenizer it has."""
+    library = tokenizers.Tokenizer.from_str(NAMED.to_str())
+    for starts in (False, True):
+        library.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = tokenizer_of(tmp_path, Description(model(), 64, False))
+        assert tokenizer.starts == starts
+        assert tokenizer.begun([0, 0]).tolist() == [1] * starts + [0, 0]
+        assert tokenizer.begun([]).tolist() == [1]
+        assert load_tokenizer(str(tmp_path)).starts
+        tokenizer.save(tmp_path / "run")
+        assert load_saved(tmp_path / "run").starts
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+
+
+def test_an_end_that_config_json_does_not_say(tmp_path):
+    """The tokenizer's own; else that of the kind, where it is no word; else BOS."""
+    NAMED.save(str(tmp_path / "tokenizer.json"))
+    described = Description(model(), 64, False)
+    given = tmp_path / "tokenizer_config.json"
+    ends = lambda **how: tokenizer_of(tmp_path, described._replace(**how)).ends
+    assert ends() == (1,)
+    assert ends(usual_end=2) == (2,)
+    assert ends(usual_end=0) == ends(usual_end=9) == (1,)
+    for named in ("</s>", {"content": "</s>", "lstrip": False}):
+        given.write_text(json.dumps({"eos_token": named}))
+        assert ends() == ends(usual_end=0) == (2,)
+        assert ends(ends=(0, 1)) == (0, 1)
+    given.write_text('{"eos_token": "<other>"}')
+    assert ends() == (1,)
+    given.write_text("{")
+    with pytest.raises(UsageError, match="tokenizer_config.json is damaged"):
+        ends()
 
 
 VALUES = values_of(model(), max_length=64, bos=256, ends=[256])

@@ -37,6 +37,20 @@ def test_prompts_of_every_form():
     assert ask(prompt=["é", [0xC3, 0xA9]]).prompts[1].text == "é"
 
 
+def test_no_start_token_where_the_model_s_tokenizer_puts_none():
+    """But for a prompt of no token at all, which could not be read."""
+    tokenizer = ByteTokenizer()
+    tokenizer.starts = False
+    served = replace(SERVED, tokenizer=tokenizer)
+    for prompt in ("ab", [97, 98], [BOS, 97, 98]):
+        one = parse(json.dumps({"prompt": prompt}).encode(), served, 7).prompts[0]
+        assert one.tokens.tolist() == [BOS] * (len(prompt) == 3) + [97, 98]
+        assert one.own == len(one.tokens)
+    assert parse(b"{}", served, 7).prompts[0].tokens.tolist() == [BOS]
+    with pytest.raises(Refusal, match="prompt has 65 tokens; legal: at most 64"):
+        parse(json.dumps({"prompt": "a" * 65}).encode(), served, 7)
+
+
 def test_how_tokens_are_chosen():
     how = {"temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2}
     (request,) = ask(max_tokens=5, seed=9, **how).requests()
