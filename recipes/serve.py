@@ -93,7 +93,8 @@ def _front():
     if learned is not None:
         longest = min(longest, learned.max_length)
     with memory.told_if_out("less is taken with fewer --slots or a smaller --max_length"):
-        options = {"known": tokenizer.vocab_size, "slots": _SLOTS.value, "steps": _STEPS}
+        known = {"known": tokenizer.vocab_size, "gaps": tokenizer.gaps}
+        options = known | {"slots": _SLOTS.value, "steps": _STEPS}
         engine = Engine(cast_once(decoder), tokenizer.ends, **options)
         first = _COMPILE_FIRST.value
         engine.compile(longest if first else 1, scored=first)

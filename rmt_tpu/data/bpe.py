@@ -64,6 +64,9 @@ class BpeTokenizer(Tokenizer):
         vocabulary = library.get_vocab(with_added_tokens=True)
         _check_ids(vocabulary)
         self.vocab_size = 1 + max(vocabulary.values())
+        there = np.zeros(self.vocab_size, bool)
+        there[list(vocabulary.values())] = True
+        self.gaps = tuple(np.flatnonzero(~there).tolist())
         self._library = library
 
     @classmethod

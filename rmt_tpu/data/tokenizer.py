@@ -34,6 +34,7 @@ class Tokenizer(ABC):
         says otherwise.
       starts: whether BOS stands before each text, as in training here; a folder of the hub may say
         otherwise.
+      gaps: ids below `vocab_size` that are of no token.
       template: whether the tokenizer's own file puts BOS there.
     """
 
@@ -43,6 +44,7 @@ class Tokenizer(ABC):
     ends: tuple[int, ...]
     starts: bool = True
     template: bool = True
+    gaps: tuple[int, ...] = ()
 
     def begun(self, tokens: Tokens) -> Int32[np.ndarray, " read"]:
         """A text's tokens as a model reads them: behind BOS if `starts`, or if there are none."""

@@ -19,7 +19,7 @@ import sharding
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.scores import NONE, TokenScores, dropless, token_scores
-from rmt_tpu.generation import mesh_of
+from rmt_tpu.generation import check_tokens, mesh_of
 from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.residual.fixed_point import in_floats
 
@@ -60,6 +60,7 @@ class Scorer(NamedTuple):
       rows: multiples of which a batch has.
       tokens: multiples of which a row has.
       batch_tokens: about as many are read at a time.
+      vocab_size: ids below this are known; None is all.
     """
 
     scores: Callable[[Any, Any], TokenScores]
@@ -67,6 +68,7 @@ class Scorer(NamedTuple):
     rows: int = 1
     tokens: int = 1
     batch_tokens: int = BATCH_TOKENS
+    vocab_size: int | None = None
 
     @classmethod
     def of(cls, decoder: Decoder, max_length: int, batch_tokens: int = BATCH_TOKENS) -> "Scorer":
@@ -79,6 +81,7 @@ class Scorer(NamedTuple):
           MeshError: `max_length` does not divide over the devices.
         """
         check_length(decoder.config, max_length)
+        vocab_size = decoder.config.vocab_size
         if (mesh := mesh_of(decoder)) is not None:
             decoder = repeat_key_heads(decoder, mesh)
         params = nnx.state(decoder, nnx.Param)
@@ -86,7 +89,8 @@ class Scorer(NamedTuple):
         graphdef = nnx.split(nnx.eval_shape(make), nnx.Param)[0]
         if mesh is None:
             compiled = jax.jit(partial(_scores, graphdef))
-            return cls(partial(compiled, params), max_length, batch_tokens=batch_tokens)
+            scores = partial(compiled, params)
+            return cls(scores, max_length, batch_tokens=batch_tokens, vocab_size=vocab_size)
         sharding.check_divides(mesh, "--max_length", max_length, "tokens")
         specs = jax.tree.map(lambda x: x.sharding.spec, params)
         given = PartitionSpec(sharding.RULES["batch"])
@@ -105,13 +109,20 @@ class Scorer(NamedTuple):
             rows,
             2 * tokens if tokens > 1 else 1,  # a ring has two parts of a row on each device
             batch_tokens * rows,
+            vocab_size,
         )
 
     def answers(self, requests: Sequence[Request]) -> Iterator[dict[int, Answer]]:
         """Answers by the requests' numbers, as they come, those of the longest first.
 
         Of a context that is too long its beginning is cut; see `check`.
+
+        Raises:
+          UsageError: the model has no embedding for a token.
         """
+        if self.vocab_size is not None:
+            for request in requests:
+                check_tokens("a text", np.concatenate(request), self.vocab_size)
         by_length = defaultdict(list)
         for number, request in enumerate(requests):
             by_length[self._size(min(request.length, self.max_length))].append(number)

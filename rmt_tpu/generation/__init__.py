@@ -1,7 +1,7 @@
 """Text from a trained decoder, one token at a time."""
 
 from rmt_tpu.generation import files
-from rmt_tpu.generation.engine import Engine, Request, Said, check_slots
+from rmt_tpu.generation.engine import Engine, Request, Said, check_slots, check_tokens
 from rmt_tpu.generation.generate import Completion, Draft, complete, fitting_tokens, generate
 from rmt_tpu.generation.programs import RANKS, Scores, mesh_of
 from rmt_tpu.generation.sampling import Choice, Sampling, choice, sample
@@ -19,6 +19,7 @@ __all__ = [
     "Scores",
     "cast_once",
     "check_slots",
+    "check_tokens",
     "choice",
     "complete",
     "files",

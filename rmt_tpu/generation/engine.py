@@ -13,6 +13,7 @@ import numpy as np
 
 import sharding
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import programs
 from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.generation.layouts import lay_out
@@ -67,6 +68,7 @@ class Engine:
         TPUs they are laid out anew: see `layouts`.
       stop: the token that ends a text, or several, any of which does.
       known: ids below this have a text, the others are never chosen; None is all.
+      gaps: ids below `known` that have none.
       slots: rows of the batch.
       steps: tokens a row between two looks at what has come.
       part: tokens of a prompt that are read at a time.
@@ -81,6 +83,7 @@ class Engine:
         stop: int | Sequence[int],
         *,
         known: int | None = None,
+        gaps: Sequence[int] = (),
         slots: int = 1,
         steps: int = 8,
         part: int = PART,
@@ -92,7 +95,9 @@ class Engine:
         self.model, self.params = Model.of(decoder)
         self.vocab_size, self.steps = decoder.config.vocab_size, steps
         known = self.vocab_size if known is None else known
-        self.ends = Ends(np.atleast_1d(np.array(stop, np.int32)), np.int32(known))
+        stop = np.atleast_1d(np.array(stop, np.int32))
+        there = np.array([i for i in gaps if i < self.vocab_size and i not in stop], np.int32)
+        self.ends = Ends(stop, np.int32(known), there)
         self.part = self._divisible(part)
         self.slots, self.submitted = slots, 0
         self.reset()
@@ -161,7 +166,12 @@ class Engine:
                 rows = programs.insert(self.model, rows, one, np.int32(0))
 
     def submit(self, request: Request) -> int:
-        """The number of a request, from 0. It waits for a slot; `step` says what comes of it."""
+        """The number of a request, from 0. It waits for a slot; `step` says what comes of it.
+
+        Raises:
+          UsageError: the model has no embedding for a token of the prompt.
+        """
+        check_tokens("the prompt", request.tokens, self.vocab_size)
         number, self.submitted = self.submitted, self.submitted + 1
         self.waiting[number] = request
         return number
@@ -290,6 +300,16 @@ class Engine:
 def bucket(tokens: int) -> int:
     """The least size of a program for so many tokens."""
     return max(_LEAST, 1 << (tokens - 1).bit_length())
+
+
+def check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises UsageError if a model of so many tokens has no embedding for one of these."""
+    foreign = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if foreign.size:
+        raise UsageError(
+            f"{name} has token {foreign[0]}, which the model has no embedding for; "
+            f"legal: 0 to {vocab_size - 1}"
+        )
 
 
 def check_slots(name: str, slots: int, mesh: jax.sharding.Mesh | None) -> None:

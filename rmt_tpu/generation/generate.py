@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import Tokenizer
@@ -95,7 +96,7 @@ def generate(
     request = _request(decoder, tokenizer, prompt, sampling)
     # One row, or as many as devices divide; a few tokens at a time: a person reads along.
     slots = Model.of(decoder)[0].devices("batch")
-    engine = Engine(decoder, tokenizer.ends, known=tokenizer.vocab_size, slots=slots, steps=4)
+    engine = Engine(decoder, tokenizer.ends, **_texts(tokenizer), slots=slots, steps=4)
     for said in engine.run([request]):
         more = draft.more(said)
         if more.text:
@@ -119,7 +120,7 @@ def complete(
     Raises:
       UsageError: as `generate`.
     """
-    engine = Engine(decoder, tokenizer.ends, known=tokenizer.vocab_size, slots=slots)
+    engine = Engine(decoder, tokenizer.ends, **_texts(tokenizer), slots=slots)
     open_ones: dict[int, tuple[Completion, Draft]] = {}
     requests = (_request(decoder, tokenizer, prompt, how) for prompt, how in prompts)
     for said in engine.run(requests):
@@ -151,12 +152,12 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
     return min(max_tokens, room)
 
 
+def _texts(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Which tokens have a text, for an engine."""
+    return {"known": tokenizer.vocab_size, "gaps": tokenizer.gaps}
+
+
 def _request(decoder, tokenizer, prompt, sampling) -> Request:
     tokens = tokenizer.begun(tokenizer.encode(prompt))
-    if (largest := int(tokens.max())) >= decoder.config.vocab_size:
-        raise UsageError(
-            f"the prompt has token {largest}, which the model has no embedding for; "
-            f"legal: 0 to {decoder.config.vocab_size - 1}"
-        )
     room = fitting_tokens(decoder.config, len(tokens), sampling.max_tokens)
     return Request(tokens, replace(sampling, max_tokens=room))

@@ -84,10 +84,12 @@ class Ends(NamedTuple):
     Attributes:
       stop: tokens, any of which ends it.
       known: only tokens below this have a text; a model may have more, which are never chosen.
+      gaps: tokens below `known` that have no text either, and end none.
     """
 
     stop: Int[Array, " stops"]
     known: Int[Array, ""]
+    gaps: Int[Array, " gaps"] = np.zeros(0, np.int32)
 
     def at(self, token: Int[Array, " batch"]) -> Bool[Array, " batch"]:
         """Whether each row's text ends with its token."""
@@ -96,7 +98,8 @@ class Ends(NamedTuple):
     def possible(self, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
         """Without those of tokens that have no text and end none."""
         tokens = jnp.arange(logits.shape[-1])
-        return jnp.where((tokens < self.known) | self.at(tokens), logits, -jnp.inf)
+        logits = jnp.where((tokens < self.known) | self.at(tokens), logits, -jnp.inf)
+        return logits.at[:, self.gaps].set(-jnp.inf) if len(self.gaps) else logits
 
 
 class Asked(NamedTuple):

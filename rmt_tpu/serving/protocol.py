@@ -274,8 +274,9 @@ def _prompt(given: Any, served: Served) -> Prompt:
             "prompt",
         )
     for token in given:
-        if not 0 <= token < served.legal_tokens:
+        if not 0 <= token < served.legal_tokens or token in tokenizer.gaps:
             legal = f"legal: 0 to {served.legal_tokens - 1}"
+            legal += ", but for ids that the tokenizer leaves out" if tokenizer.gaps else ""
             raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
     tokens = np.array(given, np.int64)
     # What is read begins with the start token once, as what was trained on does.

@@ -190,7 +190,7 @@ def test_ids_with_gaps_are_below_vocab_size(tmp_path):
     library = tokenizers.Tokenizer(models.BPE({"a": 0, "<bos>": 7}, []))
     library.decoder = decoders.Fuse()
     tokenizer = load_tokenizer(saved(tmp_path, library))
-    assert (tokenizer.bos, tokenizer.vocab_size) == (7, 8)
+    assert (tokenizer.bos, tokenizer.vocab_size, tokenizer.gaps) == (7, 8, (1, 2, 3, 4, 5, 6))
     assert tokenizer.decode_bytes([3, 0]) == b"a"
 
 

@@ -68,6 +68,14 @@ def test_many_at_a_time_are_as_each_alone(decoder, alone):
         assert scorer.cut(given) == 3
 
 
+def test_a_token_that_the_model_lacks_is_told(decoder):
+    """Its score would be no number."""
+    for wrong in (-1, 257):
+        for one in (Request(np.array([wrong]), np.array([4])), Request(*np.array([[4], [wrong]]))):
+            with pytest.raises(UsageError, match=f"token {wrong}, which .* legal: 0 to 256"):
+                answers(Scorer.of(decoder, LENGTH), [one])
+
+
 def test_tokens_that_the_model_would_say_are_greedy(decoder):
     scorer = Scorer.of(decoder, LENGTH)
     context, said = np.array([256, 4, 9], np.int32), []

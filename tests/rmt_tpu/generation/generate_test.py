@@ -14,6 +14,8 @@ from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import (
+    Engine,
+    Request,
     Sampling,
     cast_once,
     choice,
@@ -197,17 +199,22 @@ def test_tokens_without_a_text_are_never_chosen(temperature):
     """But for one that ends texts."""
 
     class Few(ByteTokenizer):
-        vocab_size, bos, ends = 4, 3, (3, 200)
+        vocab_size, bos, ends, gaps = 6, 3, (3, 200), (0, 3, 4)
 
     (one,) = complete(
         models.byte_decoder(), Few(), [("", Sampling(temperature, max_tokens=40))], slots=2
     )
-    assert {*one.tokens} <= {0, 1, 2}
+    assert {*one.tokens} <= {1, 2, 5}
     beyond = lambda text: np.array([257])
     monkeyed = Few()
     monkeyed.encode = beyond
     with pytest.raises(UsageError, match="has token 257, which .* legal: 0 to 256"):
         next(complete(models.byte_decoder(), monkeyed, [("a", Sampling())]))
+    engine = Engine(models.byte_decoder(), 256)
+    for wrong in (-1, 257):
+        with pytest.raises(UsageError, match=f"prompt has token {wrong}, which .* legal: 0 to 256"):
+            engine.submit(Request(np.array([256, wrong]), Sampling()))
+    assert not engine.open
 
 
 def test_stops_at_once(say):

@@ -51,6 +51,15 @@ def test_no_start_token_where_the_model_s_tokenizer_puts_none():
         parse(json.dumps({"prompt": "a" * 65}).encode(), served, 7)
 
 
+def test_ids_that_the_tokenizer_leaves_out_are_refused():
+    tokenizer = ByteTokenizer()
+    tokenizer.gaps = (98,)
+    served = replace(SERVED, tokenizer=tokenizer)
+    with pytest.raises(Refusal, match="token 98; legal: 0 to 256, but for ids that the tokenizer"):
+        parse(b'{"prompt": [97, 98]}', served, 7)
+    assert parse(b'{"prompt": [97, 99]}', served, 7).prompts[0].own == 2
+
+
 def test_how_tokens_are_chosen():
     how = {"temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2}
     (request,) = ask(max_tokens=5, seed=9, **how).requests()
