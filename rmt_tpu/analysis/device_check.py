@@ -9,21 +9,20 @@ import dataclasses
 import functools
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels.compiler.measure import placed, seconds_of
+from pallas_kernels.compiler.measure import placed, seconds_of, wall_seconds
 from pallas_kernels.platform import interpreting
-from rmt_tpu.analysis.device_cases import Arrays, Case
+from rmt_tpu.analysis.device_case import Arrays, Case, normal
+from rmt_tpu.analysis.device_compare import compare
 
-# Legal differences, over the largest value: of an array computed from bfloat16, which has 8 bits,
-# and from float32.
-_BOUNDS = {"bfloat16": 2.0**-6, "float32": 2.0**-12}
 _ROUNDS = 3
+_LONG, _MOST_CALLS = 0.02, 256  # seconds of wall clock, and calls that it is taken of
 # What a compiled program says of its kernels.
 _CALLS = {
     "tpu_custom_call": "mosaic_tpu",
@@ -33,6 +32,11 @@ _CALLS = {
 }
 
 
+def wrong(differences: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
+    """The names of those that differ by more than is legal, or are not numbers."""
+    return [name for name, d in differences.items() if not d <= bounds[name]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """What became of a case.
@@ -40,12 +44,11 @@ class Row:
     Attributes:
       op, size: of the case.
       implementation: that ran.
-      differences: of each result and gradient, over the largest value wanted of it; of what has to
-        be the same to the bit, the largest number of steps. NaN where one is not a number.
-      bounds: the largest that are legal.
+      differences, bounds: of each result and gradient, as `device_compare.compare` gives them.
       seconds: of a call, forward and backward; None if it was not timed.
       bytes, flops: the least that the call has to move, and compute.
       error: why it did not run, in a line.
+      note: why it took the plain form where there is a kernel, in a line.
     """
 
     op: str
@@ -57,11 +60,12 @@ class Row:
     bytes: int = 0
     flops: int = 0
     error: str = ""
+    note: str = ""
 
     @property
     def wrong(self) -> list[str]:
         """Which results differ by more than is legal."""
-        return [name for name, d in self.differences.items() if not d <= self.bounds[name]]
+        return wrong(self.differences, self.bounds)
 
     @property
     def ok(self) -> bool:
@@ -108,27 +112,53 @@ def check(
 
 
 def _check(case: Case, implementation: str | None, interpret: bool, timed: bool) -> Row:
-    inputs = case.inputs()
-    cotangents = _cotangents(case, inputs)
-    with interpreting() if interpret else contextlib.nullcontext():
-        traced = jax.jit(_both(case, implementation)).trace(inputs, cotangents)
-        ran = _is_interpreted(traced.jaxpr) if interpret else None
-        program = traced.lower().compile()
-    got = program(inputs, cotangents)
-    want = wanted(case, inputs, cotangents)
-    differences, bounds = compare(case, inputs, jax.device_get(got), jax.device_get(want))
-    seconds = _seconds(program, (inputs, cotangents)) if timed else None
-    arrays = jax.tree.leaves((inputs, cotangents, got))
+    ran = run(case, implementation, interpret=interpret)
+    differences, bounds = compare(case, ran.inputs, ran.got, ran.want)
+    arguments = ran.inputs, ran.cotangents
     return Row(
         case.op,
         case.size,
-        ("interpreted" if ran else "xla") if interpret else _implementation_of(program.as_text()),
+        ran.implementation,
         differences,
         bounds,
-        seconds,
-        sum(x.nbytes for x in arrays),
+        _seconds(ran.program, arguments) if timed else None,
+        sum(x.nbytes for x in jax.tree.leaves((arguments, ran.got))),
         case.flops * (3 if case.gradients else 1),
+        note=ran.note,
     )
+
+
+class Ran(NamedTuple):
+    """A case that ran: what it was given, what came of it and what was wanted, on the host."""
+
+    program: jax.stages.Compiled
+    inputs: Arrays
+    cotangents: Arrays
+    got: Arrays
+    want: Arrays
+    implementation: str
+    note: str
+
+
+def run(case: Case, implementation: str | None, *, interpret: bool = False) -> Ran:
+    """Compile a case, run it, and its equations; `check` has the arguments."""
+    inputs = case.inputs()
+    cotangents = _cotangents(case, inputs)
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        if interpret:
+            stack.enter_context(interpreting())
+        traced = jax.jit(_both(case, implementation)).trace(inputs, cotangents)
+        program = traced.lower().compile()
+    if interpret:
+        name = "interpreted" if _is_interpreted(traced.jaxpr) else "xla"
+    else:
+        name = _implementation_of(program.as_text())
+    notes = dict.fromkeys(str(w.message) for w in said if "kernel for this call" in str(w.message))
+    got = jax.device_get(program(inputs, cotangents))
+    want = jax.device_get(wanted(case, inputs, cotangents))
+    return Ran(program, inputs, cotangents, got, want, name, "; ".join(notes))
 
 
 def wanted(case: Case, inputs: Arrays, cotangents: Arrays) -> Arrays:
@@ -137,36 +167,8 @@ def wanted(case: Case, inputs: Arrays, cotangents: Arrays) -> Arrays:
     plain = lambda _, **given: case.reference(**given)
     exact = case if case.reference is None else dataclasses.replace(case, function=plain)
     with jax.default_matmul_precision("highest"):
-        return jax.jit(_both(exact, "xla"))(*jax.tree.map(wide, (inputs, cotangents)))
-
-
-def compare(
-    case: Case, inputs: Arrays, got: Arrays, want: Arrays
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Differences and bounds, by name: see `Row`."""
-    narrow = any(x.dtype == jnp.bfloat16 for x in inputs.values())
-    most = _BOUNDS["bfloat16" if narrow else "float32"]
-    differences, bounds = {}, {}
-    for name, x in got.items():
-        if name in case.exact:
-            first = np.asarray(inputs[case.exact[name]], np.float64)
-            differences[name] = float(np.max(np.abs(np.asarray(x, np.float64) - first), initial=0))
-            bounds[name] = 0.0
-        else:
-            differences[name], bounds[name] = difference(x, want[name]), most
-    return differences, bounds
-
-
-def difference(got: Any, want: Any) -> float:
-    """The largest of two arrays, over the largest value wanted; NaN if one has what is no number.
-
-    Where zero is all that is wanted, the largest that there is.
-    """
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if got.shape != want.shape:
-        return math.nan
-    largest = np.max(np.abs(want), initial=0.0)
-    return float(np.max(np.abs(got - want), initial=0.0) / (largest or 1.0))
+        arguments = jax.tree.map(wide, (inputs, cotangents))
+        return jax.jit(_both(exact, "xla"))(*arguments)
 
 
 def measure_rates(*, small: bool = False) -> Rates:
@@ -211,7 +213,8 @@ def share(row: Row, rates: Rates | None) -> str:
 def _verdict(row: Row) -> str:
     if row.error:
         return f"failed: {row.error.replace('|', '/')}"
-    return "differs: " + ", ".join(row.wrong) if row.wrong else "ok"
+    verdict = "differs: " + ", ".join(row.wrong) if row.wrong else "ok"
+    return f"{verdict}; {row.note.replace('|', '/')}" if row.note else verdict
 
 
 def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict[str, Any]:
@@ -240,7 +243,7 @@ def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict
 def _both(case: Case, implementation: str | None) -> Callable[[Arrays, Arrays], Arrays]:
     """Results by their names, and gradients by those of inputs with "d_" before."""
 
-    def run(inputs: Arrays, cotangents: Arrays) -> Arrays:
+    def both(inputs: Arrays, cotangents: Arrays) -> Arrays:
         function = functools.partial(case.function, implementation)
         if not case.gradients:
             return function(**inputs)
@@ -249,22 +252,29 @@ def _both(case: Case, implementation: str | None) -> Callable[[Arrays, Arrays], 
         (gradients,) = pullback(cotangents)
         return out | {f"d_{name}": x for name, x in gradients.items()}
 
-    return run
+    return both
 
 
 def _cotangents(case: Case, inputs: Arrays) -> Arrays:
     if not case.gradients:
         return {}
     out = jax.eval_shape(functools.partial(case.function, "xla"), **inputs)
-    return {
-        name: jax.random.normal(jax.random.key(100 + i), x.shape).astype(x.dtype)
-        for i, (name, x) in enumerate(out.items())
-    }
+    drawn = (normal(100 + i, x.dtype, *x.shape) for i, x in enumerate(out.values()))
+    return dict(zip(out, drawn, strict=True))
 
 
 def _seconds(program: jax.stages.Compiled, arguments: Sequence[Any]) -> float:
     fresh = functools.partial(placed, program, arguments, ())
-    return statistics.median(seconds_of(program, fresh) for _ in range(_ROUNDS))
+    once = _wall_seconds if jax.default_backend() == "cpu" else seconds_of
+    return statistics.median(once(program, fresh) for _ in range(_ROUNDS))
+
+
+def _wall_seconds(program: jax.stages.Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
+    """Of a call among as many as take long enough to be measured."""
+    calls, taken = 1, 0.0
+    while (taken := wall_seconds(program, arguments, calls)) < _LONG and calls < _MOST_CALLS:
+        calls *= 4
+    return taken / calls
 
 
 def _implementation_of(text: str) -> str:

@@ -11,9 +11,9 @@ def test_check(tmp_path):
     file = tmp_path / "new" / "device.json"
     flags = ("--op=token_rows,logits", "--notime", f"--output={file}")
     done = cli.succeed("check_device", *flags)
-    assert "A CPU has no kernels" in done.stdout and "all 2 are right" in done.stdout
+    assert "A CPU has no kernels" in done.stdout and "all 4 are right" in done.stdout
     rows = json.loads(file.read_text())["rows"]
-    assert [row["op"] for row in rows] == ["token_rows", "logits"]
+    assert [row["op"] for row in rows] == ["token_rows"] * 2 + ["logits"] * 2
     assert all(row["ok"] and row["implementation"] == "xla" for row in rows)
 
 
@@ -45,7 +45,7 @@ def test_what_differs_is_exit_code_1():
         timeout=cli.TIMEOUT,
     )
     assert done.returncode == 1
-    assert "differs: " in done.stdout and "1 of 1 differ or fail" in done.stdout
+    assert "differs: " in done.stdout and "2 of 2 differ or fail" in done.stdout
 
 
 def test_mistakes(tmp_path):

@@ -1,0 +1,246 @@
+"""Calls of the ops of layers, at any size: attention, linear attention, experts and logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from pallas_kernels.delta_attention import reference as delta_reference
+from pallas_kernels.grouped_matmul import reference as grouped_reference
+from pallas_kernels.logits import reference as logits_reference
+from pallas_kernels.shapes import Heads
+from pallas_kernels.token_rows import reference as rows_reference
+from rmt_tpu.analysis.device_case import Arrays, Case, in_words, normal
+
+Tokens = tuple[int, int]
+
+# Attention ------------------------------------------------------------------------------------
+
+
+def attention(
+    size: Heads,
+    tokens: Tokens,
+    *,
+    kv_heads: int | None = None,
+    alibi: bool = False,
+    segments: bool = True,
+    dtype: str = "bfloat16",
+) -> Case:
+    """`causal_attention` of whole sequences: of two documents each, where there are `segments`."""
+    heads, D = size
+    G = heads if kv_heads is None else kv_heads
+    slopes = 2.0 ** -(8 * jnp.arange(1, heads + 1) / heads) if alibi else None
+
+    def function(implementation, qkv, segment_ids=None):
+        out = pallas_kernels.causal_attention(
+            qkv,
+            scale=D**-0.5,
+            slopes=slopes,
+            segment_ids=segment_ids,
+            kv_heads=G,
+            implementation=implementation,
+        )
+        return {"out": out}
+
+    def inputs():
+        made = {"qkv": normal(20, dtype, *tokens, heads + 2 * G, D)}
+        if not segments:
+            return made
+        ids = (jnp.arange(tokens[1]) >= tokens[1] // 3).astype(jnp.int32)
+        return made | {"segment_ids": jnp.tile(ids, (tokens[0], 1))}
+
+    more = {"G": G} if G != heads else {}
+    words = in_words(tokens, dtype, H=heads, D=D, **more) + (" ALiBi" if alibi else "")
+    words += "" if segments else " of one document"
+    flops = 2 * tokens[0] * tokens[1] ** 2 * heads * D
+    cancels = frozenset({"d_qkv"})  # that of a query that sees one key
+    return Case("causal_attention", words, function, inputs, flops, cancels=cancels)
+
+
+def attention_after(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> Case:
+    """Attention of tokens that see those before them too; its gradients are the plain form's."""
+    heads, D = size
+
+    def function(implementation, qkv, before, filled):
+        options = {"scale": D**-0.5, "implementation": implementation}
+        return {"out": pallas_kernels.attention_after(qkv, before, filled, **options)}
+
+    def inputs():
+        return {
+            "qkv": normal(21, dtype, *tokens, 3 * heads, D),
+            "before": normal(22, dtype, tokens[0], before, 2 * heads, D),
+            "filled": _filled(tokens[0], before),
+        }
+
+    words = in_words(tokens, dtype, H=heads, D=D, before=before)
+    flops = 4 * tokens[0] * tokens[1] * (before + tokens[1] // 2) * heads * D
+    return Case("attention_after", words, function, inputs, flops)
+
+
+def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> Case:
+    """Attention to keys that are seen, as in decoding; it has no gradient."""
+    heads, D = size
+
+    def function(implementation, q, before, seen):
+        options = {"scale": D**-0.5, "implementation": implementation}
+        out, log_sums = pallas_kernels.attention_to(q, before, seen, **options)
+        return {"out": out, "log_sums": log_sums}
+
+    def inputs():
+        return {
+            "q": normal(23, dtype, *tokens, heads, D),
+            "before": normal(24, dtype, tokens[0], before, 2 * heads, D),
+            "seen": jnp.arange(before)[None] < _filled(tokens[0], before)[:, None],
+        }
+
+    words = in_words(tokens, dtype, H=heads, D=D, before=before)
+    flops = 4 * tokens[0] * tokens[1] * before * heads * D
+    return Case("attention_to", words, function, inputs, flops, gradients=False)
+
+
+def _filled(batch: int, before: int) -> jax.Array:
+    """How many tokens there are before each row: a few less for each."""
+    return jnp.arange(before - batch, before, dtype=jnp.int32)
+
+
+def delta(tokens: Tokens, size: Heads, dtype: str = "bfloat16", *, stepwise: bool = False) -> Case:
+    """Linear attention by a gated delta rule.
+
+    Args:
+      stepwise: whether it is held to its recurrence, which keeps every state, and not to the plain
+        form in chunks.
+    """
+    heads, D = size
+    rows = *tokens, heads
+
+    def unit(seed):
+        x = np.random.default_rng(seed).standard_normal((*rows, D), np.float32)
+        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), dtype)
+
+    def inputs():
+        return {
+            "q": unit(30),
+            "k": unit(31),
+            "v": normal(32, dtype, *rows, D),
+            "log_decay": -jax.nn.softplus(normal(33, "float32", *rows, D) - 2),
+            "beta": jax.nn.sigmoid(normal(34, "float32", *rows)),
+            "state": normal(35, "float32", tokens[0], heads, D, D, scale=0.1),
+        }
+
+    def function(implementation, **given):
+        options = {"scale": 1.0, "implementation": implementation}
+        return dict(
+            zip(("read", "state"), pallas_kernels.delta_attention(**given, **options), strict=True)
+        )
+
+    def recurrence(**given):
+        found = delta_reference.delta_attention(**given, scale=1.0)
+        return dict(zip(("read", "state"), found, strict=True))
+
+    words = in_words(tokens, dtype, H=heads, D=D)
+    flops = 11 * tokens[0] * tokens[1] * heads * D**2
+    reference = recurrence if stepwise else None
+    return Case("delta_attention", words, function, inputs, flops, reference=reference)
+
+
+# Experts and logits ---------------------------------------------------------------------------
+
+
+def grouped(
+    M: int, K: int, N: int, G: int, dtype: str = "bfloat16", *, rowwise: bool = False
+) -> Case:
+    """M rows with the matrix of their group; some are of none, and one group is empty.
+
+    Args:
+      rowwise: whether it is held to a product for every row, which takes a matrix for each of them,
+        and not to the plain form.
+    """
+
+    def inputs():
+        sizes = jnp.full(G, (M - M // 10) // max(G - 1, 1), jnp.int32)
+        return {
+            "rows": normal(40, dtype, M, K),
+            "matrices": normal(41, dtype, G, K, N, scale=K**-0.5),
+            "sizes": sizes.at[1].set(0) if G > 1 else sizes,
+        }
+
+    def function(implementation, rows, matrices, sizes):
+        given = jnp.where(_of_a_group(rows, sizes), rows, 0)
+        options = {"implementation": implementation}
+        products = pallas_kernels.grouped_matmul(given, matrices, sizes, **options)
+        # What there is of other rows may be anything.
+        return {"products": jnp.where(_of_a_group(rows, sizes), products, 0)}
+
+    def by_rows(rows, matrices, sizes):
+        return {"products": grouped_reference.grouped_matmul(rows, matrices, sizes)}
+
+    words = in_words((M,), dtype, K=K, N=N, groups=G)
+    reference = by_rows if rowwise else None
+    return Case("grouped_matmul", words, function, inputs, 2 * M * K * N, reference=reference)
+
+
+def _of_a_group(rows, sizes):
+    return (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
+
+
+def token_rows(tokens: int, each: int, count: int, width: int, dtype: str = "bfloat16") -> Case:
+    """`count` rows of the tokens' choices, of which each has as many; and their sums by token."""
+
+    def inputs():
+        order = np.random.default_rng(50).permutation(tokens * each)[:count].astype(np.int32)
+        places = np.full(tokens * each, count, np.int32)
+        places[order] = np.arange(len(order))
+        order = np.pad(order, (0, count - len(order)))  # rows of no choice
+        return {
+            "rows": normal(51, dtype, count, width),
+            "x": normal(52, dtype, tokens, width),
+            "order": jnp.asarray(order),
+            "places": jnp.asarray(places),
+        }
+
+    def function(implementation, rows, x, order, places):
+        options = {"implementation": implementation}
+        return {
+            "sums": pallas_kernels.sums_of_rows(rows, order, places, each=each, **options),
+            "rows": _of_choices(pallas_kernels.rows_of_tokens(x, order, places, **options), places),
+        }
+
+    def reference(rows, x, order, places):
+        sums = rows_reference.sums_of_rows(rows, places, each=each)
+        return {"sums": sums, "rows": _of_choices(x[order // each], places)}
+
+    words = in_words((tokens,), dtype, choices=each, rows=count, width=width)
+    return Case("token_rows", words, function, inputs, count * width, reference=reference)
+
+
+def _of_choices(rows, places):
+    """Zeros in those rows that are of no choice."""
+    there = jnp.zeros(len(rows), bool).at[places].set(True, mode="drop")
+    return jnp.where(there[:, None], rows, 0)
+
+
+def logits(tokens: int, width: int, vocab: int, dtype: str = "bfloat16") -> Case:
+    """Logits, and what a loss takes of them; its kernels have no gradient."""
+
+    def inputs() -> Arrays:
+        targets = np.random.default_rng(62).integers(vocab, size=tokens, dtype=np.int32)
+        return {
+            "x": normal(60, dtype, tokens, width),
+            "kernel": normal(61, dtype, width, vocab, scale=width**-0.5),
+            "targets": jnp.asarray(targets),
+        }
+
+    return Case(
+        "logits",
+        in_words((tokens,), dtype, width=width, vocab=vocab),
+        lambda implementation, x, kernel, targets: pallas_kernels.logits_with_sums(
+            x, kernel, targets, implementation=implementation
+        )._asdict(),
+        inputs,
+        2 * tokens * width * vocab,
+        gradients=False,
+        reference=lambda x, kernel, targets: logits_reference.logits(
+            x, kernel, targets, multiplier=1.0
+        )._asdict(),
+        wide=frozenset({"values", "log_sums", "chosen"}),
+    )

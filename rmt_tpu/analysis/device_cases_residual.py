@@ -1,0 +1,359 @@
+"""Calls of the ops of residual streams, at any size: key-vector ops and depth attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from pallas_kernels.arguments import Norm
+from pallas_kernels.depth_attention import reference as depth_reference
+from pallas_kernels.depth_attention.interface import Merge, Partial
+from pallas_kernels.key_vector import reference as key_vector_reference
+from pallas_kernels.shapes import Depth, KeyVector
+from rmt_tpu.analysis.device_case import EPSILON, Arrays, Case, in_words, normal, only
+
+Tokens = tuple[int, int]
+
+# Key-vector ops -------------------------------------------------------------------------------
+
+
+def site(
+    size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
+) -> Case:
+    """`store_norm_retrieve`, and its gradients."""
+    options = {"norm": norm, "epsilon": EPSILON}
+
+    def function(implementation, **given):
+        stored, retrieved = pallas_kernels.store_norm_retrieve(
+            **given, **options, implementation=implementation
+        )
+        return {"stored": stored, "retrieved": retrieved}
+
+    def reference(**given):
+        found = key_vector_reference.store_norm_retrieve(**given, **options)
+        return dict(zip(("stored", "retrieved"), found, strict=True))
+
+    flops = (size.R + size.P) * _each(size, tokens)
+    inputs = functools.partial(_site_inputs, size, tokens, dtype)
+    words = _site_words(size, tokens, dtype)
+    return Case("store_norm_retrieve", words, function, inputs, flops, reference=reference)
+
+
+def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> Case:
+    """The half that writes."""
+    made = functools.partial(_site_inputs, size, tokens, dtype)
+    return Case(
+        "store",
+        _site_words(size, tokens, dtype),
+        lambda implementation, **given: {
+            "stored": pallas_kernels.store(**given, implementation=implementation)
+        },
+        functools.partial(only, made, ("residual", "store_keys", "data")),
+        size.R * _each(size, tokens),
+        reference=lambda **given: {"stored": key_vector_reference.store(**given)},
+    )
+
+
+def norm_retrieve(
+    size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
+) -> Case:
+    """The half that reads."""
+    options = {"norm": norm, "epsilon": EPSILON}
+    made = functools.partial(_site_inputs, size, tokens, dtype)
+    return Case(
+        "norm_retrieve",
+        _site_words(size, tokens, dtype),
+        lambda implementation, **given: {
+            "retrieved": pallas_kernels.norm_retrieve(
+                **given, **options, implementation=implementation
+            )
+        },
+        functools.partial(only, made, ("residual", "gain", "read_keys")),
+        size.P * _each(size, tokens),
+        reference=lambda **given: {
+            "retrieved": key_vector_reference.norm_retrieve(
+                **given, **options, dtype=given["residual"].dtype
+            )
+        },
+    )
+
+
+def undo(
+    size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
+) -> Case:
+    """What a reversible backward pass does: store in int16, and take that back with all cotangents.
+
+    These are the gradients; they have none of their own.
+    """
+
+    def function(implementation, d_stored, d_retrieved, residual, **given):
+        options = {"norm": norm, "implementation": implementation}
+        stored, retrieved, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
+            residual, **given, epsilon=EPSILON, **options
+        )
+        g = pallas_kernels.undo(
+            stored, statistics, **given, d_residual=d_stored, d_retrieved=d_retrieved, **options
+        )
+        gradients = {f"d_{name}": getattr(g, name) for name in ("residual", *given)}
+        return {"stored": stored, "retrieved": retrieved, "rebuilt": g.rebuilt} | gradients
+
+    K, V, R, P = size
+    return Case(
+        "undo",
+        _site_words(size, tokens, dtype),
+        function,
+        functools.partial(_undo_inputs, size, tokens, dtype),
+        3 * (R + P) * _each(size, tokens),
+        gradients=False,
+        exact={"rebuilt": "residual"},
+    )
+
+
+def again(
+    size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
+) -> Case:
+    """An undo that reads again what it rebuilt, and that read as an op; they have no gradient."""
+
+    def function(implementation, d_stored, d_retrieved, residual, **given):
+        options = {"norm": norm, "implementation": implementation}
+        data = given["data"].dtype
+        before = jnp.zeros_like(given["store_keys"]), jnp.zeros_like(given["data"])
+        read = given["gain"], given["read_keys"]
+        _, first, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
+            residual, *before, *read, epsilon=EPSILON, **options
+        )
+        retrieved = pallas_kernels.norm_retrieve_again(
+            residual, statistics, *read, epsilon=EPSILON, dtype=data, **options
+        )
+        stored, _, later = pallas_kernels.store_norm_retrieve_with_statistics(
+            residual, **given, epsilon=EPSILON, **options
+        )
+        g = pallas_kernels.undo(
+            stored,
+            later,
+            **given,
+            d_residual=d_stored,
+            d_retrieved=d_retrieved,
+            again=pallas_kernels.Again(*read, statistics),
+            **options,
+        )
+        return {"first": first, "again": retrieved, "undone": g.retrieved, "rebuilt": g.rebuilt}
+
+    return Case(
+        "norm_retrieve_again",
+        _site_words(size, tokens, dtype),
+        function,
+        functools.partial(_undo_inputs, size, tokens, dtype),
+        (3 * size.R + 6 * size.P) * _each(size, tokens),
+        gradients=False,
+        exact={"rebuilt": "residual"},
+    )
+
+
+def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> Case:
+    """A site of one of two layers, of one token each row; its kernels have no gradient."""
+    tokens = (batch, 1)
+
+    def inputs():
+        made = _site_inputs(size, tokens, dtype)
+        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # the second is read
+        return made | {k: of_layers(made[k]) for k in ("store_keys", "gain", "read_keys")}
+
+    def function(implementation, **given):
+        stored, retrieved = pallas_kernels.store_norm_retrieve_at(
+            1, **given, implementation=implementation
+        )
+        return {"stored": stored, "retrieved": retrieved}
+
+    flops = (size.R + size.P) * _each(size, tokens)
+    words = _site_words(size, tokens, dtype)
+    return Case("store_norm_retrieve_at", words, function, inputs, flops, gradients=False)
+
+
+def _each(size: KeyVector, tokens: Tokens) -> int:
+    return 2 * tokens[0] * tokens[1] * size.K * size.V
+
+
+def _site_words(size: KeyVector, tokens: Tokens, dtype: str) -> str:
+    return in_words(tokens, dtype, **size._asdict())
+
+
+def _site_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:
+    K, V, R, P = size
+    return {
+        "residual": normal(0, dtype, *tokens, K, V),
+        "store_keys": normal(1, "float32", R, K, scale=max(R, 1) ** -0.5),
+        "data": normal(2, dtype, *tokens, R, V),
+        "gain": 1 + normal(3, "float32", K, V, scale=0.1),
+        "read_keys": normal(4, "float32", P, K, scale=K**-0.5),
+    }
+
+
+def _undo_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:
+    K, V, _, P = size
+    inputs = _site_inputs(size, tokens, dtype)
+    residual = pallas_kernels.to_fixed_point(inputs["residual"].astype(jnp.float32))
+    cotangents = {
+        "d_stored": normal(5, dtype, *tokens, K, V),
+        "d_retrieved": normal(6, dtype, *tokens, P, V),
+    }
+    return inputs | cotangents | {"residual": residual}
+
+
+# Depth attention ------------------------------------------------------------------------------
+
+_READ = 12  # vectors of a read after a merge
+
+
+def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> Case:
+    """One site over all sources."""
+    _, N, D = size
+    return Case(
+        "depth_attention",
+        _depth_words(size, tokens, None, dtype),
+        lambda implementation, queries, sources: {
+            "mixed": pallas_kernels.depth_attention(
+                queries[0], sources, implementation=implementation
+            )
+        },
+        functools.partial(_partial_inputs, size._replace(S=1), tokens, (D,), dtype),
+        4 * N * tokens[0] * tokens[1] * D,
+        reference=lambda queries, sources: {
+            "mixed": _partial_plainly(queries[:1], sources)["mixed"][0]
+        },
+    )
+
+
+def partial(
+    size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
+) -> Case:
+    """All sites over their sources: of vectors, or of matrices K x V."""
+
+    def function(implementation, queries, sources):
+        mixed, log_sums = pallas_kernels.depth_attention_partial(
+            queries, sources, implementation=implementation
+        )
+        return {"mixed": mixed, "log_sums": log_sums}
+
+    return Case(
+        "depth_attention_matrices_partial" if matrix else "depth_attention_partial",
+        _depth_words(size, tokens, matrix, dtype),
+        function,
+        functools.partial(_partial_inputs, size, tokens, matrix or (size.D,), dtype),
+        4 * size.S * size.N * tokens[0] * tokens[1] * size.D,
+        reference=_partial_plainly,
+    )
+
+
+def merge(
+    size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
+) -> Case:
+    """The last of the sites with its current source; vectors are normed as they are read."""
+
+    def function(implementation, mixed, log_sums, current, query, norm_gain=None):
+        given = mixed, log_sums, len(mixed) - 1, current, query, norm_gain
+        norm = None if norm_gain is None else "layernorm"
+        mixed, current, z = pallas_kernels.depth_attention_merge(
+            *given, norm=norm, implementation=implementation
+        )
+        return {"mixed": mixed, "current": current, "z": z}
+
+    return Case(
+        "depth_attention_matrices_merge" if matrix else "depth_attention_merge",
+        _depth_words(size, tokens, matrix, dtype),
+        function,
+        functools.partial(_merge_inputs, size, tokens, matrix or (size.D,), dtype),
+        15 * tokens[0] * tokens[1] * size.D,
+        reference=_merge_plainly,
+    )
+
+
+def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat16") -> Case:
+    """A merge of matrices whose norm is read at once."""
+
+    def function(implementation, mixed, log_sums, current, **given):
+        mixed, current, z = pallas_kernels.depth_attention_merge_read(
+            mixed, log_sums, len(mixed) - 1, current, **given, implementation=implementation
+        )
+        return {"mixed": mixed, "current": current, "z": z}
+
+    def inputs():
+        made = _merge_inputs(size, tokens, matrix, dtype)
+        made["norm_gain"] = 1 + normal(16, "float32", *matrix, scale=0.1)
+        keys = normal(17, "float32", _READ, matrix[0], scale=matrix[0] ** -0.5)
+        return made | {"read_keys": keys}
+
+    flops = (15 + 2 * _READ) * tokens[0] * tokens[1] * size.D
+    words = _depth_words(size, tokens, matrix, dtype)
+    return Case("depth_attention_merge_read", words, function, inputs, flops)
+
+
+def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> Case:
+    """A merge of one token each row, of one of two layers; kernels have no gradient."""
+    tokens = (batch, 1)
+
+    def inputs():
+        made = _merge_inputs(size, tokens, (size.D,), dtype)
+        own = jnp.stack([made.pop("query"), made.pop("norm_gain")])
+        made["log_sums"] = jnp.stack([made["log_sums"]] * size.S)
+        return made | {"parameters": jnp.stack([jnp.zeros_like(own), own])}
+
+    def function(implementation, parameters, mixed, log_sums, current):
+        given = 1, parameters, mixed, log_sums, len(mixed) - 1, current
+        z = pallas_kernels.depth_attention_merge_at(*given, implementation=implementation)
+        return {"z": z}
+
+    words = _depth_words(size, tokens, None, dtype)
+    flops = 15 * batch * size.D
+    return Case("depth_attention_merge_at", words, function, inputs, flops, gradients=False)
+
+
+def _depth_words(size: Depth, tokens: Tokens, matrix: Tokens | None, dtype: str) -> str:
+    S, N, D = size
+    of = {"K": matrix[0], "V": matrix[1]} if matrix else {"D": D}
+    return in_words(tokens, dtype, S=S, N=N, **of)
+
+
+def _partial_inputs(size: Depth, tokens: Tokens, entries, dtype: str) -> Arrays:
+    return {
+        "queries": normal(10, "float32", size.S, *entries, scale=0.1),
+        "sources": normal(11, dtype, size.N, *tokens, *entries),
+    }
+
+
+def _partial_plainly(queries, sources) -> Arrays:
+    S, (N, B, T, *entries) = len(queries), sources.shape
+    given = Partial(queries.reshape(S, -1), sources.reshape(N, B * T, -1), N, None)
+    mixed, log_sums = depth_reference.partial(given, epsilon=EPSILON)
+    return {
+        "mixed": mixed.reshape(S, B, T, *entries),
+        "log_sums": log_sums.reshape(S, B, T),
+    }
+
+
+def _merge_inputs(size: Depth, tokens: Tokens, entries, dtype: str) -> Arrays:
+    inputs = {
+        "mixed": normal(12, dtype, size.S, *tokens, *entries),
+        "log_sums": normal(13, "float32", *tokens),
+        "current": normal(14, dtype, *tokens, *entries),
+        "query": normal(15, "float32", *entries, scale=0.1),
+    }
+    if len(entries) > 1:
+        return inputs
+    return inputs | {"norm_gain": 1 + normal(16, "float32", *entries, scale=0.1)}
+
+
+def _merge_plainly(mixed, log_sums, current, query, norm_gain=None) -> Arrays:
+    S, tokens = len(mixed), log_sums.size
+    flat = mixed.reshape(S, tokens, -1), log_sums.reshape(-1), S - 1, current.reshape(tokens, -1)
+    norm = None if norm_gain is None else "layernorm"
+    z = depth_reference.merge(
+        Merge(query.reshape(-1), *flat, True, norm_gain),
+        norm=norm,
+        epsilon=EPSILON,
+        norm_epsilon=EPSILON,
+    )
+    # A site is merged once: its row has no later use, and so no other gradient.
+    mixed = mixed.at[-1].set(jax.lax.stop_gradient(mixed[-1]))
+    return {"mixed": mixed, "current": current, "z": z.reshape(current.shape)}
