@@ -11,15 +11,17 @@ implementation computes is not differentiated further where a kernel may be it; 
 import contextlib
 import dataclasses
 import functools
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from pallas_kernels.arguments import taken
 from pallas_kernels.chips import unknown_chip
 
 Platform = str  # "tpu" or "cuda"
@@ -70,6 +72,49 @@ def preferring(implementation: str) -> Iterator[None]:
         yield
 
 
+_plain = jax.make_user_context(default_value=())
+
+
+@contextlib.contextmanager
+def taking_plain(ops: Iterable[str]) -> Iterator[None]:
+    """Within, None is "xla" of the ops of these names (`Implementations.name`), before all else."""
+    with _plain(tuple(sorted({*_plain.value, *ops}))):
+        yield
+
+
+class Called(NamedTuple):
+    """A call that a kernel serves.
+
+    Attributes:
+      name: of the ops that are taken together, as `taking_plain` has it.
+      op: of these, which.
+      platforms: whose kernels serve it.
+      args: shapes and dtypes, in trees; of a stack's slot that of the array in it.
+      options: by name.
+    """
+
+    name: str
+    op: str
+    platforms: tuple[Platform, ...]
+    args: tuple
+    options: Mapping[str, Any]
+
+
+_collectors = threading.local()
+
+
+@contextlib.contextmanager
+def collecting_calls() -> Iterator[list[Called]]:
+    """What this thread traces within that a kernel serves, on one platform or another."""
+    calls: list[Called] = []
+    before = getattr(_collectors, "lists", ())
+    _collectors.lists = (*before, calls)
+    try:
+        yield calls
+    finally:
+        _collectors.lists = before
+
+
 _interpreted = jax.make_user_context(default_value=False)
 
 
@@ -94,12 +139,14 @@ class Implementations:
         is faster.
       by_default: platforms whose kernels are shown to be faster, and so taken unasked.
       elsewhere: implementations that the op serves by itself; here only to be named.
+      name: of the ops together, for `taking_plain`.
     """
 
     portable: Any
     kernels: Mapping[str, Any]
     by_default: tuple[Platform, ...]
     elsewhere: tuple[str, ...] = ()
+    name: str = ""
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
@@ -120,7 +167,9 @@ class Implementations:
             is lowered) is not for the platform lowered for.
           TypeError: what it computes is differentiated, and may be a kernel.
         """
-        if implementation is None and _preferred.value in self.names:
+        if implementation is None and self.name in _plain.value:
+            implementation = "xla"
+        elif implementation is None and _preferred.value in self.names:
             implementation = _preferred.value
         if implementation not in (None, *self.names):
             raise UnsupportedImplementation(
@@ -137,6 +186,7 @@ class Implementations:
         on = self._on
         unknown = {"tpu": unknown_chip()}
         refused = {p: unknown.get(p) or on[p].unsupported(op, *args) for p in platforms}
+        self._collect(op, [p for p in platforms if refused[p] is None], args, options)
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
         if _interpreted.value and "tpu" in platforms and refused["tpu"] is None:
             return run(on["tpu"])(*args, interpret=True)
@@ -151,6 +201,13 @@ class Implementations:
             return run(on[platform])(*_with_first(named, args))
         kernels = {p: run(on[p]) for p in platforms}
         return choose(kernels, portable, *args, refused=refused)
+
+    def _collect(self, op: str, platforms: list[Platform], args: tuple, options: Mapping) -> None:
+        lists = getattr(_collectors, "lists", ())
+        if lists and platforms:
+            called = Called(self.name, op, tuple(platforms), jax.eval_shape(taken, args), options)
+            for calls in lists:
+                calls.append(called)
 
     def _unasked(self, op: str, args: tuple) -> tuple[Platform, ...]:
         """Those by default, and those of which a table says that the kernel wins."""

@@ -304,7 +304,11 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 _IMPLEMENTATIONS = Implementations(
-    plain, {"mosaic_tpu": mosaic_tpu, "cudnn": cudnn}, ("tpu", "cuda"), ("splash",)
+    plain,
+    {"mosaic_tpu": mosaic_tpu, "cudnn": cudnn},
+    ("tpu", "cuda"),
+    ("splash",),
+    "causal_attention",
 )
 
 

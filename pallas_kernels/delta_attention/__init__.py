@@ -89,7 +89,9 @@ class _Call(NamedTuple):
         return _IMPLEMENTATIONS.run(self.implementation, op, *args, scale=self.scale)
 
 
-_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu}, ("tpu",))
+_IMPLEMENTATIONS = Implementations(
+    xla, {"mosaic_tpu": mosaic_tpu}, ("tpu",), name="delta_attention"
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

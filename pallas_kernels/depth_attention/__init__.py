@@ -386,10 +386,17 @@ def _merge_backward(call, given, cotangents):
 
 _merge.defvjp(_merge_forward, _merge_backward)
 
-_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
-_MERGE_AT = Implementations(xla, {"mosaic_tpu": mosaic_tpu_decode}, ("tpu",))
+_IMPLEMENTATIONS = Implementations(
+    xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",), name="depth_attention"
+)
+_MERGE_AT = Implementations(
+    xla, {"mosaic_tpu": mosaic_tpu_decode}, ("tpu",), name="depth_attention_at"
+)
 _OF_MATRICES = Implementations(
-    OfVectors(xla), {"mosaic_tpu": mosaic_tpu_matrices, "triton": OfVectors(triton_gpu)}, ("tpu",)
+    OfVectors(xla),
+    {"mosaic_tpu": mosaic_tpu_matrices, "triton": OfVectors(triton_gpu)},
+    ("tpu",),
+    name="depth_attention_matrices",
 )
 
 

@@ -118,5 +118,5 @@ _merge_read.defvjp(_forward, _backward)
 
 # Of a GPU there is no kernel that does both.
 _IMPLEMENTATIONS = Implementations(
-    XLA, {"mosaic_tpu": mosaic_tpu_merge_read, "triton": XLA}, ("tpu",)
+    XLA, {"mosaic_tpu": mosaic_tpu_merge_read, "triton": XLA}, ("tpu",), name="merge_read"
 )

@@ -71,7 +71,10 @@ def grouped_matmul(
 
 
 _IMPLEMENTATIONS = Implementations(
-    xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, by_default=("tpu", "cuda")
+    xla,
+    {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu},
+    by_default=("tpu", "cuda"),
+    name="grouped_matmul",
 )
 
 

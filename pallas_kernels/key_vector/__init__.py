@@ -75,7 +75,7 @@ __all__ = [
     "undo",
 ]
 
-_AT_LAYER = Implementations(xla, {"mosaic_tpu": mosaic_tpu_decode}, ("tpu",))
+_AT_LAYER = Implementations(xla, {"mosaic_tpu": mosaic_tpu_decode}, ("tpu",), name="key_vector_at")
 
 
 @reverse_mode

@@ -21,7 +21,9 @@ from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Gradien
 from pallas_kernels.platform import Implementations
 
 # A kernel becomes the default where it is shown to be faster: see docs/benchmarks/kernels.md.
-_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",))
+_IMPLEMENTATIONS = Implementations(
+    xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",), name="key_vector"
+)
 
 
 class Call(NamedTuple):

@@ -18,7 +18,7 @@ from pallas_kernels.platform import Implementations
 __all__ = ["Logits", "logits_with_sums"]
 
 Implementation = Literal["xla", "mosaic_tpu", "pallas"]
-_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu}, by_default=())
+_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu}, by_default=(), name="logits")
 
 
 def logits_with_sums(

@@ -19,7 +19,9 @@ from pallas_kernels.token_rows import mosaic_tpu, xla
 __all__ = ["rows_of_tokens", "sums_of_rows"]
 
 Implementation = Literal["xla", "mosaic_tpu", "pallas"]
-_IMPLEMENTATIONS = Implementations(xla, {"mosaic_tpu": mosaic_tpu}, by_default=())
+_IMPLEMENTATIONS = Implementations(
+    xla, {"mosaic_tpu": mosaic_tpu}, by_default=(), name="token_rows"
+)
 
 
 @reverse_mode

@@ -12,7 +12,13 @@ import pytest
 import pallas_kernels
 from pallas_kernels import UnsupportedImplementation, tuned
 from pallas_kernels import triton as kernel_triton
-from pallas_kernels.platform import choose
+from pallas_kernels.platform import (
+    Implementations,
+    choose,
+    collecting_calls,
+    preferring,
+    taking_plain,
+)
 from tests import cuda
 
 KERNELS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
@@ -81,6 +87,48 @@ def test_a_named_implementation_that_cannot_serve_is_refused():
             lowered("tpu", arguments(dtype=jnp.float64), implementation="mosaic_tpu")
     with pytest.raises(Exception, match="'cuda' is unknown; legal: xla, mosaic_tpu|[Tt]ype-check"):
         lowered("cpu", arguments(), implementation="cuda")
+
+
+@pytest.mark.parametrize(
+    "plain, served",
+    [((), True), (("key_vector",), False), (("logits",), True)],
+)
+def test_one_op_may_be_taken_plain_whatever_is_preferred(plain, served):
+    with preferring("pallas"), taking_plain(plain), taking_plain(()):
+        assert ("tpu_custom_call" in lowered("tpu", arguments())) == served
+    # A kernel that is asked for is taken.
+    with taking_plain(["key_vector"]):
+        assert "tpu_custom_call" in lowered("tpu", arguments(), implementation="mosaic_tpu")
+
+
+def test_calls_that_kernels_serve_are_collected():
+    def loss(data, *args):
+        X, *others = args
+        pallas_kernels.store_norm_retrieve(*args[:2], data, *others[1:], implementation="xla")
+        stored, _ = pallas_kernels.store_norm_retrieve(X, others[0], data, *others[1:])
+        return jnp.sum(stored.astype(jnp.float32))
+
+    X, keys, data, *others = arguments()
+    with collecting_calls() as calls:
+        jax.eval_shape(jax.grad(loss), data, X, keys, *others)
+        short = arguments(tokens=8)
+        jax.eval_shape(pallas_kernels.store_norm_retrieve, *short)  # no kernel serves it
+    assert [(c.name, c.op, c.platforms) for c in calls] == [
+        ("key_vector", "forward", ("tpu",)),
+        ("key_vector", "backward", ("tpu",)),
+    ]
+    assert calls[0].args[0].data.shape == data.shape and calls[0].options["norm"] == "layernorm"
+    with collecting_calls() as none, taking_plain(["key_vector"]):
+        jax.eval_shape(pallas_kernels.store_norm_retrieve, *arguments())
+    assert not none
+
+
+def test_every_op_has_a_name_of_its_own():
+    modules = [m for name, m in sys.modules.items() if name.startswith("pallas_kernels.")]
+    values = [x for module in modules for x in vars(module).values()]
+    ops = {id(x): x.name for x in values if isinstance(x, Implementations)}
+    names = [*ops.values()]
+    assert len(set(names)) == len(names) >= 11 and "" not in names
 
 
 def test_choice_runs_batched_and_on_a_mesh():
