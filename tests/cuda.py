@@ -1,7 +1,7 @@
 """Compilation for NVIDIA GPUs on a machine without one.
 
-`lowered` needs jax alone. `ptx` needs the CUDA plugin of the same version; see `tests/conftest.py`
-and the Makefile for where it is.
+`lowered` needs jax alone. `compiled` and `ptx` need the CUDA plugin of the same version; see
+`tests/conftest.py` and the Makefile for where it is.
 """
 
 import pathlib
@@ -34,14 +34,39 @@ def lowered(function, *args, target: str = "sm_90") -> str:
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def ptx(function, *args, target: str, folder: pathlib.Path) -> str:
-    """The PTX of all of the compiled program, by way of `folder`; what is too large raises.
+def compiled(function, *args, target: str, **options) -> jax.stages.Compiled:
+    """The program for one such device; `options` are the compiler's, and what is too large raises.
 
     `args` are `jax.ShapeDtypeStruct`s, in trees.
     """
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=target, topology="1x1x1", target_config=_config(target)
+    )
+    mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("all",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    args = jax.tree.map(place, args)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function).lower(*args).compile(compiler_options=options)
+
+
+def ptx(function, *args, target: str, folder: pathlib.Path) -> str:
+    """The PTX of all of the compiled program, by way of `folder`; see `compiled`."""
+    before = set(folder.glob("*.ptx"))
+    options = {
+        "xla_dump_to": str(folder),
+        "xla_dump_emitter_re": "ptx",  # Newer XLA dumps nothing else, and no PTX unasked.
+        "xla_backend_optimization_level": 3,
+    }
+    compiled(function, *args, target=target, **options)
+    return "\n".join(path.read_text() for path in sorted(set(folder.glob("*.ptx")) - before))
+
+
+def _config(target: str) -> str:
+    """What XLA is told of a device that is not there."""
     name, major, minor, cores, shared, cache, bandwidth = _TARGETS[target]
     accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    config = f"""
+    return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
   shared_memory_per_block: 49152  shared_memory_per_block_optin: {shared}
@@ -56,19 +81,3 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 7 }}
 device_description_str: "{name}"
 """
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=target, topology="1x1x1", target_config=config
-    )
-    mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("all",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    args = jax.tree.map(place, args)
-    before = set(folder.glob("*.ptx"))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        options = {
-            "xla_dump_to": str(folder),
-            "xla_dump_emitter_re": "ptx",  # Newer XLA dumps nothing else, and no PTX unasked.
-            "xla_backend_optimization_level": 3,
-        }
-        jax.jit(function).lower(*args).compile(compiler_options=options)
-    return "\n".join(path.read_text() for path in sorted(set(folder.glob("*.ptx")) - before))
