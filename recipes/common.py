@@ -9,7 +9,7 @@ from typing import Any
 from absl import flags
 
 from recipes.program import Answer
-from rmt_tpu.config import RunConfig, overrides, presets
+from rmt_tpu.config import BEGAN, RunConfig, overrides, presets
 from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member, check
 from rmt_tpu.errors import ArgumentError, UsageError, of_flag, unknown
 
@@ -26,6 +26,8 @@ _RUN_FLAGS = [
     ("mesh", "train.mesh", str, "device axes, like data=2,fsdp=4; -1 fills"),
     ("init_from", "train.init_from", str, "a run folder or one of the hub's form, whose parameters "
      "are taken"),
+    ("with_optimizer", "train.with_optimizer", bool, "go on as the run of --init_from, in another "
+     "folder: with its optimizer, steps and place in the text"),
     ("seed", "train.seed", int, "of parameters and data order"),
     ("log_every", "train.log_every", int, "steps between rows of metrics.jsonl"),
     ("checkpoint_every", "train.checkpoint_every", int, "steps; 0 is only at the end"),
@@ -51,7 +53,12 @@ def define_model_flags() -> None:
 
 def define_run_flags() -> None:
     """Flags that make up a RunConfig, all but the preset. None is the preset's own value."""
-    kinds = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
+    kinds = {
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        str: flags.DEFINE_string,
+        bool: flags.DEFINE_bool,
+    }
     for name, path, kind, text in _RUN_FLAGS:
         kinds[kind](name, None, f"{text} ({path})")
     flags.DEFINE_multi_string("set", [], "path=value in the config, like model.store.key_dim=128")
@@ -178,7 +185,8 @@ def of_origin(base: RunConfig, begun: RunConfig | None = None) -> RunConfig:
     data = dataclasses.replace(base.data, tokenizer=origin.data.tokenizer)
     train = base.train
     if begun:
-        train = dataclasses.replace(train, init_from=begun.train.init_from)
+        began = {name: getattr(begun.train, name) for name in BEGAN}
+        train = dataclasses.replace(train, **began)
     return RunConfig(model, train, data)
 
 
@@ -201,9 +209,12 @@ def _as(init_from: str) -> RunConfig:
     from rmt_tpu.training.workdir import read_config
 
     try:
-        return read_config(init_from)
+        config = read_config(init_from)
     except ArgumentError as error:
         raise UsageError(f"--init_from={str(error).partition('=')[2]}") from None
+    # With what that run began is its own business.
+    train = dataclasses.replace(config.train, init_from="", with_optimizer=False)
+    return dataclasses.replace(config, train=train)
 
 
 def run_config(base: RunConfig) -> RunConfig:

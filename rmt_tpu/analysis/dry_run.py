@@ -8,8 +8,8 @@ from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import room, workdir
 from rmt_tpu.training.evaluation import TaskMetrics
-from rmt_tpu.training.origin import Origin
 from rmt_tpu.training.run import load_datasets, prepare, resolved
+from rmt_tpu.training.start import origin_of
 
 
 def dry_run(
@@ -40,8 +40,7 @@ def dry_run(
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = load_datasets(config, tokenizer)
     TaskMetrics(run, config, tokenizer)
-    if config.train.init_from and not workdir.open_checkpoints(folder).steps():
-        Origin(config.train.init_from, config.model)
+    origin_of(config, folder)
     workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
     there = datasets.train.tokens_per_epoch

@@ -50,6 +50,7 @@ from rmt_tpu.config.model import (
     Standard,
 )
 from rmt_tpu.config.resume import (
+    BEGAN,
     KEPT,
     resume_rule,
 )
@@ -73,6 +74,7 @@ from rmt_tpu.config.stores import (
 __all__ = [
     "COUNTED",
     "HISTOGRAM_BINS",
+    "BEGAN",
     "KEPT",
     "WHOLE",
     "AdamW",

@@ -6,6 +6,8 @@ from typing import Any, Literal
 Rule = Literal["fixed", "change", "free"]
 # What was "auto" when a run began stays what it was: where the run goes on, its curve does.
 KEPT = ("model.remat", "model.store.dtype")
+# Fields of `train` that say with what a run began, and matter until it has a checkpoint.
+BEGAN = ("init_from", "with_optimizer")
 
 
 def free(default: Any) -> Any:

@@ -92,6 +92,8 @@ class TrainConfig(Checked):
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
       init_from: a run folder or one of the hub's form whose parameters are taken at the start. Once
         there is a checkpoint it is not looked at, and stays what it was.
+      with_optimizer: the run goes on as that of `init_from`, from its last checkpoint: with the
+        optimizer's moments, the number of steps, the place in the text and the key.
       seed: of the parameters and of the order of the data.
       mesh: axes of devices, like "data=2,fsdp=4"; -1 fills.
       microbatches: parts of a device's rows that a pipeline (`stage`) works on at a time, a
@@ -125,6 +127,7 @@ class TrainConfig(Checked):
     z_loss: NonNegative = changeable(1e-4)
     seed: Seed = 0
     init_from: str = free("")
+    with_optimizer: bool = free(False)
     mesh: str = free("data=-1")
     microbatches: Count = free(0)
     virtual_stages: Size = free(1)
@@ -152,6 +155,10 @@ class TrainConfig(Checked):
     def __post_init__(self):
         super().__post_init__()
         parse_mesh(self.mesh)
+        if self.with_optimizer and not self.init_from:
+            raise UsageError(
+                "--with_optimizer needs --init_from=RUN, the folder of the run that is copied"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Where a new run's parameters come from: another run, or a folder of the hub's form."""
+"""Where a new run's parameters come from: another run, or a folder of the hub's form.
+
+Or all of its state, of a run that it goes on as: `Copied`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +11,10 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from rmt_tpu import config as cfg
+from rmt_tpu.config import overrides
+from rmt_tpu.config.overrides import differences
 from rmt_tpu.decoder import Decoder
-from rmt_tpu.errors import UsageError, of_argument, of_flag
+from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.models import describe, is_hub
 from rmt_tpu.storage import open_folder
@@ -17,6 +22,7 @@ from rmt_tpu.training.run import Run
 from rmt_tpu.training.workdir import check_saved_with, open_checkpoints, read_config
 
 Path = tuple[Any, ...]
+_KEY_DIM = "model.store.key_dim"
 
 
 class Origin:
@@ -102,6 +108,49 @@ class Origin:
                 read = _in_chunks(read, shapes[path], wanted.shape)
             arrays[path] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
         return arrays
+
+
+class Copied:
+    """A run that another one goes on as, in a folder of its own, from its last checkpoint.
+
+    Args:
+      config: of the one that goes on: what may not change when a run goes on is that of the other.
+
+    Raises:
+      UsageError: there is no such run, it differs in that, or is past the last step.
+    """
+
+    def __init__(self, config: cfg.RunConfig):
+        location = config.train.init_from
+        self.folder = open_folder(location)
+        what = f"--init_from={location} --with_optimizer"
+        if is_hub(self.folder.local_path):
+            raise UsageError(
+                f"{what}: a folder of the hub's form has weights alone; legal: a run folder, or "
+                "without --with_optimizer"
+            )
+        try:
+            self.config = read_config(self.folder)
+        except ArgumentError as error:
+            raise UsageError(f"--init_from={str(error).partition('=')[2]}") from None
+        lines = differences(overrides.to_json(self.config), overrides.to_json(config))
+        paths = {line: line.split(" ", 1)[0] for line in lines}
+        fixed = lambda path: path == _KEY_DIM or cfg.resume_rule(config, path) == "fixed"
+        if different := [line for line, path in paths.items() if fixed(path)]:
+            raise UsageError(
+                f"{what}: the run there is another one: {'; '.join(different[:8])}; give the same, "
+                "or leave out --with_optimizer to take its weights"
+            )
+        self.checkpoints = open_checkpoints(self.folder)
+        try:
+            step, _ = self.checkpoints.identity()
+        except RunError as error:
+            raise UsageError(f"{what}: {error}") from None
+        if step >= config.train.steps:
+            raise UsageError(
+                f"{what}: that run is at step {step}, so that of --steps={config.train.steps} none "
+                f"is left; legal: more than {step}"
+            )
 
 
 def _in_chunks(read: Callable, shape: tuple[int, ...], chunks: tuple[int, ...]) -> Callable:

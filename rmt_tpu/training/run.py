@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
 from rmt_tpu import data
-from rmt_tpu.config import KEPT, ModelConfig, RematPolicy, RunConfig
+from rmt_tpu.config import BEGAN, KEPT, ModelConfig, RematPolicy, RunConfig
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.distributed import kept_programs
 from rmt_tpu.errors import UsageError
@@ -108,8 +108,8 @@ def resolved(config: RunConfig, kept: Mapping[str, str] = MappingProxyType({})) 
     if outgrown and model.store.dtype == "auto" and of_residual == "int16":
         of_residual = "float32"
     store = dataclasses.replace(model.store, dtype=of_residual)
-    origin = kept.get("train.init_from", config.train.init_from)
-    train = dataclasses.replace(config.train, init_from=origin)
+    began = {path: kept.get(f"train.{path}", getattr(config.train, path)) for path in BEGAN}
+    train = dataclasses.replace(config.train, **began)
     return RunConfig(dataclasses.replace(model, store=store), train, config.data)
 
 

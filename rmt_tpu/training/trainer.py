@@ -24,7 +24,7 @@ from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import Datasets, Run, load_datasets, prepare, resolved
 from rmt_tpu.training.side_files import SideFiles, set_aside, wants_board
-from rmt_tpu.training.start import Start, go_back, origin_of, restore_or_init
+from rmt_tpu.training.start import Start, go_back, meta_of, origin_of, restore_or_init
 from rmt_tpu.training.throughput import Throughput
 
 
@@ -138,7 +138,7 @@ def _train(
         )
         if back is not None:
             go_back(folder, checkpoints, back, progress.say)
-        elif start.step:
+        elif start.step and start.is_saved:
             branched = f", a branch from step {from_step}" if from_step is not None else ""
             progress.say(f"resuming {folder} from step {start.step}{branched}")
         if processes.is_first():
@@ -146,6 +146,9 @@ def _train(
                 set_aside(folder)
             workdir.write_config(folder, config, [] if opened.anew else opened.changes)
             tokenizer.save(folder)
+        if not start.is_saved:  # whatever happens there, this run has what it began with
+            meta = meta_of(config, tokenizer, data_checksum, start.windows_read, start.branch)
+            checkpoints.save(start.step, start.state._replace(copies={}), meta)
         side_files = stack.enter_context(
             SideFiles(folder, start.step, config.train.tensorboard, progress.say)
         )
@@ -237,7 +240,7 @@ class _Loop:
         self.tasks = tasks
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
         self.blocks = blocks
-        self.state, self.step, self.windows_read, self.branch = start
+        self.state, self.step, self.windows_read, self.branch, _ = start
         self.data_checksum = datasets.train.checksum()
         self.throughput = Throughput(config, run.mesh)
         self.held_out_loss = HeldOutLoss(run, datasets.held_out, asked_windows(config))
@@ -397,9 +400,8 @@ class _Loop:
     def _save(self) -> None:
         self._report()
         if self.step != self.save_step:
-            meta = {"windows_read": self.windows_read, "data_checksum": self.data_checksum}
-            meta |= workdir.saved_with(self.config, self.tokenizer)
-            meta |= {} if self.branch is None else {"branch": self.branch}
+            read = self.data_checksum, self.windows_read
+            meta = meta_of(self.config, self.tokenizer, *read, self.branch)
             with self._last_good_step_told():
                 before = self.checkpoints.begin_save(
                     self.step,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rmt_tpu import memory
 from rmt_tpu.checkpoint import Checkpointer
-from rmt_tpu.config import KEPT, RunConfig, overrides, resume_rule
+from rmt_tpu.config import BEGAN, KEPT, RunConfig, overrides, resume_rule
 from rmt_tpu.config.overrides import differences
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.distributed import processes
@@ -156,14 +156,14 @@ def read_config(workdir: Location) -> RunConfig:
         return _parsed(folder, found.data)
 
 
-def kept(folder: Folder) -> dict[str, str]:
+def kept(folder: Folder) -> dict[str, Any]:
     """What `training.run.resolved` takes of the run in a folder that goes on, if there is one."""
     values = {}
     if processes.is_first() and (found := folder.read(CONFIG)) is not None:
         with contextlib.suppress(UsageError):  # which `open_workdir` tells
             config = _parsed(folder, found.data)
             if open_checkpoints(folder).steps():
-                paths = (*KEPT, "train.init_from")
+                paths = (*KEPT, *(f"train.{name}" for name in BEGAN))
                 values = {path: overrides.value_at(config, path) for path in paths}
     return processes.from_first(values, "what the run keeps")
 
@@ -330,7 +330,8 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
     has_begun = bool(open_checkpoints(folder).steps())
     if not has_begun:  # it matters until its weights are in a checkpoint
-        rules |= {line: "fixed" for line, path in lines.items() if path == "train.init_from"}
+        began = {f"train.{name}" for name in BEGAN}
+        rules |= {line: "fixed" for line, path in lines.items() if path in began}
     different = [line for line, rule in rules.items() if rule != "free"]
     if not different:
         return Opened([], anew=False)

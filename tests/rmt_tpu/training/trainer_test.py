@@ -125,51 +125,6 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
     assert not (run / "running.json").exists()
 
 
-def steps_of(run):
-    return Checkpointer(str(run / "checkpoints")).steps()
-
-
-def losses(run):
-    rows = read_metrics(run)
-    return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
-
-
-def test_a_run_goes_back_to_an_older_checkpoint(config, tmp_path, capsys, monkeypatch):
-    """Killed after that it goes on from there; the same command again goes on, too."""
-    run = tmp_path / "run"
-    trainer.train(config, run)
-    whole = losses(run)
-    capsys.readouterr()
-
-    def killed(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(trainer, "SideFiles", killed)
-        trainer.train(config, run, from_step=2)
-    (told,) = [line for line in capsys.readouterr().err.splitlines() if "going back" in line]
-    assert told == (
-        f"going back: {run} begins again from step 2; checkpoints 4, 6 are dropped, and metrics "
-        "and samples after it"
-    )
-    assert steps_of(run) == [2]
-    trainer.train(config, run)
-    assert f"resuming {run} from step 2" in capsys.readouterr().err
-    assert losses(run) == whole and steps_of(run) == [2, 4, 6]
-
-    slower = overrides.apply(config, {"train.optimizer.learning_rate": 1e-4, "train.steps": 5})
-    back = {"change_config": True, "from_step": 2}
-    trainer.train(slower, run, **back)
-    branch = losses(run)
-    assert branch[:2] == whole[:2] and branch[3] != whole[3] and len(branch) == 5
-    assert steps_of(run) == [2, 4, 5] and "step 6" not in (run / "samples.txt").read_text()
-    capsys.readouterr()
-    trainer.train(slower, run, **back)
-    said = capsys.readouterr().err
-    assert f"resuming {run} from step 5, a branch from step 2" in said and "going back" not in said
-    assert steps_of(run) == [2, 4, 5]
-
-
 def test_a_run_that_lives_keeps_its_folder(config, tmp_path):
     """Before its first checkpoint too: nothing there is changed, and the lease stays."""
     run = open_folder(tmp_path / "run")

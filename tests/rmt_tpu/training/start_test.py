@@ -1,0 +1,175 @@
+"""Runs that begin again at an older checkpoint, or as another run goes on."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import sharding
+from rmt_tpu.checkpoint import Checkpointer
+from rmt_tpu.config import overrides
+from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.errors import UsageError
+from rmt_tpu.hub.folder import export
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training import trainer
+from rmt_tpu.training.metrics import read_metrics
+from rmt_tpu.training.start import origin_of
+from tests import models
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_device():
+    one = sharding.make_mesh("data=1", jax.devices()[:1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.sharding, "make_mesh", lambda spec: one)
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog.\n" * 40)
+    changes = {
+        "model.num_layers": 1,
+        "model.vocab_size": 257,
+        "model.feed_forward.hidden_dim": 32,
+        "data.source": str(text),
+        "data.seq_len": 16,
+        "train.batch_size": 2,
+        "train.steps": 6,
+        "train.checkpoint_every": 2,
+        "train.eval_every": 2,
+        "train.eval_batches": 1,
+        "train.sample_tokens": 2,
+    }
+    return overrides.apply(preset_run("rmt-tiny"), changes)
+
+
+@pytest.fixture(scope="module")
+def whole(config, one_device, tmp_path_factory):
+    """A run with checkpoints 2, 4 and 6."""
+    run = tmp_path_factory.mktemp("whole")
+    trainer.train(config, run)
+    return run
+
+
+def killed(*args):
+    raise KeyboardInterrupt
+
+
+def steps_of(run):
+    return Checkpointer(str(run / "checkpoints")).steps()
+
+
+def losses(run):
+    rows = read_metrics(run)
+    return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+
+
+def test_a_run_goes_back_to_an_older_checkpoint(config, whole, tmp_path, capsys, monkeypatch):
+    """Killed after that it goes on from there; the same command again goes on, too."""
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer, "SideFiles", killed)
+        trainer.train(config, run, from_step=2)
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if "going back" in line]
+    assert told == (
+        f"going back: {run} begins again from step 2; checkpoints 4, 6 are dropped, and metrics "
+        "and samples after it"
+    )
+    assert steps_of(run) == [2]
+    trainer.train(config, run)
+    assert f"resuming {run} from step 2" in capsys.readouterr().err
+    assert losses(run) == losses(whole) and steps_of(run) == [2, 4, 6]
+
+    slower = overrides.apply(config, {"train.optimizer.learning_rate": 1e-4, "train.steps": 5})
+    back = {"change_config": True, "from_step": 2}
+    trainer.train(slower, run, **back)
+    branch = losses(run)
+    assert branch[:2] == losses(whole)[:2] and branch[3] != losses(whole)[3] and len(branch) == 5
+    assert steps_of(run) == [2, 4, 5]
+    assert "step 6" not in (run / "samples.txt").read_text()
+    capsys.readouterr()
+    trainer.train(slower, run, **back)
+    said = capsys.readouterr().err
+    assert f"resuming {run} from step 5, a branch from step 2" in said and "going back" not in said
+    assert steps_of(run) == [2, 4, 5]
+
+
+@pytest.fixture
+def origin(whole, tmp_path):
+    """The same run, when it was at step 4."""
+    run = Path(shutil.copytree(whole, tmp_path / "origin"))
+    shutil.rmtree(run / "checkpoints/6")
+    return run
+
+
+def test_a_copy_goes_on_as_the_other_run_does(config, whole, origin, tmp_path, capsys, monkeypatch):
+    """To the last bit of weights and moments; and what it is a copy of is needed once."""
+    changes = {"train.init_from": str(origin), "train.with_optimizer": True}
+    on, copy = overrides.apply(config, changes), tmp_path / "copy"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer, "SideFiles", killed)
+        trainer.train(on, copy)
+    assert f"going on as {origin} from step 4, with its optimizer" in capsys.readouterr().err
+    shutil.rmtree(origin)
+    trainer.train(on, copy)
+    assert f"resuming {copy} from step 4" in capsys.readouterr().err
+    assert losses(copy) == losses(whole)[4:] and steps_of(copy) == [4, 6]
+    ours, theirs = (Checkpointer(str(run / "checkpoints")) for run in (copy, whole))
+    for step in (4, 6):
+        names = theirs.arrays(step)
+        assert ours.arrays(step).keys() == names.keys() and "optimizer" in str(list(names))
+        for name in names:
+            found, wanted = (c.array(name, step).read().result() for c in (ours, theirs))
+            np.testing.assert_array_equal(found, wanted, err_msg=name)
+        assert ours.meta(step)["windows_read"] == theirs.meta(step)["windows_read"] == 2 * step
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"model.num_layers": 2},
+            "another one: model.num_layers is 1 there, 2 here; give the same",
+        ),
+        (
+            {"model.store.key_dim": 64},
+            "another one: model.store.key_dim is 16 there, 64 here; give",
+        ),
+        (
+            {"train.optimizer": "muon"},
+            'another one: train.optimizer.kind is "adamw" there, "muon" here',
+        ),
+        ({"train.seed": 3}, "another one: train.seed is 0 there, 3 here; give the same"),
+        ({"train.steps": 4}, "is at step 4, so that of --steps=4 none is left; legal: more than 4"),
+    ],
+)
+def test_a_copy_of_another_run_is_refused(config, origin, tmp_path, changes, reason):
+    began = {"train.init_from": str(origin), "train.with_optimizer": True}
+    with pytest.raises(UsageError, match=f"^--init_from=.*/origin --with_optimizer: .*{reason}"):
+        origin_of(overrides.apply(config, began | changes), open_folder(tmp_path / "copy"))
+
+
+def test_a_copy_may_go_on_otherwise_where_a_run_may(config, origin, tmp_path):
+    began = {"train.init_from": str(origin), "train.with_optimizer": True}
+    other = {"train.optimizer.learning_rate": 1e-4, "train.steps": 9, "train.batch_size": 4}
+    on = overrides.apply(config, began | other)
+    assert origin_of(on, open_folder(tmp_path / "copy")).checkpoints.steps() == [2, 4]
+
+
+def test_what_has_no_state_is_not_copied(config, whole, tmp_path):
+    llama = overrides.apply(preset_run("llama-tiny"), {"model.num_layers": 1}).model
+    export(models.decoder(llama), ByteTokenizer(), tmp_path / "hub", max_length=64)
+    shutil.copytree(whole, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
+    reasons = {"hub": "weights alone; legal: a run folder", "empty": "no checkpoint in .*"}
+    for name, reason in reasons.items():
+        began = {"train.init_from": str(tmp_path / name), "train.with_optimizer": True}
+        with pytest.raises(UsageError, match=f"^--init_from=.*{name} --with_optimizer: .*{reason}"):
+            origin_of(overrides.apply(config, began), open_folder(tmp_path / "copy"))
+    with pytest.raises(UsageError, match="^--with_optimizer needs --init_from=RUN, "):
+        overrides.apply(config, {"train.with_optimizer": True})
