@@ -227,6 +227,7 @@ def run_config(base: RunConfig) -> RunConfig:
     given = {path: (name, getattr(flags.FLAGS, name)) for name, path, _, _ in _RUN_FLAGS}
     changes = {path: value for path, (_, value) in given.items() if value is not None}
     spelt = {path: f"--{given[path][0]}" for path in changes}
+    _check_once(spelt)
     changes |= assigned()
     spelt |= {path: f"--set={path}" for path in assigned()}
     source = changes.get("data.source")
@@ -244,6 +245,25 @@ def run_config(base: RunConfig) -> RunConfig:
     if "data.tokenizer" in changes and not given_vocabulary:
         return _with_vocabulary(config)
     return config
+
+
+def _check_once(spelt: dict[str, str]) -> None:
+    """
+    Raises:
+      UsageError: --set sets what a flag of `spelt` sets too: one of them is for nothing. The
+        kind of what a flag is part of may be set.
+    """
+    for path, value in assigned().items():
+        for own, flag in spelt.items():
+            is_within = own.startswith(f"{path}.") and not isinstance(value, str)
+            if own == path or is_within or path.startswith(f"{own}."):
+                raise UsageError(f"{flag} and --set={path} both set {own}; give one")
+
+
+def given_paths() -> dict[str, str]:
+    """The paths of the config that flags of a run set, with how each is written."""
+    paths = {path: f"--{name}" for name, path, *_ in _RUN_FLAGS if flags.FLAGS[name].present}
+    return paths | {path: f"--set={path}" for path in assigned()}
 
 
 def assigned() -> dict[str, Any]:

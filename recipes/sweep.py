@@ -125,9 +125,12 @@ class _Sweep:
                 "--coordinates=4"
             )
         self.spaces = [sweep.parse_space(text) for text in _SWEEP.value]
-        if len({space.path for space in self.spaces}) < len(self.spaces):
+        paths = [space.path for space in self.spaces]
+        if len(set(paths)) < len(paths):
             raise UsageError("--sweep: a path is there twice; give it once, with all values")
-        _check_sets([space.path for space in self.spaces], seeds)
+        for number, path in enumerate(paths):
+            several.check_sets(f"--sweep={path}", path, "--sweep=", paths[:number])
+        _check_sets(paths, seeds)
         self.variants, self.seeds, self.folder = variants, seeds, folder
         self.points = self._points()
         steps = next(iter(variants.values())).train.steps
@@ -210,6 +213,10 @@ def _check_sets(swept: list[str], seeds: list[int] | None) -> None:
       UsageError: another flag sets what is swept too, so that one of them is for nothing.
     """
     of_variants = dict(map(_parsed_variant, _VARIANT.value))
+    for path in swept:
+        for set_too, flag in common.given_paths().items():
+            if f"{set_too}.".startswith(f"{path}."):
+                raise UsageError(f"--sweep={path} and {flag} both set {path}; give one")
     given = {f"--sweep={path}": path for path in swept}
     if seeds is not None:
         several.check_sets("--seeds", "train.seed", "--sweep=", swept)

@@ -59,12 +59,14 @@ def parse_json(text: str | bytes) -> Any:
 def apply(config: Config, overrides: dict[str, Any]) -> Config:
     """`config` with the value at each dotted path replaced, checked when all are in place.
 
+    What is part of another path is set after it, whatever their order.
+
     Raises:
       UsageError: a path or value is not legal; the message names it and what is.
     """
     whole = any(_WHOLE_FORM in path.split(".") for path in overrides)
     values = to_json(config, short=not whole)
-    for path, value in overrides.items():
+    for path, value in sorted(overrides.items(), key=lambda given: given[0].count(".")):
         for node, key in _places(values, path.split("."), path):
             node[key] = value
     return from_json(type(config), values)

@@ -189,6 +189,16 @@ REFUSED = {
     "steps": ("train", ["--steps=99999999999999999999"], "--steps=99999999999999999999 must be"),
     "nesting": ("train", ["--set=model.store=" + "[" * 3000], "--set=model.store '[[["),
     "exponent": ("train", ["--seed=1e9"], "--seed=1e9 must be a whole number in digits, like"),
+    "flag and set": (
+        "train",
+        ["--steps=4", "--set=train.steps=5"],
+        "--steps and --set=train.steps both set train.steps; give one",
+    ),
+    "flag and a set whole": (
+        "compare",
+        ["--learning_rate=0.1", '--set=train.optimizer={"b1": 0.8}'],
+        "--learning_rate and --set=train.optimizer both set train.optimizer.learning_rate; give",
+    ),
     "empty preset": ("train", ["--preset="], "--preset= is empty"),
     "empty config": ("train", ["--config="], "--config= is empty"),
     "empty workdir": ("train", ["--workdir="], "--workdir= is empty"),

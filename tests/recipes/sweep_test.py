@@ -90,6 +90,18 @@ SET_TWICE = {
         ["--search=halving", "--sweep=train.steps=4,8"],
         "--search=halving and --sweep=train.steps both set train.steps; give one",
     ),
+    "a part": (
+        [RATES, "--sweep=train.optimizer=adamw,muon"],
+        "both set train.optimizer; give one",
+    ),
+    "a flag": (
+        ["--sweep=train.steps=4,8", "--steps=6"],
+        "--sweep=train.steps and --steps both set train.steps; give one",
+    ),
+    "a part of a set value": (
+        ["--sweep=train.optimizer=adamw,muon", "--learning_rate=0.1"],
+        "--sweep=train.optimizer and --learning_rate both set train.optimizer; give one",
+    ),
 }
 
 

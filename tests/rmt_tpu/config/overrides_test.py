@@ -52,6 +52,14 @@ def test_a_choice_can_be_given_whole_or_by_kind_and_fields():
     assert mup.model.parametrization == cfg.MuP(base=("store.key_dim=2", "attention.num_heads=2"))
 
 
+def test_fields_of_a_choice_outlive_its_kind_whatever_their_order():
+    """The flags of a run come before --set, where its kind is."""
+    rate = {"train.optimizer.learning_rate": 0.1}
+    for changes in (rate | {"train.optimizer": "muon"}, {"train.optimizer": "muon"} | rate):
+        optimizer = overrides.apply(run("rmt-tiny"), changes).train.optimizer
+        assert (optimizer.kind, optimizer.learning_rate) == ("muon", 0.1)
+
+
 def test_value_at():
     config = apply("model.attention.num_heads=8")
     assert overrides.value_at(config, "model.attention.num_heads") == 8
