@@ -188,8 +188,9 @@ class Implementations:
         refused = {p: unknown.get(p) or on[p].unsupported(op, *args) for p in platforms}
         self._collect(op, [p for p in platforms if refused[p] is None], args, options)
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
+        kernel = lambda platform: in_32_bits(run(on[platform]))
         if _interpreted.value and "tpu" in platforms and refused["tpu"] is None:
-            return run(on["tpu"])(*args, interpret=True)
+            return kernel("tpu")(*args, interpret=True)
         if implementation in self.kernels:
             (platform,) = platforms
             if refused[platform] is not None:
@@ -198,8 +199,8 @@ class Implementations:
                     f"{refused[platform]}; use 'xla' or None"
                 )
             named = functools.partial(only_on, platform, implementation)
-            return run(on[platform])(*_with_first(named, args))
-        kernels = {p: run(on[p]) for p in platforms}
+            return kernel(platform)(*_with_first(named, args))
+        kernels = {p: kernel(p) for p in platforms}
         return choose(kernels, portable, *args, refused=refused)
 
     def _collect(self, op: str, platforms: list[Platform], args: tuple, options: Mapping) -> None:
@@ -216,6 +217,21 @@ class Implementations:
         others = {p: kernel for p, kernel in self._on.items() if p not in self.by_default}
         won = [p for p, kernel in others.items() if kernel.wins(op, *args)]
         return (*self.by_default, *won)
+
+
+def in_32_bits(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A function traced as without `jax_enable_x64`: kernels count and shift in 32 bits."""
+
+    def narrow(x: Any) -> Any:
+        wide = jnp.issubdtype(jnp.result_type(x), jnp.integer) and jnp.result_type(x).itemsize > 4
+        return jnp.asarray(x, jnp.int32) if wide else x
+
+    def call(*args: Any, **options: Any) -> Any:
+        args = jax.tree.map(narrow, args)
+        with jax.enable_x64(False):
+            return kernel(*args, **options)
+
+    return call
 
 
 def _with_first(identity: Callable[[Any], Any], args: tuple) -> tuple:

@@ -181,7 +181,8 @@ def merge_backward(
         return normalize(h, norm_gain, norm=norm, epsilon=norm_epsilon)
 
     inputs = (query, wide(mixed[site]), log_sums, wide(current), norm_gain)
-    g = MergeGradients(*jax.vjp(forward, *inputs)[1](wide(cotangents.z)))
+    h, pullback = jax.vjp(forward, *inputs)
+    g = MergeGradients(*pullback(cotangents.z.astype(h.dtype)))
     row = g.mixed.astype(mixed.dtype)
     return g._replace(
         mixed=jax.lax.dynamic_update_index_in_dim(cotangents.mixed, row, site, 0),

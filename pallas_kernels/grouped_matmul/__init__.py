@@ -44,7 +44,7 @@ def grouped_matmul(
     Args:
       rows: those of group 0, then those of group 1, and so on.
       matrices: of the rows' dtype.
-      sizes: of the groups, int32; together at most M.
+      sizes: of the groups, any integers; together at most M.
       implementation: None picks what is best on the platform that the program is lowered for.
 
     Returns:
@@ -62,12 +62,12 @@ def grouped_matmul(
             f"matrices {matrices.dtype}{list(matrices.shape)} do not fit rows {rows.dtype}"
             f"{list(rows.shape)}: K and the dtype must be the same"
         )
-    if sizes.shape != matrices.shape[:1] or sizes.dtype != jnp.int32:
+    if sizes.shape != matrices.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(
-            f"sizes is {sizes.dtype}{list(sizes.shape)}, and must be int32[{len(matrices)}], "
+            f"sizes is {sizes.dtype}{list(sizes.shape)}, and must be {len(matrices)} integers, "
             "one for each matrix"
         )
-    return _grouped_matmul(implementation, rows, matrices, sizes)
+    return _grouped_matmul(implementation, rows, matrices, sizes.astype(jnp.int32))
 
 
 _IMPLEMENTATIONS = Implementations(

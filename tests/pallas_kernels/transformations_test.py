@@ -1,4 +1,6 @@
-"""Gradients of ops within a shard_map that checks what varies: weights whole, data divided."""
+"""Every public op under transformations of JAX's."""
+
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import pallas_kernels
 from tests.closeness import assert_close
+from tests.pallas_kernels.public_ops import CALLS
 
 B, N, K, V = 4, 4, 5, 8
 
@@ -77,3 +80,20 @@ def test_gradients_where_a_shard_map_checks_what_varies(op):
     given = jax.tree.map(jnp.asarray, (data, weights))
     got, expected = jax.jit(gradients)(*given), jax.jit(jax.grad(loss, (0, 1)))(*given)
     jax.tree.map(lambda x, y: assert_close(x, y, 1e-5), got, expected)
+
+
+def test_every_public_op_is_tested():
+    ops = {x for x in pallas_kernels.__all__ if inspect.isfunction(getattr(pallas_kernels, x))}
+    assert ops - {"placed", "taken"} == CALLS.keys()
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_kernels_where_64_bits_are_the_default(op):
+    call = CALLS[op]
+    wide = lambda x: x.astype(np.int64) if x.dtype == np.int32 else x
+    with jax.enable_x64(True):
+        traced = jax.jit(lambda given: call.run("pallas", given)).trace(
+            {name: wide(x) for name, x in call.given.items()}
+        )
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert text.count("tpu_custom_call") == call.kernels
