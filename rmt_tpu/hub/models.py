@@ -138,7 +138,7 @@ class Fields:
             raise self.wrong(name, value, f"a token from 0 to {vocab_size - 1}, or a list of them")
         return tuple(several)
 
-    def positive(self, name: str, default: float) -> float:
+    def positive(self, name: str, default: float | None = None) -> float:
         value = self._values.get(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(name, value, "a positive number")
@@ -179,23 +179,25 @@ class Fields:
         """`rope_theta` and `rope_scaling`, or `rope_parameters` of later files, which have both."""
         later, scaling = self.group("rope_parameters"), None
         for group in (later, self.group("rope_scaling")):
-            scaling = group._scaling() or scaling
+            scaling = group._scaling(self) or scaling
             group.only("partial_rotary_factor", 1.0, None)
         self.only("partial_rotary_factor", 1.0, None)
         base = later.positive("rope_theta", self.positive("rope_theta", 10_000.0))
         return cfg.Rope(base=base, scaling=scaling)
 
-    def _scaling(self) -> cfg.Llama3Scaling | None:
+    def _scaling(self, model: "Fields") -> cfg.Llama3Scaling | None:
+        """Of a group of a model's fields; of its length before scaling that may be silent."""
         for name in ("rope_type", "type"):
             self.only(name, "default", cfg.Llama3Scaling.kind)
         if cfg.Llama3Scaling.kind not in (self._values.get("rope_type"), self._values.get("type")):
             return None
-        low = self.positive("low_freq_factor", 1.0)
-        high = self.positive("high_freq_factor", 4.0)
+        low, high = self.positive("low_freq_factor"), self.positive("high_freq_factor")
         if low >= high:
             raise self.wrong("low_freq_factor", low, f"below high_freq_factor={high}")
-        length = self.size("original_max_position_embeddings", 8192)
-        return cfg.Llama3Scaling(self.positive("factor", 8.0), low, high, length)
+        length = self.size(
+            "original_max_position_embeddings", model.size("max_position_embeddings", 2048)
+        )
+        return cfg.Llama3Scaling(self.positive("factor"), low, high, length)
 
 
 def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:

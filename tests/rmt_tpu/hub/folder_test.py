@@ -326,7 +326,7 @@ REFUSED = {
     "no name": ({"model_type": ["llama"]}, "model_type .* is unknown; did you mean"),
     "later rope": ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' is not"),
     "turns": (
-        {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4}},
+        {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 4}},
         "rope_scaling: low_freq_factor=4.0 is not .*; legal: below high_freq_factor=4.0",
     ),
     "window": ({"sliding_window": 4096}, "sliding_window=4096 is not .*; legal: null$"),
@@ -388,6 +388,14 @@ def test_later_files_have_rope_s_base_elsewhere():
     scaled = model_of(VALUES | {"rope_scaling": scaling}, "x")
     rope = cfg.Rope(5000.0, scaling=cfg.Llama3Scaling(32.0, original_length=64))
     assert scaled.cores[0].positions == rope
+    # Of these transformers has a value for the last alone: the length that the model is for.
+    for left_out in list(scaling)[1:]:
+        fewer = {name: value for name, value in scaling.items() if name != left_out}
+        if left_out == "original_max_position_embeddings":
+            assert model_of(VALUES | {"rope_scaling": fewer}, "x") == scaled
+        else:
+            with pytest.raises(UsageError, match=f"rope_scaling: {left_out}=None is not of a"):
+                model_of(VALUES | {"rope_scaling": fewer}, "x")
     assert model_of(later | {"rope_parameters": {"rope_theta": 5000.0, **scaling}}, "x") == scaled
     assert values_of(scaled, max_length=64, bos=256, ends=[256]) == VALUES | {
         "rope_scaling": scaling
