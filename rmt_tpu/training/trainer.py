@@ -18,7 +18,7 @@ from rmt_tpu.distributed import processes
 from rmt_tpu.errors import DivergedError, RunError, UsageError
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import kernel_blocks, lease, room, signals, workdir
+from rmt_tpu.training import kernel_blocks, lease, room, signals, text_ends, workdir
 from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
@@ -115,6 +115,10 @@ def _train(
         data_checksum = datasets.train.checksum()
         _check_agreement(config, from_step, data_checksum)
         origin = origin_of(config, folder)
+        if origin is not None:
+            tokenizer.ends = text_ends.of_origin(open_folder(config.train.init_from), tokenizer)
+        elif config.train.init_from:
+            tokenizer.ends = text_ends.saved(folder, tokenizer)
         other = None
         if processes.is_first():
             workdir.check_access(folder, write=True)
@@ -146,6 +150,7 @@ def _train(
                 set_aside(folder)
             workdir.write_config(folder, config, [] if opened.anew else opened.changes)
             tokenizer.save(folder)
+            text_ends.save(folder, tokenizer)
         if not start.is_saved:  # whatever happens there, this run has what it began with
             meta = meta_of(config, tokenizer, data_checksum, start.windows_read, start.branch)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)

@@ -18,6 +18,7 @@ from rmt_tpu.distributed.roll_call import listed
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
 from rmt_tpu.hub.models import describe, is_hub
 from rmt_tpu.storage import Folder, Location, open_folder
+from rmt_tpu.training import text_ends
 
 CONFIG = "config.json"
 CHANGES = "config_changes.jsonl"
@@ -253,7 +254,9 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
         check_saved_with(folder, config, step, meta, "model.")
     _check_finite(state["params"], f"step {step} of {folder}")
     decoder = nnx.merge(graphdef, state["params"])
-    return Loaded(decoder, load_saved(folder), step, config.data.seq_len)
+    tokenizer = load_saved(folder)
+    tokenizer.ends = text_ends.saved(folder, tokenizer)
+    return Loaded(decoder, tokenizer, step, config.data.seq_len)
 
 
 def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any]:

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx, traverse_util
 
 import rmt_tpu
@@ -11,9 +12,11 @@ from rmt_tpu import config as cfg
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
-from rmt_tpu.training import trainer
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training import text_ends, trainer
 from rmt_tpu.training.origin import Origin
 from rmt_tpu.training.run import prepare
 from tests import models
@@ -89,14 +92,34 @@ def test_a_run_starts_from_a_run_once(config, tmp_path):
     trained = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
     for path, array in found.items():
         np.testing.assert_array_equal(array, trained[path])
+    (tmp_path / "a/generation_config.json").write_text('{"eos_token_id": 7}')
     trainer.train(on, tmp_path / "b", label="b")
     # What it started from may be gone when it goes on.
     (tmp_path / "a").rename(tmp_path / "gone")
     longer = overrides.apply(on, {"train.steps": 3, "train.init_from": "elsewhere"})
     trainer.train(longer, tmp_path / "b", label="b", change_config=True)
+    assert rmt_tpu.load(tmp_path / "b")[1].ends == (7, 256)
     with pytest.raises(UsageError, match="--init_from=.*/a holds no run"):
         trainer.train(on, tmp_path / "c", label="c")
     assert not (tmp_path / "c").exists()
+
+
+def test_texts_of_a_run_end_as_those_it_began_with(config, hub, tmp_path):
+    """And at the start token, which stands between its documents; kept in its folder."""
+    (tmp_path / "hub/generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    tokenizer, folder = ByteTokenizer(), open_folder(tmp_path / "run")
+    tokenizer.ends = Origin(hub, config.model).ends(tokenizer)
+    assert tokenizer.ends == (7, 9, 256)
+    text_ends.save(folder, tokenizer)
+    assert text_ends.saved(folder, ByteTokenizer()) == (7, 9, 256)
+    text_ends.save(folder, ByteTokenizer())
+    assert text_ends.saved(folder, ByteTokenizer()) == (256,)
+    for wrong, said in (("[", "is damaged"), ('{"eos_token_id": 257}', "eos_token_id=257 is not")):
+        folder.write("generation_config.json", wrong.encode())
+        with pytest.raises(UsageError, match=f"generation_config.json.* {said}"):
+            text_ends.saved(folder, ByteTokenizer())
+    other = BpeTokenizer("x", tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0}, [])))
+    assert Origin(hub, config.model).ends(other) == (0,)
 
 
 def test_other_shapes_are_told(config, hub):

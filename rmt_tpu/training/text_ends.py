@@ -1,0 +1,57 @@
+"""Which tokens end the texts of a run: BOS, and those of the model that it began with."""
+
+import json
+
+from rmt_tpu.data import Tokenizer, load_saved
+from rmt_tpu.errors import UsageError
+from rmt_tpu.hub.models import GENERATION, Fields, describe, is_hub, special_tokens
+from rmt_tpu.hub.tokens import tokenizer_of
+from rmt_tpu.storage import Folder
+
+
+def saved(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Those of the run in a folder, with its tokenizer; BOS alone where no file says more.
+
+    Raises:
+      UsageError: the file is damaged.
+    """
+    found = folder.read(GENERATION)
+    if found is None:
+        return tokenizer.ends
+    where = f"{folder}/{GENERATION}"
+    try:
+        values = json.loads(found.data)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError(f"{where} is damaged; legal: an object of JSON, or no file")
+    return Fields(values, where).tokens("eos_token_id", tokenizer.vocab_size)
+
+
+def save(folder: Folder, tokenizer: Tokenizer) -> None:
+    """Writes them for `saved`: a file in the hub's form, or none where BOS alone ends texts."""
+    if tokenizer.ends == (tokenizer.bos,):
+        folder.delete(GENERATION)
+        return
+    text = json.dumps(special_tokens(tokenizer.bos, tokenizer.ends), indent=2) + "\n"
+    folder.write(GENERATION, text.encode())
+
+
+def of_origin(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end a text of a run that begins with the model in a folder.
+
+    They are those of that model, and BOS, which stands between the documents that the run is
+    trained on. A model with another vocabulary, or with none, adds nothing to BOS.
+    """
+    path = folder.local_path
+    try:
+        if is_hub(path):
+            theirs = tokenizer_of(path, describe(path))
+        else:
+            theirs = load_saved(folder)
+            theirs.ends = saved(folder, theirs)
+    except UsageError:
+        return tokenizer.ends
+    if theirs.fingerprint() != tokenizer.fingerprint():
+        return tokenizer.ends
+    return tuple(dict.fromkeys((*theirs.ends, tokenizer.bos)))
