@@ -108,7 +108,7 @@ def test_texts_of_a_run_end_as_those_it_began_with(config, hub, tmp_path):
     """And at the start token, which stands between its documents; kept in its folder."""
     (tmp_path / "hub/generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     tokenizer, folder = ByteTokenizer(), open_folder(tmp_path / "run")
-    tokenizer.ends = Origin(hub, config.model).ends(tokenizer)
+    tokenizer.ends = text_ends.of_origin(open_folder(hub), tokenizer)
     assert tokenizer.ends == (7, 9, 256)
     text_ends.save(folder, tokenizer)
     assert text_ends.saved(folder, ByteTokenizer()) == (7, 9, 256)
@@ -119,7 +119,7 @@ def test_texts_of_a_run_end_as_those_it_began_with(config, hub, tmp_path):
         with pytest.raises(UsageError, match=f"generation_config.json.* {said}"):
             text_ends.saved(folder, ByteTokenizer())
     other = BpeTokenizer("x", tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0}, [])))
-    assert Origin(hub, config.model).ends(other) == (0,)
+    assert text_ends.of_origin(open_folder(hub), other) == (0,)
 
 
 def test_other_shapes_are_told(config, hub):
