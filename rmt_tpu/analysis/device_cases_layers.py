@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.delta_attention import reference as delta_reference
 from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.logits import reference as logits_reference
@@ -24,36 +25,55 @@ def attention(
     kv_heads: int | None = None,
     alibi: bool = False,
     segments: bool = True,
+    values: int | None = None,
+    order: Rows = "size_major",
     dtype: str = "bfloat16",
 ) -> Case:
-    """`causal_attention` of whole sequences: of two documents each, where there are `segments`."""
+    """`causal_attention` of whole sequences.
+
+    Args:
+      size: of queries.
+      tokens: rows, and tokens of each.
+      kv_heads: of keys and values, where they are fewer.
+      alibi: whether logits have its slopes.
+      segments: whether each row is of two documents.
+      values: size of the values, where these and the keys are apart from the queries.
+      order: of rows in the kernel's layout.
+      dtype: of data vectors.
+    """
     heads, D = size
     G = heads if kv_heads is None else kv_heads
     slopes = 2.0 ** -(8 * jnp.arange(1, heads + 1) / heads) if alibi else None
 
-    def function(implementation, qkv, segment_ids=None):
+    def function(implementation, qkv, segment_ids=None, k=None, v=None):
         out = pallas_kernels.causal_attention(
             qkv,
             scale=D**-0.5,
             slopes=slopes,
             segment_ids=segment_ids,
             kv_heads=G,
+            rows=order,
+            kv=None if k is None else (k, v),
             implementation=implementation,
         )
         return {"out": out}
 
     def inputs():
-        made = {"qkv": normal(20, dtype, *tokens, heads + 2 * G, D)}
+        made = {"qkv": normal(20, dtype, *tokens, heads + (0 if values else 2 * G), D)}
+        if values:
+            made["k"] = normal(25, dtype, *tokens, G, D)
+            made["v"] = normal(26, dtype, *tokens, G, values)
         if not segments:
             return made
         ids = (jnp.arange(tokens[1]) >= tokens[1] // 3).astype(jnp.int32)
         return made | {"segment_ids": jnp.tile(ids, (tokens[0], 1))}
 
-    more = {"G": G} if G != heads else {}
+    more = ({"G": G} if G != heads else {}) | ({"Dv": values} if values else {})
     words = in_words(tokens, dtype, H=heads, D=D, **more) + (" ALiBi" if alibi else "")
+    words += "" if order == "size_major" else f" {order}"
     words += "" if segments else " of one document"
     flops = 2 * tokens[0] * tokens[1] ** 2 * heads * D
-    cancels = frozenset({"d_qkv"})  # that of a query that sees one key
+    cancels = frozenset({"d_qkv", "d_k"})  # those of a query that sees one key, and of that key
     return Case("causal_attention", words, function, inputs, flops, cancels=cancels)
 
 

@@ -72,6 +72,14 @@ class Row:
         return not self.error and not self.wrong
 
     @property
+    def verdict(self) -> str:
+        """What became of it, in a line."""
+        if self.error:
+            return f"failed: {self.error}"
+        verdict = "differs: " + ", ".join(self.wrong) if self.wrong else "ok"
+        return f"{verdict}; {self.note}" if self.note else verdict
+
+    @property
     def worst(self) -> str | None:
         """The result that is nearest to its bound, or farthest beyond it."""
         if not self.differences:
@@ -149,7 +157,7 @@ def run(case: Case, implementation: str | None, *, interpret: bool = False) -> R
         warnings.simplefilter("always")
         if interpret:
             stack.enter_context(interpreting())
-        traced = jax.jit(_both(case, implementation)).trace(inputs, cotangents)
+        traced = jax.jit(results_and_gradients(case, implementation)).trace(inputs, cotangents)
         program = traced.lower().compile()
     if interpret:
         name = "interpreted" if _is_interpreted(traced.jaxpr) else "xla"
@@ -168,7 +176,7 @@ def wanted(case: Case, inputs: Arrays, cotangents: Arrays) -> Arrays:
     exact = case if case.reference is None else dataclasses.replace(case, function=plain)
     with jax.default_matmul_precision("highest"):
         arguments = jax.tree.map(wide, (inputs, cotangents))
-        return jax.jit(_both(exact, "xla"))(*arguments)
+        return jax.jit(results_and_gradients(exact, "xla"))(*arguments)
 
 
 def measure_rates(*, small: bool = False) -> Rates:
@@ -196,7 +204,7 @@ def table(rows: Sequence[Row], rates: Rates | None) -> str:
         time = "" if row.seconds is None else f"{1e3 * row.seconds:.3g}"
         lines.append(
             f"| {row.op} | {row.size} | {row.implementation} |{numbers}| {time} | "
-            f"{share(row, rates)} | {_verdict(row)} |"
+            f"{share(row, rates)} | {row.verdict.replace('|', '/')} |"
         )
     return "\n".join(lines)
 
@@ -208,13 +216,6 @@ def share(row: Row, rates: Rates | None) -> str:
     bandwidth = row.bytes / row.seconds / rates.bytes
     peak = row.flops / row.seconds / rates.flops
     return f"{bandwidth:.0%} of a copy" if bandwidth >= peak else f"{peak:.0%} of a product"
-
-
-def _verdict(row: Row) -> str:
-    if row.error:
-        return f"failed: {row.error.replace('|', '/')}"
-    verdict = "differs: " + ", ".join(row.wrong) if row.wrong else "ok"
-    return f"{verdict}; {row.note.replace('|', '/')}" if row.note else verdict
 
 
 def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict[str, Any]:
@@ -240,7 +241,9 @@ def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict
     }
 
 
-def _both(case: Case, implementation: str | None) -> Callable[[Arrays, Arrays], Arrays]:
+def results_and_gradients(
+    case: Case, implementation: str | None
+) -> Callable[[Arrays, Arrays], Arrays]:
     """Results by their names, and gradients by those of inputs with "d_" before."""
 
     def both(inputs: Arrays, cotangents: Arrays) -> Arrays:
@@ -256,11 +259,16 @@ def _both(case: Case, implementation: str | None) -> Callable[[Arrays, Arrays], 
 
 
 def _cotangents(case: Case, inputs: Arrays) -> Arrays:
-    if not case.gradients:
-        return {}
-    out = jax.eval_shape(functools.partial(case.function, "xla"), **inputs)
+    out = abstract_cotangents(case, inputs)
     drawn = (normal(100 + i, x.dtype, *x.shape) for i, x in enumerate(out.values()))
     return dict(zip(out, drawn, strict=True))
+
+
+def abstract_cotangents(case: Case, inputs: Arrays) -> Arrays:
+    """Shapes and dtypes of its results, of which there are cotangents if it has gradients."""
+    if not case.gradients:
+        return {}
+    return jax.eval_shape(functools.partial(case.function, "xla"), **inputs)
 
 
 def _seconds(program: jax.stages.Compiled, arguments: Sequence[Any]) -> float:

@@ -1,0 +1,153 @@
+"""The cases that hold a program's own calls of kernels to their equations, at the sizes it has.
+
+At most 8192 tokens of a call are taken, of experts as many rows, and of logits 2048: rows of a
+batch are left out first, then the end of a sequence. A call whose op has no case here is not
+checked.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.platform import Called
+from pallas_kernels.shapes import Depth, Heads, KeyVector
+from rmt_tpu.analysis import device_cases_layers as layers
+from rmt_tpu.analysis import device_cases_residual as residual
+from rmt_tpu.analysis.device_case import Case
+
+_TOKENS, _LOGITS = 8192, 2048
+
+
+def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[Case]]:
+    """Cases by the name of the ops (`Called.name`), each once.
+
+    Args:
+      calls: that were collected.
+      platform: of the device, "tpu" or "cuda"; calls that its kernels do not serve are left out.
+    """
+    found: dict[str, dict[tuple[str, str], Case]] = {}
+    for call in calls:
+        if platform in call.platforms and call.name in _CASES:
+            for case in _CASES[call.name](call):
+                found.setdefault(call.name, {}).setdefault((case.op, case.size), case)
+    return {name: [*cases.values()] for name, cases in found.items()}
+
+
+def _capped(tokens: tuple[int, ...], most: int = _TOKENS) -> tuple[int, int]:
+    """Rows and tokens of each; of one axis of tokens a single row."""
+    batch, seq = (1, *tokens)[-2:] if len(tokens) < 3 else (math.prod(tokens[:-1]), tokens[-1])
+    seq = min(seq, most)
+    return max(1, min(batch, most // max(seq, 1))), seq
+
+
+def _key_vector(call: Called) -> Iterator[Case]:
+    given = call.args[0]
+    site = given.site if call.op == "backward" else given
+    d_residual = given.d_residual if call.op == "backward" else None
+    whole = next(x for x in (site.residual, d_residual) if x is not None)
+    *tokens, K, V = whole.shape
+    R = 0 if site.store_keys is None else site.store_keys.shape[0]
+    P = 0 if site.read_keys is None else site.read_keys.shape[0]
+    narrow = site.data if site.data is not None else whole
+    dtype = str(call.options.get("dtype") or narrow.dtype)
+    if dtype == "int16":
+        dtype = "bfloat16"
+    norm = {"norm": call.options["norm"]} if P and call.options.get("norm") else {}
+    given = KeyVector(K, V, R, P), _capped(tuple(tokens)), dtype
+    if whole.dtype == jnp.int16 or call.options.get("rebuild"):
+        # Both have a store and a read; what has a store as well is no read again.
+        given = KeyVector(K, V, R or 1, P or 1), *given[1:]
+        yield (residual.undo if R else residual.again)(*given, **norm)
+    elif R and P:
+        yield residual.site(*given, **norm)
+    elif R:
+        yield residual.store(*given)
+    else:
+        yield residual.norm_retrieve(*given, **norm)
+
+
+def _depth(call: Called) -> Iterator[Case]:
+    given = call.args[0]
+    if call.op.startswith("partial"):
+        S, *entries = given.queries.shape
+        N, *tokens = given.sources.shape[: -len(entries)]
+        make, dtype = residual.partial, given.sources.dtype
+    else:
+        given = given.merge if call.name == "merge_read" else given
+        S, *entries = given.mixed.shape[:1] + given.query.shape
+        N, tokens = 1, given.current.shape[: -len(entries)]
+        make = residual.merge_read if call.name == "merge_read" else residual.merge
+        dtype = given.current.dtype
+    matrix = tuple(entries) if len(entries) > 1 else None
+    size = Depth(S, N, math.prod(entries))
+    # Sources are as many times as large.
+    tokens = _capped(tuple(tokens), max(1, _TOKENS // max(S, N)))
+    yield make(size, tokens, matrix, str(dtype))
+
+
+def _attention(call: Called) -> Iterator[Case]:
+    given = call.args[0]
+    if call.op.startswith("part"):
+        batch, seq, heads, D = given.q.shape
+        k = given.kv[0] if isinstance(given.kv, tuple) else given.kv
+        most = max(1, _TOKENS // max(seq, k.shape[1]))
+        before = min(k.shape[1], _TOKENS)
+        tokens = min(batch, most), min(seq, _TOKENS)
+        yield layers.attention_to(Heads(heads, D), tokens, before, str(given.q.dtype))
+        return
+    batch, seq, rows, D = given.qkv.shape
+    G = call.options["kv_heads"]
+    options: dict[str, Any] = {
+        "kv_heads": G,
+        "alibi": given.slopes is not None,
+        "segments": given.segment_ids is not None,
+        "order": call.options["rows"],
+        "dtype": str(given.qkv.dtype),
+    }
+    if given.kv is not None:
+        options["values"] = given.kv[1].shape[3]
+    heads = rows if given.kv is not None else rows - 2 * G
+    yield layers.attention(Heads(heads, D), _capped((batch, seq)), **options)
+
+
+def _delta(call: Called) -> Iterator[Case]:
+    q, v = call.args[0].q, call.args[0].v
+    if q.shape[-1] == v.shape[-1]:
+        batch, seq, heads, D = q.shape
+        yield layers.delta(_capped((batch, seq)), Heads(heads, D), str(v.dtype))
+
+
+def _grouped(call: Called) -> Iterator[Case]:
+    if call.op == "product" and not call.options.get("transposed"):
+        rows, matrices, _ = call.args
+        G, K, N = matrices.shape
+        yield layers.grouped(min(len(rows), _TOKENS), K, N, G, str(rows.dtype))
+
+
+def _token_rows(call: Called) -> Iterator[Case]:
+    rows, _, places = call.args
+    each = call.options["each"]
+    tokens = len(places) // each
+    kept = min(tokens, _TOKENS // each or 1)
+    count = max(1, len(rows) * kept // tokens)
+    yield layers.token_rows(kept, each, count, rows.shape[1], str(rows.dtype))
+
+
+def _logits(call: Called) -> Iterator[Case]:
+    x, kernel, _ = call.args
+    yield layers.logits(min(len(x), _LOGITS), *kernel.shape, str(x.dtype))
+
+
+_CASES: Mapping[str, Callable[[Called], Iterator[Case]]] = {
+    "key_vector": _key_vector,
+    "depth_attention": _depth,
+    "depth_attention_matrices": _depth,
+    "merge_read": _depth,
+    "causal_attention": _attention,
+    "delta_attention": _delta,
+    "grouped_matmul": _grouped,
+    "token_rows": _token_rows,
+    "logits": _logits,
+}
