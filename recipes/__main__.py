@@ -5,7 +5,7 @@ from pathlib import Path
 
 from recipes import program
 
-_NO_PROGRAMS = ("__init__", "__main__", "common", "program", "several", "trained")
+_NO_PROGRAMS = ("__init__", "__main__", "common", "members", "program", "several", "trained")
 
 
 def main() -> int:

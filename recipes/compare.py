@@ -37,16 +37,13 @@ def main() -> int:
     seeds = several.seeds()
     # The first preset's batch, steps and data are everybody's.
     shared = common.base_config(names[0], None)
-    configs = {
-        name: common.run_config(
-            common.of_origin(
-                dataclasses.replace(shared, model=common.base_config(name, None).model)
-            )
-        )
-        for name in names
-    }
     with of_flag("workdir"):
         folder = open_folder(_WORKDIR.value)
+    configs = {}
+    for name in names:
+        base = dataclasses.replace(shared, model=common.base_config(name, None).model)
+        begun = several.begun_within(folder.child(name))(name)
+        configs[name] = common.run_config(common.of_origin(base, begun))
     runs = {
         name: several.seeded(name, config, folder.child(name), seeds)
         for name, config in configs.items()

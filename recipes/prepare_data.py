@@ -17,7 +17,7 @@ import time
 from absl import flags
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
-from recipes import common, program
+from recipes import members, program
 from rmt_tpu.progress import ProgressShown
 from rmt_tpu.training import signals
 
@@ -32,7 +32,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "folder of the store, or gs://..."
 _EVAL_FRACTION = flags.DEFINE_float("eval_fraction", 0.02, "share of the documents to hold out")
 _SEED = flags.DEFINE_integer("seed", 0, "of which documents are held out")
 _WORKERS = flags.DEFINE_integer("workers", None, "processes on this host; default one for each CPU")
-common.define_distributed_flags()
+members.define_distributed_flags()
 
 
 class _Progress(ProgressShown):
@@ -71,7 +71,7 @@ def main() -> int:
         if signal.getsignal(number) is signal.SIG_DFL:  # and not ignored, as by nohup
             signal.signal(number, signal.default_int_handler)
     team = Alone()
-    if common.join_processes():
+    if members.join_processes():
         from rmt_tpu.distributed.team import ProcessTeam
 
         team = ProcessTeam("prepare_data")

@@ -72,6 +72,22 @@ def check_sets(flag: str, path: str, other: str, paths: Iterable[str]) -> None:
             raise UsageError(f"{flag} and {other}{set_too} both set {path}; give one")
 
 
+def begun_within(folder: Folder) -> Callable[[str], RunConfig | None]:
+    """For `common.model_of_flags`: of runs in `folder` with weights of --init_from, one's config.
+
+    They need the other's folder no more. Without jax for a folder that is not there.
+    """
+
+    def begun(name: str) -> RunConfig | None:
+        if folder.local_path is not None and not folder.local_path.exists():
+            return None
+        from rmt_tpu.training import workdir
+
+        return workdir.begun_within(folder)
+
+    return begun
+
+
 def seeded(label: str, config: RunConfig, folder: Folder, seeds: list[int] | None) -> list[Trial]:
     """The run of each seed; of several in folders of their own."""
     with_seed = lambda seed: dataclasses.replace(

@@ -48,14 +48,21 @@ common.define_run_flags()
 
 
 def main() -> int:
-    config = common.run_config(common.model_of_flags()[1])
-    variants = _variants(config)
-    seeds = several.seeds()
     with of_flag("workdir"):
         folder = open_folder(_WORKDIR.value)
+    config = common.run_config(_base_run(folder))
+    variants = _variants(config)
+    seeds = several.seeds()
     if _COORDINATES.value:
         return _check_coordinates(variants, folder)
     return _Sweep(variants, seeds, folder).run()
+
+
+def _base_run(folder: Folder) -> RunConfig:
+    """That of the flags; where the origin is the model too, no trial's config is in its place."""
+    if flags.FLAGS.init_from and not (flags.FLAGS.preset or flags.FLAGS.config):
+        return common.model_of_flags()[1]
+    return common.model_of_flags(several.begun_within(folder))[1]
 
 
 # Variants --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import threading
 
 from absl import flags
 
-from recipes import common, program
+from recipes import common, members, program
 from rmt_tpu.config import RunConfig
 from rmt_tpu.errors import UsageError, of_flag
 from rmt_tpu.storage import Folder, open_folder
@@ -41,7 +41,7 @@ _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "say what would be trained, how large it is and on how much, and end"
 )
 common.define_run_flags()
-common.define_distributed_flags()
+members.define_distributed_flags()
 
 _joined = threading.Event()  # this process is one of several
 
@@ -60,14 +60,14 @@ def _train(at_once: signals.AtOnce) -> int:
     if _DRY_RUN.value:
         from rmt_tpu.analysis.dry_run import dry_run
 
-        common.check_member()
+        members.check_member()
         given = {"change_config": _CHANGE_CONFIG.value, "from_step": _FROM_STEP.value}
         print(dry_run(config, name, folder, **given))
         return 0
     from rmt_tpu.distributed import processes
     from rmt_tpu.training.trainer import train
 
-    common.join_processes()
+    members.join_processes()
     if processes.num_processes() > 1:
         _joined.set()
         program.hush_gloo()

@@ -18,7 +18,7 @@ from rmt_tpu.training.plots import line_style, save_picture
 from rmt_tpu.training.run import resolved
 from rmt_tpu.training.side_files import COMPLETE
 from rmt_tpu.training.trainer import Outcome, train
-from rmt_tpu.training.workdir import CONFIG, kept, read_config
+from rmt_tpu.training.workdir import is_of, kept, read_config
 
 Point = dict[str, Any]  # values by their paths
 
@@ -198,6 +198,7 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
     """`train`, unless the run is settled; that it diverged settles it, and is kept."""
     if settled(config, folder):
         return None
+    folder.delete(DIVERGED)  # of another run that was here
     try:
         return train(config, folder, label=label, **options)
     except DivergedError as error:
@@ -207,10 +208,8 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
 
 
 def begun(config: RunConfig, folder: Folder) -> bool:
-    """Whether this very run is there."""
-    found = folder.read(CONFIG)
-    own = json.loads(json.dumps(overrides.to_json(resolved(config, kept(folder)))))
-    return found is not None and json.loads(found.data) == own
+    """Whether this very run is there; what changes none of its numbers, as paths, may differ."""
+    return is_of(folder, resolved(config, kept(folder)))
 
 
 def settled(config: RunConfig, folder: Folder) -> bool:

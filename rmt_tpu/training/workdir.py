@@ -12,6 +12,7 @@ from rmt_tpu import memory
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import BEGAN, KEPT, RunConfig, overrides, resume_rule
 from rmt_tpu.config.overrides import differences
+from rmt_tpu.config.resume import Rule
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.roll_call import listed
@@ -186,6 +187,20 @@ def begun_from(folder: Folder) -> RunConfig | None:
     return None
 
 
+def begun_within(folder: Folder, depth: int = 5) -> RunConfig | None:
+    """`begun_from` of the first run in a folder of run folders, or of one in folders within it."""
+    names = folder.names()
+    if CONFIG in names:
+        return begun_from(folder)
+    if depth:
+        for name in names:
+            if name.endswith("/"):
+                found = begun_within(folder.child(name.removesuffix("/")), depth - 1)
+                if found is not None:
+                    return found
+    return None
+
+
 class Loaded(NamedTuple):
     """A trained decoder.
 
@@ -324,18 +339,41 @@ def _parsed(folder: Folder, content: bytes) -> RunConfig:
         raise UsageError(f"{folder}: {error}") from None
 
 
+def is_of(folder: Folder, config: RunConfig) -> bool:
+    """Whether the run in a folder is this one: what differs changes no number, as paths.
+
+    Args:
+      folder: of a run, or none.
+      config: `training.run.resolved`.
+    """
+    if (found := folder.read(CONFIG)) is None:
+        return False
+    try:
+        old = _parsed(folder, found.data)
+    except UsageError:
+        return False
+    return not _different(old, config, has_begun=bool(open_checkpoints(folder).steps()))
+
+
+def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[str, Rule]:
+    """Lines for all that differs and is not free, with its rule."""
+    pair = overrides.to_json(old), overrides.to_json(config)
+    lines = {line: line.split(" ", 1)[0] for line in differences(*pair)}
+    rules = {line: resume_rule(config, path) for line, path in lines.items()}
+    if not has_begun:  # it matters until its weights are in a checkpoint
+        began = {f"train.{name}" for name in BEGAN}
+        rules |= {line: "fixed" for line, path in lines.items() if path in began}
+    return {line: rule for line, rule in rules.items() if rule != "free"}
+
+
 def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: bool) -> Opened:
     """What differs in a way that may be or was asked for; raises for any other way."""
     # Through the config's classes: fields that came later have their defaults.
     with of_flag("workdir"):
-        old = overrides.to_json(_parsed(folder, found))
-    lines = {line: line.split(" ", 1)[0] for line in differences(old, overrides.to_json(config))}
-    rules = {line: resume_rule(config, path) for line, path in lines.items()}
+        old = _parsed(folder, found)
     has_begun = bool(open_checkpoints(folder).steps())
-    if not has_begun:  # it matters until its weights are in a checkpoint
-        began = {f"train.{name}" for name in BEGAN}
-        rules |= {line: "fixed" for line, path in lines.items() if path in began}
-    different = [line for line, rule in rules.items() if rule != "free"]
+    rules = _different(old, config, has_begun=has_begun)
+    different = list(rules)
     if not different:
         return Opened([], anew=False)
     if not has_begun:

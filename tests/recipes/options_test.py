@@ -303,3 +303,25 @@ def test_a_dry_run_looks_at_the_origin(tmp_path):
     )  # fmt: skip
     assert "has parameters of other shapes" in error
     assert sorted(workdir.rglob("*")) == before and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("recipe", ["compare", "sweep"])
+def test_runs_that_have_begun_need_what_they_began_with_no_more(recipe, tmp_path):
+    """One of several is gone on with, so that its checkpoint is what is told of."""
+    flags = ("--preset=rmt-tiny", *cli.TINY, f"--workdir={tmp_path}", "--dry_run")
+    text = cli.succeed("train", *flags).stdout.partition("\n}\n\n")[0] + "\n}\n"
+    of = {"compare": "rmt-tiny", "sweep": "model/seed=0"}
+    run = tmp_path / recipe / of[recipe]
+    (run / "checkpoints/2").mkdir(parents=True)
+    (run / "checkpoints/2/COMMIT").write_text("}")
+    began = text.replace('"init_from": ""', '"init_from": "gone"')
+    assert began != text
+    (run / "config.json").write_text(began, encoding="utf-8")
+    models = {
+        "compare": ["--presets=rmt-tiny"],
+        "sweep": ["--preset=rmt-tiny", "--sweep=train.seed=0"],
+    }
+    given = *models[recipe], *cli.TINY, "--init_from=gone", f"--workdir={run.parents[0]}"
+    if recipe == "sweep":
+        given = *given[:-1], f"--workdir={run.parents[1]}"
+    assert "no undamaged checkpoint in" in cli.fail(recipe, *given, code=1)

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from rmt_tpu.analysis import sweep
-from rmt_tpu.errors import UsageError
+from rmt_tpu.config import overrides
+from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.errors import DivergedError, UsageError
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training import workdir
 
 RATE = "train.optimizer.learning_rate"
 
@@ -93,3 +97,25 @@ def test_tables_and_picture(tmp_path):
     assert x2 == "| x2 | learning_rate=0.2 | 1.6000 (1.5000..1.7000) | 2.5000 | 0.9000 |"
     assert (tmp_path / "sweep.md").read_text() == text
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_that_a_run_diverged_is_not_said_of_another_one_in_its_folder(tmp_path, monkeypatch):
+    """With another config it trains there, and has a loss."""
+    folder, config = open_folder(tmp_path), preset_run("rmt-tiny")
+    diverges = [True]
+
+    def train(config, folder, *, label):
+        workdir.write_config(folder, config)
+        if diverges.pop():
+            raise DivergedError("not finite")
+        folder.write("metrics.jsonl", b'{"step": %d, "eval/loss": 2.5}\n' % config.train.steps)
+
+    monkeypatch.setattr(sweep, "train", train)
+    monkeypatch.setattr(sweep, "resolved", lambda config, kept: config)
+    sweep.try_run(config, folder, label="a")
+    sweep.try_run(config, folder, label="a")  # is settled
+    assert diverges == [] and sweep.held_out_loss(folder) is None
+    diverges.append(False)
+    other = overrides.apply(config, {"train.seed": 1})
+    sweep.try_run(other, folder, label="a")
+    assert sweep.held_out_loss(folder) == 2.5

@@ -1,6 +1,7 @@
 """Which run a folder holds, and which config it goes on with."""
 
 import json
+import shutil
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_a_config_beside_the_checkpoints_of_another_run_is_seen(folder):
         check(CONFIG, {"config": {"model": 3}})
 
 
-def test_what_a_run_began_with_is_needed_until_it_has_a_checkpoint(folder):
+def test_what_a_run_began_with_is_needed_until_it_has_a_checkpoint(folder, tmp_path_factory):
     began = changed(train__init_from="origin", model__vocab_size=300)
     workdir.write_config(folder, began)
     assert workdir.begun_from(folder) is None and not workdir.kept(folder)
@@ -93,6 +94,25 @@ def test_what_a_run_began_with_is_needed_until_it_has_a_checkpoint(folder):
         assert workdir.open_workdir(folder, given) == ([], False)
         assert resolved(given, workdir.kept(folder)).train.init_from == "origin"
     assert workdir.begun_from(folder) == began
+    several = tmp_path_factory.mktemp("several")
+    shutil.copytree(folder.local_path, several / "a" / "seed-0")
+    assert workdir.begun_within(open_folder(several)) == began
+    assert workdir.begun_within(open_folder(several), depth=1) is None
+
+
+def test_whose_folder_it_is_does_not_hang_on_paths(folder):
+    began = changed(train__init_from="origin")
+    workdir.write_config(folder, began)
+    moved = changed(train__init_from="moved", data__source="text.txt")
+    assert workdir.is_of(folder, began) and not workdir.is_of(folder, moved)
+    commit(folder)
+    assert workdir.is_of(folder, moved) and not workdir.is_of(folder, changed(train__steps=7))
+    older = json.loads(folder.read("config.json").data)
+    del older["train"]["with_optimizer"]
+    folder.write("config.json", json.dumps(older).encode())
+    assert workdir.is_of(folder, began)
+    folder.write("config.json", b"}")
+    assert not workdir.is_of(folder, began)
 
 
 @pytest.mark.parametrize(
