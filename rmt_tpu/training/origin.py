@@ -59,7 +59,7 @@ class Origin:
             more = f"; and {len(different) - 8} more" if len(different) > 8 else ""
             raise UsageError(
                 f"--init_from={location} has parameters of other shapes: "
-                f"{'; '.join(different[:8])}{more}"
+                f"{'; '.join(different[:8])}{more}{_growth(location, other, model)}"
             )
         if not self._shared:
             raise UsageError(f"--init_from={location} shares no parameter with this model")
@@ -110,6 +110,17 @@ class Origin:
         return arrays
 
 
+def _growth(location: str, other: cfg.ModelConfig, model: cfg.ModelConfig) -> str:
+    """How a run gets a wider residual, if that is what differs."""
+    sizes = [m.store.key_dim if m.store.has_keys else None for m in (other, model)]
+    if None in sizes or sizes[0] == sizes[1]:
+        return ""
+    return (
+        f"; a run's D_k grows in its own folder: --workdir={location} "
+        f"--set=model.store.key_dim={sizes[1]} --change_config"
+    )
+
+
 class Copied:
     """A run that another one goes on as, in a folder of its own, from its last checkpoint.
 
@@ -140,6 +151,7 @@ class Copied:
             raise UsageError(
                 f"{what}: the run there is another one: {'; '.join(different[:8])}; give the same, "
                 "or leave out --with_optimizer to take its weights"
+                f"{_growth(location, self.config.model, config.model)}"
             )
         self.checkpoints = open_checkpoints(self.folder)
         try:

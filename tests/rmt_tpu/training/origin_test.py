@@ -16,7 +16,7 @@ from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training import text_ends, trainer
+from rmt_tpu.training import text_ends, trainer, workdir
 from rmt_tpu.training.origin import Origin
 from rmt_tpu.training.run import prepare
 from tests import models
@@ -126,3 +126,12 @@ def test_other_shapes_are_told(config, hub):
     other = overrides.apply(config, {"model.feed_forward.hidden_dim": 40}).model
     with pytest.raises(UsageError, match=r"w_1 is \[4, 2, 128, 32\] there and \[4, 2, 128, 40\]"):
         Origin(hub, other)
+
+
+def test_where_a_residual_grows_is_told(tmp_path):
+    narrow = overrides.apply(preset_run("rmt-tiny"), {"model.num_layers": 1})
+    workdir.write_config(open_folder(tmp_path), narrow)
+    wide = overrides.apply(narrow, {"model.store.key_dim": 32}).model
+    advice = f"grows in its own folder: --workdir={tmp_path} --set=model.store.key_dim=32 --change"
+    with pytest.raises(UsageError, match=f"parameters of other shapes: .*; a run's D_k {advice}"):
+        Origin(str(tmp_path), wide)

@@ -139,7 +139,7 @@ def test_a_copy_goes_on_as_the_other_run_does(config, whole, origin, tmp_path, c
         ),
         (
             {"model.store.key_dim": 64},
-            "another one: model.store.key_dim is 16 there, 64 here; give",
+            "another one: model.store.key_dim is 16 there, 64 here; .*grows in its own folder",
         ),
         (
             {"train.optimizer": "muon"},
