@@ -49,6 +49,9 @@ class LocalFolder(Folder):
         except OSError as error:
             what = "written to" if write else "read"
             why = error.strerror
+            if write and isinstance(error, FileNotFoundError):  # as in /proc
+                there = next(path for path in self.local_path.parents if path.exists())
+                why = f"{there} takes no new folders or files"
             for path in (self.local_path, *self.local_path.parents):
                 if path.is_symlink() and not path.exists():
                     why = f"{path} is a link to nowhere"

@@ -14,6 +14,7 @@ from rmt_tpu.config import BEGAN, KEPT, RunConfig, overrides, resume_rule
 from rmt_tpu.config.overrides import differences
 from rmt_tpu.config.resume import Rule
 from rmt_tpu.data import Tokenizer, load_saved
+from rmt_tpu.data.tokenizer_files import FILE as TOKENIZER
 from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.roll_call import listed
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
@@ -123,6 +124,22 @@ def check_access(folder: Folder, *, write: bool = False) -> None:
     """
     with of_flag("workdir"):
         folder.check(write=write)
+        _check_kinds(folder)
+
+
+def _check_kinds(folder: Folder) -> None:
+    """
+    Raises:
+      UsageError: a folder is where a file belongs, or a file where a folder does.
+    """
+    if folder.local_path is None:  # where both may have one name
+        return
+    names = folder.names()
+    if CHECKPOINTS in names:
+        raise UsageError(f"{folder}: {CHECKPOINTS} there is no folder; move it away")
+    for name in (CONFIG, TOKENIZER):
+        if f"{name}/" in names:
+            raise UsageError(f"{folder}: {name} there is a folder and no file; move it away")
 
 
 def _check_shared(folder: Folder) -> None:
@@ -152,6 +169,7 @@ def read_config(workdir: Location) -> RunConfig:
     with of_argument("workdir"):
         folder = open_folder(workdir)
         folder.check()
+        _check_kinds(folder)
         found = folder.read(CONFIG)
         if found is None:
             raise UsageError(f"{folder} holds no run: there is no {folder}/{CONFIG}")

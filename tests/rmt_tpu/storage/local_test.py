@@ -29,6 +29,11 @@ def test_a_working_folder_with_a_backslash_is_told(tmp_path, monkeypatch):
         open_folder("run")
 
 
+def test_a_file_system_that_takes_nothing_is_told():
+    with pytest.raises(UsageError, match="^/proc/run cannot be written to: /proc takes no new fo"):
+        open_folder("/proc/run").check(write=True)
+
+
 def test_a_link_to_nowhere_is_told(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone/away")
     for folder in (tmp_path / "link", tmp_path / "link/run"):

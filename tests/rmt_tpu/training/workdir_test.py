@@ -144,6 +144,17 @@ def test_a_step_to_go_back_to_is_there(folder):
         workdir.check_workdir(folder, CONFIG, from_step=3)
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "config.json", "tokenizer.json"])
+def test_what_is_of_the_wrong_kind_is_told_before_a_run(tmp_path, name):
+    (tmp_path / name).write_text("") if name == "checkpoints" else (tmp_path / name).mkdir()
+    kind = "no folder" if name == "checkpoints" else "a folder and no file"
+    for look in (workdir.check_access, lambda f: workdir.check_workdir(f, CONFIG)):
+        with pytest.raises(UsageError, match=f"^--workdir=.*: {name} there is {kind}; move it aw"):
+            look(open_folder(tmp_path))
+    with pytest.raises(UsageError, match=f"^workdir=.*: {name} there is {kind}"):
+        workdir.read_config(tmp_path)
+
+
 def test_another_tokenizer_is_refused(folder):
     class Other(ByteTokenizer):
         def fingerprint(self):
