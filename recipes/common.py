@@ -164,7 +164,7 @@ def run_config(base: RunConfig) -> RunConfig:
     changes |= assigned()
     spelt |= {path: f"--set={path}" for path in assigned()}
     source = changes.get("data.source")
-    if source is not None and "data.tokenizer" not in changes:
+    if isinstance(source, str) and "data.tokenizer" not in changes:
         from rmt_tpu import data
 
         if data.is_store(source):

@@ -30,6 +30,7 @@ _REWORDED = [
     (r": invalid literal for int\(\).*", " must be a whole number in digits, like 1000"),
     (r": Exceeds the limit \(\d+ digits\).*", " must be a whole number that an array can count"),
     (r": could not convert string to float.*", " must be a number"),
+    (r": \('Non-boolean argument to boolean flag'.*", " must be true or false"),
 ]
 # What other programs call our flags.
 _ELSEWHERE = {

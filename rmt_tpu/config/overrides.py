@@ -176,12 +176,13 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
         return None if value in (None, "none") else _parse(annotation, value, path)
     if origin is Literal:
         if value not in typing.get_args(annotation):
-            raise UsageError(unknown(path, value, map(str, typing.get_args(annotation))))
+            legal = map(str, typing.get_args(annotation))
+            raise UsageError(unknown(path, _as_written(value), legal))
         return value
     if origin is tuple:
         items = [v for v in value.split(",") if v] if isinstance(value, str) else value
         if not isinstance(items, list):
-            raise UsageError(f"{path}={shown(value)} must be a list")
+            raise UsageError(f"{path}={_told(value)} must be a list")
         (of_items, *_), named = typing.get_args(annotation), isinstance(value, list)
         if not dataclasses.is_dataclass(of_items) and typing.get_origin(of_items) is Literal:
             named = False  # plain values are known by their list's name
@@ -202,13 +203,13 @@ def _parse_choice(classes: tuple[type, ...], value: Any, path: str) -> Any:
     implied = next((cls.kind for cls in classes if getattr(cls, "implied", False)), None)
     kind = values.get("kind", implied) if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in by_kind:
-        raise UsageError(unknown(path, kind or value, by_kind))
+        raise UsageError(unknown(path, _as_written(kind or value), by_kind))
     return _parse_fields(by_kind[kind], {k: v for k, v in values.items() if k != "kind"}, path)
 
 
 def _parse_fields(cls: type, values: Any, path: str) -> Any:
     if not isinstance(values, dict):
-        what = f"{path}={shown(values)}" if path else "the config"
+        what = f"{path}={_told(values)}" if path else "the config"
         raise UsageError(f"{what} must be an object of fields")
     short = getattr(cls, "short_names", {})
     hints = typing.get_type_hints(cls) | short
@@ -252,8 +253,18 @@ def _parse_scalar(annotation: type, value: Any, path: str) -> Any:
     if annotation is str and type(value) in (int, float):
         return str(value)
     if type(value) is not annotation:
-        raise UsageError(f"{path}={shown(value)} must be {_ARTICLE[annotation]}")
+        raise UsageError(f"{path}={_told(value)} must be {_ARTICLE[annotation]}")
     return value
+
+
+def _as_written(value: Any) -> Any:
+    """null, true and false as JSON has them, and a person has written them."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else value
+
+
+def _told(value: Any) -> str:
+    written = _as_written(value)
+    return shown(value) if written is value else written
 
 
 _BEYOND_FLOAT = 2**1023  # larger integers are no float

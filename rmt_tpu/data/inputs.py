@@ -266,8 +266,9 @@ def _in_bucket(pattern: str, buckets: bool) -> list[Span]:
 
 
 def _no_file(pattern: str) -> _NoFile:
+    named = repr(pattern) if pattern.strip() else "an empty part beside a comma"
     return _NoFile(
-        f"{pattern!r} matches no file; legal: {STDLIB!r} alone, or existing paths and globs of "
+        f"{named} matches no file; legal: {STDLIB!r} alone, or existing paths and globs of "
         f"{', '.join(SUFFIXES)} with commas between"
     )
 

@@ -189,6 +189,9 @@ REFUSED = {
     "steps": ("train", ["--steps=99999999999999999999"], "--steps=99999999999999999999 must be"),
     "nesting": ("train", ["--set=model.store=" + "[" * 3000], "--set=model.store '[[["),
     "exponent": ("train", ["--seed=1e9"], "--seed=1e9 must be a whole number in digits, like"),
+    "boolean": ("train", ["--dry_run=maybe"], "error: flag --dry_run=maybe must be true or false"),
+    "null": ("train", ["--set=model.num_layers=null"], "--set=model.num_layers=null must be a wh"),
+    "no text": ("train", ["--set=data.tokenizer=true"], "data.tokenizer=true must be a text"),
     "flag and set": (
         "train",
         ["--steps=4", "--set=train.steps=5"],

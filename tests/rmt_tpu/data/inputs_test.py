@@ -33,6 +33,7 @@ def test_a_name_may_have_commas(here):
     assert documents(source) == ["a,b.txt", "c.txt", "d, e,f.txt"]
     assert documents("?,b.txt,c.txt") == ["a,b.txt", "c.txt"]
     assert "'x.txt' matches no file" in refusal("a,b.txt,x.txt,c.txt")
+    assert ": an empty part beside a comma matches no file" in refusal("c.txt,")
     (here / "a").write_text("")
     assert "'a' is of an unknown kind" in refusal("a,b.txt")
 
