@@ -4,9 +4,10 @@
 
 The same command again resumes. The run folder, local or gs://bucket/path, gets config.json,
 metrics.jsonl, checkpoints/, plots/loss.png, samples.txt, starts.jsonl (command, versions and commit
-of each start), kernel_blocks.json (block sizes of its kernels, kept when tables change) and, if
-tensorboardX is installed, tensorboard/. On several hosts, the same command
-on each: docs/guides/pods.md.
+of each start), kernel_blocks.json (block sizes of its kernels, kept when tables change),
+kernels.json (ops that take their plain form, because a kernel of theirs differs on a device) and,
+if tensorboardX is installed, tensorboard/. On several hosts, the same command on each:
+docs/guides/pods.md.
 """
 
 import threading
@@ -39,6 +40,13 @@ _PROFILE_STEPS = flags.DEFINE_integer(
 )
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "say what would be trained, how large it is and on how much, and end"
+)
+_CHECK_KERNELS = flags.DEFINE_enum(
+    "check_kernels",
+    "auto",
+    ["auto", "off"],
+    "hold the step's kernels to their equations, once on a kind of device, and take the plain form "
+    "of an op that differs",
 )
 common.define_run_flags()
 members.define_distributed_flags()
@@ -79,6 +87,7 @@ def _train(at_once: signals.AtOnce) -> int:
         profile_steps=_PROFILE_STEPS.value,
         label=folder.name,
         all_is_saved=at_once.all_is_saved,
+        check_kernels=_CHECK_KERNELS.value,
     )
     if outcome.stopped_by:
         if processes.is_first():

@@ -18,7 +18,7 @@ from rmt_tpu.distributed import processes
 from rmt_tpu.errors import DivergedError, RunError, UsageError
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import kernel_blocks, lease, room, signals, text_ends, workdir
+from rmt_tpu.training import kernel_blocks, kernel_checks, lease, room, signals, text_ends, workdir
 from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
@@ -48,6 +48,7 @@ def train(
     profile_steps: int = 0,
     label: str = "train",
     all_is_saved: Callable[[int], None] = lambda step: None,
+    check_kernels: kernel_checks.How = "auto",
 ) -> Outcome:
     """Train `config` in `folder`, from its last good checkpoint if there is one.
 
@@ -70,6 +71,7 @@ def train(
       label: shown with the progress.
       all_is_saved: given the last step of this call, when its checkpoint is committed; what comes
         after it is for people.
+      check_kernels: whether kernels that this device has no record of are checked first.
 
     Raises:
       UsageError, MeshError: the config, its files or the folder cannot be.
@@ -80,7 +82,7 @@ def train(
     if processes.is_first():
         workdir.check_access(folder)
     wants_board(config.train.tensorboard)
-    given = label, all_is_saved
+    given = label, all_is_saved, check_kernels
     try:
         return _train(config, folder, change_config, from_step, profile_steps, *given)
     except _OutgrewInt16:
@@ -98,6 +100,7 @@ def _train(
     profile_steps: int,
     label: str,
     all_is_saved: Callable[[int], None],
+    check_kernels: kernel_checks.How,
 ) -> Outcome:
     may_outgrow = config.model.store.dtype == "auto"
     config = resolved(config, workdir.kept(folder))
@@ -135,8 +138,11 @@ def _train(
         if processes.is_first():
             back = workdir.step_to_go_back_to(folder, from_step, changes=bool(opened.changes))
         back = processes.from_first(back, "the step to go back to")
-        progress.doing("compiling")
+        progress.doing("checking kernels")
         blocks = stack.enter_context(kernel_blocks.kept(folder, progress.say, anew=opened.anew))
+        given = config, run, folder, progress.say
+        stack.enter_context(kernel_checks.decided(*given, anew=opened.anew, how=check_kernels))
+        progress.doing("compiling")
         start = restore_or_init(
             config, run, folder, checkpoints, tokenizer, data_checksum, origin, back, progress.say
         )
