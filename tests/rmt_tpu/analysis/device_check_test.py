@@ -15,7 +15,7 @@ from rmt_tpu.analysis.device_cases import cases
 SMALL = cases("small")
 FORWARD, GRADIENT, STEP, EDGE = 1, 2, 3, 4
 # The first case of these ops; they compile within a second or two.
-FAST = ("store", "token_rows", "logits")
+FAST = ("store", "undo", "token_rows", "logits")
 
 
 def named(fast):
@@ -38,7 +38,7 @@ with_wrong_gradient.defvjp(
 )
 
 
-def faulty(case, fault):
+def faulty(case):
     """The case with a mistake in what is run; the equations it is held to are as they were.
 
     Which mistake is an argument, so that all are one program.
@@ -63,53 +63,41 @@ def faulty(case, fault):
     return dataclasses.replace(
         case,
         function=function,
-        inputs=lambda: case.inputs() | {"fault": jnp.int32(fault)},
+        inputs=lambda: case.inputs() | {"fault": jnp.int32(0)},
         reference=lambda fault, **inputs: reference(**inputs),
     )
 
 
-def checked(case, fault=0):
-    row = device_check.check(faulty(case, fault), None, timed=False)
-    assert not row.error
-    return row
-
-
 @named(FAST)
 def test_each_kind_of_mistake_is_seen(case):
-    right = checked(case)
-    assert right.ok and right.implementation == "xla"
-    assert len(right.differences) > 2 * case.gradients
-    assert checked(case, FORWARD).wrong
-    edge = checked(case, EDGE)
-    assert edge.wrong and math.isnan(edge.differences[edge.worst])
+    ran = device_check.run(faulty(case), None)
+    assert ran.implementation == "xla"
+    compared = lambda got: device_compare.compare(case, ran.inputs, got, ran.want)
+
+    def differing(fault):
+        """What differs with this mistake in the program."""
+        got = ran.program(ran.inputs | {"fault": jnp.int32(fault)}, ran.cotangents)
+        return device_check.wrong(*compared(jax.device_get(got)))
+
+    differences, _ = compared(ran.got)
+    assert differing(0) == [] and len(differences) > 2 * case.gradients
+    assert differing(FORWARD) and differing(EDGE)
     if case.gradients:
-        wrong = checked(case, GRADIENT).wrong
+        wrong = differing(GRADIENT)
         assert wrong and all(name.startswith("d_") for name in wrong)
     if case.exact:
-        step = checked(case, STEP)
-        assert step.wrong == ["rebuilt"] and step.differences["rebuilt"] == 1
-
-
-@named(("store", "logits"))
-def test_each_result_alone_is_seen(case):
-    """A little off all over, off in one row, of the other sign, NaN at its edge, or a step off."""
-    ran = device_check.run(case, None)
-    names = lambda got: device_check.wrong(*device_compare.compare(case, ran.inputs, got, ran.want))
-    assert not names(ran.got)
+        assert differing(STEP) == ["rebuilt"]
+    # Each result alone: a little off all over, off in one row, of the other sign, NaN at its edge.
     for name, x in ran.got.items():
-        if name in case.exact:
-            seen = [x + np.eye(1, x.size, dtype=x.dtype).reshape(x.shape)]
-        elif not np.any(ran.want[name]):
+        if name in case.exact or not np.any(ran.want[name]):
             continue
-        else:
-            edge, one_row = np.array(x, np.float64), np.array(x, np.float64)
-            edge.flat[-1] = np.nan
-            rows = one_row.reshape(-1, x.shape[-1])
-            rows[np.argmax(np.max(np.abs(rows), axis=1))] *= 1.1
-            seen = [x * 1.02, -x, one_row, edge]
-        for wrong in seen:
-            found = names(ran.got | {name: wrong})
-            assert found and all(n.removesuffix(device_compare.MEAN) == name for n in found)
+        edge, one_row = np.array(x, np.float64), np.array(x, np.float64)
+        edge.flat[-1] = np.nan
+        rows = one_row.reshape(-1, x.shape[-1])
+        rows[np.argmax(np.max(np.abs(rows), axis=1))] *= 1.1
+        for damaged in (x * 1.02, -x, one_row, edge):
+            found = device_check.wrong(*compared(ran.got | {name: damaged}))
+            assert found and {n.removesuffix(device_compare.MEAN) for n in found} == {name}
 
 
 @named(())
