@@ -3,6 +3,8 @@
 import json
 import os
 import pty
+import shlex
+import sys
 
 import numpy as np
 import pytest
@@ -54,6 +56,21 @@ def test_a_row_for_every_step(trained):
     assert row["throughput/tokens_per_second"] == pytest.approx(
         4 * 16 / row["throughput/step_seconds"]
     )
+
+
+@pytest.mark.slow
+def test_a_reader_of_its_lines_who_has_seen_enough_ends_no_run(tmp_path):
+    """All of it is there, and its exit code says so, as a supervisor asks for."""
+    flags = [*cli.TINY, *cli.SELDOM, f"--workdir={tmp_path / 'run'}"]
+    command = shlex.join([sys.executable, "-m", "recipes.train", *flags])
+    line = f"{command} 2>&1 | head -4; exit ${{PIPESTATUS[0]}}"
+    done = cli.run_line(shlex.join(["bash", "-c", line]))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 4
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, cli.STEPS + 1))
+    assert (tmp_path / f"run/checkpoints/{cli.STEPS}/COMMIT").exists()
+    assert (tmp_path / "run/complete.json").exists()
 
 
 def test_loss_falls(trained):
