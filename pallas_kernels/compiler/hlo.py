@@ -15,7 +15,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"\b(calls|body|condition|to_apply)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _ACCESSED = re.compile(r'"bytes_accessed":"?(\d+)')
 _FLOPS = re.compile(r'"flops":"?(\d+)')
@@ -100,7 +100,7 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        return self._told(_OP_NAME) or ""
+        return re.sub(r"\\(.)", r"\1", self._told(_OP_NAME) or "")
 
     @functools.cached_property
     def cycles(self) -> int | None:

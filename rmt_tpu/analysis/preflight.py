@@ -370,7 +370,8 @@ def _argument(path: str) -> str:
 def readable(op_name: str) -> str:
     """An op_name without what JAX and XLA put around the model's scopes, or an argument's path."""
     if _is_path(op_name):
-        path = re.sub(r"\['([^']*)'\]", r".\1", op_name)
+        path = re.sub(r'\["(.*)"\]', r"\1", op_name)  # a path that is a key itself
+        path = re.sub(r"\['([^']*)'\]", r".\1", path)
         return re.sub(r"^(args\[\d\]|state|batch)\.|\.value$", "", path)
     scopes = []
     for part in op_name.split("/"):

@@ -39,6 +39,9 @@ def report_text(report: Preflight, name: str, count: int = 12) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+_THINNEST = 0.003  # of a bar's length
+
+
 def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
     """Draws what a device's memory holds, as one bar stacked by kind, against what there is."""
     from matplotlib.figure import Figure
@@ -49,7 +52,8 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
     left = 0.0
     for i, kind in enumerate(report.kinds):
         size = report.memory[kind] / unit
-        label = f"{kind} {size:.2f}"
+        # What is too thin to be seen has no place in the legend either.
+        label = f"{kind} {size:.2f}" if size > _THINNEST * _scale(report) / unit else "_"
         axes.barh([0], [size], 0.5, left=left, label=label, color=f"C{i}")
         left += size
     shown = _scale(report) / unit

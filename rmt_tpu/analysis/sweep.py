@@ -297,11 +297,13 @@ def _last_rungs(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(1.5 + 5 * len(spaces), 4.5), layout="constrained")
     panels = figure.subplots(1, len(spaces), squeeze=False, sharey=True)[0]
-    # Of one swept path the points are joined; of more, others vary along with each.
-    joined = len(spaces) == 1
+    # Of one swept path the points are joined, where there is something between them; of more,
+    # others vary along with each.
+    joined = len(spaces) == 1 and spaces[0].path != "train.seed"
     lines = list(dict.fromkeys((row.variant, row.steps) for row in rows))
     several = len({steps for _, steps in lines}) > 1
     for axes, space in zip(panels, spaces, strict=True):
@@ -323,6 +325,8 @@ def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
             axes.plot(failed, [0.98] * len(failed), "x", color=style["color"], transform=top)
         if isinstance(space, Between) and space.log:
             axes.set_xscale("log")
+        if all(type(value) is int for value in at.values()):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel=space.path)
         axes.grid(alpha=0.3)
     # What hardly trained would take most of the height.

@@ -33,7 +33,7 @@ def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warn
     axes, *below = figure.subplots(len(ratios), squeeze=False, height_ratios=ratios)[:, 0]
     axes.plot(*series(rows, "train/loss"), color="tab:blue", linewidth=1, label="train")
     axes.plot(*series(rows, "eval/loss"), "o-", color="tab:orange", label="held out")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=short(folder.name))
     axes.grid(alpha=0.3)
     axes.legend()
     for of_loads in below:
@@ -43,6 +43,11 @@ def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warn
         of_loads.grid(alpha=0.3)
         of_loads.legend()
     return save_picture(figure, folder, "plots/loss.png")
+
+
+def short(name: str) -> str:
+    """A name that fits over a picture: its beginning and its end."""
+    return name if len(name) <= 60 else f"{name[:28]}...{name[-28:]}"
 
 
 def save_picture(figure, folder: Folder, name: str) -> str:

@@ -100,6 +100,18 @@ def test_memory_of_a_gradient_and_of_one_that_does_not_fit():
     assert target.hbm == 15.75 * 2**30
 
 
+def test_a_name_with_quotes_is_whole():
+    text = r"""HloModule m
+
+ENTRY %main (a: f32[2]) -> f32[2] {
+  ROOT %a = f32[2]{0} parameter(0), metadata={op_name="state.copies[\"[\'x\'][0]\"]" line=3}
+}
+"""
+    module = Module(text)
+    (instruction,) = module.computations[module.entry].values()
+    assert instruction.op_name == "state.copies[\"['x'][0]\"]"
+
+
 PROGRAM = """HloModule m, is_scheduled=true
 
 %body (t: (s32[], bf16[24,256,128])) -> (s32[], bf16[24,256,128]) {

@@ -173,6 +173,7 @@ def test_a_gpu(monkeypatch):
     [
         ("state.params['stacks'][0][1]['core']['w_1']", "params.stacks[0][1].core.w_1"),
         ("args[0].optimizer[1].mu['embedding']['tokens']", "optimizer[1].mu.embedding.tokens"),
+        ("state.copies[\"['stacks'][0]['core']['w_1']\"]", "copies.stacks[0].core.w_1"),
         ("batch.inputs", "inputs"),
         ("jit(f)/shard_map/jvp()/while/body/closed_call/residual/cond/branch_0_fun/"
          "key_vector_forward/pallas_call", "residual/key_vector_forward (forward)"),
@@ -301,6 +302,19 @@ def test_the_form_that_attention_takes_and_why(topology, changes, form, told):
     assert attends["form"] == form and (attends["why"] is None) == (form != "xla")
     decoding = dataclasses.replace(given, prompt=Prompt(512, rows=4))
     assert decoding.attention == ()
+
+
+def test_what_cannot_be_seen_in_a_bar_is_not_in_its_legend(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: drawn.append(self)
+    )
+    given = report()
+    thin = given.memory | {"batch": int(0.01 * GIB)}
+    draw_memory(dataclasses.replace(given, memory=thin), tmp_path / "memory.png", "rmt-tiny")
+    shown = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert any(text.startswith("optimizer ") for text in shown), shown
+    assert not any(text.startswith("batch") or text.endswith(" 0.00") for text in shown), shown
 
 
 def test_a_prompt_has_a_cache_and_no_moments():

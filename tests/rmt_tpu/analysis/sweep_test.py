@@ -119,3 +119,15 @@ def test_that_a_run_diverged_is_not_said_of_another_one_in_its_folder(tmp_path, 
     other = overrides.apply(config, {"train.seed": 1})
     sweep.try_run(other, folder, label="a")
     assert sweep.held_out_loss(folder) == 2.5
+
+
+@pytest.mark.parametrize(("path", "line"), [("train.batch_size", "-"), ("train.seed", "None")])
+def test_a_picture_of_whole_numbers_has_whole_ticks(tmp_path, monkeypatch, path, line):
+    """And joins no points between which there is nothing."""
+    drawn = []
+    monkeypatch.setattr(sweep, "save_picture", lambda figure, *where: drawn.append(figure))
+    rows = [sweep.Row("model", {path: value}, 4, [0], [2.0 + value]) for value in (1, 2)]
+    sweep.write_sweep(rows, [sweep.parse_space(f"{path}=1,2")], tmp_path)
+    axes = drawn[0].axes[0]
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    assert axes.lines[0].get_linestyle() == line

@@ -8,7 +8,7 @@ import numpy as np
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
-from rmt_tpu.training import tensorboard
+from rmt_tpu.training import plots, tensorboard
 from rmt_tpu.training.metrics import MetricsWriter
 from rmt_tpu.training.plots import plot_loss, read_metrics, series
 
@@ -141,3 +141,8 @@ def events(content):
         assert sums == (masked_crc32c(content[:8]), masked_crc32c(data))
         yield Event.FromString(data)
         content = content[16 + length :]
+
+
+def test_a_long_name_fits_over_a_picture():
+    assert plots.short("runs") == "runs"
+    assert plots.short("a" * 100 + "z" * 100) == "a" * 28 + "..." + "z" * 28
