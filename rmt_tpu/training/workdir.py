@@ -484,10 +484,10 @@ def step_to_go_back_to(folder: Folder, from_step: int | None, *, changes: bool) 
     """
     if from_step is None:
         return None
-    checkpoints = open_checkpoints(folder)
+    checkpoints = open_checkpoints(folder, report=lambda damaged: None)  # which the restore tells
     steps = checkpoints.steps()
     if steps and steps[-1] != from_step and not changes:
-        with contextlib.suppress(RunError):  # none can be read: the restore tells
+        with contextlib.suppress(RunError):
             if checkpoints.meta().get("branch") == from_step:
                 return None
     if from_step not in steps:

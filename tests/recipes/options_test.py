@@ -153,6 +153,10 @@ def test_dry_run(tmp_path):
 
 DRY = {
     "tasks": (["--eval_tasks=arc_easy"], "--eval_tasks and --eval_data_dir go together"),
+    "no such task": (
+        ["--eval_tasks=nope", "--eval_data_dir=x"],
+        "eval_tasks 'nope' is unknown",
+    ),
     "member": (
         ["--coordinator=127.0.0.1:1", "--num_processes=2", "--process_id=5"],
         "--process_id=5 is out of range",
@@ -306,6 +310,26 @@ def test_a_dry_run_looks_at_the_origin(tmp_path):
     )  # fmt: skip
     assert "has parameters of other shapes" in error
     assert sorted(workdir.rglob("*")) == before and not (tmp_path / "other").exists()
+
+
+def test_the_folder_of_another_run_is_refused_before_anything_is_said(tmp_path):
+    """Of a run, and by a dry run too."""
+    flags = ("--preset=rmt-tiny", *cli.TINY, f"--workdir={tmp_path}")
+    text = cli.succeed("train", *flags, "--dry_run").stdout
+    (tmp_path / "config.json").write_text(text.partition("\n}\n\n")[0] + "\n}\n", encoding="utf-8")
+    (tmp_path / "checkpoints/2").mkdir(parents=True)
+    (tmp_path / "checkpoints/2/COMMIT").write_text("}")
+    before = sorted(tmp_path.rglob("*"))
+    reasons = {
+        "--seed=3": "holds a run with another config: train.seed is 0 there, 3 here",
+        "--from_step=3": f"--from_step=3 is no checkpoint of --workdir={tmp_path}; legal: 2",
+    }
+    for flag, reason in reasons.items():
+        for more in ["--dry_run"], []:
+            done = cli.run("train", *flags, flag, *more)
+            assert done.returncode == 2 and reason in done.stderr
+            assert done.stderr.startswith("error: ") and done.stdout == ""
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("recipe", ["compare", "sweep"])
