@@ -188,7 +188,7 @@ class Implementations:
         refused = {p: unknown.get(p) or on[p].unsupported(op, *args) for p in platforms}
         self._collect(op, [p for p in platforms if refused[p] is None], args, options)
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
-        kernel = lambda platform: in_32_bits(run(on[platform]))
+        kernel = lambda platform: _traced(run(on[platform]))
         if _interpreted.value and "tpu" in platforms and refused["tpu"] is None:
             return kernel("tpu")(*args, interpret=True)
         if implementation in self.kernels:
@@ -219,8 +219,11 @@ class Implementations:
         return (*self.by_default, *won)
 
 
-def in_32_bits(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A function traced as without `jax_enable_x64`: kernels count and shift in 32 bits."""
+def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel traced as without `jax_enable_x64`, for it counts and shifts in 32 bits.
+
+    Results vary over a mesh as its arguments do: those of a library's kernel do not say that.
+    """
 
     def narrow(x: Any) -> Any:
         wide = jnp.issubdtype(jnp.result_type(x), jnp.integer) and jnp.result_type(x).itemsize > 4
@@ -229,7 +232,9 @@ def in_32_bits(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         args = jax.tree.map(narrow, args)
         with jax.enable_x64(False):
-            return kernel(*args, **options)
+            results = kernel(*args, **options)
+        varies = varies_in(args)
+        return jax.tree.map(lambda x: _varying(x, varies), results) if varies else results
 
     return call
 
@@ -353,13 +358,25 @@ def vary_alike(given: Any) -> Any:
     def vary(x: Any) -> Any:
         if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        missing = tuple(sorted(varies - varies_in(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        return _varying(x, varies)
 
     return jax.tree.map(vary, given)
+
+
+def _varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - varies_in(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varies_in(given: Any) -> frozenset[str]:
     """The mesh axes that an array of a tree varies in, where `jax.shard_map` checks it."""
     of = lambda x: jax.typeof(x).manual_axis_type.varying
     return frozenset().union(*(of(x) for x in jax.tree.leaves(given) if isinstance(x, jax.Array)))
+
+
+def checks_varying() -> str | None:
+    """Why a kernel that does not say how its results vary cannot be traced here, or None."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if not axes or not varies_in(jax.lax.axis_index(axes[0])):
+        return None
+    return "a jax.shard_map that checks what varies (one with check_vma=False)"

@@ -21,6 +21,8 @@ _TOKENS, _PART = 1024, 512
 
 def unsupported(qkv: Any) -> str | None:
     """Why it cannot serve this call, in a line; None if it can."""
+    if jax.config.jax_enable_x64:
+        return "jax_enable_x64 is set, with which JAX's kernels cannot be lowered"
     if qkv.shape[1] % LANES:
         return f"sequences of {qkv.shape[1]} tokens (multiples of {LANES})"
     return None

@@ -10,6 +10,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.call import LANES
+from pallas_kernels.platform import checks_varying
 
 # Of a tile: rows, and bytes of rows and of columns of a matrix, the fewest that are worth a step.
 # The kernels ask for no VMEM, and have 16 MiB.
@@ -20,7 +21,7 @@ def unsupported(op: str, rows, other, sizes) -> str | None:
     """Why it cannot serve this call, in a line; None if it can."""
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows of {rows.dtype} (bfloat16 or float32)"
-    return None
+    return checks_varying()
 
 
 def product(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.call import LANES
 from pallas_kernels.chips import chip
+from pallas_kernels.platform import checks_varying
 
 # Rows of a step; at the borders of 128 tokens' rows they are read twice.
 _TILE = 256
@@ -29,7 +30,7 @@ def unsupported(op: str, rows, order, places) -> str | None:
     """Why it cannot serve this call, in a line; None if it can."""
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows of {rows.dtype} (bfloat16 or float32)"
-    return None
+    return checks_varying()
 
 
 def wins(op: str, rows, order, places) -> bool:

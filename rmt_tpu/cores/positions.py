@@ -12,7 +12,8 @@ from rmt_tpu import config as cfg
 
 def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
     """`2^(-8 (h + 1) / num_heads)` for head h, for any number of heads."""
-    return 2.0 ** (-8.0 * jnp.arange(1, num_heads + 1) / num_heads)
+    heads = jnp.arange(1, num_heads + 1, dtype=jnp.float32)
+    return 2.0 ** (-8.0 * heads / num_heads)
 
 
 def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array, " pairs"]:

@@ -427,6 +427,8 @@ def test_what_no_kernel_serves_falls_back_or_is_refused():
         ask(wide).lower(lowering_platforms=("cuda",))
     with pytest.raises(UnsupportedImplementation, match="'splash' cannot .* 100 tokens"):
         ask(short, implementation="splash")
+    with jax.enable_x64(True), pytest.raises(UnsupportedImplementation, match="jax_enable_x64"):
+        ask(odd, implementation="splash")
     with pytest.raises(UnsupportedImplementation, match="'splash' is for tpu, and this is .* cpu"):
         ask(odd, implementation="splash").lower(lowering_platforms=("cpu",))
 

@@ -185,12 +185,8 @@ def _by_row(op):
 
 
 def _grouped(implementation, rows, matrices, sizes):
-    each = rows.shape[1]
-    rows = rows.reshape(-1, rows.shape[-1])
-    found = pallas_kernels.grouped_matmul(
-        rows, matrices, sizes * (len(rows) // each), implementation=implementation
-    )
-    return found.reshape(-1, each, found.shape[-1])
+    options = {"implementation": implementation}
+    return jnp.stack([pallas_kernels.grouped_matmul(x, matrices, sizes, **options) for x in rows])
 
 
 def _logits(implementation, x, kernel, targets):
