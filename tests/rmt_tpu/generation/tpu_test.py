@@ -85,6 +85,31 @@ def test_steps_copy_no_part_of_the_cache_and_no_layers_weights(preset, topology)
     assert moved < min(of_layer / 2, of_weights)
 
 
+V4 = {  # kernels of a prompt, and of a new token for each row
+    "rmt-305m": ("key_vector_forward", "key_vector_decode"),
+    "gpt2-405m": ("attention_blocks_forward", None),
+    "attnres-528m": ("depth_attention_partial", "depth_attention_partial_decode"),
+    "llama-374m": ("attention_blocks_forward", None),
+    "kimi-tiny": ("attention_blocks_forward", "gmm"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", V4)
+def test_prompts_and_new_tokens_compile_for_a_v4(preset):
+    """A core of it has 16 MiB of VMEM, a quarter of what the others have at least."""
+
+    def read(decoder, tokens, cache):
+        return decoder.prefill(tokens, jnp.full(1, tokens.shape[1]), cache)
+
+    prompt, _ = compile_for("v4:2x2x1", preset, read, (1, 512), 1024)
+    device = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1").devices[0]
+    step = decode.lower(device, **dataclasses.asdict(decode.Case(preset, 8, 1024))).compile()
+    of_prompt, of_step = V4[preset]
+    assert f"%{of_prompt}" in prompt.as_text()
+    assert of_step is None or f"%{of_step}" in step.as_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["rmt-305m", "gpt2-405m"])
 def test_a_part_of_a_long_prompt_needs_little_beside_the_cache(preset):

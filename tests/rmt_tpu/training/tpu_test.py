@@ -83,6 +83,24 @@ def cores(head_dim):
     )
 
 
+V4 = {  # kernels of a layer of each, forward and backward
+    "rmt-305m": ("key_vector_forward", "key_vector_backward", "attention_blocks_backward"),
+    "gpt2-405m": ("attention_blocks_forward", "attention_blocks_backward"),
+    "attnres-528m": ("depth_attention_partial_backward", "depth_attention_merge_backward"),
+    "llama-374m": ("attention_blocks_forward", "attention_blocks_backward", "logits"),
+    "kimi-tiny": ("attention_blocks_backward", "gmm", "tgmm"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no tpu kernel for this call.*heads of 32 keys")  # KDA's, tiny
+@pytest.mark.parametrize("preset", V4)
+def test_steps_of_a_v4_take_kernels(preset):
+    """A core of it has 16 MiB of VMEM, a quarter of what the others have at least."""
+    text = compiled(config_of(preset, batch_size=2), topology="v4:2x2x1")[1].as_text()
+    assert [name for name in V4[preset] if f"%{name}" not in text] == []
+
+
 @pytest.mark.parametrize(
     "preset, topology, mesh, remat",
     [
