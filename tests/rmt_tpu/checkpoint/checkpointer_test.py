@@ -299,6 +299,11 @@ def test_a_different_model_is_told_every_difference_and_no_older_step_is_used(sa
     assert "\n" not in told and reports == []
     with pytest.raises(UsageError, match=r"b: checkpoint int32\[3\], model uint32\[3\]$"):
         saver.restore({**small_tree(0), "b": np.zeros(3, np.uint32)})
+    for dtype in (np.float32, np.int64):  # a number of 25 bits would be another one
+        with pytest.raises(UsageError, match=rf"b: checkpoint int32\[3\], model {dtype.__name__}"):
+            saver.restore({**small_tree(0), "b": np.zeros(3, dtype)})
+    with pytest.raises(UsageError, match=r"a/w: checkpoint float32\[4,6\], model bfloat16\[4,6\]$"):
+        saver.restore({**small_tree(0), "a": {"w": jnp.zeros((4, 6), jnp.bfloat16)}})
     with pytest.raises(RunError, match="already committed"):
         saver.save(3, small_tree(3), {})
 

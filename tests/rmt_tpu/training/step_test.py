@@ -271,7 +271,8 @@ def test_sharded_step_is_the_step_of_one_device(store, mesh):
             kernel = state.params["unembedding"]["kernel"]
             assert kernel.addressable_shards[0].data.shape[0] == kernel.shape[0] // 2
     (one, metrics_one), (many, metrics_many) = results
-    assert metrics_one["train/loss"] == pytest.approx(float(metrics_many["train/loss"]), rel=1e-5)
+    for name in ("train/loss", "optim/grad_norm"):  # which counts no replica twice
+        assert metrics_one[name] == pytest.approx(float(metrics_many[name]), rel=1e-5)
     for a, b in zip(jax.tree.leaves(one.optimizer), jax.tree.leaves(many.optimizer), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
