@@ -76,6 +76,16 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
         raise ValueError(f"{legal}, but is {x.dtype}")
 
 
+def check_tokens(**counts: Any) -> None:
+    """Raises ValueError if a number of tokens is but a name, as `jax.export` allows of shapes."""
+    for name, count in counts.items():
+        if not isinstance(count, int):
+            raise ValueError(
+                f"{name} has {count} tokens a row, a size that is not known yet; legal: numbers. "
+                "The number of rows may be symbolic"
+            )
+
+
 def check_epsilon(name: str, value: Any) -> None:
     """Raises ValueError if a norm's epsilon is no finite number from 0 on."""
     if not 0 <= value < math.inf:  # NaN is neither

@@ -185,7 +185,9 @@ class Implementations:
             return portable(*args)
         on = self._on
         unknown = {"tpu": unknown_chip()}
-        refused = {p: unknown.get(p) or on[p].unsupported(op, *args) for p in platforms}
+        refused = {
+            p: _symbolic(args) or unknown.get(p) or on[p].unsupported(op, *args) for p in platforms
+        }
         self._collect(op, [p for p in platforms if refused[p] is None], args, options)
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
         kernel = lambda platform: _traced(run(on[platform]))
@@ -212,11 +214,18 @@ class Implementations:
 
     def _unasked(self, op: str, args: tuple) -> tuple[Platform, ...]:
         """Those by default, and those of which a table says that the kernel wins."""
-        if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
+        if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)) or _symbolic(args):
             return self.by_default
         others = {p: kernel for p, kernel in self._on.items() if p not in self.by_default}
         won = [p for p, kernel in others.items() if kernel.wins(op, *args)]
         return (*self.by_default, *won)
+
+
+def _symbolic(args: tuple) -> str | None:
+    """Why kernels cannot serve shapes of `jax.export` that have names for sizes, or None."""
+    shapes = (jnp.shape(leaf) for leaf in jax.tree.leaves(args))
+    unknown = next((s for s in shapes if not all(isinstance(size, int) for size in s)), None)
+    return None if unknown is None else f"an array of the symbolic shape {unknown}"
 
 
 def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,10 +17,9 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import Slot, check_array, placed, taken
+from pallas_kernels.arguments import Slot, check_array, check_tokens, placed, taken
 from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, plain
 from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows, Scale
@@ -166,6 +165,7 @@ def attention_after(
       UnsupportedImplementation, ValueError: as `causal_attention`.
     """
     kv_heads = _check(qkv, slopes, None, kv_heads, None)
+    check_tokens(before=before.shape[1])
     call = _Call(rows, implementation, kv_heads, None)
     return _after(call, qkv, before, filled, jnp.asarray(scale), slopes)
 
@@ -205,6 +205,7 @@ def attention_to(
     Raises:
       UnsupportedImplementation, ValueError: as `causal_attention`.
     """
+    check_tokens(q=q.shape[1], seen=seen.shape[1])
     arrays, each = (before, 1) if isinstance(before, tuple) else ((before,), 2)
     kv_heads = arrays[0].shape[2] // each
     if q.shape[2] % kv_heads or any(x.shape[2] != each * kv_heads for x in arrays):
@@ -222,7 +223,7 @@ def _after_backward(call, given, d_out):
     plain = functools.partial(_attention_after, call._replace(implementation="xla"))
     _, pullback = jax.vjp(lambda *x: plain(*x, filled, scale, slopes), qkv, before)
     zeros = (None if x is None else jnp.zeros_like(x) for x in (scale, slopes))
-    return *pullback(d_out), np.zeros(filled.shape, jax.dtypes.float0), *zeros
+    return *pullback(d_out), None, *zeros
 
 
 _after = jax.custom_vjp(_attention_after, nondiff_argnums=(0,))
@@ -232,6 +233,7 @@ _after.defvjp(lambda call, *given: (_attention_after(call, *given), given), _aft
 def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=None) -> int:
     """The number of heads of keys."""
     check_array("qkv", qkv, "B N P D")
+    check_tokens(qkv=qkv.shape[1])
     if over is not None and qkv.shape[1] % 2:
         raise ValueError(
             f"a sequence that is divided over {over} has {qkv.shape[1]} tokens on a device; legal: "
@@ -295,9 +297,7 @@ def _attention_backward(call, saved, d_out):
     given, out, log_sums = saved
     d_qkv, d_kv = _backward(call, given, Attended(out, log_sums, d_out))
     zeros = [None if x is None else jnp.zeros_like(x) for x in (given.scale, given.slopes)]
-    ids = given.segment_ids
-    none = None if ids is None else np.zeros(ids.shape, jax.dtypes.float0)
-    return (Attention(d_qkv, *zeros, none, d_kv),)
+    return (Attention(d_qkv, *zeros, None, d_kv),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

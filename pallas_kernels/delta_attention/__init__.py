@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import check_array
+from pallas_kernels.arguments import check_array, check_tokens
 from pallas_kernels.delta_attention import mosaic_tpu, xla
 from pallas_kernels.delta_attention.interface import Operands
 from pallas_kernels.delta_attention.reference import delta_step
@@ -118,6 +118,7 @@ def _check(q, k, v, log_decay, beta, state, segment_ids):
     for name, x in given.items():
         check_array(name, x, "batch seq heads V" if name == "v" else "batch seq heads K")
     check_array("beta", beta, "batch seq heads")
+    check_tokens(q=q.shape[1])
     lead = q.shape[:3]
     shapes = {"k": q.shape, "log_decay": q.shape, "beta": lead, "v": (*lead, v.shape[-1])}
     if state is not None:

@@ -91,7 +91,7 @@ def _chunked(operands: Operands) -> _Chunks:
     size = min(chunk_size(keys), 1 << (seq - 1).bit_length())
     *floats, beta = (_in_chunks(x, size) for x in (*floats, beta[..., None]))
     documents = jnp.pad(documents, ((0, 0), (0, -seq % size)), mode="edge")
-    documents = documents.reshape(len(documents), -1, size).swapaxes(0, 1)
+    documents = documents.reshape(documents.shape[0], -1, size).swapaxes(0, 1)
     before = jnp.concatenate([jnp.zeros_like(documents[:1, :, 0]), documents[:-1, :, -1]])
     return _Chunks(*floats, beta[..., 0], documents, before)
 

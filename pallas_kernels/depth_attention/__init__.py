@@ -31,7 +31,7 @@ float32 a token forward, and one of `2 S N + N + S` backward.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -433,7 +433,7 @@ def _count(count, sources):
     return jnp.asarray(sources.shape[0] if count is None else count, jnp.int32)
 
 
-def _tokens(lead, axes: int) -> tuple[int, ...]:
+def _tokens(lead, axes: int) -> tuple[Any, ...]:
     """The one token axis of vectors; the two of matrices."""
     if axes == 1:
         return (math.prod(lead),)

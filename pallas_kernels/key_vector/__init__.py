@@ -23,10 +23,10 @@ all-gather of the cotangents, a reduce-scatter, and an all-gather as small. See 
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from pallas_kernels.arguments import Norm, check_array
@@ -317,4 +317,4 @@ def _flat(x: Array) -> Array:
     *lead, a, b = x.shape
     if len(lead) < 2:
         return x.reshape(1, *(lead or (1,)), a, b)
-    return x.reshape(int(np.prod(lead[:-1])), lead[-1], a, b)
+    return x.reshape(math.prod(lead[:-1]), lead[-1], a, b)

@@ -49,3 +49,33 @@ def test_where_a_shard_map_checks_what_varies(op):
     given = jax.tree.map(jnp.asarray, call.given)
     wanted = jax.jit(lambda given: call.run(None, given))(given)
     jax.tree.map(lambda x, y: assert_close(x, y, 1e-5), jax.jit(run)(given), wanted)
+
+
+def exported(op, *sizes):
+    """An op whose data's first sizes are these, which may be known only where it is called."""
+    call = CALLS[op]
+    shapes = {
+        name: (*sizes, *x.shape[len(sizes) :]) if name in call.data else x.shape
+        for name, x in call.given.items()
+    }
+    given = {name: jax.ShapeDtypeStruct(shapes[name], x.dtype) for name, x in call.given.items()}
+    return jax.export.export(jax.jit(lambda given: call.op(None, **given)))(given)
+
+
+# Their calls go through the rows of the batch one by one.
+BY_ROW = {"grouped_matmul", "rows_of_tokens", "sums_of_rows"}
+
+
+@pytest.mark.parametrize("op", sorted(CALLS.keys() - BY_ROW))
+def test_exported_for_any_number_of_rows(op):
+    (rows,) = jax.export.symbolic_shape("b")
+    assert exported(op, rows).out_avals[0].shape[0] == rows
+
+
+def test_exported_for_any_number_of_tokens():
+    sizes = jax.export.symbolic_shape("b, n")
+    for op in ("store_norm_retrieve", "norm_retrieve", "store", "to_fixed_point"):
+        assert exported(op, *sizes).out_avals[0].shape[:2] == sizes
+    for op in ("causal_attention", "attention_forward", "delta_attention"):
+        with pytest.raises(ValueError, match="has n tokens a row, a size that is not known yet"):
+            exported(op, *sizes)
