@@ -1,6 +1,7 @@
 """What the ops ask of their arguments: one line that names what does not fit, and what is legal."""
 
 import math
+import numbers
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -67,6 +68,8 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
     legal += " or int16" if or_int16 else ""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise ValueError(f"{legal}, but is a {type(x).__name__}")
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise ValueError(f"{legal}, but is a ShapeDtypeStruct; jax.eval_shape takes these")
     least = len(names) - ("..." in names)
     if x.ndim < least or ("..." not in names and x.ndim > least):
         count = f"{least} {'axis' if least == 1 else 'axes'}"
@@ -74,6 +77,8 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
         raise ValueError(f"{legal} with {count}, but is of shape {x.shape}")
     if not (jnp.issubdtype(x.dtype, jnp.floating) or (or_int16 and x.dtype == jnp.int16)):
         raise ValueError(f"{legal}, but is {x.dtype}")
+    if x.dtype.itemsize < 2:  # JAX promotes no others with them
+        raise ValueError(f"{legal}, but is {x.dtype}; legal: floats of 16 bits or more")
 
 
 def check_tokens(**counts: Any) -> None:
@@ -88,8 +93,10 @@ def check_tokens(**counts: Any) -> None:
 
 def check_epsilon(name: str, value: Any) -> None:
     """Raises ValueError if a norm's epsilon is no finite number from 0 on."""
-    if not 0 <= value < math.inf:  # NaN is neither
-        raise ValueError(f"{name}={value} must be a finite number, 0 or above")
+    if isinstance(value, jax.Array):
+        raise ValueError(f"{name} must be a number, which an array or a traced value is not")
+    if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:  # NaN is neither
+        raise ValueError(f"{name}={value!r} must be a finite number, 0 or above")
 
 
 def check_norm(norm: Any) -> None:

@@ -62,6 +62,9 @@ Implementation = Literal["xla", "mosaic_tpu", "triton", "pallas"]
 _PLATFORMS: dict[str, Platform] = {"mosaic_tpu": "tpu", "triton": "cuda", "cudnn": "cuda"}
 
 
+_EPSILONS = {"epsilon", "norm_epsilon"}
+_LEAST = float(jnp.finfo(jnp.float32).tiny)
+
 _preferred = jax.make_user_context(default_value=None)
 
 
@@ -179,6 +182,8 @@ class Implementations:
         platforms = (
             self._unasked(op, args) if implementation is None else self.names[implementation]
         )
+        # Where all is zero, a norm with an epsilon of 0 would divide by it.
+        options |= {k: max(x, _LEAST) for k, x in options.items() if k in _EPSILONS}
         run = lambda module: functools.partial(getattr(module, op), **options)
         portable = run(self.portable)
         if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):

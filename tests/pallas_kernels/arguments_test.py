@@ -69,6 +69,11 @@ def test_an_int16_residual_is_legal_and_int16_data_are_not(unannotated):
         ({"gain": ones((K, V + 1))}, r"shapes do not fit: .* gain \[K, V\] is \(4, 6\)"),
         ({"epsilon": -100}, "epsilon=-100 must be a finite number, 0 or above"),
         ({"epsilon": float("nan")}, "epsilon=nan must be a finite number"),
+        ({"epsilon": "1e-6"}, "epsilon='1e-6' must be a finite number"),
+        ({"epsilon": jnp.float32(1)}, "epsilon must be a number, which an array or a traced value"),
+        ({"gain": jax.ShapeDtypeStruct((K, V), np.float32)}, "a ShapeDtypeStruct; jax.eval_shape"),
+        ({"data": ones((B, N, R, V), "float8_e4m3fn")}, "float8_e4m3fn; legal: floats of 16 bits"),
+        ({"gain": ones((K, V), "float8_e5m2")}, "float8_e5m2; legal: floats of 16 bits or more"),
     ],
 )
 def test_key_vector_ops_name_what_does_not_fit(changes, message, unannotated):
@@ -123,6 +128,21 @@ def test_causal_attention_names_what_does_not_fit(unannotated):
         UnsupportedImplementation, match="legal: xla, mosaic_tpu, cudnn, pallas, splash"
     ):
         pallas_kernels.causal_attention(jnp.ones((1, 4, 6, 8)), scale=1.0, implementation="triton")
+
+
+def test_an_epsilon_of_0_beside_zeros_is_no_division_by_them():
+    given = site(residual=jnp.zeros((B, N, K, V)), data=jnp.zeros((B, N, R, V)))
+
+    def read(given):
+        _, retrieved = pallas_kernels.store_norm_retrieve(**given, epsilon=0)
+        return jnp.sum(retrieved)
+
+    def mixed(sources):
+        return jnp.sum(pallas_kernels.depth_attention(bank()["query"], sources, epsilon=0))
+
+    found = jax.jit(jax.value_and_grad(read))(given)
+    found += jax.jit(jax.value_and_grad(mixed))(jnp.zeros_like(bank()["sources"]))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
 def test_an_empty_batch_is_served_forward_and_backward():
