@@ -346,17 +346,24 @@ def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(op)
     def call(*args, **kwargs):
         args, kwargs = vary_alike((args, kwargs))
-        try:
+        with reverse_mode_alone(op.__name__):
             return op(*args, **kwargs)
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            raise TypeError(
-                f"{op.__name__} has derivatives in reverse mode only: jax.grad, jax.vjp and "
-                "jax.jacrev serve; jax.jvp, jax.jacfwd and jax.hessian do not"
-            ) from None
 
     return call
+
+
+@contextlib.contextmanager
+def reverse_mode_alone(name: str) -> Iterator[None]:
+    """Within, JAX's error about forward mode is one line about the function of this name."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"{name} has derivatives in reverse mode only: jax.grad, jax.vjp and "
+            "jax.jacrev serve; jax.jvp, jax.jacfwd and jax.hessian do not"
+        ) from None
 
 
 def vary_alike(given: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.platform import preferring
+from pallas_kernels.platform import preferring, reverse_mode_alone
 from rmt_tpu import config as cfg
 
 
@@ -40,11 +40,14 @@ def preferred(config: cfg.ModelConfig) -> Iterator[None]:
 
 
 def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a decoder and more, all of it within `preferred` of the decoder's config."""
+    """A function of a decoder and more, all of it within `preferred` of the decoder's config.
+
+    It says in a line that it has no derivatives in forward mode.
+    """
 
     @functools.wraps(function)
     def run(decoder: Any, *args: Any, **options: Any) -> Any:
-        with preferred(decoder.config):
+        with preferred(decoder.config), reverse_mode_alone(type(decoder).__name__):
             return function(decoder, *args, **options)
 
     return run

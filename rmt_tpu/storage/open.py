@@ -5,7 +5,7 @@ import os
 import re
 from types import ModuleType
 
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import UsageError, shown
 from rmt_tpu.storage.folder import Folder, Object
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
@@ -20,12 +20,16 @@ def open_folder(url: Location) -> Folder:
     A Folder is returned as it is.
 
     Raises:
-      UsageError: it is of another scheme, or no such bucket or path can be; or what `gs://` needs
-        is not installed or has no credentials.
+      UsageError: it is no text, is of another scheme, or no such bucket or path can be; or what
+        `gs://` needs is not installed or has no credentials.
     """
     if isinstance(url, Folder):
         return url
-    url = os.fspath(url)
+    given, url = url, os.fspath(url) if isinstance(url, str | os.PathLike) else None
+    if not isinstance(url, str):
+        raise UsageError(
+            f"{shown(given)} is no text; legal: a local path, or gs://bucket/path, as text"
+        )
     if url.startswith("gs://"):
         return _gcs(url).GcsFolder.open(url)
     if _SCHEME.match(url):

@@ -12,6 +12,7 @@ from flax import nnx
 import rmt_tpu
 from rmt_tpu import Decoder
 from rmt_tpu import config as cfg
+from rmt_tpu.errors import UsageError
 from tests import models
 from tests.closeness import assert_close
 
@@ -46,6 +47,19 @@ def test_tokens_are_integers_of_two_axes(tokens, error, message):
     for method in (Decoder.__call__, partial(inspect.unwrap(Decoder.decode), cache=None)):
         with pytest.raises(error, match=f"^tokens {message}"):
             inspect.unwrap(method)(decoder, tokens)
+
+
+@pytest.mark.parametrize("folder", [None, 3, b"runs/a"])
+def test_a_folder_is_given_as_text(folder, unannotated):
+    with pytest.raises(UsageError, match="^workdir=.* is no text; legal: a local path, or gs://"):
+        rmt_tpu.load(folder)
+
+
+def test_a_decoder_has_no_forward_mode():
+    graph, params = models.split(models.model("vector", remat="full"))
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(TypeError, match="^Decoder has derivatives in reverse mode only: jax.grad"):
+        jax.jvp(lambda params: nnx.merge(graph, params)(tokens), (params,), (params,))
 
 
 @pytest.mark.parametrize("kind", ["vector", "matrix"])
