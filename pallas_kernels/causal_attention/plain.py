@@ -5,6 +5,7 @@ for short sequences. Where all logits of a call are more than `online.LOGITS`, w
 block of `online` may have, that form takes its place: with 16 heads and one row past 1448 tokens.
 """
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +13,14 @@ from pallas_kernels.causal_attention import online, reference
 from pallas_kernels.causal_attention.interface import Attended, Attention, Part
 
 
-def chosen(rows: int, heads: int, queries: int, keys: int) -> ModuleType:
-    """The module that attends with so many queries to so many keys, of each row and head."""
-    return online if rows * heads * queries * keys > online.LOGITS else reference
+def chosen(*sizes: Any) -> ModuleType:
+    """The module that attends, by the numbers of rows, heads, queries and keys.
+
+    Sizes that `jax.export` knows by names alone cannot be cut into blocks: all logits are made.
+    """
+    if not all(isinstance(size, int) for size in sizes):
+        return reference
+    return online if math.prod(sizes) > online.LOGITS else reference
 
 
 def attention_forward(given: Attention, *, kv_heads: int, **options: Any) -> Any:
