@@ -37,7 +37,7 @@ def _key_vector(scale: Scale) -> Iterator[Case]:
 def _depth(scale: Scale) -> Iterator[Case]:
     if scale == "small":
         vectors = [(Depth(2, 3, 128), (1, 37)), (Depth(1, 4, 256), (2, 24))]
-        matrices = [(Depth(2, 3, 128), (1, 130), (8, 16)), (Depth(1, 2, 512), (2, 67), (16, 32))]
+        matrices = [(Depth(2, 3, 128), (1, 130), (8, 16)), (Depth(1, 2, 512), (2, 131), (16, 32))]
     else:
         vectors = [(shapes.OVER_BLOCKS, shapes.TOKENS), (Depth(8, 9, 1024), (5, 701))]
         matrices = [
@@ -64,7 +64,7 @@ def _attention(scale: Scale) -> Iterator[Case]:
             (Heads(1, 120), (1, 40), {}),
         ]
         after = [(Heads(2, 16), (1, 128), 128), (Heads(1, 16), (2, 37), 45)]
-        decode = [(Heads(2, 16), (1, 1), 128), (Heads(2, 16), (2, 3), 45)]
+        decode = [(Heads(2, 16), (1, 128), 128), (Heads(2, 16), (2, 3), 45)]
     else:
         whole = [
             (shapes.GPT2_405M, shapes.TOKENS, {}),

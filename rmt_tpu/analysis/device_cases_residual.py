@@ -17,6 +17,9 @@ Tokens = tuple[int, int]
 
 # Key-vector ops -------------------------------------------------------------------------------
 
+# Sums over all keys of what was rounded, of a store or its gradient.
+_CANCELS = frozenset({"retrieved", "first", "again", "undone", "d_data"})
+
 
 def site(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
@@ -37,7 +40,15 @@ def site(
     flops = (size.R + size.P) * _each(size, tokens)
     inputs = functools.partial(_site_inputs, size, tokens, dtype)
     words = _site_words(size, tokens, dtype)
-    return Case("store_norm_retrieve", words, function, inputs, flops, reference=reference)
+    return Case(
+        "store_norm_retrieve",
+        words,
+        function,
+        inputs,
+        flops,
+        reference=reference,
+        cancels=_CANCELS,
+    )
 
 
 def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> Case:
@@ -76,6 +87,7 @@ def norm_retrieve(
                 **given, **options, dtype=given["residual"].dtype
             )
         },
+        cancels=_CANCELS,
     )
 
 
@@ -107,6 +119,7 @@ def undo(
         3 * (R + P) * _each(size, tokens),
         gradients=False,
         exact={"rebuilt": "residual"},
+        cancels=_CANCELS,
     )
 
 
@@ -148,6 +161,7 @@ def again(
         (3 * size.R + 6 * size.P) * _each(size, tokens),
         gradients=False,
         exact={"rebuilt": "residual"},
+        cancels=_CANCELS,
     )
 
 
@@ -168,7 +182,15 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> Case:
 
     flops = (size.R + size.P) * _each(size, tokens)
     words = _site_words(size, tokens, dtype)
-    return Case("store_norm_retrieve_at", words, function, inputs, flops, gradients=False)
+    return Case(
+        "store_norm_retrieve_at",
+        words,
+        function,
+        inputs,
+        flops,
+        gradients=False,
+        cancels=_CANCELS,
+    )
 
 
 def _each(size: KeyVector, tokens: Tokens) -> int:

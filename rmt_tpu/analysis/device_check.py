@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 
 from pallas_kernels.compiler.measure import placed, seconds_of, wall_seconds
@@ -297,5 +298,5 @@ def _is_interpreted(jaxpr: Any) -> bool:
 def _primitives(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
         yield equation.primitive.name
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from _primitives(inner)

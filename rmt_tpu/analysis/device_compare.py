@@ -8,10 +8,11 @@ rounded on the way to it. Beside the largest error there is the root mean square
 of what is wanted, with a narrower bound: few errors of rounding are as large as they can be.
 
 Bounds follow from the dtype of the inputs and the length of a sum. An entry of bfloat16 is off by
-at most 2^-8 of itself when it is rounded. A result is rounded once, and up to three factors of it
-before: 4 * 2^-8 of a row, and 2 * 2^-8 of the root mean square. Float32 rounds by 2^-24, at each
-of the n terms of a sum to either side: 4 sqrt(n) 2^-24, and eight times as much for exponentials
-and for products that a device makes of several of bfloat16.
+at most 2^-8 of itself when it is rounded. A result is rounded once, and up to five factors of it
+before, some of millions of entries all to one side: 6 * 2^-8 of a row, and 2 * 2^-8 of the root
+mean square. Float32 rounds by 2^-24, at each of the n terms of a sum to either side: 4 sqrt(n)
+2^-24, and eight times as much for exponentials and for products that a device makes of several of
+bfloat16.
 """
 
 import math
@@ -25,7 +26,7 @@ from rmt_tpu.analysis.device_case import Arrays, Case
 
 # The unit roundoffs of bfloat16 and float32.
 _NARROW, _WIDE = 2.0**-8, 2.0**-24
-_OF_ROW, _OF_MEAN = 4.0, 2.0
+_OF_ROW, _OF_MEAN = 6.0, 2.0
 _FLOOR, _FLOOR_OF_CANCELLED = 1 / 16, 1 / 4
 _ROW = 16  # entries, at least
 _BLOCK = 2**22  # entries that are compared at a time

@@ -89,7 +89,7 @@ def test_what_is_no_number_and_other_shapes():
 def test_bounds_are_those_of_the_dtype_and_of_the_sum():
     narrow = {"x": jnp.zeros((8, 4), "bfloat16"), "k": jnp.zeros((4, 4), "float32")}
     wide = {"x": jnp.zeros((400, 16), "float32")}
-    assert bound(narrow) == (2.0**-6, 2.0**-7)
+    assert bound(narrow) == (6 * 2.0**-8, 2.0**-7)
     assert bound(narrow, wide=True).largest < 2.0**-12
     assert bound(wide).largest == 32 * 20 * 2.0**-24 == 2 * bound(wide).mean
 
