@@ -203,6 +203,10 @@ class Mla(Heads):
       rope_dim: of a part that queries and keys have beside (D_r), the keys' one for all heads.
       query_rank: of a latent for the queries; None makes them from what was read.
       positions: whether these parts are rotated ("rope").
+
+    The norms of both latents have the model's `norm_epsilon`, like all its norms. Those of
+    transformers' Kimi Linear and DeepSeek-V3 have 1e-6 whatever the others have, which makes a
+    difference for weights from there whose latents are small; the hub's form has no such model.
     """
 
     kind: ClassVar[str] = "mla"

@@ -39,6 +39,9 @@ class AdamW(Checked):
       learning_rate: the peak. Linear warmup over `warmup_fraction` of the steps, then a cosine
         down to `final_fraction` of the peak.
       weight_decay: multiplied by the learning rate, unless `independent_weight_decay`.
+      independent_weight_decay: whether each step takes the share `weight_decay` off a weight,
+        whatever the learning rate and its schedule are. In Wortsman et al. (2023) that share
+        follows the schedule, so that the last steps decay less.
       decay_exclude: roles of parameters that do not decay.
     """
 
