@@ -137,6 +137,21 @@ def test_scores_are_counted_where_they_are():
     assert np.abs(got - (want - want.mean())).max() < 1 / cfg.HISTOGRAM_BINS
 
 
+def test_quantiles_are_of_scores_above_that_of_the_first_expert_not_chosen():
+    core = cfg.Experts(6, 2, 5, balance=cfg.Quantiles())
+    graphdef, params = core_of(core)
+    scores = np.random.default_rng(0).uniform(size=(1, 40, 6)).astype(np.float32)
+
+    def told(seen):
+        made = nnx.merge(graphdef, params | {"seen": seen})
+        routing = made._routed(scores, jnp.asarray(scores))
+        return made._told(jnp.asarray(scores), jnp.asarray(scores), routing)
+
+    third = np.sort(scores, axis=-1)[..., -3:-2]
+    want = experts._histogram(jnp.asarray((scores - third).reshape(-1, 6)))
+    np.testing.assert_array_equal(jax.grad(told)(params["seen"]), want)
+
+
 def test_the_loss_of_balance_is_one_where_loads_are_even():
     graphdef, params = core_of(cfg.Experts(6, 2, 5, balance=cfg.BalanceLoss(0.5)))
     x = tokens()
