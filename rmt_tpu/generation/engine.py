@@ -5,7 +5,7 @@ prompt is read by itself, in one pass, and then put into the slot. Programs are 
 that double, and for nothing else: lengths, how tokens are chosen, and what has ended are numbers.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -74,7 +74,8 @@ class Engine:
       part: tokens of a prompt that are read at a time.
 
     Raises:
-      MeshError: the slots do not divide over the devices that rows are divided over.
+      MeshError: the slots do not divide over the devices that rows are divided over, or these are
+        of several processes.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Engine:
         part: int = PART,
     ):
         if (mesh := mesh_of(decoder)) is not None:
+            _check_own({device.process_index for device in mesh.devices.flat}, mesh.shape)
             decoder = repeat_key_heads(decoder, mesh)
         check_slots("slots", slots, mesh)
         lay_out(decoder, slots)
@@ -300,6 +302,21 @@ class Engine:
 def bucket(tokens: int) -> int:
     """The least size of a program for so many tokens."""
     return max(_LEAST, 1 << (tokens - 1).bit_length())
+
+
+def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
+    """Raises MeshError if rows lie on devices of other processes, where nobody here reads them.
+
+    Args:
+      processes: whose devices a mesh has.
+      sizes: of its axes.
+    """
+    rows = sharding.CACHE_RULES["batch"]
+    if (count := len(processes)) > 1 and any(sizes[axis] > 1 for axis in rows):
+        raise sharding.MeshError(
+            f"{' and '.join(rows)} divide texts over devices of {count} processes; legal: devices "
+            "of one process, or other axes"
+        )
 
 
 def check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:

@@ -1,5 +1,8 @@
 """Requests that come and go while others run, and what an engine tells of their tokens."""
 
+import sys
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from rmt_tpu.data import Batch, ByteTokenizer
 from rmt_tpu.generation import RANKS, Engine, Request, Sampling, programs
 from rmt_tpu.generation.programs import Model
 from rmt_tpu.training.step import batch_loss
+from sharding import MeshError
 from tests import models
 
 
@@ -78,6 +82,15 @@ def test_requests_that_end_at_once_do_not_keep_the_others_waiting(two):
     order = [said.number for _ in range(9) for said in two.step()]
     assert order[:2] == [long, short[0]] and order[2] == long
     assert order[3:6] == [*short[1:3], long]
+
+
+def test_rows_on_devices_of_other_processes_are_refused(decoder, monkeypatch):
+    """Nobody reads them there, and jax's own error is about that."""
+    theirs = np.array([SimpleNamespace(process_index=n) for n in (0, 0, 1)])
+    mesh = SimpleNamespace(devices=theirs, shape={"data": 3, "fsdp": 1})
+    monkeypatch.setattr(sys.modules[Engine.__module__], "mesh_of", lambda decoder: mesh)
+    with pytest.raises(MeshError, match="texts over devices of 2 processes; legal: devices of one"):
+        Engine(decoder, 256)
 
 
 def test_what_goes_wrong_is_gone(two, monkeypatch):
