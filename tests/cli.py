@@ -228,6 +228,36 @@ def start(
     return Process(_command(recipe, flags, env, devices, first, leads), stderr)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(count: int, *flags: str, devices: int = 8, first: tuple[str, ...] = ()):
+    """Trains with `count` processes, of so many devices in all: return codes, outputs, errors."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    processes = [
+        start(
+            "train",
+            *flags,
+            f"--coordinator={coordinator}",
+            f"--num_processes={count}",
+            f"--process_id={number}",
+            f"--distributed_timeout={TIMEOUT // 2}",
+            first=dict(enumerate(first)).get(number, ""),
+            devices=devices // count,
+        )
+        for number in range(count)
+    ]
+    try:
+        ends = [process.communicate() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, *end) for p, end in zip(processes, ends, strict=True)]
+
+
 def run(
     recipe: str,
     *flags: str,

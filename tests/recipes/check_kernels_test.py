@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests import cli
-from tests.recipes.distributed_test import launch
 
 # A device with one kernel, which differs in one of the processes; what it takes plain is told.
 DEVICE = """
@@ -38,7 +37,7 @@ def test_two_processes_decide_the_same_and_a_resumed_run_keeps_it(tmp_path):
         first = tuple(
             DEVICE.format(cache=str(cache), off=o) for cache, o in zip(caches, off, strict=True)
         )
-        ended = launch(2, *flags, "--steps=2", devices=2, first=first)
+        ended = cli.launch(2, *flags, "--steps=2", devices=2, first=first)
         assert [code for code, _, _ in ended] == [0, 0], ended
         return [out + error for _, out, error in ended]
 

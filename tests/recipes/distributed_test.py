@@ -38,39 +38,9 @@ _Loop._step = _step
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 # Each with the number of its devices.
 SMALL, LARGE = ("--mesh=data=2", 2), ("--mesh=data=2,fsdp=4", 8)
 MESHES = [pytest.param(SMALL, id="data"), pytest.param(LARGE, id="fsdp")]
-
-
-def launch(count: int, *flags: str, devices: int = 8, first: tuple[str, ...] = ()):
-    """Return codes, outputs and errors of `count` processes with so many devices in all."""
-    coordinator = f"127.0.0.1:{free_port()}"
-    processes = [
-        cli.start(
-            "train",
-            *flags,
-            f"--coordinator={coordinator}",
-            f"--num_processes={count}",
-            f"--process_id={number}",
-            f"--distributed_timeout={cli.TIMEOUT // 2}",
-            first=dict(enumerate(first)).get(number, ""),
-            devices=devices // count,
-        )
-        for number in range(count)
-    ]
-    try:
-        ends = [process.communicate() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(p.returncode, *end) for p, end in zip(processes, ends, strict=True)]
 
 
 def numbers(workdir):
@@ -91,7 +61,7 @@ def two(mesh, tmp_path_factory):
     """A run of two processes with half of the devices each."""
     workdir = tmp_path_factory.mktemp("two")
     flag, devices = mesh
-    ends = launch(2, *TRAIN, flag, f"--workdir={workdir}", devices=devices)
+    ends = cli.launch(2, *TRAIN, flag, f"--workdir={workdir}", devices=devices)
     assert [code for code, *_ in ends] == [0, 0], ends
     return workdir, ends
 
@@ -105,7 +75,7 @@ def one(mesh, tmp_path_factory):
     """
     workdir = tmp_path_factory.mktemp("one")
     flag, devices = mesh
-    ((code, _, errors),) = launch(1, *TRAIN, flag, f"--workdir={workdir}", devices=devices)
+    ((code, _, errors),) = cli.launch(1, *TRAIN, flag, f"--workdir={workdir}", devices=devices)
     assert code == 0, errors
     return workdir
 
@@ -131,7 +101,7 @@ def test_of_a_complete_run_the_first_process_tells(trained, tmp_path):
     """Nothing is compiled for it; processes that train are left to the night."""
     copy = shutil.copytree(trained, tmp_path / "run")
     flags = ("--preset=rmt-tiny", *cli.TINY, *cli.SELDOM, SMALL[0], f"--workdir={copy}")
-    (first, output, progress), (second, other_output, _) = launch(2, *flags, devices=SMALL[1])
+    (first, output, progress), (second, other_output, _) = cli.launch(2, *flags, devices=SMALL[1])
     assert (first, second) == (0, 0), progress
     assert f"{copy} is complete at step {cli.STEPS}" in output + progress
     assert other_output == ""
@@ -167,15 +137,15 @@ def test_a_run_goes_from_two_processes_to_one_and_back(mesh, one, tmp_path):
     flag, devices = mesh
     flags = (*TRAIN, flag, f"--workdir={tmp_path}")
     # A signal that only one of them gets stops both, a step later, when both know of it.
-    ends = launch(2, *flags, devices=devices, first=("", STOP_IN_STEP.format(step=4)))
+    ends = cli.launch(2, *flags, devices=devices, first=("", STOP_IN_STEP.format(step=4)))
     assert [code for code, *_ in ends] == [0, 0], ends
     assert f"stopped at step 5, saved in {tmp_path}. To go on, on every host:" in ends[0][1]
     assert all("Traceback" not in errors for *_, errors in ends)
     assert (tmp_path / "checkpoints/5/COMMIT").exists()
     stop = STOP_IN_STEP.format(step=7)
-    ((code, _, errors),) = launch(1, *flags, devices=devices, first=(stop,))
+    ((code, _, errors),) = cli.launch(1, *flags, devices=devices, first=(stop,))
     assert code == 0 and f"resuming {tmp_path} from step 5" in errors, errors
-    ends = launch(2, *flags, devices=devices)
+    ends = cli.launch(2, *flags, devices=devices)
     assert [code for code, *_ in ends] == [0, 0], ends
     assert f"resuming {tmp_path} from step 7" in ends[0][2]
     assert numbers(tmp_path) == numbers(one)
@@ -187,7 +157,7 @@ def test_two_processes_go_back_to_an_older_checkpoint(mesh, two, tmp_path):
     copy = shutil.copytree(two[0], tmp_path / "run")
     flag, devices = mesh
     flags = (*TRAIN, flag, f"--workdir={copy}", "--from_step=3")
-    ends = launch(2, *flags, devices=devices)
+    ends = cli.launch(2, *flags, devices=devices)
     assert [code for code, *_ in ends] == [0, 0], ends
     (line,) = [line for line in ends[0][2].splitlines() if "going back" in line]
     assert line.endswith(
@@ -223,7 +193,7 @@ def test_processes_that_differ_end_in_one_line_each(flag, reason, tmp_path):
     flags = (*TRAIN, LARGE[0], f"--workdir={tmp_path}/run")
     impatient = "import rmt_tpu.training.workdir as w; w._SHARED_SECONDS = 0.1; "
     change = f"{impatient}sys.argv.append({flag.format(folder=tmp_path)!r})"
-    ends = launch(2, *flags, first=("", change))
+    ends = cli.launch(2, *flags, first=("", change))
     (first, _, told), (second, _, own) = ends
     assert second == 2 and first in (1, 2), ends
     last = own.splitlines()[-1]
@@ -239,7 +209,7 @@ def test_text_that_differs_is_noticed(tmp_path):
     """Under the same path: each host may have files of its own there."""
     change = "import rmt_tpu.data as d; all = d.documents; d.documents = lambda s: all(s) * 2"
     flags = (*TRAIN, LARGE[0], f"--workdir={tmp_path}")
-    (first, _, told), (second, _, own) = launch(2, *flags, first=("", change))
+    (first, _, told), (second, _, own) = cli.launch(2, *flags, first=("", change))
     assert (first, second) == (1, 2), told + own
     reason = f"--data={cli.TEXT} gives other tokens on process 1 than on process 0"
     assert f"error: process 1: {reason}" in told and f"error: {reason}" in own
@@ -300,7 +270,7 @@ SHORT, LONG = 3.0, 300.0
 
 def outcomes(*calls: tuple, timeout: float = LONG) -> list[str]:
     """The same for processes that call at the same time: (count, id), maybe versions, tables."""
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{cli.free_port()}"
     found: list[str] = [""] * len(calls)
 
     def call(number: int, count: int, process: int, *own) -> None:
@@ -380,7 +350,7 @@ def test_a_taken_port_and_a_stranger():
 
 def test_a_process_that_comes_again_counts_once():
     """One that gave up, or was restarted while the others wait, leaves its place."""
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{cli.free_port()}"
     found: list[str] = []
     first = threading.Thread(target=lambda: found.append(outcome(Member(coordinator, 3, 0), LONG)))
     first.start()
@@ -429,7 +399,7 @@ def test_slurm_says_which_process_this_is(monkeypatch):
 
 def test_usage_and_missing_processes_from_the_command_line(tmp_path):
     flags = (*TRAIN, LARGE[0], f"--workdir={tmp_path}")
-    where = (f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2")
+    where = (f"--coordinator=127.0.0.1:{cli.free_port()}", "--num_processes=2")
     line = cli.fail("train", *flags, *where)
     assert "--process_id must be given" in line
     line = cli.fail("train", *flags, *where, "--process_id=2")
