@@ -248,7 +248,7 @@ def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
         with jax.enable_x64(False):
             results = kernel(*args, **options)
         varies = varies_in(args)
-        return jax.tree.map(lambda x: _varying(x, varies), results) if varies else results
+        return jax.tree.map(lambda x: varying(x, varies), results) if varies else results
 
     return call
 
@@ -379,12 +379,13 @@ def vary_alike(given: Any) -> Any:
     def vary(x: Any) -> Any:
         if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return _varying(x, varies)
+        return varying(x, varies)
 
     return jax.tree.map(vary, given)
 
 
-def _varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The array, varying over these mesh axes too."""
     missing = tuple(sorted(axes - varies_in(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 

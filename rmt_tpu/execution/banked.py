@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 import sharding
 from pallas_kernels import Slot
 from pallas_kernels.call import LANES
+from pallas_kernels.platform import vary_alike
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
@@ -126,7 +127,8 @@ def run_layers(
     def forward(of_stacks, first, context, caches, *, keep=False):
         bank = jax.lax.empty((num_rows, *first.shape), first.dtype)
         aux = no_aux(decoder.config, y.dtype)
-        carry, new, kept = (stacks.put(bank, first, 0), jnp.zeros_like(first), aux), [], []
+        carry = (stacks.put(bank, first, 0), jnp.zeros_like(first), aux)
+        (carry, _), new, kept = vary_alike((carry, of_stacks)), [], []
         for run, of_stack, of_cores in zip(runs, of_stacks, caches, strict=True):
             carry, of_cores, sums = run.forward(of_stack, carry, context, of_cores, keep=keep)
             new.append(of_cores)
@@ -156,7 +158,7 @@ def run_layers(
         return gradients, carry[0][0], None
 
     differentiable.defvjp(save, as_here(backward))
-    bank, aux = differentiable(of_stacks, first, context)
+    bank, aux = differentiable(*vary_alike((of_stacks, first)), context)
     return mixer.final(store, bank, decoder.final_site), None, aux
 
 
@@ -315,6 +317,7 @@ class Run:
             carry, whole = run(carry, 0, self.group, of_whole)
         else:
             groups = (jnp.arange(full), of_whole)
+            carry = vary_alike((of_whole, carry))[1]
             carry, whole = jax.lax.scan(scanned, carry, groups, reverse=reverse)
         if left and not reverse:
             start = full * self.group
@@ -370,7 +373,7 @@ class Run:
             return (rows, current, caches, kept, aux), None
 
         goes_on = carry[1] is not None
-        carry = (rows, current, caches, kept, aux)
+        carry = vary_alike((of_stack, (rows, current, caches, kept, aux)))[1]
         carry, of_cores = jax.lax.scan(run_layer, carry, jnp.arange(layers))
         rows, current, caches, kept, aux = carry
         bank = stacks.put_run(bank, current[None] if rows is None else rows, first_row)
@@ -455,6 +458,7 @@ class Run:
         if self.grouping.closed:
             ends = (None, d_rows[0])
         carry = (stacks.empty_like(prior), *ends, gradients, summed)
+        carry = vary_alike((of_stack, carry))[1]
         carry, _ = jax.lax.scan(undo_layer, carry, (jnp.arange(layers), of_cores), reverse=True)
         d_prior, d_rows, d_current, gradients, summed = carry
         if isinstance(first_row, int) and first_row == 0:
@@ -508,7 +512,8 @@ class Run:
             _, rows, after, _ = self._layer(Anew(self.store, context), *given)
             return (rows, after), current
 
-        return jax.lax.scan(run_layer, (rows, current), jnp.arange(layers))[1]
+        carry = vary_alike((of_stack, (rows, current)))[1]
+        return jax.lax.scan(run_layer, carry, jnp.arange(layers))[1]
 
 
 def _sites(scores: Float[Array, "layers period *scored"]) -> Float[Array, "sites *scored"]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from pallas_kernels.platform import preferring, reverse_mode_alone
+from pallas_kernels.platform import preferring, reverse_mode_alone, varies_in, varying
 from rmt_tpu import config as cfg
 
 
@@ -48,9 +49,21 @@ def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(decoder: Any, *args: Any, **options: Any) -> Any:
         with preferred(decoder.config), reverse_mode_alone(type(decoder).__name__):
-            return function(decoder, *args, **options)
+            return function(_varying(decoder, (args, options)), *args, **options)
 
     return run
+
+
+def _varying(decoder: Any, given: Any) -> Any:
+    """The decoder, within a `jax.shard_map` that checks it varying over a mesh as what it is given.
+
+    What loops carry, and gradients of one's own, then vary alike; JAX sums up those of parameters.
+    """
+    varies = varies_in(given)
+    if not varies:
+        return decoder
+    graph, params, others = nnx.split(decoder, nnx.Param, ...)
+    return nnx.merge(graph, jax.tree.map(lambda x: varying(x, varies), params), others)
 
 
 def as_here(backward: Callable[..., Any]) -> Callable[..., Any]:

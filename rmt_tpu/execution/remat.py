@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.platform import vary_alike
 from rmt_tpu import config as cfg
 from rmt_tpu.execution.kernels import as_here
 from rmt_tpu.layers import stacks
@@ -75,4 +76,4 @@ def scan_recomputed(
         return *carry, None
 
     run.defvjp(forward, as_here(backward))
-    return run(carry, scanned, shared, given)
+    return run(*vary_alike((carry, scanned, shared)), given)

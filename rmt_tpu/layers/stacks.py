@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.platform import vary_alike
+
 Index = Int[Array, ""] | int
 
 
@@ -50,6 +52,7 @@ def scan(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, scanned: Any, *, reverse: bool = False
 ) -> tuple[Any, Any]:
     """`jax.lax.scan`; of one slice without a loop, so that the carry may change its shape."""
+    carry, scanned = vary_alike((carry, scanned))
     if len(jax.tree.leaves(scanned)[0]) > 1:
         return jax.lax.scan(body, carry, scanned, reverse=reverse)
     carry, given = body(carry, jax.tree.map(lambda x: x[0], scanned))
