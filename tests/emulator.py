@@ -9,6 +9,7 @@ in which two cores race, or a kernel and a copy.
 whatever lay there.
 """
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -27,7 +28,11 @@ COUNTS = {"emulated": 0, "not known to the emulator": 0}
 
 
 def parameters(mode: str, cores: int = 1, seed: int | None = None) -> pltpu.InterpretParams:
+    known = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
+    # Newer jax ends the kernel at its first race, if it is not told to go on.
+    go_on = {"on_race": "warn"} if "on_race" in known else {}
     return pltpu.InterpretParams(
+        **go_on,
         detect_races=True,
         dma_execution_mode=mode,
         uninitialized_memory="nan",
