@@ -154,11 +154,13 @@ def build(kind, schedule, options):
 def own_part(kind, schedule, options, gradient, parameters, context):
     """What each device does: its share of the sums, and gradients added up over who shares them."""
     parameters = parameters._replace(chunks=jax.tree.map(lambda w: w[:, 0], parameters.chunks))
-    of_stages = build(kind, schedule, options)
+    options = dict(options)
+    within = options.pop("within", lambda run: run)
+    make = lambda: build(kind, schedule, options)
     if not gradient:
-        outputs, sums = of_stages.results(parameters, context)
+        outputs, sums = make().results(parameters, context)
         return jax.lax.psum((outputs, sums), ("stage", "data"))
-    run = lambda parameters: of_stages.objective(parameters, context, WEIGHTS)
+    run = within(lambda parameters: make().objective(parameters, context, WEIGHTS))
     value, gradients = jax.value_and_grad(run, has_aux=True)(parameters)
     chunks = jax.lax.psum(gradients.chunks, "data")
     value, rest = jax.lax.psum((value, gradients._replace(chunks=())), ("stage", "data"))
@@ -234,6 +236,10 @@ ALL = [
 )
 def test_loss_and_gradients_are_those_of_the_chunks_one_after_the_other(kind, sizes):
     check(kind, Schedule(*sizes))
+
+
+def test_within_a_checkpoint_of_ones_own():
+    check("banked", Schedule(2, 1, 2), within=jax.checkpoint)
 
 
 def bytes_sent(text, schedule, caching):
