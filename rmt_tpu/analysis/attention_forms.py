@@ -77,17 +77,9 @@ def _given(model: cfg.ModelConfig, core: cfg.Core, length: int, segments: bool) 
     """What attention would be given, of one row; None of another kind of core."""
     dtype = jnp.dtype("bfloat16" if model.compute_dtype == "auto" else model.compute_dtype)
     array = lambda heads, size: jax.ShapeDtypeStruct((1, length, heads, size), dtype)
+    if (softmax := core.softmax) is None:
+        return None
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
-    match core:
-        case cfg.Attention():
-            q, keys = array(core.num_heads, core.head_dim), array(core.kv_heads, core.head_dim)
-            kv = keys, keys
-        case cfg.Mla():
-            q = array(core.num_heads, core.query_dim)
-            kv = q, array(core.num_heads, core.head_dim)
-        case _:
-            return None
-    slopes = None
-    if isinstance(core.positions, cfg.Alibi):
-        slopes = jax.ShapeDtypeStruct((core.num_heads,), jnp.float32)
-    return Attention(q, 1.0, slopes, ids, kv)
+    slopes = jax.ShapeDtypeStruct((softmax.heads,), jnp.float32) if softmax.alibi else None
+    kv = (array(softmax.kv_heads, size) for size in (softmax.size, softmax.value_size))
+    return Attention(array(softmax.heads, softmax.size), 1.0, slopes, ids, tuple(kv))

@@ -25,6 +25,22 @@ class Port(NamedTuple):
 WHOLE = Port(whole=True)
 
 
+class Softmax(NamedTuple):
+    """A softmax over all earlier tokens, which kernels of attention may serve.
+
+    Attributes:
+      heads, kv_heads: of queries, and of keys and values.
+      size, value_size: entries of a query or key, and of a value.
+      alibi: whether logits fall with distance.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    value_size: int
+    alibi: bool = False
+
+
 class Computes(Checked):
     """What a core's config may say of it, beside its fields, ports and costs.
 
@@ -35,6 +51,11 @@ class Computes(Checked):
 
     aux: ClassVar[tuple[str, ...]] = ()
     by_ring: ClassVar[bool] = True
+
+    @property
+    def softmax(self) -> Softmax | None:
+        """The attention of a core that has one."""
+        return None
 
     def sharing_heads(self, devices: int) -> "Computes":
         """The same core, where so many devices have copies of heads of keys that they share."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Checked, LogDecay, Positive, Size
-from rmt_tpu.config.core import WHOLE, Computes, Heads, Port
+from rmt_tpu.config.core import WHOLE, Computes, Heads, Port, Softmax
 from rmt_tpu.config.experts import Experts
 from rmt_tpu.errors import UsageError
 
@@ -124,6 +124,12 @@ class Attention(Heads):
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
+    def softmax(self) -> Softmax:
+        """Over every earlier token."""
+        alibi = isinstance(self.positions, Alibi)
+        return Softmax(self.num_heads, self.kv_heads, self.head_dim, self.head_dim, alibi)
+
+    @property
     def reads(self) -> Port:
         """Queries, keys and values of every head."""
         heads = (self.num_heads, self.kv_heads, self.kv_heads)
@@ -233,6 +239,11 @@ class Mla(Heads):
     def query_dim(self) -> int:
         """Of a query, and of a key."""
         return self.head_dim + self.rope_dim
+
+    @property
+    def softmax(self) -> Softmax:
+        """Over every earlier token, with the keys and values that latents are expanded to."""
+        return Softmax(self.num_heads, self.num_heads, self.query_dim, self.head_dim)
 
     @property
     def reads(self) -> Port:

@@ -160,7 +160,10 @@ def test_compiles_for_each_gpu_without_spilling(dtype, target, tmp_path):
             {"matrices": np.zeros((2, 2, 5), np.float32)},
             r"matrices float32.2, 2, 5. do not fit rows float32.4, 3.: K and the dtype must",
         ),
-        ({"sizes": np.zeros(1, np.int32)}, "sizes is int32.1., and must be 2 integers, one for each"),
+        (
+            {"sizes": np.zeros(1, np.int32)},
+            "sizes is int32.1., and must be 2 integers, one for each",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_line(unannotated, changes, message):
