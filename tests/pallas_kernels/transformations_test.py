@@ -11,6 +11,12 @@ from jax.sharding import AxisType, PartitionSpec
 import pallas_kernels
 from tests.closeness import assert_close
 from tests.pallas_kernels.public_ops import CALLS
+from tests.tiers import later
+
+
+def wide(x):
+    """In float32 for bfloat16, which not every CPU multiplies."""
+    return jnp.asarray(x, jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype)
 
 
 def test_every_public_op_is_tested():
@@ -21,10 +27,10 @@ def test_every_public_op_is_tested():
 @pytest.mark.parametrize("op", CALLS)
 def test_kernels_where_64_bits_are_the_default(op):
     call = CALLS[op]
-    wide = lambda x: x.astype(np.int64) if x.dtype == np.int32 else x
+    long = lambda x: x.astype(np.int64) if x.dtype == np.int32 else x
     with jax.enable_x64(True):
         traced = jax.jit(lambda given: call.run("pallas", given)).trace(
-            {name: wide(x) for name, x in call.given.items()}
+            {name: long(x) for name, x in call.given.items()}
         )
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
         assert text.count("tpu_custom_call") == call.kernels
@@ -47,11 +53,42 @@ def test_where_a_shard_map_checks_what_varies(op):
     results = {name: specs[name] for name in floats} if call.gradients else divided
     run = jax.shard_map(of_a_device, mesh=mesh, in_specs=(specs,), out_specs=results)
     jax.eval_shape(run, call.given)
-    # Not every CPU multiplies bfloat16.
-    wide = lambda x: jnp.asarray(x, jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype)
     given = jax.tree.map(wide, call.given)
     wanted = jax.jit(lambda given: call.run(None, given))(given)
     jax.tree.map(lambda x, y: assert_close(x, y, 1e-5), jax.jit(run)(given), wanted)
+
+
+WITH_GRADIENTS = sorted(op for op, call in CALLS.items() if call.gradients)
+FIRST = ("causal_attention", "depth_attention_merge", "store_norm_retrieve")
+
+
+@pytest.mark.parametrize("op", [*FIRST, *later(*(op for op in WITH_GRADIENTS if op not in FIRST))])
+def test_gradients_within_a_checkpoint(op):
+    call = CALLS[op]
+    given = {name: wide(x) for name, x in call.given.items()}
+    floats = {n: x for n, x in given.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    loss = lambda floats: call.loss(None, given | floats)
+    within, alone = (jax.jit(jax.grad(f)) for f in (jax.checkpoint(loss), loss))
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), within(floats), alone(floats))
+
+
+# JAX has no vmap of a ragged product with matrices that are not mapped.
+MAPPED = sorted(CALLS.keys() - {*FIRST, "grouped_matmul"})
+
+
+@pytest.mark.parametrize("op", [*FIRST, *later(*MAPPED)])
+def test_plain_jax_over_one_more_axis(op):
+    """Each alone is what all together are."""
+    call = CALLS[op]
+    given = {name: wide(x) for name, x in call.given.items()}
+    turned = {n: x[::-1] if n in call.data else x for n, x in given.items()}
+    both = {n: jnp.stack([x, turned[n]]) if n in call.data else x for n, x in given.items()}
+    axes = {n: 0 if n in call.data else None for n in given}
+    run = lambda given: call.op(None, **given)
+    alone = jax.jit(run)
+    apart = jax.tree.map(lambda *x: jnp.stack(x), alone(given), alone(turned))
+    together = jax.jit(jax.vmap(run, in_axes=(axes,)))(both)
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-5), together, apart)
 
 
 def exported(op, *sizes):
