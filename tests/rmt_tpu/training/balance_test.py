@@ -17,6 +17,7 @@ ATTENTION = cfg.Attention(2, 4, cfg.Rope(), False)
 STEPS = 3  # odd: no choice can have risen as often as it fell, nor is the mean a whole number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("balance", "moves"), [(cfg.SignRule(rate=0.1), "load"), (cfg.Quantiles(), "seen")]
 )

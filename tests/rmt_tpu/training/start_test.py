@@ -20,6 +20,8 @@ from rmt_tpu.training.metrics import read_metrics
 from rmt_tpu.training.start import origin_of
 from tests import models
 
+pytestmark = pytest.mark.xdist_group("start")  # one worker makes the run that all begin with
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_device():
