@@ -70,7 +70,7 @@ def tpu_call(
         inputs, *others = refs[len(tables) :]
         kernel(dict(zip(tables, refs, strict=False)) | inputs, *others)
 
-    return pl.pallas_call(
+    call = pl.pallas_call(
         body,
         name=name,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -90,7 +90,50 @@ def tpu_call(
         ),
         cost_estimate=_cost(flops, moved, transcendentals, arrays, shapes),
         interpret=interpret,
-    )(*tables.values(), arrays)
+    )
+    # What is not in blocks has no axis of the grid that one more could be; nor what chooses them.
+    whole = lambda blocked: {k: spec.block_shape is None for k, (_, spec) in blocked.items()}
+    alone = [True] * len(tables), whole(inputs)
+    if any(whole(outputs).values()):
+        alone = jax.tree.map(lambda _: True, alone)
+    if not any(jax.tree.leaves(alone)):
+        return call(arrays)
+    mapped = _mapped(lambda tables, arrays: call(*tables, arrays), alone)
+    return mapped(list(tables.values()), arrays)
+
+
+def _mapped(run: Callable[..., Any], alone: Any) -> Callable[..., Any]:
+    """A kernel's call that `jax.vmap` maps by one more axis of the grid, or else by a loop.
+
+    Args:
+      run: the call.
+      alone: which arguments can only be mapped by a loop, in a tree as they are.
+    """
+
+    def narrow(*args: Any) -> Any:
+        # A map is traced again, and maybe where `jax_enable_x64` is on.
+        with jax.enable_x64(False):
+            return run(*args)
+
+    call = jax.custom_batching.custom_vmap(narrow)
+
+    @call.def_vmap
+    def rule(size: int, are_mapped: list, *args: Any) -> tuple[Any, Any]:
+        leaves, tree = jax.tree.flatten(args)
+        mapped = [i for i, is_mapped in enumerate(jax.tree.leaves(are_mapped)) if is_mapped]
+        if any(jax.tree.leaves(alone)[i] for i in mapped):
+
+            def one(given: dict[int, Array]) -> Any:
+                return call(*tree.unflatten([given.get(i, x) for i, x in enumerate(leaves)]))
+
+            results = jax.lax.map(one, {i: leaves[i] for i in mapped})
+        else:
+            axes = tree.unflatten([0 if i in mapped else None for i in range(len(leaves))])
+            together = jax.vmap(narrow, in_axes=axes, axis_size=size)
+            results = _mapped(together, alone)(*args)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
 
 
 def gpu_call(

@@ -9,9 +9,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import pallas_kernels
+from pallas_kernels.platform import interpreting
 from tests.closeness import assert_close
 from tests.pallas_kernels.public_ops import CALLS
 from tests.tiers import later
+from tests.tpu import place_on
 
 
 def wide(x):
@@ -73,7 +75,15 @@ def test_gradients_within_a_checkpoint(op):
 
 
 # JAX has no vmap of a ragged product with matrices that are not mapped.
-MAPPED = sorted(CALLS.keys() - {*FIRST, "grouped_matmul"})
+MAPPED_OPS = sorted(CALLS.keys() - {"grouped_matmul"})
+MAPPED = [op for op in MAPPED_OPS if op not in FIRST]
+
+
+def over_one_more_axis(call, given):
+    """The same twice with rows in another order; both in one, and the axes to map."""
+    turned = {n: x[::-1] if n in call.data else x for n, x in given.items()}
+    both = {n: jnp.stack([x, turned[n]]) if n in call.data else x for n, x in given.items()}
+    return turned, both, {n: 0 if n in call.data else None for n in given}
 
 
 @pytest.mark.parametrize("op", [*FIRST, *later(*MAPPED)])
@@ -81,14 +91,46 @@ def test_plain_jax_over_one_more_axis(op):
     """Each alone is what all together are."""
     call = CALLS[op]
     given = {name: wide(x) for name, x in call.given.items()}
-    turned = {n: x[::-1] if n in call.data else x for n, x in given.items()}
-    both = {n: jnp.stack([x, turned[n]]) if n in call.data else x for n, x in given.items()}
-    axes = {n: 0 if n in call.data else None for n in given}
+    turned, both, axes = over_one_more_axis(call, given)
     run = lambda given: call.op(None, **given)
     alone = jax.jit(run)
     apart = jax.tree.map(lambda *x: jnp.stack(x), alone(given), alone(turned))
     together = jax.jit(jax.vmap(run, in_axes=(axes,)))(both)
     jax.tree.map(lambda x, y: assert_close(x, y, 1e-5), together, apart)
+
+
+WITH_KERNELS = sorted(op for op in MAPPED_OPS if CALLS[op].kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", WITH_KERNELS)
+def test_kernels_over_one_more_axis(op):
+    """Results, or gradients, of interpreted kernels: each alone is what all together are."""
+    call = CALLS[op]
+    turned, both, axes = over_one_more_axis(call, call.given)
+    run = lambda given: call.run("pallas", given)
+    with interpreting():
+        alone = jax.jit(run)
+        apart = jax.tree.map(lambda *x: jnp.stack(x), alone(call.given), alone(turned))
+        with jax.enable_x64(True):
+            together = jax.jit(jax.vmap(jax.jit(run), in_axes=(axes,)))(both)
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-5), together, apart)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("op", WITH_KERNELS)
+def test_kernels_over_two_more_axes_compile_for_a_tpu(op):
+    call = CALLS[op]
+    place = place_on("v5e:2x2")
+    given = {
+        n: place(x.dtype, *((2, 3) if n in call.data else ()), *x.shape)
+        for n, x in call.given.items()
+    }
+    axes = {n: 0 if n in call.data else None for n in given}
+    one = lambda given: call.run("pallas", given)
+    run = jax.vmap(jax.vmap(one, in_axes=(axes,)), in_axes=(axes,))
+    text = jax.jit(run).lower(given).compile().as_text()
+    assert text.count("tpu_custom_call") >= call.kernels
 
 
 def exported(op, *sizes):
