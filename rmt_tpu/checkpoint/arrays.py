@@ -13,7 +13,6 @@ import numpy as np
 import tensorstore as ts
 
 from rmt_tpu import storage
-from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import faults
 
@@ -185,17 +184,14 @@ def _smallest_factor(size: int) -> int:
     return next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
 
 
-def own_blocks(source: Any) -> list[tuple[Any, Any]]:
-    """The distinct pieces of an array that this process writes, with the index of each.
+def index_of(slices: Sequence[slice], shape: Sequence[int]) -> Index:
+    """Slices of an array of such a shape as numbers."""
+    return tuple(i.indices(n)[:2] for i, n in zip(slices, shape, strict=True))
 
-    No piece is assembled from others, and each is written by one process alone.
-    """
-    shared = isinstance(source, jax.Array) and not source.is_fully_addressable
-    if not shared and not processes.is_first():  # every process has an array like it
-        return []
-    if not isinstance(source, jax.Array):
-        return [(..., source)]
-    return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]
+
+def slices_of(index: Index) -> tuple[slice, ...]:
+    """What `index_of` was given, with every start and stop."""
+    return tuple(slice(start, stop) for start, stop in index)
 
 
 def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]]:
@@ -211,7 +207,7 @@ def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]
     indices: dict[Index, list[jax.Device]] = {}
     of_device = leaf.sharding.addressable_devices_indices_map(tuple(leaf.shape))
     for device, index in of_device.items():
-        own = [i.indices(n)[:2] for i, n in zip(index, leaf.shape, strict=True)]
+        own = index_of(index, leaf.shape)
         indices.setdefault((*own, *whole[len(own) :]), []).append(device)
     return indices
 
@@ -291,7 +287,7 @@ def read(
     """
     plans = [(array, store, _Plan.of(leaves[array.name], array)) for array, store in stores]
     parts = (
-        (array, store[_slices(index)]) for array, store, plan in plans for index in plan.pieces
+        (array, store[slices_of(index)]) for array, store, plan in plans for index in plan.pieces
     )
     jobs = (
         (array, part.size * part.dtype.numpy_dtype.itemsize, partial(_Reading.start, part))
@@ -362,11 +358,7 @@ class _Plan(NamedTuple):
 
     def cut(self, host: np.ndarray, index: Index) -> np.ndarray:
         whole = host.reshape((*self.shape, *host.shape[self.stored_axes :]))
-        return whole[(*_slices(index[: len(self.shape)]), ...)]
-
-
-def _slices(index: Index) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in index)
+        return whole[(*slices_of(index[: len(self.shape)]), ...)]
 
 
 def open_arrays(

@@ -10,8 +10,9 @@ names: nothing reads it, and a later save deletes it. `rmt_tpu.storage` knows th
 checkpoints lie; nothing here does.
 
 In a run of several processes all of them call `save` and `restore`, with one root that all see.
-Each writes and reads the pieces of arrays that its own devices hold, and process 0 the rest: it
-creates the arrays, and commits once every process has written its pieces.
+Each reads the pieces of arrays that its own devices hold, and writes a share of them: what several
+hold is divided, so that each writes about as many bytes. Process 0 does the rest: it creates the
+arrays, and commits once every process has written its share.
 """
 
 import itertools

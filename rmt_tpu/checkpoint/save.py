@@ -1,12 +1,14 @@
 """How a checkpoint is written: a copy that the training loop need not wait for, then a protocol.
 
 The protocol has three parts, and every process comes to the end of each before any goes on: process
-0 makes the arrays, empty; every process writes the pieces that its own devices hold; process 0
+0 makes the arrays, empty; every process writes its share of what its own devices hold; process 0
 writes the manifest, and then COMMIT, if there is none.
 """
 
 import contextlib
+import itertools
 import json
+import math
 import threading
 import uuid
 from collections import deque
@@ -18,9 +20,10 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from rmt_tpu.checkpoint.arrays import StoredArray, in_flight, open_arrays, own_blocks
+from rmt_tpu.checkpoint.arrays import StoredArray, in_flight, index_of, open_arrays, slices_of
 from rmt_tpu.checkpoint.manifest import COMMIT_LIMIT, Commit
 from rmt_tpu.checkpoint.retention import delete_attempts
+from rmt_tpu.checkpoint.shares import Layout, parts_of
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError, one_line
 from rmt_tpu.storage import Fault, Folder, Unavailable
@@ -45,33 +48,116 @@ class Saved(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A piece of an array, and where it belongs."""
+    """A piece of an array, and where it belongs.
+
+    Attributes:
+      array: that it is of.
+      index: in the array, of what is to be written.
+      values: of the piece, which may have more than that.
+      within: what is to be written of `values`; Ellipsis if all of it is.
+    """
 
     array: StoredArray
     index: Any
     values: np.ndarray | np.generic | jax.Array
+    within: Any = ...
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are to be written."""
+        if self.within is ...:
+            return self.values.nbytes
+        return math.prod(s.stop - s.start for s in self.within) * self.values.dtype.itemsize
+
+    def cut(self) -> np.ndarray | np.generic | jax.Array:
+        """What is to be written: a view of memory of the host, a copy on another device."""
+        if self.within is ...:
+            return self.values
+        (device,) = self.values.devices()
+        if _is_host(device):
+            return np.asarray(self.values)[self.within]
+        starts = tuple(np.int32(s.start) for s in self.within)
+        return _slice(self.values, starts, tuple(s.stop - s.start for s in self.within))
+
+
+# One program for all parts of a size.
+_slice = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
 
 
 def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[Block]:
-    """The pieces of arrays that this process writes."""
-    return deque(Block(a, *piece) for a in arrays for piece in own_blocks(sources[a.name]))
+    """The pieces of arrays that this process writes.
+
+    No piece is assembled from others, and each is written by one process alone.
+    """
+    arrays = list(arrays)
+    shared = {
+        name: source.sharding
+        for name, source in sources.items()
+        if isinstance(source, jax.Array) and not source.is_fully_addressable
+    }
+    blocks = deque()
+    if processes.is_first():  # of the others, every process has an array like it
+        own = (array for array in arrays if array.name not in shared)
+        blocks += (Block(array, *piece) for array in own for piece in _pieces(sources[array.name]))
+    if shared:
+        layouts = tuple(
+            Layout(
+                tuple(array.shape),
+                tuple(array.chunk),
+                sources[array.name].dtype.itemsize,
+                shared.get(array.name),
+            )
+            for array in arrays
+        )
+        blocks += _shares(sources, arrays, layouts)
+    return blocks
+
+
+def _pieces(source: Any) -> list[tuple[Any, Any]]:
+    """The distinct pieces of an array that is wholly here, with the index of each."""
+    if not isinstance(source, jax.Array):
+        return [(..., source)]
+    return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]
+
+
+def _shares(
+    sources: dict[str, Any], arrays: list[StoredArray], layouts: tuple[Layout, ...]
+) -> Iterator[Block]:
+    """What this process writes of arrays that several processes hold."""
+    for position, parts in itertools.groupby(
+        parts_of(jax.process_index(), layouts), lambda part: part.array
+    ):
+        array = arrays[position]
+        shards = sources[array.name].addressable_shards
+        held = {index_of(s.index, array.shape): s for s in reversed(shards)}
+        for part in parts:
+            within: Any = ...
+            if part.index != part.piece:
+                starts = (start for start, _ in part.piece)
+                within = tuple(
+                    slice(start - first, stop - first)
+                    for (start, stop), first in zip(part.index, starts, strict=True)
+                )
+            yield Block(array, slices_of(part.index), held[part.piece].data, within)
 
 
 def snapshot(blocks: Iterable[Block]) -> deque[Block]:
     """The same, as they are now: what they are taken from may be donated or overwritten at once."""
-    return deque(block._replace(values=_held(block.values)) for block in blocks)
+    return deque(block._replace(values=_held(block), within=...) for block in blocks)
 
 
-def _held(values: Any) -> np.ndarray | jax.Array:
-    if not isinstance(values, jax.Array):
-        return np.array(values)
-    (device,) = values.devices()
+def _held(block: Block) -> np.ndarray | jax.Array:
+    if not isinstance(block.values, jax.Array):
+        return np.array(block.values)
+    (device,) = block.values.devices()
     if _is_host(device):
         # No copy: XLA does not give away a buffer that numpy looks at.
-        return np.asarray(values)
+        return np.asarray(block.cut())
     # Begins to copy and returns; what is donated now is overwritten after it was read.
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    return jax.device_put(values, pinned, may_alias=False)
+    held = jax.device_put(block.cut(), pinned, may_alias=False)
+    # A part takes memory of the device until it is copied: that of one part at a time.
+    return held if block.within is ... else jax.block_until_ready(held)
 
 
 def _is_host(device: jax.Device) -> bool:
@@ -158,12 +244,12 @@ class Attempt(NamedTuple):
     def _write(self, stores: dict[str, ts.TensorStore]) -> None:
         def jobs():
             while self.blocks:
-                array, index, values = self.blocks.popleft()
-                part = stores[array.name][index]
-                write = lambda part=part, values=values: part.write(
-                    np.asarray(values), can_reference_source_data_indefinitely=True
+                block = self.blocks.popleft()
+                part = stores[block.array.name][block.index]
+                write = lambda part=part, block=block: part.write(
+                    np.asarray(block.cut()), can_reference_source_data_indefinitely=True
                 )
-                yield array, values.nbytes, write
+                yield block.array, block.num_bytes, write
 
         deque(in_flight(jobs()), maxlen=0)  # runs them all and keeps no result
 

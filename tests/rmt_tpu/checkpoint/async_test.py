@@ -283,6 +283,7 @@ MEMBER = """
 import sys, time
 from pathlib import Path
 import jax, numpy as np
+from rmt_tpu.checkpoint import arrays as checkpoint_arrays
 from rmt_tpu.checkpoint import save as checkpoint_save
 from rmt_tpu.distributed import processes
 from rmt_tpu.checkpoint import Checkpointer
@@ -355,6 +356,35 @@ processes.exchange("", "the end")
 print(saver.steps())
 """
 
+EVEN = """
+checkpoint_arrays.CHUNK_BYTES = 2**16
+copies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+rows, columns = np.ogrid[:1024, :256]
+numbers = {"embedding": rows + columns / 512, "head": columns - rows / 2048, "bias": rows * 1.0}
+tree = {
+    name: jax.make_array_from_callback(x.shape, copies, lambda i, x=x: x[i].astype(np.float32))
+    for name, x in numbers.items()
+}
+def written():
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["wchar"])
+def count(usual, attempt, stores):
+    before = written()
+    usual(attempt, stores)
+    print(written() - before)
+patch("_write", count)
+saver = Checkpointer(root)
+saver.save(1, tree, {})
+saver.begin_save(2, tree, {})
+saver.wait()
+for step in (1, 2):
+    restored = saver.restore(tree, step)[1]
+    for name, x in numbers.items():
+        for shard in restored[name].addressable_shards:
+            np.testing.assert_array_equal(shard.data, x.astype(np.float32))
+processes.finish()
+"""
+
 
 def run_two(code: str, root: str) -> list[str]:
     """What each of two processes with four devices prints."""
@@ -398,6 +428,14 @@ def test_processes_save_while_their_main_threads_agree_on_other_things(root):
     assert [told(output) for output in outputs] == [["4", failed, "6"]] * 2
     assert Checkpointer(root).steps() == [3, 4, 6]
     assert not list(Path(root).glob("5/*"))
+
+
+@pytest.mark.slow
+def test_of_copies_that_all_hold_each_process_writes_its_half(root):
+    total = 2 * 1024 * 256 * 4 + 1024 * 4
+    for sizes in zip(*(map(int, told(output)) for output in run_two(EVEN, root)), strict=True):
+        assert total <= sum(sizes) < 1.1 * total
+        assert max(sizes) < 1.1 * min(sizes)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 import threading
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from flax import nnx
 
 from rmt_tpu.checkpoint import Checkpointer, checkpointer
 from rmt_tpu.checkpoint import arrays as checkpoint_arrays
-from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError, UsageError
 from tests.rmt_tpu.checkpoint.checkpoints import (
     array_of_w,
@@ -406,17 +404,6 @@ def test_chunks_are_the_shards_and_no_larger_than_the_limit(monkeypatch):
     monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 30)
     rows = jax.device_put(jnp.zeros((16, 9)), sharded(mesh(8), "x"))
     assert checkpoint_arrays.chunk_shape(rows) == (1, 3)
-
-
-def test_a_process_writes_its_shards_of_what_several_hold(monkeypatch):
-    array = jax.device_put(jnp.arange(8.0), sharded(mesh(2, 2), "x"))
-    shards = {"is_fully_addressable": False, "addressable_shards": array.addressable_shards}
-    spread = mock.Mock(spec=jax.Array, **shards)
-    blocks = checkpoint_arrays.own_blocks
-    for first in (True, False):
-        monkeypatch.setattr(processes, "is_first", lambda first=first: first)
-        assert [index for index, _ in blocks(spread)] == [(slice(0, 4),), (slice(4, 8),)]
-        assert [len(blocks(each)) for each in (array, np.ones(2))] == ([2, 1] if first else [0, 0])
 
 
 def test_no_more_bytes_are_under_way_than_allowed(monkeypatch):

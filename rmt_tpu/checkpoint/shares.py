@@ -1,0 +1,148 @@
+"""Which process writes which part of a checkpoint, so that each writes about as many bytes.
+
+Where processes hold copies of the same numbers, one of them writes them. Which one follows from
+how the arrays are laid out over devices alone, so every process finds the same answer by itself.
+"""
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax
+
+from rmt_tpu.checkpoint.arrays import Index, index_of
+
+# A copy with more than this part of a mean share is split, for then no process has much more than
+# the mean. Most copies stay whole, because a part must be cut out on the device that has it.
+_COARSE = 1 / 4
+
+
+class Layout(NamedTuple):
+    """How an array is laid out, in the store and over devices.
+
+    Attributes:
+      shape: of the array.
+      chunk: the shape of its chunks in the store, of which each device's piece has whole ones.
+      item_bytes: of one number.
+      sharding: over devices; None if each process has an array of its own, and the first writes it.
+    """
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    item_bytes: int
+    sharding: jax.sharding.Sharding | None
+
+
+class Part(NamedTuple):
+    """What one process alone writes of an array.
+
+    Attributes:
+      array: its position among the layouts.
+      piece: what a device holds of it, in the array's own coordinates.
+      index: the part of the piece that is to be written, in the array's own coordinates.
+    """
+
+    array: int
+    piece: Index
+    index: Index
+
+
+@lru_cache(maxsize=4)  # a run saves the same arrays again and again
+def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
+    """The parts that a process writes, in the order of the arrays.
+
+    Over all processes they are every number of every array that has a sharding, each once.
+
+    Args:
+      process: its number, as devices tell it.
+      layouts: of all arrays.
+    """
+    reached = _reached(process, layouts)
+    own: list[Part] = []
+    copies: list[tuple[int, tuple[int, ...], Part]] = []
+    written: Counter[int] = Counter()  # bytes, by process
+    for position, layout in enumerate(layouts):
+        if layout.sharding is None:
+            written[0] += math.prod(layout.shape) * layout.item_bytes
+            continue
+        for holders, pieces in _holders(layout.sharding, layout.shape).items():
+            if holders[0] not in reached:
+                continue
+            parts = [Part(position, piece, piece) for piece in pieces]
+            sizes = [_bytes(part, layouts) for part in parts]
+            if len(holders) > 1:
+                copies += [(n, holders, part) for n, part in zip(sizes, parts, strict=True)]
+                continue
+            written[holders[0]] += sum(sizes)
+            if holders[0] == process:
+                own += parts
+    total = sum(written[p] for p in reached) + sum(size for size, _, _ in copies)
+    too_much = _COARSE * total / len(reached)
+    shared = [
+        (_bytes(part, layouts), holders, part)
+        for size, holders, copy in copies
+        for part in (_chunks(copy, layouts[copy.array].chunk) if size > too_much else [copy])
+    ]
+    # What many could write comes last, and levels what only a few could.
+    shared.sort(key=lambda each: (len(each[1]), -each[0]))
+    idlest: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for size, holders, part in shared:
+        heap = idlest.setdefault(holders, [(0, holder) for holder in holders])
+        # A process may have been given more since, by another heap.
+        while heap[0][0] != (now := written[heap[0][1]]):
+            heapq.heapreplace(heap, (now, heap[0][1]))
+        owner = heap[0][1]
+        written[owner] += size
+        if owner == process:
+            own.append(part)
+    return tuple(sorted(own))
+
+
+def _bytes(part: Part, layouts: tuple[Layout, ...]) -> int:
+    return math.prod(stop - start for start, stop in part.index) * layouts[part.array].item_bytes
+
+
+def _reached(process: int, layouts: tuple[Layout, ...]) -> set[int]:
+    """The processes whose shares that of `process` depends on: those with copies, and their like.
+
+    On a large mesh they are few of all.
+    """
+    groups = {
+        holders
+        for layout in layouts
+        if layout.sharding is not None
+        for holders in _holders(layout.sharding, layout.shape)
+    }
+    reached, near = set(), {process}
+    while near:
+        reached |= near
+        near = {p for holders in groups if not reached.isdisjoint(holders) for p in holders}
+        near -= reached
+    return reached
+
+
+@lru_cache(maxsize=1024)
+def _holders(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> dict[tuple[int, ...], list[Index]]:
+    """The distinct pieces of an array, by the processes that hold them."""
+    found: dict[Index, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        found.setdefault(index_of(index, shape), set()).add(device.process_index)
+    groups: dict[tuple[int, ...], list[Index]] = {}
+    for piece, holders in sorted(found.items()):
+        groups.setdefault(tuple(sorted(holders)), []).append(piece)
+    return groups
+
+
+def _chunks(copy: Part, chunk: tuple[int, ...]) -> Iterator[Part]:
+    """Every chunk of a piece."""
+    axes = [
+        [(at, min(at + step, stop)) for at in range(start, stop, step)]
+        for (start, stop), step in zip(copy.index, chunk, strict=True)
+    ]
+    return (copy._replace(index=index) for index in itertools.product(*axes))
