@@ -1,5 +1,6 @@
 """Folders of the hub's form: the published equations on their tensors, in and out, bit for bit."""
 
+import dataclasses
 import json
 
 import jax
@@ -13,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import rmt_tpu
 from rmt_tpu import config as cfg
+from rmt_tpu.config import overrides
+from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.data import ByteTokenizer, load_saved, load_tokenizer
 from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import ArgumentError, RunError, UsageError
@@ -20,8 +23,9 @@ from rmt_tpu.hub import weights
 from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import Description, describe, is_hub, model_of, values_of
 from rmt_tpu.hub.tokens import tokenizer_of
-from rmt_tpu.training.workdir import identity
-from tests import models
+from rmt_tpu.training import trainer
+from rmt_tpu.training.workdir import identity, load_step
+from tests import cli, models
 from tests.tiers import later
 
 KINDS = {
@@ -30,6 +34,9 @@ KINDS = {
     "qwen3": {"query_key_norm": True},
     "no groups": {"num_kv_heads": 4},
 }
+
+# More tokens than a ByteTokenizer has, as where a vocabulary is rounded up for the hardware.
+PADDED = 264
 
 
 def model(kind="llama", **changes):
@@ -108,7 +115,7 @@ def llama(tensors, config, tokens):
 
 @pytest.mark.parametrize("kind", ["qwen3", *later("llama", "qwen2", "no groups")])
 def test_the_published_equations_on_its_tensors(kind, tmp_path):
-    decoder = made(model(kind))
+    decoder = made(model(kind, vocab_size=PADDED))
     export(decoder, ByteTokenizer(), tmp_path / "hub", max_length=64)
     tensors = load_file(tmp_path / "hub/model.safetensors")
     config = json.loads((tmp_path / "hub/config.json").read_text())
@@ -120,7 +127,7 @@ def test_the_published_equations_on_its_tensors(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_out_and_in_is_the_same_bit_for_bit(kind, tmp_path, monkeypatch):
-    decoder = made(model(kind))
+    decoder = made(model(kind, vocab_size=PADDED))
     export(decoder, ByteTokenizer(), tmp_path / "one", max_length=64)
     monkeypatch.setattr(weights, "_SHARD", 9000)  # bytes
     export(decoder, ByteTokenizer(), tmp_path / "shards", max_length=64)
@@ -135,6 +142,40 @@ def test_out_and_in_is_the_same_bit_for_bit(kind, tmp_path, monkeypatch):
     same(placed, decoder)
     w_1 = placed.stacks[0][1].core.w_1[...]
     assert w_1.addressable_shards[0].data.size == w_1.size // 4
+
+
+@pytest.mark.slow
+def test_what_was_trained_on_from_a_folder_goes_out_again(tmp_path):
+    """Though the vocabulary is padded beyond the tokenizer's, and the run is on a mesh."""
+    padded = model("qwen3", vocab_size=PADDED)
+    export(made(padded), ByteTokenizer(), tmp_path / "hub", max_length=64)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 20)
+    config = overrides.apply(
+        dataclasses.replace(preset_run("llama-tiny"), model=describe(tmp_path / "hub").model),
+        {
+            "data.source": str(tmp_path / "text.txt"),
+            "data.seq_len": 16,
+            "train.init_from": str(tmp_path / "hub"),
+            "train.steps": 2,
+            "train.batch_size": 8,
+            "train.sample_tokens": 0,
+            "train.eval_batches": 1,
+            "train.mesh": "data=4,fsdp=2",
+        },
+    )
+    trainer.train(config, tmp_path / "run", label="run")
+    trained = load_step(tmp_path / "run")
+    begun = parameters(made(padded))["embedding"]["tokens"]
+    assert (parameters(trained.decoder)["embedding"]["tokens"] != begun).any()
+    cli.succeed("export", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}")
+    again, tokenizer = rmt_tpu.load(tmp_path / "out")
+    same(again, trained.decoder)
+    assert (again.config.vocab_size, tokenizer.vocab_size) == (PADDED, 257)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    tensors, tokens = load_file(tmp_path / "out/model.safetensors"), np.array([256, 5, 99, 200])
+    assert written["vocab_size"] == PADDED == len(tensors["model.embed_tokens.weight"])
+    found = jax.jit(lambda tokens: trained.decoder(tokens))(jnp.array(tokens)[None])[0]
+    np.testing.assert_allclose(found, llama(tensors, written, tokens), atol=1e-5)
 
 
 def test_narrow_tensors_and_tied_embeddings(folder, tmp_path):
