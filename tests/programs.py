@@ -36,3 +36,20 @@ def not_kept() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """Programs are kept in a folder of one's own, whatever is set."""
+    import jax
+
+    kept, keeps = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    with not_kept():  # so that the folder is asked for anew
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_enable_compilation_cache", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", keeps)
+        with not_kept():
+            jax.config.update("jax_compilation_cache_dir", kept)

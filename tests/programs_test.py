@@ -12,15 +12,8 @@ from tests import programs
 @pytest.fixture
 def kept(tmp_path):
     """The folder of programs, new."""
-    kept_in = jax.config.jax_compilation_cache_dir
-    keeps = jax.config.jax_enable_compilation_cache  # Bazel's tests keep none
-    with programs.not_kept():  # so that the folder is asked for anew
-        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    jax.config.update("jax_enable_compilation_cache", True)
-    yield tmp_path
-    jax.config.update("jax_enable_compilation_cache", keeps)
-    with programs.not_kept():
-        jax.config.update("jax_compilation_cache_dir", kept_in)
+    with programs.kept_in(tmp_path):  # Bazel's tests keep none else
+        yield tmp_path
 
 
 X = np.arange(4.0, dtype=np.float32)

@@ -1,7 +1,11 @@
 """recipes.serve as a process of its own, and the official client of what it speaks."""
 
 import concurrent.futures
+import json
+import subprocess
+import sys
 import time
+import urllib.request
 
 import pytest
 
@@ -126,3 +130,59 @@ def test_a_signal_drains(serving, client):
     assert output == f"{url}\n" and "Traceback" not in errors
     with pytest.raises(openai.APIConnectionError):
         client.models.list()
+
+
+# Reads or makes a program: JAX tells of each, and of those that were kept.
+COUNTING = """
+import atexit, json, runpy, sys
+from jax import monitoring
+
+counts = {"/jax/core/compile/backend_compile_duration": 0, "/jax/compilation_cache/cache_hits": 0}
+
+def count(event, *values, **more):
+    if event in counts:
+        counts[event] += 1
+
+monitoring.register_event_listener(count)
+monitoring.register_event_duration_secs_listener(count)
+atexit.register(lambda: print(json.dumps([*counts.values()])))
+runpy.run_module("recipes.serve", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing(trained, tmp_path):
+    """In interpreters of their own, which hash texts otherwise; with the settings of the guide."""
+    first, second = (start_and_ask(trained, tmp_path, seed) for seed in "12")
+    made, kept = first[0]
+    assert made > 10 and kept == 0
+    assert second == ([made, made], first[1])
+
+
+def start_and_ask(workdir, programs, seed: str) -> tuple[list[int], str]:
+    """How many programs a server had, how many of them were kept, and what it answered."""
+    environment = cli.environment() | {
+        "JAX_COMPILATION_CACHE_DIR": str(programs),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONHASHSEED": seed,
+    }
+    del environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"]
+    flags = [f"--workdir={workdir}", "--name=tiny", "--port=0", "--slots=2", "--compile_first"]
+    command = [sys.executable, "-c", COUNTING, *flags, "--max_length=64"]
+    process = subprocess.Popen(
+        command, cwd=cli.ROOT, env=environment, stdout=subprocess.PIPE, encoding="utf-8"
+    )
+    try:
+        url = process.stdout.readline().strip()
+        body = {"model": "tiny", "prompt": "the quick ", "max_tokens": 20, "seed": 3}
+        asked = urllib.request.Request(
+            f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=cli.TIMEOUT) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+        process.terminate()
+        output, _ = process.communicate(timeout=cli.TIMEOUT)
+    finally:
+        process.kill()
+        process.wait()
+    return json.loads(output), text

@@ -1,5 +1,6 @@
 """Requests that come and go while others run, and what an engine tells of their tokens."""
 
+import contextlib
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from rmt_tpu.generation.programs import Model
 from rmt_tpu.training.step import batch_loss
 from sharding import MeshError
 from tests import models
+from tests.programs import kept_in
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +162,26 @@ def test_the_likeliest_tokens_and_the_scores_of_a_prompt(decoder, two):
     for row, of_place in zip(logs, likeliest, strict=True):
         assert list(of_place) == np.argsort(-row)[:RANKS].tolist()
         np.testing.assert_allclose(list(of_place.values()), -np.sort(-row)[:RANKS], atol=1e-4)
+
+
+def test_what_is_kept_of_programs_is_all_that_a_next_start_needs(decoder, tmp_path):
+    """Nothing in a program is of one process or engine alone, for which it would be made anew."""
+    made_or_read = "/jax/core/compile/backend_compile_duration"
+    read = "/jax/compilation_cache/cache_hits"
+    told = []
+    listen = lambda event, *values, **more: told.append(event)
+    jax.monitoring.register_event_listener(listen)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    counts = []
+    # The tests' own folder, where there is one, for it has them from earlier runs.
+    keeps = jax.config.jax_enable_compilation_cache
+    with contextlib.nullcontext() if keeps else kept_in(tmp_path):
+        for _ in range(2):
+            jax.clear_caches()  # as in a process that begins
+            told.clear()
+            Engine(decoder, ByteTokenizer.bos, slots=1, steps=2).compile(1, scored=False)
+            counts.append((told.count(made_or_read), told.count(read)))
+    jax.monitoring.unregister_event_listener(listen)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    (made, _), second = counts
+    assert made > 0 and second == (made, made)
