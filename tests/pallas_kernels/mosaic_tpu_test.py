@@ -86,7 +86,8 @@ class TestKernels(Battery):
     repeated = (TILES,)
     pairs = (
         Case(1, 200, 16, 8, 7, 12, "int16", "bfloat16", "layernorm"),  # a last tile
-        Case(1, 128, 16, 8, 4, 12, "int16", "float32", "rmsnorm", SLABS),
+        # Also in slabs, where what the other site writes is masked behind the last token.
+        Case(1, 200, 16, 8, 4, 12, "int16", "float32", "rmsnorm", SLABS),
     )
     spread = 1e-4  # about the mean it is not rounded
 
