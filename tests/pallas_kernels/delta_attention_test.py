@@ -13,7 +13,6 @@ from pallas_kernels.compiler import DEVICES, lower
 from pallas_kernels.delta_attention import mosaic_tpu, reference
 from pallas_kernels.delta_attention.interface import Operands, chunk_size
 from tests.closeness import assert_close, float64
-from tests.tiers import later
 
 # A row each: as models begin, no decay, the strongest of bounded gates, gates far beyond what
 # float32 can hold as a product, and a few entries that are forgotten at once.
@@ -28,16 +27,16 @@ SCALE, SEQ, HEADS, KEYS, VALUES = 0.3, 70, 2, 4, 3
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
 
 
-def arguments(alike=False, seq=SEQ, keys=KEYS, values=VALUES):
+def arguments(alike=False, seq=SEQ, keys=KEYS, values=VALUES, heads=HEADS):
     rng = np.random.default_rng(0)
-    shape = (len(GATES), seq, HEADS)
+    shape = (len(GATES), seq, heads)
     q, k = (rng.normal(size=(*shape, keys)) for _ in range(2))
     if alike:
         k = 1 + 0.3 * k
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v, beta = rng.normal(size=(*shape, values)), rng.uniform(size=shape)
     log_decay = np.stack([gate(rng, (*shape[1:], keys)) for gate in GATES.values()])
-    state = rng.normal(size=(len(GATES), HEADS, keys, values))
+    state = rng.normal(size=(len(GATES), heads, keys, values))
     return q, k, v, log_decay, beta, state
 
 
@@ -176,6 +175,8 @@ def test_an_unknown_implementation_is_named(unannotated):
 
 # The kernels -----------------------------------------------------------------------------------
 
+# Their programs are compiled once a worker.
+SHARED = pytest.mark.xdist_group("kernels of delta attention")
 # Two chunks, the second in part; of the smallest heads that they serve.
 WIDE = {"seq": 150, "keys": 128, "values": 128}
 # Of the largest value: sums in float32, or of operands rounded to bfloat16.
@@ -209,10 +210,15 @@ def in_dtype(arguments, dtype):
     return [jnp.asarray(x, dtype if n < 3 else "float32") for n, x in enumerate(arguments)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", *later("bfloat16")])
-def test_kernels_are_the_recurrence_and_its_gradient(dtype):
-    """Of every gate, with documents that end in a chunk, between two, and of a few tokens."""
-    given, ids = in_dtype(arguments(**WIDE), dtype), jnp.asarray(documents())
+@jax.jit
+def gradients_by_token(arguments, ids, cotangents):
+    by_token = lambda *x: reference.delta_attention(*x, scale=SCALE, segment_ids=ids)
+    return jax.vjp(by_token, *arguments)[1](cotangents)
+
+
+def check_kernels(given, ids, dtype):
+    """Values and gradients of every row, each relative to its own largest."""
+    given, ids = in_dtype(given, dtype), jnp.asarray(ids)
     exact = [np.asarray(x, np.float64) for x in given]
     want = recurrence(*exact, ids)
     rng = np.random.default_rng(2)
@@ -224,15 +230,29 @@ def test_kernels_are_the_recurrence_and_its_gradient(dtype):
     assert read.dtype == dtype and state.dtype == np.float32
     assert [x.dtype for x in gradients] == [x.dtype for x in given]
     with jax.enable_x64(True):
-        by_token = lambda *x: reference.delta_attention(*x, scale=SCALE, segment_ids=ids)
-        pull_back = jax.jit(lambda x, d: jax.vjp(by_token, *x)[1](d))
-        of_inputs = pull_back([jnp.asarray(x) for x in exact], (d_read, d_state))
-    for row in range(len(GATES)):
+        of_inputs = gradients_by_token([jnp.asarray(x) for x in exact], ids, (d_read, d_state))
+    for row in range(len(ids)):
         of_row = lambda tree, row=row: float64(jax.tree.map(lambda x: x[row], tree))
         got, wanted = of_row((read, state, gradients)), of_row((*want, of_inputs))
         assert_close(got, wanted, TOLERANCE[dtype])
 
 
+@SHARED
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_are_the_recurrence_and_its_gradient(dtype):
+    """Of every gate, with documents that end in a chunk, between two, and of a few tokens."""
+    check_kernels(arguments(**WIDE), documents(), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [9, 18])
+def test_heads_in_groups_that_are_no_power_of_two(heads):
+    """9 at a time forward; backward 3 of 9, and 6 of 18."""
+    given = arguments(**WIDE, heads=heads)
+    check_kernels([x[:1] for x in given], documents()[:1], "float32")
+
+
+@SHARED
 def test_no_token_of_the_kernels_depends_on_a_later_one():
     """As above; nor the gradient of a token on one that nothing is asked of."""
     given, other = (in_dtype(arguments(alike, **WIDE), "bfloat16") for alike in (False, True))
