@@ -1,4 +1,4 @@
-"""Blocks of attention that rules choose fit the chip that is lowered for."""
+"""Blocks of attention that rules choose fit the chip that is lowered for, and are right."""
 
 import itertools
 
@@ -9,6 +9,8 @@ import pytest
 from pallas_kernels import tuned
 from pallas_kernels.causal_attention import block_sizes, mosaic_tpu
 from pallas_kernels.causal_attention.interface import Attended, Attention
+from tests.pallas_kernels.causal_attention_battery import Battery, Case
+from tests.tiers import later
 
 KINDS = ("TPU v4", "TPU v5", "TPU v6 lite")
 HEADS = ((8, 8), (20, 20), (16, 8), (8, 1))
@@ -43,3 +45,15 @@ def test_what_no_block_fits_is_refused_in_a_line():
     why = "128 heads of size 256 for one of keys: a block does not fit VMEM"
     assert refused(128, 256) == why
     assert refused(64, 128, "TPU v4") is not None and refused(64, 128) is None
+
+
+class TestByDefault(Battery):
+    """Of more tokens than kernels take whole, and of large heads."""
+
+    module = mosaic_tpu
+    cases = later(
+        (Case((1, 1300, 2, 16), "float32", alibi=True, segments=True, kv_heads=1),),
+        (Case((1, 2100, 2, 16), "float32", kv_heads=2),),
+        (Case((1, 1152, 1, 192), "bfloat16", segments=True, kv_heads=1),),
+        (Case((1, 1152, 1, 256), "bfloat16", segments=True, kv_heads=1),),
+    )

@@ -144,6 +144,8 @@ BY_BLOCKS = [  # batch, length, heads, size; heads of keys; blocks
     ((2, 300, 3, 16), 3, Blocks(128, 256, 1), False, True),  # a length of no whole blocks
     ((1, 512, 4, 8), 1, Blocks(256, 128, 1), True, True),
     ((1, 512, 2, 24), 2, Blocks(128, 256, 1), False, False),
+    ((1, 300, 2, 192), 1, Blocks(128, 128, 1), True, True),
+    ((1, 256, 2, 256), 2, Blocks(128, 128, 2), False, True),
 ]
 
 
@@ -157,6 +159,7 @@ class TestBlocks(Battery):
         ),
         over_blocks(*BY_BLOCKS[0][:2], "float32", *BY_BLOCKS[0][2:]),
         over_blocks(*BY_BLOCKS[1][:2], "bfloat16", *BY_BLOCKS[1][2:]),
+        over_blocks(*BY_BLOCKS[4][:2], "float32", *BY_BLOCKS[4][2:]),
     )
 
     def test_equals_numpy(self, case, monkeypatch):
