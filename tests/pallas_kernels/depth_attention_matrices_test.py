@@ -45,18 +45,22 @@ def case_of(S, N, B, T, K, V, count, dtype, prior=False, accumulate=False):
 
 # A last tile of 2 tokens and keys that fill no tile.
 RAGGED = case_of(3, 4, 1, 130, 8, 48, 3, "bfloat16")
+FLOAT = case_of(1, 3, 2, 128, 16, 8, 2, "float32", True, True)
 
 
+@pytest.mark.xdist_group("kernels of depth attention over matrices")
 class TestKernels(Battery):
     module = mosaic_tpu_matrices
     float32 = FLOAT32
     nothing = 1e-3
-    # Then a prior and an accumulator; at night also no source, float32 and more sites than one
-    # kernel takes.
+    # Then a prior and an accumulator in float32, with some sources and, by the same program, with
+    # none; at night also bfloat16 and more sites than one kernel takes.
     cases = (
         RAGGED,
-        case_of(1, 3, 2, 128, 16, 8, 2, "bfloat16", True, True),
+        FLOAT,
+        FLOAT._replace(count=0),
         *later(
+            (FLOAT._replace(dtype="bfloat16"),),
             (case_of(2, 3, 1, 256, 16, 8, 0, "bfloat16", True, True),),
             (case_of(9, 18, 1, 200, 4, 32, 17, "bfloat16", False, True),),
             (case_of(2, 5, 3, 130, 32, 8, 5, "float32", True, True),),
