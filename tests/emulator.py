@@ -11,20 +11,21 @@ whatever lay there.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src import dispatch
-from jax._src.core import subjaxprs
-from jax._src.pallas import hlo_interpreter
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator
-from jax.experimental import io_callback
+from jax._src.pallas.mosaic.interpret.utils import to_range
+from jax._src.state.types import BitcastTransform, ReshapeTransform
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import triton
-
-COUNTS = {"emulated": 0, "not known to the emulator": 0}
 
 
 def parameters(mode: str, cores: int = 1, seed: int | None = None) -> pltpu.InterpretParams:
@@ -65,10 +66,12 @@ def emulate(config, patch: pytest.MonkeyPatch):
 def mend(patch: pytest.MonkeyPatch):
     """Around three faults of jax 0.10.2's emulator.
 
-    It does not know `ref.bitcast` and `ref.reshape`: kernels that use them are interpreted plainly.
+    It does not know `ref.bitcast` and `ref.reshape`: see `seen_get`.
     An output that is written over an input comes back with the padding of its last block.
     It does not know how to order the dimension of the grid that `jax.vmap` puts before the others.
     """
+    patch.setattr(emulator, "get", seen_get(emulator.get))
+    patch.setattr(emulator, "swap", seen_swap(emulator.get, emulator.swap))
     original = emulator.interpret_pallas_call
 
     def call(*args, jaxpr, out_avals, interpret_params, grid_mapping, compiler_params, **options):
@@ -78,14 +81,6 @@ def mend(patch: pytest.MonkeyPatch):
             batches = ("parallel",) * (len(grid_mapping.grid) - len(order))
             compiler_params = compiler_params.replace(dimension_semantics=batches + order)
         options["compiler_params"] = compiler_params
-        if reshapes(jaxpr):
-            COUNTS["not known to the emulator"] += 1
-            # The emulator's calls are ordered among each other, as jax has noted of this one.
-            io_callback(lambda: None, None, ordered=True)
-            return hlo_interpreter.pallas_call_hlo_interpret(
-                *args, jaxpr=jaxpr, out_avals=out_avals, **options
-            )
-        COUNTS["emulated"] += 1
         given = {"jaxpr": jaxpr, "out_avals": out_avals, "interpret_params": interpret_params}
         found = original(*args, **given, **options)
         return [
@@ -95,13 +90,80 @@ def mend(patch: pytest.MonkeyPatch):
     patch.setattr(emulator, "interpret_pallas_call", call)
 
 
-def reshapes(jaxpr) -> bool:
-    """Whether a kernel reads or writes through `ref.bitcast` or `ref.reshape`, loops included."""
-    for equation in jaxpr.eqns:
-        how = str(equation.params.get("tree", equation.params.get("args_tree")))
-        if "BitcastTransform" in how or "ReshapeTransform" in how:
-            return True
-    return any(map(reshapes, subjaxprs(jaxpr)))
+# Through `ref.bitcast` and `ref.reshape` all that lies before these is read, and for a write is put
+# back: what races with any of it counts as a race.
+
+
+def seen_get(get: Callable) -> Callable:
+    """The emulator's `get`, which takes all of these ways to see a buffer."""
+
+    @functools.wraps(get)
+    def call(token, device, core, space, buffer, transforms, *args, **options):
+        known, others = _apart(transforms)
+        token, found = get(token, device, core, space, buffer, known, *args, **options)
+        return token, functools.reduce(_seen, others, found)
+
+    return call
+
+
+def seen_swap(get: Callable, swap: Callable) -> Callable:
+    """The emulator's `swap`, which takes all of these ways to see a buffer."""
+
+    @functools.wraps(swap)
+    def call(token, device, core, space, buffer, transforms, value, mask, **options):
+        known, others = _apart(transforms)
+        at = token, device, core, space, buffer, known
+        if not others:
+            return swap(*at, value, mask, **options)
+        token, whole = get(*at, **options)
+        before = functools.reduce(_seen, others, whole)
+        value = np.asarray(value) if mask is None else np.where(mask, value, before)
+        token, _ = swap(token, *at[1:], _with(whole, others, value), None, **options)
+        return token, before
+
+    return call
+
+
+def _apart(transforms: tuple) -> tuple[tuple, list]:
+    """Those that the emulator knows, which are indices, and the others from the first on."""
+    count = next((n for n, x in enumerate(transforms) if not hasattr(x, "indices")), None)
+    count = len(transforms) if count is None else count
+    return transforms[:count], [jax.tree.map(int, x) for x in transforms[count:]]
+
+
+def _seen(x: np.ndarray, transform: Any) -> np.ndarray:
+    if isinstance(transform, BitcastTransform):
+        return _bitcast(x, transform.dtype)
+    if isinstance(transform, ReshapeTransform):
+        return x.reshape(transform.shape)
+    return x[to_range((transform,))]
+
+
+def _with(x: np.ndarray, transforms: list, value: np.ndarray) -> np.ndarray:
+    """The array with the value in place of what is seen of it."""
+    if not transforms:
+        return value
+    first, *others = transforms
+    value = _with(_seen(x, first), others, value)
+    if isinstance(first, BitcastTransform):
+        return _bitcast(value, x.dtype)
+    if isinstance(first, ReshapeTransform):
+        return value.reshape(x.shape)
+    x = x.copy()
+    x[to_range((first,))] = value
+    return x
+
+
+def _bitcast(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """As a TPU has it: of two rows in a word, the first is in the low bits."""
+    dtype = np.dtype(dtype)
+    if dtype.itemsize > x.itemsize:
+        each = dtype.itemsize // x.itemsize
+        x = x.reshape(*x.shape[:-2], x.shape[-2] // each, each, x.shape[-1])
+        return np.ascontiguousarray(x.swapaxes(-1, -2)).view(dtype)[..., 0]
+    each = x.itemsize // dtype.itemsize
+    parts = np.ascontiguousarray(x)[..., None].view(dtype).swapaxes(-1, -2)
+    return parts.reshape(*x.shape[:-2], x.shape[-2] * each, x.shape[-1])
 
 
 def races_found() -> bool:
