@@ -3,6 +3,10 @@
 What is chosen depends on the platform being *lowered for*, never on the machine that traces: a step
 compiled for a TPU on a machine without one has the TPU's kernels.
 
+A program that `jax.export` lowers for several platforms at once has the kernels of each. JAX
+exports none for a GPU unless `disabled_checks` name its calls; `implementation="xla"` and
+`taking_plain` do without.
+
 An op has a gradient in reverse mode, once. Kernels have no derivatives of their own, so what an
 implementation computes is not differentiated further where a kernel may be it; plain JAX
 (`implementation="xla"`) can be.
@@ -17,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -47,7 +52,11 @@ def choose(
         call is lowered for that platform, and `portable` takes its place.
     """
     refused = {platform: why for platform, why in refused.items() if why is not None}
-    branches = {platform: f for platform, f in kernels.items() if platform not in refused}
+    branches = {
+        platform: functools.partial(_for_one, platform, f)
+        for platform, f in kernels.items()
+        if platform not in refused
+    }
     if refused:
         args = _with_first(
             functools.partial(_fallback_p.bind, refused=tuple(refused.items())), args
@@ -335,6 +344,46 @@ def _refuse_derivative(primals, tangents, *, op):
 
 
 ad.primitive_jvps[_operand_p] = _refuse_derivative
+
+
+# A kernel, which is lowered for its platform alone in a program for several at once: JAX lowers a
+# branch that is for one of them as if it were for all.
+_kernel_p = Primitive("kernel")
+_kernel_p.multiple_results = True
+_kernel_p.def_abstract_eval(lambda *_, jaxpr, platform: jaxpr.out_avals)
+
+
+@_kernel_p.def_impl
+def _run_kernel(*args, jaxpr, platform):
+    return jax.extend.core.jaxpr_as_fun(jaxpr)(*args)
+
+
+def _for_one(platform: Platform, kernel: Callable[..., Any], *args: Any) -> Any:
+    """`kernel(*args)`, in a branch that is taken on this platform."""
+    leaves, tree = jax.tree.flatten(args)
+    flat = lambda *leaves: kernel(*tree.unflatten(leaves))
+    jaxpr, results = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    found = _kernel_p.bind(*leaves, jaxpr=jaxpr, platform=platform)
+    return jax.tree.structure(results).unflatten(found)
+
+
+def _map_kernel(args, axes, *, jaxpr, platform):
+    mapped = jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr), in_axes=axes)
+    jaxpr = jax.make_jaxpr(mapped)(*args)
+    return _kernel_p.bind(*args, jaxpr=jaxpr, platform=platform), [0] * len(jaxpr.out_avals)
+
+
+def _lower_kernel(context, *args, jaxpr, platform):
+    module = context.module_context
+    if len(module.platforms) > 1:
+        # What is kept of it for the same calls elsewhere is for all platforms.
+        module = module.replace(cached_primitive_lowerings={})
+        context = context.replace(module_context=module, platforms=(platform,))
+    return mlir.lower_fun(jax.extend.core.jaxpr_as_fun(jaxpr))(context, *args)
+
+
+batching.primitive_batchers[_kernel_p] = _map_kernel
+mlir.register_lowering(_kernel_p, _lower_kernel)
 
 
 def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:

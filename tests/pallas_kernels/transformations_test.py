@@ -161,3 +161,23 @@ def test_exported_for_any_number_of_tokens():
     for op in ("causal_attention", "attention_forward", "delta_attention"):
         with pytest.raises(ValueError, match="has n tokens a row, a size that is not known yet"):
             exported(op, *sizes)
+
+
+# JAX exports no call of cuDNN or of Triton, which these have on a GPU.
+ON_GPUS = {"attention_after", "attention_backward", "attention_forward", "attention_to"}
+ON_GPUS |= {"causal_attention", "grouped_matmul"}
+# Plain JAX on a TPU for so few tokens.
+PLAIN = {"logits_with_sums", "rows_of_tokens", "sums_of_rows"}
+
+
+@pytest.mark.parametrize(
+    "op", [*FIRST, *later(*(op for op in (*WITH_KERNELS, "grouped_matmul") if op not in FIRST))]
+)
+def test_exported_for_several_platforms_at_once(op):
+    call = CALLS[op]
+    given = {name: wide(x) for name, x in call.given.items()}
+    run = jax.jit(lambda given: call.run(None, given))
+    platforms = ("cpu", "tpu") if op in ON_GPUS else ("cpu", "tpu", "cuda")
+    exported = jax.export.export(run, platforms=platforms)(given)
+    assert ("tpu_custom_call" in exported.mlir_module()) == (op not in PLAIN)
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), exported.call(given), run(given))
