@@ -13,17 +13,20 @@ from jax.sharding import SingleDeviceSharding
 from pallas_kernels import tuned
 from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
-from pallas_kernels.key_vector.interface import Backward, Site, Statistics
+from pallas_kernels.key_vector.interface import Backward, Site, Statistics, Write
 from pallas_kernels.key_vector.mosaic_tpu_call import Walk
 from pallas_kernels.shapes import RMT_305M, RMT_LARGE, TOKENS, KeyVector
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels.key_vector_battery import (
     EPSILON,
+    TOLERANCE,
     Battery,
     Case,
     arguments,
     cotangents_of,
+    expected_of,
     gradients_of,
+    retrieved_of,
 )
 from tests.tiers import later
 from tests.tpu import place_on, schedules
@@ -86,7 +89,7 @@ class TestKernels(Battery):
     repeated = (TILES,)
     pairs = (
         Case(1, 200, 16, 8, 7, 12, "int16", "bfloat16", "layernorm"),  # a last tile
-        # Also in slabs, where what the other site writes is masked behind the last token.
+        # In slabs too.
         Case(1, 200, 16, 8, 4, 12, "int16", "float32", "rmsnorm", SLABS),
     )
     spread = 1e-4  # about the mean it is not rounded
@@ -94,6 +97,29 @@ class TestKernels(Battery):
     def options(self, case, op):
         blocks = (op == "backward" and case.undone) or case.blocks
         return {"interpret": True} | ({} if blocks is None else {"block_sizes": blocks})
+
+
+@SHARED
+def test_writes_of_another_site_count_for_nothing_behind_the_last_token():
+    """Of a residual of floats, in slabs: what lies there is NaN, in what is stored and rebuilt."""
+    case, kernels = IN_SLABS._replace(residual="float32"), TestKernels()
+    first, second = arguments(case), arguments(case, seed=3)
+    cotangents = cotangents_of(case)
+    (stored, _), gradients = expected_of(case, first, cotangents)
+    after = expected_of(case, second._replace(residual=stored), cotangents)[0][0]
+    before = Write(first.store_keys, first.data)
+    both = kernels.forward(case, second._replace(residual=first.residual), None, before)
+    assert_close(both.residual, after, 2e-6)
+    assert_close(both.retrieved, retrieved_of(case, both.residual, second), TOLERANCE[case.data])
+
+    mean, rstd = stored.mean((2, 3)), (stored.var((2, 3)) + EPSILON) ** -0.5
+    statistics = Statistics(np.float32(np.stack([mean, rstd], 1)))
+    retrieved = retrieved_of(case, stored, first).astype(case.data)
+    site = first._replace(residual=np.asarray(both.residual))
+    since = Write(second.store_keys, second.data)
+    g = kernels.backward(case, site, statistics, *cotangents, None, None, since, retrieved)
+    assert_close(gradients_of(g), gradients, case.tolerance)
+    assert_close(g.rebuilt, first.residual, 2e-6)
 
 
 @pytest.mark.parametrize("scale", [True, False])
