@@ -13,32 +13,16 @@ from collections.abc import Iterator
 
 from rmt_tpu.config import WHOLE, Core, ModelConfig, Port
 
-# By the start of a device kind, for one device as JAX counts them.
-_PEAK_BF16_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU7x": 1153.5e12,  # a chip is two devices
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
-
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bfloat16 FLOP/s that the maker states for a JAX device, or None if unknown here.
 
     Of a chip that is two devices it is half.
     """
-    from pallas_kernels import tuned  # loads jax, which a config's cost does not need
+    from pallas_kernels import chips  # loads jax, which a config's cost does not need
 
-    name = tuned.slug(device_kind)
-    matches = [kind for kind in _PEAK_BF16_FLOPS if name.startswith(tuned.slug(kind))]
-    return _PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
+    device = chips.of_kind(device_kind)
+    return device and device.peak_flops
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
@@ -101,8 +85,19 @@ def non_embedding_flops(config: ModelConfig, seq_len: int) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Forward FLOPs a token that a machine does: all but the embedding's look-up. For the MFU."""
+    """Forward FLOPs of a token that sees `seq_len`: all but the embedding's look-up.
+
+    Every token of a window is one that sees all of it where budgets are counted, as in the paper.
+    """
     return non_embedding_flops(config, seq_len) + forward_flops(config, seq_len)["unembedding"]
+
+
+def causal_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """The mean over a window's tokens, each of which sees what is before it. For the MFU.
+
+    What a token takes is linear in what it sees: the mean is that of the first and the last token.
+    """
+    return (flops_per_token(config, 1) + flops_per_token(config, seq_len)) // 2
 
 
 def train_flops(forward: int, tokens: int | float) -> int | float:

@@ -11,6 +11,8 @@ import os
 import re
 from typing import Any
 
+from pallas_kernels import chips
+
 
 @dataclasses.dataclass(frozen=True)
 class MatrixUnit:
@@ -103,23 +105,38 @@ _MIB = 2**20
 _GIB = 2**30
 _HOST = 4  # chips, at most, where libtpu does not know by itself how many a host has
 
+
+def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: Any) -> Target:
+    """A TPU of the table that kernels have, too."""
+    chip = chips.of_kind(kind)
+    return Target(
+        name, topology, accelerator_type, chip.cores, chip.clock, chip.bandwidth, chip.vmem,
+        _MATRIX_128 if chip.unit == 128 else _MATRIX_256, kind=kind, **others,
+    )  # fmt: skip
+
+
+def _gpu(name: str, kind: str, hbm: int) -> Target:
+    """A GPU of Hopper's generation."""
+    return Target(
+        name, f"{name}:1", "9.0", 132, 1.755e9, chips.of_kind(kind).bandwidth, 0, None,
+        hbm=hbm, interconnect=450e9, most=8, platform="cuda", kind=kind,
+    )  # fmt: skip
+
+
 TARGETS = {
     t.name: t
     for t in (
-        Target(
-            "v5e", "v5e:2x2", "v5litepod-4", 1, 1.5e9, 819e9, 128 * _MIB, _MATRIX_128,
-            hbm=16128 * _MIB, interconnect=200e9, most=256, kind="TPU v5 lite",
-            dcn=25e9 / 8,
+        _tpu(
+            "v5e", "v5e:2x2", "v5litepod-4", "TPU v5 lite",
+            hbm=16128 * _MIB, interconnect=200e9, most=256, dcn=25e9 / 8,
         ),
-        Target(
-            "v5p", "v5p:2x2x1", "v5p-8", 2, 1.75e9, 2765e9, 64 * _MIB, _MATRIX_128,
-            hbm=int(95.74 * _GIB), interconnect=600e9, most=6144, kind="TPU v5",
-            dcn=50e9 / 8,
+        _tpu(
+            "v5p", "v5p:2x2x1", "v5p-8", "TPU v5",
+            hbm=int(95.74 * _GIB), interconnect=600e9, most=6144, dcn=50e9 / 8,
         ),
-        Target(
-            "v6e", "v6e:2x2", "v6e-4", 1, 1.75e9, 1640e9, 128 * _MIB, _MATRIX_256,
-            hbm=32000 * _MIB, interconnect=400e9, most=256, kind="TPU v6 lite",
-            dcn=100e9 / 8,
+        _tpu(
+            "v6e", "v6e:2x2", "v6e-4", "TPU v6 lite",
+            hbm=32000 * _MIB, interconnect=400e9, most=256, dcn=100e9 / 8,
         ),
     )
 }  # fmt: skip
@@ -129,21 +146,13 @@ TARGETS = {
 DEVICES = TARGETS | {
     t.name: t
     for t in (
-        Target(
-            "tpu7x", "tpu7x:2x2x1", "tpu7x-8", 1, 2.2e9, 3690e9, 64 * _MIB, _MATRIX_256,
-            hbm=97024 * _MIB, interconnect=300e9, most=9216, kind="TPU7x",
+        _tpu(
+            "tpu7x", "tpu7x:2x2x1", "tpu7x-8", "TPU7x",
+            hbm=97024 * _MIB, interconnect=300e9, most=9216, dcn=50e9 / 8,
             assumed="matrix units as those of v6e, at the clock that gives the maker's peak",
-            dcn=50e9 / 8,
         ),
-        Target(
-            "h100", "h100:1", "9.0", 132, 1.755e9, 3352e9, 0, None,
-            hbm=80 * 10**9, interconnect=450e9, most=8, platform="cuda",
-            kind="NVIDIA H100 80GB HBM3",
-        ),
-        Target(
-            "h200", "h200:1", "9.0", 132, 1.755e9, 4800e9, 0, None,
-            hbm=141 * 10**9, interconnect=450e9, most=8, kind="NVIDIA H200", platform="cuda",
-        ),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 80 * 10**9),
+        _gpu("h200", "NVIDIA H200", 141 * 10**9),
     )
 }  # fmt: skip
 # What reports can be asked for; TARGETS are what they are for unasked.

@@ -106,7 +106,8 @@ class Time:
       by_model: of all parts, by every one of `compiler.MODELS`.
       collectives: of all of them, nothing hidden behind other work.
       overlapped: of it, what may be hidden.
-      mfu: model FLOPs over those of the devices at their peak, at `total`.
+      mfu: model FLOPs, attention by its causal half, over those of the devices at their peak, at
+        `total`.
       unknown_loops: whose trip count could not be read, counted as running once.
     """
 
@@ -426,9 +427,9 @@ def _time(report: Preflight, cost: StepCost, sent: Sequence[Collective]) -> Time
         unknown_loops=cost.unknown_loops,
     )
     if report.prompt is not None:
-        flops = cost.tokens * resources.flops_per_token(config.model, report.prompt.tokens)
+        flops = cost.tokens * resources.causal_flops_per_token(config.model, report.prompt.tokens)
     else:
-        forward = resources.flops_per_token(config.model, config.data.seq_len)
+        forward = resources.causal_flops_per_token(config.model, config.data.seq_len)
         flops = resources.train_flops(forward, cost.tokens)
     peak = report.devices * target.peak_flops
     mfu = flops / (time.total * peak) if time.total else 0.0

@@ -23,7 +23,7 @@ class Throughput:
         devices = mesh.devices.flatten()
         if peak := cost.peak_flops(devices[0].device_kind):
             self._peak = peak * len(devices)
-            forward = cost.flops_per_token(config.model, config.data.seq_len)
+            forward = cost.causal_flops_per_token(config.model, config.data.seq_len)
             self._step_flops = cost.train_flops(forward, self._tokens)
 
     def restart(self) -> None:

@@ -119,7 +119,7 @@ def test_time_of_a_step(compiled):
     assert time.compute <= time.least <= time.total and time.unknown_loops == 0
     assert time.by_model.keys() == MODELS.keys()
     assert time.by_model["compiler"] == pytest.approx(time.compute)
-    forward = resources.flops_per_token(compiled.config.model, 128)
+    forward = resources.causal_flops_per_token(compiled.config.model, 128)
     assert time.mfu == pytest.approx(3 * forward * 8 * 128 / (4 * 196.6e12 * time.total), rel=1e-3)
 
 
