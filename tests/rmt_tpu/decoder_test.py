@@ -48,6 +48,36 @@ def test_equals_the_papers_equations_in_float64(store, norm):
         checks.assert_follows_equations(config, plain.model, tolerance=1e-12)
 
 
+@pytest.mark.parametrize(
+    "store, mixer, remat",
+    [
+        ("matrix", "sum", "reversible"),
+        *later(("vector", "sum", "full")),
+        *later(*(("vector", mixer, "full") for mixer in models.MIXERS if mixer != "sum")),
+        *later(*(("matrix", mixer, "full") for mixer in ("blocks", "full", "dense"))),
+    ],
+)
+def test_where_64_bits_are_the_default_it_computes_in_its_own_dtype(store, mixer, remat):
+    config = models.model(store, mixer=models.MIXERS[mixer], num_layers=2, remat=remat)
+    params, tokens = narrow(config), np.asarray(models.tokens())
+
+    def logits_and_gradients():
+        abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+        graphdef = nnx.split(abstract, nnx.Param)[0]
+
+        def loss(params, tokens):
+            logits = nnx.merge(graphdef, params)(tokens)
+            return jnp.sum(jnp.sin(logits)), logits
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params, tokens)
+
+    wanted = logits_and_gradients()
+    with jax.enable_x64(True):
+        found = logits_and_gradients()
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    assert_close(found, wanted, 1e-4)
+
+
 # The loop --------------------------------------------------------------------------------------
 
 
