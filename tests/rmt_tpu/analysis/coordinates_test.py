@@ -13,7 +13,6 @@ import pytest
 from rmt_tpu import config as cfg
 from rmt_tpu.analysis import coordinates
 from rmt_tpu.storage import open_folder
-from tests.tiers import later
 
 VOCAB = 61
 
@@ -57,7 +56,8 @@ def measured(config: cfg.ModelConfig) -> coordinates.Coordinates:
     return coordinates.measure(run, coordinates.random_batch(VOCAB), steps=4)
 
 
-@pytest.mark.parametrize("system", ["RMT", *later("Transformer", "RMT over D_k", "AttnRes")])
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["RMT", "Transformer", "RMT over D_k", "AttnRes"])
 def test_coordinates_are_flat_in_mup_and_grow_else(system):
     store, mixer, flat, growing = SYSTEMS[system]
     small, large = (model(store, times, mixer) for times in (1, 4))

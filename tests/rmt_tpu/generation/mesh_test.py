@@ -30,6 +30,7 @@ def mesh_for(spec):
     return sharding.make_mesh(spec, jax.devices()[: math.prod(sizes)])
 
 
+@pytest.mark.slow
 def test_greedy_text_on_a_mesh_is_that_of_no_cache():
     """A prompt in parts and prompts at once, on three axes; another text compiles nothing."""
     model = generated.config("matrix", cfg.BlockAttention(num_blocks=2), plain(cfg.Learned(40)))

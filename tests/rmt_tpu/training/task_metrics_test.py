@@ -12,7 +12,6 @@ from rmt_tpu.evaluation.documents import find_tasks, read_task
 from rmt_tpu.evaluation.evaluate import evaluate
 from rmt_tpu.training import trainer
 from rmt_tpu.training.metrics import read_metrics
-from tests.tiers import later
 
 PIPELINE = "stage=2,data=2,tensor=2"
 TEXT = "the quick brown fox jumps over the lazy dog.\n" * 40
@@ -45,7 +44,8 @@ def config(tmp_path):
     )
 
 
-@pytest.mark.parametrize("mesh", [PIPELINE, *later("data=2,fsdp=2,sequence=2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [PIPELINE, "data=2,fsdp=2,sequence=2"])
 def test_live_parameters_give_what_the_checkpoint_does(config, tmp_path, mesh):
     trainer.train(overrides.apply(config, {"train.mesh": mesh}), tmp_path / "run", label="tiny")
     rows = [row for row in read_metrics(tmp_path / "run") if "eval/piqa/acc" in row]

@@ -138,6 +138,7 @@ def test_a_run_that_lives_keeps_its_folder(config, tmp_path):
     assert {name: run.read(name).data for name in run.names()} == before
 
 
+@pytest.mark.slow
 def test_a_residual_that_outgrows_int16_goes_on_in_float32(config, tmp_path, capsys):
     """From a checkpoint of its own; the same flags resume what came of it."""
     few = {"model.compute_dtype": "bfloat16", "model.store.fraction_bits": 15}  # up to 1
@@ -189,6 +190,7 @@ def test_memory_that_is_out_is_one_line(config, tmp_path, monkeypatch):
     assert not open_folder(tmp_path / "run").names("checkpoints")
 
 
+@pytest.mark.slow
 def test_in_bfloat16_too_a_run_that_resumes_is_the_same(config, tmp_path):
     """A checkpoint has no copies of weights: they are made again."""
     config = overrides.apply(config, {"model.compute_dtype": "bfloat16", "train.steps": 4})
