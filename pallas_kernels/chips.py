@@ -1,4 +1,4 @@
-"""What devices can do, and what kernels may take of the TPU that is compiled for."""
+"""Figures of devices, and limits of kernels on the TPU that is compiled for."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ class Chip(NamedTuple):
 
     Attributes:
       peak_flops: dense bfloat16 FLOP/s.
-      bandwidth: of its HBM in bytes/s.
+      bandwidth: of its HBM in bytes/s; 0 where nothing here asks for it.
       clock: of a TPU in Hz, at which its matrix units have that peak.
       vmem: bytes of a TPU core's VMEM.
       cores: of a TPU, which share a program's work.
@@ -21,7 +21,7 @@ class Chip(NamedTuple):
     """
 
     peak_flops: float
-    bandwidth: float
+    bandwidth: float = 0.0
     clock: float = 0.0
     vmem: int = 0
     cores: int = 1
@@ -29,7 +29,7 @@ class Chip(NamedTuple):
 
     @property
     def hbm(self) -> int:
-        """Bytes that come to a core from HBM in a cycle."""
+        """Bytes that come to a TPU's core from HBM in a cycle."""
         return int(self.bandwidth / self.clock / self.cores)
 
 
@@ -40,12 +40,12 @@ CHIPS = {
     "tpu_v5": Chip(459e12, 2765e9, 1.75e9, 2**26, 2, 128),
     "tpu_v6_lite": Chip(918e12, 1640e9, 1.75e9, 2**27, 1, 256),
     "tpu7x": Chip(1153.5e12, 3690e9, 2.2e9, 2**26, 1, 256),
-    "nvidia_a100": Chip(312e12, 2039e9),
+    "nvidia_a100": Chip(312e12),
     "nvidia_h100": Chip(989e12, 3352e9),
-    "nvidia_h100_pcie": Chip(756e12, 2000e9),
-    "nvidia_h100_nvl": Chip(835e12, 3938e9),
+    "nvidia_h100_pcie": Chip(756e12),
+    "nvidia_h100_nvl": Chip(835e12),
     "nvidia_h200": Chip(989e12, 4800e9),
-    "nvidia_b200": Chip(2250e12, 8000e9),
+    "nvidia_b200": Chip(2250e12),
 }
 _TPUS = {kind: device for kind, device in CHIPS.items() if device.vmem}
 # The most that a kernel finds in any TPU.

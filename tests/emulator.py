@@ -125,7 +125,7 @@ def seen_swap(get: Callable, swap: Callable) -> Callable:
 
 
 def _apart(transforms: tuple) -> tuple[tuple, list]:
-    """Those that the emulator knows, which are indices, and the others from the first on."""
+    """Splits them into the indices at the start, which the emulator knows, and all others."""
     count = next((n for n, x in enumerate(transforms) if not hasattr(x, "indices")), None)
     count = len(transforms) if count is None else count
     return transforms[:count], [jax.tree.map(int, x) for x in transforms[count:]]
@@ -155,7 +155,7 @@ def _with(x: np.ndarray, transforms: list, value: np.ndarray) -> np.ndarray:
 
 
 def _bitcast(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """As a TPU has it: of two rows in a word, the first is in the low bits."""
+    """Reads the bits as a TPU does: of two rows in a word, the first is in the low bits."""
     dtype = np.dtype(dtype)
     if dtype.itemsize > x.itemsize:
         each = dtype.itemsize // x.itemsize

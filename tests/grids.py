@@ -1,4 +1,4 @@
-"""What the grids and index maps of a program's TPU kernels do wrong, told without running them.
+"""Finds faults in grids and index maps of a program's TPU kernels, without running these.
 
 Plain interpretation hides all of it. `kernels_of` traces a function; `faults` evaluates the index
 maps of one of its kernels over the whole grid.
@@ -182,7 +182,7 @@ _CALLS = ("jit", "pjit", "closed_call", "custom_vjp_call", "custom_jvp_call", "c
 
 
 def _given_to(equation: Any, inner: Any, operands: list[Value]) -> list[Value]:
-    """What the jaxpr of a call or a branch is given; in a loop nothing is known."""
+    """Gives the known values that enter the jaxpr of a call or a branch; of a loop, none."""
     count = len(getattr(inner, "jaxpr", inner).invars)
     name = equation.primitive.name
     operands = operands[1:] if name == "cond" else operands

@@ -185,12 +185,12 @@ def _smallest_factor(size: int) -> int:
 
 
 def index_of(slices: Sequence[slice], shape: Sequence[int]) -> Index:
-    """Slices of an array of such a shape as numbers."""
+    """Turns slices of an array of this shape into (start, stop) of each axis."""
     return tuple(i.indices(n)[:2] for i, n in zip(slices, shape, strict=True))
 
 
 def slices_of(index: Index) -> tuple[slice, ...]:
-    """What `index_of` was given, with every start and stop."""
+    """Turns such numbers back into slices, each with its start and stop."""
     return tuple(slice(start, stop) for start, stop in index)
 
 

@@ -70,7 +70,7 @@ class Block(NamedTuple):
         return math.prod(s.stop - s.start for s in self.within) * self.values.dtype.itemsize
 
     def cut(self) -> np.ndarray | np.generic | jax.Array:
-        """What is to be written: a view of memory of the host, a copy on another device."""
+        """Cuts out what is to be written: a view of host memory, or a copy on another device."""
         if self.within is ...:
             return self.values
         (device,) = self.values.devices()
@@ -123,7 +123,7 @@ def _pieces(source: Any) -> list[tuple[Any, Any]]:
 def _shares(
     sources: dict[str, Any], arrays: list[StoredArray], layouts: tuple[Layout, ...]
 ) -> Iterator[Block]:
-    """What this process writes of arrays that several processes hold."""
+    """Yields what this process writes of arrays that several processes hold."""
     for position, parts in itertools.groupby(
         parts_of(jax.process_index(), layouts), lambda part: part.array
     ):

@@ -1,4 +1,4 @@
-"""Which process writes which part of a checkpoint, so that each writes about as many bytes.
+"""Divides a checkpoint among processes, so that each writes about as many bytes.
 
 Where processes hold copies of the same numbers, one of them writes them. Which one follows from
 how the arrays are laid out over devices alone, so every process finds the same answer by itself.
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one process alone writes of an array.
+    """A part of an array that one process alone writes.
 
     Attributes:
       array: its position among the layouts.
