@@ -111,7 +111,7 @@ def test_bad_arguments_are_told_in_a_line(unannotated):
 )
 def test_blocks_fill_cores_and_fit(count, width, want, monkeypatch):
     for cores, blocks in want.items():
-        monkeypatch.setattr(mosaic_tpu, "chip", lambda cores=cores: Chip(2**26, cores, 128, 790))
+        monkeypatch.setattr(mosaic_tpu, "chip", lambda cores=cores: Chip(1e12, cores=cores))
         assert mosaic_tpu._block(count, width) == blocks
 
 
