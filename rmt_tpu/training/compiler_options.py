@@ -7,9 +7,10 @@ import jax
 from pallas_kernels import tuned
 
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
-# KiB for the blocks of one of XLA's instructions, where more than its own rule gives (32768 on v6e)
-# is known to make steps cheaper; the rest of VMEM keeps arrays from one to the next.
-_VMEM_KIB = {"tpu_v6_lite": 49152}
+# KiB for the blocks of one of XLA's instructions, where more than its own rule gives (16384 on v5e,
+# 32768 on v6e) makes a compiled step cheaper by the best guess of its cost; the rest of VMEM keeps
+# arrays from one instruction to the next. docs/benchmarks/train_step.md has the steps.
+_VMEM_KIB = {"tpu_v5_lite": 65536, "tpu_v6_lite": 49152}
 
 
 def of_step(mesh: jax.sharding.Mesh) -> dict[str, int] | None:

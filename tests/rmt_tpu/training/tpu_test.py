@@ -177,12 +177,13 @@ def test_nothing_moves_between_the_residuals_kernels_and_attention(topology, seq
         assert [line for line in of_stacks if f"[{slots}," in line] == []
 
 
-def test_v6e_gives_an_instruction_more_vmem_but_where_the_user_says_how_much(monkeypatch):
+def test_an_instruction_has_more_vmem_on_some_chips_unless_the_user_says_how_much(monkeypatch):
     mesh = lambda topology: sharding.make_mesh(
         "data=1", topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
     )
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    assert compiler_options.of_step(mesh("v5e:2x2")) is None
+    assert compiler_options.of_step(mesh("v5p:2x2x1")) is None
+    assert compiler_options.of_step(mesh("v5e:2x2")) == {"xla_tpu_scoped_vmem_limit_kib": 65536}
     assert compiler_options.of_step(mesh("v6e:2x2")) == {"xla_tpu_scoped_vmem_limit_kib": 49152}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=32768")
     assert compiler_options.of_step(mesh("v6e:2x2")) is None
