@@ -79,8 +79,8 @@ def _report_ops(folder: Path) -> int:
     else:
         rows = [row for t in targets for row in report.estimate(ops, t, _tell, only=_CASES.value)]
         how = (
-            "Estimated, not measured: kernels take the longer of their static schedule and their "
-            "bytes over the HBM bandwidth, other instructions their bytes over the bandwidth"
+            "Estimated, not measured: an instruction takes the longer of its static schedule and "
+            "its bytes over the HBM bandwidth"
         )
         bar = error_bar([target.name for target in targets])
         kernels = f"\n{bar}\n\n## Kernels\n\n{report.kernel_table(rows, clocks)}"
@@ -119,8 +119,8 @@ def _report_steps(folder: Path) -> int:
     costs = [c for t in targets for c in step_cost.step_costs(steps, t, _tell)]
     bar = error_bar([target.name for target in targets])
     how = (
-        "Estimated, not measured: XLA's cycles of every instruction; kernels take the longer of "
-        "their static schedule and their HBM bytes over the bandwidth"
+        "Estimated, not measured: an instruction takes the longer of its static schedule and its "
+        "HBM bytes over the bandwidth"
     )
     changed = f" --set={' --set='.join(_SET.value)}" if _SET.value else ""
     note = f"{_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens, bfloat16{changed}. {_versions()}"
@@ -131,8 +131,8 @@ def _report_steps(folder: Path) -> int:
     )
     text = (
         f"# A train step on one chip\n\n{how}. {note}.\n\n{step_report.step_table(costs)}\n"
-        f"{bar}\n\nWhere no model of cost is named, it is the first. The others show how much "
-        f"depends on it:\n\n{step_report.model_lines()}{largest}"
+        f"{bar}\n\nFigures are of the best guess where none is named. The models of cost:\n\n"
+        f"{step_report.model_lines()}{largest}"
     )
     picture = folder / "step_cost.png"
     with _writing(folder):

@@ -1,7 +1,14 @@
 """What programs and kernels cost, from their compilers and without a device."""
 
 from pallas_kernels.compiler.collectives import Collective, collectives
-from pallas_kernels.compiler.cost import MODELS, KernelCost, ProgramCost, program_cost, work_of
+from pallas_kernels.compiler.cost import (
+    BEST_GUESS,
+    MODELS,
+    KernelCost,
+    ProgramCost,
+    program_cost,
+    work_of,
+)
 from pallas_kernels.compiler.memory import Assignment, Buffer
 from pallas_kernels.compiler.programs import (
     CompilerError,
@@ -17,6 +24,7 @@ from pallas_kernels.compiler.topology import DEVICES, TARGETS, TPUS, Target, par
 
 __all__ = [
     "DEVICES",
+    "BEST_GUESS",
     "MODELS",
     "TARGETS",
     "TPUS",

@@ -1,8 +1,9 @@
 """Estimates held against times that others measured and published: how far they can be trusted.
 
-calibration.json has calls of kernels that are not ours, timed on TPUs that we have not: the time
-of the whole call as it was published, and what the compiler makes of that call here, without a
-device. `calibrate` compiles them again.
+calibration.json has calls that are not ours, of plain XLA and of kernels, timed on TPUs that we
+have not: the time of the whole call as it was published, and what the compiler makes of that call
+here, without a device, instruction by instruction. So every model of cost can be held against all
+of them, and none is compiled for it. `calibrate` compiles them again.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.compiler.cost import kernel_seconds
+from pallas_kernels.compiler.cost import BEST_GUESS, MODELS, Work
 from pallas_kernels.compiler.topology import DEVICES
 
 PATH = Path(__file__).with_name("calibration.json")
@@ -27,56 +28,53 @@ class Row:
 
     Attributes:
       target: what it ran on, of `topology.DEVICES`.
-      op: what it computes, in words.
-      shape: of its operands.
-      blocks: that were the fastest there, by name.
+      op: what it computes, a function of `published`.
+      arguments: of that function.
       published: seconds of the whole call, as measured.
-      beside: seconds of all but the kernel, which nobody measured: bytes of the call's other
-        instructions at the full bandwidth.
-      cycles, bundles, mxu_cycles: of the kernel's schedule, as in `cost.KernelCost`.
-      bytes: of its operands and results.
+      published_bytes: of memory that the program took there. Where the same program is compiled
+        here, it takes as many, and up to a core's VMEM more or less.
+      bytes: that it takes here.
+      work: of the program's instructions, and how often each runs.
     """
 
     target: str
     op: str
-    shape: tuple[int, ...]
-    blocks: dict[str, int]
+    arguments: dict[str, Any]
     published: float
-    beside: float
-    cycles: int
-    bundles: int
-    mxu_cycles: int
+    published_bytes: int
     bytes: int
+    work: tuple[tuple[Work, int], ...]
 
-    @property
-    def measured(self) -> float:
-        """Seconds of the kernel."""
-        return self.published - self.beside
+    def estimated(self, model: str = BEST_GUESS) -> float:
+        """Seconds of the call by one of `cost.MODELS`."""
+        cycles = sum(MODELS[model](work) * times for work, times in self.work)
+        return cycles / DEVICES[self.target].clock
 
-    @property
-    def estimated(self) -> float:
-        """Seconds of the kernel, as all reports have them."""
-        return kernel_seconds(DEVICES[self.target], self.cycles, self.bytes)
-
-    @property
-    def ratio(self) -> float:
+    def ratio(self, model: str = BEST_GUESS) -> float:
         """Estimated over measured."""
-        return self.estimated / self.measured
+        return self.estimated(model) / self.published
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether a Pallas kernel is in it; else all of it is XLA's own."""
+        return any(work.kind == "kernel" for work, _ in self.work)
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Of estimates with measured times, for one target.
+    """Of estimates with measured times, for some calls.
 
     Attributes:
       calls: how many were compared.
       mean: the geometric mean of estimated over measured.
+      spread: e to the standard deviation of the ratio's logarithm: 1 if all calls have one ratio.
       least, most: of the ratios.
       rank_correlation: Spearman's, 1 if the estimates put the calls in the order of their times.
     """
 
     calls: int
     mean: float
+    spread: float
     least: float
     most: float
     rank_correlation: float
@@ -90,27 +88,38 @@ def rows() -> tuple[Row, ...]:
 
 def parse(values: dict[str, Any]) -> tuple[Row, ...]:
     """The rows of a file's content."""
-    return tuple(Row(**value | {"shape": tuple(value["shape"])}) for value in values["rows"])
+    work = lambda listed: tuple((Work(*fields), times) for times, *fields in listed)
+    return tuple(Row(**value | {"work": work(value["work"])}) for value in values["rows"])
 
 
 def text(values: dict[str, Any], rows: Iterable[Row]) -> str:
     """A file's content with these rows, one a line, and all else as it was."""
+
+    def line(row: Row) -> str:
+        fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
+        listed = [[times, *dataclasses.astuple(work)] for work, times in row.work]
+        return json.dumps(fields | {"work": listed})
+
     head = json.dumps({k: v for k, v in values.items() if k != "rows"}, indent=1)[:-2]
-    lines = ",\n".join(json.dumps(dataclasses.asdict(row)) for row in rows)
+    lines = ",\n".join(map(line, rows))
     return f'{head},\n "rows": [\n{lines}\n]}}\n'
 
 
-def agreement(rows: Sequence[Row]) -> Agreement | None:
-    """Of some calls; None if there are none."""
+def agreement(rows: Sequence[Row], model: str = BEST_GUESS) -> Agreement | None:
+    """Of some calls by a model of cost; None if there are none."""
     if not rows:
         return None
-    ratios = [row.ratio for row in rows]
+    ratios = [row.ratio(model) for row in rows]
+    logs = np.log(ratios)
     return Agreement(
         calls=len(rows),
-        mean=math.exp(sum(map(math.log, ratios)) / len(rows)),
+        mean=math.exp(logs.mean()),
+        spread=math.exp(logs.std()),
         least=min(ratios),
         most=max(ratios),
-        rank_correlation=spearman([r.estimated for r in rows], [r.measured for r in rows]),
+        rank_correlation=spearman(
+            [row.estimated(model) for row in rows], [row.published for row in rows]
+        ),
     )
 
 
@@ -128,41 +137,55 @@ def error_bar(targets: Sequence[str]) -> str:
     """What estimates for these targets are worth, in a line to print beside them."""
     told, never = [], []
     for target in dict.fromkeys(targets):
-        of = [row for row in rows() if row.target == target]
-        found = agreement(of)
+        found = agreement([row for row in rows() if row.target == target])
         if found is None:
             never.append(target)
             continue
-        ops = " and ".join(dict.fromkeys(row.op for row in of))
         told.append(
-            f"{found.least:.1f} to {found.most:.1f} times the measured time of {found.calls} {ops} "
-            f"calls on {target}"
+            f"{found.least:.1f} to {found.most:.1f} (mean {found.mean:.2f}) times the measured "
+            f"time of {found.calls} calls on {target}"
         )
     parts = ["estimates"]
     if told:
-        parts.append(f"the compiler's model gave {', '.join(told)}")
+        parts.append(f"the best guess was {', '.join(told)}")
     if never:
         parts.append(f"never compared with a measured time on {', '.join(never)}")
     return f"{'; '.join(parts)} (docs/benchmarks/estimates.md)"
 
 
 def table() -> str:
-    """Markdown: a line a call, times in milliseconds; then a line a target."""
+    """Markdown: a line a call, times in milliseconds; then a line a target and kind of call."""
     lines = [
-        "| chip | batch, tokens, heads, size | published | measured | estimated | ratio |",
-        "|---|---|---|---|---|---|",
+        f"| chip | call | published | {' | '.join(MODELS)} | memory, of published |",
+        f"|---|---|---|{'---|' * len(MODELS)}---|",
     ]
     for row in rows():
-        times = (row.published, row.measured, row.estimated)
-        cells = [row.target, ", ".join(map(str, row.shape)), *(f"{t * 1e3:.3f}" for t in times)]
-        lines.append(f"| {' | '.join(cells)} | {row.ratio:.2f} |")
+        ratios = [f"{row.ratio(model):.2f}" for model in MODELS]
+        memory = f"{row.bytes / row.published_bytes:.2f}" if row.published_bytes else "-"
+        cells = [row.target, described(row), f"{row.published * 1e3:.3f}", *ratios, memory]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "| chip | calls | geometric mean | least to most | rank correlation |",
-        "|---|---|---|---|---|",
+        "| chip | calls | model | geometric mean | spread | least to most | rank correlation |",
+        "|---|---|---|---|---|---|---|",
     ]
     for target in dict.fromkeys(row.target for row in rows()):
-        a = agreement([row for row in rows() if row.target == target])
-        span = f"{a.least:.2f} to {a.most:.2f}"
-        lines.append(f"| {target} | {a.calls} | {a.mean:.2f} | {span} | {a.rank_correlation:.2f} |")
+        here = [row for row in rows() if row.target == target]
+        for kind, chosen in (
+            ("XLA's own", [row for row in here if not row.is_kernel]),
+            ("kernels", [row for row in here if row.is_kernel]),
+        ):
+            for model in MODELS if chosen else ():
+                a = agreement(chosen, model)
+                span = f"{a.least:.2f} to {a.most:.2f}"
+                cells = [f"{a.calls} {kind}", model, f"{a.mean:.2f}", f"{a.spread:.2f}", span]
+                lines.append(f"| {target} | {' | '.join(cells)} | {a.rank_correlation:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def described(row: Row) -> str:
+    """A call in words: its function, sizes and whatever else is no block."""
+    arguments = {k: v for k, v in row.arguments.items() if k != "blocks"}
+    sizes = "x".join(map(str, arguments.pop("shape")))
+    others = "".join(f", {k} {v}" for k, v in arguments.items())
+    return f"{row.op.replace('_', ' ')} {sizes}{others}"

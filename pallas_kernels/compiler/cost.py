@@ -1,8 +1,8 @@
-"""What a compiled program costs on its target: bytes, cycles, seconds, by several models.
+"""What a compiled program costs on its target: bytes, cycles, seconds, by three models.
 
-Estimates, all of them, and no model is known to be the right one: what is said of a program holds
-as far as they agree. `Work` is what is known of one call of an instruction, `MODELS` are the ways
-to make cycles of it.
+Estimates, all of them. `Work` is what is known of one call of an instruction; `MODELS` are the ways
+to make cycles of it: a best guess, and one that says less and one that says more. The best guess is
+the model nearest to times that others measured, see `calibration`.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from pallas_kernels.compiler.flops import matmul_flops
 from pallas_kernels.compiler.hlo import Bytes, Executed
 from pallas_kernels.compiler.programs import Program
 from pallas_kernels.compiler.schedule import Schedule
-from pallas_kernels.compiler.topology import Target
 
 _ASYNCHRONOUS = ("-start", "-done", "-update")
 
@@ -31,7 +30,8 @@ class Work:
       schedule: of its bundles, with waiting for matrix units and not for HBM; None where libtpu
         left no schedule, or one with a loop of unknown trip count (kernels' count as running once).
       matrix: of its matrix products at the peak; of a kernel's with a loop of unknown trip count,
-        as many as it declares, and of others 0: they are in the schedule.
+        as many as it declares at `Target.grouped` of the peak, and of others 0: they are in the
+        schedule.
       hbm: of moving its bytes at the full HBM bandwidth.
       parked: of moving those of its operands and results that XLA keeps in VMEM, if they were in
         HBM.
@@ -45,59 +45,39 @@ class Work:
     parked: float
 
 
-def _by_compiler(work: Work) -> float:
-    """XLA's estimate; of a kernel, of which it makes none, the longer of schedule and bytes."""
+def _best_guess(work: Work) -> float:
+    """The longer of schedule and bytes; where there is no schedule, XLA's estimate."""
     if work.kind in ("asynchronous", "collective"):
         return 0.0
     if work.kind == "kernel":
         return max(work.schedule or 0.0, work.matrix, work.hbm)
+    if work.schedule is not None:
+        return max(work.schedule, work.hbm)
     return work.hbm if work.estimate is None else work.estimate
 
 
-def _by_bytes(work: Work, kinds: tuple[str, ...] = ("other",)) -> float:
-    """The longer of schedule and bytes of all but matmuls: XLA's as kernels are."""
-    if work.kind in kinds and work.schedule is not None:
-        return max(work.schedule, work.hbm)
-    return _by_compiler(work)
-
-
-def _by_schedule(work: Work) -> float:
-    """The same of matmuls too: all of XLA's as kernels are."""
-    return _by_bytes(work, ("other", "matmul"))
-
-
-def _slow_kernels(work: Work) -> float:
-    """XLA's estimate; half as much again for kernels, if their schedule leaves so much out."""
-    return (1.5 if work.kind == "kernel" else 1.0) * _by_compiler(work)
-
-
-def _by_roofline(work: Work) -> float:
-    """As by bytes, and matmuls by the longer of their FLOPs at the peak and bytes."""
+def _least(work: Work) -> float:
+    """The same, and XLA's products at the peak of the matrix units."""
     if work.kind == "matmul":
-        return max(work.matrix, work.hbm)
-    return _by_bytes(work)
+        return min(_best_guess(work), max(work.matrix, work.hbm))
+    return _best_guess(work)
 
 
-def _unparked(work: Work) -> float:
-    """As by roofline with every array in HBM, and kernels copy first and then compute."""
-    moved = dataclasses.replace(work, hbm=work.hbm + work.parked)
+def _most(work: Work) -> float:
+    """XLA's products by its estimate where that is longer, and kernels half as long again."""
     if work.kind == "kernel":
-        return max(work.schedule or 0.0, work.matrix) + moved.hbm
-    return _by_roofline(moved)
+        return 1.5 * _best_guess(work)
+    if work.kind == "matmul":
+        return max(_best_guess(work), work.estimate or 0.0)
+    return _best_guess(work)
 
 
 Model = Callable[[Work], float]
-# Cycles of one call. The first is what tables say where they say one figure.
+# Cycles of one call, from the least to the most of them.
 MODELS: Mapping[str, Model] = MappingProxyType(
-    {
-        "compiler": _by_compiler,
-        "bytes": _by_bytes,
-        "schedules": _by_schedule,
-        "kernels x 1.5": _slow_kernels,
-        "roofline matmuls": _by_roofline,
-        "nothing in VMEM, no overlap in kernels": _unparked,
-    }
+    {"least": _least, "best guess": _best_guess, "most": _most}
 )
+BEST_GUESS = "best guess"  # what reports lead with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +115,21 @@ class ProgramCost:
 
     XLA keeps what fits in VMEM; within a larger model, other arrays compete for that. So `bytes`
     are those of all instructions wherever their arrays lie, without the copies from HBM to VMEM.
-    `seconds` rates what is not a kernel by its bytes, `estimated_seconds` by XLA's estimate, which
-    rates element-wise fusions 2 to 7 times as slow as their bytes.
+
+    Attributes:
+      bytes: read and written.
+      by_model: seconds by each of MODELS.
+      kernels: in the order in which they run.
     """
 
     bytes: int
-    seconds: float
-    estimated_seconds: float
+    by_model: dict[str, float]
     kernels: tuple[KernelCost, ...]
+
+    @property
+    def seconds(self) -> float:
+        """By the best guess."""
+        return self.by_model[BEST_GUESS]
 
 
 def work_of(program: Program, ran: Executed) -> Work:
@@ -153,8 +140,9 @@ def work_of(program: Program, ran: Executed) -> Work:
         schedule = None
     traffic = module.traffic(ran.computation, instruction)
     flops = matmul_flops(module, ran.computation, instruction)
+    peak = target.peak_flops
     if kernel is not None and schedule is not None and schedule.unknown_loops:
-        flops = kernel.declared_flops
+        flops, peak = kernel.declared_flops, peak * target.grouped
     if only_communicates(module, instruction):
         kind = "collective"
     elif kernel is not None:
@@ -169,7 +157,7 @@ def work_of(program: Program, ran: Executed) -> Work:
         kind=kind,
         estimate=None if instruction.cycles is None else float(instruction.cycles),
         schedule=None if schedule is None else float(schedule.cycles),
-        matrix=flops / target.peak_flops * target.clock if flops else 0.0,
+        matrix=flops / peak * target.clock if flops else 0.0,
         hbm=traffic.hbm * per_byte,
         parked=traffic.vmem * per_byte,
     )
@@ -177,27 +165,24 @@ def work_of(program: Program, ran: Executed) -> Work:
 
 def program_cost(program: Program) -> ProgramCost:
     """The cost of one run."""
-    target = program.target
-    total, seconds, estimated = 0, 0.0, 0.0
+    total, cycles = 0, dict.fromkeys(MODELS, 0.0)
     kernels = []
     for ran in program.module.run():
-        traffic = program.module.traffic(ran.computation, ran.instruction)
         if ran.instruction.is_prefetch:
             continue
-        total += traffic.total * ran.times
-        if program.module.kernel(ran.instruction) is not None:
-            kernels.append(kernel_cost(program, ran))
-            seconds += kernels[-1].seconds * ran.times
-            estimated += kernels[-1].seconds * ran.times
-        else:
-            by_bytes = traffic.total / target.bandwidth
-            seconds += by_bytes * ran.times
-            estimated += _estimate(ran, by_bytes, target) * ran.times
-    return ProgramCost(total, seconds, estimated, tuple(kernels))
+        total += program.module.traffic(ran.computation, ran.instruction).total * ran.times
+        work = work_of(program, ran)
+        in_hbm = dataclasses.replace(work, hbm=work.hbm + work.parked, parked=0.0)
+        for name, model in MODELS.items():
+            cycles[name] += model(in_hbm) * ran.times
+        if work.kind == "kernel":
+            seconds = MODELS[BEST_GUESS](in_hbm) / program.target.clock
+            kernels.append(_kernel_cost(program, ran, seconds))
+    by_model = {name: of / program.target.clock for name, of in cycles.items()}
+    return ProgramCost(total, by_model, tuple(kernels))
 
 
-def kernel_cost(program: Program, ran: Executed) -> KernelCost:
-    """The cost of one kernel of a program."""
+def _kernel_cost(program: Program, ran: Executed, seconds: float) -> KernelCost:
     instruction = ran.instruction
     schedule = program.schedules.get(instruction.name)
     traffic = program.module.traffic(ran.computation, instruction)
@@ -211,13 +196,8 @@ def kernel_cost(program: Program, ran: Executed) -> KernelCost:
         vmem_bytes=instruction.vmem_bytes,
         trips=tuple(loop.trips for loop, _ in schedule.program.walk())[1:] if schedule else (),
         unit_use=schedule.unit_use if schedule else {},
-        seconds=kernel_seconds(program.target, schedule.cycles if schedule else 0, traffic.total),
+        seconds=seconds,
     )
-
-
-def kernel_seconds(target: Target, cycles: int | float, moved: int) -> float:
-    """Of a call of a kernel: the longer of its schedule and its bytes at the full bandwidth."""
-    return max(cycles / target.clock, moved / target.bandwidth)
 
 
 def _copied(traffic: Bytes, schedule: Schedule | None) -> Bytes:
@@ -225,8 +205,3 @@ def _copied(traffic: Bytes, schedule: Schedule | None) -> Bytes:
     if schedule is not None and schedule.copies_in_vmem:
         return Bytes(traffic.total)
     return traffic
-
-
-def _estimate(ran: Executed, by_bytes: float, target: Target) -> float:
-    cycles = ran.instruction.cycles
-    return by_bytes if cycles is None else cycles / target.clock

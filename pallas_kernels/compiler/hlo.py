@@ -104,8 +104,9 @@ class Instruction:
 
     @functools.cached_property
     def cycles(self) -> int | None:
+        """XLA's own estimate; None where it makes none, which it also says by 2^63 - 1."""
         found = self._told(_CYCLES)
-        return None if found is None else int(found)
+        return None if found is None or int(found) == 2**63 - 1 else int(found)
 
     @functools.cached_property
     def called(self) -> dict[str, str]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import tuned
-from pallas_kernels.compiler.cost import KernelCost, ProgramCost, program_cost
+from pallas_kernels import chips
+from pallas_kernels.compiler.cost import MODELS, KernelCost, ProgramCost, program_cost
 from pallas_kernels.compiler.measure import measure
 from pallas_kernels.compiler.ops import (
     DIRECTIONS,
@@ -58,6 +58,14 @@ class OpRow:
         if self.seconds is None or self.portable_seconds is None:
             return None
         return self.portable_seconds / self.seconds
+
+    @property
+    def speedups(self) -> list[float]:
+        """The same by each model of cost, the least first; of a measured row there are none."""
+        if self.cost is None or self.portable_cost is None:
+            return []
+        portable, kernel = self.portable_cost.by_model, self.cost.by_model
+        return sorted(portable[model] / kernel[model] for model in MODELS)
 
     def bandwidth_use(self, seconds: float | None) -> float | None:
         """The least bytes over the time, as a fraction of the HBM bandwidth."""
@@ -128,7 +136,8 @@ def time_ops(
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
     """Rows for the device of this machine, measured; `only` names cases, None is all."""
-    bandwidth = _BANDWIDTHS.get(tuned.slug(device.device_kind))
+    known = chips.of_kind(device.device_kind)
+    bandwidth = known and known.bandwidth or None
     rows = []
     for op, case, direction in _calls(ops, only):
         kernel, failures = OPS[op].kernels.get(device.platform, PORTABLE), {}
@@ -147,22 +156,12 @@ def time_ops(
     return rows
 
 
-# Of HBM, as the makers state it, in bytes/s.
-_BANDWIDTHS = {
-    "tpu_v5_lite": 819e9,
-    "tpu_v5": 2765e9,
-    "tpu_v6_lite": 1640e9,
-    "nvidia_h100_80gb_hbm3": 3350e9,
-    "nvidia_h200": 4800e9,
-}
-
-
 def op_table(rows: Sequence[OpRow]) -> str:
     """Markdown: a line a call, times in microseconds, bytes in MB; what matters most first."""
     lines = [
         "| op | case | pass | chip | us, kernel | us, xla | xla / kernel | of bandwidth, kernel "
         "| of bandwidth, xla | GFLOP | least MB | MB, kernel | MB, xla "
-        "| us, xla by XLA's estimate |",
+        "| xla / kernel, least to most |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -181,7 +180,7 @@ def op_table(rows: Sequence[OpRow]) -> str:
             f"{row.work.bytes / 1e6:.1f}",
             _number(cost and cost.bytes, 1e-6),
             _number(portable and portable.bytes, 1e-6),
-            _number(portable and portable.estimated_seconds, 1e6),
+            _span(row.speedups),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -270,6 +269,10 @@ def _compute_over_hbm(kernel: KernelCost, row: OpRow, clock: float) -> float | N
 def _busiest(kernel: KernelCost, units: int = 3) -> str:
     use = sorted(kernel.unit_use.items(), key=lambda item: -item[1])[:units]
     return ", ".join(f"{unit} {fraction:.0%}" for unit, fraction in use)
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{values[0]:.2f} to {values[-1]:.2f}" if values else "-"
 
 
 def _number(value: int | float | None, scale: int | float, form: str = ".1f") -> str:

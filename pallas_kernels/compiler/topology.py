@@ -44,7 +44,9 @@ class Target:
     one direction; `dcn` is a device's share of a host's or a pod's links to the data center, over
     which `slices` of the topology send to each other. `most` devices or chips make up the largest
     topology. `kind` is the device kind, as jax says it. `matrix` is None where there is no model of
-    time. `assumed` says of what a figure is that nobody states.
+    time. `assumed` says of what a figure is that nobody states. `grouped` is the share of the peak
+    at which others measured products of groups that only the data gives (the geometric mean, see
+    docs/benchmarks/estimates.md).
     """
 
     name: str
@@ -63,6 +65,7 @@ class Target:
     assumed: str = ""
     dcn: float = 0.0
     slices: int = 1
+    grouped: float = 1.0
 
     @property
     def label(self) -> str:
@@ -129,14 +132,17 @@ TARGETS = {
         _tpu(
             "v5e", "v5e:2x2", "v5litepod-4", "TPU v5 lite",
             hbm=16128 * _MIB, interconnect=200e9, most=256, dcn=25e9 / 8,
+            grouped=0.72,
         ),
         _tpu(
             "v5p", "v5p:2x2x1", "v5p-8", "TPU v5",
             hbm=int(95.74 * _GIB), interconnect=600e9, most=6144, dcn=50e9 / 8,
+            grouped=0.38,
         ),
         _tpu(
             "v6e", "v6e:2x2", "v6e-4", "TPU v6 lite",
             hbm=32000 * _MIB, interconnect=400e9, most=256, dcn=100e9 / 8,
+            grouped=0.45,
         ),
     )
 }  # fmt: skip
@@ -148,7 +154,7 @@ DEVICES = TARGETS | {
     for t in (
         _tpu(
             "tpu7x", "tpu7x:2x2x1", "tpu7x-8", "TPU7x",
-            hbm=97024 * _MIB, interconnect=300e9, most=9216, dcn=50e9 / 8,
+            hbm=97024 * _MIB, interconnect=300e9, most=9216, dcn=50e9 / 8, grouped=0.43,
             assumed="matrix units as those of v6e, at the clock that gives the maker's peak",
         ),
         _gpu("h100", "NVIDIA H100 80GB HBM3", 80 * 10**9),

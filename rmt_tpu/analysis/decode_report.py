@@ -39,9 +39,9 @@ def how(rows: Sequence[Row]) -> list[str]:
     told = []
     if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
         told += [
-            f"Estimated, not measured: a step of {STEPS} in a dispatch, by XLA's cycles of every "
-            "instruction, and never less than all bytes of HBM take at the full bandwidth; from "
-            f"least to most by {len(MODELS)} models of cost. The likeliest token is chosen.",
+            f"Estimated, not measured: a step of {STEPS} in a dispatch, never less than all bytes "
+            f"of HBM take at the full bandwidth; by {len(MODELS)} models of cost, from least to "
+            "most. The likeliest token is chosen.",
             error_bar(chips),
         ]
     if any(row.timed for row in rows):

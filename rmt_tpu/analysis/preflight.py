@@ -102,7 +102,7 @@ class Time:
     """The estimated time of one step, in seconds.
 
     Attributes:
-      parts: by GROUPS, without collectives, by the first model of cost.
+      parts: by GROUPS, without collectives, by the best guess.
       by_model: of all parts, by every one of `compiler.MODELS`.
       collectives: of all of them, nothing hidden behind other work.
       overlapped: of it, what may be hidden.

@@ -190,10 +190,7 @@ def _time(report: Preflight) -> str:
     time = report.time
     if time is None:
         return ""
-    lines = [
-        "time of a step: ESTIMATE, by parts from XLA's cycles of every instruction and static "
-        "schedules of kernels"
-    ]
+    lines = ["time of a step: ESTIMATE, by the longer of schedule and bytes of every instruction"]
     parts = time.parts | {"collectives": time.collectives}
     for part, seconds in parts.items():
         bar = "#" * _length_of(seconds, time.total)
@@ -204,11 +201,13 @@ def _time(report: Preflight) -> str:
     )
     lines.append(f"  {'step':12}{time.total * 1e3:8.2f} ms{hidden}")
     least, most = time.range
-    lines.append(
-        f"  by {len(time.by_model)} models of cost (recipes.kernel_report --step tells of them): "
-        f"{least * 1e3:.2f} to {most * 1e3:.2f} ms, {tokens / most:,.0f} to {tokens / least:,.0f} "
-        f"tokens/s, MFU {time.mfu_of(most):.1%} to {time.mfu_of(least):.1%}"
-    )
+    three = (least, time.total, most)
+    words = [
+        ", ".join(f"{seconds * 1e3:.2f}" for seconds in three) + " ms",
+        ", ".join(f"{tokens / seconds:,.0f}" for seconds in three) + " tokens/s",
+        "MFU " + ", ".join(f"{time.mfu_of(seconds):.1%}" for seconds in three),
+    ]
+    lines.append(f"  least, best guess and most: {'; '.join(words)}")
     if report.target.assumed:
         lines.append(f"  assumed for kernels: {report.target.assumed}")
     if time.unknown_loops:

@@ -1,13 +1,12 @@
 """What one train step costs on a TPU, part by part, estimated without a TPU.
 
-The very step that `train` runs is compiled for one chip. Every instruction that XLA makes has its
-own estimate of cycles; a Pallas kernel has none and takes the longer of its schedule and of its HBM
-bytes over the bandwidth. Each counts as often as the loops around it run. Copies between HBM and
-VMEM that run beside other work are counted in the bytes, not in the cycles. Collectives take no
-cycles here: what they take of the network is for `preflight` to say.
+The very step that `train` runs is compiled for one chip. An instruction takes the longer of its
+schedule and of its HBM bytes over the bandwidth, as often as the loops around it run. Copies
+between HBM and VMEM that run beside other work are counted in the bytes, not in the cycles.
+Collectives take no cycles here: what they take of the network is for `preflight` to say.
 
-Estimates all: fit to compare programs and to find what to mend, not to say how fast a chip is. How
-much depends on the way of counting, the other models of `compiler.cost.MODELS` show.
+Estimates all: `compiler.calibration` says how near they came to times that others measured, and the
+other models of `compiler.cost.MODELS` say less and more.
 """
 
 import contextlib
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 
 import sharding
 from pallas_kernels.compiler import (
+    BEST_GUESS,
     MODELS,
     Assignment,
     Failure,
@@ -67,7 +67,6 @@ _PART_OF_WORD = {part: part for part in PARTS} | {
     "attention_blocks_backward": "attention",
 }
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_FIRST_MODEL = next(iter(MODELS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +99,8 @@ class Row:
 
     @property
     def cycles(self) -> float:
-        """By the first model, XLA's estimates."""
-        return self.by_model[_FIRST_MODEL]
+        """By the best guess."""
+        return self.by_model[BEST_GUESS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +134,8 @@ class StepCost:
 
     @property
     def cycles(self) -> float:
-        """By the first model, as all figures that name none."""
-        return self.by_model[_FIRST_MODEL]
+        """By the best guess, as all figures that name no model."""
+        return self.by_model[BEST_GUESS]
 
     @functools.cached_property
     def by_model(self) -> dict[str, float]:

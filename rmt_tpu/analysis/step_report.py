@@ -26,15 +26,11 @@ class _Column:
         below = figure(self.over)
         return f"{figure(self.cost) / below:.2f}" if below else "-"
 
-    def span(self, figures: Sequence[Figure]) -> str:
-        cells = sorted((self.cell(figure) for figure in figures), key=float)
-        return f"{cells[0]} to {cells[-1]}"
-
 
 def step_table(costs: Sequence[StepCost]) -> str:
     """Markdown: million cycles by part of each model, and of the first model over the second.
 
-    Of the whole step, by every model of cost, and from the least to the most of them.
+    Of the whole step, by every model of cost; all else by the best guess.
     """
     columns = []
     for target in dict.fromkeys(cost.target for cost in costs):
@@ -50,14 +46,10 @@ def step_table(costs: Sequence[StepCost]) -> str:
     def line(name: str, figure: Figure) -> None:
         lines.append(f"| {name} | {' | '.join(column.cell(figure) for column in columns)} |")
 
-    whole = {name: lambda cost, name=name: cost.by_model[name] / 1e6 for name in MODELS}
     for part in PARTS:
         line(part, lambda cost, part=part: cost.parts[part] / 1e6)
-    line("**whole step**", lambda cost: cost.cycles / 1e6)
-    for name in list(MODELS)[1:]:
-        line(f"by {name}", whole[name])
-    spans = (column.span(list(whole.values())) for column in columns)
-    lines.append(f"| **least to most** | {' | '.join(spans)} |")
+    for name in MODELS:
+        line(f"**whole step, {name}**", lambda cost, name=name: cost.by_model[name] / 1e6)
     line("without attention", lambda cost: (cost.cycles - cost.parts["attention"]) / 1e6)
     line("of it, Pallas kernels", lambda cost: sum(cost.kernel_parts.values()) / 1e6)
     line("of it, moves in loops", lambda cost: cost.moves[1] / 1e6)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pallas_kernels.compiler.calibration import error_bar
 from rmt_tpu.analysis.tables import fitted
 from tests import cli
 
@@ -20,10 +21,7 @@ def test_ops(tmp_path):
     assert "Estimated, not measured" in table and "jax 0." in table and "libtpu 0." in table
     content = json.loads((tmp_path / "kernel_report.json").read_text())
     assert content["versions"]["jax"] in table
-    assert (
-        "\nestimates; never compared with a measured time on v5e (docs/benchmarks/estimates.md)\n"
-        in table
-    )
+    assert f"\n{error_bar(['v5e'])}\n" in table
     rows = {row["direction"]: row for row in content["rows"]}
     assert set(rows) == {"forward", "training"}
     for row in rows.values():
@@ -60,7 +58,7 @@ def test_steps(tmp_path):
     (step,) = content["steps"]
     assert step["preset"] == "gpt2-tiny" and step["target"] == "v5e" and step["tokens"] == 512
     assert "not measured" in content["how"] and f"\n{content['error_bar']}\n" in table
-    assert f"| **whole step** | {step['cycles'] / 1e6:.1f} |" in table
+    assert f"| **whole step, best guess** | {step['cycles'] / 1e6:.1f} |" in table
 
 
 def test_tables_fit_a_terminal():

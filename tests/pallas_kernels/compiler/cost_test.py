@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pallas_kernels.compiler import MODELS, TARGETS, Program, work_of
+from pallas_kernels.compiler import BEST_GUESS, MODELS, TARGETS, Program, work_of
 from pallas_kernels.compiler.cost import Work, program_cost
 from pallas_kernels.compiler.flops import matmul_flops
 from pallas_kernels.compiler.hlo import Bytes, Module
@@ -132,11 +132,34 @@ ENTRY"""  # noqa: E501 (the lines are the compiler's)
     assert [kernel.name for kernel in program_cost(program).kernels] == ["k", "kf", "k2"]
 
 
+def test_a_program_costs_as_if_all_lay_in_hbm():
+    schedules = {"k": schedule(50), "e": schedule(3000)}
+    program = Program(TARGET, Module(PROGRAM), schedules, {}, 0.0, [])
+    cost = program_cost(program)
+    product = 2 * 256 * 512 + 2 * 128 * 512 + ARRAY
+    moved = product + 3 * 2 * ARRAY  # of the exponential and of two kernels
+    assert cost.bytes == moved
+    kernels = 2 * 2 * ARRAY / TARGET.bandwidth
+    # The product has no schedule, and at the peak takes less than its bytes.
+    least = kernels + 3000 / TARGET.clock + product / TARGET.bandwidth
+    best = kernels + (3000 + 900) / TARGET.clock
+    expected = {"least": least, BEST_GUESS: best, "most": best + kernels / 2}
+    assert cost.by_model == pytest.approx(expected) and cost.seconds == cost.by_model[BEST_GUESS]
+    assert [kernel.seconds for kernel in cost.kernels] == pytest.approx([kernels / 2] * 2)
+
+
+@pytest.mark.parametrize("text, cycles", [("900", 900), (str(2**63 - 1), None)])
+def test_an_estimate_of_all_ones_is_none(text, cycles):
+    module = Module(PROGRAM.replace('"900"', f'"{text}"'))
+    assert module.computations["main"]["f"].cycles == cycles
+
+
 def test_a_fusion_of_unknown_trips_counts_by_the_compiler():
     found = works(e=schedule(300, trips=None), k=schedule(50, trips=None))
     assert found["e"].schedule is None and found["k"].schedule == 50
-    # What a kernel declares is looked at where its schedule does not say.
-    declared = pytest.approx(3_000_000 / TARGET.peak_flops * TARGET.clock)
+    # What a kernel declares is looked at where its schedule does not say, as grouped products.
+    peak = TARGET.grouped * TARGET.peak_flops
+    declared = pytest.approx(3_000_000 / peak * TARGET.clock)
     assert found["k"].matrix == declared and works(k=schedule(50))["k"].matrix == 0
 
 
@@ -148,17 +171,20 @@ def work(kind, **changes):
 @pytest.mark.parametrize(
     ("asked", "cycles"),
     [
-        # compiler, bytes, schedules, kernels x 1.5, roofline matmuls, nothing in VMEM
-        (work("other"), [700, 300, 300, 700, 300, 350]),
-        (work("other", schedule=None), [700, 700, 700, 700, 700, 700]),
-        (work("other", schedule=None, estimate=None), [200, 200, 200, 200, 200, 350]),
-        (work("matmul", matrix=180.0), [700, 700, 300, 700, 200, 350]),
-        (work("matmul", matrix=180.0, schedule=None), [700, 700, 700, 700, 200, 350]),
-        (work("kernel", estimate=None), [300, 300, 300, 450, 300, 650]),
-        (work("kernel", estimate=None, schedule=None), [200, 200, 200, 300, 200, 350]),
-        (work("kernel", estimate=None, matrix=400.0), [400, 400, 400, 600, 400, 750]),
-        (work("asynchronous", estimate=None), [0, 0, 0, 0, 0, 0]),
-        (work("collective"), [0, 0, 0, 0, 0, 0]),
+        # least, best guess, most
+        (work("other"), [300, 300, 300]),
+        (work("other", hbm=400.0), [400, 400, 400]),
+        (work("other", schedule=None), [700, 700, 700]),
+        (work("other", schedule=None, estimate=None), [200, 200, 200]),
+        (work("matmul", matrix=180.0), [200, 300, 700]),
+        (work("matmul", matrix=180.0, estimate=None), [200, 300, 300]),
+        (work("matmul", matrix=180.0, schedule=None), [200, 700, 700]),
+        (work("matmul", matrix=350.0), [300, 300, 700]),
+        (work("kernel", estimate=None), [300, 300, 450]),
+        (work("kernel", estimate=None, schedule=None), [200, 200, 300]),
+        (work("kernel", estimate=None, matrix=400.0), [400, 400, 600]),
+        (work("asynchronous", estimate=None), [0, 0, 0]),
+        (work("collective"), [0, 0, 0]),
     ],
 )
 def test_cycles_by_each_model(asked, cycles):

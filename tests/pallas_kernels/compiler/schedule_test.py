@@ -22,7 +22,7 @@ from pallas_kernels.compiler import (
     program_cost,
     report,
 )
-from pallas_kernels.compiler.cost import ProgramCost
+from pallas_kernels.compiler.cost import MODELS, ProgramCost
 from pallas_kernels.compiler.hlo import Bytes, Module
 from pallas_kernels.compiler.ops import OPS, Case, Op, Work, cases, elements_per_sublayer
 from pallas_kernels.compiler.schedule import parse_schedule
@@ -125,8 +125,8 @@ def test_scan_counts_every_layer_and_slices_of_stacked_weights():
         traffic = program.module.traffic(ran.computation, ran.instruction)
         moved = 2 * (2 * 4096 * 2048 + 2048 * 2048)
         assert moved <= traffic.total < 1.01 * moved
-    # By XLA's estimate, a layer takes at least what the matrix units take, and not twice that.
-    short, long = (program_cost(program).estimated_seconds for program in (short, long))
+    # A layer takes at least what the matrix units take, and not twice that.
+    short, long = (program_cost(program).seconds for program in (short, long))
     floor = 2 * 4096 * 2048 * 2048 / target.peak_flops
     assert floor <= (long - short) / LAYERS < 2 * floor
 
@@ -450,7 +450,7 @@ def test_traffic_table_has_only_what_was_compiled():
 
 
 def program_cost_of(moved):
-    return ProgramCost(bytes=moved, seconds=1.0, estimated_seconds=1.0, kernels=())
+    return ProgramCost(moved, dict.fromkeys(MODELS, 1.0), ())
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -155,7 +155,7 @@ def test_a_tpus_rating(monkeypatch):
 
     def rate(needed, **changed):
         kernels = (dataclasses.replace(cost, **changed), cost)
-        found = ProgramCost(0, 0.0, 0.0, kernels)
+        found = ProgramCost(0, {}, kernels)
         monkeypatch.setattr(tuning, "program_cost", lambda program: found)
         return tuning.tpu_rating(program, needed)
 

@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import tuned
 from pallas_kernels.compiler import DEVICES
+from pallas_kernels.compiler.calibration import error_bar
 from pallas_kernels.compiler.search import Rating, Refusal, Timing
 from pallas_kernels.compiler.spaces import Problem
 from rmt_tpu import kernel_tables
@@ -122,7 +123,7 @@ def test_the_report(out, tmp_path):
     assert "| 256.0 | 128.0 | 50.0% | - | queries=128 | estimated |" in text
     summary = autotune_report.summary(done, out)
     assert summary.startswith("2 of 2 kernels have better block sizes")
-    assert "\nestimates; never compared with a measured time on v5e" in summary
+    assert f"\n{error_bar(['v5e'])}" in summary
     values = json.loads(json.dumps(autotune_report.values(done)))
     assert values[0]["gain"] == pytest.approx(0.5) and values[0]["best"] == {"queries": 128}
     assert autotune_report.draw(done, tmp_path / "picture.png")

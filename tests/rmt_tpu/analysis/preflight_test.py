@@ -9,6 +9,7 @@ import pytest
 
 import sharding
 from pallas_kernels.compiler import (
+    BEST_GUESS,
     MODELS,
     Assignment,
     Buffer,
@@ -17,6 +18,7 @@ from pallas_kernels.compiler import (
     compile_jobs,
     parse_topology,
 )
+from pallas_kernels.compiler.calibration import error_bar
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis import preflight as module
 from rmt_tpu.analysis.preflight import GROUPS, KINDS, Preflight, Time, preflight, readable
@@ -118,7 +120,7 @@ def test_time_of_a_step(compiled):
     assert time.total == pytest.approx(sum(time.parts.values()) + time.collectives)
     assert time.compute <= time.least <= time.total and time.unknown_loops == 0
     assert time.by_model.keys() == MODELS.keys()
-    assert time.by_model["compiler"] == pytest.approx(time.compute)
+    assert time.by_model[BEST_GUESS] == pytest.approx(time.compute)
     forward = resources.causal_flops_per_token(compiled.config.model, 128)
     assert time.mfu == pytest.approx(3 * forward * 8 * 128 / (4 * 196.6e12 * time.total), rel=1e-3)
 
@@ -134,7 +136,7 @@ def test_json_and_text_say_the_same(compiled, tmp_path):
     text = report_text(compiled, "rmt-tiny", 3)
     assert text.startswith("rmt-tiny on v5e:2x2: FITS, ") and " MiB of 15.75 GiB" in text
     assert "ESTIMATE" in text and "ASSUMED: 200 GB/s" in text and "what to change" not in text
-    assert " ms, MFU " not in text and "tokens/s, MFU " in text and "the 3 largest buffers" in text
+    assert " tokens/s; MFU " in text and "the 3 largest buffers" in text
     assert f"{compiled.buffers[2].bytes / 2**20:.1f}" in text
     draw_memory(compiled, tmp_path / "memory.png", "rmt-tiny")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -332,22 +334,20 @@ def test_a_prompt_has_a_cache_and_no_moments():
 
 def test_time_is_a_range_where_the_model_of_cost_decides():
     parts = dict.fromkeys(GROUPS, 0.0) | {"cores": 0.3, "residual": 0.1}
-    by_model = {"compiler": 0.4, "bytes": 0.25, "slow": 0.5}
+    by_model = {"least": 0.25, BEST_GUESS: 0.4, "most": 0.5}
     time = Time(parts, by_model, collectives=0.1, overlapped=0.06, mfu=0.3, unknown_loops=0)
     assert (time.total, time.least) == pytest.approx((0.5, 0.44))
     assert time.range == pytest.approx((0.29, 0.6))
     given = dataclasses.replace(report(), fits=True, time=time, compile_seconds=1.0)
     assert given.json()["estimated_seconds"]["range"] == time.range
     text = report_text(given, "rmt-305m")
-    assert (
-        "  estimates; never compared with a measured time on v5e (docs/benchmarks/estimates.md)\n"
-        in text
-    )
+    assert f"  {error_bar(['v5e'])}\n" in text
     assert "  step          500.00 ms, 440.00 ms if what overlaps costs nothing\n" in text
     tokens = given.config.train.batch_size * given.config.data.seq_len
     assert (
-        f"  by 3 models of cost (recipes.kernel_report --step tells of them): 290.00 to 600.00 ms, "
-        f"{tokens / 0.6:,.0f} to {tokens / 0.29:,.0f} tokens/s, MFU 25.0% to 51.7%\n"
+        "  least, best guess and most: 290.00, 500.00, 600.00 ms; "
+        f"{tokens / 0.29:,.0f}, {tokens / 0.5:,.0f}, {tokens / 0.6:,.0f} tokens/s; "
+        "MFU 51.7%, 30.0%, 25.0%\n"
     ) in text
 
 

@@ -5,7 +5,15 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from pallas_kernels.compiler import MODELS, TARGETS, Assignment, CompilerError, Failure, Program
+from pallas_kernels.compiler import (
+    BEST_GUESS,
+    MODELS,
+    TARGETS,
+    Assignment,
+    CompilerError,
+    Failure,
+    Program,
+)
 from pallas_kernels.compiler.hlo import Bytes, Module
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis import step_cost, step_report
@@ -105,13 +113,12 @@ def test_tables_and_picture(costs, tmp_path):
     rmt, gpt2 = costs["rmt-tiny"], costs["gpt2-tiny"]
     table = step_report.step_table([rmt, gpt2])
     rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in table.splitlines()}
-    names = ["**whole step**", *(f"by {model}" for model in list(MODELS)[1:])]
-    for name, model in zip(names, MODELS, strict=True):
-        a, b = rmt.by_model[model], gpt2.by_model[model]
-        assert rows[name] == [f" {a / 1e6:.1f} ", f" {b / 1e6:.1f} ", f" {a / b:.2f} "]
     (ratio,) = step_report.ratios([rmt, gpt2])
-    assert ratio["by_model"]["compiler"] == rmt.cycles / gpt2.cycles
-    assert rows["**least to most**"][-1] == f" {ratio['least']:.2f} to {ratio['most']:.2f} "
+    for model in MODELS:
+        a, b = rmt.by_model[model], gpt2.by_model[model]
+        shown = [f" {a / 1e6:.1f} ", f" {b / 1e6:.1f} ", f" {a / b:.2f} "]
+        assert rows[f"**whole step, {model}**"] == shown and ratio["by_model"][model] == a / b
+    assert [ratio["least"], ratio["most"]] == sorted(ratio["by_model"].values())[:: len(MODELS) - 1]
     assert list(rows)[2 : 2 + len(PARTS)] == list(PARTS)
     largest = step_report.largest_table(rmt, 3).splitlines()[2:]
     assert len(largest) == 3 and max(rmt.rows, key=lambda row: row.cycles).name in largest[0]
@@ -130,9 +137,8 @@ def test_models_of_cost(costs):
     for cost in costs.values():
         by_model = cost.by_model
         kernels = sum(row.cycles for row in cost.rows if row.kernel)
-        assert by_model["kernels x 1.5"] == pytest.approx(cost.cycles + kernels / 2) and kernels
-        assert by_model["roofline matmuls"] < by_model["bytes"] < cost.cycles
-        assert by_model["roofline matmuls"] < by_model["nothing in VMEM, no overlap in kernels"]
+        assert kernels and by_model["most"] > cost.cycles + kernels / 2
+        assert by_model["least"] < cost.cycles
         assert cost.unscheduled == ()
 
 
@@ -140,19 +146,18 @@ def test_models_of_cost(costs):
 @pytest.mark.compile
 @pytest.mark.parametrize("target", ["v5e", "v5p"])
 def test_a_step_of_the_rmt_is_cheaper_than_the_transformers(target):
-    """As docs/benchmarks/train_step.md says; by the report's own model of cost."""
-    steps = [
-        Step("rmt-305m", changes={"model.remat": "reversible"}),
-        Step("gpt2-405m"),
-    ]
+    """By the best guess; docs/benchmarks/train_step.md has 0.84 and 0.81."""
+    steps = [Step("rmt-305m"), Step("gpt2-405m")]
     rmt, gpt2 = step_costs(steps, TARGETS[target])
-    assert rmt.unscheduled == gpt2.unscheduled == () and rmt.cycles < gpt2.cycles
+    assert rmt.unscheduled == gpt2.unscheduled == ()
+    (ratio,) = step_report.ratios([rmt, gpt2])
+    assert ratio["by_model"][BEST_GUESS] < 0.88 and ratio["most"] < 1
 
 
 def row(**changes):
     cycles = changes.pop("cycles", 10.0)
     values = dict(name="f", part="other", what="", result="", calls=2)
-    values |= dict(by_model={model: cycles * (1 + i) for i, model in enumerate(MODELS)})
+    values |= dict(by_model={"least": cycles / 2, BEST_GUESS: cycles, "most": cycles * 1.5})
     values |= dict(bytes=Bytes(3, 4), moves=False, in_loop=False, kernel=False)
     return Row(**values | changes)
 
@@ -166,7 +171,7 @@ def test_figures_of_rows():
     )
     cost = StepCost("rmt-tiny", "v5e", rows, 1, 2, 4.0, 50.0, 8, 3, ("kernel.7",), 1.0)
     assert cost.cycles == 60 and cost.seconds == 15
-    assert list(cost.by_model.values()) == [60 * (1 + i) for i in range(len(MODELS))]
+    assert list(cost.by_model.values()) == [30, 60, 90]
     assert cost.parts["loss"] == 30 and cost.parts["other"] == 30
     assert cost.kernel_parts["loss"] == 30 and cost.kernel_parts["other"] == 0
     assert cost.moves == (2, 10.0, 7)

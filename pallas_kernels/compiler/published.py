@@ -1,0 +1,170 @@
+"""Functions whose times on TPUs others have published, for `calibrate` to compile.
+
+tokamax publishes times of plain XLA beside those of its own kernels. The functions here compute the
+same, in plain JAX and in the same order of operations, and need no tokamax; `attention_kernel` has
+the kernel that was timed, and does. Each takes a device of a topology, and gives the lowered call.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_BFLOAT16, _FLOAT32, _INT32 = jnp.bfloat16, jnp.float32, jnp.int32
+_EPSILON = 1e-6
+_PRECISION = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+
+
+def norm(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowered:
+    """A layer norm of `shape` over an axis, with a scale and an offset in float32."""
+
+    def call(x, scale, offset):
+        others = [i for i in range(x.ndim) if i != axis % x.ndim]
+        y = x.astype(_FLOAT32)
+        y = y - jnp.mean(y, axis, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis, keepdims=True) + _EPSILON)
+        scale, offset = (jnp.expand_dims(a, others) for a in (scale, offset))
+        return (y * scale + offset).astype(x.dtype)
+
+    size = [shape[axis]]
+    return _lower(call, device, shape, (size, _FLOAT32), (size, _FLOAT32))
+
+
+def norm_gradient(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowered:
+    """Its gradients, from the mean and the inverse standard deviation of the forward pass."""
+
+    def call(x, scale, mean, inverse, gradient):
+        others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
+        y = (x.astype(_FLOAT32) - mean) * inverse
+        gradient = gradient.astype(_FLOAT32)
+        scaled = gradient * jnp.expand_dims(scale, others)
+        of_mean, of_square = (jnp.mean(a, axis, keepdims=True) for a in (scaled, scaled * y))
+        of_x = inverse * (scaled - of_mean - y * of_square)
+        return of_x.astype(x.dtype), jnp.sum(gradient * y, others), jnp.sum(gradient, others)
+
+    of_rows = list(shape)
+    of_rows[axis] = 1
+    rows = (of_rows, _FLOAT32)
+    return _lower(call, device, shape, ([shape[axis]], _FLOAT32), rows, rows, shape)
+
+
+def cross_entropy(device: jax.Device, shape: Sequence[int], vocab: int) -> jax.stages.Lowered:
+    """The mean loss of [tokens, size] times [size, vocab], and each token's log of the sum."""
+
+    def call(x, labels, w):
+        logits = x @ w
+        one_hot = jax.nn.one_hot(labels, vocab, dtype=x.dtype)
+        losses = jnp.sum(-one_hot * jax.nn.log_softmax(logits), axis=-1, dtype=_FLOAT32)
+        return jnp.mean(losses), jax.nn.logsumexp(logits.astype(_FLOAT32), axis=-1)
+
+    return _lower(call, device, shape, (shape[:1], _INT32), [shape[1], vocab])
+
+
+def cross_entropy_gradient(
+    device: jax.Device, shape: Sequence[int], vocab: int
+) -> jax.stages.Lowered:
+    """Its gradients for both, from the logs of the sums; the logits are computed again."""
+
+    def call(x, labels, w, log_sums, gradient):
+        one_hot = jax.nn.one_hot(labels, vocab, dtype=x.dtype)
+        of_logits = -one_hot + jnp.exp(x @ w - log_sums[:, None])
+        scale = gradient / x.shape[0]
+        of_x, of_w = (of_logits @ w.T) * scale, (x.T @ of_logits) * scale
+        return of_x.astype(x.dtype), of_w.astype(w.dtype)
+
+    logs, one = (shape[:1], _FLOAT32), ([], _FLOAT32)
+    return _lower(call, device, shape, (shape[:1], _INT32), [shape[1], vocab], logs, one)
+
+
+def gated_linear_unit(
+    device: jax.Device, shape: Sequence[int], size: int, activation: str
+) -> jax.stages.Lowered:
+    """Of [.., features] times [features, 2, size], the first half gates the second."""
+    gate = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}[activation]
+
+    def call(x, w):
+        both = jax.lax.collapse(
+            jnp.einsum("...k,kjn->...jn", x, w, precision=_PRECISION), x.ndim - 1
+        )
+        gated, up = jnp.split(both.astype(_FLOAT32), 2, axis=-1)
+        return (gate(gated) * up).astype(x.dtype)
+
+    return _lower(call, device, shape, [shape[-1], 2, size])
+
+
+def causal_attention(device: jax.Device, shape: Sequence[int]) -> jax.stages.Lowered:
+    """All logits at once, in float32, of [batch, tokens, heads, size]."""
+    return _lower(_attend, device, shape, shape, shape)
+
+
+def causal_attention_gradient(device: jax.Device, shape: Sequence[int]) -> jax.stages.Lowered:
+    """Its gradients, with the forward pass again."""
+
+    def call(q, k, v, gradient):
+        return jax.vjp(_attend, q, k, v)[1](gradient)
+
+    return _lower(call, device, shape, shape, shape, shape)
+
+
+def _attend(q, k, v):
+    logits = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=_FLOAT32)
+    seen = jnp.tri(q.shape[-3], dtype=bool)
+    logits = jnp.where(seen, logits * q.shape[-1] ** -0.5, float(jnp.finfo(_FLOAT32).min))
+    weights = jax.nn.softmax(logits)
+    out = jnp.einsum("...hqk,...khd->...qhd", weights, v, preferred_element_type=_FLOAT32)
+    return out.astype(q.dtype)
+
+
+def ragged_dot(
+    device: jax.Device, shape: Sequence[int], size: int, groups: int
+) -> jax.stages.Lowered:
+    """[rows, features] times [groups, features, size], as XLA's own operation."""
+    dot = jax.lax.ragged_dot
+    return _lower(dot, device, shape, [groups, shape[1], size], ([groups], _INT32))
+
+
+def attention_kernel(
+    device: jax.Device, shape: Sequence[int], blocks: Mapping[str, int]
+) -> jax.stages.Lowered:
+    """Attention without a mask by tokamax's kernel, as it was timed: with its transposes.
+
+    Args:
+      device: of a topology.
+      shape: of queries, keys, values and the result: [batch, tokens, heads, head size].
+      blocks: fields of tokamax's config.
+    """
+    from tokamax._src.ops.experimental.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+    from tokamax._src.ops.experimental.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    layouts = {k: splash.QKVLayout(v) for k, v in blocks.items() if k.endswith("layout")}
+    config = dataclasses.replace(splash.SplashConfig.get_default(), **{**blocks, **layouts})
+    kernel = splash.make_splash_mha(
+        masks.FullMask((shape[1], shape[1])), config=config, q_seq_shards=1,
+        downcast_smem_data=False, mask_value=float(jnp.finfo(_FLOAT32).min),
+    )  # fmt: skip
+
+    def call(q, k, v):
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * shape[-1] ** -0.5, k, v))
+        return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
+
+    return _lower(call, device, shape, shape, shape)
+
+
+def _lower(call: Callable[..., Any], device: jax.Device, *arrays: Any) -> jax.stages.Lowered:
+    """With arrays that lie in memory as JAX lays them out, bfloat16 but for (shape, dtype)."""
+    mesh = Mesh(np.array([device]), ("device",))
+    here = NamedSharding(mesh, PartitionSpec())
+    given = []
+    for array in arrays:
+        shape, dtype = array if isinstance(array, tuple) else (array, _BFLOAT16)
+        given.append(jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=here))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(call).lower(*given)
