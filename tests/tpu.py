@@ -15,10 +15,14 @@ from jax.sharding import SingleDeviceSharding
 from pallas_kernels.compiler.topology import compiler_environment, parse_topology
 
 
+def device_of(topology: str) -> jax.Device:
+    """The first of "v5e:2x2" or the like."""
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+
+
 def place_on(topology: str):
     """`array(dtype, *shape)`, on a device of "v5e:2x2" or the like."""
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    sharding = SingleDeviceSharding(device)
+    sharding = SingleDeviceSharding(device_of(topology))
     return lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 
 from pallas_kernels import UnsupportedImplementation, delta_attention, delta_step
-from pallas_kernels.compiler import DEVICES, lower
+from pallas_kernels.compiler import lower
 from pallas_kernels.delta_attention import mosaic_tpu, reference
 from pallas_kernels.delta_attention.interface import Operands, chunk_size
 from tests.closeness import assert_close, float64
+from tests.tpu import device_of
 
 # A row each: as models begin, no decay, the strongest of bounded gates, gates far beyond what
 # float32 can hold as a product, and a few entries that are forgotten at once.
@@ -288,10 +288,18 @@ def test_what_the_kernels_do_not_serve_is_said(unannotated):
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    "target, implementation",
-    [("v5e", "xla"), ("v6e", "xla"), *((t, "mosaic_tpu") for t in ("v5e", "v5p", "v6e", "tpu7x"))],
+    "topology, implementation",
+    [
+        ("v5e:2x2", "xla"),
+        ("v6e:2x2", "xla"),
+        ("v4:2x2x1", "mosaic_tpu"),
+        ("v5e:2x2", "mosaic_tpu"),
+        ("v5p:2x2x1", "mosaic_tpu"),
+        ("v6e:2x2", "mosaic_tpu"),
+        ("tpu7x:2x2x1", "mosaic_tpu"),
+    ],
 )
-def test_both_passes_compile_for_tpus(target, implementation):
+def test_both_passes_compile_for_tpus(topology, implementation):
     """In bfloat16, of the paper's size; what is kept beside the operands is states alone."""
     shape = (1, 1024, 4, 128)
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3
@@ -302,8 +310,7 @@ def test_both_passes_compile_for_tpus(target, implementation):
         read, _ = delta_attention(*args, scale=0.1, implementation=implementation)
         return jnp.sum(read.astype(jnp.float32) ** 2)
 
-    device = topologies.get_topology_desc(**DEVICES[target].options).devices[0]
-    program = lower(jax.grad(loss, range(5)), operands, device).compile()
+    program = lower(jax.grad(loss, range(5)), operands, device_of(topology)).compile()
     kernels = program.as_text().count('custom_call_target="tpu_custom_call"')
     assert kernels == (2 if implementation == "mosaic_tpu" else 0)
     of_states = 1024 // chunk_size(128) * 4 * 128 * 128 * 4

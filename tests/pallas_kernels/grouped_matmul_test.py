@@ -95,7 +95,7 @@ def test_the_reference_is_the_plain_product():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_the_gradient_on_a_tpu_costs_what_rows_cost(topology):
     """Twice the product's FLOPs, and not as many again for each of 64 matrices."""
     array = place_on(topology)

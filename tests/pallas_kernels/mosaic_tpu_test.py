@@ -232,7 +232,7 @@ def test_a_float32_product_is_rounded_to_int16_as_a_whole_at_every_tile(tmp_path
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_halves_compile(topology):
     norm = {"norm": "rmsnorm"}
     read = functools.partial(mosaic_tpu.forward, **norm, epsilon=EPSILON, dtype=jnp.bfloat16)

@@ -75,7 +75,9 @@ def test_both_are_each_other_s_transposes():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("topology", ["v5e:2x2", *later("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")])
+@pytest.mark.parametrize(
+    "topology", ["v5e:2x2", *later("v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")]
+)
 @pytest.mark.parametrize("rows, kernels", [(8192, 1), (16384, 0)])
 def test_of_few_rows_a_kernel_is_taken(topology, rows, kernels):
     """Of as many as half of the 16384 choices; beyond that each choice's row is read."""
