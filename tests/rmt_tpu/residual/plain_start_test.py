@@ -1,0 +1,223 @@
+"""Mixers that begin as the plain model: with its weights they have its logits, loss and gradients.
+
+All in float64. A site of attention over depth whose query is zero reads the mean h of n sources S,
+and the plain model their sum, so that before every read
+
+    norm(S / n) = S / sqrt(mean(S^2) + n^2 epsilon)      norm(S) = S / sqrt(mean(S^2) + epsilon)
+
+differ by a share of less than `n^2 epsilon / (2 mean(S^2))`. So does the sum of n equal streams, of
+hyper-connections. What L sublayers and the readout make of it, to first order: see `bound`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import sharding
+from rmt_tpu import Decoder
+from rmt_tpu import config as cfg
+from rmt_tpu.layers.parameters import metadata
+from rmt_tpu.training.optimizer import make_optimizer
+from rmt_tpu.training.run import prepare
+from tests import models
+from tests.closeness import assert_close, largest_error
+from tests.rmt_tpu.residual import checks
+from tests.tiers import later
+
+EPSILON = 1e-14  # of every norm behind a read
+LAYERS = 4
+ATTENTION = {
+    "full": cfg.FullAttention(),
+    "full, passes of one layer": cfg.FullAttention(phase_layers=1),
+    "full, passes that do not divide": cfg.FullAttention(phase_layers=3),
+    "1 block": cfg.BlockAttention(num_blocks=1),
+    "1 layer": cfg.BlockAttention(layers_per_block=1),
+    "3 sublayers": cfg.BlockAttention(sublayers_per_block=3),
+    "5 sublayers": cfg.BlockAttention(sublayers_per_block=5),
+    "6 sublayers": cfg.BlockAttention(sublayers_per_block=6),
+    "input query": cfg.BlockAttention(num_blocks=2, query="input"),
+    "scalars": cfg.FullAttention(query="scalars"),
+    "sigmoid": cfg.FullAttention(weights="sigmoid"),
+    "heads, no key norm": cfg.FullAttention(num_heads=2, key_norm=False),
+}
+OTHERS = {
+    "dense": cfg.Dense(),
+    "hc, static": cfg.HyperConnections(streams=2, dynamic=False),
+    "hc": cfg.HyperConnections(),
+    "mhc": cfg.Mhc(),
+    "mhc-lite": cfg.MhcLite(init="prenorm"),
+}
+BEGINS = ATTENTION | OTHERS
+STORES = {"vector": BEGINS, "matrix": ATTENTION | {"dense": cfg.Dense()}}
+FAST = [("vector", "3 sublayers", "full")]
+EVERY = [
+    (store, name, remat)
+    for store, mixers in STORES.items()
+    for name, mixer in mixers.items()
+    for remat in (("full", "blocks") if mixer.banked else ("none", "dots", "full"))
+]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def make(store: str, mixer: cfg.Mixer, **changes) -> cfg.ModelConfig:
+    sizes = {"num_layers": LAYERS, "num_heads": 2, "norm_epsilon": EPSILON}
+    return models.model(store, mixer=mixer, compute_dtype="float64", **sizes | changes)
+
+
+def paths(tree) -> dict[str, np.ndarray]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): x for path, x in found}
+
+
+@functools.cache
+def with_weights_of_plain(config: cfg.ModelConfig) -> dict:
+    """The plain model's weights by their paths, and the mixer's own as they start."""
+    plain = paths(models.random_parameters(make(config.store.kind, cfg.Sum())))
+
+    @jax.jit
+    def own():
+        drawn = paths(nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param)))
+        return {path: x for path, x in drawn.items() if path not in plain}
+
+    weights = own() | plain
+    shapes = nnx.to_pure_dict(nnx.state(models.abstract(config), nnx.Param))
+
+    def take(path, like):
+        weight = weights[jax.tree_util.keystr(path)]
+        assert weight.shape == like.shape
+        return np.asarray(weight, np.float64)
+
+    return jax.tree_util.tree_map_with_path(take, shapes)
+
+
+@functools.cache
+def trained(config: cfg.ModelConfig, mesh: str = "data=1"):
+    """A run's gradients and mean losses, with the weights of the plain model."""
+    train = cfg.TrainConfig(batch_size=4, mesh=mesh)
+    run_config = cfg.RunConfig(model=config, train=train, data=cfg.DataConfig(seq_len=11))
+    count = int(np.prod([*sharding.parse_mesh(mesh).values()]))
+    run = prepare(run_config, sharding.make_mesh(mesh, jax.devices()[:count]))
+    params = jax.device_put(with_weights_of_plain(config), run.state_shardings.params)
+    batch = jax.device_put(models.batch(), run.batch_sharding)
+    return jax.jit(run.gradients)(params, batch)
+
+
+def bound(config: cfg.ModelConfig) -> float:
+    """How far results may be from the plain model's, relative to the largest.
+
+    Each of the 2L + 1 reads is off by a share of `n^2 epsilon / (2 mean(S^2))`, n at most 2L + 1
+    and the mean square at least 0.1: that of the embedding is of order 1, as a draw. A read goes
+    into a result with the power 3 at most (queries, keys and values), and once more into its
+    gradient. And 1e-11 of rounding, as everywhere in float64.
+    """
+    sites = config.num_sublayers + 1
+    return 1e-11 + sites * 4 * sites**2 * EPSILON / (2 * 0.1)
+
+
+def shared(config, gradients) -> dict:
+    plain = paths(models.random_parameters(make(config.store.kind, cfg.Sum())))
+    return {path: x for path, x in paths(gradients).items() if path in plain}
+
+
+@pytest.mark.parametrize(
+    ("store", "name", "remat"), FAST + later(*(case for case in EVERY if case not in FAST))
+)
+def test_loss_and_gradients_at_the_start_are_the_plain_models(store, name, remat):
+    """Of a whole training batch, with documents and padding."""
+    config = make(store, STORES[store][name], remat=remat)
+    plain = make(store, cfg.Sum())
+    (got, loss), (expected, wanted) = trained(config), trained(plain)
+    assert_close(loss, wanted, bound(config))
+    assert_close(shared(config, got), shared(plain, expected), bound(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("store", "mixer"),
+    [
+        ("vector", cfg.FullAttention()),
+        ("matrix", cfg.BlockAttention(layers_per_block=1)),
+    ],
+)
+def test_so_they_are_on_stages(store, mixer):
+    config, plain = make(store, mixer), make(store, cfg.Sum())
+    (got, loss), (expected, wanted) = trained(config, "stage=2"), trained(plain)
+    assert_close(loss._replace(aux={}), wanted._replace(aux={}), bound(config))
+    assert_close(shared(config, got), shared(plain, expected), bound(config))
+
+
+@pytest.mark.parametrize(
+    ("store", "name"),
+    [
+        ("vector", "1 layer"),
+        *later(
+            *(
+                (s, n)
+                for s, names in STORES.items()
+                for n in names
+                if (s, n) != ("vector", "1 layer")
+            )
+        ),
+    ],
+)
+def test_logits_from_a_cache_are_the_plain_models_without_one(store, name):
+    config, plain = make(store, STORES[store][name]), make(store, cfg.Sum())
+    params, tokens = with_weights_of_plain(config), models.tokens(seq=6)
+    expected = logits_of(plain, with_weights_of_plain(plain), tokens)
+
+    @jax.jit
+    def cached(params):
+        decoder = nnx.merge(models.graph(config), params)
+        lengths = jnp.full(2, 4, jnp.int32)
+        last, cache = decoder.prefill(tokens[:, :4], lengths, decoder.empty_cache(2, 6))
+        return last, decoder.decode(tokens[:, 4:], cache)[0]
+
+    last, rest = cached(params)
+    assert_close((last, rest), (expected[:, 3], expected[:, 4:]), bound(config))
+
+
+def logits_of(config, params, tokens):
+    return jax.jit(lambda p: nnx.merge(models.graph(config), p)(tokens))(params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["vector", "matrix"])
+def test_after_five_steps_queries_have_moved_and_logits_differ(store):
+    """By AdamW at a rate of 0.01, so that what was the bound at the start is left far behind."""
+    config = make(store, cfg.BlockAttention(sublayers_per_block=3), remat="full")
+    plain = make(store, cfg.Sum(), remat="full")
+    logits = {}
+    for one in (config, plain):
+        tree = lambda name, one=one: metadata(models.abstract(one), name)
+        params = with_weights_of_plain(one)
+        given = {"roles": tree("role"), "axes": tree("axes"), "steps": 5}
+        rates = jax.tree.map(lambda _: 1.0, params)
+        optimizer = make_optimizer(cfg.AdamW(learning_rate=0.01), rates=rates, **given)
+        update, state = jax.jit(optimizer.update), optimizer.init(params)
+        run = checks.gradients_and_logits(one)
+        for _ in range(5):
+            gradients, _ = run(params)
+            updates, state = update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        logits[one] = run(params)[1]
+        queries = [x for path, x in paths(params).items() if "'query'" in path]
+        assert bool(queries) == (one == config)
+        assert all(np.abs(x).mean() > 1e-3 for x in queries)
+    assert largest_error(logits[config], logits[plain]) > 1e-3 > 1e3 * bound(config)
+
+
+@pytest.mark.slow
+def test_a_mixer_that_begins_as_its_paper_does_is_another_model():
+    """mHC-lite as its authors start it: home streams are written more than others."""
+    config, plain = make("vector", cfg.MhcLite(streams=2), remat="none"), make("vector", cfg.Sum())
+    assert abs(trained(config)[1].objective / trained(plain)[1].objective - 1) > 1e-4
