@@ -23,8 +23,8 @@ from pallas_kernels.compiler.programs import (
 from pallas_kernels.compiler.topology import DEVICES, TARGETS, TPUS, Target, parse_topology
 
 __all__ = [
-    "DEVICES",
     "BEST_GUESS",
+    "DEVICES",
     "MODELS",
     "TARGETS",
     "TPUS",

@@ -33,9 +33,8 @@ def main() -> int:
             return 2
         mine = [i for i, row in enumerate(rows) if row.target == target]
         for i, row in zip(mine, compiled([rows[i] for i in mine]), strict=True):
-            before = rows[i].ratio() if rows[i].work else 0.0
             what = calibration.described(row)
-            print(f"{target} {what}: {before:.3f}, now {row.ratio():.3f}", flush=True)
+            print(f"{target} {what}: {rows[i].ratio():.3f}, now {row.ratio():.3f}", flush=True)
             rows[i] = row
         values["versions"] |= versions()
         calibration.PATH.write_text(calibration.text(values, rows), encoding="utf-8")
@@ -58,7 +57,7 @@ def compiled(rows: Sequence[calibration.Row]) -> Iterator[calibration.Row]:
 
 
 def works(program: Program) -> Iterator[tuple[Work, int]]:
-    """What the instructions of a program ask, but for those that cost nothing, and how often."""
+    """Yields the work of each instruction that costs something, and how often it runs."""
     for ran in program.module.run():
         work = work_of(program, ran)
         if work.kind not in ("asynchronous", "collective") and (work.hbm or work.estimate):

@@ -24,16 +24,16 @@ PATH = Path(__file__).with_name("calibration.json")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One call.
+    """A call whose time was published.
 
     Attributes:
       target: what it ran on, of `topology.DEVICES`.
       op: what it computes, a function of `published`.
       arguments: of that function.
       published: seconds of the whole call, as measured.
-      published_bytes: of memory that the program took there. Where the same program is compiled
-        here, it takes as many, and up to a core's VMEM more or less.
-      bytes: that it takes here.
+      published_bytes: of memory that the program took there.
+      bytes: of memory that it takes here. Where these differ by more than a core's VMEM, it may be
+        another program.
       work: of the program's instructions, and how often each runs.
     """
 
@@ -62,7 +62,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Of estimates with measured times, for some calls.
+    """How near the estimates of some calls come to their measured times.
 
     Attributes:
       calls: how many were compared.
@@ -106,7 +106,7 @@ def text(values: dict[str, Any], rows: Iterable[Row]) -> str:
 
 
 def agreement(rows: Sequence[Row], model: str = BEST_GUESS) -> Agreement | None:
-    """Of some calls by a model of cost; None if there are none."""
+    """Compares estimates of some calls with their measured times; None if there are no calls."""
     if not rows:
         return None
     ratios = [row.ratio(model) for row in rows]

@@ -1,8 +1,8 @@
-"""What a compiled program costs on its target: bytes, cycles, seconds, by three models.
+"""Estimates what a compiled program costs on its target: bytes, cycles and seconds.
 
-Estimates, all of them. `Work` is what is known of one call of an instruction; `MODELS` are the ways
-to make cycles of it: a best guess, and one that says less and one that says more. The best guess is
-the model nearest to times that others measured, see `calibration`.
+Nothing here is measured. `Work` is what is known of one call of an instruction; `MODELS` are the
+ways to make cycles of it: a best guess, one that says less and one that says more. Times that
+others measured decide which of them leads, see `calibration`.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Work:
 
 
 def _best_guess(work: Work) -> float:
-    """The longer of schedule and bytes; where there is no schedule, XLA's estimate."""
+    """An instruction takes the longer of schedule and bytes; without a schedule, XLA's estimate."""
     if work.kind in ("asynchronous", "collective"):
         return 0.0
     if work.kind == "kernel":
@@ -57,14 +57,14 @@ def _best_guess(work: Work) -> float:
 
 
 def _least(work: Work) -> float:
-    """The same, and XLA's products at the peak of the matrix units."""
+    """As the best guess, but XLA's products take no more than the peak or their bytes say."""
     if work.kind == "matmul":
         return min(_best_guess(work), max(work.matrix, work.hbm))
     return _best_guess(work)
 
 
 def _most(work: Work) -> float:
-    """XLA's products by its estimate where that is longer, and kernels half as long again."""
+    """XLA's products take its estimate where that is longer, and kernels half as long again."""
     if work.kind == "kernel":
         return 1.5 * _best_guess(work)
     if work.kind == "matmul":
@@ -128,7 +128,7 @@ class ProgramCost:
 
     @property
     def seconds(self) -> float:
-        """By the best guess."""
+        """One run takes so long by the best guess."""
         return self.by_model[BEST_GUESS]
 
 

@@ -20,7 +20,7 @@ _PRECISION = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 
 
 def norm(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowered:
-    """A layer norm of `shape` over an axis, with a scale and an offset in float32."""
+    """Lowers a layer norm of `shape` over an axis, with a scale and an offset in float32."""
 
     def call(x, scale, offset):
         others = [i for i in range(x.ndim) if i != axis % x.ndim]
@@ -35,7 +35,7 @@ def norm(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowe
 
 
 def norm_gradient(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowered:
-    """Its gradients, from the mean and the inverse standard deviation of the forward pass."""
+    """Lowers the gradients of `norm`, from the mean and inverse deviation of the forward pass."""
 
     def call(x, scale, mean, inverse, gradient):
         others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
@@ -53,7 +53,7 @@ def norm_gradient(device: jax.Device, shape: Sequence[int], axis: int) -> jax.st
 
 
 def cross_entropy(device: jax.Device, shape: Sequence[int], vocab: int) -> jax.stages.Lowered:
-    """The mean loss of [tokens, size] times [size, vocab], and each token's log of the sum."""
+    """Lowers the mean loss of x [tokens, size] and w [size, vocab], with each token's log-sum."""
 
     def call(x, labels, w):
         logits = x @ w
@@ -67,7 +67,7 @@ def cross_entropy(device: jax.Device, shape: Sequence[int], vocab: int) -> jax.s
 def cross_entropy_gradient(
     device: jax.Device, shape: Sequence[int], vocab: int
 ) -> jax.stages.Lowered:
-    """Its gradients for both, from the logs of the sums; the logits are computed again."""
+    """Lowers the gradients of `cross_entropy` from its log-sums; logits are computed again."""
 
     def call(x, labels, w, log_sums, gradient):
         one_hot = jax.nn.one_hot(labels, vocab, dtype=x.dtype)
@@ -83,7 +83,7 @@ def cross_entropy_gradient(
 def gated_linear_unit(
     device: jax.Device, shape: Sequence[int], size: int, activation: str
 ) -> jax.stages.Lowered:
-    """Of [.., features] times [features, 2, size], the first half gates the second."""
+    """Lowers `activation(x @ w[:, 0]) * (x @ w[:, 1])` of w [features, 2, size]."""
     gate = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}[activation]
 
     def call(x, w):
@@ -97,12 +97,12 @@ def gated_linear_unit(
 
 
 def causal_attention(device: jax.Device, shape: Sequence[int]) -> jax.stages.Lowered:
-    """All logits at once, in float32, of [batch, tokens, heads, size]."""
+    """Lowers attention of [batch, tokens, heads, size] with all logits at once, in float32."""
     return _lower(_attend, device, shape, shape, shape)
 
 
 def causal_attention_gradient(device: jax.Device, shape: Sequence[int]) -> jax.stages.Lowered:
-    """Its gradients, with the forward pass again."""
+    """Lowers the gradients of `causal_attention`, with the forward pass again."""
 
     def call(q, k, v, gradient):
         return jax.vjp(_attend, q, k, v)[1](gradient)
@@ -122,7 +122,7 @@ def _attend(q, k, v):
 def ragged_dot(
     device: jax.Device, shape: Sequence[int], size: int, groups: int
 ) -> jax.stages.Lowered:
-    """[rows, features] times [groups, features, size], as XLA's own operation."""
+    """Lowers [rows, features] times [groups, features, size], as XLA's own operation."""
     dot = jax.lax.ragged_dot
     return _lower(dot, device, shape, [groups, shape[1], size], ([groups], _INT32))
 
@@ -130,7 +130,7 @@ def ragged_dot(
 def attention_kernel(
     device: jax.Device, shape: Sequence[int], blocks: Mapping[str, int]
 ) -> jax.stages.Lowered:
-    """Attention without a mask by tokamax's kernel, as it was timed: with its transposes.
+    """Lowers attention without a mask by tokamax's kernel as it was timed, with its transposes.
 
     Args:
       device: of a topology.
@@ -159,7 +159,7 @@ def attention_kernel(
 
 
 def _lower(call: Callable[..., Any], device: jax.Device, *arrays: Any) -> jax.stages.Lowered:
-    """With arrays that lie in memory as JAX lays them out, bfloat16 but for (shape, dtype)."""
+    """Lowers a call with arrays as JAX lays them out: bfloat16, unless (shape, dtype) is given."""
     mesh = Mesh(np.array([device]), ("device",))
     here = NamedSharding(mesh, PartitionSpec())
     given = []

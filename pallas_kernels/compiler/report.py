@@ -61,7 +61,7 @@ class OpRow:
 
     @property
     def speedups(self) -> list[float]:
-        """The same by each model of cost, the least first; of a measured row there are none."""
+        """`speedup` by each model of cost, the least first; a measured row has none."""
         if self.cost is None or self.portable_cost is None:
             return []
         portable, kernel = self.portable_cost.by_model, self.cost.by_model
@@ -137,7 +137,7 @@ def time_ops(
 ) -> list[OpRow]:
     """Rows for the device of this machine, measured; `only` names cases, None is all."""
     known = chips.of_kind(device.device_kind)
-    bandwidth = known and known.bandwidth or None
+    bandwidth = (known.bandwidth or None) if known else None
     rows = []
     for op, case, direction in _calls(ops, only):
         kernel, failures = OPS[op].kernels.get(device.platform, PORTABLE), {}

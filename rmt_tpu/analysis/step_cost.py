@@ -99,7 +99,7 @@ class Row:
 
     @property
     def cycles(self) -> float:
-        """By the best guess."""
+        """All calls take so many by the best guess."""
         return self.by_model[BEST_GUESS]
 
 
@@ -134,7 +134,7 @@ class StepCost:
 
     @property
     def cycles(self) -> float:
-        """By the best guess, as all figures that name no model."""
+        """The step takes so many by the best guess, as all figures that name no model."""
         return self.by_model[BEST_GUESS]
 
     @functools.cached_property

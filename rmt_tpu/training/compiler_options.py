@@ -8,8 +8,8 @@ from pallas_kernels import tuned
 
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # KiB for the blocks of one of XLA's instructions, where more than its own rule gives (16384 on v5e,
-# 32768 on v6e) makes a compiled step cheaper by the best guess of its cost; the rest of VMEM keeps
-# arrays from one instruction to the next. docs/benchmarks/train_step.md has the steps.
+# 32768 on v6e) made compiled steps cheaper: by the best guess of their cost on v5e, by XLA's own
+# estimate on v6e (docs/benchmarks/train_step.md). The rest of VMEM keeps arrays between them.
 _VMEM_KIB = {"tpu_v5_lite": 65536, "tpu_v6_lite": 49152}
 
 
