@@ -15,6 +15,7 @@ from rmt_tpu import cores, residual
 from rmt_tpu.execution import banked, kernels, layer, pipelined, reversible, scanned
 from rmt_tpu.execution.kernels import compute_dtype
 from rmt_tpu.layers.embedding import Embedding, Unembedding
+from rmt_tpu.layers.parameters import Seed
 
 
 class Cache(NamedTuple):
@@ -47,13 +48,14 @@ class Decoder(nnx.Module):
 
     Args:
       config: what to build.
-      rngs: a `params` stream draws the parameters.
+      rngs: one key of its `params` stream is the seed of all parameters.
 
     Raises:
       TypeError: `config` or `rngs` is something else.
 
     Layers are stacked: their parameters have a leading axis over a stack's repeats, and a scan runs
-    over it.
+    over it. A weight is drawn by its place and name (`layers.parameters.Seed`), so that models of
+    one seed begin with the same values of all weights that they have in common.
     """
 
     def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):
@@ -68,14 +70,15 @@ class Decoder(nnx.Module):
         self.config = config
         self.dtype = compute_dtype(config.compute_dtype)
         store = residual.store_module(config.store)
-        self.embedding = Embedding(config, rngs)
+        seed = Seed(rngs.params())
+        self.embedding = Embedding(config, seed / "embedding")
         self.store = store.Store(
-            config, rngs, dtype=residual_dtype(config), compute_dtype=self.dtype
+            config, seed / "store", dtype=residual_dtype(config), compute_dtype=self.dtype
         )
-        self.stacks = layer.make_stacks(config, rngs)
-        self.final_site = layer.make_final_site(config, rngs)
-        self.mixer = residual.make_mixer(config, rngs)
-        self.unembedding = Unembedding(config, rngs)
+        self.stacks = layer.make_stacks(config, seed)
+        self.final_site = layer.make_final_site(config, seed / "final_site")
+        self.mixer = residual.make_mixer(config, seed / "mixer")
+        self.unembedding = Unembedding(config, seed / "unembedding")
 
     @kernels.as_configured
     def __call__(

@@ -1,7 +1,5 @@
 """Cores: what sublayers compute, one file each; see `core` for what all of them have."""
 
-from flax import nnx
-
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
 from rmt_tpu.cores.attention import Attention
@@ -10,6 +8,7 @@ from rmt_tpu.cores.experts import Experts
 from rmt_tpu.cores.feed_forward import FeedForward
 from rmt_tpu.cores.kda import Kda
 from rmt_tpu.cores.mla import Mla
+from rmt_tpu.layers.parameters import Seed
 
 __all__ = [
     "Aux",
@@ -24,15 +23,15 @@ __all__ = [
 ]
 
 
-def make_core(config: cfg.ModelConfig, core: cfg.Core, rngs: nnx.Rngs, within: int) -> Core:
+def make_core(config: cfg.ModelConfig, core: cfg.Core, seed: Seed, within: int) -> Core:
     """The core of a config, for a sublayer `within` its layer of two."""
     match core:
         case cfg.Attention():
             return Attention(config, core, residual.heads_layout(config))
         case cfg.Mla():
-            return Mla(config, core, rngs, residual.heads_layout(config))
+            return Mla(config, core, seed, residual.heads_layout(config))
         case cfg.Kda():
-            return Kda(config, core, rngs, residual.heads_layout(config))
+            return Kda(config, core, seed, residual.heads_layout(config))
     widths = config.mixer.second_input if within else 1
     sizes = {
         "output_scale": residual.output_scale(config),
@@ -40,6 +39,6 @@ def make_core(config: cfg.ModelConfig, core: cfg.Core, rngs: nnx.Rngs, within: i
     }
     match core:
         case cfg.FeedForward():
-            return FeedForward(config, core, rngs, **sizes, norm_hidden=widths > 1)
+            return FeedForward(config, core, seed, **sizes, norm_hidden=widths > 1)
         case cfg.Experts():
-            return Experts(config, core, rngs, **sizes)
+            return Experts(config, core, seed, **sizes)

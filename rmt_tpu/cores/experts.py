@@ -30,7 +30,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores.core import Aux, Context, Core, Index
 from rmt_tpu.cores.feed_forward import FeedForward
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
-from rmt_tpu.layers.parameters import parameter
+from rmt_tpu.layers.parameters import Seed, parameter
 
 # Of the sum of scores.
 _LEAST = 1e-20
@@ -81,17 +81,19 @@ class Experts(Core):
         self,
         config: cfg.ModelConfig,
         core: cfg.Experts,
-        rngs: nnx.Rngs,
+        seed: Seed,
         *,
         output_scale: float,
         input_width: int,
     ):
         self.core, self.vectors = core, config.data_shape[0]
         width, hidden, count = config.width, core.hidden_dim, core.num_experts
-        draw = functools.partial(parameter, rngs, role="hidden")
+        draw = functools.partial(parameter, role="hidden")
         std = config.init_std * input_width**-0.5
         axes = ("embed", "choices")
-        self.w_router = draw((input_width, count), std=std, axes=axes, exact=True)
+        self.w_router = draw(
+            seed / "w_router", (input_width, count), std=std, axes=axes, exact=True
+        )
         by_sign = isinstance(core.balance, cfg.SignRule)
         role, axes = "balance_steps" if by_sign else "load", ("choices",)
         self.load = nnx.Param(jnp.zeros(count), role=role, axes=axes)
@@ -99,12 +101,14 @@ class Experts(Core):
         seen = nnx.Param(jnp.zeros(shape), role="histogram", axes=("choices", "bins"))
         self.seen = seen if isinstance(core.balance, cfg.Quantiles) else None
         axes = ("expert", "embed", "projection", "ff")
-        self.w_1 = draw((count, input_width, 2, hidden), std=std, axes=axes)
+        self.w_1 = draw(seed / "w_1", (count, input_width, 2, hidden), std=std, axes=axes)
         std = output_scale * config.init_std * hidden**-0.5
-        self.w_2 = draw((count, hidden, width), std=std, axes=("expert", "ff", "embed"))
+        self.w_2 = draw(
+            seed / "w_2", (count, hidden, width), std=std, axes=("expert", "ff", "embed")
+        )
         sizes = {"output_scale": output_scale, "input_width": input_width}
         shared = cfg.FeedForward(max(core.shared, 1) * hidden, "swiglu")
-        self.shared = FeedForward(config, shared, rngs, **sizes) if core.shared else None
+        self.shared = FeedForward(config, shared, seed / "shared", **sizes) if core.shared else None
 
     def __call__(
         self, z: Read, context: Context, index: Index

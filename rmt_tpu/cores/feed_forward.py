@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 import sharding
@@ -15,7 +14,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores.core import Cache, Context, Core, Index
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import gain, parameter
+from rmt_tpu.layers.parameters import Seed, gain, parameter
 from rmt_tpu.layers.stacks import by_itself
 
 # Chips for which XLA's one instruction is the better way of many tokens too
@@ -31,7 +30,7 @@ class FeedForward(Core):
     Args:
       config: of the model; width, norm.
       core: hidden size, activation.
-      rngs: draws the weights.
+      seed: of its weights' draws.
       output_scale: of W_2 at the start.
       input_width: of z.
       norm_hidden: whether `W_1 z` is normed, with the model's norm and a gain.
@@ -43,7 +42,7 @@ class FeedForward(Core):
         self,
         config: cfg.ModelConfig,
         core: cfg.FeedForward,
-        rngs: nnx.Rngs,
+        seed: Seed,
         *,
         output_scale: float,
         input_width: int,
@@ -59,10 +58,10 @@ class FeedForward(Core):
         if self.gated:
             shape, axes = (2, *shape), ("projection", *axes)
         std = config.init_std * input_width**-0.5
-        self.w_1 = parameter(rngs, shape, std=std, role="hidden", axes=axes)
+        self.w_1 = parameter(seed / "w_1", shape, std=std, role="hidden", axes=axes)
         self.hidden_gain = gain((hidden_dim,), axes=(hidden,)) if norm_hidden else None
         self.w_2 = parameter(
-            rngs,
+            seed / "w_2",
             (hidden_dim, width),
             std=output_scale * config.init_std * hidden_dim**-0.5,
             role="hidden",

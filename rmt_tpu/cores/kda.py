@@ -27,7 +27,7 @@ from rmt_tpu.cores.core import Context, Core, Index, apart, joined, other_axes, 
 from rmt_tpu.layers import short_convolution, stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import gain, parameter
+from rmt_tpu.layers.parameters import Seed, gain, parameter
 
 # Of the squared length of a query or a key.
 _EPSILON = 1e-6
@@ -63,36 +63,37 @@ class Kda(Core):
 
     name: ClassVar[str] = "kda"
 
-    def __init__(self, config: cfg.ModelConfig, core: cfg.Kda, rngs: nnx.Rngs, layout: HeadsLayout):
+    def __init__(self, config: cfg.ModelConfig, core: cfg.Kda, seed: Seed, layout: HeadsLayout):
         self.core, self.layout, self.epsilon = core, layout, config.norm_epsilon
         width, heads, size = config.width, core.num_heads, core.num_heads * core.head_dim
 
-        def weights(*shape: int, axes: tuple) -> nnx.Param:
+        def weights(name: str, *shape: int, axes: tuple) -> nnx.Param:
             std = config.init_std * shape[0] ** -0.5
-            return parameter(rngs, shape, std=std, role="hidden", axes=axes)
+            return parameter(seed / name, shape, std=std, role="hidden", axes=axes)
 
         # Not decayed, like a gain: as parts of a sum over tokens they are of order 1.
         shape, axes = (core.conv_size, 3, size), ("taps", "projection", "heads")
         std = core.conv_size**-0.5
-        self.taps = parameter(rngs, shape, std=std, role="gain", axes=axes)
+        self.taps = parameter(seed / "taps", shape, std=std, role="gain", axes=axes)
         down, up = ("embed", "rank"), ("embed", "heads")
-        self.w_decay_down = weights(width, core.rank, axes=down)
-        self.w_decay_up = weights(core.rank, size, axes=up)
-        steps = jax.random.uniform(
-            rngs.params(), (size,), minval=jnp.log(_STEPS[0]), maxval=jnp.log(_STEPS[1])
-        )
+        self.w_decay_down = weights("w_decay_down", width, core.rank, axes=down)
+        self.w_decay_up = weights("w_decay_up", core.rank, size, axes=up)
+        least, most = map(jnp.log, _STEPS)
+        key = (seed / "decay_bias").key()
+        steps = jax.random.uniform(key, (size,), minval=least, maxval=most)
         steps = jnp.maximum(jnp.exp(steps), _LEAST)
         bounded = core.lower_bound is not None
         # softplus of the bias is the step.
         self.decay_bias = nnx.Param(
             steps + jnp.log(-jnp.expm1(-steps)), role="gain", axes=("heads",)
         )
-        rates = jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=_LARGEST_RATE)
+        key = (seed / "log_rate").key()
+        rates = jax.random.uniform(key, (heads,), minval=1.0, maxval=_LARGEST_RATE)
         log_rate = jnp.zeros(heads) if bounded else jnp.log(rates)
         self.log_rate = nnx.Param(log_rate, role="gain", axes=("heads",))
-        self.w_beta = weights(width, heads, axes=("embed", "heads"))
-        self.w_gate_down = weights(width, core.rank, axes=down)
-        self.w_gate_up = weights(core.rank, size, axes=up)
+        self.w_beta = weights("w_beta", width, heads, axes=("embed", "heads"))
+        self.w_gate_down = weights("w_gate_down", width, core.rank, axes=down)
+        self.w_gate_up = weights("w_gate_up", core.rank, size, axes=up)
         self.gain = gain((core.head_dim,), axes=("head_dim",))
 
     def __call__(

@@ -46,7 +46,7 @@ from rmt_tpu.cores.core import (
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import gain, parameter
+from rmt_tpu.layers.parameters import Seed, gain, parameter
 
 
 class Cache(NamedTuple):
@@ -69,25 +69,25 @@ class Mla(Core):
 
     name: ClassVar[str] = "mla"
 
-    def __init__(self, config: cfg.ModelConfig, core: cfg.Mla, rngs: nnx.Rngs, layout: HeadsLayout):
+    def __init__(self, config: cfg.ModelConfig, core: cfg.Mla, seed: Seed, layout: HeadsLayout):
         self.core, self.layout, self.epsilon = core, layout, config.norm_epsilon
         self.scale = logit_scale(config, core)
         width, heads = config.width, core.num_heads
 
-        def weights(*shape: int, axes: tuple) -> nnx.Param:
+        def weights(name: str, *shape: int, axes: tuple) -> nnx.Param:
             std = config.init_std * shape[-2] ** -0.5
-            return parameter(rngs, shape, std=std, role="hidden", axes=axes)
+            return parameter(seed / name, shape, std=std, role="hidden", axes=axes)
 
         rank = core.query_rank
         down = rank is not None
-        self.w_q_down = weights(width, rank, axes=("embed", "rank")) if down else None
+        self.w_q_down = weights("w_q_down", width, rank, axes=("embed", "rank")) if down else None
         self.q_gain = gain((rank,), axes=("rank",)) if down else None
-        self.w_q = weights(rank or width, heads * core.query_dim, axes=("embed", "heads"))
+        self.w_q = weights("w_q", rank or width, heads * core.query_dim, axes=("embed", "heads"))
         size = core.kv_rank + core.rope_dim
-        self.w_kv_down = weights(width, size, axes=("embed", "rank"))
+        self.w_kv_down = weights("w_kv_down", width, size, axes=("embed", "rank"))
         self.kv_gain = gain((core.kv_rank,), axes=("rank",))
         shape = (2, core.kv_rank, heads * core.head_dim)
-        self.w_kv_up = weights(*shape, axes=("projection", "embed", "heads"))
+        self.w_kv_up = weights("w_kv_up", *shape, axes=("projection", "embed", "heads"))
 
     def __call__(
         self, z: Read, context: Context, index: Index

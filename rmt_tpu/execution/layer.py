@@ -14,7 +14,7 @@ from rmt_tpu.cores import Aux, Cache, Context, Core, joined, make_core
 from rmt_tpu.cores.core import Index
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.embedding import Embedding, Unembedding
-from rmt_tpu.layers.parameters import stack
+from rmt_tpu.layers.parameters import Seed, stack
 from rmt_tpu.layers.stacks import Slice
 from rmt_tpu.residual.protocols import Banked, Carried, Store
 
@@ -46,7 +46,7 @@ class Sublayer(nnx.Module):
         self.site, self.core = site, core
 
 
-def make_stacks(config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.List:
+def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
     """The stacks of a model, in the order of depth.
 
     Each is an `nnx.List` of its period's `Sublayer`s, whose parameters have a leading axis "layer"
@@ -60,28 +60,29 @@ def make_stacks(config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.List:
             writes = core.writes
 
         def period(
-            rngs: nnx.Rngs, repeat: jax.Array, first: int = first, places: list = places
+            seed: Seed, repeat: jax.Array, first: int = first, places: list = places
         ) -> nnx.List:
             sublayers = []
             for k, (within, writes, core) in enumerate(places):
                 index = first + repeat * len(places) + k
                 place = residual.Place(index, within, writes, core.reads)
-                site = residual.make_site(config, rngs, place)
-                sublayers.append(Sublayer(site, make_core(config, core, rngs, within)))
+                own = seed.numbered(index)
+                site = residual.make_site(config, own / "site", place)
+                sublayers.append(Sublayer(site, make_core(config, core, own / "core", within)))
             return nnx.List(sublayers)
 
-        stacks.append(stack(period, rngs, of_stack.repeat))
+        stacks.append(stack(period, seed, of_stack.repeat))
         first += of_stack.num_sublayers
     return nnx.List(stacks)
 
 
-def make_final_site(config: cfg.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+def make_final_site(config: cfg.ModelConfig, seed: Seed) -> nnx.Module:
     """The site before the unembedding."""
     depth = config.num_sublayers
     place = residual.Place(
         jnp.int32(depth), depth % 2, config.stacks[-1].cores[-1].writes, cfg.WHOLE, last=True
     )
-    return residual.make_site(config, rngs, place)
+    return residual.make_site(config, seed, place)
 
 
 @jax.named_scope("embedding")

@@ -7,24 +7,24 @@ from jaxtyping import Array, DTypeLike, Float, Int
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import concatenate, separate
-from rmt_tpu.layers.parameters import parameter
+from rmt_tpu.layers.parameters import Seed, parameter
 
 
 class Embedding(nnx.Module):
     """`E[token]` and, with learned positions, `P[position]` (equations 5, 6, 18 and 19)."""
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed):
         self.vectors = config.data_shape[0]
         self.multiplier = getattr(config.parametrization, "input_multiplier", 1.0)
         self.tokens = parameter(
-            rngs,
+            seed / "tokens",
             (config.vocab_size, config.width),
             std=config.init_std,
             role="embedding",
             axes=("vocab", "embed"),
         )
         learned = config.learned_positions
-        self.positions = self._positions(config, rngs, learned) if learned else None
+        self.positions = self._positions(config, seed, learned) if learned else None
 
     def __call__(
         self,
@@ -43,9 +43,9 @@ class Embedding(nnx.Module):
         table = sharding.gather(self.positions[...], "fsdp", axis=1)
         return tokens, separate(self._look_up(table, positions, dtype), self.vectors)
 
-    def _positions(self, config, rngs, learned):
+    def _positions(self, config, seed, learned):
         return parameter(
-            rngs,
+            seed / "positions",
             (learned.max_length, config.width),
             std=config.init_std,
             role="embedding",
@@ -63,14 +63,14 @@ class Embedding(nnx.Module):
 class Unembedding(nnx.Module):
     """`W_U z` over the concatenated data vectors (equations 11 and 26)."""
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed):
         output_multiplier = getattr(config.parametrization, "output_multiplier", 1.0)
         self.multiplier = output_multiplier / config.width_ratio
         # In muP its start is the base's, for the multiplier divides what its rate else would.
         base_width = config.width / config.width_ratio
         # One 2-D matrix: with a vectors axis of its own the compiler transposes it.
         self.kernel = parameter(
-            rngs,
+            seed / "kernel",
             (config.width, config.vocab_size),
             std=config.init_std * base_width**-0.5,
             role="unembedding",

@@ -1,11 +1,13 @@
-"""How parameters are made, named and stacked."""
+"""How parameters are made, named, drawn and stacked."""
 
+import zlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Int, Key
 
 from rmt_tpu.config import Role
 
@@ -15,8 +17,36 @@ Module = TypeVar("Module", bound=nnx.Module)
 OF_MANY = ("layer", "node", "expert", "projection", "stream")
 
 
+class Seed(NamedTuple):
+    """What a parameter is drawn from: the run's seed, the number of its sublayer, and its name.
+
+    So weights of one name, place and shape are the same ones in all models of a seed, whatever else
+    these have and however their layers are stacked. A name is the path of attributes that lead to
+    the parameter from the model, or within layers from its sublayer: `seed / "core" / "w_1"`.
+
+    Attributes:
+      base: of the seed, and of the numbers told so far.
+      name: the path so far.
+    """
+
+    base: Key[Array, ""]
+    name: str = ""
+
+    def __truediv__(self, attribute: str) -> "Seed":
+        return self._replace(name=f"{self.name}/{attribute}")
+
+    def numbered(self, index: Int[Array, ""] | int) -> "Seed":
+        """That of one of many alike, as sublayers are: `index` may be traced."""
+        return self._replace(base=jax.random.fold_in(self.base, index))
+
+    def key(self) -> Key[Array, ""]:
+        """For one draw, of this name."""
+        # Not Python's hash, which differs from process to process.
+        return jax.random.fold_in(self.base, zlib.crc32(self.name.encode()))
+
+
 def parameter(
-    rngs: nnx.Rngs,
+    seed: Seed,
     shape: tuple[int, ...],
     *,
     std: float | jax.Array,
@@ -28,7 +58,7 @@ def parameter(
     """A float32 parameter drawn from N(0, std^2).
 
     Args:
-      rngs: one key of its `params` stream is used.
+      seed: with the parameter's own name.
       shape: of the parameter, without the axis that `stack` adds.
       std: standard deviation; may be traced, so that it can differ between stacked layers.
       role: what the optimizer goes by for weight decay and width-scaled learning rates.
@@ -40,7 +70,13 @@ def parameter(
     if fan_in is None:
         of_matrix = (size for size, axis in zip(shape, axes, strict=True) if axis not in OF_MANY)
         fan_in = next(of_matrix) if role == "hidden" else 1
-    value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
+    if isinstance(std, float) and std == 0:
+        value = jnp.zeros(shape, jnp.float32)
+    else:
+        # Behind a barrier: XLA would merge a std that it knows with the constants of the draw, and
+        # round otherwise than where std is traced.
+        normal = jax.random.normal(seed.key(), shape, jnp.float32)
+        value = std * jax.lax.optimization_barrier(normal)
     return nnx.Param(value, role=role, axes=axes, fan_in=fan_in, exact=exact)
 
 
@@ -54,9 +90,7 @@ def gain(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
     return nnx.Param(jnp.ones(shape, jnp.float32), role="gain", axes=axes)
 
 
-def read_keys(
-    rngs: nnx.Rngs, count: int, key_dim: int, *, scale: float | jax.Array = 1.0
-) -> nnx.Param:
+def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0) -> nnx.Param:
     """`count` key vectors of size `key_dim` (D_k) that read, r [count, D_k].
 
     `z[p, v] = sum_k r[p, k] X[k, v]` adds up D_k numbers of a residual that is normed to order 1:
@@ -64,11 +98,11 @@ def read_keys(
     is itself a sum over X[k, v], so that its D_k terms go along: by rate r moves z by `rate * D_k`.
     """
     axes, std = ("head", "key"), scale * key_dim**-0.5
-    return parameter(rngs, (count, key_dim), std=std, role="keys", axes=axes, fan_in=key_dim)
+    return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=key_dim)
 
 
 def store_keys(
-    rngs: nnx.Rngs, count: int, key_dim: int, *, scale: float | jax.Array = 1.0
+    seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0
 ) -> nnx.Param:
     """`count` (R) key vectors of size `key_dim` (D_k) that write, w [R, D_k].
 
@@ -76,28 +110,28 @@ def store_keys(
     that it writes, however large D_k: of order 1 for w of `1 / sqrt(R)`, and moved by `rate * R`.
     """
     axes, std = ("head", "key"), scale * count**-0.5
-    return parameter(rngs, (count, key_dim), std=std, role="keys", axes=axes, fan_in=count)
+    return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=count)
 
 
 def stack(
-    make: Callable[[nnx.Rngs, jax.Array], Module],
-    rngs: nnx.Rngs,
+    make: Callable[[Seed, jax.Array], Module],
+    seed: Seed,
     count: int,
     *,
     axis: str = "layer",
 ) -> Module:
-    """One module whose parameters are those of `make(rngs, 0), make(rngs, 1), ...`, stacked.
+    """One module whose parameters are those of `make(seed, 0), make(seed, 1), ...`, stacked.
 
-    The index that `make` gets is traced: layers may differ in values, not in shapes. `axis` is the
-    logical name of the axis over them.
+    The index that `make` gets is traced: layers may differ in values, not in shapes. By
+    `seed.numbered` they differ in their draws. `axis` is the logical name of the axis over them.
     """
 
-    def made(key: jax.Array, index: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
-        return nnx.split(make(nnx.Rngs(params=key), index))
+    def made(base: jax.Array, index: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
+        return nnx.split(make(seed._replace(base=base), index))
 
     # Under jit: drawn one by one, each shape would be compiled on its own.
-    draw = jax.jit(jax.vmap(made))
-    stacked = nnx.merge(*draw(jax.random.split(rngs.params(), count), jnp.arange(count)))
+    draw = jax.jit(jax.vmap(made, in_axes=(None, 0)))
+    stacked = nnx.merge(*draw(seed.base, jnp.arange(count)))
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
         variable.set_metadata(axes=(axis, *variable.get_metadata("axes")))
     return stacked

@@ -25,6 +25,7 @@ from flax import nnx
 
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout
+from rmt_tpu.layers.parameters import Seed
 from rmt_tpu.residual import (
     depth_ablations,
     depth_attention,
@@ -64,7 +65,7 @@ def store_module(store: cfg.Store) -> ModuleType:
             return matrix
 
 
-def make_mixer(config: cfg.ModelConfig, rngs: nnx.Rngs) -> Carried | Banked:
+def make_mixer(config: cfg.ModelConfig, seed: Seed) -> Carried | Banked:
     """The configured mixer, with what it learns beside its sites' parameters."""
     match config.mixer:
         case cfg.Sum():
@@ -72,7 +73,7 @@ def make_mixer(config: cfg.ModelConfig, rngs: nnx.Rngs) -> Carried | Banked:
         case cfg.FullAttention() | cfg.BlockAttention():
             if config.mixer.fused:
                 return depth_attention.DepthAttention(config)
-            return depth_ablations.DepthAblation(config, rngs)
+            return depth_ablations.DepthAblation(config, seed)
         case cfg.Dense():
             return Dense(config)
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
@@ -82,23 +83,23 @@ def make_mixer(config: cfg.ModelConfig, rngs: nnx.Rngs) -> Carried | Banked:
         case cfg.DepthLstm():
             return DepthLstm(config)
         case cfg.Hierarchical():
-            return Hierarchical(config, rngs)
+            return Hierarchical(config, seed)
 
 
-def make_site(config: cfg.ModelConfig, rngs: nnx.Rngs, place: Place) -> nnx.Module:
+def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
     """A site of the configured store, with what the configured mixer learns there."""
-    site = store_module(config.store).Site(config, rngs, place)
+    site = store_module(config.store).Site(config, seed, place)
     match config.mixer:
         case cfg.FullAttention() | cfg.BlockAttention():
             module = depth_attention if config.mixer.fused else depth_ablations
-            site.mix = module.Mix(config, rngs)
+            site.mix = module.Mix(config, seed / "mix")
         case cfg.HyperConnections() | cfg.Mhc() | cfg.MhcLite():
-            index = place.index
-            site.mix = None if place.last else hyper_connections.make_mix(config, rngs, index=index)
+            make_mix, at = hyper_connections.make_mix, {"index": place.index}
+            site.mix = None if place.last else make_mix(config, seed / "mix", **at)
         case cfg.Highway():
-            site.mix = None if place.last else highway.Mix(config, rngs)
+            site.mix = None if place.last else highway.Mix(config, seed / "mix")
         case cfg.DepthLstm():
-            site.mix = depth_lstm.Mix(config, rngs) if place.within else None
+            site.mix = depth_lstm.Mix(config, seed / "mix") if place.within else None
     return site
 
 

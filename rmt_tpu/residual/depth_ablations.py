@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.layers.parameters import parameter
+from rmt_tpu.layers.parameters import Seed, parameter
 from rmt_tpu.residual import depth_attention
 from rmt_tpu.residual.protocols import At, Bank, Grouping, Index, Row, Store
 
@@ -27,14 +27,14 @@ from rmt_tpu.residual.protocols import At, Bank, Grouping, Index, Row, Store
 class Mix(depth_attention.Mix):
     """What a site learns, with the projection of an "input" query: [D, D], zero at the start."""
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
-        super().__init__(config, rngs)
+    def __init__(self, config: cfg.ModelConfig, seed: Seed):
+        super().__init__(config, seed)
         if config.mixer.query == "scalars":
             self.query = self.key_gain = None
         shape, axes = 2 * (config.residual_size,), ("embed", "width")
+        how = {"std": 0.0, "role": "hidden", "exact": True}
         project = config.mixer.query == "input"
-        how = {"role": "hidden", "exact": True}
-        self.project = parameter(rngs, shape, std=0.0, axes=axes, **how) if project else None
+        self.project = parameter(seed / "project", shape, axes=axes, **how) if project else None
 
 
 class DepthAblation(depth_attention.DepthAttention):
@@ -44,13 +44,12 @@ class DepthAblation(depth_attention.DepthAttention):
       logits: of "scalars": those of the sources of site 0, then of site 1, and so on.
     """
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed):
         super().__init__(config)
         scalars = config.mixer.query == "scalars"
         shape = (sum(len(self.seen(k)) for k in range(config.num_sublayers + 1)),)
-        self.logits = (
-            parameter(rngs, shape, std=0.0, role="gain", axes=("source",)) if scalars else None
-        )
+        how = {"std": 0.0, "role": "gain", "axes": ("source",)}
+        self.logits = parameter(seed / "logits", shape, **how) if scalars else None
 
     # One group, whose rows are the whole bank.
 

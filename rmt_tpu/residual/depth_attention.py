@@ -24,7 +24,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.layers.parameters import gain, parameter
+from rmt_tpu.layers.parameters import Seed, gain, parameter
 from rmt_tpu.residual.protocols import (
     At,
     Bank,
@@ -55,12 +55,14 @@ class Mix(nnx.Module):
       key_gain: None where the keys' norm has none, or there is no norm.
     """
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed):
         shape = config.residual_shape
         axes = ("width",) if len(shape) == 1 else ("key", "head")
         # A logit is a sum over all numbers of a source, which are normed to order 1.
         fan_in = config.residual_size
-        self.query = parameter(rngs, shape, std=0.0, role="gain", axes=axes, fan_in=fan_in)
+        self.query = parameter(
+            seed / "query", shape, std=0.0, role="gain", axes=axes, fan_in=fan_in
+        )
         with_gain = config.mixer.key_norm and config.mixer.key_gain
         self.key_gain = gain(shape, axes=axes) if with_gain else None
 

@@ -24,7 +24,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import gain, parameter
+from rmt_tpu.layers.parameters import Seed, gain, parameter
 from rmt_tpu.residual.protocols import Index, Stepwise
 
 _GATES = 3
@@ -53,11 +53,11 @@ class Mix(nnx.Module):
       gate_gains: of their norms, [3, D].
     """
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed):
         dim = config.store.dim
         std = config.init_std * (2 * dim) ** -0.5
         shape, axes = (2 * dim, _GATES * dim), ("embed", "gate")
-        self.gates = parameter(rngs, shape, std=std, role="hidden", axes=axes)
+        self.gates = parameter(seed / "gates", shape, std=std, role="hidden", axes=axes)
         self.gate_gains = gain((_GATES, dim), axes=("gate", "width"))
 
 

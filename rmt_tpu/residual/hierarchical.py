@@ -22,7 +22,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import gain, parameter, stack
+from rmt_tpu.layers.parameters import Seed, gain, parameter, stack
 from rmt_tpu.residual.protocols import Index, Store
 
 
@@ -42,18 +42,18 @@ class Node(nnx.Module):
       gain: of the norm, [D].
     """
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, inputs: int):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed, *, inputs: int):
         dim, hidden_dim = config.store.dim, config.mixer.hidden_dim
         self.norm, self.epsilon = config.norm, config.norm_epsilon
         self.w_a = parameter(
-            rngs,
+            seed / "w_a",
             (inputs * dim, hidden_dim),
             std=config.init_std * (inputs * dim) ** -0.5,
             role="hidden",
             axes=("embed", "hidden"),
         )
         self.w_b = parameter(
-            rngs,
+            seed / "w_b",
             (hidden_dim, dim),
             std=config.init_std * hidden_dim**-0.5,
             role="hidden",
@@ -83,14 +83,14 @@ class Hierarchical(nnx.Module):
       others: those after it, stacked, or one for all of them; None if there are none.
     """
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed):
         every, shared = config.mixer.every, config.mixer.shared
         self.every, self.shared = every, shared
-        self.first = Node(config, rngs, inputs=every)
+        self.first = Node(config, seed / "first", inputs=every)
         count = config.num_layers // every - 1
-        make = lambda rngs, index: Node(config, rngs, inputs=every + 1)
+        make = lambda seed, index: Node(config, seed.numbered(index), inputs=every + 1)
         count = min(count, 1) if shared else count
-        self.others = stack(make, rngs, count, axis="node") if count else None
+        self.others = stack(make, seed / "others", count, axis="node") if count else None
 
     def start(
         self, store: Store, state: Float[Array, "batch seq D"], y: Array

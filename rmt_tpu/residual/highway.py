@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.layers.parameters import parameter
+from rmt_tpu.layers.parameters import Seed, parameter
 from rmt_tpu.residual.protocols import Index, Stepwise
 
 
@@ -35,11 +35,13 @@ class State(NamedTuple):
 class Mix(nnx.Module):
     """`gate_and_value`: W_1 and W_2 side by side, [D, 2 D]: one matrix product."""
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed):
         dim = config.store.dim
         std = config.init_std * dim**-0.5
         axes = ("embed", "gate")
-        self.gate_and_value = parameter(rngs, (dim, 2 * dim), std=std, role="hidden", axes=axes)
+        self.gate_and_value = parameter(
+            seed / "gate_and_value", (dim, 2 * dim), std=std, role="hidden", axes=axes
+        )
 
 
 class Highway(nnx.Module):

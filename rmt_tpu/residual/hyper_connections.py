@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Int
 
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import Read
-from rmt_tpu.layers.parameters import gain, parameter
+from rmt_tpu.layers.parameters import Seed, gain, parameter
 from rmt_tpu.residual.protocols import Index, Stepwise
 
 # Not one array: a TPU would copy all of it to put the streams together, and to take them apart.
@@ -115,17 +115,17 @@ def _weighted_sum(
 # What a site learns --------------------------------------------------------------------------
 
 
-def make_mix(config: cfg.ModelConfig, rngs: nnx.Rngs, *, index: Int[Array, ""]) -> nnx.Module:
+def make_mix(config: cfg.ModelConfig, seed: Seed, *, index: Int[Array, ""]) -> nnx.Module:
     """The coefficients of the site before sublayer `index`, from 0."""
     match config.mixer:
         case cfg.HyperConnections(dynamic=False):
             return StaticMix(config.mixer.streams, index)
         case cfg.HyperConnections():
-            return DynamicMix(config, rngs, index)
+            return DynamicMix(config, seed, index)
         case cfg.Mhc():
-            return ManifoldMix(config, rngs, index)
+            return ManifoldMix(config, seed, index)
         case cfg.MhcLite():
-            return PermutationMix(config, rngs, index)
+            return PermutationMix(config, seed, index)
 
 
 def _learned(value: Float[Array, "..."], *axes: str) -> nnx.Param:
@@ -164,14 +164,14 @@ class DynamicMix(nnx.Module):
       scales: s_a and s_b, [2].
     """
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, index: Int[Array, ""]):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed, index: Int[Array, ""]):
         m, dim = config.mixer.streams, config.store.dim
         self.norm, self.epsilon, self.tanh = config.norm, config.norm_epsilon, config.mixer.tanh
         self.static = StaticMix(m, index)
         self.gain = gain((dim,), axes=("width",))
         axes = ("width", "coefficient")
         shape, how = (dim, 2 + m), {"role": "hidden", "exact": True}
-        self.w = parameter(rngs, shape, std=0.0, axes=axes, **how)
+        self.w = parameter(seed / "w", shape, std=0.0, axes=axes, **how)
         self.scales = _learned(jnp.full(2, 0.01), "coefficient")
 
     def __call__(self, streams: Streams) -> Coefficients:
@@ -213,7 +213,7 @@ class _ProjectedMix(nnx.Module):
     def __init__(
         self,
         config: cfg.ModelConfig,
-        rngs: nnx.Rngs,
+        seed: Seed,
         *,
         read_bias: Float[Array, " m"],
         write_bias: Float[Array, " m"],
@@ -223,7 +223,7 @@ class _ProjectedMix(nnx.Module):
         self.epsilon = config.norm_epsilon
         self.gain = gain((m, dim), axes=("stream", "width"))
         shape, axes = (m, dim, 2 * m + mix_bias.size), ("stream", "width", "coefficient")
-        self.w = parameter(rngs, shape, std=0.0, axes=axes, role="hidden", exact=True)
+        self.w = parameter(seed / "w", shape, std=0.0, axes=axes, role="hidden", exact=True)
         self.scales = _learned(jnp.full(3, 0.01), "coefficient")
         self.read_bias = _learned(read_bias, "stream")
         self.write_bias = _learned(write_bias, "stream")
@@ -260,12 +260,12 @@ class ManifoldMix(_ProjectedMix):
     home stream and 0.05 of the others, writes are 1, and A is near the identity.
     """
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, index: Int[Array, ""]):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed, index: Int[Array, ""]):
         m = config.mixer.streams
         self.rounds = config.mixer.rounds
         mix_bias = (6 * jnp.eye(m) - 3).reshape(-1)
         biases = {"read_bias": 6 * _home(m, index) - 3, "write_bias": jnp.zeros(m)}
-        super().__init__(config, rngs, **biases, mix_bias=mix_bias)
+        super().__init__(config, seed, **biases, mix_bias=mix_bias)
 
     def _mixed(self, logits):
         m = self.gain.shape[0]
@@ -275,7 +275,7 @@ class ManifoldMix(_ProjectedMix):
 class PermutationMix(_ProjectedMix):
     """mHC-lite. Permutations are in lexicographic order: the first is the identity."""
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, index: Int[Array, ""]):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed, index: Int[Array, ""]):
         m, home = config.mixer.streams, _home(config.mixer.streams, index)
         match config.mixer.init:
             case "paper":
@@ -283,7 +283,7 @@ class PermutationMix(_ProjectedMix):
             case "prenorm":
                 biases = {"read_bias": 6 * home - 3, "write_bias": jnp.zeros(m)}
         mix_bias = jnp.full(factorial(m), -8.0).at[0].set(0.0)
-        super().__init__(config, rngs, **biases, mix_bias=mix_bias)
+        super().__init__(config, seed, **biases, mix_bias=mix_bias)
 
     def _mixed(self, logits):
         return mixed_permutations(jax.nn.softmax(logits, axis=0), self.gain.shape[0])

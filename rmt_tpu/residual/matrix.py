@@ -15,7 +15,7 @@ from pallas_kernels.call import LANES, nbytes
 from pallas_kernels.chips import chip, on_tpu
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
-from rmt_tpu.layers.parameters import gain, read_keys, storage_scale, store_keys
+from rmt_tpu.layers.parameters import Seed, gain, read_keys, storage_scale, store_keys
 from rmt_tpu.layers.stacks import Index, Slice
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.residual.place import Place
@@ -39,7 +39,7 @@ class Site(nnx.Module):
 
     stacked: Slice | None = None
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, place: Place):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         rank, size = config.data_shape
         key_dim = config.store.key_dim
         count = lambda port: sum(port.heads) + port.whole * rank
@@ -47,10 +47,10 @@ class Site(nnx.Module):
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
         writes, reads = count(place.writes), count(place.reads)
         scale *= start_of_keys(config, writes, writes=True)
-        self.store_keys = store_keys(rngs, writes, key_dim, scale=scale)
+        self.store_keys = store_keys(seed / "store_keys", writes, key_dim, scale=scale)
         self.gain = gain((key_dim, size), axes=("key", "head"))
         scale = start_of_keys(config, reads, writes=False)
-        self.read_keys = read_keys(rngs, reads, key_dim, scale=scale)
+        self.read_keys = read_keys(seed / "read_keys", reads, key_dim, scale=scale)
         self.begins_layer, self.reads = place.within == 0, place.reads
         # As `data_vectors.concatenate` has them.
         self.whole = not sum(place.writes.heads), not sum(place.reads.heads)
@@ -110,7 +110,7 @@ class Store(nnx.Module):
     """
 
     def __init__(
-        self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike, compute_dtype: DTypeLike
+        self, config: cfg.ModelConfig, seed: Seed, *, dtype: DTypeLike, compute_dtype: DTypeLike
     ):
         rank, _ = config.data_shape
         self.dtype, self.compute_dtype = dtype, compute_dtype
@@ -118,7 +118,8 @@ class Store(nnx.Module):
         self.key_dim = config.store.key_dim
         self.norm, self.epsilon = config.norm, config.norm_epsilon
         learned = config.learned_positions is not None
-        self.position_keys = store_keys(rngs, rank, self.key_dim) if learned else None
+        own = seed / "position_keys"
+        self.position_keys = store_keys(own, rank, self.key_dim) if learned else None
 
     def start(
         self,

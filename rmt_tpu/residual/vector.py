@@ -14,7 +14,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import gain, parameter, storage_scale
+from rmt_tpu.layers.parameters import Seed, gain, parameter, storage_scale
 from rmt_tpu.layers.stacks import Index, Slice
 from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.whole_tiles import tiles
@@ -36,32 +36,33 @@ class Site(nnx.Module):
 
     stacked: Slice | None = None
 
-    def __init__(self, config: cfg.ModelConfig, rngs: nnx.Rngs, place: Place):
+    def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         self.begins_layer, self.reads = place.within == 0, place.reads
-        self.write = self._write(config, rngs, place.writes) if place.writes.heads else None
+        self.write = self._write(config, seed, place.writes) if place.writes.heads else None
         normed = config.mixer.adds_up or place.last
         self.gain = gain((config.store.dim,), axes=("width",)) if normed else None
         heads, same = place.reads.heads, len(set(place.reads.heads)) == 1
-        self.read = self._read(config, rngs, heads if same else heads[:1]) if heads else None
-        self.read_fewer = None if same or not heads else self._read(config, rngs, heads[1:])
+        alike, fewer = (heads, ()) if same else (heads[:1], heads[1:])
+        self.read = self._read(config, seed / "read", alike) if alike else None
+        self.read_fewer = self._read(config, seed / "read_fewer", fewer) if fewer else None
 
     @property
     def writer(self) -> nnx.Param | None:
         """How what was produced before this site is written."""
         return self.write
 
-    def _write(self, config: cfg.ModelConfig, rngs: nnx.Rngs, port: cfg.Port) -> nnx.Param:
+    def _write(self, config: cfg.ModelConfig, seed: Seed, port: cfg.Port) -> nnx.Param:
         dim, heads_width = config.store.dim, sum(port.heads) * port.head_dim
         std = output_scale(config) * config.init_std * heads_width**-0.5
         axes = ("heads", "embed")
-        return parameter(rngs, (heads_width, dim), std=std, role="hidden", axes=axes)
+        return parameter(seed / "write", (heads_width, dim), std=std, role="hidden", axes=axes)
 
-    def _read(self, config: cfg.ModelConfig, rngs: nnx.Rngs, heads: tuple[int, ...]) -> nnx.Param:
+    def _read(self, config: cfg.ModelConfig, seed: Seed, heads: tuple[int, ...]) -> nnx.Param:
         dim = config.store.dim
         std = config.init_std * dim**-0.5
         axes = ("projection", "embed", "heads")
         shape = (len(heads), dim, heads[0] * self.reads.head_dim)
-        return parameter(rngs, shape, std=std, role="hidden", axes=axes)
+        return parameter(seed, shape, std=std, role="hidden", axes=axes)
 
 
 # A projection gives a device its heads of the tokens of all devices of `tensor`.
@@ -81,7 +82,7 @@ class Store(nnx.Module):
     """
 
     def __init__(
-        self, config: cfg.ModelConfig, rngs: nnx.Rngs, *, dtype: DTypeLike, compute_dtype: DTypeLike
+        self, config: cfg.ModelConfig, seed: Seed, *, dtype: DTypeLike, compute_dtype: DTypeLike
     ):
         self.dtype, self.compute_dtype = dtype, compute_dtype
         self.norm, self.epsilon = config.norm, config.norm_epsilon

@@ -13,6 +13,7 @@ from rmt_tpu.cores import experts
 from rmt_tpu.cores.core import causal
 from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.parameters import Seed
 from rmt_tpu.training.optimizer import load_metrics, make_optimizer, of_weights
 from tests import models
 from tests.closeness import assert_close
@@ -55,8 +56,8 @@ WIDTH, BATCH, SEQ = 12, 4, 16
 def core_of(core: cfg.Experts):
     """Its graph and random parameters."""
     config = cfg.ModelConfig((cfg.Stack((ATTENTION, core)),), STORES["vector"])
-    make = lambda rngs: experts.Experts(config, core, rngs, output_scale=1.0, input_width=WIDTH)
-    graphdef, params = nnx.split(make(nnx.Rngs(0)), nnx.Param)
+    make = lambda seed: experts.Experts(config, core, seed, output_scale=1.0, input_width=WIDTH)
+    graphdef, params = nnx.split(make(Seed(jax.random.key(0))), nnx.Param)
     return graphdef, nnx.to_pure_dict(params)
 
 

@@ -14,7 +14,7 @@ from rmt_tpu.cores.feed_forward import FeedForward
 from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.norm import normalize
-from rmt_tpu.layers.parameters import metadata
+from rmt_tpu.layers.parameters import Seed, metadata
 from tests import models
 
 
@@ -128,7 +128,7 @@ def test_gelu_exact_and_tanh():
     for activation in ("gelu_exact", "gelu_tanh"):
         core = cfg.FeedForward(22, activation)
         layers[activation] = FeedForward(
-            config, core, nnx.Rngs(0), output_scale=1.0, input_width=config.width
+            config, core, Seed(jax.random.key(0)), output_scale=1.0, input_width=config.width
         )
     layer = layers["gelu_exact"]
     hidden = np.asarray(z)[:, 0] @ np.asarray(layer.w_1[...])

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.parameters import Seed
 from rmt_tpu.residual import hyper_connections
 from tests import models
 
@@ -14,7 +15,8 @@ from tests import models
 def made(mixer, index, *, moved=0.0):
     """Coefficients that a site makes of random streams, in float32."""
     config = models.model("vector", mixer=mixer)
-    graphdef, state = nnx.split(hyper_connections.make_mix(config, nnx.Rngs(0), index=index))
+    seed = Seed(jax.random.key(0))
+    graphdef, state = nnx.split(hyper_connections.make_mix(config, seed, index=index))
     rng = np.random.default_rng(0)
     noise = lambda p: p + moved * rng.normal(size=p.shape).astype(np.float32)
     X = tuple(rng.normal(size=(mixer.streams, 2, 50, 20)).astype(np.float32))
