@@ -65,6 +65,11 @@ class Run(NamedTuple):
     state_shardings: TrainState
     batch_sharding: jax.sharding.NamedSharding
 
+    def jitted_init(self) -> Callable[[], TrainState]:
+        """`init` as it is run: each device makes its own part."""
+        options = compiler_options.of_init(self.mesh)
+        return jax.jit(self.init, out_shardings=self.state_shardings, compiler_options=options)
+
     def jitted_step(self) -> Callable[..., Any]:
         """`step` as it is run and as it is reported on: its state is donated."""
         options = compiler_options.of_step(self.mesh)

@@ -68,7 +68,7 @@ def restore_or_init(
             start = _at(config, run, origin, from_there, *own, None)
             say(f"going on as {origin.folder} from step {start.step}, with its optimizer")
             return start._replace(branch=None, is_saved=False)
-        state = jax.jit(run.init, out_shardings=run.state_shardings)()
+        state = run.jitted_init()()
         if origin is not None:
             params = origin.taken(run, state.params, say)
             state = run.with_copies(state._replace(params=params))

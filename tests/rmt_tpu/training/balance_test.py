@@ -36,7 +36,7 @@ def test_every_bias_moves_and_is_on_the_disk(balance, moves, tmp_path):
     train = cfg.TrainConfig(batch_size=4, steps=STEPS, mesh="data=1")
     config = resolved(cfg.RunConfig(model, train, cfg.DataConfig(seq_len=16)))
     run = prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))
-    state = jax.jit(run.init, out_shardings=run.state_shardings)()
+    state = run.jitted_init()()
     step, rng = run.jitted_step(), np.random.default_rng(0)
     for _ in range(STEPS):
         tokens = jnp.asarray(rng.integers(0, 32, (4, 17)), jnp.int32)

@@ -38,7 +38,7 @@ def hub(config, tmp_path):
 
 def taken(config, location, said):
     run = prepare(config, sharding.make_mesh(config.train.mesh))
-    drawn = jax.jit(run.init, out_shardings=run.state_shardings)().params
+    drawn = run.jitted_init()().params
     found = Origin(location, config.model).taken(run, drawn, said.append)
     return [traverse_util.flatten_dict(jax.tree.map(np.asarray, tree)) for tree in (drawn, found)]
 

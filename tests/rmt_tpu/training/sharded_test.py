@@ -244,6 +244,20 @@ def test_each_device_has_its_part_of_the_parameters():
     assert jax.tree.leaves(moments.mu) == jax.tree.leaves(run.state_shardings.params)
 
 
+@pytest.mark.parametrize("store", ["vector", "matrix"])
+def test_weights_begin_as_on_one_device_and_as_with_another_mixer(store):
+    one, many = (drawn(store, "sum", mesh) for mesh in ("data=1", "fsdp=2,tensor=2,data=2"))
+    jax.tree.map(np.testing.assert_array_equal, many, one)
+    mixed = drawn(store, "blocks", "data=1")
+    core, of_mixed = (params["stacks"][0][1]["core"] for params in (one, mixed))
+    assert np.ptp(core["w_1"]) > 0
+    jax.tree.map(np.testing.assert_array_equal, of_mixed, core)
+
+
+def drawn(store, mixer, mesh):
+    return prepared(store, mixer, mesh).jitted_init()().params
+
+
 @pytest.mark.slow
 def test_accumulated_parts_are_added_before_devices_add_theirs():
     mesh = sharding.make_mesh("data=2,fsdp=2", jax.devices()[:4])
