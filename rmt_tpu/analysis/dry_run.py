@@ -6,7 +6,7 @@ import sharding
 from rmt_tpu import cost, data
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.storage import Folder
-from rmt_tpu.training import room, workdir
+from rmt_tpu.training import depth_rate, room, workdir
 from rmt_tpu.training.evaluation import TaskMetrics
 from rmt_tpu.training.run import load_datasets, prepare, resolved
 from rmt_tpu.training.start import origin_of
@@ -56,6 +56,8 @@ def dry_run(
         "tokens": f"{tokens:,} in {config.train.steps:,} steps of {config.train.batch_size} x "
         f"{config.data.seq_len}; there are {there:,}, each read {tokens / there:.2f} times",
     }
+    if told := depth_rate.told(config):
+        lines["rates over depth"] = f"{told}: --set=train.depth_rate"
     if lack := room.lack(config, run):
         lines["too large"] = lack
     width = max(map(len, lines))

@@ -35,7 +35,13 @@ def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    config: AdamW | Muon, *, steps: int, roles: Any, axes: Any, rates: Any
+    config: AdamW | Muon,
+    *,
+    steps: int,
+    roles: Any,
+    axes: Any,
+    rates: Any,
+    over_depth: Any = None,
 ) -> optax.GradientTransformation:
     """Clip, Adam or Muon, weight decay, learning rate.
 
@@ -46,9 +52,13 @@ def make_optimizer(
       axes: tree of the names of their axes.
       rates: tree of what each parameter's rate is multiplied by (muP, see `MuP`). Weight decay
         is not: else a wide model would hardly decay.
+      over_depth: tree of whether each weighs sources over depth, and so does not decay; None is
+        that none does.
     """
     excluded = (*config.decay_exclude, *COUNTED)
     decays = jax.tree.map(lambda role: role not in excluded, roles)
+    if over_depth is not None:
+        decays = jax.tree.map(lambda decays, over: decays and not over, decays, over_depth)
     scale = optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, rates))
     adam = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
     if isinstance(config, Muon):

@@ -23,7 +23,7 @@ from rmt_tpu.evaluation.scores import TokenScores, dropless, token_scores
 from rmt_tpu.execution import pipelined
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.residual.fixed_point import in_floats
-from rmt_tpu.training import compiler_options
+from rmt_tpu.training import compiler_options, depth_rate
 from rmt_tpu.training.copies import Copies, copied, copies_of, named
 from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
@@ -81,7 +81,7 @@ class Run(NamedTuple):
         return state._replace(copies=make(state.params) if self.abstract.copies else {})
 
 
-def resolved(config: RunConfig, kept: Mapping[str, str] = MappingProxyType({})) -> RunConfig:
+def resolved(config: RunConfig, kept: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
     """`config` with what is "auto" in its model as it is in training, on this platform.
 
     Of an RMT remat is "reversible", less time on TPUs (estimated) and CPUs and less memory on all;
@@ -90,7 +90,8 @@ def resolved(config: RunConfig, kept: Mapping[str, str] = MappingProxyType({})) 
     Args:
       config: of the run.
       kept: `workdir.kept` of the run that goes on, if one does: its remat is taken for "auto",
-        its residual is of floats where that has outgrown int16, and it began as it did.
+        its residual is of floats where that has outgrown int16, its rate over depth is what it was
+        if none is given, and it began as it did.
 
     Raises:
       UsageError: one is float64, of which jax would silently make float32.
@@ -114,6 +115,8 @@ def resolved(config: RunConfig, kept: Mapping[str, str] = MappingProxyType({})) 
         of_residual = "float32"
     store = dataclasses.replace(model.store, dtype=of_residual)
     began = {path: kept.get(f"train.{path}", getattr(config.train, path)) for path in BEGAN}
+    if config.train.depth_rate is None:
+        began["depth_rate"] = kept.get("train.depth_rate")
     train = dataclasses.replace(config.train, **began)
     return RunConfig(dataclasses.replace(model, store=store), train, config.data)
 
@@ -148,12 +151,14 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
     paths = frozenset() if schedule else copied(abstract, dtype)
     copies = functools.partial(copies_of, paths=paths, dtype=dtype)
     roles = metadata(abstract, "role")
+    rates, over_depth = depth_rate.trees(config, _rates(config.model, abstract))
     optimizer = make_optimizer(
         config.train.optimizer,
         steps=config.train.steps,
         roles=roles,
         axes=names,
-        rates=_rates(config.model, abstract),
+        rates=rates,
+        over_depth=over_depth,
     )
 
     def init() -> TrainState:

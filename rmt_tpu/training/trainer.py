@@ -18,7 +18,16 @@ from rmt_tpu.distributed import processes
 from rmt_tpu.errors import DivergedError, RunError, UsageError
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import kernel_blocks, kernel_checks, lease, room, signals, text_ends, workdir
+from rmt_tpu.training import (
+    depth_rate,
+    kernel_blocks,
+    kernel_checks,
+    lease,
+    room,
+    signals,
+    text_ends,
+    workdir,
+)
 from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
@@ -184,10 +193,12 @@ def _introduction(config: RunConfig, run: Run) -> str:
     devices = run.mesh.devices.flatten()
     plural = "s" if len(devices) > 1 else ""
     tokens = config.train.batch_size * config.data.seq_len
+    told = depth_rate.told(config)
+    rates = f"rates over depth: {told}; " if told else ""
     return (
         f"{parameters:,} parameters on {len(devices)} {devices[0].device_kind} device{plural}, "
         f"{tokens:,} tokens a step, {tokens * config.train.steps:,} in {config.train.steps:,} "
-        "steps; reading data"
+        f"steps; {rates}reading data"
     )
 
 

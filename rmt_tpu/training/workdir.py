@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rmt_tpu import memory
@@ -20,7 +21,7 @@ from rmt_tpu.distributed.roll_call import listed
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
 from rmt_tpu.hub.models import describe, is_hub
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import text_ends
+from rmt_tpu.training import depth_rate, text_ends
 
 CONFIG = "config.json"
 CHANGES = "config_changes.jsonl"
@@ -183,7 +184,7 @@ def kept(folder: Folder) -> dict[str, Any]:
         with contextlib.suppress(UsageError):  # which `open_workdir` tells
             config = _parsed(folder, found.data)
             if open_checkpoints(folder).steps():
-                paths = (*KEPT, *(f"train.{name}" for name in BEGAN))
+                paths = (*KEPT, "train.depth_rate", *(f"train.{name}" for name in BEGAN))
                 values = {path: overrides.value_at(config, path) for path in paths}
     return processes.from_first(values, "what the run keeps")
 
@@ -352,9 +353,13 @@ def _parsed(folder: Folder, content: bytes) -> RunConfig:
             "and give the run's own flags again"
         ) from None
     try:
-        return overrides.from_json(RunConfig, values)
+        config = overrides.from_json(RunConfig, values)
     except UsageError as error:
         raise UsageError(f"{folder}: {error}") from None
+    if depth_rate.factors(config) and "depth_rate" not in values.get("train", {}):
+        # Written before there was one: it goes on at the common rate.
+        return replace(config, train=replace(config.train, depth_rate=1.0))
+    return config
 
 
 def is_of(folder: Folder, config: RunConfig) -> bool:

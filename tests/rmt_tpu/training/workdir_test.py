@@ -83,6 +83,25 @@ def test_a_config_beside_the_checkpoints_of_another_run_is_seen(folder):
         check(CONFIG, {"config": {"model": 3}})
 
 
+@pytest.mark.parametrize(("written", "goes_on"), [("before", 1.0), (None, None), (0.3, 0.3)])
+def test_a_run_over_depth_goes_on_at_its_own_rate(tmp_path, written, goes_on):
+    """One that began before there was `depth_rate` had the common rate; None is by the rule."""
+    config = preset_run("attnres-tiny")
+    values = overrides.to_json(config)
+    values["train"]["depth_rate"] = written
+    if written == "before":
+        del values["train"]["depth_rate"]
+    folder = open_folder(tmp_path)
+    folder.write("config.json", json.dumps(values).encode())
+    commit(folder)
+    found = resolved(config, workdir.kept(folder))
+    assert found.train.depth_rate == goes_on == workdir.read_config(folder).train.depth_rate
+    other = overrides.apply(config, {"train.depth_rate": 0.5})
+    assert resolved(other, workdir.kept(folder)).train.depth_rate == 0.5
+    with pytest.raises(UsageError, match="train.depth_rate is .* there, 0.5 here"):
+        workdir.open_workdir(folder, other)
+
+
 def test_what_a_run_began_with_is_needed_until_it_has_a_checkpoint(folder, tmp_path_factory):
     began = changed(train__init_from="origin", model__vocab_size=300)
     workdir.write_config(folder, began)

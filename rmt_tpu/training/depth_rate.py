@@ -1,0 +1,75 @@
+"""How fast what weighs sources over depth learns, beside all other weights.
+
+A logit over depth, `<gain * query, v / rms(v)>`, adds up m terms of order 1. Adam moves every entry
+of a query by about the rate in the sign of its gradient, so that a step moves the logit by up to
+`0.8 * rate * factor * m`. At the common rate of a small model with small batches that closes most
+softmaxes over depth within the warm-up. Signs are surer in larger batches, by the root of their
+size, and so may steps be: the rule is
+
+    factor = min(1, 0.07 * sqrt(tokens of a batch / 1024) / (peak rate * m))
+
+for queries and key gains (m is the size of the residual over the heads of the mixer), projections
+of "input" queries (m of a query times the residual's size), and learned logits (1).
+
+It is 0.1 at rate 0.028, width 24 and 1024 tokens, and 0.026 on a matrix of 96 numbers there, about
+what did best in a few small runs; 1 at the AttnRes paper's 2e-3, width 1168 and batches of 1.6M
+tokens (0.48 with 0.25M), and at 6e-4, width 512 and 0.26M tokens: what won there is not lowered.
+A bound on one step is no law: `train.depth_rate` sets the factor by hand, and is worth a search.
+"""
+
+import math
+from typing import Any
+
+import jax
+
+from rmt_tpu.config import BlockAttention, FullAttention, RunConfig
+
+BOUND = 0.07
+TOKENS = 1024
+
+
+def is_over_depth(config: RunConfig, path: tuple) -> bool:
+    """Whether the parameter at a path of the decoder's weighs sources over depth."""
+    names = [str(getattr(part, "key", part)) for part in path]
+    of_attention = isinstance(config.model.mixer, FullAttention | BlockAttention)
+    return of_attention and ("mix" in names or names[0] == "mixer")
+
+
+def factors(config: RunConfig) -> dict[str, float]:
+    """By name of a parameter, what the common rate is multiplied by; {} without such parameters.
+
+    The names are those that sites of the model have: "query", "key_gain", "project", or "logits".
+    """
+    mixer = config.model.mixer
+    if not isinstance(mixer, FullAttention | BlockAttention):
+        return {}
+    size = config.model.residual_size
+    terms = size // mixer.num_heads
+    of = {"query": terms}
+    if mixer.key_norm and mixer.key_gain:
+        of["key_gain"] = terms
+    if mixer.query == "input":
+        of["project"] = terms * size
+    if mixer.query == "scalars":
+        of = {"logits": 1}
+    if (given := config.train.depth_rate) is not None:
+        return dict.fromkeys(of, float(given))
+    tokens = config.train.batch_size * config.data.seq_len
+    bound = BOUND * math.sqrt(tokens / TOKENS) / config.train.optimizer.learning_rate
+    return {name: min(1.0, bound / m) for name, m in of.items()}
+
+
+def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:
+    """`rates` times the factors, and of each parameter whether it has one."""
+    found = factors(config)
+    over = jax.tree_util.tree_map_with_path(lambda path, _: is_over_depth(config, path), rates)
+
+    def scaled(path, rate, over):
+        return rate * found[str(getattr(path[-1], "key", path[-1]))] if over else rate
+
+    return jax.tree_util.tree_map_with_path(scaled, rates, over), over
+
+
+def told(config: RunConfig) -> str:
+    """The factors in words; "" without any."""
+    return ", ".join(f"{name} x{factor:.3g}" for name, factor in factors(config).items())
