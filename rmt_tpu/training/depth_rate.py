@@ -9,7 +9,9 @@ size, and so may steps be: the rule is
     factor = min(1, 0.07 * sqrt(tokens of a batch / 1024) / (peak rate * m))
 
 for queries and key gains (m is the size of the residual over the heads of the mixer), projections
-of "input" queries (m of a query times the residual's size), and learned logits (1).
+of "input" queries (m of a query times the residual's size), and learned logits (1). muP divides the
+rate of queries and projections by how much wider the residual is than its base's, and m counts so
+much less for them: at every width a query's factor is the base's.
 
 It is 0.1 at rate 0.028, width 24 and 1024 tokens, and 0.026 on a matrix of 96 numbers there, about
 what did best in a few small runs; 1 at the AttnRes paper's 2e-3, width 1168 and batches of 1.6M
@@ -45,11 +47,13 @@ def factors(config: RunConfig) -> dict[str, float]:
         return {}
     size = config.model.residual_size
     terms = size // mixer.num_heads
-    of = {"query": terms}
+    # What muP multiplies the rate of queries and projections by, before the factor.
+    scaled = config.model.base_model.residual_size / size
+    of = {"query": terms * scaled}
     if mixer.key_norm and mixer.key_gain:
         of["key_gain"] = terms
     if mixer.query == "input":
-        of["project"] = terms * size
+        of["project"] = terms * size * scaled
     if mixer.query == "scalars":
         of = {"logits": 1}
     if (given := config.train.depth_rate) is not None:

@@ -62,6 +62,21 @@ def test_other_ways_to_weigh():
     assert depth_rate.told(run()) == "query x0.104, key_gain x0.104"
 
 
+@pytest.mark.parametrize("query", ["static", "input"])
+def test_under_mup_a_logit_moves_as_the_bases_does(query):
+    """Its rate falls with the width already, and a rule beside it does not count that twice."""
+    mixer = cfg.FullAttention(query=query)
+    base = run(mixer=mixer)
+    wide = run(mixer=mixer, sizes=cfg.VectorStore(96))
+    mup = wide.model.replace(parametrization=cfg.MuP(("store.dim=24",)))
+    wide = dataclasses.replace(wide, model=mup)
+    of_base, of_wide = depth_rate.factors(base), depth_rate.factors(wide)
+    assert of_wide["query"] == pytest.approx(of_base["query"])
+    assert of_wide["key_gain"] == pytest.approx(of_base["key_gain"] / 4)
+    if query == "input":  # 16 times the terms, of which muP has a quarter
+        assert of_wide["project"] == pytest.approx(of_base["project"] / 4)
+
+
 def test_the_papers_models_learn_at_the_full_rate():
     for name in ("attnres-194m", "attnres-528m", "attnres-kimi-48b", "llama-attnres-153m"):
         assert set(depth_rate.factors(preset_run(name)).values()) == {1.0}, name
