@@ -6,7 +6,8 @@ Over held-out text, into plots/depth.png of the first run folder (or --output), 
 beside it in depth.json:
 
 - for each run with weights over depth (Attention Residuals and its ablations, DenseFormer), a map
-  of the mean weight with which each site reads each source (Figure 8 of Attention Residuals);
+  of the mean weight with which each site reads each source (Figure 8 of Attention Residuals),
+  and by site the entropy of the weights (1: a plain mean) and how far their logits are apart;
 - the root mean square, over tokens and features, of what each sublayer writes to the residual, of
   the residual after it, and of the gradient of the loss by what was written, with the loss summed
   over tokens (Figure 5).

@@ -11,7 +11,13 @@ sublayer writes to the residual):
   tokens (nats), so that its size does not depend on the batch's.
 
 And for each site of a mixer with weights over depth, the mean over tokens and heads of the weight
-of each source: `alpha` of Attention Residuals, `a_ij` of DenseFormer.
+of each source: `alpha` of Attention Residuals, `a_ij` of DenseFormer. Where tokens have weights of
+their own, of n sources, also for each site that has two or more:
+
+- entropy: of the weights over `log n`, the mean over tokens and heads: 1 is a plain mean, 0 one
+  source. (Of weights that do not add up to 1, of their shares.)
+- spread: the largest `log(largest weight / least weight)` of any token and head: of a softmax, how
+  far logits are apart. Weights too small for the dtype count as its least normal number.
 
 The layers run one by one, in float32 or more and without kernels for the mixing over depth. A zero
 is added to every write, and its gradient is that of the write.
@@ -52,6 +58,8 @@ class DepthProfile:
       output, gradient: root mean squares.
       residual: of the residual after each write; None where the mixer is no plain sum.
       weights: None where the mixer has none.
+      entropy, spread: by site as `weights` has them, None at those with one source; None where
+        tokens have no weights of their own.
     """
 
     tokens: int
@@ -61,6 +69,8 @@ class DepthProfile:
     residual: list[float] | None
     gradient: list[float]
     weights: DepthWeights | None
+    entropy: list[float | None] | None = None
+    spread: list[float | None] | None = None
 
 
 class Trace(NamedTuple):
@@ -89,9 +99,10 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
     """Runs the batches, forward and backward; one token of them must have a target at least."""
     graphdef, params = nnx.split(in_full_precision(decoder), nnx.Param)
     run = jax.jit(partial(_sums, graphdef))
-    total = None
+    total, spreads = None, []
     for batch in batches:
         sums = run(params, batch)
+        spreads.append([float(x) for x in sums.pop("spread")])
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     config, tokens = decoder.config, float(total["tokens"])
     features = tokens * config.residual_size
@@ -104,7 +115,15 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
         residual=rms("residual") or None,
         gradient=rms("gradient"),
         weights=_depth_weights(decoder, [np.asarray(w) / tokens for w in total["weights"]]),
+        entropy=_of_several(total, [float(x) / tokens for x in total["entropy"]]),
+        spread=_of_several(total, [max(site) for site in zip(*spreads, strict=True)]),
     )
+
+
+def _of_several(total: dict[str, Any], values: list[float]) -> list[float | None] | None:
+    """By site, of which those with one source have no value; None without any site."""
+    counts = [len(w) for w in total["weights"]]
+    return [v if n > 1 else None for n, v in zip(counts, values, strict=True)] or None
 
 
 def in_full_precision(decoder: Decoder) -> Decoder:
@@ -161,7 +180,25 @@ def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
         "residual": squares(trace.residuals),
         "gradient": squares(gradients),
         "weights": [jnp.sum(w.mean(-1) * counts, axis=(1, 2)) for w in trace.weights],
+        "entropy": [jnp.sum(_entropy(w).mean(-1) * counts) for w in trace.weights],
+        "spread": [jnp.max(_spread(w).max(-1), where=counts, initial=0) for w in trace.weights],
     }
+
+
+def _entropy(
+    weights: Float[Array, "sources batch seq heads"],
+) -> Float[Array, "batch seq heads"]:
+    """Over that of equal weights; 0 of one source."""
+    share = weights / jnp.sum(weights, axis=0)
+    return -jnp.sum(jax.scipy.special.xlogy(share, share), axis=0) / np.log(max(2, len(share)))
+
+
+def _spread(
+    weights: Float[Array, "sources batch seq heads"],
+) -> Float[Array, "batch seq heads"]:
+    """`log(largest / least)`."""
+    logs = jnp.log(jnp.maximum(weights, jnp.finfo(weights.dtype).tiny))
+    return jnp.max(logs, axis=0) - jnp.min(logs, axis=0)
 
 
 # The layers, one by one ----------------------------------------------------------------------
@@ -280,18 +317,23 @@ def table(profiles: dict[str, DepthProfile]) -> str:
     """The ends of the curves as a Markdown table, a row a run.
 
     Weights are means over sites with more than one source, of the newest source (in a block: its
-    running sum) and of the embedding.
+    running sum) and of the embedding, and of their entropy; the spread is the largest of any site.
     """
     lines = [
         "| run | loss | output: first, last sublayer | gradient: first, last sublayer | "
-        "weight of newest | of embedding |",
-        "|---|---|---|---|---|---|",
+        "weight of newest | of embedding | entropy over depth | largest spread of logits |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, p in profiles.items():
         newest, embedding = _summary(p.weights) if p.weights else ("", "")
+        entropies = [x for x in p.entropy or () if x is not None]
+        entropy = f"{sum(entropies) / len(entropies):.3f}" if entropies else ""
+        spreads = [x for x in p.spread or () if x is not None]
+        spread = f"{max(spreads):.3g}" if spreads else ""
         lines.append(
             f"| {name} | {p.loss:.4f} | {p.output[1]:.3g}, {p.output[-1]:.3g} | "
-            f"{p.gradient[1]:.3g}, {p.gradient[-1]:.3g} | {newest} | {embedding} |"
+            f"{p.gradient[1]:.3g}, {p.gradient[-1]:.3g} | {newest} | {embedding} | "
+            f"{entropy} | {spread} |"
         )
     return "\n".join(lines) + "\n"
 

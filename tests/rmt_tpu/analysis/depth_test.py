@@ -134,6 +134,17 @@ def test_measures():
     for row in rows(profile.weights):
         np.testing.assert_allclose(sum(row), 1, rtol=1e-12)
     assert max(np.ptp(row) for row in rows(profile.weights)) > 1e-2  # no plain means
+    for k, sources in enumerate(BLOCKS):
+        w = np.concatenate(
+            [np.asarray(t.weights[k])[:, c] for t, c in zip(traces, counts, strict=True)], axis=1
+        )
+        if len(sources) == 1:
+            assert profile.entropy[k] is profile.spread[k] is None
+            continue
+        entropy = -np.sum(w * np.log(w), axis=0).mean() / np.log(len(sources))
+        np.testing.assert_allclose(profile.entropy[k], entropy, rtol=1e-12)
+        spread = np.log(w.max(axis=0) / w.min(axis=0)).max()
+        np.testing.assert_allclose(profile.spread[k], spread, rtol=1e-12)
     # Blocks of 4: a running sum starts with the first and the fifth sublayer.
     np.testing.assert_allclose(np.array(profile.residual)[[1, 5]], np.array(profile.output)[[1, 5]])
     others = np.array(profile.residual)[[2, 3, 4, 6]] / np.array(profile.output)[[2, 3, 4, 6]]
@@ -146,6 +157,13 @@ def test_weights_at_zero_queries_are_equal():
     assert seen(weights) == [list(range(k + 1)) for k in range(7)]
     for row in rows(weights):
         np.testing.assert_allclose(row, 1 / len(row), rtol=1e-12)
+
+
+def test_one_source_alone_has_no_entropy_and_weights_that_vanish_no_infinite_spread():
+    weights = jnp.asarray([[1.0, 0.5, 0.2], [0.0, 0.5, 0.2]], jnp.float32).reshape(2, 1, 3, 1)
+    np.testing.assert_allclose(depth._entropy(weights).reshape(-1), [0, 1, 1], atol=1e-6)
+    spread = depth._spread(weights).reshape(-1)
+    assert 80 < spread[0] < 90 and not np.any(spread[1:])
 
 
 def test_weights_stand_at_their_sources():
@@ -200,6 +218,8 @@ def test_report(tmp_path):
             writes=["E", "A1", "F1"],
             residual=residual,
             weights=weights,
+            entropy=[None, 0.8125] if name == "softmax" else None,
+            spread=[None, 2.5] if name == "softmax" else None,
             **curves,
         )
         for name, residual, weights in [
@@ -214,8 +234,9 @@ def test_report(tmp_path):
     rows = json.loads(picture.with_suffix(".json").read_text())
     assert rows == [{"run": name} | asdict(p) for name, p in profiles.items()]
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()]
-    assert cells[2] == ["plain", "2.5000", "0.5, 0.25", "0.02, 0.004", "", ""]
-    assert cells[3][-2:] == ["0.750", "0.250"] and cells[4][-2:] == ["1.000", "-0.500"]
+    assert cells[2] == ["plain", "2.5000", "0.5, 0.25", "0.02, 0.004", "", "", "", ""]
+    assert cells[3][-4:] == ["0.750", "0.250", "0.812", "2.5"]
+    assert cells[4][-4:] == ["1.000", "-0.500", "", ""]
 
 
 def _two_sites(embedding: float, newest: float, *, signed: bool) -> depth.DepthWeights:
