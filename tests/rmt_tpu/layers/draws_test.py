@@ -65,6 +65,7 @@ def assert_shared(a: dict, b: dict, but: tuple[str, ...] = ()) -> int:
     return len(common)
 
 
+@pytest.mark.slow
 def test_systems_of_one_seed_share_the_weights_that_they_have_in_common(of_presets):
     for name, other in itertools.combinations(of_presets, 2):
         scales = {residual.output_scale(preset(one)) for one in (name, other)}
@@ -73,6 +74,7 @@ def test_systems_of_one_seed_share_the_weights_that_they_have_in_common(of_prese
         assert assert_shared(of_presets[name], of_presets[other], but=apart) > 0
 
 
+@pytest.mark.slow
 def test_a_mixer_changes_none_of_the_weights_beside_its_own(of_presets):
     for base, others in {
         "gpt2-tiny": ("highway", "hierarchical", "hc", "mhc", "mhc-lite", "attnres",
