@@ -56,6 +56,13 @@ class System(Checked):
         """What it computes for one token in a forward pass: see `rmt_tpu.cost`."""
         return 0
 
+    def logit_terms(self, residual_size: int) -> dict[str, int]:
+        """By name of a site's weight, how many terms of order 1 a logit over depth adds up for it.
+
+        Empty of a mixer that has no such logits.
+        """
+        return {}
+
     def chunk_multiple(self, num_sublayers: int) -> int | None:
         """Of how many sublayers the chunks of a pipeline are multiples; None if it has none."""
         return 2 if self.by_layers else 1
@@ -125,6 +132,18 @@ class _DepthAttention(_BankedSystem):
         size, scored = model.residual_size, self.query != "scalars"
         projection = (model.num_sublayers + 1) * 2 * size**2 if self.query == "input" else 0
         return sum(self.sources(model.num_sublayers)) * 2 * size * (1 + scored) + projection
+
+    def logit_terms(self, residual_size: int) -> dict[str, int]:
+        """See `System`: a head's part of the residual; of a projection, that with all of it."""
+        if self.query == "scalars":
+            return {"logits": 1}
+        terms = residual_size // self.num_heads
+        found = {"query": terms}
+        if self.key_norm and self.key_gain:
+            found["key_gain"] = terms
+        if self.query == "input":
+            found["project"] = terms * residual_size
+        return found
 
     def sources(self, num_sublayers: int) -> list[int]:
         """How many sources each site attends over."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from rmt_tpu.config import BlockAttention, FullAttention, RunConfig
+from rmt_tpu.config import RunConfig
 
 BOUND = 0.07
 TOKENS = 1024
@@ -33,8 +33,7 @@ TOKENS = 1024
 def is_over_depth(config: RunConfig, path: tuple) -> bool:
     """Whether the parameter at a path of the decoder's weighs sources over depth."""
     names = [str(getattr(part, "key", part)) for part in path]
-    of_attention = isinstance(config.model.mixer, FullAttention | BlockAttention)
-    return of_attention and ("mix" in names or names[0] == "mixer")
+    return bool(factors(config)) and ("mix" in names or names[0] == "mixer")
 
 
 def factors(config: RunConfig) -> dict[str, float]:
@@ -42,25 +41,15 @@ def factors(config: RunConfig) -> dict[str, float]:
 
     The names are those that sites of the model have: "query", "key_gain", "project", or "logits".
     """
-    mixer = config.model.mixer
-    if not isinstance(mixer, FullAttention | BlockAttention):
-        return {}
     size = config.model.residual_size
-    terms = size // mixer.num_heads
-    # What muP multiplies the rate of queries and projections by, before the factor.
-    scaled = config.model.base_model.residual_size / size
-    of = {"query": terms * scaled}
-    if mixer.key_norm and mixer.key_gain:
-        of["key_gain"] = terms
-    if mixer.query == "input":
-        of["project"] = terms * size * scaled
-    if mixer.query == "scalars":
-        of = {"logits": 1}
+    terms = config.model.mixer.logit_terms(size)
     if (given := config.train.depth_rate) is not None:
-        return dict.fromkeys(of, float(given))
+        return dict.fromkeys(terms, float(given))
+    # What muP multiplies their rates by, before the factor.
+    scaled = dict.fromkeys(("query", "project"), config.model.base_model.residual_size / size)
     tokens = config.train.batch_size * config.data.seq_len
     bound = BOUND * math.sqrt(tokens / TOKENS) / config.train.optimizer.learning_rate
-    return {name: min(1.0, bound / m) for name, m in of.items()}
+    return {name: min(1.0, bound / (m * scaled.get(name, 1))) for name, m in terms.items()}
 
 
 def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:

@@ -70,8 +70,9 @@ def test_help_needs_no_jax(recipe):
         *later(("train", "--stepz=3"), ("train", "--mesh=model=2")),
     ],
 )
-def test_what_is_refused_needs_no_jax(recipe, flag):
-    code, out, errors = alone(recipe, flag)
+def test_what_is_refused_needs_no_jax(recipe, flag, tmp_path):
+    """Where no run has begun: one in the usual folder would be looked at."""
+    code, out, errors = alone(recipe, flag, f"--workdir={tmp_path}/none")
     assert code == 2 and not out
     assert len(errors) == 1 and errors[0].startswith("error: ")
 
