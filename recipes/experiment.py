@@ -7,13 +7,15 @@
       --mesh=fsdp=-1 --workdir=gs://bucket/experiments
 
 What is trained has a run folder for each arm and seed, <workdir>/<scale>/runs/<arm>/seed-<n>, that
-experiments share, and for each searched rate, <workdir>/<scale>/rates/<system>/<rate>. The same
-command goes on where it was. Flags of runs, like --data, are those of every run.
+experiments share, and for each point of a search and seed, <workdir>/<scale>/searches/<name>/
+<point>/seed-<n>. The same command goes on where it was; with --outcomes=FILE, which gets a line for
+each run that has ended, on another machine too. Flags of runs, like --data, are those of every run.
+Text that is no token store is made one first, <workdir>/<scale>/text, so that all seeds hold out
+the same part of it.
 
 Leaves <workdir>/<scale>/<experiment>/results.md, results.json and pictures.
 """
 
-import dataclasses
 import datetime
 import fnmatch
 import json
@@ -28,16 +30,7 @@ from recipes import common, program, several
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError, UsageError, of_flag
 from rmt_tpu.experiments import catalog
-from rmt_tpu.experiments.plan import (
-    SEEDS,
-    Arm,
-    Experiment,
-    Page,
-    Plan,
-    all_runs,
-    before_growth,
-    with_rate,
-)
+from rmt_tpu.experiments.plan import Experiment, Page, Plan, all_runs
 from rmt_tpu.experiments.plan import flops as flops_of
 from rmt_tpu.experiments.plan import tokens as tokens_of
 from rmt_tpu.storage import Folder, open_folder
@@ -58,7 +51,7 @@ def _list() -> str:
             lines.append(f"| {e.name} | {e.shows} | {e.source} | | | | | {e.takes} |")
             continue
         for scale in ("tiny", "paper"):
-            runs = list(all_runs(e.plan(scale), SEEDS))
+            runs = list(all_runs(e.plan(scale)))
             flops = sum(map(flops_of, runs))
             hours = {n: flops / (_SHARE * cost.peak_flops(chip)) for n, chip in _CHIPS.items()}
             hours = {"two CPU cores": flops / _CPU} if scale == "tiny" else hours
@@ -71,7 +64,7 @@ def _list() -> str:
     return (
         "\n".join(lines)
         + f"\n\nFLOPs by rmt_tpu.cost; hours of chips at {_SHARE:.0%} of their peak, which is "
-        "assumed; of CPU cores as in docs/results.md. Three seeds. Experiments share runs."
+        "assumed; of CPU cores as in docs/results.md. Experiments share runs."
     )
 
 
@@ -86,6 +79,10 @@ _ONLY = flags.DEFINE_string(
     "only", None, "runs whose names match, like 'rmt-32/*', and no page: for several machines"
 )
 _WORKDIR = flags.DEFINE_string("workdir", "runs/experiments", "folder, local or gs://")
+_OUTCOMES = flags.DEFINE_string(
+    "outcomes", None, "a file that gets a line for each run that ends, and whose runs are not "
+    "trained again: local or gs://"
+)  # fmt: skip
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", "hub", "of tasks: a folder with <task>.jsonl of some of them, or hub"
 )
@@ -112,130 +109,85 @@ def main() -> int:
 
 
 class _Trained:
-    """The runs of a plan: first its searches of rates, then its arms."""
+    """What a plan trains: first its searches, then its arms."""
 
     def __init__(self, experiment: Experiment, folder: Folder):
         self.experiment, self.folder = experiment, folder
         self.plan: Plan = experiment.plan(_SCALE.value)
-        self.seeds = several.seeds() or list(SEEDS)
+        self.seeds = several.seeds() or list(self.plan.seeds)
         if flags.FLAGS.seed is not None:
             raise UsageError(f"--seed={flags.FLAGS.seed}: each arm has several; legal: --seeds=0,1")
         several.check_sets("--seeds", "train.seed", "--set=", common.assigned())
-        self.matched = 0
         # What cannot be is told before anything is trained.
-        self.searches = {
-            system: self._search(system, common.run_config(config))
-            for system, config in self.plan.searches.items()
-        }
-        self.configs = {arm.name: common.run_config(arm.config) for arm in self.plan.arms}
+        for of in (*self.plan.arms, *self.plan.searches.values()):
+            config = common.run_config(of.config)
+        from rmt_tpu.experiments.records import Records
+        from rmt_tpu.experiments.runs import Runs, Text
+
+        self.text, records = Text(config, folder.child("text")), None
+        if _OUTCOMES.value is not None:
+            place, _, name = _OUTCOMES.value.rpartition("/")
+            with of_flag("outcomes"):
+                of_file = open_folder(place or ".")
+                of_file.check(write=True)
+            records = Records(of_file, name, self.text.checksum())
+        of_text = lambda config: overrides.apply(
+            common.run_config(config), {"data.source": self.text.store}
+        )
+        self.runs = Runs(self.plan, self.seeds, of_text, folder, records)
+        self.matched = 0
 
     def run(self) -> int:
         started = time.monotonic()
-        searched = [trial for of in self.searches.values() for trial in of.values()]
-        if (code := self._train(searched)) is not None:
+        if (code := self._train(self.runs.of_searches())) is not None:
             return code
-        rows = self._rows()
-        arms, trials = self._arms(rows)
-        if (code := self._train([trial for of in trials for trial in of])) is not None:
+        rows = self.runs.rows()
+        arms = self.runs.of_arms(rows)
+        if (code := self._train([run for _, of in arms for run in of])) is not None:
             return code
         if _ONLY.value is not None:
             return self._matched()
         from rmt_tpu.experiments import results
         from rmt_tpu.experiments.outcomes import outcome
 
-        outcomes = [
-            outcome(arm, [trial.folder for trial in of])
-            for arm, of in zip(arms, trials, strict=True)
-        ]
-        searches = [row for of_system in rows.values() for row in of_system]
+        outcomes = [outcome(arm, [self.runs.record(run) for run in of]) for arm, of in arms]
+        searches = [row for of_search in rows.values() for row in of_search]
         page = results.page(self.plan, self.seeds, outcomes, searches)
-        first = {arm.name: str(of[0].folder) for arm, of in zip(arms, trials, strict=True)}
+        first = {arm.name: str(of[0].folder) for arm, of in arms}
         code = _write(self.experiment, page, self.folder, first.__getitem__)
         print(f"took {datetime.timedelta(seconds=round(time.monotonic() - started))}")
         return code
 
-    def _search(self, system: str, config: RunConfig) -> dict[float, several.Trial]:
-        """By rate."""
-        folder = self.folder.child("rates").child(system)
-        return {
-            rate: several.Trial(
-                f"rates/{system}/{rate:g}", folder.child(f"{rate:g}"), with_rate(config, rate)
-            )
-            for rate in self.plan.rates
-        }
-
-    def _rows(self) -> dict[str, list]:
-        """By system, of the searches that have ended."""
-        from rmt_tpu.analysis import sweep
-
-        rows = {}
-        for system, trials in self.searches.items():
-            if all(sweep.settled(trial.config, trial.folder) for trial in trials.values()):
-                rows[system] = [
-                    sweep.Row(
-                        system,
-                        {"train.optimizer.learning_rate": rate},
-                        trial.config.train.steps,
-                        [trial.config.train.seed],
-                        [sweep.held_out_loss(trial.folder)],
-                    )
-                    for rate, trial in trials.items()
-                ]
-        return rows
-
-    def _arms(self, rows: dict[str, list]) -> tuple[list[Arm], list[list[several.Trial]]]:
-        """Those whose rates are known, with them, and their runs."""
-        from rmt_tpu.experiments import results
-
-        arms, trials = [], []
-        for arm in self.plan.arms:
-            config = self.configs[arm.name]
-            if arm.system in self.searches:
-                if arm.system not in rows:
-                    continue
-                config = results.with_best_rate(config, rows[arm.system])
-            arms.append(dataclasses.replace(arm, config=config))
-            folder = self.folder.child("runs").child(arm.name)
-            trials.append([
-                several.Trial(f"{arm.name}/seed-{seed}", folder.child(f"seed-{seed}"), one)
-                for seed in self.seeds
-                for one in [overrides.apply(config, {"train.seed": seed})]
-            ])  # fmt: skip
-        return arms, trials
-
-    def _train(self, trials: list[several.Trial]) -> int | None:
+    def _train(self, runs: list) -> int | None:
         """Those that --only has, or all; None if they have ended, else the program's exit code."""
-        from rmt_tpu.analysis import sweep
-
         if _ONLY.value is not None:
-            trials = [t for t in trials if fnmatch.fnmatchcase(t.label, _ONLY.value)]
-            self.matched += len(trials)
-        if _JOBS.value == 1:
-            return several.train_all(trials, self._try)
-        left = [t for t in trials if not sweep.settled(t.config, t.folder)]
-        return several.train_apart(left, _JOBS.value)
+            runs = [r for r in runs if fnmatch.fnmatchcase(r.label, _ONLY.value)]
+            self.matched += len(runs)
+        left = {run.label: run for run in runs if not self.runs.settled(run)}
+        trials = [several.Trial(run.label, run.folder, run.config) for run in left.values()]
+        if trials:
+            self.text.prepare()
+        if _JOBS.value > 1:
+            code = several.train_apart(trials, _JOBS.value)
+            if self.runs.records is not None:
+                self.runs.records.read()  # what the processes have added
+            return code
+        from rmt_tpu.experiments.runs import train
 
-    def _try(self, config: RunConfig, folder: Folder, *, label: str):
-        """A run, after what comes first in its folder."""
-        from rmt_tpu.analysis import sweep
+        def train_and_keep(config: RunConfig, folder: Folder, *, label: str):
+            outcome = train(left[label])
+            if outcome is None or not outcome.stopped_by:
+                self.runs.keep(left[label])
+            return outcome
 
-        of = (a.grows_from for a in self.plan.arms if label.startswith(f"{a.name}/"))
-        small = next(of, None)
-        if small is None:
-            return sweep.try_run(config, folder, label=label)
-        if not sweep.begun(config, folder):
-            first = before_growth(config, small)
-            outcome = sweep.try_run(first, folder, label=f"{label} before it grows")
-            if outcome is not None and outcome.stopped_by:
-                return outcome
-        return sweep.try_run(config, folder, label=label, change_config=True)
+        return several.train_all(trials, train_and_keep)
 
     def _matched(self) -> int:
         if not self.matched:
             raise UsageError(
                 f"--only={_ONLY.value} matches no run of {self.experiment.name} that can be "
-                "trained now; legal: rates/<system>/<rate>, and when a system's have ended "
-                "<arm>/seed-<n>, with * for any part"
+                "trained now; legal: searches/<name>/<point>/seed-<n>, and when an arm's have "
+                "ended <arm>/seed-<n>, with * for any part"
             )
         return 0
 

@@ -1,7 +1,7 @@
 """Every experiment there is."""
 
 from rmt_tpu.errors import UsageError, unknown
-from rmt_tpu.experiments import counts, moments, trained
+from rmt_tpu.experiments import counts, depth, moments, trained
 from rmt_tpu.experiments.plan import Experiment, Plan, Scale
 
 _RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
@@ -168,6 +168,12 @@ EXPERIMENTS = {
             "both residuals under Llama's cores and Kimi Linear's",
             "in neither paper",
             plan=trained.today,
+        ),
+        Experiment(
+            "depth",
+            "attention over depth in models of 4 to 32 layers, rates of its own searched",
+            "in neither paper at this size",
+            plan=depth.plan,
         ),
         Experiment(
             "growth",

@@ -1,8 +1,8 @@
 """What trained arms reached, compared seed by seed, and fits with intervals.
 
-A seed also picks the text that is held out, so that losses of different seeds differ by more than
-systems do: systems are compared seed by seed. Intervals are of 95%, of the mean over seeds, by
-Student's t.
+All runs of a seed read the same text in the same order and begin with the same values of all
+weights that they have in common: systems are compared seed by seed. Intervals are of 95%, of the
+mean over seeds, by Student's t.
 """
 
 import math
@@ -13,11 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rmt_tpu import cost
-from rmt_tpu.analysis.sweep import held_out_loss
 from rmt_tpu.experiments import plan as plans
 from rmt_tpu.experiments.plan import Arm
-from rmt_tpu.storage import Folder
-from rmt_tpu.training.metrics import read_metrics, series
+from rmt_tpu.experiments.records import Record
 
 
 class Estimate(NamedTuple):
@@ -78,28 +76,71 @@ class Outcome:
         return None not in self.losses
 
 
-def outcome(arm: Arm, folders: Sequence[Folder]) -> Outcome:
-    """Of complete runs, a folder a seed."""
+def outcome(arm: Arm, records: Sequence[Record]) -> Outcome:
+    """What came of an arm's runs, a record a seed."""
     counted = cost.parameters(arm.config.model)
     total = sum(counted.values())
     per_step = arm.config.train.batch_size * arm.config.data.seq_len
-    curves = [series(read_metrics(folder), "eval/loss") for folder in folders]
     return Outcome(
         arm,
         total,
         total - counted["embedding"] - counted["unembedding"],
         plans.tokens(arm.config),
         plans.flops(arm.config),
-        tuple(map(held_out_loss, folders)),
-        tuple(([step * per_step for step in steps], losses) for steps, losses in curves),
+        tuple(record.loss for record in records),
+        tuple(([step * per_step for step in r.steps], r.losses) for r in records),
     )
 
 
 def differences(one: Outcome, other: Outcome) -> list[float]:
-    """Losses of `one` minus those of `other`, seed by seed; empty if a run diverged."""
+    """Losses of `one` minus those of `other`, seed by seed; empty if a run diverged.
+
+    Where one has fewer seeds, they are the first of the other's.
+    """
     if not (one.complete and other.complete):
         return []
-    return [a - b for a, b in zip(one.losses, other.losses, strict=True)]
+    return [a - b for a, b in zip(one.losses, other.losses, strict=False)]
+
+
+class Test(NamedTuple):
+    """Whether a mean of paired differences is 0, by Student's t, two-sided.
+
+    Attributes:
+      estimate: of the mean.
+      deviation: of one pair, estimated.
+      p: the chance of a mean so far from 0, were it 0.
+      detectable: the difference that so many pairs would find with a power of 0.8, at 5%.
+    """
+
+    estimate: Estimate
+    deviation: float
+    p: float
+    detectable: float
+
+
+def test_of(found: Sequence[float]) -> Test:
+    """Of paired differences, two or more, not all alike."""
+    from scipy import optimize, stats
+
+    count, s = len(found), float(np.std(found, ddof=1))
+    p = float(stats.ttest_1samp(found, 0.0).pvalue)
+    freedom, edge = count - 1, stats.t.ppf(0.975, count - 1)
+
+    def lacks(shift: float) -> float:
+        """Power beyond 0.8 where the mean is so many standard errors above 0."""
+        return stats.nct.sf(edge, freedom, shift) - 0.8  # the other tail is below 1e-8 there
+
+    detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
+    return Test(estimate(found), s, p, float(detectable))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Each p so adjusted that all below 5% together are wrong with a chance of 5% (Holm 1979)."""
+    adjusted, least = [0.0] * len(ps), 0.0
+    for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        least = max(least, min(1.0, (len(ps) - rank) * ps[index]))
+        adjusted[index] = least
+    return adjusted
 
 
 def share_of_tokens(one: Outcome, other: Outcome) -> float | None:
@@ -109,7 +150,7 @@ def share_of_tokens(one: Outcome, other: Outcome) -> float | None:
     not get there.
     """
     shares = []
-    for (tokens, losses), goal in zip(one.curves, other.losses, strict=True):
+    for (tokens, losses), goal in zip(one.curves, other.losses, strict=False):
         below = [i for i, loss in enumerate(losses) if goal is not None and loss <= goal]
         if not below or not one.complete:
             return None

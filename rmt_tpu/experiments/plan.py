@@ -1,15 +1,35 @@
 """What an experiment is: arms that are trained once a seed, or numbers that are computed."""
 
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rmt_tpu import cost
 from rmt_tpu.config import RunConfig, overrides
 
 Scale = Literal["tiny", "paper"]
+Point = dict[str, Any]  # values of a config by their paths
 
+RATE = "train.optimizer.learning_rate"
+DEPTH_RATE = "train.depth_rate"
 SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Search:
+    """Points that are tried for a system, each with the same seeds; the least mean loss wins.
+
+    Attributes:
+      config: with any values at the paths of the points.
+      points: all over the same paths.
+      seeds: of each point's runs.
+    """
+
+    config: RunConfig
+    points: tuple[Point, ...]
+    seeds: tuple[int, ...] = SEEDS[:1]
 
 
 @dataclass(frozen=True)
@@ -19,11 +39,13 @@ class Arm:
     Attributes:
       name: of its row and of its folder.
       config: with any seed; with the rate that is taken where none is searched.
-      system: whose rate it has, and whose fit it is a point of.
+      system: whose fit it is a point of, and whose search it takes its values from.
+      searches: from which it takes them instead: of several the geometric mean.
       against: the arm whose loss its own is compared with, seed by seed; None is none.
       x: where the picture has it, of an experiment that varies one size.
       paper: the loss that the paper prints for it.
       grows_from: D_k until the middle of its steps; None is that of the config.
+      num_seeds: it is trained with the first so many seeds only; None is all.
     """
 
     name: str
@@ -33,6 +55,8 @@ class Arm:
     x: int | float | None = None
     paper: float | None = None
     grows_from: int | None = None
+    searches: tuple[str, ...] = ()
+    num_seeds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,20 +65,26 @@ class Plan:
 
     Attributes:
       arms: in the order of the table.
-      searches: by system, the run whose rate is searched among `rates` with the first seed; systems
-        that are not here keep the rates of their configs.
-      rates: peak learning rates, rising.
+      searches: by name, most often a system's; arms of others keep the values of their configs.
+      seeds: of its arms where the command names none.
+      registered: arms whose difference to another was chosen to be tested before anything was
+        trained, all of them together by Holm's procedure; other differences are exploratory.
       x: what `Arm.x` is; "" is nothing.
       fits: whether losses are fitted over FLOPs and parameters, a system at a time.
       notes: lines for the page: what differs from the paper.
     """
 
     arms: tuple[Arm, ...]
-    searches: dict[str, RunConfig] = field(default_factory=dict)
-    rates: tuple[float, ...] = ()
+    searches: dict[str, Search] = field(default_factory=dict)
+    seeds: tuple[int, ...] = SEEDS
+    registered: tuple[str, ...] = ()
     x: str = ""
     fits: bool = False
     notes: tuple[str, ...] = ()
+
+    def searches_of(self, arm: Arm) -> tuple[str, ...]:
+        """The names of those that an arm takes its values from."""
+        return arm.searches or tuple(name for name in self.searches if name == arm.system)
 
 
 @dataclass(frozen=True)
@@ -94,7 +124,24 @@ class Experiment:
 
 def with_rate(config: RunConfig, rate: float) -> RunConfig:
     """The run with another peak learning rate."""
-    return overrides.apply(config, {"train.optimizer.learning_rate": rate})
+    return overrides.apply(config, {RATE: rate})
+
+
+def points(**values: Sequence[float]) -> tuple[Point, ...]:
+    """Every combination of rates and factors: `points(rate=..., depth_rate=...)`."""
+    paths = {"rate": RATE, "depth_rate": DEPTH_RATE}
+    return tuple(
+        dict(zip([paths[name] for name in values], point, strict=True))
+        for point in itertools.product(*values.values())
+    )
+
+
+def between(found: Sequence[Point]) -> Point:
+    """The geometric mean of points over the same paths."""
+    mean = lambda values: math.exp(math.fsum(map(math.log, values)) / len(values))
+    if len(found) == 1:
+        return found[0]
+    return {path: float(f"{mean([of[path] for of in found]):.4g}") for path in found[0]}
 
 
 def before_growth(config: RunConfig, key_dim: int) -> RunConfig:
@@ -114,9 +161,9 @@ def flops(config: RunConfig) -> float:
     return float(cost.train_flops(forward, tokens(config)))
 
 
-def all_runs(plan: Plan, seeds: tuple[int, ...]) -> Iterator[RunConfig]:
+def all_runs(plan: Plan) -> Iterator[RunConfig]:
     """Every run of a plan, searches too."""
-    for config in plan.searches.values():
-        yield from [config] * len(plan.rates)
+    for search in plan.searches.values():
+        yield from [search.config] * (len(search.points) * len(search.seeds))
     for arm in plan.arms:
-        yield from [arm.config] * len(seeds)
+        yield from [arm.config] * len(plan.seeds[: arm.num_seeds])

@@ -1,13 +1,12 @@
 """The page of what was trained: its tables."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from rmt_tpu.analysis.sweep import Row, best
-from rmt_tpu.config import RunConfig
+from rmt_tpu.analysis.sweep import Row, best, name_of
+from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.experiments import pictures
-from rmt_tpu.experiments import plan as plans
 from rmt_tpu.experiments.outcomes import (
     Estimate,
     Outcome,
@@ -15,11 +14,11 @@ from rmt_tpu.experiments.outcomes import (
     differences,
     estimate,
     fit,
+    holm,
     share_of_tokens,
+    test_of,
 )
-from rmt_tpu.experiments.plan import Page, Plan
-
-_RATE = "train.optimizer.learning_rate"
+from rmt_tpu.experiments.plan import RATE, Arm, Page, Plan, between
 
 
 def page(
@@ -31,14 +30,16 @@ def page(
       plan: what was trained.
       seeds: of each arm's runs.
       outcomes: of its arms.
-      rows: of its searches; `variant` is the system.
+      rows: of its searches; `variant` is the name of one.
     """
-    parts = [*plan.notes, arms_table(outcomes, seeds)]
+    parts = [*plan.notes, arms_table(outcomes, seeds, bold=not plan.registered)]
+    if plan.registered:
+        parts += [tests_table(plan, outcomes), _TESTS]
     if plan.fits:
         parts += [_FITS, fits_table(outcomes)]
     if rows:
-        parts += ["Searched rates (held-out loss of the first seed; the best is taken):"]
-        parts += [rates_table(rows)]
+        parts += ["Searched (held-out loss, the mean over the search's seeds; the best is taken):"]
+        parts += [searches_table(rows)]
     numbers = {
         "arms": [_numbers(o, seeds) for o in outcomes],
         "searches": [asdict(row) for row in rows],
@@ -55,8 +56,38 @@ _FITS = (
 )
 
 
-def arms_table(outcomes: Sequence[Outcome], seeds: Sequence[int]) -> str:
-    """A row an arm."""
+_TESTS = (
+    "Tested: differences that were named before anything was trained, with p by Student's t over "
+    "pairs, and adjusted over all of them (Holm): below 0.05 it is told apart from 0. All other "
+    "differences are exploratory. Detectable: what so many pairs of this spread would find four "
+    "times in five."
+)
+
+
+def tests_table(plan: Plan, outcomes: Sequence[Outcome]) -> str:
+    """A row for each difference that is tested."""
+    by_name = {o.arm.name: o for o in outcomes}
+    tests = {}
+    for name in plan.registered:
+        one = by_name[name]
+        if len(found := differences(one, by_name[one.arm.against])) > 1:
+            tests[name] = test_of(found)
+    adjusted = holm([test.p for test in tests.values()])
+    lines = [
+        "| tested | minus | difference | spread of a pair | p | adjusted | detectable |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (name, test), p in zip(tests.items(), adjusted, strict=True):
+        of = f"**{test.estimate}**" if p < 0.05 else str(test.estimate)
+        lines.append(
+            f"| {name} | {by_name[name].arm.against} | {of} | {test.deviation:.4f} | {test.p:.2g} "
+            f"| {p:.2g} | {test.detectable:.4f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def arms_table(outcomes: Sequence[Outcome], seeds: Sequence[int], *, bold: bool = True) -> str:
+    """A row an arm; differences whose interval leaves out 0 are bold where that is wanted."""
     printed = any(o.arm.paper is not None for o in outcomes)
     by_name = {o.arm.name: o for o in outcomes}
     head = ["arm", "weights", "FLOPs", "tokens", "rate", "held out", "minus", "difference",
@@ -69,20 +100,27 @@ def arms_table(outcomes: Sequence[Outcome], seeds: Sequence[int]) -> str:
             f"{o.weights:,}",
             f"{o.flops:.3g}",
             f"{o.tokens:,}",
-            f"{o.arm.config.train.optimizer.learning_rate:.3g}",
+            _rates(o.arm.config),
             _losses(o),
-            *_against(o, by_name.get(o.arm.against)),
+            *_against(o, by_name.get(o.arm.against), bold),
         ]
         if printed:
             cells.append("" if o.arm.paper is None else f"{o.arm.paper:.3f}")
         lines.append("| " + " | ".join(cells) + " |")
     said = f"Held out: mean (least..most) over seeds {', '.join(map(str, seeds))}, nats a token. "
     said += (
-        "Difference: of the same seeds, with an interval of 95%; **bold** where that leaves out 0. "
-        "Weights: outside of embeddings. Last: the share of the other's tokens, and of its FLOPs, "
-        "at which its final loss is reached."
+        "Difference: of the same seeds, with an interval of 95%"
+        + ("; **bold** where that leaves out 0. " if bold else ". ")
+        + "Weights: outside of embeddings. Last: the share of the other's tokens, and of its "
+        "FLOPs, at which its final loss is reached."
     )
     return "\n".join([*lines, "", said]) + "\n"
+
+
+def _rates(config: RunConfig) -> str:
+    factor = config.train.depth_rate
+    rate = f"{config.train.optimizer.learning_rate:.3g}"
+    return rate if factor is None else f"{rate}, x{factor:.3g} over depth"
 
 
 def _losses(o: Outcome) -> str:
@@ -94,12 +132,12 @@ def _losses(o: Outcome) -> str:
     )
 
 
-def _against(o: Outcome, other: Outcome | None) -> list[str]:
+def _against(o: Outcome, other: Outcome | None, bold: bool) -> list[str]:
     found = differences(o, other) if other else []
     if not found:
         return [other.arm.name if other else "", "", ""]
     of = estimate(found)
-    difference = f"**{of}**" if of.sure else str(of)
+    difference = f"**{of}**" if bold and of.sure else str(of)
     share = share_of_tokens(o, other)
     if share is None:
         return [other.arm.name, difference, "not reached"]
@@ -145,26 +183,37 @@ def _plain(of: Estimate) -> str:
     return f"{of.mean:.4f}" + ("" if math.isnan(of.half) else f" ± {of.half:.4f}")
 
 
-def rates_table(rows: Sequence[Row]) -> str:
-    """A row a system, a column a rate."""
-    rates = list(dict.fromkeys(row.point[_RATE] for row in rows))
-    lines = ["| system | " + " | ".join(f"{rate:.3g}" for rate in rates) + " |"]
+def searches_table(rows: Sequence[Row]) -> str:
+    """A row a search and what else is searched, a column a rate."""
+    rates = list(dict.fromkeys(row.point[RATE] for row in rows))
+    lines = ["| search | " + " | ".join(f"{rate:.3g}" for rate in rates) + " |"]
     lines.append("|---" * (len(rates) + 1) + "|")
-    for system in dict.fromkeys(row.variant for row in rows):
-        of = {row.point[_RATE]: row for row in rows if row.variant == system}
-        taken = best(list(of.values()))[0].point[_RATE]
-        cells = []
-        for rate in rates:
-            loss = of[rate].loss
-            text = f"{loss:.4f}" if math.isfinite(loss) else "diverged"
-            cells.append(f"**{text}**" if rate == taken else text)
-        lines.append(f"| {system} | " + " | ".join(cells) + " |")
+    of_search: dict[str, list[Row]] = {}
+    for row in rows:
+        of_search.setdefault(row.variant, []).append(row)
+    for name, of in of_search.items():
+        (taken,) = best(of)
+        besides: dict[str, dict[float, Row]] = {}
+        for row in of:
+            others = {path: value for path, value in row.point.items() if path != RATE}
+            besides.setdefault(name_of(others), {})[row.point[RATE]] = row
+        for beside, at in besides.items():
+            cells = []
+            for rate in rates:
+                row = at.get(rate)
+                loss = math.nan if row is None else row.loss
+                text = f"{loss:.4f}" if math.isfinite(loss) else "diverged"
+                cells.append("" if row is None else f"**{text}**" if row == taken else text)
+            lines.append(f"| {', '.join(filter(None, (name, beside)))} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def with_best_rate(config: RunConfig, rows: Sequence[Row]) -> RunConfig:
-    """The run at the rate that is best among the rows of its system."""
-    return plans.with_rate(config, best(list(rows))[0].point[_RATE])
+def with_best(
+    config: RunConfig, plan: Plan, arm: Arm, rows: Mapping[str, Sequence[Row]]
+) -> RunConfig:
+    """An arm's run with what is best in its searches, the geometric mean of several."""
+    found = [best(rows[name])[0].point for name in plan.searches_of(arm)]
+    return overrides.apply(config, between(found)) if found else config
 
 
 def _numbers(o: Outcome, seeds: Sequence[int]) -> dict:
@@ -172,5 +221,7 @@ def _numbers(o: Outcome, seeds: Sequence[int]) -> dict:
         "name": o.arm.name, "system": o.arm.system, "against": o.arm.against, "x": o.arm.x,
         "parameters": o.parameters, "weights": o.weights, "tokens": o.tokens, "flops": o.flops,
         "learning_rate": o.arm.config.train.optimizer.learning_rate,
-        "seeds": list(seeds), "held_out_losses": list(o.losses), "paper": o.arm.paper,
+        "depth_rate": o.arm.config.train.depth_rate,
+        "seeds": list(seeds[: o.arm.num_seeds]), "held_out_losses": list(o.losses),
+        "paper": o.arm.paper,
     }  # fmt: skip

@@ -18,7 +18,7 @@ from rmt_tpu.config import (
     overrides,
 )
 from rmt_tpu.config.presets import run
-from rmt_tpu.experiments.plan import Arm, Plan, Scale, with_rate
+from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points, with_rate
 
 _HEAD_DIM = 8
 # Number of heads, R; the second is searched for rates, and the third is where one size is enough.
@@ -73,8 +73,10 @@ def _sizes(matrix: bool, heads: int) -> dict[str, int]:
 
 
 def _tiny_plan(arms: Iterator[Arm], searched: tuple[str, ...], **options) -> Plan:
-    searches = {system: _tiny(system, _SEARCHED) for system in searched}
-    return Plan(tuple(arms), searches, _RATES, **options)
+    searches = {
+        system: Search(_tiny(system, _SEARCHED), points(rate=_RATES)) for system in searched
+    }
+    return Plan(tuple(arms), searches, **options)
 
 
 _TINY_NOTE = (
@@ -142,13 +144,15 @@ def rmt_scaling(scale: Scale) -> Plan:
             against = f"gpt2-{vector}-mup" if system == "rmt" else None
             config = _in_mup(run(name), system)
             arms.append(Arm(f"{name}-mup", config, system, against, paper=paper))
-    searches = {system: _trial(system) for system in _TRIAL_STORE}
+    searches = {
+        system: Search(_trial(system), points(rate=_PAPER_RATES)) for system in _TRIAL_STORE
+    }
     note = (
         "As the paper: tokens are 20 times the weights outside of embeddings, but the last pair "
         "reads the same 6e9. Its search over multipliers and the initial deviation too (100 "
         "trials) is one over five rates here: `recipes.sweep` has the rest."
     )
-    return Plan(tuple(arms), searches, _PAPER_RATES, fits=True, notes=(note,))
+    return Plan(tuple(arms), searches, fits=True, notes=(note,))
 
 
 _TABLE_2 = {  # Kimi Team (2026): validation losses of plain, Block, Full, mHC-lite
@@ -417,6 +421,6 @@ def largest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
     return replace(
         plan,
         arms=tuple(last[system] for system in systems),
-        searches={s: config for s, config in plan.searches.items() if s in systems},
+        searches={s: search for s, search in plan.searches.items() if s in systems},
         fits=False,
     )

@@ -38,9 +38,11 @@ def made_up(*flags):
 
 
 def test_an_experiment_is_shared_and_goes_on(tmp_path):
-    flags = ["growth", f"--workdir={tmp_path}", "--seeds=0,1"]
-    trained, _ = made_up(*flags, "--only=rates/*")
-    assert trained == [f"rates/rmt/{rate} 540 12" for rate in (0.005, 0.012, 0.028, 0.067, 0.16)]
+    flags = ["growth", f"--workdir={tmp_path}", "--seeds=0,1", f"--data={cli.TEXT}"]
+    trained, _ = made_up(*flags, "--only=searches/*")
+    rates = (0.005, 0.012, 0.028, 0.067, 0.16)
+    label = "searches/rmt/learning_rate={}/seed-0 540 12"
+    assert trained == [label.format(rate) for rate in rates]
     trained, out = made_up(*flags)
     assert trained == [
         *(f"rmt-32-k4/seed-{seed} 960 4" for seed in (0, 1)),
@@ -68,6 +70,26 @@ def test_an_experiment_is_shared_and_goes_on(tmp_path):
     trained, _ = made_up("rmt-key-dim", *flags[1:], "--only=rmt-32*")
     arms = {line.split("/")[0] for line in trained}
     assert arms == {f"rmt-32-k{k}" for k in (2, 4, 8, 32, 64)} - {"rmt-32-k4"}
+
+
+def test_outcomes_are_carried_to_another_machine(tmp_path):
+    """Of two machines, the second trains only what the first has no line of."""
+    flags = ["growth", "--seeds=0", f"--data={cli.TEXT}", f"--outcomes={tmp_path}/lines.jsonl"]
+    trained, _ = made_up(*flags, f"--workdir={tmp_path}/one", "--only=searches/*")
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert len(trained) == 5 == len({line["digest"] for line in lines})
+    assert lines[2]["run"].endswith("0.028/seed-0") and lines[2]["loss"] == pytest.approx(1.88)
+    trained, out = made_up(*flags, f"--workdir={tmp_path}/two")
+    assert trained[0] == "rmt-32-k4/seed-0 960 4" and len(trained) == 4
+    again, told = made_up(*flags, f"--workdir={tmp_path}/three")
+    tables = lambda text: [line for line in text.splitlines() if line.startswith("|")]
+    assert again == [] and tables(told) == tables(out) != []
+    # What changes a number is another run, and other text too.
+    changed, _ = made_up(*flags, f"--workdir={tmp_path}/three", "--set=train.optimizer.b2=0.9")
+    assert len(changed) == 9
+    (tmp_path / "lines.jsonl").write_text("{}\n")
+    error = cli.fail("experiment", *flags, f"--workdir={tmp_path}/three", code=1)
+    assert "lines.jsonl line 1 is no outcome of a run" in error
 
 
 def test_usage(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from rmt_tpu.analysis.sweep import Row, resolved
 from rmt_tpu.config import overrides
-from rmt_tpu.experiments import outcomes, pictures, plan, results, trained
+from rmt_tpu.experiments import outcomes, pictures, plan, records, results, trained
 from rmt_tpu.experiments.outcomes import Outcome
 from rmt_tpu.experiments.plan import Arm
 from rmt_tpu.storage import open_folder
@@ -85,18 +85,76 @@ def test_a_fit_finds_what_was_put_in(ladder):
 
 
 def test_a_page(ladder):
-    plan = replace(trained.ladder("tiny"), arms=tuple(o.arm for o in ladder))
+    of = replace(
+        trained.ladder("tiny"),
+        arms=tuple(o.arm for o in ladder),
+        searches={"first": plan.Search(CONFIG, ())},
+    )
     rates = {1e-3: 2.5, 1e-2: 2.2, 1e-1: None}
     rows = [
         Row("first", {"train.optimizer.learning_rate": rate}, 10, [0], [loss])
         for rate, loss in rates.items()
     ]
-    page = results.page(plan, SEEDS, ladder, rows)
+    page = results.page(of, SEEDS, ladder, rows)
     assert "| first | 2.5000 | **2.2000** | diverged |" in page.text
     assert page.text.count("| **-") == 4  # every difference leaves out 0
     assert [arm["held_out_losses"] for arm in page.numbers["arms"]][0] == list(ladder[0].losses)
-    chosen = results.with_best_rate(CONFIG, rows)
+    chosen = results.with_best(CONFIG, of, of.arms[0], {"first": rows})
     assert chosen.train.optimizer.learning_rate == 1e-2
+
+
+def test_a_search_over_two_values_and_the_mean_of_two():
+    rows = {
+        name: [
+            Row(name, point, 10, [7], [3.0 - bonus * (point == best)])
+            for bonus, best in [(1, good)]
+            for point in plan.points(rate=(0.01, 0.04), depth_rate=(1.0, 0.01))
+        ]
+        for name, good in {
+            "shallow": {plan.RATE: 0.04, plan.DEPTH_RATE: 1.0},
+            "deep": {plan.RATE: 0.01, plan.DEPTH_RATE: 0.01},
+        }.items()
+    }
+    arm = Arm("a", CONFIG, "x", searches=("shallow", "deep"))
+    chosen = results.with_best(CONFIG, plan.Plan((arm,)), arm, rows)
+    assert chosen.train.optimizer.learning_rate == pytest.approx(0.02)
+    assert chosen.train.depth_rate == pytest.approx(0.1)
+    table = results.searches_table([row for of in rows.values() for row in of]).splitlines()
+    assert table[0] == "| search | 0.01 | 0.04 |"
+    assert table[2] == "| shallow, depth_rate=1 | 3.0000 | **2.0000** |"
+    assert table[5] == "| deep, depth_rate=0.01 | **2.0000** | 3.0000 |"
+
+
+def test_p_is_students_and_holms():
+    values = [-0.02, -0.01, -0.03, 0.005, -0.015]
+    found = outcomes.test_of(values)
+    s = math.sqrt(sum((x + 0.014) ** 2 for x in values) / 4)
+    t = 0.014 / (s / math.sqrt(5))
+    # Of four degrees of freedom the integral has a closed form (Abramowitz and Stegun 26.7.4).
+    cosine = 1 / math.sqrt(1 + t**2 / 4)
+    within = t / 2 * cosine * (1 + cosine**2 / 2)
+    assert found.deviation == pytest.approx(s) and found.p == pytest.approx(1 - within)
+    assert outcomes.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert outcomes.holm([0.9, 0.8]) == [1.0, 1.0] and outcomes.holm([]) == []
+
+
+def test_what_is_detectable_is_found_four_times_in_five():
+    values = np.array([-0.02, -0.01, -0.03, 0.005])
+    found = outcomes.test_of(values.tolist())
+    drawn = np.random.default_rng(0).normal(found.detectable, found.deviation, (100_000, 4))
+    t = drawn.mean(1) / (drawn.std(1, ddof=1) / 2)
+    assert np.mean(np.abs(t) > 3.18245) == pytest.approx(0.8, abs=0.005)  # any table
+
+
+def test_what_was_registered_is_tested_and_nothing_else_is_bold():
+    noise = (0.01, -0.01, 0.0)
+    other = made_up(A, 2.0)
+    told = [other, made_up(B, 1.9, noise=noise), made_up(replace(B, name="c"), 1.8, noise=noise)]
+    of = plan.Plan((A, B), registered=("b",))
+    page = results.page(of, SEEDS, told, [])
+    assert page.text.count("**") == 2
+    line = next(line for line in page.text.splitlines() if line.startswith("| b | a | **"))
+    assert line.startswith("| b | a | **-0.1000 ± 0.0248** | 0.0100 | 0.0033 | 0.0033 |")
 
 
 def test_the_share_of_flops():
@@ -115,7 +173,7 @@ def test_what_runs_left(tmp_path):
     arm = Arm("rmt", trained.growth("tiny").arms[-1].config, "rmt")
     config = json.dumps(overrides.to_json(resolved(arm.config)))
     folder.write("config.json", config.encode())
-    found = outcomes.outcome(arm, [folder, folder])
+    found = outcomes.outcome(arm, [records.of_folder(folder)] * 2)
     assert found.losses == (2.5, 2.5) and found.curves == (([4096, 983_040], [3.0, 2.5]),) * 2
     model = arm.config.model
     assert found.parameters - found.weights == 2 * model.vocab_size * model.width

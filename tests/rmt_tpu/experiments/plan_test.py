@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from rmt_tpu.experiments import catalog, plan, trained
+from rmt_tpu.experiments import catalog, depth, plan, trained
 from rmt_tpu.experiments.catalog import EXPERIMENTS
 from rmt_tpu.training import run
 from tests import models
@@ -20,8 +20,9 @@ def test_arms_of_one_name_are_one_run(scale):
         for arm in of.arms:
             known = arms.setdefault(arm.name, arm)
             assert (known.config, known.grows_from) == (arm.config, arm.grows_from), arm.name
-        for system, config in of.searches.items():
-            assert searches.setdefault((system, of.rates), config) == config
+        for system, search in of.searches.items():
+            known = searches.setdefault(system, search)
+            assert known == search or scale == "paper", "of the same folder"
 
 
 @pytest.mark.parametrize("scale", ["tiny", "paper"])
@@ -37,10 +38,12 @@ def test_a_plan_is_whole(name, scale):
         for arm in of.arms:
             other = by_name.get(arm.against, arm)
             assert plan.tokens(arm.config) == plan.tokens(other.config)
-    if scale == "tiny":
-        assert {arm.system for arm in of.arms} == set(of.searches) or name == "cores"
-    if of.searches:
-        assert len(of.rates) == 5 and sorted(of.rates) == list(of.rates)
+    used = {search for arm in of.arms for search in of.searches_of(arm)}
+    assert used == set(of.searches)
+    assert all(of.searches_of(arm) for arm in of.arms) or scale == "paper" or name == "cores"
+    for search in of.searches.values():
+        assert len(search.points) > 2 and not {*search.seeds} & {*of.seeds} or search.seeds == (0,)
+    assert {*of.registered} <= {arm.name for arm in of.arms if arm.against}
     if of.x:
         assert any(arm.x is not None for arm in of.arms)
 
@@ -57,8 +60,8 @@ def test_a_tiny_ladder_reads_twenty_tokens_a_weight():
 
 def test_rates_are_carried_over_from_the_size_where_they_are_searched():
     of = trained.ladder("tiny")
-    for system, searched in of.searches.items():
-        assert not [rate for rate in rates(searched) if rate != 1]
+    for system, search in of.searches.items():
+        assert not [rate for rate in rates(search.config) if rate != 1]
         arms = [arm.config for arm in of.arms if arm.system == system]
         largest = [max(rates(config)) for config in arms]
         assert largest == sorted(largest, reverse=True) and largest[0] > 1 > min(rates(arms[-1]))
@@ -85,6 +88,29 @@ def test_what_the_papers_rows_cost():
         tokens = plan.tokens(config)
         unembedding = 3 * tokens * 2 * config.model.vocab_size * config.model.width
         assert plan.flops(config) - unembedding == pytest.approx(printed, rel=0.02)
+
+
+def test_arms_of_a_depth_differ_in_what_mixes_alone():
+    of = depth.plan("tiny")
+    by_name = {arm.name: arm.config for arm in of.arms}
+    for arm in of.arms:
+        if arm.against and "attnres" in arm.system and "again" not in arm.name:
+            plain = by_name[arm.against]
+            mixed = arm.config.model.replace(mixer=plain.model.mixer, remat=plain.model.remat)
+            assert (mixed, arm.config.train) == (plain.model, plain.train)
+    blocks = {
+        layers: by_name[f"attnres-{layers}-layers"].model.mixer.sublayers_per_block
+        for layers in (4, 8, 16, 32)
+    }
+    assert {layers: 2 * layers // size for layers, size in blocks.items()} == {
+        4: 4, 8: 8, 16: 8, 32: 8,
+    }  # fmt: skip
+
+
+def test_between_two_searches_is_their_geometric_mean():
+    found = plan.between([{"a": 0.01, "b": 1.0}, {"a": 0.04, "b": 0.01}])
+    assert found == pytest.approx({"a": 0.02, "b": 0.1})
+    assert plan.between([{"a": 0.0123456}]) == {"a": 0.0123456}
 
 
 def test_no_such_experiment():

@@ -1,0 +1,157 @@
+"""Does attention over depth learn more, and the more the deeper a model is?
+
+Models of one width and different depth read the same tokens. Each system has its own search over
+the common rate and the factor of what weighs sources over depth (`train.depth_rate`), at 4 and 16
+layers, with two seeds that are not used again; 8 layers take the geometric mean, 32 what 16 have.
+One difference a depth was chosen beforehand to be tested: Block AttnRes minus the Transformer.
+"""
+
+from dataclasses import dataclass, replace
+
+from rmt_tpu.config import BlockAttention, FullAttention, Mixer, RunConfig, Sum, overrides
+from rmt_tpu.config.presets import run
+from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points
+
+_LAYERS = (4, 8, 16, 32)
+_SEARCHED = (4, 16)
+_SEEDS, _SEARCH_SEEDS = tuple(range(10)), (100, 101)
+_FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
+# A logit on a matrix is a sum of four times as many terms.
+_OF_MATRIX = tuple(factor / 4 for factor in _FACTORS)
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What is the same at all depths of a scale."""
+
+    heads: int
+    head_dim: int
+    batch_size: int
+    seq_len: int
+    steps: int
+    rates: tuple[float, ...]
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+
+_SIZES = {
+    "tiny": _Size(3, 8, 16, 64, 540, (0.01, 0.02, 0.04)),
+    "paper": _Size(8, 64, 256, 1024, 4000, (1e-3, 2e-3, 4e-3)),
+}
+
+# Sublayers a block: of four layers four blocks, of more eight.
+_BLOCK = {4: 2, 8: 2, 16: 4, 32: 8}
+
+
+def _mixer(system: str, layers: int) -> Mixer:
+    if system.endswith("-full"):
+        return FullAttention()
+    if "attnres" in system:
+        return BlockAttention(sublayers_per_block=_BLOCK[layers])
+    return Sum()
+
+
+def _config(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
+    """A system's run; `changes` by path."""
+    size = _SIZES[scale]
+    matrix = system.startswith("rmt")
+    base = run("rmt-tiny" if matrix else "gpt2-tiny")
+    store = {"store.key_dim": 4 * size.heads} if matrix else {"store.dim": size.width}
+    sizes = store | {
+        "num_layers": layers,
+        "attention.num_heads": size.heads,
+        "attention.head_dim": size.head_dim,
+        "feed_forward.hidden_dim": 4 * size.width,
+        "norm": "rmsnorm",
+    }
+    values = {f"model.{path}": value for path, value in sizes.items()} | {
+        "train.batch_size": size.batch_size,
+        "data.seq_len": size.seq_len,
+        "train.steps": size.steps,
+        "train.optimizer.final_fraction": 0.0,
+        "train.eval_every": 0,
+        "train.eval_tokens": 2**20,  # all that is held out
+        "train.checkpoint_every": 0,
+        "train.sample_tokens": 0,
+        "train.log_every": 20,
+    }
+    if scale == "paper":
+        values |= {"model.compute_dtype": "bfloat16", "train.checkpoint_every": 500}
+    config = overrides.apply(base, values)
+    mixer = _mixer(system, layers)
+    model = config.model.replace(mixer=mixer)
+    model = model.replace(remat="none") if "none" in mixer.remats else model
+    return overrides.apply(replace(config, model=model), changes)
+
+
+def _search(scale: Scale, system: str, layers: int) -> Search:
+    tried = {"rate": _SIZES[scale].rates}
+    if "attnres" in system:
+        tried["depth_rate"] = _OF_MATRIX if system.startswith("rmt") else _FACTORS
+    return Search(_config(scale, system, layers), points(**tried), _SEARCH_SEEDS)
+
+
+def _searches(system: str, layers: int) -> tuple[str, ...]:
+    """The names of those that an arm takes its values from."""
+    if layers == 8:
+        return tuple(f"{system}-{at}-layers" for at in _SEARCHED)
+    return (f"{system}-{min(layers, max(_SEARCHED))}-layers",)
+
+
+_SYSTEMS = {  # by what each is compared with
+    "transformer": None,
+    "attnres": "transformer",
+    "attnres-full": "transformer",
+    "rmt": "transformer",
+    "rmt-attnres": "rmt",
+}
+_DEEPEST = ("transformer", "attnres", "rmt")
+
+
+def plan(scale: Scale) -> Plan:
+    """See the module. At the papers' scale the sizes are those of small runs that others published:
+    neither paper varies the depth alone.
+    """
+    size = _SIZES[scale]
+    searches = {
+        f"{system}-{layers}-layers": _search(scale, system, layers)
+        for system in _SYSTEMS
+        for layers in _SEARCHED
+    }
+    arms = [
+        Arm(
+            f"{system}-{layers}-layers",
+            _config(scale, system, layers),
+            system,
+            against and f"{against}-{layers}-layers",
+            x=layers,
+            searches=_searches(system, layers),
+        )
+        for layers in _LAYERS
+        for system, against in _SYSTEMS.items()
+        if layers < max(_LAYERS) or system in _DEEPEST
+    ]
+    # The same run with sums in another order: how far rounding alone moves a loss.
+    arms += [
+        Arm(
+            f"{system}-16-layers-again",
+            _config(scale, system, 16, **{"train.accumulate": 2}),
+            f"{system}, sums in another order",
+            f"{system}-16-layers",
+            searches=_searches(system, 16),
+            num_seeds=3,
+        )
+        for system in ("transformer", "attnres")
+    ]
+    blocks = ", ".join(f"{size} sublayers at {layers}" for layers, size in _BLOCK.items())
+    note = (
+        f"Width {size.width} in heads of {size.head_dim} (the RMT's residual is four times as "
+        f"large), RMSNorm, windows of {size.seq_len}, batches of {size.batch_size}, {size.steps} "
+        f"steps, whatever the depth; Block has blocks of {blocks} layers. Rates and factors by the "
+        "search below, of two seeds that no arm has; at 8 layers the geometric mean of those at 4 "
+        "and 16, at 32 those of 16. All held-out text is read."
+    )
+    registered = tuple(f"attnres-{layers}-layers" for layers in _LAYERS)
+    return Plan(tuple(arms), searches, _SEEDS, registered, x="layers", notes=(note,))

@@ -1,0 +1,122 @@
+"""What ended runs reached: of run folders, or of a file that has one JSON line a run.
+
+The file is small and can be kept with the code, so that the same command on another machine trains
+only what is left. A line knows its run by a digest of the text and of all in the config that
+changes a number; it says with which versions and commit the run was made.
+"""
+
+import hashlib
+import json
+from typing import Any, NamedTuple
+
+from rmt_tpu.analysis import sweep
+from rmt_tpu.config import RunConfig, overrides, resume_rule
+from rmt_tpu.errors import RunError
+from rmt_tpu.storage import Folder
+from rmt_tpu.training.environment import describe
+from rmt_tpu.training.metrics import read_metrics, series
+from rmt_tpu.training.run import resolved
+
+# What a resumed run may change freely, and yet says how much text its loss is of.
+_MEASURED = ("train.eval_tokens", "train.eval_batches")
+
+
+class Record(NamedTuple):
+    """Held-out losses of an ended run, in nats a token.
+
+    Attributes:
+      steps: at which they were taken.
+      losses: as many.
+      loss: at the last step; None of a run that diverged.
+    """
+
+    steps: list[int]
+    losses: list[float]
+    loss: float | None
+
+
+def of_folder(folder: Folder) -> Record:
+    """That of a settled run."""
+    return Record(*series(read_metrics(folder), "eval/loss"), sweep.held_out_loss(folder))
+
+
+class Records:
+    """Those of a file.
+
+    Args:
+      folder: that the file is in.
+      name: of the file, which need not be there.
+      text: checksum of the tokens that are trained on.
+
+    Raises:
+      RunError: a line cannot be read.
+    """
+
+    def __init__(self, folder: Folder, name: str, text: int):
+        self._folder, self._name, self._text = folder, name, text
+        self._found: dict[str, Record] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Takes what the file has now, to which other processes may have added.
+
+        Raises:
+          RunError: a line cannot be read.
+        """
+        content = self._folder.read(self._name)
+        lines = content.data.decode().splitlines() if content is not None else []
+        for number, line in enumerate(lines, 1):
+            try:
+                value = json.loads(line)
+                self._found[value["digest"]] = Record(
+                    value["steps"], value["losses"], value["loss"]
+                )
+            except (ValueError, KeyError, TypeError):
+                raise RunError(
+                    f"{self._folder}/{self._name} line {number} is no outcome of a run"
+                ) from None
+
+    def find(self, config: RunConfig, grows_from: int | None = None) -> Record | None:
+        """That of a run, if there is one.
+
+        Args:
+          config: of the run.
+          grows_from: see `plan.Arm`.
+        """
+        return self._found.get(self._digest(config, grows_from))
+
+    def add(
+        self, label: str, config: RunConfig, record: Record, grows_from: int | None = None
+    ) -> None:
+        """Appends a line."""
+        known = describe()
+        line = {
+            "run": label,
+            "digest": self._digest(config, grows_from),
+            "seed": config.train.seed,
+            **record._asdict(),
+            "text": self._text,
+            "time": known["time"],
+            "commit": known["git_commit"],
+            "versions": known["versions"],
+        }
+        self._found[line["digest"]] = record
+        self._folder.append(self._name, f"{json.dumps(line)}\n".encode())
+
+    def _digest(self, config: RunConfig, grows_from: int | None) -> str:
+        config = resolved(config)
+        values = {
+            path: value
+            for path, value in _leaves(overrides.to_json(config))
+            if path in _MEASURED or resume_rule(config, path) != "free"
+        }
+        told = json.dumps([values, self._text, grows_from], sort_keys=True)
+        return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
+
+
+def _leaves(values: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, value in values.items():
+        inner = _leaves(value, f"{before}{name}.") if isinstance(value, dict) else None
+        found += inner or [(f"{before}{name}", value)]
+    return found

@@ -1,0 +1,181 @@
+"""The runs of a plan: which there are, which have ended, and what they reached."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from rmt_tpu import data
+from rmt_tpu.analysis import sweep
+from rmt_tpu.analysis.sweep import Row, name_of
+from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.data.prepare import prepare
+from rmt_tpu.experiments import results
+from rmt_tpu.experiments.plan import Arm, Plan, Point, before_growth
+from rmt_tpu.experiments.records import Record, Records, of_folder
+from rmt_tpu.storage import Folder
+from rmt_tpu.training.trainer import Outcome
+
+
+class Run(NamedTuple):
+    """One of a plan.
+
+    Attributes:
+      label: what it is called while it goes on.
+      folder: of the run.
+      config: with its seed.
+      grows_from: see `plan.Arm`.
+    """
+
+    label: str
+    folder: Folder
+    config: RunConfig
+    grows_from: int | None
+
+
+class Text:
+    """The token store that all runs read, so that all seeds hold out the same part of it.
+
+    Args:
+      config: of one of the runs.
+      folder: of the store that is made of text which is none yet.
+    """
+
+    def __init__(self, config: RunConfig, folder: Folder):
+        self._config = config.data
+        is_store = data.is_store(config.data.source)
+        self.store = config.data.source if is_store else folder.url
+        self._is_there = is_store
+
+    def prepare(self) -> None:
+        """Makes it, if need be.
+
+        Raises:
+          UsageError, RunError: see `data.prepare.prepare`.
+        """
+        if not self._is_there:
+            source, share = self._config.source, self._config.eval_fraction
+            how = {"eval_fraction": share, "workers": 1}
+            prepare(source, self._config.tokenizer, self.store, **how)
+            self._is_there = True
+
+    def checksum(self) -> int:
+        """That of the tokens to train on."""
+        self.prepare()
+        return data.open_store(self.store).train.checksum()
+
+
+class Runs:
+    """Those of a plan, in a folder that other plans of the same scale share.
+
+    Args:
+      plan: its arms and searches.
+      seeds: of its arms.
+      configured: what is changed in each config of the plan.
+      folder: that the run folders are in.
+      records: of runs that have ended here or elsewhere; None if none are kept.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        seeds: Sequence[int],
+        configured: Callable[[RunConfig], RunConfig],
+        folder: Folder,
+        records: Records | None,
+    ):
+        self.plan, self.seeds, self.folder, self.records = plan, seeds, folder, records
+        self._configs = {arm.name: configured(arm.config) for arm in plan.arms}
+        self._searches = {
+            name: replace(search, config=configured(search.config))
+            for name, search in plan.searches.items()
+        }
+
+    def of_searches(self) -> list[Run]:
+        """All runs of all searches."""
+        return [run for name in self._searches for _, runs in self._points(name) for run in runs]
+
+    def rows(self) -> dict[str, list[Row]]:
+        """By name, what came of the searches that have ended."""
+        found = {}
+        for name, search in self._searches.items():
+            points = list(self._points(name))
+            if all(self.settled(run) for _, runs in points for run in runs):
+                found[name] = [
+                    Row(
+                        name,
+                        point,
+                        search.config.train.steps,
+                        list(search.seeds),
+                        [self.record(run).loss for run in runs],
+                    )
+                    for point, runs in points
+                ]
+        return found
+
+    def of_arms(self, rows: Mapping[str, Sequence[Row]]) -> list[tuple[Arm, list[Run]]]:
+        """The arms whose searches have ended, with what was best there, and the runs of each."""
+        found = []
+        for arm in self.plan.arms:
+            if not rows.keys() >= {*self.plan.searches_of(arm)}:
+                continue
+            config = results.with_best(self._configs[arm.name], self.plan, arm, rows)
+            folder = self.folder.child("runs").child(arm.name)
+            seeds = self.seeds[: arm.num_seeds]
+            runs = _seeded(arm.name, config, folder, seeds, arm.grows_from)
+            found.append((replace(arm, config=config), runs))
+        return found
+
+    def settled(self, run: Run) -> bool:
+        """Whether a run has ended, here or by its record; what has ended here gets one."""
+        if self.records is not None and self.records.find(run.config, run.grows_from):
+            return True
+        if not sweep.settled(run.config, run.folder):
+            return False
+        self.keep(run)
+        return True
+
+    def keep(self, run: Run) -> None:
+        """Writes the record of a run that has ended here."""
+        if self.records is not None:
+            self.records.add(run.label, run.config, of_folder(run.folder), run.grows_from)
+
+    def record(self, run: Run) -> Record:
+        """What a run that has ended reached."""
+        known = None
+        if self.records is not None:
+            known = self.records.find(run.config, run.grows_from)
+        return of_folder(run.folder) if known is None else known
+
+    def _points(self, name: str) -> Iterator[tuple[Point, list[Run]]]:
+        search = self._searches[name]
+        for point in search.points:
+            label = f"searches/{name}/{name_of(point)}"
+            folder = self.folder.child("searches").child(name).child(name_of(point))
+            config = overrides.apply(search.config, point)
+            yield point, _seeded(label, config, folder, search.seeds, None)
+
+
+def _seeded(
+    label: str, config: RunConfig, folder: Folder, seeds: Sequence[int], grows_from: int | None
+) -> list[Run]:
+    return [
+        Run(
+            f"{label}/seed-{seed}",
+            folder.child(f"seed-{seed}"),
+            overrides.apply(config, {"train.seed": seed}),
+            grows_from,
+        )
+        for seed in seeds
+    ]
+
+
+def train(run: Run) -> Outcome | None:
+    """Trains a run, or goes on with it; None if it diverged. See `sweep.try_run`."""
+    if run.grows_from is None:
+        return sweep.try_run(run.config, run.folder, label=run.label)
+    if not sweep.begun(run.config, run.folder):
+        first = before_growth(run.config, run.grows_from)
+        outcome = sweep.try_run(first, run.folder, label=f"{run.label} before it grows")
+        if outcome is not None and outcome.stopped_by:
+            return outcome
+    return sweep.try_run(run.config, run.folder, label=run.label, change_config=True)
