@@ -79,8 +79,8 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[Outcome]):
             panels[1].errorbar(at, means, halves, capsize=3, label=system, **style)
     named = list(dict.fromkeys(o.arm.against for o in outcomes if o.arm.against))
     panels[0].set(xlabel=plan.x, ylabel="held-out loss; faint: seeds")
-    base = f"{named[0]}'s" if len(named) == 1 else "that of the arm it is compared with,"
-    panels[1].set(xlabel=plan.x, ylabel=f"minus {base} of the same seed")
+    base = named[0] if len(named) == 1 else "its base"
+    panels[1].set(xlabel=plan.x, ylabel=f"minus {base}'s of the same seed")
     panels[1].axhline(0, color="0.5", linewidth=1)
     panels[1].set_title("bars: 95% over seeds", fontsize=9)
     if printed:
