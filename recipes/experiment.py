@@ -23,6 +23,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from absl import flags
 
@@ -83,6 +84,10 @@ _OUTCOMES = flags.DEFINE_string(
     "outcomes", None, "a file that gets a line for each run that ends, and whose runs are not "
     "trained again: local or gs://"
 )  # fmt: skip
+_COMMANDS = flags.DEFINE_string(
+    "commands", None, "train nothing: write a shell script with the commands of recipes.train that "
+    "are next, for every host of a pod, say; then give this command again"
+)  # fmt: skip
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", "hub", "of tasks: a folder with <task>.jsonl of some of them, or hub"
 )
@@ -126,9 +131,9 @@ class _Trained:
 
         self.text, records = Text(config, folder.child("text")), None
         if _OUTCOMES.value is not None:
-            place, _, name = _OUTCOMES.value.rpartition("/")
+            name = _OUTCOMES.value.rpartition("/")[2]
             with of_flag("outcomes"):
-                of_file = open_folder(place or ".")
+                of_file = open_folder(_OUTCOMES.value.removesuffix(name) or ".")
                 of_file.check(write=True)
             records = Records(of_file, name, self.text.checksum())
         of_text = lambda config: overrides.apply(
@@ -167,6 +172,8 @@ class _Trained:
         trials = [several.Trial(run.label, run.folder, run.config) for run in left.values()]
         if trials:
             self.text.prepare()
+            if _COMMANDS.value is not None:
+                return self._commands(list(left.values()))
         if _JOBS.value > 1:
             code = several.train_apart(trials, _JOBS.value)
             if self.runs.records is not None:
@@ -181,6 +188,18 @@ class _Trained:
             return outcome
 
         return several.train_all(trials, train_and_keep)
+
+    def _commands(self, runs: list) -> int:
+        from rmt_tpu.experiments.runs import write_commands
+
+        script = Path(_COMMANDS.value)
+        try:
+            write_commands(runs, script)
+        except OSError as error:
+            raise UsageError(f"--commands={script}: {error.strerror}") from None
+        print(f"{len(runs)} runs are next, in {script}; when they have ended:")
+        print(f"  {program.resume_command()}")
+        return 0
 
     def _matched(self) -> int:
         if not self.matched:

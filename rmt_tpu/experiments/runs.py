@@ -1,7 +1,10 @@
 """The runs of a plan: which there are, which have ended, and what they reached."""
 
+import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from rmt_tpu import data
@@ -179,3 +182,35 @@ def train(run: Run) -> Outcome | None:
         if outcome is not None and outcome.stopped_by:
             return outcome
     return sweep.try_run(run.config, run.folder, label=run.label, change_config=True)
+
+
+def write_commands(runs: Sequence[Run], script: Path) -> None:
+    """Writes a shell script that trains runs by recipes.train, one after the other.
+
+    Their configs are beside it, in a folder of its name. What the script is given goes on to each
+    command, like `--distributed` on every host of a pod. It ends with the first run that does not
+    come to its end, and goes on from there when it is run again.
+
+    Args:
+      runs: in their order.
+      script: a local file, which may be there.
+    """
+    configs = script.with_suffix(".configs")
+    configs.mkdir(parents=True, exist_ok=True)
+    lines = ["#!/usr/bin/env bash", "set -euo pipefail"]
+    for run in runs:
+        parts = [(run.label, run.config, [])]
+        if run.grows_from is not None:
+            first = before_growth(run.config, run.grows_from)
+            parts = [
+                (f"{run.label}-before", first, []),
+                (run.label, run.config, ["--change_config"]),
+            ]
+        for label, config, more in parts:
+            path = configs / f"{label.replace('/', '_')}.json"
+            path.write_text(
+                json.dumps(overrides.to_json(config), indent=1) + "\n", encoding="utf-8"
+            )
+            given = [f"--config={path}", f"--workdir={run.folder.url}", *more]
+            lines.append(shlex.join(["python", "-m", "recipes.train", *given]) + ' "$@"')
+    script.write_text("\n".join(lines) + "\n", encoding="utf-8")

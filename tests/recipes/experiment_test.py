@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -90,6 +91,24 @@ def test_outcomes_are_carried_to_another_machine(tmp_path):
     (tmp_path / "lines.jsonl").write_text("{}\n")
     error = cli.fail("experiment", *flags, f"--workdir={tmp_path}/three", code=1)
     assert "lines.jsonl line 1 is no outcome of a run" in error
+
+
+def test_commands_for_the_hosts_of_a_pod(tmp_path):
+    """They train the very runs that the experiment then finds."""
+    flags = ["growth", "--seeds=0", f"--data={cli.TEXT}", f"--workdir={tmp_path}/runs"]
+    script = tmp_path / "next.sh"
+    out = cli.succeed("experiment", *flags, f"--commands={script}").stdout
+    lines = script.read_text().splitlines()[2:]
+    assert out.startswith(f"5 runs are next, in {script}") and len(lines) == 5
+    made_up(*flags, "--only=searches/*")
+    cli.succeed("experiment", *flags, f"--commands={script}")
+    small, before, grown, large = map(shlex.split, script.read_text().splitlines()[2:])
+    assert before[4] == grown[4] != large[4] and grown[5:] == ["--change_config", "$@"]
+    assert small[:3] == ["python", "-m", "recipes.train"]
+    out = cli.succeed("train", *small[3:5], "--dry_run").stdout
+    assert "960 steps of 16 x 64" in out and f"{tmp_path}/runs/tiny/text" in out
+    missing = cli.fail("experiment", *flags, f"--commands={cli.TEXT}/next.sh")
+    assert "--commands=" in missing and "Not a directory" in missing
 
 
 def test_usage(tmp_path):
