@@ -52,12 +52,16 @@ def _depth(scale: Scale, run_of) -> list[list[str]]:
     return [["depth_report", f"--workdir={','.join(folders)}"]]
 
 
-def _of_tasks(scale: Scale) -> Plan:
+def _largest(scale: Scale) -> Plan:
     return trained.largest_of(trained.rmt_scaling(scale), ("transformer", "rmt"))
 
 
+def _smallest(scale: Scale) -> Plan:
+    return trained.smallest_of(trained.attnres_scaling(scale), _DEPTHS[scale])
+
+
 def _tasks(scale: Scale, run_of) -> list[list[str]]:
-    vector, matrix = (run_of(arm.name) for arm in _of_tasks(scale).arms)
+    vector, matrix = (run_of(arm.name) for arm in _largest(scale).arms)
     command = ["evaluate", f"--workdir={matrix}", f"--against={vector}"]
     # Tasks in bytes are longer than a tiny model's windows; its ALiBi has no last position.
     return [[*command, "--max_length=512"] if scale == "tiny" else command]
@@ -92,6 +96,12 @@ EXPERIMENTS = {
             plan=trained.rmt_scaling,
         ),
         Experiment(
+            "rmt-largest",
+            "loss of the largest RMT and Transformer at equal tokens: docs/guides/reproduce.md",
+            f"{_RMT}, Table 3",
+            plan=_largest,
+        ),
+        Experiment(
             "rmt-variants",
             "RMT beside other residual systems",
             f"{_RMT}, Figure 5 and Table 10",
@@ -107,7 +117,7 @@ EXPERIMENTS = {
             "rmt-tasks",
             "tasks and perplexities of the largest models, in pairs; give --data_dir",
             f"{_RMT}, Tables 5 and 6",
-            plan=_of_tasks,
+            plan=_largest,
             reports=_tasks,
             tasks=_TABLES_5_AND_6,
         ),
@@ -130,6 +140,12 @@ EXPERIMENTS = {
             "loss of plain, Block, Full and mHC-lite over FLOPs, with fits",
             f"{_ATTNRES}, Table 2 and Figure 4",
             plan=trained.attnres_scaling,
+        ),
+        Experiment(
+            "attnres-smallest",
+            "loss of plain, Block and Full at the smallest size: docs/guides/reproduce.md",
+            f"{_ATTNRES}, Table 2, first row",
+            plan=_smallest,
         ),
         Experiment(
             "attnres-ablations",

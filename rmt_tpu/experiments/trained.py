@@ -418,9 +418,22 @@ def growth(scale: Scale) -> Plan:
 def largest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
     """The largest arm of each of some systems of a ladder, with the searches that they need."""
     last = {arm.system: arm for arm in plan.arms}
+    return _row(plan, [last[system] for system in systems])
+
+
+def smallest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
+    """The smallest instead."""
+    first = {arm.system: arm for arm in reversed(plan.arms)}
+    return _row(plan, [first[system] for system in systems])
+
+
+def _row(plan: Plan, arms: list[Arm]) -> Plan:
+    """Some arms of one size: their differences are tested."""
+    systems = {arm.system for arm in arms}
     return replace(
         plan,
-        arms=tuple(last[system] for system in systems),
+        arms=tuple(arms),
         searches={s: search for s, search in plan.searches.items() if s in systems},
+        registered=tuple(arm.name for arm in arms if arm.against),
         fits=False,
     )

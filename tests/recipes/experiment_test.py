@@ -9,6 +9,8 @@ import pytest
 from rmt_tpu.experiments.catalog import EXPERIMENTS
 from tests import cli
 
+PAGES = ("README.md", "docs/results.md", "docs/guides/reproduce.md")
+
 pytestmark = pytest.mark.xdist_group("recipes")
 
 # In place of training: the folder of a run that ended, whose loss says what was trained.
@@ -136,7 +138,7 @@ def test_reports_are_commands_that_there_are(name, scale):
 
 
 def test_documents_name_what_there_is():
-    text = "".join((cli.ROOT / page).read_text() for page in ("README.md", "docs/results.md"))
+    text = "".join((cli.ROOT / page).read_text() for page in PAGES)
     named = set(re.findall(r"recipes\.experiment ([a-z][\w-]*)", text))
     assert named and named <= EXPERIMENTS.keys()
 
