@@ -92,9 +92,9 @@ class TrainConfig(Checked):
       steps: optimizer steps.
       batch_size: sequences a step, over all devices and accumulation steps.
       accumulate: parts that a batch is computed in, one after the other.
-      depth_rate: what the rate is multiplied by for all that weighs sources over depth, of
-        full_attention and block_attention; it does not decay. None is what the run that goes
-        on has, or else by the rule of `rmt_tpu.training.depth_rate`.
+      depth_rate: what the rate is multiplied by for queries over depth, and all that weighs sources
+        with them, of full_attention and block_attention; none of it decays. None is what the run
+        that goes on has, or else by the rule of `rmt_tpu.training.depth_rate`.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
       init_from: a run folder or one of the hub's form whose parameters are taken at the start. Once
         there is a checkpoint it is not looked at, and stays what it was.

@@ -1,7 +1,7 @@
 """Every experiment there is."""
 
 from rmt_tpu.errors import UsageError, unknown
-from rmt_tpu.experiments import counts, depth, moments, trained
+from rmt_tpu.experiments import counts, depth, moments, residual_size, trained
 from rmt_tpu.experiments.plan import Experiment, Plan, Scale
 
 _RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
@@ -111,7 +111,7 @@ EXPERIMENTS = {
             "rmt-key-dim",
             "a larger residual at the same weights and FLOPs",
             f"{_RMT}, Figure 6",
-            plan=trained.rmt_key_dim,
+            plan=residual_size.rmt_key_dim,
         ),
         Experiment(
             "rmt-tasks",
@@ -193,9 +193,9 @@ EXPERIMENTS = {
         ),
         Experiment(
             "growth",
-            "D_k that grows in the middle of training",
+            "D_k that grows after a quarter of the steps",
             "in neither paper",
-            plan=trained.growth,
+            plan=residual_size.growth,
         ),
         Experiment(
             "systems",

@@ -44,7 +44,8 @@ class Arm:
       against: the arm whose loss its own is compared with, seed by seed; None is none.
       x: where the picture has it, of an experiment that varies one size.
       paper: the loss that the paper prints for it.
-      grows_from: D_k until the middle of its steps; None is that of the config.
+      grows_from: D_k for the first quarter of its steps, which are at the peak rate; None is that
+        of the config.
       num_seeds: it is trained with the first so many seeds only; None is all.
     """
 
@@ -145,8 +146,14 @@ def between(found: Sequence[Point]) -> Point:
 
 
 def before_growth(config: RunConfig, key_dim: int) -> RunConfig:
-    """The first half of a run whose residual then grows: after the warm-up at its peak rate."""
-    changes = {"model.store.key_dim": key_dim, "train.steps": config.train.steps // 2}
+    """The first quarter of a run whose residual then grows: after the warm-up at its peak rate.
+
+    The warm-up is as many steps long as the whole run's.
+    """
+    steps = config.train.steps // 4
+    changes = {"model.store.key_dim": key_dim, "train.steps": steps}
+    warmup = config.train.optimizer.warmup_fraction * config.train.steps / steps
+    changes["train.optimizer.warmup_fraction"] = min(1.0, warmup)
     return overrides.apply(config, changes | {"train.optimizer.final_fraction": 1.0})
 
 

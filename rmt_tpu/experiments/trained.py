@@ -5,7 +5,7 @@ library; it reads 20 tokens for each weight that the Transformer of its shape ha
 embeddings, as the RMT paper's models do for their own. Two arms of one name are one run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from rmt_tpu.config import (
@@ -20,11 +20,14 @@ from rmt_tpu.config import (
 from rmt_tpu.config.presets import run
 from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points, with_rate
 
-_HEAD_DIM = 8
+HEAD_DIM = 8
 # Number of heads, R; the second is searched for rates, and the third is where one size is enough.
 _LADDER = (2, 3, 4, 6)
-_SEARCHED, _ONE = _LADDER[1:3]
-_RATES = (5e-3, 1.2e-2, 2.8e-2, 6.7e-2, 1.6e-1)
+_SEARCHED, HEADS = _LADDER[1:3]
+RATES = (5e-3, 1.2e-2, 2.8e-2, 6.7e-2, 1.6e-1)
+# Of what weighs sources over depth; where a logit adds up more terms, all are smaller.
+_FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
+SEEDS, _SEARCH_SEEDS = tuple(range(10)), (100, 101)
 
 _SYSTEMS = {  # by the name that pages have: the preset's
     "transformer": "gpt2-tiny",
@@ -39,23 +42,23 @@ _SYSTEMS = {  # by the name that pages have: the preset's
 }
 
 
-def _tiny(system: str, heads: int, **changes) -> RunConfig:
-    """A system's run at a size; `changes` by path with _ for the dots."""
-    width, matrix = heads * _HEAD_DIM, "rmt" in system
+def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
+    """A system's run at a size; `changes` by path."""
+    width, matrix = heads * HEAD_DIM, "rmt" in system
     base = run(_SYSTEMS[system])
     sizes = _sizes(matrix, heads)
     based = [f"{path}={size}" for path, size in _sizes(matrix, _SEARCHED).items()]
     per_step = 16 * 64
     steps = round(20 * 12 * base.model.num_layers * width**2 / per_step)
+    if mup:
+        sizes |= {"parametrization": "mup", "parametrization.base": based}
     values = {f"model.{path}": size for path, size in sizes.items()} | {
-        "model.attention.head_dim": _HEAD_DIM,
-        "model.parametrization": "mup",
-        "model.parametrization.base": based,
+        "model.attention.head_dim": HEAD_DIM,
         "train.batch_size": 16,
         "data.seq_len": 64,
         "train.steps": steps,
         "train.eval_every": max(1, steps // 5),
-        "train.eval_tokens": 32 * 16 * 64,
+        "train.eval_tokens": 2**20,  # all that is held out
         "train.checkpoint_every": 0,
         "train.sample_tokens": 0,
         "train.log_every": 10,
@@ -67,24 +70,34 @@ def _tiny(system: str, heads: int, **changes) -> RunConfig:
 
 def _sizes(matrix: bool, heads: int) -> dict[str, int]:
     """A residual of four times what the Transformer has, as rmt-305m's."""
-    store = {"store.key_dim": 4 * heads} if matrix else {"store.dim": heads * _HEAD_DIM}
-    hidden = {"feed_forward.hidden_dim": 4 * heads * _HEAD_DIM}
+    store = {"store.key_dim": 4 * heads} if matrix else {"store.dim": heads * HEAD_DIM}
+    hidden = {"feed_forward.hidden_dim": 4 * heads * HEAD_DIM}
     return store | {"attention.num_heads": heads} | hidden
 
 
-def _tiny_plan(arms: Iterator[Arm], searched: tuple[str, ...], **options) -> Plan:
-    searches = {
-        system: Search(_tiny(system, _SEARCHED), points(rate=_RATES)) for system in searched
-    }
-    return Plan(tuple(arms), searches, **options)
+def _tiny_plan(arms: Iterable[Arm], searched: tuple[str, ...], **options) -> Plan:
+    searches = {system: searched_for(tiny(system, _SEARCHED)) for system in searched}
+    return Plan(tuple(arms), searches, SEEDS, **options)
 
 
-_TINY_NOTE = (
-    f"Models of four layers, width {_LADDER[0] * _HEAD_DIM} to {_LADDER[-1] * _HEAD_DIM} in heads "
-    f"of {_HEAD_DIM}, on bytes of Python's standard library in windows of 64, batches of 16; 20 "
+def searched_for(config: RunConfig, rates: tuple[float, ...] = RATES) -> Search:
+    """A search over the rate, and the factor of what weighs sources over depth, if there is such.
+
+    Where a logit adds up more terms than one of a vector store's query, factors are smaller.
+    """
+    size, tried = config.model.residual_size, {"rate": rates}
+    if terms := config.model.mixer.logit_terms(size):
+        more = max(1, terms.get("query", 1) / config.model.width)
+        tried["depth_rate"] = tuple(float(f"{factor / more:.3g}") for factor in _FACTORS)
+    return Search(config, points(**tried), _SEARCH_SEEDS)
+
+
+TINY_NOTE = (
+    f"Models of four layers, width {_LADDER[0] * HEAD_DIM} to {_LADDER[-1] * HEAD_DIM} in heads "
+    f"of {HEAD_DIM}, on bytes of Python's standard library in windows of 64, batches of 16; 20 "
     "tokens for each of the Transformer's weights outside of embeddings, the same for all systems "
-    f"of a size. Rates by a search of {len(_RATES)} at width {_SEARCHED * _HEAD_DIM}, one seed, "
-    "and by muP at the others. Losses are nats per byte."
+    f"of a size. Rates, and factors over depth, by a search at width {_SEARCHED * HEAD_DIM} with "
+    "two seeds that no arm has, and by muP at the others. Losses are nats per byte."
 )
 
 
@@ -94,15 +107,17 @@ _TINY_NOTE = (
 def _tiny_ladder(*systems: str) -> Plan:
     arms = (
         Arm(
-            f"{system}-{heads * _HEAD_DIM}",
-            _tiny(system, heads),
+            f"{system}-{heads * HEAD_DIM}",
+            tiny(system, heads),
             system,
-            None if system == systems[0] else f"{systems[0]}-{heads * _HEAD_DIM}",
+            None if system == systems[0] else f"{systems[0]}-{heads * HEAD_DIM}",
         )
         for heads in _LADDER
         for system in systems
     )
-    return _tiny_plan(arms, systems, fits=True, notes=(_TINY_NOTE,))
+    arms = tuple(arms)
+    tested = tuple(arm.name for arm in arms if arm.system == systems[1])
+    return _tiny_plan(arms, systems, fits=True, registered=tested, notes=(TINY_NOTE,))
 
 
 def _preset(name: str, system: str, against: str | None = None, **options) -> Arm:
@@ -222,18 +237,18 @@ def rmt_variants(scale: Scale) -> Plan:
         "are those of `rmt_tpu/config/mixers.py`."
     )
     if scale == "tiny":
-        plain = f"transformer-{_ONE * _HEAD_DIM}"
+        plain = f"transformer-{HEADS * HEAD_DIM}"
         arms = (
             Arm(
-                f"{system}-{_ONE * _HEAD_DIM}",
-                _tiny(system, _ONE),
+                f"{system}-{HEADS * HEAD_DIM}",
+                tiny(system, HEADS),
                 system,
                 None if system == "transformer" else plain,
                 paper=loss,
             )
             for system, loss in printed.items()
         )
-        return _tiny_plan(arms, tuple(printed), notes=(_TINY_NOTE, note))
+        return _tiny_plan(arms, tuple(printed), notes=(TINY_NOTE, note))
     names = ("gpt2-160m", "rmt-134m", "hierarchical-165m", "depth-lstm-233m", "highway-191m")
     arms = tuple(
         Arm(
@@ -248,35 +263,6 @@ def rmt_variants(scale: Scale) -> Plan:
     return Plan(arms, notes=(note,))
 
 
-def rmt_key_dim(scale: Scale) -> Plan:
-    """Figure 6: larger residuals at the same weights and FLOPs."""
-    axis = "numbers in a token's residual, D_k D_v"
-    if scale == "tiny":
-        heads, width = _ONE, _ONE * _HEAD_DIM
-        arms = [Arm(f"transformer-{width}", _tiny("transformer", heads), "transformer", x=width)]
-        arms += [
-            Arm(
-                f"rmt-{width}" if k == 4 * heads else f"rmt-{width}-k{k}",
-                _tiny("rmt", heads, **{"model.store.key_dim": k}),
-                "rmt",
-                f"rmt-{width}-k{heads}" if k != heads else None,
-                x=k * _HEAD_DIM,
-            )
-            for k in (heads // 2, heads, 2 * heads, 4 * heads, 8 * heads, 16 * heads)
-        ]
-        return _tiny_plan(iter(arms), ("transformer", "rmt"), x=axis, notes=(_TINY_NOTE,))
-    names = {k: "rmt-134m" if k == 32 else f"rmt-134m-k{k}" for k in (6, 12, 24, 32, 48, 64)}
-    configs = {
-        k: with_rate(overrides.apply(run(name), {"train.steps": 50_000}), 1e-2)
-        for k, name in names.items()
-    }
-    arms = tuple(
-        Arm(f"{name}-50k", configs[k], "rmt", None if k == 12 else "rmt-134m-k12-50k", x=64 * k)
-        for k, name in names.items()
-    )
-    return Plan(arms, x=axis, notes=("50,000 steps at a rate of 1e-2 (C.3).",))
-
-
 _BLOCKS = {1: 1.737, 2: 1.746, 4: 1.746, 8: 1.748, 16: 1.753, 32: 1.757}
 
 
@@ -284,13 +270,13 @@ def attnres_block_size(scale: Scale) -> Plan:
     """Figure 6: sublayers a block."""
     axis = "sublayers a block, S"
     if scale == "tiny":
-        plain, arms = f"transformer-{_ONE * _HEAD_DIM}", []
-        arms.append(Arm(plain, _tiny("transformer", _ONE), "transformer"))
+        plain, arms = f"transformer-{HEADS * HEAD_DIM}", []
+        arms.append(Arm(plain, tiny("transformer", HEADS), "transformer"))
         for size in (1, 2, 4, 8):
             mixer = FullAttention() if size == 1 else BlockAttention(sublayers_per_block=size)
             arms.append(_mixed(f"attnres-s{size}", mixer, "attnres", plain, x=size))
         searched = ("transformer", "attnres")
-        return _tiny_plan(iter(arms), searched, x=axis, notes=(_TINY_NOTE,))
+        return _tiny_plan(arms, searched, x=axis, notes=(TINY_NOTE,))
     plain = "prenorm-436m"
     arms = [_preset(plain, "prenorm", paper=1.766)]
     for size, loss in _BLOCKS.items():
@@ -302,8 +288,8 @@ def attnres_block_size(scale: Scale) -> Plan:
 
 def _mixed(name: str, mixer: Mixer, system: str, plain: str, **options) -> Arm:
     """At tiny size the Transformer with another mixer, at the rate of `system`."""
-    config = _with_mixer(_tiny("attnres", _ONE), mixer)
-    return Arm(f"{name}-{_ONE * _HEAD_DIM}", config, system, plain, **options)
+    config = _with_mixer(tiny("attnres", HEADS), mixer)
+    return Arm(f"{name}-{HEADS * HEAD_DIM}", config, system, plain, **options)
 
 
 def _ablations(size: int, window: int) -> dict[str, tuple[Mixer, float]]:
@@ -319,26 +305,30 @@ def _ablations(size: int, window: int) -> dict[str, tuple[Mixer, float]]:
         "full-no-key-norm": (FullAttention(key_norm=False), 1.743),
         "full-window": (FullAttention(window=window), 1.764),
         "block": (BlockAttention(**block), 1.746),
-        "block-heads": (BlockAttention(**block, num_heads=16 if window == 8 else _ONE), 1.752),
+        "block-heads": (BlockAttention(**block, num_heads=16 if window == 8 else HEADS), 1.752),
         "block-no-key-norm": (BlockAttention(**block, key_norm=False), 1.750),
     }
 
 
+_EACH = (
+    "Each ablation has a search of its own, at its own width; the paper's have the rate of the "
+    "plain model."
+)
+
+
 def attnres_ablations(scale: Scale) -> Plan:
     """Table 4."""
-    notes = (
-        "Table 4's mHC is mHC-lite here; the ablations have the rate of Block AttnRes, the paper's "
-        "that of the plain model.",
-    )
+    notes = ("Table 4's mHC is mHC-lite here.",)
     if scale == "tiny":
-        plain = f"transformer-{_ONE * _HEAD_DIM}"
-        arms = [Arm(plain, _tiny("transformer", _ONE), "transformer", paper=1.766)]
+        plain = f"transformer-{HEADS * HEAD_DIM}"
+        arms = [Arm(plain, tiny("transformer", HEADS), "transformer", paper=1.766)]
         arms += [
-            _mixed(f"ablation-{name}", mixer, "attnres", plain, paper=loss)
+            _mixed(f"ablation-{name}", mixer, f"ablation-{name}", plain, paper=loss)
             for name, (mixer, loss) in _ablations(2, 2).items()
         ]
-        searched = ("transformer", "attnres")
-        return _tiny_plan(iter(arms), searched, notes=(_TINY_NOTE, *notes))
+        of = _tiny_plan(arms, ("transformer",), notes=(TINY_NOTE, _EACH, *notes))
+        each = {arm.system: searched_for(arm.config, RATES[1:4]) for arm in arms[1:]}
+        return replace(of, searches=of.searches | each)
     plain = "prenorm-436m"
     arms = [_preset(plain, "prenorm", paper=1.766)]
     for name, (mixer, loss) in _ablations(4, 8).items():
@@ -350,15 +340,15 @@ def attnres_ablations(scale: Scale) -> Plan:
 def all_systems(scale: Scale) -> Plan:
     """Loss of every residual system at equal tokens, with its FLOPs and bytes of weights."""
     if scale == "tiny":
-        plain = f"transformer-{_ONE * _HEAD_DIM}"
+        plain = f"transformer-{HEADS * HEAD_DIM}"
         arms = (
             Arm(
-                f"{system}-{_ONE * _HEAD_DIM}", _tiny(system, _ONE), system,
+                f"{system}-{HEADS * HEAD_DIM}", tiny(system, HEADS), system,
                 None if system == "transformer" else plain,
             )
             for system in _SYSTEMS
         )  # fmt: skip
-        return _tiny_plan(arms, tuple(_SYSTEMS), notes=(_TINY_NOTE,))
+        return _tiny_plan(arms, tuple(_SYSTEMS), notes=(TINY_NOTE,))
     names = ("gpt2-160m", "rmt-134m", "highway-191m", "depth-lstm-233m", "hierarchical-165m",
              "hc-160m", "mhc-160m", "mhc-lite-160m")  # fmt: skip
     steps = {"train.steps": run("gpt2-160m").train.steps}
@@ -387,32 +377,6 @@ def today(scale: Scale) -> Plan:
     if scale == "tiny":
         arms.append(_preset("rmt-kimi-tiny", "rmt-kimi", first))
     return Plan(tuple(arms), notes=("The presets' own runs and rates: none is searched.",))
-
-
-def growth(scale: Scale) -> Plan:
-    """D_k that grows by four in the middle of training, beside small and large from the start."""
-    if scale == "tiny":
-        name, large = f"rmt-{_ONE * _HEAD_DIM}", 4 * _ONE
-        config = _tiny("rmt", _ONE)
-    else:
-        name, large = "rmt-134m", 64
-        config = overrides.apply(run(name), {"model.store.key_dim": large})
-    small = large // 4
-    whole = name if scale == "tiny" else f"{name}-k{large}"
-    base = f"{name}-k{small}"
-    arms = (
-        Arm(base, overrides.apply(config, {"model.store.key_dim": small}), "rmt"),
-        Arm(f"{base}-to-{large}", config, "rmt", base, grows_from=small),
-        Arm(whole, config, "rmt", base),
-    )
-    note = (
-        "Until it grows, the second arm's rate is that of the peak; then it goes on as the others' "
-        "at that step. Growing does not change what the model computes (growth.py in "
-        "rmt_tpu/training). FLOPs and weights are counted as if it had been large from the start."
-    )
-    if scale == "tiny":
-        return _tiny_plan(iter(arms), ("rmt",), notes=(_TINY_NOTE, note))
-    return Plan(arms, notes=(note,))
 
 
 def largest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:

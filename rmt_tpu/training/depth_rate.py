@@ -16,7 +16,8 @@ much less for them: at every width a query's factor is the base's.
 It is 0.1 at rate 0.028, width 24 and 1024 tokens, and 0.026 on a matrix of 96 numbers there, about
 what did best in a few small runs; 1 at the AttnRes paper's 2e-3, width 1168 and batches of 1.6M
 tokens (0.48 with 0.25M), and at 6e-4, width 512 and 0.26M tokens: what won there is not lowered.
-A bound on one step is no law: `train.depth_rate` sets the factor by hand, and is worth a search.
+A bound on one step is no law: `train.depth_rate` sets the factor by hand, and is worth a search. It
+is that of queries and key gains; a projection's is smaller by as much as it has more terms.
 """
 
 import math
@@ -44,7 +45,8 @@ def factors(config: RunConfig) -> dict[str, float]:
     size = config.model.residual_size
     terms = config.model.mixer.logit_terms(size)
     if (given := config.train.depth_rate) is not None:
-        return dict.fromkeys(terms, float(given))
+        least = min(terms.values(), default=1)
+        return {name: given * least / m for name, m in terms.items()}
     # What muP multiplies their rates by, before the factor.
     scaled = dict.fromkeys(("query", "project"), config.model.base_model.residual_size / size)
     tokens = config.train.batch_size * config.data.seq_len

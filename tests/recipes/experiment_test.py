@@ -40,39 +40,43 @@ def made_up(*flags):
     return [line[8:] for line in out.splitlines() if line.startswith("trained ")], out
 
 
+RATES = (0.005, 0.012, 0.028, 0.067, 0.16)
+SMALL, LARGE = "rmt-32-slots-4", "rmt-32-slots-16"
+
+
 def test_an_experiment_is_shared_and_goes_on(tmp_path):
     flags = ["growth", f"--workdir={tmp_path}", "--seeds=0,1", f"--data={cli.TEXT}"]
-    trained, _ = made_up(*flags, "--only=searches/*")
-    rates = (0.005, 0.012, 0.028, 0.067, 0.16)
-    label = "searches/rmt/learning_rate={}/seed-0 540 12"
-    assert trained == [label.format(rate) for rate in rates]
+    trained, _ = made_up(*flags, f"--only=searches/{SMALL}/*")
+    label = f"searches/{SMALL}/learning_rate={{}}/seed-{{}} 960 4"
+    assert trained == [label.format(rate, seed) for rate in RATES for seed in (100, 101)]
     trained, out = made_up(*flags)
-    assert trained == [
-        *(f"rmt-32-k4/seed-{seed} 960 4" for seed in (0, 1)),
+    assert all(line.startswith(f"searches/{LARGE}/") for line in trained[:10])
+    assert trained[10:] == [
+        *(f"{SMALL}/seed-{seed} 960 4" for seed in (0, 1)),
         *(
-            line
+            f"{SMALL}-{arm}/seed-{seed} {part} {slots}"
+            for arm, slots_after in (("held", 4), ("to-16", 16))
             for seed in (0, 1)
-            for line in (
-                f"rmt-32-k4-to-16/seed-{seed} before it grows 480 4",
-                f"rmt-32-k4-to-16/seed-{seed} 960 16",
-            )
+            for part, slots in (("before it grows 240", 4), ("960", slots_after))
         ),
-        *(f"rmt-32/seed-{seed} 960 16" for seed in (0, 1)),
+        *(f"{LARGE}/seed-{seed} 960 16" for seed in (0, 1)),
     ]
     folder = tmp_path / "tiny" / "growth"
     found = json.loads((folder / "results.json").read_text())
     assert [arm["held_out_losses"] for arm in found["arms"]] == [
-        pytest.approx([loss, loss + 1]) for loss in (1.96, 1.84, 1.84)
+        pytest.approx([loss, loss + 1]) for loss in (1.96, 1.96, 1.84, 1.84)
     ]
     assert {arm["learning_rate"] for arm in found["arms"]} == {0.028}
     page = (folder / "results.md").read_text()
-    assert "| rmt-32-k4 | **-0.1200 ± 0.0000** |" in page and "![" in page
+    assert f"| {SMALL}-held | -0.1200 ± 0.0000 |" in page and "![" in page
     assert (folder / "results.png").read_bytes().startswith(b"\x89PNG")
     assert f"page: {folder}/results.md" in out
-    # Another one has one of its searches, and two of its arms, already.
-    trained, _ = made_up("rmt-key-dim", *flags[1:], "--only=rmt-32*")
-    arms = {line.split("/")[0] for line in trained}
-    assert arms == {f"rmt-32-k{k}" for k in (2, 4, 8, 32, 64)} - {"rmt-32-k4"}
+    # Another one has two of its searches, and two of its arms, already.
+    trained, _ = made_up("rmt-key-dim", *flags[1:], "--only=*rmt-32*")
+    searches = {line.split("/")[1] for line in trained if line.startswith("searches/")}
+    arms = {line.split("/")[0] for line in trained} - {"searches"}
+    assert searches == {"rmt-32-slots-64"}
+    assert arms == {f"rmt-32-slots-{slots}" for slots in (2, 8, 32, 64)}
 
 
 def test_outcomes_are_carried_to_another_machine(tmp_path):
@@ -80,16 +84,16 @@ def test_outcomes_are_carried_to_another_machine(tmp_path):
     flags = ["growth", "--seeds=0", f"--data={cli.TEXT}", f"--outcomes={tmp_path}/lines.jsonl"]
     trained, _ = made_up(*flags, f"--workdir={tmp_path}/one", "--only=searches/*")
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert len(trained) == 5 == len({line["digest"] for line in lines})
-    assert lines[2]["run"].endswith("0.028/seed-0") and lines[2]["loss"] == pytest.approx(1.88)
+    assert len(trained) == 20 == len({line["digest"] for line in lines})
+    assert lines[4]["run"].endswith("0.028/seed-100") and lines[4]["loss"] == pytest.approx(101.96)
     trained, out = made_up(*flags, f"--workdir={tmp_path}/two")
-    assert trained[0] == "rmt-32-k4/seed-0 960 4" and len(trained) == 4
+    assert trained[0] == f"{SMALL}/seed-0 960 4" and len(trained) == 6
     again, told = made_up(*flags, f"--workdir={tmp_path}/three")
     tables = lambda text: [line for line in text.splitlines() if line.startswith("|")]
     assert again == [] and tables(told) == tables(out) != []
     # What changes a number is another run, and other text too.
     changed, _ = made_up(*flags, f"--workdir={tmp_path}/three", "--set=train.optimizer.b2=0.9")
-    assert len(changed) == 9
+    assert len(changed) == 26
     (tmp_path / "lines.jsonl").write_text("{}\n")
     error = cli.fail("experiment", *flags, f"--workdir={tmp_path}/three", code=1)
     assert "lines.jsonl line 1 is no outcome of a run" in error
@@ -101,11 +105,12 @@ def test_commands_for_the_hosts_of_a_pod(tmp_path):
     script = tmp_path / "next.sh"
     out = cli.succeed("experiment", *flags, f"--commands={script}").stdout
     lines = script.read_text().splitlines()[2:]
-    assert out.startswith(f"5 runs are next, in {script}") and len(lines) == 5
+    assert out.startswith(f"20 runs are next, in {script}") and len(lines) == 20
     made_up(*flags, "--only=searches/*")
     cli.succeed("experiment", *flags, f"--commands={script}")
-    small, before, grown, large = map(shlex.split, script.read_text().splitlines()[2:])
+    small, *held, before, grown, large = map(shlex.split, script.read_text().splitlines()[2:])
     assert before[4] == grown[4] != large[4] and grown[5:] == ["--change_config", "$@"]
+    assert len(held) == 2
     assert small[:3] == ["python", "-m", "recipes.train"]
     out = cli.succeed("train", *small[3:5], "--dry_run").stdout
     assert "960 steps of 16 x 64" in out and f"{tmp_path}/runs/tiny/text" in out
@@ -148,7 +153,7 @@ def test_jobs_and_growth(tmp_path):
     """Really trained, two at a time, and then another time, with nothing left to do."""
     flags = ["growth", "--jobs=2", "--seeds=0", "--steps=4", "--data=" + str(cli.TEXT)]
     done = cli.succeed("experiment", *flags, f"--workdir={tmp_path}")
-    assert "run 8 of" not in done.stderr and "run 3 of 3: rmt-32/seed-0" in done.stderr
+    assert f"run 4 of 4: {LARGE}/seed-0" in done.stderr
     assert "going on with another config: model.store.key_dim is 4 there, 16 here" in done.stderr
     again = cli.succeed("experiment", *flags, f"--workdir={tmp_path}")
     assert "compiling" not in again.stderr

@@ -9,7 +9,15 @@ import pytest
 
 from rmt_tpu.analysis.sweep import Row, resolved
 from rmt_tpu.config import overrides
-from rmt_tpu.experiments import outcomes, pictures, plan, records, results, trained
+from rmt_tpu.experiments import (
+    outcomes,
+    pictures,
+    plan,
+    records,
+    residual_size,
+    results,
+    trained,
+)
 from rmt_tpu.experiments.outcomes import Outcome
 from rmt_tpu.experiments.plan import Arm
 from rmt_tpu.storage import open_folder
@@ -89,6 +97,7 @@ def test_a_page(ladder):
         trained.ladder("tiny"),
         arms=tuple(o.arm for o in ladder),
         searches={"first": plan.Search(CONFIG, ())},
+        registered=(),
     )
     rates = {1e-3: 2.5, 1e-2: 2.2, 1e-1: None}
     rows = [
@@ -134,6 +143,7 @@ def test_p_is_students_and_holms():
     cosine = 1 / math.sqrt(1 + t**2 / 4)
     within = t / 2 * cosine * (1 + cosine**2 / 2)
     assert found.deviation == pytest.approx(s) and found.p == pytest.approx(1 - within)
+    assert outcomes.test_of([0.1, 0.1]).p < 1e-9 and outcomes.test_of([0.0, 0.0]).p == 1
     assert outcomes.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert outcomes.holm([0.9, 0.8]) == [1.0, 1.0] and outcomes.holm([]) == []
 
@@ -170,7 +180,7 @@ def test_what_runs_left(tmp_path):
     rows = [{"step": step, "eval/loss": loss} for step, loss in ((4, 3.0), (960, 2.5))]
     folder.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     folder.write("complete.json", json.dumps({"step": 960}).encode())
-    arm = Arm("rmt", trained.growth("tiny").arms[-1].config, "rmt")
+    arm = Arm("rmt", residual_size.growth("tiny").arms[-1].config, "rmt")
     config = json.dumps(overrides.to_json(resolved(arm.config)))
     folder.write("config.json", config.encode())
     found = outcomes.outcome(arm, [records.of_folder(folder)] * 2)
@@ -195,7 +205,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("make", [trained.ladder, trained.rmt_key_dim, trained.attnres_ablations])
+@pytest.mark.parametrize(
+    "make", [trained.ladder, residual_size.rmt_key_dim, trained.attnres_ablations]
+)
 def test_pictures(make, tmp_path):
     plan = make("tiny")
     rng = np.random.default_rng(0)

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from rmt_tpu.experiments import catalog, depth, plan, trained
+from rmt_tpu.experiments import catalog, depth, plan, residual_size, trained
 from rmt_tpu.experiments.catalog import EXPERIMENTS
 from rmt_tpu.training import run
 from tests import models
@@ -73,11 +73,26 @@ def rates(config):
 
 
 def test_what_comes_before_growth():
-    (arm,) = [a for a in trained.growth("tiny").arms if a.grows_from]
-    first = plan.before_growth(arm.config, arm.grows_from)
-    assert first.model.store.key_dim == arm.grows_from == arm.config.model.store.key_dim // 4
-    assert first.train.steps == arm.config.train.steps // 2
-    assert first.train.optimizer.final_fraction == 1
+    arms = [a for a in residual_size.growth("tiny").arms if a.grows_from]
+    held, grown = arms
+    first = plan.before_growth(grown.config, grown.grows_from)
+    assert first.model.store.key_dim == grown.grows_from == grown.config.model.store.key_dim // 4
+    assert first == plan.before_growth(held.config, held.grows_from), "up to there they are one"
+    assert held.searches == grown.searches and grown.against == held.name
+    schedule, whole = first.train, grown.config.train
+    assert schedule.steps == whole.steps // 4 and schedule.optimizer.final_fraction == 1
+    warm = lambda train: round(train.steps * train.optimizer.warmup_fraction)
+    assert warm(schedule) == warm(whole)
+
+
+def test_slots_between_two_searches_have_both():
+    of = residual_size.rmt_key_dim("tiny")
+    slots = {arm.config.model.store.key_dim: of.searches_of(arm) for arm in of.arms[1:]}
+    name = "rmt-32-slots-{}".format
+    assert slots == {
+        2: (name(4),), 4: (name(4),), 8: (name(4), name(16)), 16: (name(16),),
+        32: (name(16), name(64)), 64: (name(64),),
+    }  # fmt: skip
 
 
 def test_what_the_papers_rows_cost():

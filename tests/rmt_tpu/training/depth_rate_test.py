@@ -103,8 +103,11 @@ def test_they_alone_are_scaled_and_do_not_decay(query, optimizer):
         names = {"static": {"query", "key_gain"}, "scalars": {"logits"}}
         names["input"] = names["static"] | {"project"}
         found = jax.tree_util.tree_leaves_with_path(rates)
-        assert {path[-1].key for path, rate in found if rate == 0.5} == names[query]
-        assert all(rate in (0.5, 2.0) for _, rate in found)
+        # A projection has as many times a query's terms as the residual has numbers.
+        size = config.model.residual_size
+        assert {path[-1].key for path, rate in found if rate < 2} == names[query]
+        assert {rate for path, rate in found if path[-1].key == "project"} <= {0.5 / size}
+        assert all(rate in (0.5, 0.5 / size, 2.0) for _, rate in found)
         rule = {"roles": roles, "axes": axes, "rates": rates, "steps": 1}
         updated = {}
         for one in (optimizer, dataclasses.replace(optimizer, weight_decay=0.0)):

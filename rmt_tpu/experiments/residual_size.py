@@ -1,0 +1,102 @@
+"""What the number of slots D_k of a residual matrix is worth, and growing it in training.
+
+Tiny models are in the standard parametrisation with rates searched at their own D_k: muP divides
+the rate of read keys by D_k, which would change what is compared.
+"""
+
+from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.config.presets import run
+from rmt_tpu.experiments.plan import Arm, Plan, Scale, with_rate
+from rmt_tpu.experiments.trained import HEAD_DIM, HEADS, SEEDS, TINY_NOTE, searched_for, tiny
+
+_WIDTH = HEADS * HEAD_DIM
+# Slots whose rates are searched; between two of them the geometric mean is taken.
+_SEARCHED = (HEADS, 4 * HEADS, 16 * HEADS)
+_NOTE = (
+    f"All at width {_WIDTH} in the standard parametrisation; rates are searched with D_k "
+    f"{', '.join(map(str, _SEARCHED))}, others have those of the nearest, or of two the geometric "
+    "mean."
+)
+
+
+def _name(key_dim: int) -> str:
+    return f"rmt-{_WIDTH}-slots-{key_dim}"
+
+
+def _config(key_dim: int) -> RunConfig:
+    return tiny("rmt", HEADS, mup=False, **{"model.store.key_dim": key_dim})
+
+
+def _searches(key_dim: int) -> tuple[str, ...]:
+    """Names of the nearest that are searched: below, above, or itself."""
+    if key_dim in _SEARCHED:
+        return (_name(key_dim),)
+    below = [size for size in _SEARCHED if size < key_dim][-1:]
+    above = [size for size in _SEARCHED if size > key_dim][:1]
+    return tuple(map(_name, below + above))
+
+
+def rmt_key_dim(scale: Scale) -> Plan:
+    """Figure 6: larger residuals at the same weights and FLOPs."""
+    axis = "numbers in a token's residual, D_k D_v"
+    if scale == "tiny":
+        plain = f"transformer-{_WIDTH}-standard"
+        config = tiny("transformer", HEADS, mup=False)
+        arms = [Arm(plain, config, "transformer", x=_WIDTH, searches=(plain,))]
+        arms += [
+            Arm(
+                _name(k),
+                _config(k),
+                "rmt",
+                _name(HEADS) if k != HEADS else None,
+                x=k * HEAD_DIM,
+                searches=_searches(k),
+            )
+            for k in (HEADS // 2, HEADS, 2 * HEADS, 4 * HEADS, 8 * HEADS, 16 * HEADS)
+        ]
+        searches = {plain: searched_for(config)}
+        searches |= {_name(k): searched_for(_config(k)) for k in _SEARCHED}
+        return Plan(tuple(arms), searches, SEEDS, x=axis, notes=(TINY_NOTE, _NOTE))
+    names = {k: "rmt-134m" if k == 32 else f"rmt-134m-k{k}" for k in (6, 12, 24, 32, 48, 64)}
+    configs = {
+        k: with_rate(overrides.apply(run(name), {"train.steps": 50_000}), 1e-2)
+        for k, name in names.items()
+    }
+    arms = tuple(
+        Arm(f"{name}-50k", configs[k], "rmt", None if k == 12 else "rmt-134m-k12-50k", x=64 * k)
+        for k, name in names.items()
+    )
+    return Plan(arms, x=axis, notes=("50,000 steps at a rate of 1e-2 (C.3).",))
+
+
+def growth(scale: Scale) -> Plan:
+    """D_k that grows by four after a quarter of the steps.
+
+    Beside it are small and large ones from the start, and a small one with its schedule.
+    """
+    if scale == "tiny":
+        small, large, name = HEADS, 4 * HEADS, _name
+        config, searches = _config, {_name(k): searched_for(_config(k)) for k in _SEARCHED[:2]}
+        given = {"searches": (_name(small), _name(large))}
+    else:
+        small, large, name = 16, 64, "rmt-134m-k{}".format
+        config = lambda k: overrides.apply(run("rmt-134m"), {"model.store.key_dim": k})
+        searches, given = {}, {}
+    base, held = name(small), f"{name(small)}-held"
+    of = lambda k: {"searches": (name(k),)} if searches else {}
+    arms = (
+        Arm(base, config(small), "rmt", **of(small)),
+        Arm(held, config(small), "rmt", base, grows_from=small, **given),
+        Arm(f"{base}-to-{large}", config(large), "rmt", held, grows_from=small, **given),
+        Arm(name(large), config(large), "rmt", base, **of(large)),
+    )
+    note = (
+        "The second arm and the third have the rate of the peak for a quarter of the steps, and go "
+        "on as the others at that step; then the third grows, which changes nothing of what it "
+        "computes. New entries begin with Adam's first moment at 0 and its second as large as the "
+        "others', so that they warm up over some ten steps. FLOPs and weights are counted as if it "
+        "had been large from the start."
+    )
+    notes = (TINY_NOTE, _NOTE, note) if scale == "tiny" else (note,)
+    seeds = SEEDS if scale == "tiny" else SEEDS[:3]
+    return Plan(arms, searches, seeds, registered=(f"{base}-to-{large}",), notes=notes)
