@@ -24,6 +24,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rmt_tpu.config import RunConfig
 
@@ -68,3 +69,31 @@ def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:
 def told(config: RunConfig) -> str:
     """The factors in words; "" without any."""
     return ", ".join(f"{name} x{factor:.3g}" for name, factor in factors(config).items())
+
+
+def metrics(config: RunConfig, params: Any) -> dict[str, jax.Array]:
+    """How large logits over depth have become: {} of a model without queries over depth.
+
+    A logit `<g q, v / rms(v)>` of query q and key gain g has the size of g q's length where the
+    numbers of a source are independent: 0 at the start; where it is 2 or more, few sources have
+    most of the weight. "logit" is the mean over sites, "largest_logit" the largest. What an "input"
+    query has of its projection is not counted.
+    """
+    if "query" not in factors(config):
+        return {}
+    sites: dict[tuple, dict[str, jax.Array]] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = str(getattr(path[-1], "key", path[-1]))
+        if name in ("query", "key_gain") and is_over_depth(config, path):
+            sites.setdefault(path[:-1], {})[name] = x
+    ndim = len(config.model.residual_shape)
+    lengths = []
+    for site in sites.values():
+        scaled = jnp.square(site["query"] * site.get("key_gain", 1.0))
+        length = jnp.sqrt(jnp.sum(scaled, axis=tuple(range(-ndim, 0))))
+        lengths.append(length.reshape(-1) / math.sqrt(config.model.mixer.num_heads))
+    lengths = jnp.concatenate(lengths)
+    return {
+        "train/depth/logit": jnp.mean(lengths),
+        "train/depth/largest_logit": jnp.max(lengths),
+    }

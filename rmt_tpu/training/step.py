@@ -14,6 +14,7 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.cores import Aux, causal
 from rmt_tpu.data import Batch
 from rmt_tpu.execution import kernels, pipelined
+from rmt_tpu.training import depth_rate
 from rmt_tpu.training.copies import Copies, as_read
 from rmt_tpu.training.loss import Loss, next_token_loss
 from rmt_tpu.training.optimizer import learning_rate, load_metrics, of_weights
@@ -184,6 +185,7 @@ def make_train_step(
             "optim/grad_norm": grad_norm,
             **{f"train/aux/{name}": value for name, value in loss.aux.items()},
             **load_metrics(grads, roles),
+            **depth_rate.metrics(config, params),
         }
         return new, metrics
 

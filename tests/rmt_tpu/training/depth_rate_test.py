@@ -12,6 +12,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.data import Batch
 from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.training import depth_rate
@@ -161,6 +162,35 @@ def test_a_run_is_made_with_them_beside_mup(monkeypatch):
     assert given["rates"]["final_site"]["gain"] == 1.0
     assert set(given["over_depth"]["final_site"]["mix"].values()) == {True}
     assert not given["over_depth"]["final_site"]["gain"]
+
+
+@pytest.mark.parametrize("store", ["vector", "matrix"])
+def test_how_large_logits_are_is_the_length_of_scaled_queries(store):
+    config = run(store, mixer=cfg.BlockAttention(num_heads=2))
+    params = models.random_parameters(config.model)
+    found = depth_rate.metrics(config, params)
+    lengths = []
+    sites = [params["final_site"]["mix"]]
+    for stack in params["stacks"].values():
+        for sublayer in stack.values():
+            mix = sublayer["site"]["mix"]
+            sites += [jax.tree.map(lambda x, i=i: x[i], mix) for i in range(len(mix["query"]))]
+    for mix in sites:
+        scaled = np.asarray(mix["query"]) * np.asarray(mix["key_gain"])
+        lengths.append(np.linalg.norm(scaled) / np.sqrt(2))
+    assert len(lengths) == config.model.num_sublayers + 1
+    assert found["train/depth/logit"] == pytest.approx(np.mean(lengths), rel=1e-5)
+    assert found["train/depth/largest_logit"] == pytest.approx(np.max(lengths), rel=1e-5)
+    assert depth_rate.metrics(run(mixer=cfg.Sum()), {}) == {}
+
+
+def test_a_step_tells_them():
+    config = run()
+    made = training_run.prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))
+    ids = jnp.ones((config.train.batch_size, 32), jnp.int32)
+    batch = Batch(ids, ids, ids, ids.astype(jnp.float32))
+    _, metrics = jax.eval_shape(made.step, made.abstract, batch)
+    assert "train/depth/largest_logit" in metrics
 
 
 def test_what_is_no_rate_is_refused_in_one_line():
