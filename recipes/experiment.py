@@ -85,8 +85,8 @@ _OUTCOMES = flags.DEFINE_string(
     "trained again: local or gs://"
 )  # fmt: skip
 _COMMANDS = flags.DEFINE_string(
-    "commands", None, "train nothing: write a shell script with the commands of recipes.train that "
-    "are next, for every host of a pod, say; then give this command again"
+    "commands", None, "a file that gets the commands of recipes.train that are next, as a shell "
+    "script for every host of a pod, say; nothing is trained, and then this command is given again"
 )  # fmt: skip
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", "hub", "of tasks: a folder with <task>.jsonl of some of them, or hub"
@@ -131,11 +131,7 @@ class _Trained:
 
         self.text, records = Text(config, folder.child("text")), None
         if _OUTCOMES.value is not None:
-            name = _OUTCOMES.value.rpartition("/")[2]
-            with of_flag("outcomes"):
-                of_file = open_folder(_OUTCOMES.value.removesuffix(name) or ".")
-                of_file.check(write=True)
-            records = Records(of_file, name, self.text.checksum())
+            records = Records(*_outcomes_file(_OUTCOMES.value), self.text.checksum())
         of_text = lambda config: overrides.apply(
             common.run_config(config), {"data.source": self.text.store}
         )
@@ -209,6 +205,19 @@ class _Trained:
                 "ended <arm>/seed-<n>, with * for any part"
             )
         return 0
+
+
+def _outcomes_file(path: str) -> tuple[Folder, str]:
+    """The folder and the name of --outcomes."""
+    name = path.rpartition("/")[2]
+    with of_flag("outcomes"):
+        folder = open_folder(path.removesuffix(name) or ".")
+    local = folder.local_path
+    if not name or (local is not None and (local / name).is_dir()):
+        raise UsageError(f"--outcomes={path} is a folder; legal: a file, there or not")
+    with of_flag("outcomes"):
+        folder.check(write=True)
+    return folder, name
 
 
 def _write(experiment: Experiment, page: Page | None, folder: Folder, run_of) -> int:

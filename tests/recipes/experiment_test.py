@@ -128,7 +128,10 @@ def test_usage(tmp_path):
     assert "--only=a is of runs" in cli.fail("experiment", "rmt-counts", "--only=a", workdir)
     error = cli.fail("experiment", "rmt-tasks", f"--data_dir={tmp_path}", workdir)
     assert "has data of none of lambada_openai, arc_easy, " in error
-    assert not (tmp_path / "new").exists()
+    for file in (f"{tmp_path}/lines.jsonl/", str(tmp_path)):
+        error = cli.fail("experiment", "ladder", f"--outcomes={file}", workdir)
+        assert f"--outcomes={file} is a folder; legal: a file" in error
+    assert not (tmp_path / "new").exists() and not [*tmp_path.iterdir()]
     (tmp_path / "file").write_text("")
     error = cli.fail("experiment", "rmt-counts", f"--workdir={tmp_path}/file/x")
     assert "--workdir=" in error and "Not a directory" in error
