@@ -167,6 +167,8 @@ class _Trained:
         left = {run.label: run for run in runs if not self.runs.settled(run)}
         trials = [several.Trial(run.label, run.folder, run.config) for run in left.values()]
         if trials:
+            with of_flag("workdir"):
+                self.folder.check(write=True)
             self.text.prepare()
             if _COMMANDS.value is not None:
                 return self._commands(list(left.values()))

@@ -12,6 +12,7 @@ from rmt_tpu.analysis import sweep
 from rmt_tpu.analysis.sweep import Row, name_of
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.data.prepare import prepare
+from rmt_tpu.errors import UsageError
 from rmt_tpu.experiments import results
 from rmt_tpu.experiments.plan import Arm, Plan, Point, before_growth
 from rmt_tpu.experiments.records import Record, Records, of_folder
@@ -58,13 +59,27 @@ class Text:
         if not self._is_there:
             source, share = self._config.source, self._config.eval_fraction
             how = {"eval_fraction": share, "workers": 1}
-            prepare(source, self._config.tokenizer, self.store, **how)
+            try:
+                prepare(source, self._config.tokenizer, self.store, **how)
+            except UsageError as error:
+                raise UsageError(_of_data(str(error), source)) from None
             self._is_there = True
 
     def checksum(self) -> int:
         """That of the tokens to train on."""
         self.prepare()
         return data.open_store(self.store).train.checksum()
+
+
+def _of_data(message: str, source: str) -> str:
+    """What `prepare` says of --input and --output, of which an experiment has none."""
+    if not message.startswith("--output="):
+        return message.replace("--input=", "--data=", 1)
+    what = message.partition(": ")[2].partition(". ")[0]
+    return (
+        f"--data={source} is not what other runs of this --workdir read ({what}); legal: the same "
+        "text and --tokenizer, or another --workdir"
+    )
 
 
 class Runs:

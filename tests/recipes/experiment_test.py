@@ -118,6 +118,21 @@ def test_commands_for_the_hosts_of_a_pod(tmp_path):
     assert "--commands=" in missing and "Not a directory" in missing
 
 
+def test_text_is_one_for_all_runs_of_a_folder(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox\n" * 100)
+    flags = ["growth", "--seeds=0", f"--data={text}", f"--commands={tmp_path}/next.sh"]
+    cli.succeed("experiment", *flags, f"--workdir={tmp_path}/runs")
+    text.write_text("the lazy dog\n" * 100)
+    error = cli.fail("experiment", *flags, f"--workdir={tmp_path}/runs")
+    assert f"--data={text} is not what other runs of this --workdir read (the input" in error
+    flags[2] = "--data=no.txt"
+    error = cli.fail("experiment", *flags, f"--workdir={tmp_path}/other")
+    assert "--data='no.txt': 'no.txt' matches no file" in error
+    error = cli.fail("experiment", *flags, f"--workdir={text}/x")
+    assert "--workdir=" in error and "Not a directory" in error
+
+
 def test_usage(tmp_path):
     workdir = f"--workdir={tmp_path / 'new'}"
     assert "legal: rmt-moments, " in cli.fail("experiment", workdir)
