@@ -5,20 +5,23 @@ only what is left. A line knows its run by a digest of the text and of all in th
 changes a number; it says with which versions and commit the run was made.
 """
 
+import contextlib
 import hashlib
 import json
+import time
 from typing import Any, NamedTuple
 
 from rmt_tpu.analysis import sweep
 from rmt_tpu.config import RunConfig, overrides, resume_rule
 from rmt_tpu.errors import RunError
-from rmt_tpu.storage import Folder
+from rmt_tpu.storage import Fault, Folder
 from rmt_tpu.training.environment import describe
 from rmt_tpu.training.metrics import read_metrics, series
 from rmt_tpu.training.run import resolved
 
 # What a resumed run may change freely, and yet says how much text its loss is of.
 _MEASURED = ("train.eval_tokens", "train.eval_batches")
+_WAITS = (0.3, 1.0, 3.0)  # seconds; a bucket's file has one writer at a time
 
 
 class Record(NamedTuple):
@@ -88,7 +91,11 @@ class Records:
     def add(
         self, label: str, config: RunConfig, record: Record, grows_from: int | None = None
     ) -> None:
-        """Appends a line."""
+        """Appends a line; where another process does so at this moment, after it.
+
+        Raises:
+          RunError: the file cannot be written to.
+        """
         known = describe()
         line = {
             "run": label,
@@ -101,7 +108,12 @@ class Records:
             "versions": known["versions"],
         }
         self._found[line["digest"]] = record
-        self._folder.append(self._name, f"{json.dumps(line)}\n".encode())
+        content = f"{json.dumps(line)}\n".encode()
+        for seconds in _WAITS:
+            with contextlib.suppress(Fault):
+                return self._folder.append(self._name, content)
+            time.sleep(seconds)
+        self._folder.append(self._name, content)
 
     def _digest(self, config: RunConfig, grows_from: int | None) -> str:
         config = resolved(config)

@@ -20,7 +20,7 @@ from rmt_tpu.experiments import (
 )
 from rmt_tpu.experiments.outcomes import Outcome
 from rmt_tpu.experiments.plan import Arm
-from rmt_tpu.storage import open_folder
+from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.training.plots import save_picture
 
 SEEDS = (0, 1, 2)
@@ -188,6 +188,29 @@ def test_what_runs_left(tmp_path):
     model = arm.config.model
     assert found.parameters - found.weights == 2 * model.vocab_size * model.width
     assert found.tokens == 983_040 and found.flops == plan.flops(arm.config)
+
+
+def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch):
+    folder, refused = open_folder(tmp_path), iter([True, True, False])
+    append, waited = type(folder).append, []
+
+    def once_free(self, name, data):
+        if next(refused):
+            raise Fault(f"{name}: another writer appends to it")
+        append(self, name, data)
+
+    monkeypatch.setattr(type(folder), "append", once_free)
+    monkeypatch.setattr(records.time, "sleep", waited.append)
+    record = records.Record([4, 8], [3.0, 2.5], 2.5)
+    records.Records(folder, "lines.jsonl", 7).add("a/seed-0", CONFIG, record)
+    assert len(waited) == 2
+    assert records.Records(folder, "lines.jsonl", 7).find(CONFIG) == record
+    assert records.Records(folder, "lines.jsonl", 8).find(CONFIG) is None, "of other text"
+    seed = overrides.apply(CONFIG, {"train.seed": 5})
+    elsewhere = overrides.apply(CONFIG, {"data.source": "gs://b/c", "train.log_every": 9})
+    less = overrides.apply(CONFIG, {"train.eval_tokens": 64})
+    known = [records.Records(folder, "lines.jsonl", 7).find(c) for c in (seed, elsewhere, less)]
+    assert known == [None, record, None]
 
 
 def test_what_is_not_sure_or_diverged(ladder):
