@@ -119,7 +119,7 @@ class Test(NamedTuple):
 
 
 def test_of(found: Sequence[float]) -> Test:
-    """Of paired differences, two or more."""
+    """Tests paired differences, two or more, against 0."""
     from scipy import optimize, stats
 
     count, of = len(found), estimate(found)
@@ -129,7 +129,7 @@ def test_of(found: Sequence[float]) -> Test:
     p = float(2 * stats.t.sf(t, freedom)) if of.mean else 1.0
 
     def lacks(shift: float) -> float:
-        """Power beyond 0.8 where the mean is so many standard errors above 0."""
+        """Returns the power, less 0.8, where the mean is so many standard errors above 0."""
         return stats.nct.sf(edge, freedom, shift) - 0.8  # the other tail is below 1e-8 there
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
@@ -137,7 +137,7 @@ def test_of(found: Sequence[float]) -> Test:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Each p so adjusted that all below 5% together are wrong with a chance of 5% (Holm 1979)."""
+    """Adjusts p-values: with one below 5% or more, the chance of any false one is 5% (Holm 1979)."""
     adjusted, least = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         least = max(least, min(1.0, (len(ps) - rank) * ps[index]))

@@ -1,4 +1,4 @@
-"""What ended runs reached: of run folders, or of a file that has one JSON line a run.
+"""Reads what ended runs reached, from their folders or from a file with one JSON line a run.
 
 The file is small and can be kept with the code, so that the same command on another machine trains
 only what is left. A line knows its run by a digest of the text and of all in the config that
@@ -39,12 +39,12 @@ class Record(NamedTuple):
 
 
 def of_folder(folder: Folder) -> Record:
-    """That of a settled run."""
+    """Reads the record of a settled run from its folder."""
     return Record(*series(read_metrics(folder), "eval/loss"), sweep.held_out_loss(folder))
 
 
 class Records:
-    """Those of a file.
+    """The records in a file, by the runs that they are of.
 
     Args:
       folder: that the file is in.
@@ -61,7 +61,7 @@ class Records:
         self.read()
 
     def read(self) -> None:
-        """Takes what the file has now, to which other processes may have added.
+        """Reads the file again, to which other processes may have added.
 
         Raises:
           RunError: a line cannot be read.
@@ -80,7 +80,7 @@ class Records:
                 ) from None
 
     def find(self, config: RunConfig, grows_from: int | None = None) -> Record | None:
-        """That of a run, if there is one.
+        """Returns the record of a run, or None.
 
         Args:
           config: of the run.

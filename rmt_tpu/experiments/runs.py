@@ -51,7 +51,7 @@ class Text:
         self._is_there = is_store
 
     def prepare(self) -> None:
-        """Makes it, if need be.
+        """Makes the store, if it is not there.
 
         Raises:
           UsageError, RunError: see `data.prepare.prepare`.
@@ -66,13 +66,13 @@ class Text:
             self._is_there = True
 
     def checksum(self) -> int:
-        """That of the tokens to train on."""
+        """Returns the checksum of the tokens to train on."""
         self.prepare()
         return data.open_store(self.store).train.checksum()
 
 
 def _of_data(message: str, source: str) -> str:
-    """What `prepare` says of --input and --output, of which an experiment has none."""
+    """Words a message of `prepare` about --input or --output for --data and --workdir."""
     if not message.startswith("--output="):
         return message.replace("--input=", "--data=", 1)
     what = message.partition(": ")[2].partition(". ")[0]
@@ -83,7 +83,7 @@ def _of_data(message: str, source: str) -> str:
 
 
 class Runs:
-    """Those of a plan, in a folder that other plans of the same scale share.
+    """The runs of a plan, in a folder that other plans of the same scale share.
 
     Args:
       plan: its arms and searches.
@@ -113,7 +113,7 @@ class Runs:
         return [run for name in self._searches for _, runs in self._points(name) for run in runs]
 
     def rows(self) -> dict[str, list[Row]]:
-        """By name, what came of the searches that have ended."""
+        """Returns what came of the searches that have ended, by name."""
         found = {}
         for name, search in self._searches.items():
             points = list(self._points(name))
@@ -144,7 +144,7 @@ class Runs:
         return found
 
     def settled(self, run: Run) -> bool:
-        """Whether a run has ended, here or by its record; what has ended here gets one."""
+        """Returns whether a run has ended, here or by its record; one that has ended here gets one."""
         if self.records is not None and self.records.find(run.config, run.grows_from):
             return True
         if not sweep.settled(run.config, run.folder):
@@ -158,7 +158,7 @@ class Runs:
             self.records.add(run.label, run.config, of_folder(run.folder), run.grows_from)
 
     def record(self, run: Run) -> Record:
-        """What a run that has ended reached."""
+        """Returns the record of a run that has ended."""
         known = None
         if self.records is not None:
             known = self.records.find(run.config, run.grows_from)

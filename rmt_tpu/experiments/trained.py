@@ -386,13 +386,13 @@ def largest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
 
 
 def smallest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
-    """The smallest instead."""
+    """The smallest arm of each of some systems of a ladder."""
     first = {arm.system: arm for arm in reversed(plan.arms)}
     return _row(plan, [first[system] for system in systems])
 
 
 def _row(plan: Plan, arms: list[Arm]) -> Plan:
-    """Some arms of one size: their differences are tested."""
+    """Returns a plan of some arms of one size, whose differences are tested."""
     systems = {arm.system for arm in arms}
     return replace(
         plan,

@@ -72,7 +72,7 @@ def told(config: RunConfig) -> str:
 
 
 def metrics(config: RunConfig, params: Any) -> dict[str, jax.Array]:
-    """How large logits over depth have become: {} of a model without queries over depth.
+    """Measures how large logits over depth are; {} of a model without queries over depth.
 
     A logit `<g q, v / rms(v)>` of query q and key gain g has the size of g q's length where the
     numbers of a source are independent: 0 at the start; where it is 2 or more, few sources have
