@@ -137,7 +137,7 @@ def test_of(found: Sequence[float]) -> Test:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Adjusts p-values: with one below 5% or more, the chance of any false one is 5% (Holm 1979)."""
+    """Adjusts p-values: that any below 5% is false has then a chance of 5% (Holm 1979)."""
     adjusted, least = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         least = max(least, min(1.0, (len(ps) - rank) * ps[index]))

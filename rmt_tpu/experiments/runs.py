@@ -144,7 +144,7 @@ class Runs:
         return found
 
     def settled(self, run: Run) -> bool:
-        """Returns whether a run has ended, here or by its record; one that has ended here gets one."""
+        """Returns whether a run has ended, here or by its record; one that ended here gets one."""
         if self.records is not None and self.records.find(run.config, run.grows_from):
             return True
         if not sweep.settled(run.config, run.folder):
