@@ -16,6 +16,7 @@ the same part of it.
 Leaves <workdir>/<scale>/<experiment>/results.md, results.json and pictures.
 """
 
+import dataclasses
 import datetime
 import fnmatch
 import json
@@ -31,48 +32,11 @@ from recipes import common, program, several
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError, UsageError, of_flag
 from rmt_tpu.experiments import catalog
-from rmt_tpu.experiments.plan import Experiment, Page, Plan, all_runs
-from rmt_tpu.experiments.plan import flops as flops_of
-from rmt_tpu.experiments.plan import tokens as tokens_of
+from rmt_tpu.experiments.plan import Experiment, Page, Plan, before_growth
 from rmt_tpu.storage import Folder, open_folder
 
-# Chips that hours are said of, and the share of their peak that is assumed.
-_CHIPS, _SHARE = {"v5p": "TPU v5", "H100": "NVIDIA H100"}, 0.4
-# FLOP/s of two CPU cores on models this small: of the ladder in docs/results.md.
-_CPU = 1.2e10
-
-
-def _list() -> str:
-    from rmt_tpu import cost
-
-    lines = ["| experiment | shows | source | scale | runs | tokens | FLOPs | takes |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for e in catalog.EXPERIMENTS.values():
-        if e.plan is None:
-            lines.append(f"| {e.name} | {e.shows} | {e.source} | | | | | {e.takes} |")
-            continue
-        for scale in ("tiny", "paper"):
-            runs = list(all_runs(e.plan(scale)))
-            flops = sum(map(flops_of, runs))
-            hours = {n: flops / (_SHARE * cost.peak_flops(chip)) for n, chip in _CHIPS.items()}
-            hours = {"two CPU cores": flops / _CPU} if scale == "tiny" else hours
-            takes = ", ".join(f"{_hours(seconds)} of {name}" for name, seconds in hours.items())
-            about = f"{e.name} | {e.shows} | {e.source}" if scale == "tiny" else " | | "
-            lines.append(
-                f"| {about} | {scale} | {len(runs)} | {sum(map(tokens_of, runs)):.2g} | "
-                f"{flops:.2g} | {takes} |"
-            )
-    return (
-        "\n".join(lines)
-        + f"\n\nFLOPs by rmt_tpu.cost; hours of chips at {_SHARE:.0%} of their peak, which is "
-        "assumed; of CPU cores as in docs/results.md. Experiments share runs."
-    )
-
-
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:,.1f} h" if seconds < 360_000 else f"{seconds / 3600:,.0f} h"
-
-
+# So that a run is the same one on all machines.
+_DTYPES = {"tiny": "float32", "paper": "bfloat16"}
 _NAME = flags.DEFINE_string("name", None, "the experiment; --name= may be left out")
 _SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "sizes of what is trained")
 _JOBS = flags.DEFINE_integer("jobs", 1, "runs at a time, in processes, on CPUs", lower_bound=1)
@@ -93,7 +57,7 @@ _DATA_DIR = flags.DEFINE_string(
 )
 several.define_seeds_flag()
 common.define_run_flags()
-flags.DEFINE_flag(program.Answer("list", "say which experiments there are, and end", _list))
+flags.DEFINE_flag(program.Answer("list", "say which experiments there are, and end", catalog.table))
 
 
 def main() -> int:
@@ -114,7 +78,7 @@ def main() -> int:
 
 
 class _Trained:
-    """What a plan trains: first its searches, then its arms."""
+    """Trains what a plan has: first its searches, then its arms."""
 
     def __init__(self, experiment: Experiment, folder: Folder):
         self.experiment, self.folder = experiment, folder
@@ -124,19 +88,42 @@ class _Trained:
             raise UsageError(f"--seed={flags.FLAGS.seed}: each arm has several; legal: --seeds=0,1")
         several.check_sets("--seeds", "train.seed", "--set=", common.assigned())
         # What cannot be is told before anything is trained.
+        self._check_searched()
         for of in (*self.plan.arms, *self.plan.searches.values()):
             config = common.run_config(of.config)
+        for arm in self.plan.arms:
+            if arm.grows_from is not None:
+                before_growth(common.run_config(arm.config), arm.grows_from)
         from rmt_tpu.experiments.records import Records
         from rmt_tpu.experiments.runs import Runs, Text
 
         self.text, records = Text(config, folder.child("text")), None
+        self.text.check(folder)
         if _OUTCOMES.value is not None:
             records = Records(*_outcomes_file(_OUTCOMES.value), self.text.checksum())
-        of_text = lambda config: overrides.apply(
-            common.run_config(config), {"data.source": self.text.store}
-        )
-        self.runs = Runs(self.plan, self.seeds, of_text, folder, records)
+
+        def configured(config: RunConfig) -> RunConfig:
+            config = common.run_config(config)
+            changes = {"data.source": self.text.store}
+            if config.model.compute_dtype == "auto":  # which would differ from machine to machine
+                changes["model.compute_dtype"] = _DTYPES[_SCALE.value]
+            return overrides.apply(config, changes)
+
+        self.runs = Runs(self.plan, self.seeds, configured, folder, records)
         self.matched = 0
+
+    def _check_searched(self) -> None:
+        """
+        Raises:
+          UsageError: a flag sets what is searched, or a seed of an arm is one of a search.
+        """
+        searches = self.plan.searches.values()
+        for path in {path for search in searches for point in search.points for path in point}:
+            if (flag := common.given_paths().get(path)) is not None:
+                raise UsageError(f"{flag}: {self.experiment.name} searches {path}; leave it out")
+        used = {seed for search in searches for seed in search.seeds}
+        if both := used.intersection(self.seeds):
+            raise UsageError(f"--seeds has {min(both)}, which a search has used; legal: others")
 
     def run(self) -> int:
         started = time.monotonic()
@@ -153,14 +140,21 @@ class _Trained:
 
         outcomes = [outcome(arm, [self.runs.record(run) for run in of]) for arm, of in arms]
         searches = [row for of_search in rows.values() for row in of_search]
-        page = results.page(self.plan, self.seeds, outcomes, searches)
+        given = [flag for path, flag in common.given_paths().items() if path != "data.source"]
+        notes = self.plan.notes + (f"Changed by flags: {', '.join(given)}.",) * bool(given)
+        plan = dataclasses.replace(self.plan, notes=notes)
+        page = results.page(plan, self.seeds, outcomes, searches)
         first = {arm.name: str(of[0].folder) for arm, of in arms}
         code = _write(self.experiment, page, self.folder, first.__getitem__)
         print(f"took {datetime.timedelta(seconds=round(time.monotonic() - started))}")
         return code
 
     def _train(self, runs: list) -> int | None:
-        """Those that --only has, or all; None if they have ended, else the program's exit code."""
+        """Trains those that --only has, or all.
+
+        Returns:
+          None if they have ended, else the program's exit code.
+        """
         if _ONLY.value is not None:
             runs = [r for r in runs if fnmatch.fnmatchcase(r.label, _ONLY.value)]
             self.matched += len(runs)
@@ -169,9 +163,11 @@ class _Trained:
         if trials:
             with of_flag("workdir"):
                 self.folder.check(write=True)
-            self.text.prepare()
-            if _COMMANDS.value is not None:
-                return self._commands(list(left.values()))
+            self.text.mark(self.folder)
+        if _COMMANDS.value is not None:
+            self._commands(list(left.values()))
+            if left:
+                return 0
         if _JOBS.value > 1:
             code = several.train_apart(trials, _JOBS.value)
             if self.runs.records is not None:
@@ -187,24 +183,32 @@ class _Trained:
 
         return several.train_all(trials, train_and_keep)
 
-    def _commands(self, runs: list) -> int:
+    def _commands(self, runs: list) -> None:
+        """Writes what is next; nothing, where nothing is left."""
         from rmt_tpu.experiments.runs import write_commands
 
         script = Path(_COMMANDS.value)
+        if "://" in _COMMANDS.value:
+            raise UsageError(f"--commands={script} is no local file; legal: a path on this machine")
+        if grows := [run.label for run in runs if run.grows_from is not None]:
+            raise UsageError(
+                f"--commands has none for runs that grow in training, such as {grows[0]}; legal: "
+                "to train them here, without --commands"
+            )
         try:
             write_commands(runs, script)
         except OSError as error:
             raise UsageError(f"--commands={script}: {error.strerror}") from None
-        print(f"{len(runs)} runs are next, in {script}; when they have ended:")
-        print(f"  {program.resume_command()}")
-        return 0
+        if runs:
+            print(f"runs to train: {len(runs)}, in {script}. When they have ended, give again:")
+            print(f"  {program.resume_command()}")
 
     def _matched(self) -> int:
         if not self.matched:
             raise UsageError(
                 f"--only={_ONLY.value} matches no run of {self.experiment.name} that can be "
-                "trained now; legal: searches/<name>/<point>/seed-<n>, and when an arm's have "
-                "ended <arm>/seed-<n>, with * for any part"
+                "trained now; legal: searches/<name>/<point>/seed-<n>, or <arm>/seed-<n> once the "
+                "arm's searches have ended, with * for any part"
             )
         return 0
 

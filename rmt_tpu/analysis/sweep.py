@@ -16,7 +16,7 @@ from rmt_tpu.streams import say
 from rmt_tpu.training.metrics import read_metrics, series
 from rmt_tpu.training.plots import line_style, save_picture
 from rmt_tpu.training.run import resolved
-from rmt_tpu.training.side_files import COMPLETE
+from rmt_tpu.training.side_files import COMPLETE, DIVERGED
 from rmt_tpu.training.trainer import Outcome, train
 from rmt_tpu.training.workdir import is_of, kept, read_config
 
@@ -190,8 +190,6 @@ def best(rows: Iterable[Row], count: int = 1) -> list[Row]:
 
 
 # Trials --------------------------------------------------------------------------------------
-
-DIVERGED = "diverged.txt"  # in a run folder: why there is no loss
 
 
 def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outcome | None:

@@ -1,7 +1,8 @@
 """Every experiment there is."""
 
+from rmt_tpu import cost
 from rmt_tpu.errors import UsageError, unknown
-from rmt_tpu.experiments import counts, depth, moments, residual_size, trained
+from rmt_tpu.experiments import counts, depth, moments, plan, residual_size, trained
 from rmt_tpu.experiments.plan import Experiment, Plan, Scale
 
 _RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
@@ -216,3 +217,39 @@ def experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
         raise UsageError(unknown("experiment", name, EXPERIMENTS))
     return EXPERIMENTS[name]
+
+
+# Chips that hours are said of, and the share of their peak that is assumed.
+_CHIPS, _SHARE = {"v5p": "TPU v5", "H100": "NVIDIA H100"}, 0.4
+# FLOP/s of two CPU cores on models this small: of the ladder in docs/results.md.
+_CPU = 1.2e10
+
+
+def table() -> str:
+    """Lists all experiments as Markdown, with runs, tokens, FLOPs and hours."""
+    lines = ["| experiment | shows | source | scale | runs | tokens | FLOPs | takes |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for e in EXPERIMENTS.values():
+        if e.plan is None:
+            lines.append(f"| {e.name} | {e.shows} | {e.source} | | | | | {e.takes} |")
+            continue
+        for scale in ("tiny", "paper"):
+            runs = list(plan.all_runs(e.plan(scale)))
+            total = sum(map(plan.flops, runs))
+            hours = {n: total / (_SHARE * cost.peak_flops(chip)) for n, chip in _CHIPS.items()}
+            hours = {"two CPU cores": total / _CPU} if scale == "tiny" else hours
+            takes = ", ".join(f"{_hours(seconds)} of {name}" for name, seconds in hours.items())
+            about = f"{e.name} | {e.shows} | {e.source}" if scale == "tiny" else " | | "
+            lines.append(
+                f"| {about} | {scale} | {len(runs)} | {sum(map(plan.tokens, runs)):.2g} | "
+                f"{total:.2g} | {takes} |"
+            )
+    return (
+        "\n".join(lines)
+        + f"\n\nFLOPs by rmt_tpu.cost; hours of chips at {_SHARE:.0%} of their peak, which is "
+        "assumed; of CPU cores as in docs/results.md. Experiments share runs."
+    )
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} h" if seconds < 360_000 else f"{seconds / 3600:,.0f} h"

@@ -22,7 +22,7 @@ _OF_MATRIX = tuple(factor / 4 for factor in _FACTORS)
 
 @dataclass(frozen=True)
 class _Size:
-    """What is the same at all depths of a scale."""
+    """Sizes, text and rates that all depths of a scale share."""
 
     heads: int
     head_dim: int
@@ -54,7 +54,7 @@ def _mixer(system: str, layers: int) -> Mixer:
 
 
 def _config(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
-    """A system's run; `changes` by path."""
+    """Makes the run of a system; `changes` are by path."""
     size = _SIZES[scale]
     matrix = system.startswith("rmt")
     base = run("rmt-tiny" if matrix else "gpt2-tiny")
@@ -111,8 +111,8 @@ _DEEPEST = ("transformer", "attnres", "rmt")
 
 
 def plan(scale: Scale) -> Plan:
-    """See the module. At the papers' scale the sizes are those of small runs that others published:
-    neither paper varies the depth alone.
+    """Plans the runs. Neither paper varies the depth alone: at their scale the sizes are those of
+    small runs that others published.
     """
     size = _SIZES[scale]
     searches = {

@@ -77,7 +77,7 @@ class Outcome:
 
 
 def outcome(arm: Arm, records: Sequence[Record]) -> Outcome:
-    """What came of an arm's runs, a record a seed."""
+    """Makes the outcome of an arm from the records of its runs, one a seed."""
     counted = cost.parameters(arm.config.model)
     total = sum(counted.values())
     per_step = arm.config.train.batch_size * arm.config.data.seq_len

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rmt_tpu import cost
 from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.errors import UsageError
 
 Scale = Literal["tiny", "paper"]
 Point = dict[str, Any]  # values of a config by their paths
@@ -149,8 +150,12 @@ def before_growth(config: RunConfig, key_dim: int) -> RunConfig:
     """The first quarter of a run whose residual then grows: after the warm-up at its peak rate.
 
     The warm-up is as many steps long as the whole run's.
+
+    Raises:
+      UsageError: the run has fewer than four steps.
     """
-    steps = config.train.steps // 4
+    if (steps := config.train.steps // 4) == 0:
+        raise UsageError(f"--steps={config.train.steps} is too few to grow in: legal: 4 or more")
     changes = {"model.store.key_dim": key_dim, "train.steps": steps}
     warmup = config.train.optimizer.warmup_fraction * config.train.steps / steps
     changes["train.optimizer.warmup_fraction"] = min(1.0, warmup)
@@ -158,12 +163,12 @@ def before_growth(config: RunConfig, key_dim: int) -> RunConfig:
 
 
 def tokens(config: RunConfig) -> int:
-    """That the run reads."""
+    """Number of tokens that a run reads."""
     return config.train.steps * config.train.batch_size * config.data.seq_len
 
 
 def flops(config: RunConfig) -> float:
-    """Of training it, forward and backward, by `rmt_tpu.cost`."""
+    """FLOPs of training a run, forward and backward, by `rmt_tpu.cost`."""
     forward = cost.flops_per_token(config.model, config.data.seq_len)
     return float(cost.train_flops(forward, tokens(config)))
 

@@ -15,6 +15,7 @@ from rmt_tpu.analysis import sweep
 from rmt_tpu.config import RunConfig, overrides, resume_rule
 from rmt_tpu.errors import RunError
 from rmt_tpu.storage import Fault, Folder
+from rmt_tpu.training import depth_rate
 from rmt_tpu.training.environment import describe
 from rmt_tpu.training.metrics import read_metrics, series
 from rmt_tpu.training.run import resolved
@@ -66,18 +67,18 @@ class Records:
         Raises:
           RunError: a line cannot be read.
         """
-        content = self._folder.read(self._name)
-        lines = content.data.decode().splitlines() if content is not None else []
-        for number, line in enumerate(lines, 1):
+        found = self._folder.read(self._name)
+        content = b"" if found is None else found.data
+        self._is_cut = bool(content) and not content.endswith(b"\n")
+        for number, line in enumerate(content.splitlines(), 1):
             try:
-                value = json.loads(line)
-                self._found[value["digest"]] = Record(
-                    value["steps"], value["losses"], value["loss"]
-                )
+                digest, record = _parsed(line)
             except (ValueError, KeyError, TypeError):
                 raise RunError(
-                    f"{self._folder}/{self._name} line {number} is no outcome of a run"
+                    f"{self._folder}/{self._name} line {number} is no outcome of a run; legal: "
+                    "lines that recipes.experiment wrote, one a run"
                 ) from None
+            self._found[digest] = record
 
     def find(self, config: RunConfig, grows_from: int | None = None) -> Record | None:
         """Returns the record of a run, or None.
@@ -108,7 +109,8 @@ class Records:
             "versions": known["versions"],
         }
         self._found[line["digest"]] = record
-        content = f"{json.dumps(line)}\n".encode()
+        content = b"\n" * self._is_cut + f"{json.dumps(line)}\n".encode()
+        self._is_cut = False
         for seconds in _WAITS:
             with contextlib.suppress(Fault):
                 return self._folder.append(self._name, content)
@@ -122,8 +124,19 @@ class Records:
             for path, value in _leaves(overrides.to_json(config))
             if path in _MEASURED or resume_rule(config, path) != "free"
         }
-        told = json.dumps([values, self._text, grows_from], sort_keys=True)
+        # Of what is null in the config and follows from a rule, the rule's numbers.
+        told = [values, depth_rate.factors(config), self._text, grows_from]
+        told = json.dumps(told, sort_keys=True)
         return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
+
+
+def _parsed(line: bytes) -> tuple[str, Record]:
+    """Reads the digest of a line's run, and its record."""
+    value = json.loads(line)
+    loss = value["loss"]
+    losses = list(map(float, value["losses"]))
+    record = Record(list(map(int, value["steps"])), losses, loss if loss is None else float(loss))
+    return str(value["digest"]), record
 
 
 def _leaves(values: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the number of slots D_k of a residual matrix is worth, and growing it in training.
+"""Plans that vary the number of slots D_k of a residual matrix, and that grow it in training.
 
 Tiny models are in the standard parametrisation with rates searched at their own D_k: muP divides
 the rate of read keys by D_k, which would change what is compared.

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from rmt_tpu.analysis.sweep import Row, best, name_of
 from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.errors import RunError
 from rmt_tpu.experiments import pictures
 from rmt_tpu.experiments.outcomes import (
     Estimate,
@@ -24,7 +25,7 @@ from rmt_tpu.experiments.plan import RATE, Arm, Page, Plan, between
 def page(
     plan: Plan, seeds: Sequence[int], outcomes: Sequence[Outcome], rows: Sequence[Row]
 ) -> Page:
-    """Of complete runs.
+    """Writes the page of a plan whose runs have ended.
 
     Args:
       plan: what was trained.
@@ -58,9 +59,10 @@ _FITS = (
 
 _TESTS = (
     "Tested: differences that were named before anything was trained, with p by Student's t over "
-    "pairs, and adjusted over all of them (Holm): below 0.05 it is told apart from 0. All other "
-    "differences are exploratory. Detectable: what so many pairs of this spread would find four "
-    "times in five."
+    "pairs, and adjusted over all of them (Holm), those without a result too. An adjusted p below "
+    "0.05 counts as different from 0. All other differences are exploratory. Deviation: the "
+    "standard deviation of a paired difference. Detectable: the true difference that a single test "
+    "at 5% finds with a probability of 0.8, with so many pairs and this deviation."
 )
 
 
@@ -70,14 +72,19 @@ def tests_table(plan: Plan, outcomes: Sequence[Outcome]) -> str:
     tests = {}
     for name in plan.registered:
         one = by_name[name]
-        if len(found := differences(one, by_name[one.arm.against])) > 1:
-            tests[name] = test_of(found)
-    adjusted = holm([test.p for test in tests.values()])
+        found = differences(one, by_name[one.arm.against])
+        tests[name] = test_of(found) if len(found) > 1 else None
+    # What has no result stays one of the family.
+    adjusted = holm([1.0 if test is None else test.p for test in tests.values()])
     lines = [
-        "| tested | minus | difference | spread of a pair | p | adjusted | detectable |",
+        "| tested | minus | difference | deviation | p | adjusted | detectable |",
         "|---|---|---|---|---|---|---|",
     ]
     for (name, test), p in zip(tests.items(), adjusted, strict=True):
+        if test is None:
+            none = "none: diverged, or one seed"
+            lines.append(f"| {name} | {by_name[name].arm.against} | {none} | | | | |")
+            continue
         of = f"**{test.estimate}**" if p < 0.05 else str(test.estimate)
         lines.append(
             f"| {name} | {by_name[name].arm.against} | {of} | {test.deviation:.4f} | {test.p:.2g} "
@@ -138,6 +145,8 @@ def _against(o: Outcome, other: Outcome | None, bold: bool) -> list[str]:
         return [other.arm.name if other else "", "", ""]
     of = estimate(found)
     difference = f"**{of}**" if bold and of.sure else str(of)
+    if any(len(tokens) < 2 for tokens, _ in o.curves):
+        return [other.arm.name, difference, ""]
     share = share_of_tokens(o, other)
     if share is None:
         return [other.arm.name, difference, "not reached"]
@@ -193,6 +202,7 @@ def searches_table(rows: Sequence[Row]) -> str:
         of_search.setdefault(row.variant, []).append(row)
     for name, of in of_search.items():
         (taken,) = best(of)
+        at_edge = taken.point[RATE] in (rates[0], rates[-1])
         besides: dict[str, dict[float, Row]] = {}
         for row in of:
             others = {path: value for path, value in row.point.items() if path != RATE}
@@ -203,7 +213,9 @@ def searches_table(rows: Sequence[Row]) -> str:
                 row = at.get(rate)
                 loss = math.nan if row is None else row.loss
                 text = f"{loss:.4f}" if math.isfinite(loss) else "diverged"
-                cells.append("" if row is None else f"**{text}**" if row == taken else text)
+                if row == taken:
+                    text = f"**{text}**" + " (edge)" * at_edge
+                cells.append("" if row is None else text)
             lines.append(f"| {', '.join(filter(None, (name, beside)))} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -211,8 +223,16 @@ def searches_table(rows: Sequence[Row]) -> str:
 def with_best(
     config: RunConfig, plan: Plan, arm: Arm, rows: Mapping[str, Sequence[Row]]
 ) -> RunConfig:
-    """An arm's run with what is best in its searches, the geometric mean of several."""
-    found = [best(rows[name])[0].point for name in plan.searches_of(arm)]
+    """An arm's run with what is best in its searches, the geometric mean of several.
+
+    Raises:
+      RunError: every point of a search diverged.
+    """
+    taken = {name: best(rows[name])[0] for name in plan.searches_of(arm)}
+    for name, row in taken.items():
+        if not math.isfinite(row.loss):
+            raise RunError(f"every point of the search {name} diverged: {arm.name} has no rate")
+    found = [row.point for row in taken.values()]
     return overrides.apply(config, between(found)) if found else config
 
 

@@ -17,6 +17,7 @@ from rmt_tpu.experiments import results
 from rmt_tpu.experiments.plan import Arm, Plan, Point, before_growth
 from rmt_tpu.experiments.records import Record, Records, of_folder
 from rmt_tpu.storage import Folder
+from rmt_tpu.training.side_files import DIVERGED
 from rmt_tpu.training.trainer import Outcome
 
 
@@ -34,6 +35,9 @@ class Run(NamedTuple):
     folder: Folder
     config: RunConfig
     grows_from: int | None
+
+
+_TEXT = "text.json"  # the checksum of what all runs in a folder read
 
 
 class Text:
@@ -69,6 +73,28 @@ class Text:
         """Returns the checksum of the tokens to train on."""
         self.prepare()
         return data.open_store(self.store).train.checksum()
+
+    def check(self, runs: Folder) -> None:
+        """Checks that the runs in a folder read this text, if there are any.
+
+        Raises:
+          UsageError: they read another one, or an older version made them.
+        """
+        if (found := runs.read(_TEXT)) is None:
+            if runs.names("runs") or runs.names("rates"):
+                raise UsageError(
+                    f"--workdir={runs} has runs of an older version, whose weights were drawn "
+                    "otherwise; legal: another --workdir"
+                )
+        elif json.loads(found.data) != self.checksum():
+            raise UsageError(
+                f"--data={self._config.source} is not the text that the runs of {runs} read; "
+                "legal: that text, or another --workdir"
+            )
+
+    def mark(self, runs: Folder) -> None:
+        """Writes into a folder which text its runs read, before the first of them."""
+        runs.write(_TEXT, json.dumps(self.checksum()).encode())
 
 
 def _of_data(message: str, source: str) -> str:
@@ -196,6 +222,8 @@ def train(run: Run) -> Outcome | None:
         outcome = sweep.try_run(first, run.folder, label=f"{run.label} before it grows")
         if outcome is not None and outcome.stopped_by:
             return outcome
+        if run.folder.read(DIVERGED) is not None:
+            return None
     return sweep.try_run(run.config, run.folder, label=run.label, change_config=True)
 
 
@@ -203,29 +231,21 @@ def write_commands(runs: Sequence[Run], script: Path) -> None:
     """Writes a shell script that trains runs by recipes.train, one after the other.
 
     Their configs are beside it, in a folder of its name. What the script is given goes on to each
-    command, like `--distributed` on every host of a pod. It ends with the first run that does not
-    come to its end, and goes on from there when it is run again.
+    command, like `--distributed` on every host of a pod. A run that fails, as by diverging, ends
+    with 1, and the next one begins; a signal or a wrong flag ends the script.
 
     Args:
-      runs: in their order.
+      runs: in their order; none of them grows.
       script: a local file, which may be there.
     """
-    configs = script.with_suffix(".configs")
+    configs = script.absolute().with_suffix(".configs")
     configs.mkdir(parents=True, exist_ok=True)
-    lines = ["#!/usr/bin/env bash", "set -euo pipefail"]
+    lines = ["#!/usr/bin/env bash"]
     for run in runs:
-        parts = [(run.label, run.config, [])]
-        if run.grows_from is not None:
-            first = before_growth(run.config, run.grows_from)
-            parts = [
-                (f"{run.label}-before", first, []),
-                (run.label, run.config, ["--change_config"]),
-            ]
-        for label, config, more in parts:
-            path = configs / f"{label.replace('/', '_')}.json"
-            path.write_text(
-                json.dumps(overrides.to_json(config), indent=1) + "\n", encoding="utf-8"
-            )
-            given = [f"--config={path}", f"--workdir={run.folder.url}", *more]
-            lines.append(shlex.join(["python", "-m", "recipes.train", *given]) + ' "$@"')
+        path = configs / f"{run.label.replace('/', '_')}.json"
+        config = json.dumps(overrides.to_json(run.config), indent=1)
+        path.write_text(f"{config}\n", encoding="utf-8")
+        given = [f"--config={path}", f"--workdir={run.folder.url}"]
+        command = shlex.join(["python", "-m", "recipes.train", *given])
+        lines.append(f'{command} "$@" || (($? == 1)) || exit')
     script.write_text("\n".join(lines) + "\n", encoding="utf-8")

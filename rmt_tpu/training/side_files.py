@@ -19,6 +19,7 @@ from rmt_tpu.training.metrics import FILE, MetricsWriter
 from rmt_tpu.training.plots import plot_loss
 
 SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
+DIVERGED = "diverged.txt"  # why there is no loss
 _OLD_METRICS = "metrics.old.jsonl"
 _HEADING = re.compile(r"^== step (\d+) ==$", re.MULTILINE)
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 
@@ -20,9 +21,10 @@ from rmt_tpu.analysis import sweep
 from rmt_tpu.config import overrides
 from rmt_tpu.training.trainer import Outcome
 def train(config, folder, *, label, change_config=False):
-    print("trained", label, config.train.steps, config.model.store.key_dim)
+    slots = getattr(config.model.store, "key_dim", 0)
+    print("trained", label, config.train.steps, slots)
     rate = config.train.optimizer.learning_rate
-    loss = 2 + abs(rate - 0.028) + config.train.seed - 0.01 * config.model.store.key_dim
+    loss = 2 + abs(rate - 0.028) + config.train.seed - 0.01 * slots
     row = {"step": config.train.steps, "eval/loss": loss}
     config = json.dumps(overrides.to_json(sweep.resolved(config)))
     folder.write("config.json", config.encode())
@@ -104,16 +106,20 @@ def test_commands_for_the_hosts_of_a_pod(tmp_path):
     flags = ["growth", "--seeds=0", f"--data={cli.TEXT}", f"--workdir={tmp_path}/runs"]
     script = tmp_path / "next.sh"
     out = cli.succeed("experiment", *flags, f"--commands={script}").stdout
-    lines = script.read_text().splitlines()[2:]
-    assert out.startswith(f"20 runs are next, in {script}") and len(lines) == 20
-    made_up(*flags, "--only=searches/*")
-    cli.succeed("experiment", *flags, f"--commands={script}")
-    small, *held, before, grown, large = map(shlex.split, script.read_text().splitlines()[2:])
-    assert before[4] == grown[4] != large[4] and grown[5:] == ["--change_config", "$@"]
-    assert len(held) == 2
-    assert small[:3] == ["python", "-m", "recipes.train"]
-    out = cli.succeed("train", *small[3:5], "--dry_run").stdout
+    lines = script.read_text().splitlines()[1:]
+    assert out.startswith(f"runs to train: 20, in {script}") and len(lines) == 20
+    first = shlex.split(lines[0])
+    assert first[:3] == ["python", "-m", "recipes.train"] and first[5:7] == ["$@", "||"]
+    out = cli.succeed("train", *first[3:5], "--dry_run").stdout
     assert "960 steps of 16 x 64" in out and f"{tmp_path}/runs/tiny/text" in out
+    made_up(*flags, "--only=searches/*")
+    grows = cli.fail("experiment", *flags, f"--commands={script}")
+    assert f"none for runs that grow in training, such as {SMALL}-held/seed-0" in grows
+    # Where nothing is left, nothing is in the script.
+    flags = ["rmt-largest", *flags[1:]]
+    made_up(*flags)
+    cli.succeed("experiment", *flags, f"--commands={script}")
+    assert script.read_text().splitlines() == ["#!/usr/bin/env bash"]
     missing = cli.fail("experiment", *flags, f"--commands={cli.TEXT}/next.sh")
     assert "--commands=" in missing and "Not a directory" in missing
 
@@ -126,11 +132,34 @@ def test_text_is_one_for_all_runs_of_a_folder(tmp_path):
     text.write_text("the lazy dog\n" * 100)
     error = cli.fail("experiment", *flags, f"--workdir={tmp_path}/runs")
     assert f"--data={text} is not what other runs of this --workdir read (the input" in error
+    store = f"--data={tmp_path}/runs/tiny/text"
+    cli.succeed("experiment", *flags[:2], store, flags[3], f"--workdir={tmp_path}/runs")
+    (tmp_path / "runs/tiny/text.json").write_text("1")
+    error = cli.fail("experiment", *flags[:2], store, f"--workdir={tmp_path}/runs")
+    assert f"{store} is not the text that the runs of {tmp_path}/runs/tiny read" in error
+    (tmp_path / "older/tiny/runs/rmt-32").mkdir(parents=True)
+    error = cli.fail("experiment", *flags, f"--workdir={tmp_path}/older")
+    assert "has runs of an older version" in error
     flags[2] = "--data=no.txt"
     error = cli.fail("experiment", *flags, f"--workdir={tmp_path}/other")
     assert "--data='no.txt': 'no.txt' matches no file" in error
     error = cli.fail("experiment", *flags, f"--workdir={text}/x")
     assert "--workdir=" in error and "Not a directory" in error
+
+
+def test_a_script_goes_on_after_a_run_that_diverged(tmp_path):
+    """And the experiment counts that run as one that has ended."""
+    script = tmp_path / "next.sh"
+    flags = ["cores", "--seeds=0", "--only=llama-tiny/*", f"--data={cli.TEXT}", "--steps=2"]
+    flags += ["--batch_size=2", "--seq_len=16", "--set=train.z_loss=1e38"]
+    flags += ["--set=train.max_bad_steps=1", f"--workdir={tmp_path}/runs"]
+    cli.succeed("experiment", *flags, f"--commands={script}")
+    _, command = script.read_text().splitlines()
+    assert command.endswith('"$@" || (($? == 1)) || exit')
+    error = cli.fail("train", *shlex.split(command)[3:5], code=1)
+    assert "was not finite in 1 steps in a row" in error
+    assert cli.succeed("experiment", *flags, f"--commands={script}").stdout == ""
+    assert len(script.read_text().splitlines()) == 1
 
 
 def test_usage(tmp_path):
@@ -146,6 +175,15 @@ def test_usage(tmp_path):
     for file in (f"{tmp_path}/lines.jsonl/", str(tmp_path)):
         error = cli.fail("experiment", "ladder", f"--outcomes={file}", workdir)
         assert f"--outcomes={file} is a folder; legal: a file" in error
+    error = cli.fail("experiment", "ladder", "--learning_rate=0.1", workdir)
+    assert "--learning_rate: ladder searches train.optimizer.learning_rate; leave it out" in error
+    error = cli.fail("experiment", "ladder", "--seeds=7,100", workdir)
+    assert "--seeds has 100, which a search has used" in error
+    error = cli.fail("experiment", "growth", "--steps=3", workdir)
+    assert "--steps=3 is too few to grow in: legal: 4 or more" in error
+    error = cli.fail("experiment", "ladder", "--commands=gs://a/b", f"--data={cli.TEXT}", workdir)
+    assert "--commands=gs:/a/b is no local file" in error
+    shutil.rmtree(tmp_path / "new")
     assert not (tmp_path / "new").exists() and not [*tmp_path.iterdir()]
     (tmp_path / "file").write_text("")
     error = cli.fail("experiment", "rmt-counts", f"--workdir={tmp_path}/file/x")

@@ -9,6 +9,7 @@ import pytest
 
 from rmt_tpu.analysis.sweep import Row, resolved
 from rmt_tpu.config import overrides
+from rmt_tpu.errors import RunError
 from rmt_tpu.experiments import (
     outcomes,
     pictures,
@@ -21,6 +22,7 @@ from rmt_tpu.experiments import (
 from rmt_tpu.experiments.outcomes import Outcome
 from rmt_tpu.experiments.plan import Arm
 from rmt_tpu.storage import Fault, open_folder
+from rmt_tpu.training import depth_rate
 from rmt_tpu.training.plots import save_picture
 
 SEEDS = (0, 1, 2)
@@ -128,10 +130,18 @@ def test_a_search_over_two_values_and_the_mean_of_two():
     chosen = results.with_best(CONFIG, plan.Plan((arm,)), arm, rows)
     assert chosen.train.optimizer.learning_rate == pytest.approx(0.02)
     assert chosen.train.depth_rate == pytest.approx(0.1)
-    table = results.searches_table([row for of in rows.values() for row in of]).splitlines()
+    table = results.searches_table([row for of in rows.values() for row in of])
+    assert table.count(" (edge)") == 2
+    table = table.replace(" (edge)", "").splitlines()
     assert table[0] == "| search | 0.01 | 0.04 |"
     assert table[2] == "| shallow, depth_rate=1 | 3.0000 | **2.0000** |"
     assert table[5] == "| deep, depth_rate=0.01 | **2.0000** | 3.0000 |"
+
+
+def test_a_search_without_a_result_gives_no_rate():
+    rows = [Row("first", {plan.RATE: rate}, 10, [0], [None]) for rate in (0.1, 0.2)]
+    with pytest.raises(RunError, match="every point of the search first diverged: a has no rate"):
+        results.with_best(CONFIG, plan.Plan((A,)), replace(A, searches=("first",)), {"first": rows})
 
 
 def test_p_is_students_and_holms():
@@ -164,6 +174,10 @@ def test_what_was_registered_is_tested_and_nothing_else_is_bold():
     page = results.page(of, SEEDS, told, [])
     assert page.text.count("**") == 2
     line = next(line for line in page.text.splitlines() if line.startswith("| b | a | **"))
+    lost = replace(told[2], losses=(None, 1.8, 1.8))
+    table = results.tests_table(replace(of, registered=("b", "c")), [*told[:2], lost])
+    assert "| c | a | none: diverged, or one seed |" in table
+    assert "| 0.0033 | 0.0066 |" in table, "of a family of two"
     assert line.startswith("| b | a | **-0.1000 ± 0.0248** | 0.0100 | 0.0033 | 0.0033 |")
 
 
@@ -212,6 +226,29 @@ def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch
     less = overrides.apply(CONFIG, {"train.eval_tokens": 64})
     known = [records.Records(folder, "lines.jsonl", 7).find(c) for c in (seed, elsewhere, less)]
     assert known == [None, record, None]
+    # Cut off behind its last line, as by an editor, it is mended by the next.
+    file = tmp_path / "lines.jsonl"
+    file.write_text(file.read_text().rstrip("\n"))
+    refused.clear()
+    records.Records(folder, "lines.jsonl", 7).add("a/seed-5", seed, record)
+    assert records.Records(folder, "lines.jsonl", 7).find(seed) == record
+    for damaged in (
+        b"\xff\xfe\n",
+        b"[1]\n",
+        b'{"digest": "a", "steps": 5, "losses": "x", "loss": 1}\n',
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(RunError, match="line 1 is no outcome of a run; legal: lines that"):
+            records.Records(folder, "lines.jsonl", 7)
+
+
+def test_the_rule_of_a_rate_is_part_of_what_a_run_is(tmp_path, monkeypatch):
+    folder, config = open_folder(tmp_path), trained.attnres_scaling("tiny").arms[1].config
+    known = records.Records(folder, "lines.jsonl", 7)
+    known.add("a", config, records.Record([4], [2.5], 2.5))
+    assert known.find(config)
+    monkeypatch.setattr(depth_rate, "BOUND", 0.05)
+    assert known.find(config) is None
 
 
 def test_what_is_not_sure_or_diverged(ladder):
