@@ -57,7 +57,7 @@ def _best_guess(work: Work) -> float:
 
 
 def _least(work: Work) -> float:
-    """As the best guess, but XLA's products take no more than the peak or their bytes say."""
+    """Charges as the best guess does, but XLA's products no more than peak or bytes ask for."""
     if work.kind == "matmul":
         return min(_best_guess(work), max(work.matrix, work.hbm))
     return _best_guess(work)

@@ -121,7 +121,7 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
 
 
 def _of_several(total: dict[str, Any], values: list[float]) -> list[float | None] | None:
-    """By site, of which those with one source have no value; None without any site."""
+    """Returns values by site, None at sites with one source; None if there is no site."""
     counts = [len(w) for w in total["weights"]]
     return [v if n > 1 else None for n, v in zip(counts, values, strict=True)] or None
 
@@ -188,7 +188,7 @@ def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
 def _entropy(
     weights: Float[Array, "sources batch seq heads"],
 ) -> Float[Array, "batch seq heads"]:
-    """Over that of equal weights; 0 of one source."""
+    """Computes the entropy over sources, over that of equal weights; 0 of one source."""
     share = weights / jnp.sum(weights, axis=0)
     return -jnp.sum(jax.scipy.special.xlogy(share, share), axis=0) / np.log(max(2, len(share)))
 
@@ -196,7 +196,7 @@ def _entropy(
 def _spread(
     weights: Float[Array, "sources batch seq heads"],
 ) -> Float[Array, "batch seq heads"]:
-    """`log(largest / least)`."""
+    """Computes `log(largest weight / least weight)`."""
     logs = jnp.log(jnp.maximum(weights, jnp.finfo(weights.dtype).tiny))
     return jnp.max(logs, axis=0) - jnp.min(logs, axis=0)
 

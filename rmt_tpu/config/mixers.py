@@ -57,7 +57,7 @@ class System(Checked):
         return 0
 
     def logit_terms(self, residual_size: int) -> dict[str, int]:
-        """By name of a site's weight, how many terms of order 1 a logit over depth adds up for it.
+        """Counts the terms of order 1 that a logit over depth adds up, by the weight's name.
 
         Empty of a mixer that has no such logits.
         """
@@ -134,7 +134,7 @@ class _DepthAttention(_BankedSystem):
         return sum(self.sources(model.num_sublayers)) * 2 * size * (1 + scored) + projection
 
     def logit_terms(self, residual_size: int) -> dict[str, int]:
-        """See `System`: a head's part of the residual; of a projection, that with all of it."""
+        """Counts a head's part of the residual; a projection's, times the whole residual."""
         if self.query == "scalars":
             return {"logits": 1}
         terms = residual_size // self.num_heads

@@ -18,7 +18,7 @@ OF_MANY = ("layer", "node", "expert", "projection", "stream")
 
 
 class Seed(NamedTuple):
-    """What a parameter is drawn from: the run's seed, the number of its sublayer, and its name.
+    """The random seed of one parameter: of the run's seed, its sublayer's number and its own name.
 
     So weights of one name, place and shape are the same ones in all models of a seed, whatever else
     these have and however their layers are stacked. A name is the path of attributes that lead to
@@ -36,11 +36,11 @@ class Seed(NamedTuple):
         return self._replace(name=f"{self.name}/{attribute}")
 
     def numbered(self, index: Int[Array, ""] | int) -> "Seed":
-        """That of one of many alike, as sublayers are: `index` may be traced."""
+        """Returns the seed of the sublayer with this number, which may be traced."""
         return self._replace(base=jax.random.fold_in(self.base, index))
 
     def key(self) -> Key[Array, ""]:
-        """For one draw, of this name."""
+        """Returns the key of this name's one draw."""
         # Not Python's hash, which differs from process to process.
         return jax.random.fold_in(self.base, zlib.crc32(self.name.encode()))
 

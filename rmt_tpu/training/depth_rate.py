@@ -3,8 +3,8 @@
 A logit over depth, `<gain * query, v / rms(v)>`, adds up m terms of order 1. Adam moves every entry
 of a query by about the rate in the sign of its gradient, so that a step moves the logit by up to
 `0.8 * rate * factor * m`. At the common rate of a small model with small batches that closes most
-softmaxes over depth within the warm-up. Signs are surer in larger batches, by the root of their
-size, and so may steps be: the rule is
+softmaxes over depth within the warm-up. In larger batches the sign of a gradient is less noisy, by
+the root of their size, and steps may be larger by as much. The rule is
 
     factor = min(1, 0.07 * sqrt(tokens of a batch / 1024) / (peak rate * m))
 
@@ -39,7 +39,7 @@ def is_over_depth(config: RunConfig, path: tuple) -> bool:
 
 
 def factors(config: RunConfig) -> dict[str, float]:
-    """By name of a parameter, what the common rate is multiplied by; {} without such parameters.
+    """Returns what the common rate is multiplied by, by name of a parameter; {} without any.
 
     The names are those that sites of the model have: "query", "key_gain", "project", or "logits".
     """
@@ -56,7 +56,7 @@ def factors(config: RunConfig) -> dict[str, float]:
 
 
 def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:
-    """`rates` times the factors, and of each parameter whether it has one."""
+    """Multiplies `rates` by the factors; also returns of each parameter whether it has one."""
     found = factors(config)
     over = jax.tree_util.tree_map_with_path(lambda path, _: is_over_depth(config, path), rates)
 
@@ -67,7 +67,7 @@ def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:
 
 
 def told(config: RunConfig) -> str:
-    """The factors in words; "" without any."""
+    """Writes the factors in words; "" without any."""
     return ", ".join(f"{name} x{factor:.3g}" for name, factor in factors(config).items())
 
 
