@@ -16,7 +16,7 @@ from absl import flags
 
 from recipes import common, members, program
 from rmt_tpu.config import RunConfig
-from rmt_tpu.errors import DivergedError, UsageError, of_flag
+from rmt_tpu.errors import UsageError, of_flag
 from rmt_tpu.storage import Folder, open_folder
 from rmt_tpu.training import signals
 
@@ -73,30 +73,22 @@ def _train(at_once: signals.AtOnce) -> int:
         print(dry_run(config, name, folder, **given))
         return 0
     from rmt_tpu.distributed import processes
-    from rmt_tpu.training.side_files import DIVERGED
     from rmt_tpu.training.trainer import train
 
     members.join_processes()
     if processes.num_processes() > 1:
         _joined.set()
         program.hush_gloo()
-    if processes.is_first():
-        folder.delete(DIVERGED)  # what an earlier start has come to
-    try:
-        outcome = train(
-            config,
-            folder,
-            change_config=_CHANGE_CONFIG.value,
-            from_step=_FROM_STEP.value,
-            profile_steps=_PROFILE_STEPS.value,
-            label=folder.name,
-            all_is_saved=at_once.all_is_saved,
-            check_kernels=_CHECK_KERNELS.value,
-        )
-    except DivergedError as error:
-        if processes.is_first():
-            folder.write(DIVERGED, f"{error}\n".encode())
-        raise
+    outcome = train(
+        config,
+        folder,
+        change_config=_CHANGE_CONFIG.value,
+        from_step=_FROM_STEP.value,
+        profile_steps=_PROFILE_STEPS.value,
+        label=folder.name,
+        all_is_saved=at_once.all_is_saved,
+        check_kernels=_CHECK_KERNELS.value,
+    )
     if outcome.stopped_by:
         if processes.is_first():
             everywhere = ", on every host" if processes.num_processes() > 1 else ""

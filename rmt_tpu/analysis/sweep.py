@@ -193,14 +193,12 @@ def best(rows: Iterable[Row], count: int = 1) -> list[Row]:
 
 
 def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outcome | None:
-    """`train`, unless the run is settled; that it diverged settles it, and is kept."""
+    """`train`, unless the run is settled; that it diverged settles it too."""
     if settled(config, folder):
         return None
-    folder.delete(DIVERGED)  # of another run that was here
     try:
         return train(config, folder, label=label, **options)
     except DivergedError as error:
-        folder.write(DIVERGED, f"{error}\n".encode())
         say(f"{label}: {error}")
         return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from rmt_tpu.distributed import processes
-from rmt_tpu.errors import UsageError, one_line
+from rmt_tpu.errors import DivergedError, UsageError, one_line
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import tensorboard
 from rmt_tpu.training.environment import describe
@@ -19,7 +19,7 @@ from rmt_tpu.training.metrics import FILE, MetricsWriter
 from rmt_tpu.training.plots import plot_loss
 
 SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
-DIVERGED = "diverged.txt"  # why there is no loss
+DIVERGED = "diverged.txt"  # why the run has no loss
 _OLD_METRICS = "metrics.old.jsonl"
 _HEADING = re.compile(r"^== step (\d+) ==$", re.MULTILINE)
 
@@ -56,9 +56,12 @@ class SideFiles:
     def __enter__(self) -> "SideFiles":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._metrics:
             self._metrics.close()
+            if isinstance(error, DivergedError):
+                with self._harmless(f"{self._folder}/{DIVERGED} is not written"):
+                    self._folder.write(DIVERGED, f"{error}\n".encode())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """A row of metrics."""

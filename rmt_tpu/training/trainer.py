@@ -32,7 +32,7 @@ from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows,
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.run import Datasets, Run, load_datasets, prepare, resolved
-from rmt_tpu.training.side_files import SideFiles, set_aside, wants_board
+from rmt_tpu.training.side_files import DIVERGED, SideFiles, set_aside, wants_board
 from rmt_tpu.training.start import Start, go_back, meta_of, origin_of, restore_or_init
 from rmt_tpu.training.throughput import Throughput
 
@@ -163,6 +163,7 @@ def _train(
         if processes.is_first():
             if opened.anew:
                 set_aside(folder)
+            folder.delete(DIVERGED)  # it was an earlier start, maybe of another config
             workdir.write_config(folder, config, [] if opened.anew else opened.changes)
             tokenizer.save(folder)
             text_ends.save(folder, tokenizer)

@@ -11,6 +11,7 @@ from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.errors import DivergedError, UsageError
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training import workdir
+from rmt_tpu.training.side_files import SideFiles
 
 RATE = "train.optimizer.learning_rate"
 
@@ -106,8 +107,10 @@ def test_that_a_run_diverged_is_not_said_of_another_one_in_its_folder(tmp_path, 
 
     def train(config, folder, *, label):
         workdir.write_config(folder, config)
-        if diverges.pop():
-            raise DivergedError("not finite")
+        folder.delete("diverged.txt")
+        with SideFiles(folder, 0, "off", print):
+            if diverges.pop():
+                raise DivergedError("not finite")
         folder.write("metrics.jsonl", b'{"step": %d, "eval/loss": 2.5}\n' % config.train.steps)
 
     monkeypatch.setattr(sweep, "train", train)

@@ -167,7 +167,8 @@ class TestAppend:
 
 class TestDelete:
     def test_whatever_is_there(self, folder):
-        assert folder.delete("a")
+        assert folder.delete("a") and folder.delete("b/c")
+        assert not folder.local_path or not (folder.local_path / "b").exists()
         folder.write("a", b"1")
         assert folder.delete("a")
         assert folder.read("a") is None

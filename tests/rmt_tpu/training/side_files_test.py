@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import DivergedError, UsageError
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training import tensorboard
 from rmt_tpu.training.side_files import SideFiles, set_aside, wants_board
@@ -17,6 +17,15 @@ def told():
 
 def side_files(folder, told, step=0, board="off"):
     return SideFiles(open_folder(folder), step, board, told.append)
+
+
+def test_why_a_run_has_no_loss_is_kept(tmp_path, told):
+    with pytest.raises(DivergedError), side_files(tmp_path, told):
+        raise DivergedError("the loss was not finite")
+    assert (tmp_path / "diverged.txt").read_text() == "the loss was not finite\n"
+    with pytest.raises(KeyboardInterrupt), side_files(tmp_path / "other", told):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "other" / "diverged.txt").exists()
 
 
 def test_nothing_of_it_ends_a_run_and_each_is_told_once(tmp_path, told):
