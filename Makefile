@@ -31,7 +31,7 @@ test-all: lint docs $(VENV)/installed-test $(VENV)/installed-lm-eval
 NIGHT := fast slow compile emulate-on-wait emulate-eager
 NIGHT_CODE := $(shell find pallas_kernels recipes rmt_tpu sharding tests -name '*.py' -o -name '*.toml')
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
-EMULATED := tests/pallas_kernels --ignore=tests/pallas_kernels/compiler -m "not slow and not compile"
+EMULATED := tests/pallas_kernels -m "not slow and not compile"
 night: lint docs $(NIGHT:%=build/night/%)
 	@cat $(NIGHT:%=build/night/%)
 

@@ -68,7 +68,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["rmt_tpu*", "pallas_kernels*", "sharding*", "recipes*"]),
-    package_data={"pallas_kernels": ["tuned/*/*.json", "compiler/*.json"]},
+    package_data={"pallas_kernels": ["tuned/*/*.json"], "rmt_tpu": ["estimator/*.json"]},
     entry_points={
         "console_scripts": [
             f"rmt-{name.replace('_', '-')} = recipes.{name}:run" for name in PROGRAMS

@@ -22,7 +22,7 @@ from absl import flags
 from recipes import common, program
 from rmt_tpu.errors import RunError, UsageError, of_flag, unknown
 
-# Those of pallas_kernels.compiler.ops, which imports jax.
+# Those of rmt_tpu.estimator.ops, which imports jax.
 _OPS = ("key_vector", "attention", "depth_attention")
 _OP = flags.DEFINE_list("op", None, f"kernels of the papers' sizes: {', '.join(_OPS)}, or all")
 _PRESET = flags.DEFINE_string(
@@ -67,7 +67,7 @@ def main() -> int:
     problems = {target: _problems(target, asked) for target in targets}
     if _DRY_RUN.value:
         return _dry_run(problems)
-    from pallas_kernels.compiler import CompilerError
+    from rmt_tpu.estimator import CompilerError
 
     log = autotune.Log(out, _RESUME.value)
     done: list[autotune.Tuned] = []
@@ -89,12 +89,12 @@ def main() -> int:
 
 def _tune(target, problems, device, out, log, seconds, done: list[Any]) -> None:
     """The kernels of one target, added to `done` as they come."""
-    from pallas_kernels.compiler.tuning import Compiler
     from rmt_tpu.analysis.autotune import Tuner
+    from rmt_tpu.estimator.tuning import Compiler
 
     timer = None
     if device is not None:
-        from pallas_kernels.compiler.timing import time_candidates
+        from rmt_tpu.estimator.timing import time_candidates
 
         timer = lambda problem, chosen: time_candidates(problem, chosen, device)
     with contextlib.closing(Compiler(target, _LIMIT.value)) as compiler:
@@ -109,7 +109,7 @@ def _targets() -> tuple[list[Any], Any]:
     """What to compile for, and the device of this machine with --device."""
     if _DEVICE.value == (_TARGET.value is not None):
         raise UsageError("give either --target=v5e,... or --device, for this machine's own")
-    from pallas_kernels.compiler import DEVICES
+    from rmt_tpu.estimator import DEVICES
 
     if not _DEVICE.value:
         for name in _TARGET.value:
@@ -120,7 +120,7 @@ def _targets() -> tuple[list[Any], Any]:
         return [DEVICES[name] for name in dict.fromkeys(_TARGET.value)], None
     import jax
 
-    from pallas_kernels.compiler.tuning import target_of
+    from rmt_tpu.estimator.tuning import target_of
 
     device = jax.devices()[0]
     target = target_of(device.device_kind, DEVICES)

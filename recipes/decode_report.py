@@ -50,8 +50,8 @@ def main() -> int:
     changes = {name: common.changes_of(name, names, _SET.value) for name in names}
     files = _opened(_OUTPUT, ".md"), _opened(_PICTURE, ".png")
     targets = _targets()
-    from pallas_kernels.compiler import CompilerError
     from rmt_tpu.analysis import decode
+    from rmt_tpu.estimator import CompilerError
 
     cases = [
         decode.Case(name, batch, context, changes[name])
@@ -102,7 +102,7 @@ def _targets() -> list[Any]:
     """Chips to estimate for, and "host" for this machine."""
     import jax
 
-    from pallas_kernels.compiler import TARGETS, TPUS
+    from rmt_tpu.estimator import TARGETS, TPUS
 
     if _TARGET.value is None:
         here = jax.devices()[0].platform != "cpu"
@@ -148,9 +148,9 @@ def _tell(line: str) -> None:
 
 
 def _write(rows: list[Any], output: Any, picture: Any) -> None:
-    from pallas_kernels.compiler import versions
     from rmt_tpu.analysis import decode_report
     from rmt_tpu.analysis.tables import fitted
+    from rmt_tpu.estimator import versions
     from rmt_tpu.training.plots import save_picture
 
     used = ", ".join(f"{name} {version}" for name, version in versions().items())

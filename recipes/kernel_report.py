@@ -22,7 +22,7 @@ from absl import flags
 from recipes import common, program
 from rmt_tpu.errors import RunError, UsageError, unknown
 
-# Those of pallas_kernels.compiler.ops, which imports jax.
+# Those of rmt_tpu.estimator.ops, which imports jax.
 _OPS = ("key_vector", "attention", "depth_attention", "delta_attention")
 _OP = flags.DEFINE_string("op", "all", f"one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string("case", None, "only this case of the ops, like 'H=16 D=64'")
@@ -43,7 +43,7 @@ common.define_list_presets()
 
 
 def main() -> int:
-    from pallas_kernels.compiler import CompilerError
+    from rmt_tpu.estimator import CompilerError
 
     folder = Path(_OUTPUT.value)
     with _writing(folder):
@@ -57,10 +57,10 @@ def main() -> int:
 def _report_ops(folder: Path) -> int:
     import jax
 
-    from pallas_kernels.compiler import TPUS, report
-    from pallas_kernels.compiler.calibration import error_bar
-    from pallas_kernels.compiler.measure import ROUNDS
-    from pallas_kernels.compiler.ops import OPS, cases
+    from rmt_tpu.estimator import TPUS, report
+    from rmt_tpu.estimator.calibration import error_bar
+    from rmt_tpu.estimator.measure import ROUNDS
+    from rmt_tpu.estimator.ops import OPS, cases
 
     if _OP.value not in ("all", *OPS):
         raise UsageError(unknown("--op", _OP.value, ["all", *OPS]))
@@ -103,8 +103,8 @@ def _report_ops(folder: Path) -> int:
 
 
 def _report_steps(folder: Path) -> int:
-    from pallas_kernels.compiler.calibration import error_bar
     from rmt_tpu.analysis import step_cost, step_report
+    from rmt_tpu.estimator.calibration import error_bar
 
     names = _PRESETS.value
     if not names or len(set(names)) < len(names):
@@ -149,7 +149,7 @@ def _report_steps(folder: Path) -> int:
 
 
 def _targets() -> list[Any]:
-    from pallas_kernels.compiler import TARGETS, TPUS
+    from rmt_tpu.estimator import TARGETS, TPUS
 
     names = list(TARGETS) if _TARGETS.value is None else _TARGETS.value
     for name in names:
@@ -161,7 +161,7 @@ def _targets() -> list[Any]:
 
 
 def _versions() -> str:
-    from pallas_kernels.compiler import versions
+    from rmt_tpu.estimator import versions
 
     return ", ".join(f"{name} {version}" for name, version in versions().items())
 
@@ -179,8 +179,8 @@ def _tell(line: str) -> None:
 
 
 def _write(path: Path, text: str, values: dict[str, Any]) -> None:
-    from pallas_kernels.compiler import versions
     from rmt_tpu.analysis.tables import fitted
+    from rmt_tpu.estimator import versions
 
     content = json.dumps(values | {"versions": versions()}, indent=1)
     terminal = sys.stdout.isatty()

@@ -60,11 +60,11 @@ common.define_run_flags()
 def main() -> int:
     name, base = common.model_of_flags()
     config = common.run_config(base)
-    from pallas_kernels.compiler import CompilerError, parse_topology, versions
     from rmt_tpu.analysis.preflight import preflight
     from rmt_tpu.analysis.preflight_advice import advice
     from rmt_tpu.analysis.preflight_report import draw_memory, report_text
     from rmt_tpu.analysis.prompt import Prompt
+    from rmt_tpu.estimator import CompilerError, parse_topology, versions
     from rmt_tpu.generation.engine import PART
 
     try:

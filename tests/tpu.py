@@ -12,7 +12,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels.compiler.topology import compiler_environment, parse_topology
+from rmt_tpu.estimator.topology import compiler_environment, parse_topology
 
 
 def device_of(topology: str) -> jax.Device:
@@ -40,7 +40,7 @@ def schedules(
         json.dumps({"function": function, "arguments": arguments, "whole_topology": False})
         for function, arguments in jobs
     ]
-    command = [sys.executable, "-m", "pallas_kernels.compiler.worker", str(folder)]
+    command = [sys.executable, "-m", "rmt_tpu.estimator.worker", str(folder)]
     environment = os.environ | compiler_environment(target, str(folder / "dump"))
     text = "\n".join(lines) + "\n"
     subprocess.run(command, env=environment, input=text, encoding="utf-8", check=True)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels import tuned
 from pallas_kernels.causal_attention import cudnn, mosaic_tpu
 from pallas_kernels.causal_attention.interface import Attention
-from pallas_kernels.compiler import Target
 from rmt_tpu import config as cfg
+from rmt_tpu.estimator import Target
 
 _KERNELS = {"tpu": ("mosaic_tpu", mosaic_tpu), "cuda": ("cudnn", cudnn)}
 

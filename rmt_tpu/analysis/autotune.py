@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import rmt_tpu
 from pallas_kernels import tuned
-from pallas_kernels.compiler import versions
-from pallas_kernels.compiler.search import Rating, Refusal, Result, Timing, Trial, search
-from pallas_kernels.compiler.spaces import SPACES, Problem
-from pallas_kernels.compiler.tuning import RATING
 from rmt_tpu import kernel_tables
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.estimator import versions
+from rmt_tpu.estimator.search import Rating, Refusal, Result, Timing, Trial, search
+from rmt_tpu.estimator.spaces import SPACES, Problem
+from rmt_tpu.estimator.tuning import RATING
 from rmt_tpu.storage import open_parent
 
 Rate = Callable[[Problem, tuned.Blocks], Rating | Refusal]

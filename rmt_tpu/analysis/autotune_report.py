@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels import tuned
-from pallas_kernels.compiler import DEVICES
-from pallas_kernels.compiler.calibration import error_bar
 from rmt_tpu.analysis.autotune import Tuned, changed
+from rmt_tpu.estimator import DEVICES
+from rmt_tpu.estimator.calibration import error_bar
 
 
 def table(done: Sequence[Tuned]) -> str:

@@ -20,14 +20,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.compiler import DEVICES, Failure, Job, Program, Target, compile_jobs
-from pallas_kernels.compiler.hlo import Module
-from pallas_kernels.compiler.tuning import target_of
 from rmt_tpu import cost, memory
 from rmt_tpu.analysis.step_cost import StepCost, step_cost
 from rmt_tpu.config import ModelConfig, overrides
 from rmt_tpu.config.presets import run
 from rmt_tpu.decoder import Cache, Decoder
+from rmt_tpu.estimator import DEVICES, Failure, Job, Program, Target, compile_jobs
+from rmt_tpu.estimator.hlo import Module
+from rmt_tpu.estimator.tuning import target_of
 from rmt_tpu.generation import Engine, Request, Sampling, cast_once
 from rmt_tpu.generation.engine import bucket
 from rmt_tpu.generation.layouts import lay_out, lower_steps

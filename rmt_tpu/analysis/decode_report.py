@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pallas_kernels.compiler import MODELS
-from pallas_kernels.compiler.calibration import error_bar
 from rmt_tpu.analysis.decode import STEPS, Row
 from rmt_tpu.analysis.step_cost import PARTS
 from rmt_tpu.analysis.step_report import largest_table
+from rmt_tpu.estimator import MODELS
+from rmt_tpu.estimator.calibration import error_bar
 from rmt_tpu.training.plots import line_style
 
 # Of a step's parts, those that a decode step has; as `step_cost` names them, and as they are here.

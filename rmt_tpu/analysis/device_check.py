@@ -17,10 +17,10 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from pallas_kernels.compiler.measure import placed, seconds_of, wall_seconds
 from pallas_kernels.platform import interpreting
 from rmt_tpu.analysis.device_case import Arrays, Case, normal
 from rmt_tpu.analysis.device_compare import compare
+from rmt_tpu.estimator.measure import placed, seconds_of, wall_seconds
 
 _ROUNDS = 3
 _LONG, _MOST_CALLS = 0.02, 256  # seconds of wall clock, and calls that it is taken of

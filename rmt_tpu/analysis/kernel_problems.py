@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import tuned
-from pallas_kernels.compiler import Target
-from pallas_kernels.compiler.ops import OPS
-from pallas_kernels.compiler.spaces import Problem, problem_of
 from pallas_kernels.platform import preferring
 from rmt_tpu.analysis.step_cost import Step, trace_config
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.estimator import Target
+from rmt_tpu.estimator.ops import OPS
+from rmt_tpu.estimator.spaces import Problem, problem_of
 
 
 def of_ops(ops: Sequence[str], target: Target) -> list[Problem]:

@@ -17,7 +17,13 @@ from typing import Any
 import jax
 
 import sharding
-from pallas_kernels.compiler import (
+from rmt_tpu import cost as resources
+from rmt_tpu.analysis.attention_forms import Attends, attention_forms
+from rmt_tpu.analysis.prompt import Prompt, lower_prompt, sizes_of
+from rmt_tpu.analysis.step_cost import PARTS, StepCost, assignment_of, lower_config, step_cost
+from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.estimator import (
     Assignment,
     Collective,
     Failure,
@@ -27,12 +33,6 @@ from pallas_kernels.compiler import (
     collectives,
     compile_jobs,
 )
-from rmt_tpu import cost as resources
-from rmt_tpu.analysis.attention_forms import Attends, attention_forms
-from rmt_tpu.analysis.prompt import Prompt, lower_prompt, sizes_of
-from rmt_tpu.analysis.step_cost import PARTS, StepCost, assignment_of, lower_config, step_cost
-from rmt_tpu.config import RunConfig, overrides
-from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.training.run import resolved
 
 # What is in memory: arguments, what only a step needs, and the program itself.
@@ -103,7 +103,7 @@ class Time:
 
     Attributes:
       parts: by GROUPS, without collectives, by the best guess.
-      by_model: of all parts, by every one of `compiler.MODELS`.
+      by_model: of all parts, by every one of `estimator.MODELS`.
       collectives: of all of them, nothing hidden behind other work.
       overlapped: of it, what may be hidden.
       mfu: model FLOPs, attention by its causal half, over those of the devices at their peak, at

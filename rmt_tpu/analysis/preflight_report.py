@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from pallas_kernels.compiler.calibration import error_bar
 from rmt_tpu.analysis.decode import STEPS
 from rmt_tpu.analysis.preflight import Preflight
 from rmt_tpu.analysis.preflight_advice import advice
+from rmt_tpu.estimator.calibration import error_bar
 
 _WIDTH = 40  # characters of a bar
 _MEANING = {

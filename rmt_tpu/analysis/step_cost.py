@@ -5,8 +5,8 @@ schedule and of its HBM bytes over the bandwidth, as often as the loops around i
 between HBM and VMEM that run beside other work are counted in the bytes, not in the cycles.
 Collectives take no cycles here: what they take of the network is for `preflight` to say.
 
-Estimates all: `compiler.calibration` says how near they came to times that others measured, and the
-other models of `compiler.cost.MODELS` say less and more.
+All of these are estimates: `estimator.calibration` says how near such estimates came to times that
+others measured, and the other models of `estimator.cost.MODELS` give less and more.
 """
 
 import contextlib
@@ -21,7 +21,11 @@ import jax
 import jax.numpy as jnp
 
 import sharding
-from pallas_kernels.compiler import (
+from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.config.presets import run
+from rmt_tpu.data import Batch
+from rmt_tpu.errors import RunError
+from rmt_tpu.estimator import (
     BEST_GUESS,
     MODELS,
     Assignment,
@@ -32,11 +36,7 @@ from pallas_kernels.compiler import (
     compile_jobs,
     work_of,
 )
-from pallas_kernels.compiler.hlo import Bytes, Executed, Instruction
-from rmt_tpu.config import RunConfig, overrides
-from rmt_tpu.config.presets import run
-from rmt_tpu.data import Batch
-from rmt_tpu.errors import RunError
+from rmt_tpu.estimator.hlo import Bytes, Executed, Instruction
 from rmt_tpu.training.run import prepare, resolved
 
 PARTS = (

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.compiler import MODELS
 from rmt_tpu.analysis.step_cost import PARTS, StepCost
+from rmt_tpu.estimator import MODELS
 
 Figure = Callable[[StepCost], float]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import UnsupportedImplementation, delta_attention, delta_step
-from pallas_kernels.compiler import lower
 from pallas_kernels.delta_attention import mosaic_tpu, reference
 from pallas_kernels.delta_attention.interface import Operands, chunk_size
+from rmt_tpu.estimator import lower
 from tests.closeness import assert_close, float64
 from tests.tpu import device_of
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.depth_attention import triton_gpu
 from pallas_kernels.depth_attention.interface import (
     Merge,
@@ -18,6 +17,7 @@ from pallas_kernels.depth_attention.interface import (
 )
 from pallas_kernels.depth_attention.triton_gpu import Blocks
 from pallas_kernels.shapes import ALL_SITES, ONE_SITE, OVER_BLOCKS
+from rmt_tpu.estimator.tuning import ptxas_usage
 from tests import cuda
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import depth_attention_battery as battery

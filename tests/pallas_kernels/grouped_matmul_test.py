@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import UnsupportedImplementation, grouped_matmul
-from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.grouped_matmul import mosaic_tpu, reference, triton_gpu, xla
+from rmt_tpu.estimator.tuning import ptxas_usage
 from tests import cuda
 from tests.closeness import assert_close
 from tests.tiers import later

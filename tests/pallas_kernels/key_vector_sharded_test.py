@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import key_vector
-from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import mosaic_tpu, triton_gpu
 from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Means, Site, Statistics
 from pallas_kernels.platform import Implementations
 from pallas_kernels.shapes import RMT_305M
+from rmt_tpu.estimator.tuning import ptxas_usage
 from tests import cuda
 from tests.closeness import assert_close
 from tests.pallas_kernels import plain

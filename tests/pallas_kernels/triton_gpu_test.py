@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.compiler.tuning import ptxas_usage
 from pallas_kernels.key_vector import triton_gpu
 from pallas_kernels.key_vector.interface import Backward, Site, Statistics, Write
 from pallas_kernels.key_vector.triton_gpu import Blocks
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.shapes import RMT_46M, RMT_134M, RMT_206M, RMT_305M, KeyVector
+from rmt_tpu.estimator.tuning import ptxas_usage
 from tests import cuda
 from tests.pallas_kernels.key_vector_battery import (
     Battery,

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from pallas_kernels.compiler.calibration import error_bar
 from rmt_tpu.analysis.tables import fitted
+from rmt_tpu.estimator.calibration import error_bar
 from tests import cli
 
 CASE = "K=64 V=64 R=16 P=16"

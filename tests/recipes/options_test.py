@@ -10,13 +10,13 @@ import jax
 import pytest
 
 import rmt_tpu
-from pallas_kernels.compiler.ops import OPS
 from recipes import common, program
 from rmt_tpu import cost
 from rmt_tpu.config import ModelConfig, overrides, presets
 from rmt_tpu.config.presets import about
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError, about_flag
+from rmt_tpu.estimator.ops import OPS
 from tests import cli
 from tests.tiers import later
 

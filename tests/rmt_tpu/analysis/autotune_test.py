@@ -6,14 +6,14 @@ import os
 import pytest
 
 from pallas_kernels import tuned
-from pallas_kernels.compiler import DEVICES
-from pallas_kernels.compiler.calibration import error_bar
-from pallas_kernels.compiler.search import Rating, Refusal, Timing
-from pallas_kernels.compiler.spaces import Problem
 from rmt_tpu import kernel_tables
 from rmt_tpu.analysis import autotune, autotune_report, kernel_problems
 from rmt_tpu.analysis.autotune import Log, Tuner
 from rmt_tpu.errors import UsageError
+from rmt_tpu.estimator import DEVICES
+from rmt_tpu.estimator.calibration import error_bar
+from rmt_tpu.estimator.search import Rating, Refusal, Timing
+from rmt_tpu.estimator.spaces import Problem
 
 KEY = {
     "heads": 4, "size": 64, "dtype": "bfloat16", "rows": "size_major", "alibi": False,

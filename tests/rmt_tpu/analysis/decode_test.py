@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from pallas_kernels.compiler import BEST_GUESS, TARGETS, Failure, Job
-from pallas_kernels.compiler.calibration import error_bar
-from pallas_kernels.compiler.hlo import Bytes, Module
 from rmt_tpu.analysis import decode, decode_report
 from rmt_tpu.analysis.decode import STEPS, Case, Least, Row, copies, estimate, least, measure
 from rmt_tpu.analysis.step_cost import Row as Instruction
 from rmt_tpu.analysis.step_cost import StepCost
 from rmt_tpu.errors import UsageError
+from rmt_tpu.estimator import BEST_GUESS, TARGETS, Failure, Job
+from rmt_tpu.estimator.calibration import error_bar
+from rmt_tpu.estimator.hlo import Bytes, Module
 
 V5E = TARGETS["v5e"]
 LAYERS, WIDTH, VOCAB = 24, 1024, 50257

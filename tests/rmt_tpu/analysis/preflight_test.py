@@ -8,17 +8,6 @@ import jax
 import pytest
 
 import sharding
-from pallas_kernels.compiler import (
-    BEST_GUESS,
-    MODELS,
-    Assignment,
-    Buffer,
-    Failure,
-    Job,
-    compile_jobs,
-    parse_topology,
-)
-from pallas_kernels.compiler.calibration import error_bar
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis import preflight as module
 from rmt_tpu.analysis.preflight import GROUPS, KINDS, Preflight, Time, preflight, readable
@@ -28,6 +17,17 @@ from rmt_tpu.analysis.prompt import Prompt
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run
 from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.estimator import (
+    BEST_GUESS,
+    MODELS,
+    Assignment,
+    Buffer,
+    Failure,
+    Job,
+    compile_jobs,
+    parse_topology,
+)
+from rmt_tpu.estimator.calibration import error_bar
 from rmt_tpu.training import room
 from rmt_tpu.training.run import prepare
 

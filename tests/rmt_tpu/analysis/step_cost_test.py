@@ -5,7 +5,11 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from pallas_kernels.compiler import (
+from rmt_tpu import cost as resources
+from rmt_tpu.analysis import step_cost, step_report
+from rmt_tpu.analysis.step_cost import PARTS, Row, Step, StepCost, part_of, step_costs
+from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.estimator import (
     BEST_GUESS,
     MODELS,
     TARGETS,
@@ -14,11 +18,7 @@ from pallas_kernels.compiler import (
     Failure,
     Program,
 )
-from pallas_kernels.compiler.hlo import Bytes, Module
-from rmt_tpu import cost as resources
-from rmt_tpu.analysis import step_cost, step_report
-from rmt_tpu.analysis.step_cost import PARTS, Row, Step, StepCost, part_of, step_costs
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.estimator.hlo import Bytes, Module
 
 TARGET = TARGETS["v5e"]
 SMALL = {

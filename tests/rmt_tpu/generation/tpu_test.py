@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import rmt_tpu
 import sharding
-from pallas_kernels.compiler import Job, compile_jobs, parse_topology
 from rmt_tpu.analysis import decode
 from rmt_tpu.analysis.preflight import preflight
 from rmt_tpu.analysis.prompt import Prompt, placed_decoder
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.config.presets import run
+from rmt_tpu.estimator import Job, compile_jobs, parse_topology
 from rmt_tpu.generation import Sampling, choice, programs
 from rmt_tpu.generation.layouts import lay_out
 from tests import models

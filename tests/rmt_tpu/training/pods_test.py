@@ -13,11 +13,11 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
-from pallas_kernels.compiler import Job, compile_jobs, parse_topology
 from rmt_tpu import Decoder
 from rmt_tpu import config as cfg
 from rmt_tpu.analysis.step_cost import lower_config
 from rmt_tpu.config.presets import run
+from rmt_tpu.estimator import Job, compile_jobs, parse_topology
 from rmt_tpu.layers.parameters import metadata
 
 pytestmark = pytest.mark.compile

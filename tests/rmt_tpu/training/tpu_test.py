@@ -11,7 +11,6 @@ import pytest
 from jax.experimental import topologies
 
 import sharding
-from pallas_kernels.compiler import TARGETS, Job, Worker
 from rmt_tpu.analysis import step_cost
 from rmt_tpu.config import (
     Alibi,
@@ -27,6 +26,7 @@ from rmt_tpu.config import (
 )
 from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
+from rmt_tpu.estimator import TARGETS, Job, Worker
 from rmt_tpu.training import compiler_options
 from rmt_tpu.training.run import prepare
 from tests.tiers import later

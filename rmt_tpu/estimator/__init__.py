@@ -1,7 +1,7 @@
 """What programs and kernels cost, from their compilers and without a device."""
 
-from pallas_kernels.compiler.collectives import Collective, collectives
-from pallas_kernels.compiler.cost import (
+from rmt_tpu.estimator.collectives import Collective, collectives
+from rmt_tpu.estimator.cost import (
     BEST_GUESS,
     MODELS,
     KernelCost,
@@ -9,8 +9,8 @@ from pallas_kernels.compiler.cost import (
     program_cost,
     work_of,
 )
-from pallas_kernels.compiler.memory import Assignment, Buffer
-from pallas_kernels.compiler.programs import (
+from rmt_tpu.estimator.memory import Assignment, Buffer
+from rmt_tpu.estimator.programs import (
     CompilerError,
     Failure,
     Job,
@@ -20,7 +20,7 @@ from pallas_kernels.compiler.programs import (
     lower,
     versions,
 )
-from pallas_kernels.compiler.topology import DEVICES, TARGETS, TPUS, Target, parse_topology
+from rmt_tpu.estimator.topology import DEVICES, TARGETS, TPUS, Target, parse_topology
 
 __all__ = [
     "BEST_GUESS",

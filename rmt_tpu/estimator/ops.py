@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels import shapes
-from pallas_kernels.compiler.programs import lower
 from pallas_kernels.shapes import TOKENS, Depth, Heads, KeyVector, array
+from rmt_tpu.estimator.programs import lower
 
 Direction = Literal["forward", "training"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "training")

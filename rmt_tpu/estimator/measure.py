@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.compiler.ops import Case, Direction
-from pallas_kernels.compiler.programs import lower
+from rmt_tpu.estimator.ops import Case, Direction
+from rmt_tpu.estimator.programs import lower
 
 Name = TypeVar("Name", bound=Hashable)
 Compiled = jax.stages.Compiled

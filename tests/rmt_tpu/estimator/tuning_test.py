@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tuned
-from pallas_kernels.compiler import (
+from pallas_kernels.tuned import KERNELS
+from rmt_tpu.estimator import (
     DEVICES,
     CompilerError,
     Failure,
@@ -19,13 +20,12 @@ from pallas_kernels.compiler import (
     timing,
     tuning,
 )
-from pallas_kernels.compiler.cost import KernelCost, ProgramCost
-from pallas_kernels.compiler.hlo import Bytes, Module
-from pallas_kernels.compiler.programs import Program
-from pallas_kernels.compiler.search import Rating, Refusal
-from pallas_kernels.compiler.spaces import SPACES, Call, Problem, lower_call
-from pallas_kernels.compiler.tuning import Compiler, Usage, gpu_rating, parse_usage, target_of
-from pallas_kernels.tuned import KERNELS
+from rmt_tpu.estimator.cost import KernelCost, ProgramCost
+from rmt_tpu.estimator.hlo import Bytes, Module
+from rmt_tpu.estimator.programs import Program
+from rmt_tpu.estimator.search import Rating, Refusal
+from rmt_tpu.estimator.spaces import SPACES, Call, Problem, lower_call
+from rmt_tpu.estimator.tuning import Compiler, Usage, gpu_rating, parse_usage, target_of
 
 KEYS = {
     "key_vector": dict(K=32, V=32, R=4, P=8),
@@ -197,7 +197,7 @@ class Outcomes:
 )
 def test_what_becomes_of_a_candidate_that_does_not_compile(monkeypatch, outcome, fate):
     workers = lambda target: Outcomes(target, [outcome])
-    monkeypatch.setattr("pallas_kernels.compiler.tuning.Worker", workers)
+    monkeypatch.setattr("rmt_tpu.estimator.tuning.Worker", workers)
     compiler = Compiler(DEVICES["v5e"], 1.0)
     given = problem("tpu", "attention_forward")
     assert compiler.rate(given, given.default()) == Refusal(
@@ -294,7 +294,7 @@ def test_a_compile_ends_with_the_process_that_waits_for_it(tmp_path):
 
     told = tmp_path / "group"
     code = (
-        "from tests.pallas_kernels.compiler.tuning_test import *\n"
+        "from tests.rmt_tpu.estimator.tuning_test import *\n"
         "worker = Worker(DEVICES['v5e'])\n"
         "worker._start()\n"
         f"open({str(told)!r}, 'w').write(str(worker._process.pid))\n"
@@ -313,7 +313,7 @@ def test_a_compile_ends_with_the_process_that_waits_for_it(tmp_path):
         time.sleep(0.2)
 
 
-MODULE = "tests.pallas_kernels.compiler.tuning_test"
+MODULE = "tests.rmt_tpu.estimator.tuning_test"
 
 
 def alive(group: int) -> list[int]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pallas_kernels.compiler import DEVICES, MODELS, calibrate, calibration, published
-from pallas_kernels.compiler.calibration import Row, agreement, error_bar, rows, spearman
-from pallas_kernels.compiler.cost import Work
+from rmt_tpu.estimator import DEVICES, MODELS, calibrate, calibration, published
+from rmt_tpu.estimator.calibration import Row, agreement, error_bar, rows, spearman
+from rmt_tpu.estimator.cost import Work
 
 # In the source tree itself: under Bazel, this file is a link to there.
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs/benchmarks/estimates.md"

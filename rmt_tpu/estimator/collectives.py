@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from pallas_kernels.compiler.hlo import Executed, Instruction, Module
+from rmt_tpu.estimator.hlo import Executed, Instruction, Module
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

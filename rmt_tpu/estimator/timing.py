@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from pallas_kernels import tuned
-from pallas_kernels.compiler.measure import Compiled, draw, placed, seconds_in_turn
-from pallas_kernels.compiler.search import Timing
-from pallas_kernels.compiler.spaces import SPACES, Call, Problem, lower_call
+from rmt_tpu.estimator.measure import Compiled, draw, placed, seconds_in_turn
+from rmt_tpu.estimator.search import Timing
+from rmt_tpu.estimator.spaces import SPACES, Call, Problem, lower_call
 
 # Of a candidate's error over that of the rule's blocks, which tests hold to float64; and of an
 # error that is only rounding, over the largest value.

@@ -1,7 +1,7 @@
 """Compiles the calls of calibration.json again, and writes there what the compiler makes of them.
 
     pip install tokamax==0.0.12
-    python -m pallas_kernels.compiler.calibrate v5p v6e
+    python -m rmt_tpu.estimator.calibrate v5p v6e
 
 Published times and blocks stay as they are. tokamax has the kernels that were timed, and is needed
 for nothing else; no device is needed. Ends with the table and the lines of
@@ -14,10 +14,10 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from pallas_kernels.compiler import calibration, published
-from pallas_kernels.compiler.cost import Work, work_of
-from pallas_kernels.compiler.programs import Failure, Job, Program, compile_jobs, versions
-from pallas_kernels.compiler.topology import DEVICES
+from rmt_tpu.estimator import calibration, published
+from rmt_tpu.estimator.cost import Work, work_of
+from rmt_tpu.estimator.programs import Failure, Job, Program, compile_jobs, versions
+from rmt_tpu.estimator.topology import DEVICES
 
 
 def main() -> int:
@@ -67,6 +67,6 @@ def works(program: Program) -> Iterator[tuple[Work, int]]:
 
 if __name__ == "__main__":
     # As the module that worker processes import, and not as __main__.
-    from pallas_kernels.compiler import calibrate
+    from rmt_tpu.estimator import calibrate
 
     sys.exit(calibrate.main())

@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pallas_kernels import tuned
-from pallas_kernels.compiler.cost import program_cost
-from pallas_kernels.compiler.programs import (
+from rmt_tpu.estimator.cost import program_cost
+from rmt_tpu.estimator.programs import (
     CompilerError,
     Failure,
     Job,
     Program,
     Worker,
 )
-from pallas_kernels.compiler.search import Rating, Refusal
-from pallas_kernels.compiler.spaces import Problem
-from pallas_kernels.compiler.topology import Target
+from rmt_tpu.estimator.search import Rating, Refusal
+from rmt_tpu.estimator.spaces import Problem
+from rmt_tpu.estimator.topology import Target
 
 # Of the ways below to rate a program: another number where an estimate is made otherwise.
 RATING = 3
@@ -54,7 +54,7 @@ class Compiler:
         """What becomes of a candidate; a process that crashes or hangs ends with it alone."""
         given = dataclasses.asdict(problem) | {"key": dict(problem.key)}
         arguments = {"problem": given, "blocks": tuned.fields(blocks)}
-        job = Job("pallas_kernels.compiler.spaces:lower_candidate", arguments)
+        job = Job("rmt_tpu.estimator.spaces:lower_candidate", arguments)
         try:
             outcome = self._worker.compile(job, self._limit)
         except CompilerError as error:

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from pallas_kernels.compiler.hlo import Array, Instruction, Module
+from rmt_tpu.estimator.hlo import Array, Instruction, Module
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")

@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.compiler import (
+from rmt_tpu.estimator import (
     TARGETS,
     CompilerError,
     Failure,
@@ -22,10 +22,10 @@ from pallas_kernels.compiler import (
     program_cost,
     report,
 )
-from pallas_kernels.compiler.cost import MODELS, ProgramCost
-from pallas_kernels.compiler.hlo import Bytes, Module
-from pallas_kernels.compiler.ops import OPS, Case, Op, Work, cases, elements_per_sublayer
-from pallas_kernels.compiler.schedule import parse_schedule
+from rmt_tpu.estimator.cost import MODELS, ProgramCost
+from rmt_tpu.estimator.hlo import Bytes, Module
+from rmt_tpu.estimator.ops import OPS, Case, Op, Work, cases, elements_per_sublayer
+from rmt_tpu.estimator.schedule import parse_schedule
 
 ROWS, INNER, COLUMNS, BLOCK, CHUNK, LAYERS = 4096, 512, 512, 1024, 256, 5
 
@@ -80,7 +80,7 @@ def array(*shape, dtype=jnp.bfloat16):
 
 
 def job(name, **arguments):
-    return Job(f"tests.pallas_kernels.compiler.schedule_test:{name}", arguments)
+    return Job(f"tests.rmt_tpu.estimator.schedule_test:{name}", arguments)
 
 
 # Compiled for real ----------------------------------------------------------------------------

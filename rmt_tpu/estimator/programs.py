@@ -31,10 +31,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # They attend with masks or without them.
 from pallas_kernels.causal_attention.block_sizes import KERNELS as EITHER
-from pallas_kernels.compiler.hlo import Module
-from pallas_kernels.compiler.memory import Assignment, read_assignment
-from pallas_kernels.compiler.schedule import Schedule, parse_schedule
-from pallas_kernels.compiler.topology import Target, compiler_environment
+from rmt_tpu.estimator.hlo import Module
+from rmt_tpu.estimator.memory import Assignment, read_assignment
+from rmt_tpu.estimator.schedule import Schedule, parse_schedule
+from rmt_tpu.estimator.topology import Target, compiler_environment
 
 
 class CompilerError(RuntimeError):
@@ -192,7 +192,7 @@ class Worker:
         (self._folder / "request.json").write_text(request, encoding="utf-8")
         with (self._folder / "stderr.txt").open("w") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pallas_kernels.compiler.worker", str(self._folder)],
+                [sys.executable, "-m", "rmt_tpu.estimator.worker", str(self._folder)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -20,7 +20,6 @@ from pallas_kernels.causal_attention import mosaic_tpu as attention_tpu
 from pallas_kernels.causal_attention import mosaic_tpu_whole as attention_whole
 from pallas_kernels.causal_attention import reference as attention_portable
 from pallas_kernels.causal_attention.interface import Attended, Attention
-from pallas_kernels.compiler.programs import lower
 from pallas_kernels.depth_attention import mosaic_tpu as depth_tpu
 from pallas_kernels.depth_attention import triton_gpu as depth_gpu
 from pallas_kernels.depth_attention import xla as depth_portable
@@ -31,6 +30,7 @@ from pallas_kernels.key_vector import triton_gpu as key_vector_gpu
 from pallas_kernels.key_vector import xla as key_vector_portable
 from pallas_kernels.key_vector.interface import Backward, Site
 from pallas_kernels.shapes import Depth, KeyVector
+from rmt_tpu.estimator.programs import lower
 
 Values = dict[str, tuned.Value]
 # Tokens of a call, at least: enough to fill a chip.

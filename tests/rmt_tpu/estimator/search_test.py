@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pallas_kernels.compiler.search import (
+from rmt_tpu.estimator.search import (
     Rating,
     Refusal,
     Timing,

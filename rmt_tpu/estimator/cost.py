@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from pallas_kernels.compiler.collectives import only_communicates
-from pallas_kernels.compiler.flops import matmul_flops
-from pallas_kernels.compiler.hlo import Bytes, Executed
-from pallas_kernels.compiler.programs import Program
-from pallas_kernels.compiler.schedule import Schedule
+from rmt_tpu.estimator.collectives import only_communicates
+from rmt_tpu.estimator.flops import matmul_flops
+from rmt_tpu.estimator.hlo import Bytes, Executed
+from rmt_tpu.estimator.programs import Program
+from rmt_tpu.estimator.schedule import Schedule
 
 _ASYNCHRONOUS = ("-start", "-done", "-update")
 

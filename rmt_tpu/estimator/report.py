@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from pallas_kernels import chips
-from pallas_kernels.compiler.cost import MODELS, KernelCost, ProgramCost, program_cost
-from pallas_kernels.compiler.measure import measure
-from pallas_kernels.compiler.ops import (
+from rmt_tpu.estimator.cost import MODELS, KernelCost, ProgramCost, program_cost
+from rmt_tpu.estimator.measure import measure
+from rmt_tpu.estimator.ops import (
     DIRECTIONS,
     OPS,
     PORTABLE,
@@ -18,8 +18,8 @@ from pallas_kernels.compiler.ops import (
     cases,
     elements_per_sublayer,
 )
-from pallas_kernels.compiler.programs import Failure, Job, compile_jobs
-from pallas_kernels.compiler.topology import Target
+from rmt_tpu.estimator.programs import Failure, Job, compile_jobs
+from rmt_tpu.estimator.topology import Target
 
 Progress = Callable[[str], None]
 
@@ -96,7 +96,7 @@ def estimate(
     calls = _calls(ops, only)
     jobs = [
         Job(
-            "pallas_kernels.compiler.ops:lower_case",
+            "rmt_tpu.estimator.ops:lower_case",
             {"op": op, "case": case, "direction": direction, "implementation": implementation},
         )
         for op, case, direction in calls

@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from pallas_kernels.compiler.topology import MatrixUnit
+from rmt_tpu.estimator.topology import MatrixUnit
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+([A-Z]{2})?\s*:\s*(>*)\s*\{")
 _REGION = re.compile(r"Start region (\d+)")

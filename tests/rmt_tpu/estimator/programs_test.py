@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import compiler
-from pallas_kernels.compiler import (
+from rmt_tpu import estimator
+from rmt_tpu.estimator import (
     TARGETS,
     CompilerError,
     Failure,
@@ -17,14 +17,14 @@ from pallas_kernels.compiler import (
     lower,
     parse_topology,
 )
-from pallas_kernels.compiler.collectives import (
+from rmt_tpu.estimator.collectives import (
     axes_of,
     collectives,
     only_communicates,
     replica_groups,
 )
-from pallas_kernels.compiler.hlo import Module
-from pallas_kernels.compiler.memory import parse_assignment
+from rmt_tpu.estimator.hlo import Module
+from rmt_tpu.estimator.memory import parse_assignment
 
 LAYERS = 5
 
@@ -69,7 +69,7 @@ def lower_collectives(devices):
 
 
 def job(name, *, whole_topology=False, **arguments):
-    return Job(f"tests.pallas_kernels.compiler.programs_test:{name}", arguments, whole_topology)
+    return Job(f"tests.rmt_tpu.estimator.programs_test:{name}", arguments, whole_topology)
 
 
 # Memory ---------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def test_gpus_have_no_slices():
 
 
 def test_peaks_are_the_makers():
-    peaks = {name: round(target.peak_flops / 1e12) for name, target in compiler.DEVICES.items()}
+    peaks = {name: round(target.peak_flops / 1e12) for name, target in estimator.DEVICES.items()}
     # A TPU7x device is half a chip; there is no model of a GPU's time.
     assert peaks == {"v5e": 197, "v5p": 459, "v6e": 918, "tpu7x": 1153, "h100": 0, "h200": 0}
 

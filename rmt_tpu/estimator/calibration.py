@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.compiler.cost import BEST_GUESS, MODELS, Work
-from pallas_kernels.compiler.topology import DEVICES
+from rmt_tpu.estimator.cost import BEST_GUESS, MODELS, Work
+from rmt_tpu.estimator.topology import DEVICES
 
 PATH = Path(__file__).with_name("calibration.json")
 

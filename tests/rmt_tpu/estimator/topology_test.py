@@ -3,7 +3,7 @@
 import pytest
 
 from pallas_kernels import chips, tuned
-from pallas_kernels.compiler import TPUS
+from rmt_tpu.estimator import TPUS
 
 
 @pytest.mark.parametrize("name", TPUS)

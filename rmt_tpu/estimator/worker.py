@@ -1,6 +1,6 @@
-"""The process that compiles for one target; `compiler.Worker` starts it with its environment.
+"""The process that compiles for one target; `estimator.Worker` starts it with its environment.
 
-    python -m pallas_kernels.compiler.worker <folder with request.json>
+    python -m rmt_tpu.estimator.worker <folder with request.json>
 
 Reads a job a line. Leaves result.json, hlo.txt, the schedules of instructions and a GPU's PTX in a
 folder for each job, and prints a line when it is complete.
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels.compiler.memory import DUMPS
+from rmt_tpu.estimator.memory import DUMPS
 
 # "<time>-<instruction>-<pass>-<end>.txt": the pass is a number, the end may be of another.
 _SCHEDULE = re.compile(r"\d+-(.+)-\d+-(final_bundles|final_hlo-static-per-bundle-utilization)\.txt")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pallas_kernels.compiler.hlo import Instruction, Module
+from rmt_tpu.estimator.hlo import Instruction, Module
 
 # Ends of the names of the files.
 DUMPS = {

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from pallas_kernels.compiler import BEST_GUESS, MODELS, TARGETS, Program, work_of
-from pallas_kernels.compiler.cost import Work, program_cost
-from pallas_kernels.compiler.flops import matmul_flops
-from pallas_kernels.compiler.hlo import Bytes, Module
-from pallas_kernels.compiler.schedule import Loop, Schedule
+from rmt_tpu.estimator import BEST_GUESS, MODELS, TARGETS, Program, work_of
+from rmt_tpu.estimator.cost import Work, program_cost
+from rmt_tpu.estimator.flops import matmul_flops
+from rmt_tpu.estimator.hlo import Bytes, Module
+from rmt_tpu.estimator.schedule import Loop, Schedule
 
 TARGET = TARGETS["v5e"]
 PROGRAM = """
