@@ -139,7 +139,7 @@ def _as(init_from: str) -> RunConfig:
         seq_len = min(config.data.seq_len, max_length)
         data = dataclasses.replace(config.data, seq_len=seq_len, tokenizer=init_from)
         return dataclasses.replace(config, data=data)
-    from rmt_tpu.training.workdir import read_config
+    from rmt_tpu.runs.workdir import read_config
 
     try:
         config = read_config(init_from)

@@ -151,7 +151,7 @@ def _write(rows: list[Any], output: Any, picture: Any) -> None:
     from rmt_tpu.analysis import decode_report
     from rmt_tpu.analysis.tables import fitted
     from rmt_tpu.estimator import versions
-    from rmt_tpu.training.plots import save_picture
+    from rmt_tpu.runs.plots import save_picture
 
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     how = decode_report.how(rows)

@@ -67,8 +67,8 @@ def _picture(workdir: Folder) -> tuple[Folder, str]:
 def _profile(workdir: Folder):
     import rmt_tpu
     from rmt_tpu.analysis.depth import measure
-    from rmt_tpu.training.run import load_datasets
-    from rmt_tpu.training.workdir import read_config
+    from rmt_tpu.data.datasets import load_datasets
+    from rmt_tpu.runs.workdir import read_config
 
     with arguments_as_flags():
         config = read_config(workdir)

@@ -228,7 +228,7 @@ def _outcomes_file(path: str) -> tuple[Folder, str]:
 
 def _write(experiment: Experiment, page: Page | None, folder: Folder, run_of) -> int:
     from rmt_tpu.analysis.tables import fitted
-    from rmt_tpu.training.plots import save_picture
+    from rmt_tpu.runs.plots import save_picture
 
     folder = folder.child(experiment.name)
     text = page.text if page else ""

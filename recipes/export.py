@@ -22,7 +22,7 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"
 
 def main() -> int:
     from rmt_tpu.hub.folder import export
-    from rmt_tpu.training.workdir import load_step
+    from rmt_tpu.runs.workdir import load_step
 
     with arguments_as_flags():
         found = load_step(_WORKDIR.value, _STEP.value)

@@ -81,7 +81,7 @@ def begun_within(folder: Folder) -> Callable[[str], RunConfig | None]:
     def begun(name: str) -> RunConfig | None:
         if folder.local_path is not None and not folder.local_path.exists():
             return None
-        from rmt_tpu.training import workdir
+        from rmt_tpu.runs import workdir
 
         return workdir.begun_within(folder)
 

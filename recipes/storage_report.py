@@ -269,7 +269,7 @@ def _table(rows: list[Row], gigabytes: float) -> str:
 def _draw(output: Any, rows: list[Row], where: str) -> str:
     from matplotlib.figure import Figure
 
-    from rmt_tpu.training.plots import save_picture
+    from rmt_tpu.runs.plots import save_picture
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     for axes, part in zip(figure.subplots(1, 2, sharey=True), ("save", "restore"), strict=True):

@@ -110,7 +110,7 @@ def _begun(name: str) -> RunConfig | None:
     folder = _folder(name)
     if folder.local_path is not None and not (folder.local_path / "config.json").exists():
         return None
-    from rmt_tpu.training.workdir import begun_from
+    from rmt_tpu.runs.workdir import begun_from
 
     return begun_from(folder)
 

@@ -13,7 +13,7 @@ __version__ = "0.1.0"  # read by setup.py too
 __all__ = ["Decoder", "load", "preset", "presets"]
 
 # Resolved on first use, so that a command that only refuses a flag need not load jax.
-_LAZY = {"Decoder": "rmt_tpu.decoder", "load": "rmt_tpu.training.workdir"}
+_LAZY = {"Decoder": "rmt_tpu.decoder", "load": "rmt_tpu.runs.workdir"}
 
 
 def __getattr__(name: str):

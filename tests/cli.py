@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rmt_tpu.training.metrics import read_metrics, series
+from rmt_tpu.runs.metrics import read_metrics, series
 from tests import programs
 from tests.cli_server import Command
 

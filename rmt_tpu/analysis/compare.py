@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 
 from rmt_tpu import cost as resources
 from rmt_tpu.config import ModelConfig, RunConfig
+from rmt_tpu.runs.metrics import read_metrics, series
+from rmt_tpu.runs.plots import line_style, save_picture
+from rmt_tpu.runs.workdir import read_config
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training.metrics import read_metrics, series
-from rmt_tpu.training.plots import line_style, save_picture
-from rmt_tpu.training.workdir import read_config
 
 # More curves than this in one picture, and they would hide one another.
 _CURVES_IN_ONE = 4

@@ -27,8 +27,8 @@ from rmt_tpu.analysis import depth
 from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
 from rmt_tpu.execution import kernels
+from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.storage import Folder
-from rmt_tpu.training.plots import line_style, save_picture
 from rmt_tpu.training.run import prepare
 
 QUANTITIES = ("read", "written", "residual", "logits")

@@ -9,7 +9,7 @@ from rmt_tpu.analysis.step_cost import PARTS
 from rmt_tpu.analysis.step_report import largest_table
 from rmt_tpu.estimator import MODELS
 from rmt_tpu.estimator.calibration import error_bar
-from rmt_tpu.training.plots import line_style
+from rmt_tpu.runs.plots import line_style
 
 # Of a step's parts, those that a decode step has; as `step_cost` names them, and as they are here.
 _PARTS = {part: part for part in PARTS if part != "optimizer"} | {"loss": "unembedding"}

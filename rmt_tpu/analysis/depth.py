@@ -42,9 +42,9 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import DepthWeights, Stepwise, Store, Unstacked
+from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.loss import Loss, next_token_loss
-from rmt_tpu.training.plots import line_style, save_picture
 
 
 @dataclass(frozen=True)

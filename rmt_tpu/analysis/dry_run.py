@@ -5,10 +5,12 @@ import json
 import sharding
 from rmt_tpu import cost, data
 from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.data.datasets import load_datasets
+from rmt_tpu.runs import workdir
 from rmt_tpu.storage import Folder
-from rmt_tpu.training import depth_rate, room, workdir
+from rmt_tpu.training import depth_rate, room
 from rmt_tpu.training.evaluation import TaskMetrics
-from rmt_tpu.training.run import load_datasets, prepare, resolved
+from rmt_tpu.training.run import prepare, resolved
 from rmt_tpu.training.start import origin_of
 
 
@@ -26,8 +28,8 @@ def dry_run(
       config: of the run.
       name: of its model.
       folder: that it would be in; nothing is written there.
-      change_config: see `training.workdir.open_workdir`.
-      from_step: see `training.workdir.step_to_go_back_to`.
+      change_config: see `runs.workdir.open_workdir`.
+      from_step: see `runs.workdir.step_to_go_back_to`.
 
     Returns:
       JSON of the config, and lines with parameters, FLOPs, memory and tokens.

@@ -11,14 +11,14 @@ import numpy as np
 
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import DivergedError, UsageError, shown
+from rmt_tpu.runs.metrics import read_metrics, series
+from rmt_tpu.runs.plots import line_style, save_picture
+from rmt_tpu.runs.side_files import COMPLETE, DIVERGED
+from rmt_tpu.runs.workdir import is_of, kept, read_config
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.streams import say
-from rmt_tpu.training.metrics import read_metrics, series
-from rmt_tpu.training.plots import line_style, save_picture
 from rmt_tpu.training.run import resolved
-from rmt_tpu.training.side_files import COMPLETE, DIVERGED
 from rmt_tpu.training.trainer import Outcome, train
-from rmt_tpu.training.workdir import is_of, kept, read_config
 
 Point = dict[str, Any]  # values by their paths
 

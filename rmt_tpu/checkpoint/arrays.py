@@ -40,8 +40,7 @@ Index = tuple[tuple[int, int], ...]  # start and stop on each axis: slices have 
 class StoredArray(NamedTuple):
     """What the manifest says about one stored array.
 
-    A typed PRNG key is stored as its uint32 key data, and `prng` names its implementation. `folder`
-    is where it is stored, if it was saved by another name.
+    A typed PRNG key is stored as its uint32 key data, and `prng` names its implementation.
     """
 
     name: str
@@ -50,7 +49,6 @@ class StoredArray(NamedTuple):
     chunk: Sequence[int]
     prng: str | None
     compression: str = "none"
-    folder: str | None = None
 
     def __str__(self) -> str:
         """All that must agree for a restore; how the array is split into chunks need not."""
@@ -98,7 +96,7 @@ def zarr_spec(array: StoredArray, parent: dict[str, Any]) -> dict[str, Any]:
         "driver": "zarr3",
         "kvstore": {
             **parent,
-            "path": f"{parent['path']}{storage.join(array.folder or array.name)}/",
+            "path": f"{parent['path']}{storage.join(array.name)}/",
         },
         "metadata": {
             "shape": array.shape,

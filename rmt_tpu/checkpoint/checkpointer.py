@@ -79,7 +79,6 @@ class Checkpointer:
         retention: Retention = _RETENTION,
         compression: str = "none",
         report: Callable[[str], None] = say,
-        renamed: Callable[[str], str] = str,
     ):
         """Opens `root` without touching it: reading needs no right to write.
 
@@ -92,7 +91,6 @@ class Checkpointer:
             save that takes long, about old steps that could not be deleted, and at the very
             end about an error of the background. Called from any thread; by default prints to
             standard error.
-          renamed: The name that an array has today, by the one that it was saved with.
 
         Raises:
           UsageError: `root` or `compression` cannot be.
@@ -102,7 +100,7 @@ class Checkpointer:
         self.root = storage.open_folder(root) if isinstance(root, str) else root
         self._context = self.root.context()
         self._retention, self._compression = retention, compression
-        self._report, self._renamed = report, renamed
+        self._report = report
         # Which COMMIT, by its generation, this object found to lead to damaged data.
         self._damaged: dict[int, Any] = {}
         self._has_gone_back = False  # whether what a killed `go_back` has left is done
@@ -398,8 +396,7 @@ class Checkpointer:
         attempt = Commit.from_bytes(commit).attempt
         manifest = self._read(f"{step}/{attempt}/manifest.json", MANIFEST_LIMIT)
         arrays, meta = unseal(manifest.data)
-        renamed = (a._replace(name=self._renamed(n), folder=n) for n, a in arrays.items())
-        return _Found(step, attempt, {array.name: array for array in renamed}, meta)
+        return _Found(step, attempt, arrays, meta)
 
     def _check_fit(
         self,

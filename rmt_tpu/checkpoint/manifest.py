@@ -17,7 +17,6 @@ from rmt_tpu.storage import Fault
 # 2: weights number the entries of concatenated data vectors by place, then by vector.
 # 3: arrays may be compressed.
 FORMAT_VERSION = 3
-_READ_VERSIONS = (2, 3)
 
 # Bytes, of which no more are read.
 COMMIT_LIMIT = 4096
@@ -63,7 +62,11 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
         meta = json.loads(json.dumps(meta, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a checkpoint's meta must be JSON: {error}") from None
-    content = {"version": FORMAT_VERSION, "arrays": list(map(_entry, arrays)), "meta": meta}
+    content = {
+        "version": FORMAT_VERSION,
+        "arrays": [array._asdict() for array in arrays],
+        "meta": meta,
+    }
     return json.dumps({"crc32": _checksum(content), "content": content}, indent=1).encode()
 
 
@@ -80,7 +83,7 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
         if sealed["crc32"] != _checksum(content):
             raise Fault("manifest.json is damaged: its checksum does not match")
         version = content["version"]
-        if version not in _READ_VERSIONS:
+        if version != FORMAT_VERSION:
             raise UsageError(
                 f"checkpoint format {version} is not {FORMAT_VERSION}, which is read here"
             )
@@ -91,10 +94,6 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
     if len(named) < len(arrays) or not isinstance(meta, dict):
         raise Fault("manifest.json is damaged: it names an array twice, or has no meta")
     return named, meta
-
-
-def _entry(array: StoredArray) -> dict:
-    return {name: value for name, value in array._asdict().items() if name != "folder"}
 
 
 def _array(entry: dict) -> StoredArray:

@@ -18,9 +18,6 @@ from rmt_tpu.storage import Folder
 # their files are in the way.
 _LEAST_PART, _USUAL_PART, _MOST_PARTS = 2**20, 64 * 2**20, 4096
 
-# Of stores made when inputs had no digests.
-_OLD_SOURCE = 3
-
 
 def usual_part_bytes(total: int) -> int:
     """Of an input of so many bytes."""
@@ -107,8 +104,6 @@ def _different_input(old: Any, new: list[list[Any]]) -> str:
     was, now = next((was, now) for was, now in zip(old, new, strict=True) if was != now)
     if was[:2] != now[:2]:
         return f"the input {was[0]!r} of {was[1]} bytes is now {now[0]!r} of {now[1]}"
-    if len(was) == _OLD_SOURCE:
-        return "it is of an earlier version, which did not know its input well enough to compare it"
     if len(was) == len(now) and was[2] == now[2]:
         return f"{now[0]!r} was written again, if with the same content"
     return f"the content of {now[0]!r} has changed"

@@ -27,7 +27,7 @@ from rmt_tpu.evaluation.documents import Source, Total, rolling
 from rmt_tpu.evaluation.draws import SAMPLED, sampling_of, unknown_of
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Request
 from rmt_tpu.generation import complete
-from rmt_tpu.training.workdir import identity
+from rmt_tpu.runs.workdir import identity
 
 _TOLD = logging.getLogger("rmt_tpu")
 

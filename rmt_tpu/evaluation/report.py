@@ -9,8 +9,8 @@ import numpy as np
 from rmt_tpu.evaluation.evaluate import Result
 from rmt_tpu.evaluation.metrics import Difference, Metric, difference
 from rmt_tpu.evaluation.tasks import TASKS
+from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.storage import Folder
-from rmt_tpu.training.plots import line_style, save_picture
 
 FILE, TABLE, PICTURE = "evaluation.json", "evaluation.md", "plots/evaluation.png"
 

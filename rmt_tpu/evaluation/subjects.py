@@ -8,14 +8,14 @@ from flax import nnx
 
 import rmt_tpu
 from rmt_tpu.data import Tokenizer
+from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.evaluation.evaluate import Subject
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Scorer, fingerprint
 from rmt_tpu.evaluation.scores import TokenScores
 from rmt_tpu.generation import cast_once
+from rmt_tpu.runs.workdir import load_step, read_config
 from rmt_tpu.storage import Location, open_folder
-from rmt_tpu.training.run import load_datasets
-from rmt_tpu.training.workdir import load_step, read_config
 
 UNTRAINED, UNIGRAM = "untrained", "unigram"
 _COUNTED = 2**24  # tokens of the training text

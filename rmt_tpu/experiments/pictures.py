@@ -7,7 +7,7 @@ import numpy as np
 
 from rmt_tpu.experiments.outcomes import Outcome, by_system, differences, estimate, fit
 from rmt_tpu.experiments.plan import Plan
-from rmt_tpu.training.plots import line_style
+from rmt_tpu.runs.plots import line_style
 
 
 def draw(plan: Plan, outcomes: Sequence[Outcome]):

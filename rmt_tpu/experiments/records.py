@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from rmt_tpu.analysis import sweep
 from rmt_tpu.config import RunConfig, overrides, resume_rule
 from rmt_tpu.errors import RunError
+from rmt_tpu.runs.environment import describe
+from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.storage import Fault, Folder
 from rmt_tpu.training import depth_rate
-from rmt_tpu.training.environment import describe
-from rmt_tpu.training.metrics import read_metrics, series
 from rmt_tpu.training.run import resolved
 
 # What a resumed run may change freely, and yet says how much text its loss is of.

@@ -16,8 +16,8 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.experiments import results
 from rmt_tpu.experiments.plan import Arm, Plan, Point, before_growth
 from rmt_tpu.experiments.records import Record, Records, of_folder
+from rmt_tpu.runs.side_files import DIVERGED
 from rmt_tpu.storage import Folder
-from rmt_tpu.training.side_files import DIVERGED
 from rmt_tpu.training.trainer import Outcome
 
 

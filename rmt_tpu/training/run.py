@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -282,54 +281,3 @@ def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> 
     )
     of_copies = {path: x for path, x in named(params) if path in state.copies}
     return TrainState(params, optimizer, *[replicated] * 4, of_copies)
-
-
-class Datasets(NamedTuple):
-    """Windows to train on, and windows held out."""
-
-    train: data.Windows
-    held_out: data.Windows
-
-
-def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
-    """The run's text, read, split, tokenised and packed; or the token store that it names.
-
-    A store has its own held-out part, and `data.eval_fraction` is not looked at.
-
-    Raises:
-      UsageError: a file is missing or unreadable, the text is shorter than a window, the tokenizer
-        has more tokens than the model; or the store is not complete, or of another tokenizer.
-      RunError: the store's manifest is damaged.
-    """
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise UsageError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the {tokenizer.vocab_size}"
-            f" tokens of --tokenizer={config.data.tokenizer}; legal: {tokenizer.vocab_size} or more"
-        )
-    seed = config.train.seed
-    if data.is_store(config.data.source):
-        store = data.open_store(config.data.source)
-        store.check_tokenizer(tokenizer)
-        train, held_out = store.train, store.held_out
-    else:
-        documents = data.documents(config.data.source)
-        parts = data.split(
-            documents,
-            eval_fraction=config.data.eval_fraction,
-            seed=seed,
-            source=config.data.source,
-        )
-        train, held_out = (data.pack(part, tokenizer) for part in parts)
-
-    def windows(tokens: np.ndarray | data.Stream, shuffle: bool) -> data.Windows:
-        return data.Windows(
-            tokens,
-            seq_len=config.data.seq_len,
-            batch_size=config.train.batch_size,
-            bos=tokenizer.bos,
-            seed=seed,
-            shuffle=shuffle,
-            source=config.data.source,
-        )
-
-    return Datasets(windows(train, shuffle=True), windows(held_out, shuffle=False))

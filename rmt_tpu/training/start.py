@@ -10,10 +10,10 @@ from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import RunConfig
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError, of_flag
+from rmt_tpu.runs import workdir
+from rmt_tpu.runs.growth import restore_grown
+from rmt_tpu.runs.origin import Copied, Origin
 from rmt_tpu.storage import Folder
-from rmt_tpu.training import workdir
-from rmt_tpu.training.growth import restore_grown
-from rmt_tpu.training.origin import Copied, Origin
 from rmt_tpu.training.run import Run
 from rmt_tpu.training.step import TrainState
 
@@ -70,7 +70,7 @@ def restore_or_init(
             return start._replace(branch=None, is_saved=False)
         state = run.jitted_init()()
         if origin is not None:
-            params = origin.taken(run, state.params, say)
+            params = origin.taken(state.params, run.state_shardings.params, say)
             state = run.with_copies(state._replace(params=params))
         return Start(state, 0, 0)
     if processes.is_first():

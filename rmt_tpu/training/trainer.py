@@ -14,25 +14,18 @@ import sharding
 from rmt_tpu import data, memory
 from rmt_tpu.checkpoint import Checkpointer, Retention, Saved
 from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.data.datasets import Datasets, load_datasets
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import DivergedError, RunError, UsageError
 from rmt_tpu.residual import fixed_point
+from rmt_tpu.runs import lease, text_ends, workdir
+from rmt_tpu.runs.side_files import DIVERGED, SideFiles, set_aside, wants_board
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import (
-    depth_rate,
-    kernel_blocks,
-    kernel_checks,
-    lease,
-    room,
-    signals,
-    text_ends,
-    workdir,
-)
+from rmt_tpu.training import depth_rate, kernel_blocks, kernel_checks, room, signals
 from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows, sample_text
 from rmt_tpu.training.global_arrays import put_batch
 from rmt_tpu.training.progress import TrainingProgress
-from rmt_tpu.training.run import Datasets, Run, load_datasets, prepare, resolved
-from rmt_tpu.training.side_files import DIVERGED, SideFiles, set_aside, wants_board
+from rmt_tpu.training.run import Run, prepare, resolved
 from rmt_tpu.training.start import Start, go_back, meta_of, origin_of, restore_or_init
 from rmt_tpu.training.throughput import Throughput
 

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from rmt_tpu.training.metrics import read_metrics
+from rmt_tpu.runs.metrics import read_metrics
 from tests import cli
 
 STEPS = f"--steps={cli.STEPS}"

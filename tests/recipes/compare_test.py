@@ -16,7 +16,7 @@ from rmt_tpu.analysis.compare import (
 )
 from rmt_tpu.config import MatrixStore, MhcLite, overrides
 from rmt_tpu.config.presets import presets, run
-from rmt_tpu.training.metrics import read_metrics, series
+from rmt_tpu.runs.metrics import read_metrics, series
 from tests import cli
 
 pytestmark = pytest.mark.xdist_group("recipes")

@@ -12,7 +12,7 @@ import pytest
 from rmt_tpu.distributed import processes, roll_call
 from rmt_tpu.distributed.roll_call import Member
 from rmt_tpu.errors import RunError, UsageError
-from rmt_tpu.training.metrics import read_metrics
+from rmt_tpu.runs.metrics import read_metrics
 from tests import cli
 
 STEPS = 8
@@ -191,7 +191,7 @@ def test_two_processes_go_back_to_an_older_checkpoint(mesh, two, tmp_path):
 def test_processes_that_differ_end_in_one_line_each(flag, reason, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     flags = (*TRAIN, LARGE[0], f"--workdir={tmp_path}/run")
-    impatient = "import rmt_tpu.training.workdir as w; w._SHARED_SECONDS = 0.1; "
+    impatient = "import rmt_tpu.runs.workdir as w; w._SHARED_SECONDS = 0.1; "
     change = f"{impatient}sys.argv.append({flag.format(folder=tmp_path)!r})"
     ends = cli.launch(2, *flags, first=("", change))
     (first, _, told), (second, _, own) = ends

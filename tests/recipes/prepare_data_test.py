@@ -14,8 +14,8 @@ import pytest
 
 from rmt_tpu.data import ByteTokenizer, documents, open_store, pack
 from rmt_tpu.data.token_store import read_sealed, seal
+from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training.metrics import read_metrics
 from tests import cli
 
 pytestmark = pytest.mark.xdist_group("recipes")

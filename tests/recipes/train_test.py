@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from rmt_tpu.training.metrics import read_metrics, series
+from rmt_tpu.runs.metrics import read_metrics, series
 from tests import cli
 
 ROW = {

@@ -9,9 +9,9 @@ from rmt_tpu.analysis import sweep
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.errors import DivergedError, UsageError
+from rmt_tpu.runs import workdir
+from rmt_tpu.runs.side_files import SideFiles
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training import workdir
-from rmt_tpu.training.side_files import SideFiles
 
 RATE = "train.optimizer.learning_rate"
 

@@ -186,16 +186,3 @@ def test_what_another_version_left_unfinished_is_written_over(path, tmp_path, mo
     make(path, tmp_path / "store")
     make(path, tmp_path / "fresh")
     assert files(tmp_path / "store") == files(tmp_path / "fresh")
-
-
-def test_a_store_of_an_earlier_version_says_so(path, tmp_path):
-    """Its plan has a checksum of the first 64 KiB in place of all of it."""
-    from rmt_tpu.data.token_store import read_sealed, seal
-    from rmt_tpu.storage import open_folder
-
-    make(path, tmp_path / "store")
-    content = read_sealed(open_folder(tmp_path / "store"), MANIFEST)
-    content["plan"]["sources"][0].append(123)
-    del content["inputs"]
-    (tmp_path / "store" / MANIFEST).write_bytes(seal(content))
-    assert "it is of an earlier version" in refusal(UsageError, path, tmp_path / "store")

@@ -21,9 +21,9 @@ from rmt_tpu.experiments import (
 )
 from rmt_tpu.experiments.outcomes import Outcome
 from rmt_tpu.experiments.plan import Arm
+from rmt_tpu.runs.plots import save_picture
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.training import depth_rate
-from rmt_tpu.training.plots import save_picture
 
 SEEDS = (0, 1, 2)
 TEXTS = (0.1, -0.05, 0.02)  # what a seed's held-out text adds to every loss

@@ -23,8 +23,8 @@ from rmt_tpu.hub import weights
 from rmt_tpu.hub.folder import export
 from rmt_tpu.hub.models import Description, describe, is_hub, model_of, values_of
 from rmt_tpu.hub.tokens import tokenizer_of
+from rmt_tpu.runs.workdir import identity, load_step
 from rmt_tpu.training import trainer
-from rmt_tpu.training.workdir import identity, load_step
 from tests import cli, models
 from tests.tiers import later
 

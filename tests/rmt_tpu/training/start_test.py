@@ -14,9 +14,9 @@ from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
+from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training import trainer
-from rmt_tpu.training.metrics import read_metrics
 from rmt_tpu.training.start import origin_of
 from tests import models
 

@@ -10,8 +10,8 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation import subjects
 from rmt_tpu.evaluation.documents import find_tasks, read_task
 from rmt_tpu.evaluation.evaluate import evaluate
+from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.training import trainer
-from rmt_tpu.training.metrics import read_metrics
 
 PIPELINE = "stage=2,data=2,tensor=2"
 TEXT = "the quick brown fox jumps over the lazy dog.\n" * 40

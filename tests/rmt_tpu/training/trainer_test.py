@@ -15,10 +15,11 @@ from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.errors import DivergedError, RunError, UsageError
+from rmt_tpu.runs import side_files, workdir
+from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.storage.local import LocalFolder
-from rmt_tpu.training import side_files, trainer, workdir
-from rmt_tpu.training.metrics import read_metrics
+from rmt_tpu.training import trainer
 
 TEXT = "the quick brown fox jumps over the lazy dog.\n" * 40
 

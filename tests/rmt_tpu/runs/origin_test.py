@@ -15,9 +15,10 @@ from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
+from rmt_tpu.runs import text_ends, workdir
+from rmt_tpu.runs.origin import Origin
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training import text_ends, trainer, workdir
-from rmt_tpu.training.origin import Origin
+from rmt_tpu.training import trainer
 from rmt_tpu.training.run import prepare
 from tests import models
 
@@ -39,7 +40,7 @@ def hub(config, tmp_path):
 def taken(config, location, said):
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     drawn = run.jitted_init()().params
-    found = Origin(location, config.model).taken(run, drawn, said.append)
+    found = Origin(location, config.model).taken(drawn, run.state_shardings.params, said.append)
     return [traverse_util.flatten_dict(jax.tree.map(np.asarray, tree)) for tree in (drawn, found)]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from absl import logging
 
+from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training.metrics import read_metrics, series
 
 
 def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warning) -> str:

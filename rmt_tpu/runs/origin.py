@@ -17,9 +17,8 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.models import describe, is_hub
+from rmt_tpu.runs.workdir import check_saved_with, open_checkpoints, read_config
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training.run import Run
-from rmt_tpu.training.workdir import check_saved_with, open_checkpoints, read_config
 
 Path = tuple[Any, ...]
 _KEY_DIM = "model.store.key_dim"
@@ -69,15 +68,15 @@ class Origin:
             return describe(self._folder.local_path).model
         return read_config(self._folder).model
 
-    def taken(self, run: Run, params: Any, say: Callable[[str], None]) -> Any:
-        """`params` of a run with what is shared in place of what was drawn.
+    def taken(self, params: Any, shardings: Any, say: Callable[[str], None]) -> Any:
+        """Replace what is shared of `params`, which were drawn, by what is there.
 
         Each device reads its part.
 
         Raises:
           RunError: a file or checkpoint is damaged.
         """
-        placed = traverse_util.flatten_dict(run.state_shardings.params)
+        placed = traverse_util.flatten_dict(shardings)
         flat = traverse_util.flatten_dict(params)
         like = {
             path: jax.ShapeDtypeStruct(flat[path].shape, flat[path].dtype, sharding=placed[path])

@@ -14,7 +14,7 @@ from rmt_tpu import preset
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.parameters import metadata
-from rmt_tpu.training.growth import KEYED, grow, restore_grown, turn
+from rmt_tpu.runs.growth import KEYED, grow, restore_grown, turn
 from rmt_tpu.training.run import prepare
 from tests import models
 from tests.models import random_parameters

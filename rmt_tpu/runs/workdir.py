@@ -6,7 +6,6 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rmt_tpu import memory
@@ -20,8 +19,8 @@ from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.roll_call import listed
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, of_argument, of_flag
 from rmt_tpu.hub.models import describe, is_hub
+from rmt_tpu.runs import text_ends
 from rmt_tpu.storage import Folder, Location, open_folder
-from rmt_tpu.training import depth_rate, text_ends
 
 CONFIG = "config.json"
 CHANGES = "config_changes.jsonl"
@@ -29,14 +28,6 @@ CHECKPOINTS = "checkpoints"
 
 # A network file system may show a new file late.
 _SHARED_SECONDS = 10.0
-
-
-# How the parameters of models were named that had one stack, of attention and feed-forward layers.
-_RENAMED = {
-    "layers/attention_site": "stacks/0/0/site",
-    "layers/feed_forward_site": "stacks/0/1/site",
-    "layers/feed_forward": "stacks/0/1/core",
-}
 
 
 class Opened(NamedTuple):
@@ -52,16 +43,8 @@ class Opened(NamedTuple):
 
 
 def open_checkpoints(folder: Folder, **options: Any) -> Checkpointer:
-    """Those of a run, with any `options` of `Checkpointer`; also of a run by older code."""
-    return Checkpointer(folder.child(CHECKPOINTS), renamed=_renamed, **options)
-
-
-def _renamed(name: str) -> str:
-    for old, new in _RENAMED.items():
-        before, found, after = f"/{name}".partition(f"/{old}/")
-        if found:
-            return f"{before}/{new}/{after}".removeprefix("/")
-    return name
+    """Open the checkpoints of a run, with any `options` of `Checkpointer`."""
+    return Checkpointer(folder.child(CHECKPOINTS), **options)
 
 
 def open_workdir(
@@ -264,7 +247,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     from rmt_tpu.decoder import Decoder
     from rmt_tpu.generation.placement import parameter_shardings
     from rmt_tpu.residual.fixed_point import in_floats
-    from rmt_tpu.training.growth import restore_grown
+    from rmt_tpu.runs.growth import restore_grown
 
     kernel_tables.use_storage()
     with of_argument("workdir"):
@@ -353,13 +336,9 @@ def _parsed(folder: Folder, content: bytes) -> RunConfig:
             "and give the run's own flags again"
         ) from None
     try:
-        config = overrides.from_json(RunConfig, values)
+        return overrides.from_json(RunConfig, values)
     except UsageError as error:
         raise UsageError(f"{folder}: {error}") from None
-    if depth_rate.factors(config) and "depth_rate" not in values.get("train", {}):
-        # Written before there was one: it goes on at the common rate.
-        return replace(config, train=replace(config.train, depth_rate=1.0))
-    return config
 
 
 def is_of(folder: Folder, config: RunConfig) -> bool:
@@ -426,7 +405,7 @@ def check_saved_with(
 ) -> None:
     """Whether a checkpoint is of the run that `config.json` says; they lie side by side only.
 
-    What may differ when a run goes on may differ here. Checkpoints of older code do not say it.
+    What may differ when a run goes on may differ here.
 
     Args:
       folder: of the run.
@@ -438,10 +417,8 @@ def check_saved_with(
     Raises:
       UsageError: it is of another run; the message begins with the folder.
     """
-    if (saved := meta.get("config")) is None:
-        return
     try:
-        old = overrides.to_json(overrides.from_json(RunConfig, saved))
+        old = overrides.to_json(overrides.from_json(RunConfig, meta["config"]))
     except UsageError as error:
         raise UsageError(f"{folder}: the config in checkpoint {step}: {error}") from None
     lines = differences(old, overrides.to_json(config))

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from rmt_tpu.errors import UsageError
+from rmt_tpu.runs import lease
 from rmt_tpu.storage import open_folder
 from rmt_tpu.storage.local import LocalFolder
-from rmt_tpu.training import lease
 
 HERE = socket.gethostname()
 

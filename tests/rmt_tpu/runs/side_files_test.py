@@ -5,9 +5,9 @@ import json
 import pytest
 
 from rmt_tpu.errors import DivergedError, UsageError
+from rmt_tpu.runs import tensorboard
+from rmt_tpu.runs.side_files import SideFiles, set_aside, wants_board
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training import tensorboard
-from rmt_tpu.training.side_files import SideFiles, set_aside, wants_board
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import jax
 
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import DivergedError, UsageError, one_line
+from rmt_tpu.runs import tensorboard
+from rmt_tpu.runs.environment import describe
+from rmt_tpu.runs.metrics import FILE, MetricsWriter
+from rmt_tpu.runs.plots import plot_loss
 from rmt_tpu.storage import Folder
-from rmt_tpu.training import tensorboard
-from rmt_tpu.training.environment import describe
-from rmt_tpu.training.metrics import FILE, MetricsWriter
-from rmt_tpu.training.plots import plot_loss
 
 SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
 DIVERGED = "diverged.txt"  # why the run has no loss

@@ -8,9 +8,9 @@ import numpy as np
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
-from rmt_tpu.training import plots, tensorboard
-from rmt_tpu.training.metrics import MetricsWriter
-from rmt_tpu.training.plots import plot_loss, read_metrics, series
+from rmt_tpu.runs import plots, tensorboard
+from rmt_tpu.runs.metrics import MetricsWriter
+from rmt_tpu.runs.plots import plot_loss, read_metrics, series
 
 
 def write(folder, first_step, rows):

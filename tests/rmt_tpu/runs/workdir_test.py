@@ -9,8 +9,8 @@ from rmt_tpu.config import RunConfig, overrides, resume_rule
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError
+from rmt_tpu.runs import workdir
 from rmt_tpu.storage import open_folder
-from rmt_tpu.training import workdir
 from rmt_tpu.training.run import resolved
 
 CONFIG = preset_run("rmt-tiny")
@@ -69,7 +69,6 @@ def test_a_config_beside_the_checkpoints_of_another_run_is_seen(folder):
     check(CONFIG)
     check(changed(model__store__key_dim=64, train__mesh="data=2", train__optimizer__b1=0.5))
     other = changed(train__seed=1)
-    check(other, {})  # of older code
     check(other, within="model.")
     with pytest.raises(
         UsageError,
@@ -83,19 +82,15 @@ def test_a_config_beside_the_checkpoints_of_another_run_is_seen(folder):
         check(CONFIG, {"config": {"model": 3}})
 
 
-@pytest.mark.parametrize(("written", "goes_on"), [("before", 1.0), (None, None), (0.3, 0.3)])
-def test_a_run_over_depth_goes_on_at_its_own_rate(tmp_path, written, goes_on):
-    """One that began before there was `depth_rate` had the common rate; None is by the rule."""
+@pytest.mark.parametrize("rate", [None, 0.3])
+def test_a_run_over_depth_goes_on_at_its_own_rate(tmp_path, rate):
+    """None is the rate by the rule."""
     config = preset_run("attnres-tiny")
-    values = overrides.to_json(config)
-    values["train"]["depth_rate"] = written
-    if written == "before":
-        del values["train"]["depth_rate"]
     folder = open_folder(tmp_path)
-    folder.write("config.json", json.dumps(values).encode())
+    workdir.write_config(folder, overrides.apply(config, {"train.depth_rate": rate}))
     commit(folder)
     found = resolved(config, workdir.kept(folder))
-    assert found.train.depth_rate == goes_on == workdir.read_config(folder).train.depth_rate
+    assert found.train.depth_rate == rate == workdir.read_config(folder).train.depth_rate
     other = overrides.apply(config, {"train.depth_rate": 0.5})
     assert resolved(other, workdir.kept(folder)).train.depth_rate == 0.5
     with pytest.raises(UsageError, match="train.depth_rate is .* there, 0.5 here"):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 from absl import logging
 
+from rmt_tpu.runs import tensorboard
 from rmt_tpu.storage import Fault, Folder, Location, open_folder
-from rmt_tpu.training import tensorboard
 
 Row = dict[str, int | float | None]
 

@@ -1,0 +1,1 @@
+"""What a run leaves in its folder: config, checkpoints, metrics, pictures, notes."""
