@@ -150,14 +150,12 @@ class Implementations:
         None`, and where it is not taken by default `wins(op, *args)`, whether a table says that it
         is faster.
       by_default: platforms whose kernels are shown to be faster, and so taken unasked.
-      elsewhere: implementations that the op serves by itself; here only to be named.
       name: of the ops together, for `taking_plain`.
     """
 
     portable: Any
     kernels: Mapping[str, Any]
     by_default: tuple[Platform, ...]
-    elsewhere: tuple[str, ...] = ()
     name: str = ""
 
     @property
@@ -186,7 +184,7 @@ class Implementations:
         if implementation not in (None, *self.names):
             raise UnsupportedImplementation(
                 f"implementation={implementation!r} is unknown; legal: "
-                f"{', '.join((*self.names, *self.elsewhere))}, or None to choose"
+                f"{', '.join(self.names)}, or None to choose"
             )
         platforms = (
             self._unasked(op, args) if implementation is None else self.names[implementation]

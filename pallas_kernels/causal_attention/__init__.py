@@ -4,9 +4,8 @@ Implementations: "xla" (plain JAX, anywhere; by an online softmax where all logi
 memory: see `plain`), "mosaic_tpu" (TPU kernels for any length, which take
 ALiBi without a bias in memory; the one for short sequences reads and writes the key-vector kernels'
 layout in place), "cudnn" (the library's kernels, on GPUs, in bfloat16 or float16; ALiBi and
-segments are more entries of queries and keys), "pallas" (these where the program is lowered for a
-TPU or a GPU, plain JAX elsewhere) and, of `causal_attention` alone, "splash" (JAX's kernels for
-TPUs, with transposes around them). None is "pallas".
+segments are more entries of queries and keys) and "pallas" (these where the program is lowered for
+a TPU or a GPU, plain JAX elsewhere). None is "pallas".
 
 `causal_attention` has a gradient of qkv in reverse mode, once; twice with "xla" alone, forward mode
 never: a TypeError says so.
@@ -23,12 +22,7 @@ from pallas_kernels.arguments import Slot, check_array, check_tokens, placed, ta
 from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, plain
 from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows, Scale
-from pallas_kernels.platform import (
-    Implementations,
-    UnsupportedImplementation,
-    only_on,
-    reverse_mode,
-)
+from pallas_kernels.platform import Implementations, reverse_mode
 
 __all__ = [
     "attention_after",
@@ -39,7 +33,7 @@ __all__ = [
     "merged",
 ]
 
-Implementation = Literal["xla", "mosaic_tpu", "pallas", "splash", "cudnn"]
+Implementation = Literal["xla", "mosaic_tpu", "pallas", "cudnn"]
 
 
 @reverse_mode
@@ -83,14 +77,7 @@ def causal_attention(
       TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
-    if over is not None and implementation in _IMPLEMENTATIONS.elsewhere:
-        raise UnsupportedImplementation(
-            f"implementation={implementation!r} has no part of a sequence that is divided over "
-            f"{over}; use 'xla', 'mosaic_tpu', 'cudnn', 'pallas' or None"
-        )
     given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv)
-    if implementation == "splash":
-        return _by_splash(given, kv_heads)
     return _attention(_Call(rows, implementation, kv_heads, over), given)
 
 
@@ -307,8 +294,7 @@ _IMPLEMENTATIONS = Implementations(
     plain,
     {"mosaic_tpu": mosaic_tpu, "cudnn": cudnn},
     ("tpu", "cuda"),
-    ("splash",),
-    "causal_attention",
+    name="causal_attention",
 )
 
 
@@ -345,16 +331,3 @@ _whole_forward = functools.partial(_whole, "attention_forward")
 _whole_backward = functools.partial(_whole, "attention_backward")
 _part_forward = functools.partial(_part, "part_forward")
 _part_backward = functools.partial(_part, "part_backward")
-
-
-def _by_splash(given: Attention, kv_heads: int):
-    """JAX's kernels, with their own gradient."""
-    from pallas_kernels.causal_attention import splash  # takes long to import
-
-    if (why := splash.unsupported(given.qkv)) is not None:
-        raise UnsupportedImplementation(
-            f"implementation='splash' cannot serve this call: {why}; use 'xla' or None"
-        )
-    scale = only_on("tpu", "splash", jax.lax.stop_gradient(given.scale))
-    slopes = None if given.slopes is None else jax.lax.stop_gradient(given.slopes)
-    return splash.causal_attention(given._replace(scale=scale, slopes=slopes), kv_heads=kv_heads)

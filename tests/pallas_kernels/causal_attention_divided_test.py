@@ -12,7 +12,6 @@ from jax.sharding import Mesh, PartitionSpec
 from pallas_kernels import causal_attention
 from pallas_kernels.causal_attention import cudnn, mosaic_tpu, reference
 from pallas_kernels.causal_attention.interface import Attended, Part
-from pallas_kernels.platform import UnsupportedImplementation
 from tests.closeness import assert_close
 from tests.tiers import later
 
@@ -87,9 +86,6 @@ def test_values_of_a_size_of_their_own_go_round():
 def test_what_a_ring_cannot_have_is_told():
     with pytest.raises(ValueError, match="over sequence has 3 tokens on a device; legal: even"):
         jax.eval_shape(divided(2, scale=1.0), jnp.ones((1, 6, 3, 8)), jnp.zeros((1, 6), jnp.int32))
-    op = divided(2, scale=1.0, implementation="splash")
-    with pytest.raises(UnsupportedImplementation, match="'splash' has no part .* 'mosaic_tpu'"):
-        jax.eval_shape(op, jnp.ones((1, 8, 3, 8)), jnp.zeros((1, 8), jnp.int32))
     part = jnp.ones((1, 100, 2, 8))
     assert "100 queries" in mosaic_tpu.unsupported("x", Part(part, part, 1.0, 0, None, None))
 

@@ -18,7 +18,6 @@ from pallas_kernels.causal_attention import (
     mosaic_tpu_blocks,
     mosaic_tpu_whole,
     reference,
-    splash,
 )
 from pallas_kernels.causal_attention.block_sizes import Blocks, Cut, default_blocks
 from pallas_kernels.causal_attention.interface import Attended, Attention
@@ -198,24 +197,6 @@ class TestSizeMajorRows(Battery):
         super().test_equals_numpy(case)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_splash_equals_numpy(dtype):
-    given = {"alibi": True, "segments": True, "kv_heads": 2}
-    qkv, d_out, options = arguments(1, 256, 4, 16, dtype, **given)
-
-    @jax.jit
-    def both(qkv, d_out, options):
-        given = lambda qkv: Attention(qkv, **options)
-        run = lambda qkv: splash.causal_attention(given(qkv), kv_heads=2, interpret=True)
-        out, pullback = jax.vjp(run, qkv)
-        return out, pullback(d_out)[0]
-
-    got = both(qkv, d_out, options)
-    # With ALiBi logits are as large as slope times position: 2^-24 of 128.
-    tolerance = {"float32": 1e-5, "bfloat16": TOLERANCE["bfloat16"]}[dtype]
-    assert_close(got, numpy_attention(qkv, d_out, **options, kv_heads=2)[::2], tolerance)
-
-
 def by_op(given, d_out, kv_heads):
     shared = {"scale": given.scale, "segment_ids": given.segment_ids}
     op = lambda qkv, kv: causal_attention(qkv, kv=kv, **shared)
@@ -229,14 +210,6 @@ def by_module(module, given, d_out, kv_heads, **options):
     return out, sums, *module.attention_backward(given, Attended(out, sums, d_out), **options)
 
 
-def by_jax(given, d_out, kv_heads):
-    run = lambda qkv, kv: splash.causal_attention(
-        given._replace(qkv=qkv, kv=kv), kv_heads=kv_heads, interpret=True
-    )
-    out, pullback = jax.vjp(run, given.qkv, given.kv)
-    return out, None, *pullback(d_out)
-
-
 @pytest.mark.parametrize(
     "run, dtype, more, tolerance",
     [
@@ -248,10 +221,9 @@ def by_jax(given, d_out, kv_heads):
                 *("bfloat16", {"alibi": True}, TOLERANCE["bfloat16"]),
             ),
             (functools.partial(by_module, cudnn), "bfloat16", {}, TOLERANCE["bfloat16"]),
-            (by_jax, "float32", {}, 1e-5),
         ),
     ],
-    ids=["xla", "mosaic_tpu", "mosaic_tpu-blocks", "cudnn", "splash"],
+    ids=["xla", "mosaic_tpu", "mosaic_tpu-blocks", "cudnn"],
 )
 def test_values_of_a_size_of_their_own(run, dtype, more, tolerance):
     """Keys and values apart; as with values that have zeros up to the size of keys."""
@@ -364,22 +336,6 @@ def test_kernels_over_blocks_compile_for_tpu(target, length, heads, kv_heads, si
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * np.prod(shape) * 2
 
 
-@pytest.mark.compile
-def test_splash_compiles_for_tpu():
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    qkv = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16, sharding=device)
-    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=device)
-
-    def loss(qkv, ids):
-        options = {"scale": 0.1, "slopes": jnp.full(4, 0.1), "kv_heads": 2}
-        out = causal_attention(qkv, segment_ids=ids, implementation="splash", **options)
-        return jnp.sum(out.astype(jnp.float32))
-
-    compiled = jax.jit(jax.grad(loss)).lower(qkv, ids).compile()
-    assert compiled.as_text().count("tpu_custom_call") == 3
-
-
 @pytest.mark.parametrize(
     "kind, op, heads, size, tokens, blocks",
     [
@@ -428,12 +384,6 @@ def test_what_no_kernel_serves_falls_back_or_is_refused():
     with pytest.warns(UserWarning, match="no cuda kernel .* plain XLA instead: .* of float32"):
         wide = jax.ShapeDtypeStruct(odd.shape, jnp.float32)
         ask(wide).lower(lowering_platforms=("cuda",))
-    with pytest.raises(UnsupportedImplementation, match="'splash' cannot .* 100 tokens"):
-        ask(short, implementation="splash")
-    with jax.enable_x64(True), pytest.raises(UnsupportedImplementation, match="jax_enable_x64"):
-        ask(odd, implementation="splash")
-    with pytest.raises(UnsupportedImplementation, match="'splash' is for tpu, and this is .* cpu"):
-        ask(odd, implementation="splash").lower(lowering_platforms=("cpu",))
 
 
 @pytest.mark.parametrize(
