@@ -3,22 +3,16 @@
     with gcs_server.running("bucket") as server:
         os.environ |= server.environment()
 
-or, as a program, until it is interrupted:
-
-    python -m tests.gcs_server --bucket=bucket
-
 It is the package `gcp-storage-emulator` (pinned exactly, for its handlers are no public interface)
-with what that lacks. The package's: uploads (media, multipart, resumable), metadata, copies, the
-buckets. From here: the transport, which requests exist, conditions on generations, downloads
-(ranges, generations), lists (offsets, pages), batches, the limits of compose, errors, and faults on
-demand. Everything is kept in memory. There are no permissions: a test says what is forbidden.
+with what that lacks. The package's: uploads (media, multipart, resumable), metadata, the buckets.
+From here: the transport, which requests exist, conditions on generations, downloads (ranges,
+generations), lists (offsets, pages), the limits of compose, errors, and faults on demand.
+Everything is kept in memory. There are no permissions: a test says what is forbidden.
 """
 
-import argparse
 import base64
 import bisect
 import contextlib
-import email.parser
 import io
 import json
 import logging
@@ -34,9 +28,9 @@ from gcp_storage_emulator.handlers import buckets, objects
 from gcp_storage_emulator.server import HANDLERS, Request, Response
 
 from tests.gcs_objects import Storage
-from tests.gcs_transport import Answer, HttpServer, phrase
+from tests.gcs_transport import Answer, HttpServer
 
-_APIS = ("^/storage/v1", "^/upload/storage/v1", "^/download/storage/v1", "^/batch/storage/v1")
+_APIS = ("^/storage/v1", "^/upload/storage/v1", "^/download/storage/v1")
 # The package has more: aliases for other clients, and requests that wipe everything.
 _ROUTES = tuple(
     (re.compile(pattern), methods)
@@ -46,7 +40,6 @@ _ROUTES = tuple(
 
 _LARGEST_PAGE = 1000  # entries of a list
 _MOST_SOURCES = 32  # of one compose
-_LARGEST_BATCH = 100  # requests
 
 for _name in ("gcp_storage_emulator", "api.object", "api.bucket"):
     _logger = logging.getLogger(_name)
@@ -83,17 +76,6 @@ def fault(outcome: Outcome, *, method: str = "", url: str = "", times: int | Non
             if left is not None:
                 left -= 1
             return outcome
-
-    return happens
-
-
-def delay(seconds: int | float, *, method: str = "", url: str = "") -> Fault:
-    """A fault that only makes the requests that match slower."""
-
-    def happens(request_method: str, request_url: str) -> Outcome:
-        if method in ("", request_method) and re.search(url, request_url):
-            time.sleep(seconds)
-        return None
 
     return happens
 
@@ -175,8 +157,6 @@ class Server:
         try:
             if request.query.get("uploadType") == ["media"]:
                 request._data = body  # whatever its type says
-            elif request.path.startswith("/batch/"):
-                request._data = None
             data = request.data
         except (ValueError, LookupError, TypeError, AttributeError):
             return _error(400, "Parse Error")
@@ -190,11 +170,8 @@ class Server:
             return None
         if isinstance(outcome, tuple):
             return _error(*outcome)
-        if request.path.startswith("/batch/"):
-            answer = self._batch(headers, body)
-        else:
-            with self._lock:
-                answer = self._route(request)
+        with self._lock:
+            answer = self._route(request)
         return None if outcome == LOST_ANSWER else answer
 
     def _route(self, request: Request) -> Answer:
@@ -214,14 +191,6 @@ class Server:
             return self._upload(request, handler, bucket)
         if handler is objects.ls:
             return self._list(request, bucket)
-        if handler in (objects.copy, objects.rewrite):
-            target = request.params["dest_bucket_name"], request.params["dest_object_id"]
-            source = self._storage.resource(bucket, name)
-            return (
-                _refusal(request, source, of="Source")
-                or _refusal(request, self._storage.resource(*target))
-                or self._handled(request, handler)
-            )
         if name is None:  # of a bucket
             return self._handled(request, handler)
 
@@ -327,28 +296,6 @@ class Server:
                 place += 1
         return _json(page)
 
-    def _batch(self, headers: Message, body: bytes) -> Answer:
-        parse = email.parser.BytesParser().parsebytes
-        kind = headers.get("Content-Type", "").encode()
-        parts = parse(b"Content-Type: " + kind + b"\r\n\r\n" + body).get_payload()
-        if not isinstance(parts, list) or len(parts) > _LARGEST_BATCH:
-            return _error(400, f"A batch has 1 to {_LARGEST_BATCH} requests.")
-        whole = b""
-        for part in parts:
-            line, _, rest = part.get_payload(decode=True).lstrip().partition(b"\n")
-            method, url, *_ = line.decode().split()
-            content = rest.replace(b"\r\n", b"\n").partition(b"\n\n")[2]
-            url = re.sub(r"^https?://[^/]*", "", url)
-            answer = self.answer(method, url, parse(rest, headersonly=True), content)
-            if answer is None:
-                return None
-            head = f"HTTP/1.1 {answer.status} {phrase(answer.status)}\r\n"
-            head += "".join(f"{k}: {v}\r\n" for k, v in answer.headers.items())
-            whole += b"--answer\r\nContent-Type: application/http\r\n\r\n"
-            whole += head.encode() + b"\r\n" + answer.body + b"\r\n"
-        kind = "multipart/mixed; boundary=answer"
-        return Answer(200, {"Content-Type": kind}, whole + b"--answer--\r\n")
-
 
 @contextlib.contextmanager
 def running(*bucket_names: str) -> Iterator[Server]:
@@ -395,20 +342,17 @@ def _named(upload: Any) -> str | None:
     return upload.get("meta", upload).get("name") if isinstance(upload, dict) else None
 
 
-def _refusal(request: Request, found: dict | None, of: str = "", named: str = "") -> Answer | None:
+def _refusal(request: Request, found: dict | None) -> Answer | None:
     """Whether the request's conditions forbid it, given the object that is there now.
 
-    Generation 0 stands for no object. `of` is "Source" for the conditions on a copy's source.
+    Generation 0 stands for no object.
     """
-    wanted = request.query.get("sourceGeneration") if of else None
-    if of and (found is None or (wanted and wanted[0] != found["generation"])):
-        return _error(404, "No such object")
     for what in ("Generation", "Metageneration"):
         now = found[what.lower()] if found else "0"
-        match = request.query.get(f"if{of}{what}Match")
+        match = request.query.get(f"if{what}Match")
         if match and match[0] != now:
             return _error(412, _FAILED)
-        other = request.query.get(f"if{of}{what}NotMatch")
+        other = request.query.get(f"if{what}NotMatch")
         if other and other[0] == now:
             return _error(304 if request.method == "GET" else 412, _FAILED)
     return None
@@ -439,17 +383,3 @@ def _download(found: dict, data: bytes, wanted: str | None) -> Answer:
         return answer._replace(headers=answer.headers | {"Content-Range": f"bytes */{len(data)}"})
     headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
     return Answer(206, headers, data[start:stop])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bucket", action="append", default=[], help="a bucket; may be repeated")
-    buckets_wanted = parser.parse_args().bucket
-    with running(*buckets_wanted) as running_server, contextlib.suppress(KeyboardInterrupt):
-        for name, value in running_server.environment().items():
-            print(f"export {name}={value}", flush=True)
-        threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main()
