@@ -14,8 +14,8 @@ from jaxtyping import Array
 
 from pallas_kernels import triton
 from pallas_kernels.arguments import Slot
-from pallas_kernels.chips import vmem_limit
 from pallas_kernels.platform import varies_in
+from pallas_kernels.target import target
 
 LANES = 128
 
@@ -86,7 +86,7 @@ def tpu_call(
             for a, b in (aliased or {}).items()
         },
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=vmem_limit()
+            dimension_semantics=semantics, vmem_limit_bytes=target().vmem_limit
         ),
         cost_estimate=_cost(flops, moved, transcendentals, arrays, shapes),
         interpret=interpret,

@@ -27,7 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from pallas_kernels.arguments import taken
-from pallas_kernels.chips import unknown_chip
+from pallas_kernels.target import target
 
 Platform = str  # "tpu" or "cuda"
 
@@ -196,7 +196,7 @@ class Implementations:
         if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return portable(*args)
         on = self._on
-        unknown = {"tpu": unknown_chip()}
+        unknown = {"tpu": target().unknown}
         refused = {
             p: _symbolic(args) or unknown.get(p) or on[p].unsupported(op, *args) for p in platforms
         }

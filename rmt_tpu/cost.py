@@ -19,9 +19,9 @@ def peak_flops(device_kind: str) -> float | None:
 
     Of a chip that is two devices it is half.
     """
-    from pallas_kernels import chips  # loads jax, which a config's cost does not need
+    from pallas_kernels.target import chip_of  # loads jax, which a config's cost does not need
 
-    device = chips.of_kind(device_kind)
+    device = chip_of(device_kind)
     return device and device.peak_flops
 
 

@@ -11,7 +11,7 @@ from pallas_kernels import tuned
 from pallas_kernels.call import LANES, divisors
 from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
-from pallas_kernels.chips import chip, vmem_limit, vmem_part
+from pallas_kernels.target import target
 
 # MiB of 60 for what the kernels keep of all blocks of a sequence, or of a span of it.
 _KEPT = 32
@@ -76,9 +76,9 @@ class Cut(NamedTuple):
     def span(self) -> int:
         """Queries whose gradients the backward kernel can keep, in whole blocks."""
         kept = self._bytes(self.step * self.each, 4)
-        room = vmem_part(_KEPT)
+        room = target().vmem_part(_KEPT)
         if self.rows == "head_major":
-            room = min(room, vmem_limit() - self._moved)
+            room = min(room, target().vmem_limit - self._moved)
         return self.blocks.queries * max(1, room // kept)
 
     def slots(self, queries: int, *, by_keys: bool) -> int:
@@ -89,13 +89,13 @@ class Cut(NamedTuple):
         heads, item = self.step * (self.each if by_keys else 1), jnp.dtype(self.dtype).itemsize
         count = -(-queries // self.blocks.queries)
         need = self._bytes(heads, 2 * item + (4 if by_keys else 0))
-        return count if count * need <= vmem_part(_KEPT) else 1
+        return count if count * need <= target().vmem_part(_KEPT) else 1
 
     def has(self, tokens: int) -> bool:
         """Whether the kernels read and write size-major rows of sequences of so many tokens."""
         queries, keys, _ = self.blocks
         paired = self.heads % self.packed == self.kv_heads % self.packed == 0
-        fit = tokens <= self.span and self.vmem_bytes(tokens) <= vmem_limit()
+        fit = tokens <= self.span and self.vmem_bytes(tokens) <= target().vmem_limit
         return self.rows == "size_major" and paired and queries == keys and fit
 
     def vmem_bytes(self, tokens: int) -> int:
@@ -116,7 +116,7 @@ class Cut(NamedTuple):
 
         The span of queries is then as long as there is room for.
         """
-        return self.vmem_bytes(self.blocks.queries) <= vmem_limit()
+        return self.vmem_bytes(self.blocks.queries) <= target().vmem_limit
 
     @property
     def _sums(self) -> int:
@@ -184,7 +184,7 @@ def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
     """
     backward = kernel.endswith("backward")
     of_256, alone = (1.6, 1.45) if backward else (_BLOCKS[256], 1.3)
-    if chip().unit == LANES:  # a short sequence has fewer entries in smaller blocks
+    if target().chip.unit == LANES:  # a short sequence has fewer entries in smaller blocks
         of_256, alone = 1.2 if backward or size >= LANES else of_256, 1.15
     return _BLOCKS | {256: of_256}, alone
 
@@ -198,7 +198,7 @@ def _refused(kernel: str, key: dict[str, Any], tokens: int, blocks: Blocks) -> s
         return f"{heads} heads at a time, of {groups}"
     of_key = (key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size"))
     cut = Cut(*of_key, jnp.dtype(key["dtype"]), blocks)
-    if (need := cut.vmem_bytes(tokens)) > vmem_limit():
+    if (need := cut.vmem_bytes(tokens)) > target().vmem_limit:
         return f"{need >> 20} MiB of VMEM"
     if cut.rows == "size_major" and not cut.has(tokens):
         return f"blocks of {queries} queries and {keys} keys, of size-major rows"

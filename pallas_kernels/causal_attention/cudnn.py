@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuned
 from pallas_kernels.arguments import placed, taken
 from pallas_kernels.causal_attention import entries, reference
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
+from pallas_kernels.target import target
 
 # Device kinds by compute capability; others are taken for Ampere's, whose limits later ones have.
 _KINDS = {
@@ -88,7 +88,7 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
         value_size = values.shape[3]
     elif given.kv is not None:
         value_size = given.kv[1].shape[3]
-    kind = tuned.device_lowered_for()
+    kind = target().kind
     capability = capability_of(kind)
     if capability < 80:
         return f"cuDNN's fused attention on {kind} (Ampere or later)"

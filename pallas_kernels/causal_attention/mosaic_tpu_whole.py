@@ -27,8 +27,8 @@ from pallas_kernels.arguments import Slot
 from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
 from pallas_kernels.causal_attention.interface import Attended, Attention, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import VIEWED, Layout
-from pallas_kernels.chips import chip, vmem_limit
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
+from pallas_kernels.target import target
 
 _SUBLANES = 8
 # Heads whose work the compiler sees at a time, and blocks of logits that are made ahead.
@@ -67,7 +67,7 @@ def fits(qkv: Any, rows: Rows) -> bool:
     _, N, P, D = qkv.shape
     if N % LANES or (rows == "size_major" and qkv.dtype == jnp.bfloat16 and P % 2):
         return False
-    return _vmem_bytes(P // 3, D, N, jnp.dtype(qkv.dtype).itemsize) <= vmem_limit()
+    return _vmem_bytes(P // 3, D, N, jnp.dtype(qkv.dtype).itemsize) <= target().vmem_limit
 
 
 def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
@@ -358,7 +358,7 @@ def default_blocks(kernel: str, N: int) -> Blocks:
     """By rule, of the device lowered for."""
     # Longer products hide a matrix unit's latency; smaller blocks skip more of what is masked.
     most = 512 if kernel == "attention_forward" else 256
-    return Blocks(_divisor(N, most // 2 if chip().unit == LANES else most))
+    return Blocks(_divisor(N, most // 2 if target().chip.unit == LANES else most))
 
 
 def _refused(kernel: str, key: dict[str, tuned.Value], tokens: int, blocks: Blocks) -> str | None:

@@ -31,7 +31,6 @@ from jaxtyping import Array, Float
 from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, round_up, tpu_call
-from pallas_kernels.chips import vmem_limit, vmem_part
 from pallas_kernels.depth_attention import mosaic_tpu_decode
 from pallas_kernels.depth_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.depth_attention import mosaic_tpu_merge_kernels as merge_kernels
@@ -49,6 +48,7 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
     pieces,
 )
 from pallas_kernels.platform import UnsupportedImplementation
+from pallas_kernels.target import target
 
 # MiB of 60 that `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 54
@@ -365,12 +365,12 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
         sizes = (128, 96, 64, 48, 32, 16)
         # But where many sites are mixed registers run out, on newer chips later; and compiling
         # takes long.
-        newer = tuned.slug(tuned.device_lowered_for()) in _NEWER
+        newer = target().slug in _NEWER
         unroll = 4 if op == "partial" and S > (8 if newer else 2) else 8
     fitting = [
         BlockSizes(t, unroll=unroll, weight_pieces=2 if S <= 2 else 1)
         for t in sizes
-        if vmem_bytes(op, N, S, D, dtype, min(t, tokens)) <= vmem_part(_BUDGET)
+        if vmem_bytes(op, N, S, D, dtype, min(t, tokens)) <= target().vmem_part(_BUDGET)
     ]
     # A larger tile waits less; an even number of them serves two cores.
     even = [b for b in fitting if tokens % (2 * b.tokens) == 0]
@@ -409,7 +409,7 @@ def _refused(
     if blocks.tokens % GROUP:
         return f"tiles of {blocks.tokens} tokens"
     need = vmem_bytes(op, tokens=blocks.tokens, **key)
-    return f"{need >> 20} MiB of VMEM" if need > vmem_limit() else None
+    return f"{need >> 20} MiB of VMEM" if need > target().vmem_limit else None
 
 
 KERNELS = tuned.register(

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 from pallas_kernels import operand
 from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, round_up, tpu_call
-from pallas_kernels.chips import vmem_part
 from pallas_kernels.depth_attention.interface import MergeAt, Partial
+from pallas_kernels.target import target
 
 # Of the products of `partial`: all of them are unrolled.
 _MOST = 128
@@ -50,7 +50,9 @@ def _tokens(given: Partial) -> int | None:
     """Of a grid step; None if VMEM has no room for a tile of them."""
     S, (N, T, D) = given.queries.shape[0], given.sources.shape
     each = 2 * (N + S) * D * jnp.dtype(given.sources.dtype).itemsize
-    fitting = (n for n in (_TOKENS, _TILE) if each * round_up(min(n, T), 8) <= vmem_part(_BUDGET))
+    fitting = (
+        n for n in (_TOKENS, _TILE) if each * round_up(min(n, T), 8) <= target().vmem_part(_BUDGET)
+    )
     return next((min(n, T) for n in fitting), None)
 
 

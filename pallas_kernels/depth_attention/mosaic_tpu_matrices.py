@@ -30,7 +30,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import operand
 from pallas_kernels.call import LANES, nbytes, tpu_call
-from pallas_kernels.chips import vmem_part
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
 from pallas_kernels.depth_attention.interface import (
     Merge,
@@ -41,6 +40,7 @@ from pallas_kernels.depth_attention.interface import (
 )
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
+from pallas_kernels.target import target
 
 # MiB of 60 for blocks, twice for the pipeline; some is left to the compiler.
 _BUDGET = 44
@@ -66,7 +66,7 @@ def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
         return f"a sequence of {T} tokens (at least {LANES})"
     if K * V % LANES:
         return f"matrices of {K} x {V} entries (a multiple of {LANES})"
-    if 12 * _block(K * V, residuals.dtype) > vmem_part(_LARGEST):
+    if 12 * _block(K * V, residuals.dtype) > target().vmem_part(_LARGEST):
         return f"matrices of {K} x {V} entries: {LANES} tokens do not fit VMEM"
     return None
 
@@ -374,7 +374,7 @@ def merge_gradients(call: Call, given: Merge, out: dict[str, Array]) -> MergeGra
 
 def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
     """Sources and sites of one kernel, as equal as they can be."""
-    blocks = vmem_part(_BUDGET) // (2 * _block(D, dtype))
+    blocks = target().vmem_part(_BUDGET) // (2 * _block(D, dtype))
     sites = min(_MOST_SITES, max(1, blocks // 3))
     sites = -(-S // -(-S // sites))
     sources = max(1, min(_MOST_SOURCES, blocks - 2 * sites))

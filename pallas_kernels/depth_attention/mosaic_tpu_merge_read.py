@@ -23,7 +23,6 @@ from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.call import nbytes, tpu_call
-from pallas_kernels.chips import vmem_part
 from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
 from pallas_kernels.depth_attention.interface import MergeCotangents, MergeGradients, MergeRead
@@ -40,6 +39,7 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import (
     read_gradients,
     read_operands,
 )
+from pallas_kernels.target import target
 
 # MiB of 60 that blocks and scratch may come to; some is left to the compiler.
 _BUDGET = 46
@@ -223,7 +223,7 @@ def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> Read | No
             continue
         for keep in (True, False) if op == "backward" else (False,):
             blocks = dataclasses.replace(blocks, keep=keep)
-            if _vmem_bytes(op, s, blocks) <= vmem_part(_BUDGET):
+            if _vmem_bytes(op, s, blocks) <= target().vmem_part(_BUDGET):
                 if call.interpret:  # unrolled it takes long to compile
                     blocks = dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
                 return Read(s, blocks, norm, epsilon, call.interpret)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.call import LANES, divisors, round_up
-from pallas_kernels.chips import vmem_limit, vmem_part
+from pallas_kernels.target import target
 
 # MiB of 60 that `vmem_bytes` may come to: it does not know every temporary of the compiler.
 _BUDGET = 58
@@ -95,7 +95,7 @@ def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
                 if blocks is None:
                     continue
                 blocks = dataclasses.replace(blocks, keep=keep)
-                if vmem_bytes(op, sizes, blocks) <= vmem_part(_BUDGET):
+                if vmem_bytes(op, sizes, blocks) <= target().vmem_part(_BUDGET):
                     return blocks
     return None
 
@@ -150,7 +150,7 @@ def _refused(
         return "intermediates that are too large"
     if b.keep and (op == "forward" or not sizes.P or b.slab != sizes.V):
         return "nothing to keep"
-    if vmem_bytes(op, sizes, b) > vmem_limit():
+    if vmem_bytes(op, sizes, b) > target().vmem_limit:
         return f"{vmem_bytes(op, sizes, b) >> 20} MiB of VMEM"
     return None
 

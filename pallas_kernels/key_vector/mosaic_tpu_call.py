@@ -4,9 +4,9 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.chips import chip
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes
 from pallas_kernels.key_vector.interface import FRACTION_BITS
+from pallas_kernels.target import target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def over(cls, B: int, tiles: int) -> "Walk":
-        if chip().cores == 1:
+        if target().chip.cores == 1:
             return cls(1, B, tiles, True)
         if B % 2 == 0:
             return cls(2, B // 2, tiles, True)

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
-from pallas_kernels.chips import vmem_part
 from pallas_kernels.key_vector.interface import Site
 from pallas_kernels.products import dot, dot_rows
+from pallas_kernels.target import target
 
 # MiB of 60 for a grid step's matrices, in and out.
 _LARGEST = 8
@@ -42,7 +42,7 @@ def unsupported(op: str, site: Site, layer: Int[Array, ""]) -> str | None:
     """Why the kernel cannot serve the named op with these arrays, in a line; None if it can."""
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in site):
         return "arrays that are neither bfloat16 nor float32"
-    if _row_bytes(site.residual) > vmem_part(_LARGEST):
+    if _row_bytes(site.residual) > target().vmem_part(_LARGEST):
         return f"a residual of {site.residual.shape[1:]} does not fit VMEM"
     return None
 
@@ -65,7 +65,7 @@ def at_layer(
     residual, store_keys, data, gain, read_keys = site
     T, K, V = residual.shape
     R, P = data.shape[1], read_keys.shape[1]
-    rows = min(T, max(1, vmem_part(_LARGEST) // _row_bytes(residual)))
+    rows = min(T, max(1, target().vmem_part(_LARGEST) // _row_bytes(residual)))
     if rows > _TOGETHER:
         rows -= rows % _TOGETHER
     by_row = lambda *size: pl.BlockSpec((rows, *size), lambda i, layer: (i, 0, 0))

@@ -17,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.call import LANES, round_up, tpu_call
-from pallas_kernels.chips import chip, vmem_part
 from pallas_kernels.logits.interface import Logits
+from pallas_kernels.target import target
 
 # Columns of a block, at most. And MiB of 60: for x in one buffer, for the matrix and for logits in
 # two, and for the logits that are multiplied at a time.
@@ -54,7 +54,7 @@ def logits(
     """See the package."""
     (count, width), vocab = x.shape, kernel.shape[1]
     tokens, rows = _block(count, width)
-    most = vmem_part(_OF_MATRIX) // (4 * width) // LANES * LANES
+    most = target().vmem_part(_OF_MATRIX) // (4 * width) // LANES * LANES
     columns = min(_COLUMNS, round_up(vocab, LANES), most)
     # Of what is no word no lane has it, nor one behind the last word.
     words = jnp.where(targets < vocab, targets, -1).astype(jnp.int32)
@@ -88,9 +88,11 @@ def logits(
 
 def _block(count: int, width: int) -> tuple[int, int]:
     """Tokens of a block, of which each core has one at least, and those multiplied at a time."""
-    own = round_up(-(-count // chip().cores), 16)
-    most = min(vmem_part(_OF_LOGITS) // (8 * _COLUMNS), vmem_part(_OF_X) // (2 * width))
-    rows = min(vmem_part(_OF_ROWS) // (4 * _COLUMNS), most // 16 * 16, own)
+    own = round_up(-(-count // target().chip.cores), 16)
+    most = min(
+        target().vmem_part(_OF_LOGITS) // (8 * _COLUMNS), target().vmem_part(_OF_X) // (2 * width)
+    )
+    rows = min(target().vmem_part(_OF_ROWS) // (4 * _COLUMNS), most // 16 * 16, own)
     return min(round_up(own, rows), most // rows * rows), rows
 
 

@@ -15,8 +15,8 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.call import LANES
-from pallas_kernels.chips import chip
 from pallas_kernels.platform import checks_varying
+from pallas_kernels.target import target
 
 # Rows of a step; at the borders of 128 tokens' rows they are read twice.
 _TILE = 256
@@ -65,5 +65,5 @@ def sums(
 
 def _columns(width: int, dtype) -> int:
     """Of a tile."""
-    most = _BYTES if chip().vmem > 2**24 else _BYTES // 2
+    most = _BYTES if target().chip.vmem > 2**24 else _BYTES // 2
     return min(width, most // jnp.dtype(dtype).itemsize)

@@ -15,15 +15,15 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-from pallas_kernels.tuned.table import Entry, Items, Table, Value, items, parse, slug
+from pallas_kernels.target import Platform, target
+from pallas_kernels.tuned.table import Entry, Items, Table, Value, items, parse
 
 VARIABLE = "RMT_TPU_TUNED"
 Blocks = Any  # of a kernel: a frozen dataclass or a NamedTuple of whole numbers and truths
-Platform = Literal["tpu", "cuda"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,17 +143,6 @@ def tuned(*tables: Table) -> Iterator[None]:
         yield
 
 
-# The kind that `device_lowered_for` gives, whatever devices there are.
-_kind = jax.make_user_context(default_value=None)
-
-
-@contextlib.contextmanager
-def lowering_for(device_kind: str) -> Iterator[None]:
-    """What is traced within is for such devices, which need not be there or in a mesh."""
-    with _kind(device_kind):
-        yield
-
-
 _collectors = threading.local()
 
 
@@ -168,25 +157,6 @@ def collecting() -> Iterator[list[Look]]:
         _collectors.lists = tuple(kept for kept in _collectors.lists if kept is not looks)
 
 
-def device_lowered_for() -> str:
-    """The kind of device that what is traced now is for, as far as that is known: never slow.
-
-    That of the mesh in use, be it of devices that are not there; else the default device's.
-    """
-    if _kind.value is not None:
-        return _kind.value
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None:
-        default = jax.config.jax_default_device
-        device = default if isinstance(default, jax.Device) else jax.devices()[0]
-    return device.device_kind
-
-
-def platform_of(device: str) -> Platform | None:
-    """Of a slug, whose kernels may serve; None is none of ours."""
-    return "tpu" if device.startswith("tpu") else "cuda" if device.startswith("nvidia") else None
-
-
 def look_up(kernel: Kernel, key: Mapping[str, Value], tokens: int, default: Blocks) -> Blocks:
     """The blocks to compile a kernel with.
 
@@ -196,8 +166,8 @@ def look_up(kernel: Kernel, key: Mapping[str, Value], tokens: int, default: Bloc
       tokens: that it is for; of other numbers the nearest entry serves, if its blocks do here.
       default: what a rule gives, if there is no entry.
     """
-    device = slug(device_lowered_for())
-    if platform_of(device) != kernel.platform:
+    device = target().slug
+    if target().platform != kernel.platform:
         return default
     look = _looked_up(kernel, dict(key), tokens, default, device)
     for looks in getattr(_collectors, "lists", ()):
@@ -223,14 +193,14 @@ def winner(kernel: Kernel, key: Mapping[str, Value], tokens: int) -> str | None:
 
     Without, and on a device that the kernel is for, a line of the log says how to find out: once.
     """
-    kind = device_lowered_for()
-    if platform_of(slug(kind)) != kernel.platform:
+    device = target().slug
+    if target().platform != kernel.platform:
         return None
-    for table in tables(slug(kind), kernel.name):
-        for entry in table.candidates(slug(kind), kernel.name, items(key), tokens):
+    for table in tables(device, kernel.name):
+        for entry in table.candidates(device, kernel.name, items(key), tokens):
             if entry.implementation is not None and entry.kernel_version == kernel.version:
                 return entry.implementation
-    _tell_how(kind)
+    _tell_how(target().kind)
     return None
 
 

@@ -17,16 +17,6 @@ _NEAR = 4
 _SLUG = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 
 
-# Other names that jax has for the same chips.
-_ALIASES = {"tpu_v5e": "tpu_v5_lite", "tpu_v5p": "tpu_v5", "tpu_v6e": "tpu_v6_lite"}
-
-
-def slug(device_kind: str) -> str:
-    """A device kind as tables have it: "TPU v5 lite" and "TPU v5e" are tpu_v5_lite."""
-    name = device_kind.lower().replace(" ", "_")
-    return _ALIASES.get(name, name)
-
-
 def items(values: Mapping[str, Value]) -> Items:
     return tuple(sorted(values.items()))
 

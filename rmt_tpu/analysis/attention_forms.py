@@ -6,9 +6,9 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tuned
 from pallas_kernels.causal_attention import cudnn, mosaic_tpu
 from pallas_kernels.causal_attention.interface import Attention
+from pallas_kernels.target import lowering_for
 from rmt_tpu import config as cfg
 from rmt_tpu.estimator import Target
 
@@ -68,7 +68,7 @@ def _refusal(kernel: ModuleType, target: Target, given: Attention) -> str | None
         told.append(kernel.unsupported("attention_forward", given))
         return given
 
-    with tuned.lowering_for(target.kind):
+    with lowering_for(target.kind):
         jax.eval_shape(ask, given)
     return told[0]
 

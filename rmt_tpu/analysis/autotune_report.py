@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels import tuned
+from pallas_kernels.target import slug
 from rmt_tpu.analysis.autotune import Tuned, changed
 from rmt_tpu.estimator import DEVICES
 from rmt_tpu.estimator.calibration import error_bar
@@ -58,7 +59,7 @@ def summary(done: Sequence[Tuned], out: str) -> str:
         text += f"; of {bound} the bytes take all the time, so that without a device none can be"
     if late:
         text += f"; the search for {late} was not ended, --budget_minutes was too short"
-    names = {tuned.slug(target.kind): name for name, target in DEVICES.items()}
+    names = {slug(target.kind): name for name, target in DEVICES.items()}
     if estimated := [names[e.problem.device] for e in searched if not e.result.measured]:
         text += f"\n{error_bar(estimated)}"
     return text

@@ -8,6 +8,7 @@ from flax import nnx
 
 from pallas_kernels import tuned
 from pallas_kernels.platform import preferring
+from pallas_kernels.target import lowering_for
 from rmt_tpu.analysis.step_cost import Step, trace_config
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.estimator import Target
@@ -51,7 +52,7 @@ def of_preset(step: Step, target: Target) -> list[Problem]:
 
 
 def _problems(target: Target, trace: Callable[[], None]) -> list[Problem]:
-    with tuned.lowering_for(target.kind), tuned.collecting() as looks:
+    with lowering_for(target.kind), tuned.collecting() as looks:
         if target.platform == "cuda":  # where kernels are taken only if they are asked for
             with preferring("pallas"):
                 trace()

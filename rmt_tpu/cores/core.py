@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import sharding
 from pallas_kernels import Slot, placed
-from pallas_kernels.tuned import device_lowered_for, slug
+from pallas_kernels.target import target
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
 from rmt_tpu.layers.stacks import Index
@@ -187,7 +187,7 @@ class Core(nnx.Module):
     ) -> tuple[Float[Array, "count batch y_seq vectors size"], Aux, Any]:
         """The same: a stack with y where it is to be, and what `pull_back` needs beside z and y."""
         y, aux = self.with_aux(z, context, index)
-        if slug(device_lowered_for()) not in _MADE_IN_PLACE:
+        if target().slug not in _MADE_IN_PLACE:
             return placed(jax.lax.optimization_barrier(y), to), aux, ()
         # As one vector a token: a product that makes it is then made in its place.
         long = placed(concatenate(y), Slot(concatenate(to.stack), to.index))

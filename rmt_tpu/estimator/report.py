@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import chips
+from pallas_kernels.target import chip_of
 from rmt_tpu.estimator.cost import MODELS, KernelCost, ProgramCost, program_cost
 from rmt_tpu.estimator.measure import measure
 from rmt_tpu.estimator.ops import (
@@ -136,7 +136,7 @@ def time_ops(
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
     """Rows for the device of this machine, measured; `only` names cases, None is all."""
-    known = chips.of_kind(device.device_kind)
+    known = chip_of(device.device_kind)
     bandwidth = (known.bandwidth or None) if known else None
     rows = []
     for op, case, direction in _calls(ops, only):

@@ -30,6 +30,7 @@ from pallas_kernels.key_vector import triton_gpu as key_vector_gpu
 from pallas_kernels.key_vector import xla as key_vector_portable
 from pallas_kernels.key_vector.interface import Backward, Site
 from pallas_kernels.shapes import Depth, KeyVector
+from pallas_kernels.target import Platform, lowering_for
 from rmt_tpu.estimator.programs import lower
 
 Values = dict[str, tuned.Value]
@@ -43,7 +44,7 @@ class Problem:
     """A kernel at one size, on one kind of device."""
 
     device: str
-    platform: tuned.Platform
+    platform: Platform
     kernel: str
     key: tuned.Items
     tokens: int
@@ -59,7 +60,7 @@ class Problem:
 
     def default(self) -> tuned.Blocks | None:
         """The rule's blocks; None if the kernel cannot serve this size."""
-        with tuned.lowering_for(self.device):
+        with lowering_for(self.device):
             return SPACES[self.platform, self.kernel].default(dict(self.key), self.tokens)
 
     def candidates(self) -> list[tuned.Blocks]:

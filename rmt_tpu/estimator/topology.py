@@ -11,7 +11,7 @@ import os
 import re
 from typing import Any
 
-from pallas_kernels import chips
+from pallas_kernels.target import chip_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ _HOST = 4  # chips, at most, where libtpu does not know by itself how many a hos
 
 def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: Any) -> Target:
     """A TPU of the table that kernels have, too."""
-    chip = chips.of_kind(kind)
+    chip = chip_of(kind)
     return Target(
         name, topology, accelerator_type, chip.cores, chip.clock, chip.bandwidth, chip.vmem,
         _MATRIX_128 if chip.unit == 128 else _MATRIX_256, kind=kind, **others,
@@ -121,7 +121,7 @@ def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: A
 def _gpu(name: str, kind: str, hbm: int) -> Target:
     """A GPU of Hopper's generation."""
     return Target(
-        name, f"{name}:1", "9.0", 132, 1.755e9, chips.of_kind(kind).bandwidth, 0, None,
+        name, f"{name}:1", "9.0", 132, 1.755e9, chip_of(kind).bandwidth, 0, None,
         hbm=hbm, interconnect=450e9, most=8, platform="cuda", kind=kind,
     )  # fmt: skip
 

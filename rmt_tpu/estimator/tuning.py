@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pallas_kernels import tuned
+from pallas_kernels.target import slug
 from rmt_tpu.estimator.cost import program_cost
 from rmt_tpu.estimator.programs import (
     CompilerError,
@@ -170,5 +171,5 @@ def parse_usage(ptx: str, log: str) -> dict[str, Usage]:
 
 def target_of(device_kind: str, targets: Mapping[str, Target]) -> Target | None:
     """The target that describes a device that is there; None if there is none."""
-    name = tuned.slug(device_kind)
-    return next((t for t in targets.values() if tuned.slug(t.kind) == name), None)
+    name = slug(device_kind)
+    return next((t for t in targets.values() if slug(t.kind) == name), None)

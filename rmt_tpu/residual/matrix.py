@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 import pallas_kernels
 import sharding
 from pallas_kernels.call import LANES, nbytes
-from pallas_kernels.chips import chip, on_tpu
+from pallas_kernels.target import target
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.parameters import Seed, gain, read_keys, storage_scale, store_keys
@@ -281,7 +281,7 @@ class Store(nnx.Module):
 
         A smaller one XLA keeps in VMEM, the more so if a kernel of its own reads it next.
         """
-        return nbytes(residual) > _KEPT * chip().vmem
+        return nbytes(residual) > _KEPT * target().chip.vmem
 
     def defers(self, residual: Shaped[Array, "group seq own_D_k D_v"]) -> bool:
         """Whether of two sites the second is to write the residual for both.
@@ -290,7 +290,7 @@ class Store(nnx.Module):
         compute more for that, for which they have time where HBM is what they wait for.
         """
         kernels = self.dtype == jnp.int16 and self.compute_dtype == jnp.bfloat16
-        wait = on_tpu() and chip().hbm <= _SLOW
+        wait = target().on_tpu and target().chip.hbm <= _SLOW
         return kernels and wait and _key_axis() is None and self.reads_at_once(residual)
 
     @jax.named_scope("residual")

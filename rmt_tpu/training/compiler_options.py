@@ -4,7 +4,7 @@ import os
 
 import jax
 
-from pallas_kernels import tuned
+from pallas_kernels.target import slug
 
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # KiB for the blocks of one of XLA's instructions, where more than its own rule gives (16384 on v5e,
@@ -15,7 +15,7 @@ _VMEM_KIB = {"tpu_v5_lite": 65536, "tpu_v6_lite": 49152}
 
 def of_step(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
     """Options for `jax.jit` of a train step on a mesh, or None; flags of the environment win."""
-    kib = _VMEM_KIB.get(tuned.slug(mesh.devices.flat[0].device_kind))
+    kib = _VMEM_KIB.get(slug(mesh.devices.flat[0].device_kind))
     if kib is None or _VMEM in os.environ.get("LIBTPU_INIT_ARGS", ""):
         return None
     return {_VMEM: kib}

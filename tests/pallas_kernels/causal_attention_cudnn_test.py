@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedImplementation, causal_attention, tuned
+from pallas_kernels import UnsupportedImplementation, causal_attention
 from pallas_kernels.causal_attention import cudnn
 from pallas_kernels.causal_attention.interface import Attention
+from pallas_kernels.target import lowering_for
 from tests import cuda
 from tests.pallas_kernels.causal_attention_battery import Battery, Case, arguments, by_tier
 from tests.tiers import later
@@ -115,7 +116,7 @@ def test_what_cudnn_has_not_is_known_before_it_is_traced(kind, dtype, size, leng
     qkv = jax.ShapeDtypeStruct((1, length, 6, size), dtype)
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if "segments" in added else None
     slopes = jnp.ones(2) if "alibi" in added else None
-    with tuned.lowering_for(kind):
+    with lowering_for(kind):
         ask = functools.partial(causal_attention, scale=0.1, slopes=slopes, implementation="cudnn")
         trace = lambda: jax.eval_shape(lambda qkv, ids: ask(qkv, segment_ids=ids), qkv, ids)
         if why is None:

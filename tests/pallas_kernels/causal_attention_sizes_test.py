@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import tuned
 from pallas_kernels.causal_attention import block_sizes, mosaic_tpu
 from pallas_kernels.causal_attention.interface import Attended, Attention
+from pallas_kernels.target import lowering_for
 from tests.pallas_kernels.causal_attention_battery import Battery, Case
 from tests.tiers import later
 
@@ -20,7 +20,7 @@ TOKENS = (1152, 4096, 32768)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_default_is_one_that_a_table_may_not_have(kind):
-    with tuned.lowering_for(kind):
+    with lowering_for(kind):
         for (heads, kv_heads), (size, value_size), tokens, dtype in itertools.product(
             HEADS, SIZES, TOKENS, ("bfloat16", "float32")
         ):
@@ -38,7 +38,7 @@ def test_what_no_block_fits_is_refused_in_a_line():
         given = Attention(array(1, 2048, heads + 2, size), 0.1)
         out = array(1, 2048, heads, size)
         attended = Attended(out, array(1, 2048, heads), out)
-        with tuned.lowering_for(kind):
+        with lowering_for(kind):
             return mosaic_tpu.unsupported("attention_backward", given, attended)
 
     assert refused(16, 256) is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from pallas_kernels import UnsupportedImplementation, attention_forward, causal_attention, tuned
+from pallas_kernels import UnsupportedImplementation, attention_forward, causal_attention
 from pallas_kernels.call import round_up
 from pallas_kernels.causal_attention import (
     block_sizes,
@@ -21,6 +21,7 @@ from pallas_kernels.causal_attention import (
 )
 from pallas_kernels.causal_attention.block_sizes import Blocks, Cut, default_blocks
 from pallas_kernels.causal_attention.interface import Attended, Attention
+from pallas_kernels.target import lowering_for
 from tests import emulator
 from tests.closeness import assert_close
 from tests.pallas_kernels.causal_attention_battery import (
@@ -351,7 +352,7 @@ def test_kernels_over_blocks_compile_for_tpu(target, length, heads, kv_heads, si
 )
 def test_blocks_are_small_where_a_short_sequence_wastes_less(kind, op, heads, size, tokens, blocks):
     sizes = dict(zip(("heads", "kv_heads"), heads, strict=True), size=size, value_size=size)
-    with tuned.lowering_for(kind):
+    with lowering_for(kind):
         chosen = default_blocks(
             f"attention_blocks_{op}", tokens, **sizes, rows="head_major", dtype="bfloat16"
         )

@@ -13,9 +13,9 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import pallas_kernels
-from pallas_kernels import tuned
 from pallas_kernels.depth_attention import mosaic_tpu, mosaic_tpu_decode, xla
 from pallas_kernels.depth_attention.interface import MergeAt, Partial
+from pallas_kernels.target import lowering_for
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
 from tests.pallas_kernels.depth_attention_battery import EPSILON, NORM_EPSILON, draw
@@ -157,6 +157,6 @@ def test_phases_compile_and_take_no_slices(topology, tokens, size, dtype):
 def test_rows_of_a_step_fit_vmem(kind, N, D, dtype, tokens):
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     given = Partial(array(1, D), array(N, 64, D), jax.ShapeDtypeStruct((), jnp.int32))
-    with tuned.lowering_for(kind):
+    with lowering_for(kind):
         assert mosaic_tpu_decode._tokens(given) == tokens
         assert mosaic_tpu_decode.serves(given) == (tokens is not None)

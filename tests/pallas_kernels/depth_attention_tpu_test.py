@@ -16,12 +16,13 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import shapes, tuned
+from pallas_kernels import shapes
 from pallas_kernels.depth_attention import mosaic_tpu
 from pallas_kernels.depth_attention.interface import MergeCotangents, Partial, Scored
 from pallas_kernels.depth_attention.mosaic_tpu import BlockSizes
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.shapes import Depth
+from pallas_kernels.target import lowering_for
 from tests.closeness import float64
 from tests.pallas_kernels import depth_attention_battery as battery
 from tests.pallas_kernels import plain
@@ -210,9 +211,9 @@ def test_a_tile_of_few_sources_is_larger(op):
     assert (few.tokens, few.unroll, many.tokens, many.unroll) == (256, 16, 128, 8)
     assert rule(3, 4, 8192, 896).tokens == rule(1, 4, 256, 896).tokens == 128
     assert rule(1, 4, 8192, 9216).tokens < 256
-    with tuned.lowering_for("TPU v5"):
+    with lowering_for("TPU v5"):
         assert rule(3, 9, 8192, 896).unroll == (4 if op == "partial" else 8)
-    with tuned.lowering_for("TPU v6 lite"):
+    with lowering_for("TPU v6 lite"):
         assert rule(8, 9, 8192, 896).unroll == rule(2, 9, 8192, 896).unroll == 8
         assert rule(9, 9, 8192, 896).unroll == (4 if op == "partial" else 8)
 

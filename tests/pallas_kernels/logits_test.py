@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedImplementation, logits_with_sums, tuned
-from pallas_kernels.chips import Chip
+from pallas_kernels import UnsupportedImplementation, logits_with_sums
 from pallas_kernels.logits import mosaic_tpu, reference, xla
+from pallas_kernels.target import Chip, lowering_for
 from tests.closeness import assert_close
 from tests.tiers import later
 from tests.tpu import device_of, place_on
@@ -125,7 +125,7 @@ def test_it_is_the_kernel_on_tpus_in_bfloat16(topology, width, vocab):
         place(dtype, width, vocab),
         place(jnp.int32, 2048),
     )
-    with tuned.lowering_for(device_of(topology).device_kind):
+    with lowering_for(device_of(topology).device_kind):
         program = jax.jit(logits_with_sums).lower(*given(jnp.bfloat16)).compile().as_text()
         plain = jax.jit(logits_with_sums).lower(*given(jnp.float32)).as_text()
     assert re.search(r"custom-call.*logits", program) and "custom-call" not in plain

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels import tuned
 from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
 from pallas_kernels.key_vector.interface import Backward, Site, Statistics, Write
 from pallas_kernels.key_vector.mosaic_tpu_call import Walk
 from pallas_kernels.shapes import RMT_305M, RMT_LARGE, TOKENS, KeyVector
+from pallas_kernels.target import lowering_for
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels.key_vector_battery import (
     EPSILON,
@@ -358,7 +358,7 @@ def test_on_one_core_sums_are_those_of_two():
     site, cotangents = arguments(case), cotangents_of(case)
     statistics = kernels.forward(case, site).statistics
     of_two = kernels.backward(case, site, statistics, *cotangents)
-    with tuned.lowering_for("TPU v6 lite"):
+    with lowering_for("TPU v6 lite"):
         assert Walk.over(2, 2).cores == 1
         of_one = kernels.backward(case, site, statistics, *cotangents)
     for name in ("residual", "data"):

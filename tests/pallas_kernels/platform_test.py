@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import UnsupportedImplementation, tuned
+from pallas_kernels import UnsupportedImplementation
 from pallas_kernels import triton as kernel_triton
 from pallas_kernels.platform import (
     Implementations,
@@ -19,6 +19,7 @@ from pallas_kernels.platform import (
     preferring,
     taking_plain,
 )
+from pallas_kernels.target import lowering_for
 from tests import cuda
 
 KERNELS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
@@ -60,7 +61,7 @@ def test_kernels_are_those_of_the_platform_lowered_for(implementation, kernels_o
 
 @pytest.mark.parametrize("kind, served", [("TPU v99", False), ("TPU v4", True), ("TPU v6e", True)])
 def test_a_tpu_that_is_not_known_has_plain_xla_with_one_warning(kind, served):
-    with tuned.lowering_for(kind), warnings.catch_warnings(record=True) as seen:
+    with lowering_for(kind), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         program = lowered("tpu", arguments())
     assert ("tpu_custom_call" in program) == served

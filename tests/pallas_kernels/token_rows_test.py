@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedImplementation, rows_of_tokens, sums_of_rows, tuned
+from pallas_kernels import UnsupportedImplementation, rows_of_tokens, sums_of_rows
+from pallas_kernels.target import lowering_for
 from pallas_kernels.token_rows import mosaic_tpu, reference, xla
 from tests.closeness import assert_close
 from tests.tiers import later
@@ -98,7 +99,7 @@ def test_a_kernel_that_cannot_serve_says_why(unannotated):
 
 @pytest.mark.parametrize("kind, most", [("TPU v5 lite", 16), ("TPU v4", 8)])
 def test_tiles_of_wide_rows_fit_vmem(kind, most):
-    with tuned.lowering_for(kind):
+    with lowering_for(kind):
         for dtype, item in ((jnp.bfloat16, 2), (jnp.float32, 4)):
             assert mosaic_tpu._columns(2304, dtype) == min(2304, most * 1024 // item)
             assert mosaic_tpu._columns(16384, dtype) == most * 1024 // item

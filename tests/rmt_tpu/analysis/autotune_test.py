@@ -6,6 +6,7 @@ import os
 import pytest
 
 from pallas_kernels import tuned
+from pallas_kernels.target import lowering_for
 from rmt_tpu import kernel_tables
 from rmt_tpu.analysis import autotune, autotune_report, kernel_problems
 from rmt_tpu.analysis.autotune import Log, Tuner
@@ -70,7 +71,7 @@ def test_what_is_faster_goes_into_the_table_and_everything_into_the_log(out):
     assert dict(entry.default_blocks) == {"queries": 256} and dict(entry.versions)["jax"]
     assert [line["fate"] for line in lines(out)] == ["time limit", *["compiled"] * 3]
     assert len(told) == 4 and told[0].endswith("default: time limit (no result within 120 s)")
-    with tuned.tuned(kernel_tables.read(out)), tuned.lowering_for("TPU v5 lite"):
+    with tuned.tuned(kernel_tables.read(out)), lowering_for("TPU v5 lite"):
         found = tuned.look_up(problem(768).of, KEY, 768, problem(768).default())
     assert found.queries == 128
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels import tuned
 from pallas_kernels.platform import collecting_calls
 from pallas_kernels.shapes import Depth, Heads, KeyVector
+from pallas_kernels.target import lowering_for
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
 from rmt_tpu.analysis import device_check
@@ -46,7 +46,7 @@ def collected(case):
     """The calls of a case, traced as for a TPU."""
     inputs = jax.eval_shape(case.inputs)
     cotangents = device_check.abstract_cotangents(case, inputs)
-    with tuned.lowering_for("TPU v5 lite"), collecting_calls() as calls:
+    with lowering_for("TPU v5 lite"), collecting_calls() as calls:
         jax.eval_shape(device_check.results_and_gradients(case, "pallas"), inputs, cotangents)
     return calls
 
@@ -70,7 +70,7 @@ def test_many_tokens_are_cut_by_rows_first():
         )
 
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-    with tuned.lowering_for("TPU v5 lite"), collecting_calls() as calls:
+    with lowering_for("TPU v5 lite"), collecting_calls() as calls:
         jax.eval_shape(sites, shape(64, 512, 64, 64), shape(64, 512, 16, 64))
         jax.eval_shape(sites, shape(2, 16384, 64, 64), shape(2, 16384, 16, 64))
     found = [case.size.split()[0] for case in cases_of(calls, "tpu")["key_vector"]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import tuned
+from pallas_kernels.target import lowering_for
 from rmt_tpu import config as cfg
 from rmt_tpu.analysis import depth
 from rmt_tpu.errors import UsageError
@@ -200,7 +200,7 @@ def test_a_feed_forward_layer_s_products_come_in_turn_where_that_is_faster():
 
     def barriers(kind, length):
         tokens = jnp.zeros((1, length), jnp.int32)
-        with tuned.lowering_for(kind):
+        with lowering_for(kind):
             traced = jax.make_jaxpr(lambda p: nnx.merge(graphdef, p)(tokens))(params)
         return str(traced).count("optimization_barrier")
 

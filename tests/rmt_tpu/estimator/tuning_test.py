@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tuned
+from pallas_kernels.target import lowering_for, slug
 from pallas_kernels.tuned import KERNELS
 from rmt_tpu.estimator import (
     DEVICES,
@@ -54,7 +55,7 @@ def problem(platform: str, kernel: str, tokens: int = 256) -> Problem:
         key |= {"N": 1} if platform == "cuda" else {"N": 0, "dtype": "float32"}
     if kernel.endswith(("scores", "gradients", "backward_sums")):
         key = key | ({"S": 16, "D": 1024} if "depth" in kernel else {"K": 512, "V": 64})
-    return Problem(tuned.slug(KINDS[platform]), platform, kernel, tuned.items(key), tokens)
+    return Problem(slug(KINDS[platform]), platform, kernel, tuned.items(key), tokens)
 
 
 def test_every_kernel_can_be_tuned():
@@ -87,7 +88,7 @@ def test_a_problems_call_takes_the_candidates_blocks(platform, kernel):
     call = SPACES[platform, kernel].call(dict(given.key), given.tokens)
     blocks = given.candidates()[-1]
     own = tuned.Table("candidate", (given.entry(blocks, "heuristic"),), exact=True)
-    with tuned.lowering_for(KINDS[platform]), tuned.tuned(own), tuned.collecting() as looks:
+    with lowering_for(KINDS[platform]), tuned.tuned(own), tuned.collecting() as looks:
         got = jax.eval_shape(call.function(call.kernels), *call.arguments)
     assert [look.chosen for look in looks if look.kernel == given.of] == [blocks]
     want = jax.eval_shape(call.function(call.portable), *call.arguments)
@@ -111,7 +112,7 @@ def test_attention_to_values_of_another_size_has_a_call():
         key = dict(given.key) | {"size": 48, "rows": "head_major"}
         given = dataclasses.replace(given, key=tuned.items(key))
         call = SPACES["tpu", given.kernel].call(key, given.tokens)
-        with tuned.lowering_for(KINDS["tpu"]), tuned.collecting() as looks:
+        with lowering_for(KINDS["tpu"]), tuned.collecting() as looks:
             jax.eval_shape(call.function(call.kernels), *call.arguments)
         assert [(look.kernel, look.key) for look in looks] == [(given.of, given.key)]
 
@@ -356,7 +357,7 @@ def test_a_call_that_does_not_take_its_blocks_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [t for t in DEVICES.values() if t.platform == "tpu"])
 def test_what_is_shipped_compiles(target):
-    compiler, device = Compiler(target, 600.0), tuned.slug(target.kind)
+    compiler, device = Compiler(target, 600.0), slug(target.kind)
     try:
         for name in (name for kind, name in tuned.shipped() if kind == device):
             for entry in tuned.package_table(device, name).entries:

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import pallas_kernels
-from pallas_kernels import tuned
+from pallas_kernels.target import lowering_for
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
 from rmt_tpu.residual import matrix
@@ -89,16 +89,16 @@ def test_sites_write_in_twos_where_kernels_of_a_tpu_wait_for_memory():
     defers = lambda batch: matrix.Store.defers(store, jnp.zeros((batch, 1, 1, 1), jnp.int16))
     waiting = ("TPU v5 lite", "TPU v5", "TPU v6 lite")
     for kind in (*waiting, "TPU7x", "NVIDIA H100", "cpu"):
-        with tuned.lowering_for(kind):
+        with lowering_for(kind):
             assert defers(2) == (kind in waiting) and not defers(1)
-    with tuned.lowering_for("TPU v5 lite"):
+    with lowering_for("TPU v5 lite"):
         store.dtype = jnp.float32
         assert not defers(2)
 
 
 @pytest.mark.parametrize("kind, most", [("TPU v6 lite", 16), ("TPU v5", 8), ("TPU7x", 8)])
 def test_what_fills_half_of_a_chips_vmem_is_large(kind, most):
-    with tuned.lowering_for(kind):
+    with lowering_for(kind):
         seen = []
         for batch in (most, most + 1):
             residual = jax.ShapeDtypeStruct((batch, 512, 64, 64), jnp.int16)

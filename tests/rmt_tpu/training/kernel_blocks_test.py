@@ -4,6 +4,7 @@ import pytest
 
 from pallas_kernels import tuned
 from pallas_kernels.causal_attention.mosaic_tpu_whole import KERNELS, Blocks
+from pallas_kernels.target import Target
 from pallas_kernels.tuned import Table
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.training import kernel_blocks
@@ -15,7 +16,7 @@ KEY = dict(entry(512).key)
 
 @pytest.fixture(autouse=True)
 def on_a_tpu(monkeypatch):
-    monkeypatch.setattr(tuned.lookup, "device_lowered_for", lambda: "TPU v5 lite")
+    monkeypatch.setattr(tuned.lookup, "target", lambda: Target("TPU v5 lite"))
 
 
 def start(folder, *tables, anew=False, key=KEY):

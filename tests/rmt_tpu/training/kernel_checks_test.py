@@ -6,9 +6,9 @@ import json
 import jax
 import pytest
 
-from pallas_kernels import tuned
 from pallas_kernels.platform import Implementations, collecting_calls
 from pallas_kernels.shapes import Heads
+from pallas_kernels.target import lowering_for
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_check
 from rmt_tpu.analysis.device_check import Row
@@ -51,7 +51,7 @@ class Device:
 
 @pytest.fixture(scope="module")
 def calls():
-    with tuned.lowering_for("TPU v5 lite"), collecting_calls() as found:
+    with lowering_for("TPU v5 lite"), collecting_calls() as found:
         for case in CASES.values():
             inputs = jax.eval_shape(case.inputs)
             jax.eval_shape(lambda inputs, f=case.function: f("pallas", **inputs), inputs)
@@ -76,7 +76,7 @@ def taken_of():
     ops = {
         name: Implementations(plain, {"mosaic_tpu": served}, ("tpu",), name=name) for name in CASES
     }
-    with tuned.lowering_for("TPU v5 lite"), collecting_calls() as found:
+    with lowering_for("TPU v5 lite"), collecting_calls() as found:
         for op in ops.values():
             jax.eval_shape(
                 lambda x, op=op: op.run(None, "op", x), jax.ShapeDtypeStruct((2,), "float32")

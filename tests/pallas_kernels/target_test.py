@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import causal_attention, store_norm_retrieve, tuned
+from pallas_kernels import causal_attention, store_norm_retrieve
 from pallas_kernels.logits import logits_with_sums
+from pallas_kernels.target import lowering_for
 from tests.tpu import place_on
 
 V4, KIND = "v4:2x2x1", "TPU v4"
@@ -13,7 +14,7 @@ V4, KIND = "v4:2x2x1", "TPU v4"
 
 def kernels_of(function, *arrays) -> int:
     """Kernels of the function's program for TPU v4."""
-    with tuned.lowering_for(KIND):
+    with lowering_for(KIND):
         return jax.jit(function).lower(*arrays).compile().as_text().count("tpu_custom_call")
 
 
