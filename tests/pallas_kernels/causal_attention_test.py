@@ -12,7 +12,6 @@ from jax.experimental import topologies
 from pallas_kernels import UnsupportedImplementation, attention_forward, causal_attention
 from pallas_kernels.call import round_up
 from pallas_kernels.causal_attention import (
-    block_sizes,
     cudnn,
     mosaic_tpu,
     mosaic_tpu_blocks,
@@ -21,7 +20,7 @@ from pallas_kernels.causal_attention import (
 )
 from pallas_kernels.causal_attention.block_sizes import Blocks, Cut, default_blocks
 from pallas_kernels.causal_attention.interface import Attended, Attention
-from pallas_kernels.target import lowering_for
+from pallas_kernels.target import Target, lowering_for
 from tests import emulator
 from tests.closeness import assert_close
 from tests.pallas_kernels.causal_attention_battery import (
@@ -164,7 +163,7 @@ class TestBlocks(Battery):
 
     def test_equals_numpy(self, case, monkeypatch):
         # Backward in several spans of queries.
-        monkeypatch.setattr(block_sizes, "vmem_part", lambda mib: 2 * 128 * 4 * case.shape[3] * 2)
+        monkeypatch.setattr(Target, "vmem_part", lambda *_: 2 * 128 * 4 * case.shape[3] * 2)
         super().test_equals_numpy(case)
 
 
@@ -191,7 +190,7 @@ class TestSizeMajorRows(Battery):
         (_, length, heads, size), blocks = case.shape, dict(case.options)["blocks"]
         whole = round_up(length, blocks.queries)
         if size == 16:  # there is room for the gradients of queries alone
-            monkeypatch.setattr(block_sizes, "vmem_part", lambda mib: 4 * heads * size * whole)
+            monkeypatch.setattr(Target, "vmem_part", lambda *_: 4 * heads * size * whole)
         sizes = heads, case.kv_heads, size, size
         cut = Cut("size_major", *sizes, jnp.dtype(case.dtype), blocks)
         assert cut.has(whole)

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import UnsupportedImplementation, logits_with_sums
 from pallas_kernels.logits import mosaic_tpu, reference, xla
-from pallas_kernels.target import Chip, lowering_for
+from pallas_kernels.target import lowering_for
 from tests.closeness import assert_close
 from tests.tiers import later
 from tests.tpu import device_of, place_on
@@ -109,10 +109,10 @@ def test_bad_arguments_are_told_in_a_line(unannotated):
         (8192, 8192, {1: (256, 256), 2: (256, 256)}),
     ],
 )
-def test_blocks_fill_cores_and_fit(count, width, want, monkeypatch):
+def test_blocks_fill_cores_and_fit(count, width, want):
     for cores, blocks in want.items():
-        monkeypatch.setattr(mosaic_tpu, "chip", lambda cores=cores: Chip(1e12, cores=cores))
-        assert mosaic_tpu._block(count, width) == blocks
+        with lowering_for({1: "TPU v5 lite", 2: "TPU v5"}[cores]):
+            assert mosaic_tpu._block(count, width) == blocks
 
 
 @pytest.mark.compile
