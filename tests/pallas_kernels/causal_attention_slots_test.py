@@ -22,6 +22,7 @@ def arrays():
     return tuple(jnp.asarray(draw(*shape)) for shape in shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["size_major", *later("head_major")])
 def test_a_slot_holds_what_is_given_without_one(rows):
     qkv, stack, d_out = arrays()

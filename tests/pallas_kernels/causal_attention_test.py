@@ -245,6 +245,7 @@ def test_values_of_a_size_of_their_own(run, dtype, more, tolerance):
         assert_close(got[1], sums, tolerance)
 
 
+@pytest.mark.slow
 def test_keys_of_another_part_of_a_sequence():
     """All seen, of a query's segment or not: log sums say how much each part counts."""
     shape, blocks = (1, 256, 2, 8), Blocks(128, 128, 2)

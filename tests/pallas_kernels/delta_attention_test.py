@@ -12,6 +12,7 @@ from pallas_kernels.delta_attention import mosaic_tpu, reference
 from pallas_kernels.delta_attention.interface import Operands, chunk_size
 from rmt_tpu.estimator import lower
 from tests.closeness import assert_close, float64
+from tests.tiers import later
 from tests.tpu import device_of
 
 # A row each: as models begin, no decay, the strongest of bounded gates, gates far beyond what
@@ -65,6 +66,7 @@ def run(arguments, ids):
     return delta_attention(*arguments, scale=SCALE, segment_ids=ids)
 
 
+@pytest.mark.slow
 def test_chunks_are_the_recurrence_and_so_are_their_gradients():
     """In float64; every gradient against a complex step in a direction of its own."""
     with jax.enable_x64(True):
@@ -122,6 +124,7 @@ def test_keys_that_are_alike():
     assert_close(read, want, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_by_parts_and_token_by_token():
     given = [jnp.float32(x) for x in arguments()]
     whole, last = delta_attention(*given, scale=SCALE)
@@ -238,7 +241,7 @@ def check_kernels(given, ids, dtype):
 
 
 @SHARED
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *later("bfloat16")])
 def test_kernels_are_the_recurrence_and_its_gradient(dtype):
     """Of every gate, with documents that end in a chunk, between two, and of a few tokens."""
     check_kernels(arguments(**WIDE), documents(), dtype)

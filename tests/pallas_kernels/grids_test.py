@@ -92,6 +92,7 @@ AT_NIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op, names", [*QUICK.items(), *later(*AT_NIGHT.items())])
 def test_ops(op, names):
     check(lambda given: CALLS[op].run("pallas", given), [longer(op)], names)

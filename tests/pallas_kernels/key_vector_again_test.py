@@ -76,6 +76,7 @@ def test_plain_jax_reads_again_what_it_has_read(norm):
     np.testing.assert_array_equal(again.retrieved, out.retrieved)
 
 
+@pytest.mark.slow
 def test_a_backward_pass_takes_slots():
     site = arguments("int16", "bfloat16")
     statistics = forward(xla.forward, site, norm="layernorm").statistics

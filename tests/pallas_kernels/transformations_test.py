@@ -26,6 +26,7 @@ def test_every_public_op_is_tested():
     assert ops - {"placed", "taken"} == CALLS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", CALLS)
 def test_kernels_where_64_bits_are_the_default(op):
     call = CALLS[op]
@@ -38,6 +39,7 @@ def test_kernels_where_64_bits_are_the_default(op):
         assert text.count("tpu_custom_call") == call.kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", CALLS)
 def test_where_a_shard_map_checks_what_varies(op):
     call = CALLS[op]
@@ -64,6 +66,7 @@ WITH_GRADIENTS = sorted(op for op, call in CALLS.items() if call.gradients)
 FIRST = ("causal_attention", "depth_attention_merge", "store_norm_retrieve")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [*FIRST, *later(*(op for op in WITH_GRADIENTS if op not in FIRST))])
 def test_gradients_within_a_checkpoint(op):
     call = CALLS[op]
@@ -86,6 +89,7 @@ def over_one_more_axis(call, given):
     return turned, both, {n: 0 if n in call.data else None for n in given}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [*FIRST, *later(*MAPPED)])
 def test_plain_jax_over_one_more_axis(op):
     """Each alone is what all together are."""
@@ -170,6 +174,7 @@ ON_GPUS |= {"causal_attention", "grouped_matmul"}
 PLAIN = {"logits_with_sums", "rows_of_tokens", "sums_of_rows"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "op", [*FIRST, *later(*(op for op in (*WITH_KERNELS, "grouped_matmul") if op not in FIRST))]
 )

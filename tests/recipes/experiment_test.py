@@ -81,6 +81,7 @@ def test_an_experiment_is_shared_and_goes_on(tmp_path):
     assert arms == {f"rmt-32-slots-{slots}" for slots in (2, 8, 32, 64)}
 
 
+@pytest.mark.slow
 def test_outcomes_are_carried_to_another_machine(tmp_path):
     """Of two machines, the second trains only what the first has no line of."""
     flags = ["growth", "--seeds=0", f"--data={cli.TEXT}", f"--outcomes={tmp_path}/lines.jsonl"]
@@ -101,6 +102,7 @@ def test_outcomes_are_carried_to_another_machine(tmp_path):
     assert "lines.jsonl line 1 is no outcome of a run" in error
 
 
+@pytest.mark.slow
 def test_commands_for_the_hosts_of_a_pod(tmp_path):
     """They train the very runs that the experiment then finds."""
     flags = ["growth", "--seeds=0", f"--data={cli.TEXT}", f"--workdir={tmp_path}/runs"]

@@ -55,6 +55,7 @@ def test_a_folder_is_given_as_text(folder, unannotated):
         rmt_tpu.load(folder)
 
 
+@pytest.mark.slow
 def test_a_decoder_has_no_forward_mode():
     graph, params = models.split(models.model("vector", remat="full"))
     tokens = jnp.zeros((1, 4), jnp.int32)
@@ -85,6 +86,7 @@ def test_a_cache_is_filled_with_64_bit_integers_about():
     assert (logits.shape, cache.length.dtype) == ((2, 3, models.VOCAB), jnp.int32)
 
 
+@pytest.mark.slow
 def test_a_reversible_model_takes_positions_of_the_caller():
     """With the gradients of any other."""
     tokens, positions = models.tokens(seq=6), jnp.array([[3, 1, 4, 2, 6, 5]])

@@ -48,6 +48,7 @@ def test_equals_the_papers_equations_in_float64(store, norm):
         checks.assert_follows_equations(config, plain.model, tolerance=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "store, mixer, remat",
     [
@@ -247,6 +248,7 @@ def test_norms_epsilon_does_not_matter_at_the_start(store):
     assert np.abs(logits[1] - logits[0]).max() < 1e-3 * np.abs(logits[0]).max()
 
 
+@pytest.mark.slow
 def test_storage_starts_smaller_by_depth():
     config = models.model("matrix", num_layers=50, num_heads=40)
     _, params = models.split(config)

@@ -238,6 +238,7 @@ def test_loss_and_gradients_are_those_of_the_chunks_one_after_the_other(kind, si
     check(kind, Schedule(*sizes))
 
 
+@pytest.mark.slow
 def test_within_a_checkpoint_of_ones_own():
     check("banked", Schedule(2, 1, 2), within=jax.checkpoint)
 
@@ -353,6 +354,7 @@ def test_results_are_those_that_the_objective_is_made_of(kind):
         jax.tree.map(close, got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, virtual",
     [

@@ -68,6 +68,7 @@ def test_unrolled_layers_are_the_decoder(name):
     assert shapes == {(4, 11, 20) if decoder.config.store.kind == "vector" else (4, 11, 5, 6)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["blocks", *later("matrix sum", "dense", "depth-wise LSTM")])
 def test_gradients_of_taps(name):
     """Of each write, against a central difference over 2e-5 in a random direction.
@@ -102,6 +103,7 @@ def rows(weights: depth.DepthWeights) -> list[list[float]]:
 BLOCKS = [[0], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2]]  # of 4 sublayers
 
 
+@pytest.mark.slow
 def test_measures():
     """Loss, and root mean squares over the tokens that have a target, of all batches."""
     decoder = make("vector", cfg.BlockAttention(sublayers_per_block=4))
@@ -166,6 +168,7 @@ def test_one_source_alone_has_no_entropy_and_weights_that_vanish_no_infinite_spr
     assert 80 < spread[0] < 90 and not np.any(spread[1:])
 
 
+@pytest.mark.slow
 def test_weights_stand_at_their_sources():
     """Learned logits do not depend on the tokens, so that the weights are known."""
     decoder = make(*MIXERS["scalars"])
@@ -187,6 +190,7 @@ def test_window():
     assert all(0 < w < 1 for row in rows(weights) for w in row)
 
 
+@pytest.mark.slow
 def test_dense_weights():
     decoder = make("vector", cfg.Dense(dilation=2, period=2), num_layers=2)
     weights = depth.measure(decoder, [models.batch()]).weights
@@ -197,6 +201,7 @@ def test_dense_weights():
     assert weights.signed
 
 
+@pytest.mark.slow
 def test_a_narrow_decoder_is_measured_in_float32():
     model = models.model("matrix")
     # The residual is int16, which has no zero to be added and no gradient.

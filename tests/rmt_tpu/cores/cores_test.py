@@ -62,8 +62,8 @@ def reference(params, tokens, config):
     "store, name",
     [
         ("vector", "sum"),
-        ("matrix", "blocks of 5"),
         *later(
+            ("matrix", "blocks of 5"),
             *[("vector", name) for name in MIXERS if name not in ("sum", "reversible")],
             *[("matrix", name) for name in MIXERS if name != "blocks of 5"],
         ),
@@ -89,6 +89,7 @@ def test_linear_attention_follows_its_equations(store, name):
         checks.assert_follows_equations(model(store, name, stacks=LINEAR), reference)
 
 
+@pytest.mark.slow
 def test_linear_attention_of_documents_in_one_row():
     """Each as if it were alone: neither a state nor a convolution goes over a border."""
     with jax.enable_x64(True):
@@ -107,6 +108,7 @@ def test_linear_attention_of_documents_in_one_row():
         assert_close(*both(models.random_parameters(config)), 1e-12)
 
 
+@pytest.mark.slow
 def test_linear_attention_goes_on_from_its_state():
     """A prompt of two lengths in parts, then token by token; and one that takes a used cache."""
     with jax.enable_x64(True):
@@ -131,6 +133,7 @@ def test_linear_attention_goes_on_from_its_state():
         assert_close(decoded, np.take_along_axis(whole, places[..., None], axis=1), 1e-12)
 
 
+@pytest.mark.slow
 def test_decoding_with_grouped_and_latent_heads():
     """In two pieces: MLA decodes with W_kvb absorbed, and is expanded without a cache.
 
@@ -194,6 +197,7 @@ def test_a_caller_s_positions_are_those_that_are_rotated():
         assert np.abs(logits(params, 2 * order) - whole).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_feed_forward_layer_s_products_come_in_turn_where_that_is_faster():
     config = models.model(positions=cfg.Rope())
     graphdef, params = models.graph(config), models.random_parameters(config)

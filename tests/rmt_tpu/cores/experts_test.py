@@ -167,6 +167,7 @@ def test_the_loss_of_balance_is_one_where_loads_are_even():
     assert_close(even, 0.5 * BATCH * SEQ, 1e-5)
 
 
+@pytest.mark.slow
 def test_shares_of_the_loss_of_balance_are_as_exact_as_the_scores():
     """In float64, over 11 tokens: shares are no binary fractions."""
     with jax.enable_x64(True):

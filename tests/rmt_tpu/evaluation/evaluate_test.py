@@ -79,6 +79,7 @@ def test_batches_are_of_all_sources(scorer, tmp_path):
     assert all(result.seconds > 0 for result in results)
 
 
+@pytest.mark.slow
 def test_results_are_told(scorer, tmp_path):
     one = evaluate(subject(scorer, tmp_path / "a"), SOURCES)
     even = scorer._replace(scores=lambda *given: scorer.scores(given[0] * 0, given[1]))

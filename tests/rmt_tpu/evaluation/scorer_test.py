@@ -141,6 +141,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store, mixer, core, spec", CASES)
 def test_on_a_mesh_as_on_one_device(store, mixer, core, spec):
     stores = {"vector": cfg.VectorStore(dim=12), "matrix": cfg.MatrixStore(6, "float32", 4, 6)}

@@ -49,6 +49,7 @@ def test_products_of_a_float32_model_are_not_rounded(changes, platform):
         assert _EXACT in line, line
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no .* kernel for this call")
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_products_of_a_bfloat16_model_are_as_they_come(platform):

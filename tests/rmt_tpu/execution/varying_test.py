@@ -12,7 +12,7 @@ from tests import models
 from tests.closeness import assert_close
 from tests.tiers import later
 
-PRESETS = ["rmt-tiny", "gpt2-tiny", *later("attnres-tiny", "llama-tiny")]
+PRESETS = ["rmt-tiny", *later("gpt2-tiny", "attnres-tiny", "llama-tiny")]
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -58,6 +58,7 @@ def test_a_tiny_ladder_reads_twenty_tokens_a_weight():
             assert arm.config.model.residual_size == 4 * arm.config.model.width
 
 
+@pytest.mark.slow
 def test_rates_are_carried_over_from_the_size_where_they_are_searched():
     of = trained.ladder("tiny")
     for system, search in of.searches.items():

@@ -95,6 +95,7 @@ def test_rows_on_devices_of_other_processes_are_refused(decoder, monkeypatch):
         Engine(decoder, 256)
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_gone(two, monkeypatch):
     two.submit(request("ab", 9))
     two.step()
@@ -113,6 +114,7 @@ def test_room_that_nobody_needs_is_given_back(two):
     assert two.capacity == 32
 
 
+@pytest.mark.slow
 def test_programs_can_be_made_beforehand(two):
     made = (programs.prefill, programs.steps, programs.score, programs.insert, programs.grown)
     two.compile(62)

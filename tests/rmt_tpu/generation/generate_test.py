@@ -97,6 +97,7 @@ def test_numbers_that_float32_has_not_leave_the_likeliest():
     assert sample(penalized(logits, seen, how), jnp.array([0]), how) == 2
 
 
+@pytest.mark.slow
 def test_a_draw_is_of_its_row_alone():
     """Whatever is beside it, and in whichever slot."""
     rows = [Sampling(seed=n, **how) for n, how in enumerate([{}, {"top_k": 3}, {"top_p": 0.9}])]
@@ -185,6 +186,7 @@ def test_stops_at_the_start_of_another_document(say):
     assert "".join(pieces()) == "hi"
 
 
+@pytest.mark.slow
 def test_stops_at_whichever_token_ends_a_text(say):
     tokenizer = ByteTokenizer()
     tokenizer.ends = (7, 9)
@@ -194,6 +196,7 @@ def test_stops_at_whichever_token_ends_a_text(say):
         assert (one.text, one.finish) == (first.decode(), "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 def test_tokens_without_a_text_are_never_chosen(temperature):
     """But for one that ends texts."""
@@ -222,12 +225,14 @@ def test_stops_at_once(say):
     assert pieces() == []
 
 
+@pytest.mark.slow
 def test_stops_after_max_tokens(say):
     say(repeat(ord("x"), 30))
     assert "".join(pieces(max_tokens=5)) == "xxxxx"
     assert pieces(max_tokens=1) == ["x"]
 
 
+@pytest.mark.slow
 def test_characters_come_whole(say):
     text = "é€😀"
     say(text.encode())
@@ -293,6 +298,7 @@ def test_many_at_a_time_are_each_alone(rotated):
     assert [f._cache_size() for f in (programs.prefill, programs.steps)] == compiled
 
 
+@pytest.mark.slow
 def test_caches_that_grow_keep_what_they_have(rotated):
     """Beyond the smallest size, twice; greedy tokens are those of no cache, with their logs."""
     (one,) = complete(rotated, ByteTokenizer(), [("abc", Sampling(0.0, max_tokens=80))])
@@ -304,6 +310,7 @@ def test_caches_that_grow_keep_what_they_have(rotated):
     np.testing.assert_allclose(one.log_probabilities, wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_a_text_has_is_less_likely(rotated):
     """Of the prompt and of what came since; log-probabilities are the model's own."""
     sampling = Sampling(0.0, max_tokens=20, repetition_penalty=1.4)
@@ -321,6 +328,7 @@ def test_what_a_text_has_is_less_likely(rotated):
     np.testing.assert_allclose(one.log_probabilities, logs, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["llama-attnres-tiny", *later("rmt-llama-tiny", "highway-tiny")])
 def test_weights_cast_once_give_the_same_logits(preset):
     """In bfloat16, bit for bit; what is computed with in float32 is not cast."""

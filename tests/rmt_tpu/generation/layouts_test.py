@@ -41,6 +41,7 @@ def told(engine):
     return tokens, logs
 
 
+@pytest.mark.slow
 def test_programs_take_weights_as_they_lie(request):
     decoder = models.byte_decoder(positions=cfg.Rope())
     before = told(Engine(decoder, stop=0, slots=2, steps=2))

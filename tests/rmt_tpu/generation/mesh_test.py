@@ -95,6 +95,7 @@ def test_drawn_text_on_a_mesh_is_that_of_one_device(store, mixer, core, spec):
         np.testing.assert_allclose(log, wanted_logs[n], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "store, heads, spec, lengths",
     [

@@ -65,6 +65,7 @@ def test_parts_are_the_whole(store, mixer, positions):
             assert_close(got[:, row, :length], want[:, row, :length], 1e-5)
 
 
+@pytest.mark.slow
 def test_latent_heads_expand_no_more_than_a_part():
     """As with W_kvb absorbed, values and gradients; the last part reaches beyond the capacity."""
     rng, (batch, new, heads, capacity) = np.random.default_rng(0), (2, 4, 3, 22)
@@ -89,6 +90,7 @@ def test_latent_heads_expand_no_more_than_a_part():
     assert {x for x in arrays if f"{capacity}" in x.split(",")} <= {"2,2,22,5", "2,2,22,2"}
 
 
+@pytest.mark.slow
 def test_an_engine_says_the_same():
     """Also where the last part reaches beyond the positions that there are."""
     decoder = make("matrix", cfg.Sum(), cfg.Learned(32))

@@ -12,6 +12,7 @@ from flax import nnx
 from rmt_tpu import Decoder, preset, presets, residual
 from rmt_tpu import config as cfg
 from tests import models
+from tests.tiers import later
 
 
 def weights(config: cfg.ModelConfig) -> dict[tuple, np.ndarray]:
@@ -91,6 +92,7 @@ def test_a_mixer_changes_none_of_the_weights_beside_its_own(of_presets):
             assert found >= len(paths) - without, (base, other)
 
 
+@pytest.mark.slow
 def test_no_two_weights_have_the_same_draw():
     mixers = {"matrix": "blocks", "vector": "hierarchical"}
     for store, mixer in mixers.items():
@@ -104,7 +106,7 @@ def test_no_two_weights_have_the_same_draw():
         assert len(seen) > 15
 
 
-@pytest.mark.parametrize("store", ["vector", "matrix"])
+@pytest.mark.parametrize("store", ["vector", *later("matrix")])
 def test_a_stack_divided_otherwise_and_another_mixer_leave_every_layer_as_it_was(store):
     config = models.model(store)
     (one,) = config.stacks

@@ -119,6 +119,7 @@ def site_flops(config: cfg.ModelConfig) -> float:
     return program.cost_analysis()["flops"] / 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mixer, tolerance",
     [

@@ -52,6 +52,7 @@ def test_the_first_query_is_never_used():
     assert (np.abs(of_layers[1:]).max(axis=1) > 1e-4).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("store", "name"), CACHED)
 def test_cached_logits_equal_uncached(store, name):
     checks.assert_cached_equals_uncached(models.model(store, mixer=MIXERS[name]))

@@ -64,6 +64,7 @@ def test_cached_equals_uncached():
     checks.assert_cached_equals_uncached(models.model("vector", mixer=cfg.DepthLstm()))
 
 
+@pytest.mark.slow
 def test_no_weight_starts_smaller_by_depth():
     """There is no sum over depth to keep small. Fan in of the gates and of W_1 is 2 D."""
     sizes = {"store": cfg.VectorStore(120), "feed_forward": cfg.FeedForward(160), "num_layers": 12}
@@ -97,6 +98,7 @@ def test_a_forget_gate_far_open_keeps_the_cell():
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_bfloat16_state():
     config = models.model("vector", mixer=cfg.DepthLstm(), compute_dtype="bfloat16")
     logits, exact = checks.narrow_logits(config, reference)

@@ -34,6 +34,7 @@ def test_steps_follow_the_size_of_the_residual_and_those_of_the_papers_are_one_i
     assert "2^-12, up to +-8" in fixed_point.described(reversible(bits=12))
 
 
+@pytest.mark.slow
 def test_expected_sizes_are_those_of_a_new_model():
     config = reversible(0.5).replace(remat="full", compute_dtype="float32", num_layers=3)
     first, last = fixed_point.expected_sizes(config)
@@ -70,6 +71,7 @@ def test_bits_out_of_range_are_refused(bits):
         cfg.MatrixStore(5, "int16", bits)
 
 
+@pytest.mark.slow
 def test_a_small_residual_is_as_good_as_in_float_or_the_loss_is_nan():
     def logits(config):
         graphdef = nnx.graphdef(nnx.eval_shape(lambda: rmt_tpu.Decoder(config, rngs=nnx.Rngs(0))))

@@ -102,6 +102,7 @@ def test_a_node_without_weights_norms_the_sum():
         assert_close(logits, expected, 1e-11)
 
 
+@pytest.mark.slow
 def test_nodes_share_weights_only_when_told_to():
     config = lambda shared: models.model(
         "vector", num_layers=6, mixer=cfg.Hierarchical(shared=shared)

@@ -71,6 +71,7 @@ def test_remat_changes_nothing():
         checks.assert_remat_changes_nothing(checks.model(cfg.Highway(form="gated")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["add", *later("gated")])
 def test_cached_equals_uncached(form):
     checks.assert_cached_equals_uncached(models.model("vector", mixer=cfg.Highway(form=form)))
@@ -87,6 +88,7 @@ def test_without_values_it_is_the_plain_model():
     np.testing.assert_array_equal(checks.normed_output(config, params), expected)
 
 
+@pytest.mark.slow
 def test_starts_as_linear_layers_do():
     config = models.model("vector", mixer=cfg.Highway(), store=cfg.VectorStore(300), init_std=0.5)
     params = models.split(config)[1]

@@ -23,6 +23,7 @@ def made(mixer, index, *, moved=0.0):
     return jax.jit(lambda s, X: nnx.merge(graphdef, s)(X))(jax.tree.map(noise, state), X)
 
 
+@pytest.mark.slow
 def test_homes_take_turns():
     for index in (0, 3, 6):
         home = index % 4
@@ -44,6 +45,7 @@ def test_homes_take_turns():
 # The mixing matrix -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5])
 def test_mhc_lite_is_doubly_stochastic(m):
     """To float32 rounding."""

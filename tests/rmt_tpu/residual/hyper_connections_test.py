@@ -15,9 +15,8 @@ from tests.rmt_tpu.residual import checks
 from tests.tiers import later
 
 CASES = [
-    cfg.HyperConnections(streams=2),
-    cfg.Mhc(streams=2, rounds=2),
     cfg.MhcLite(streams=2),
+    *later(cfg.HyperConnections(streams=2), cfg.Mhc(streams=2, rounds=2)),
     *later(cfg.HyperConnections(dynamic=False), cfg.HyperConnections(), cfg.Mhc(), cfg.MhcLite()),
 ]
 VARIANTS = [
@@ -120,6 +119,7 @@ def test_cached_equals_uncached(mixer):
 # Dtypes and errors -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mixer", [cfg.HyperConnections(streams=2), *later(cfg.MhcLite())], ids=label
 )

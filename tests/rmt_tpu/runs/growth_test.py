@@ -165,6 +165,7 @@ def test_turn_keeps_mean_and_mean_square(slots, new):
     np.testing.assert_array_equal(a, turn(slots, new))
 
 
+@pytest.mark.slow
 def test_all_axes_of_slots_are_known():
     """By what parameters say of their axes, and by which shapes differ between two sizes."""
     configs = [*map(model, MIXERS), preset(PRESETS[0]), preset("rmt-kimi-tiny")]

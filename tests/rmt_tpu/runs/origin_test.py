@@ -21,6 +21,7 @@ from rmt_tpu.storage import open_folder
 from rmt_tpu.training import trainer
 from rmt_tpu.training.run import prepare
 from tests import models
+from tests.tiers import later
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def taken(config, location, said):
     return [traverse_util.flatten_dict(jax.tree.map(np.asarray, tree)) for tree in (drawn, found)]
 
 
-@pytest.mark.parametrize("mesh", ["stage=2,fsdp=2,tensor=2", "data=8"])
+@pytest.mark.parametrize("mesh", ["data=8", *later("stage=2,fsdp=2,tensor=2")])
 def test_another_residual_takes_what_it_shares(config, hub, mesh):
     changes = {
         "train.mesh": mesh,

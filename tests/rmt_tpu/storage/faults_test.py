@@ -148,6 +148,7 @@ class TestCredentials:
     def test_none(self, tmp_path):
         assert " needs credentials, and none were found" in self.opened(tmp_path)
 
+    @pytest.mark.slow
     def test_none_where_a_machine_is_asked_that_does_not_answer(self, tmp_path):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             host = f"127.0.0.1:{listener.getsockname()[1]}"

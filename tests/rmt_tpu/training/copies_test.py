@@ -67,6 +67,7 @@ def names(copies):
     return {path.split("'")[-2] for path in copies}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store, mixer, cores", [("matrix", "sum", PLAIN), *later(*SYSTEMS)])
 def test_gradients_at_copies_are_those_at_weights(store, mixer, cores):
     run = prepared(store, mixer, cores)
@@ -81,6 +82,7 @@ def test_gradients_at_copies_are_those_at_weights(store, mixer, cores):
     jax.tree.map(np.testing.assert_array_equal, at_copies, at_weights)
 
 
+@pytest.mark.slow
 def test_what_is_read_in_more_bits_has_no_copy():
     of_cores = names(prepared("vector", "sum", CORES).abstract.copies)
     assert {"read", "write", "w_1", "w_2", "w_kv_up", "w_decay_up"} <= of_cores

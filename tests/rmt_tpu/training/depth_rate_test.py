@@ -19,6 +19,7 @@ from rmt_tpu.training import depth_rate
 from rmt_tpu.training import run as training_run
 from rmt_tpu.training.optimizer import make_optimizer
 from tests import models
+from tests.tiers import later
 
 FULL = cfg.FullAttention()
 
@@ -87,8 +88,7 @@ def test_the_papers_models_learn_at_the_full_rate():
     ("query", "optimizer"),
     [
         ("static", cfg.AdamW(0.5, decay_exclude=())),
-        ("scalars", cfg.AdamW(0.5, decay_exclude=())),
-        ("input", cfg.Muon(0.5)),
+        *later(("scalars", cfg.AdamW(0.5, decay_exclude=())), ("input", cfg.Muon(0.5))),
     ],
 )
 def test_they_alone_are_scaled_and_do_not_decay(query, optimizer):
@@ -184,6 +184,7 @@ def test_how_large_logits_are_is_the_length_of_scaled_queries(store):
     assert depth_rate.metrics(run(mixer=cfg.Sum()), {}) == {}
 
 
+@pytest.mark.slow
 def test_a_step_tells_them():
     config = run()
     made = training_run.prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))

@@ -191,12 +191,14 @@ RINGS += later(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store, name, mesh", RINGS)
 def test_more_devices_than_heads_share_a_sequence(store, name, mesh):
     assert_same(gradients(store, name, mesh, seq_len=16), gradients(store, name, "data=1", 16))
 
 
 # A loss of balance over sequences that are divided, and loads as gradients, once for every token.
+@pytest.mark.slow
 @pytest.mark.xdist_group("experts")
 @pytest.mark.parametrize(
     "store, mesh",
@@ -244,6 +246,7 @@ def test_each_device_has_its_part_of_the_parameters():
     assert jax.tree.leaves(moments.mu) == jax.tree.leaves(run.state_shardings.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["vector", "matrix"])
 def test_weights_begin_as_on_one_device_and_as_with_another_mixer(store):
     one, many = (drawn(store, "sum", mesh) for mesh in ("data=1", "fsdp=2,tensor=2,data=2"))

@@ -72,6 +72,7 @@ def losses(run):
     return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_an_older_checkpoint(config, whole, tmp_path, capsys, monkeypatch):
     """Killed after that it goes on from there; the same command again goes on, too."""
     run = Path(shutil.copytree(whole, tmp_path / "run"))
@@ -110,6 +111,7 @@ def origin(whole, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_copy_goes_on_as_the_other_run_does(config, whole, origin, tmp_path, capsys, monkeypatch):
     """To the last bit of weights and moments; and what it is a copy of is needed once."""
     changes = {"train.init_from": str(origin), "train.with_optimizer": True}

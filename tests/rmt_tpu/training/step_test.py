@@ -163,6 +163,7 @@ def test_gradients_are_clipped_to_a_global_norm():
     assert float(new["a"]) == pytest.approx(-0.5 / 1.5, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_each_weight_learns_by_its_own_fan_in():
     """R 3 and width 18, D_FF 22, D_k 5."""
     sizes = ("attention.num_heads=1", "feed_forward.hidden_dim=11", "store.key_dim=2")
@@ -216,6 +217,7 @@ def test_accumulated_parts_are_the_whole_batch(store):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_parts_add_up_in_float64_too():
     with jax.enable_x64(True):
         config = run_config(model=models.model(compute_dtype="float64"), accumulate=2)
@@ -257,6 +259,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
     assert (good.step, good.skipped, good.skipped_in_a_row) == (3, 2, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["matrix", *later("vector")])
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2", *later("data=8", "fsdp=2")])
 def test_sharded_step_is_the_step_of_one_device(store, mesh):
@@ -277,6 +280,7 @@ def test_sharded_step_is_the_step_of_one_device(store, mesh):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels, wanted", [("pallas", {"tpu", "cuda"}), *later(("xla", set()))])
 def test_a_config_names_the_implementation_of_its_whole_step(kernels, wanted):
     """The kernels of which platforms are in the step, and in a forward pass alone."""

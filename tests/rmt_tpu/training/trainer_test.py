@@ -52,6 +52,7 @@ def config(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch, capsys):
     """And not even one start after that: the paths may be others, and side files damaged."""
     run, order = tmp_path / "run", []
@@ -182,6 +183,7 @@ def test_what_no_machine_can_hold_is_refused(config, tmp_path, path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_memory_that_is_out_is_one_line(config, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "of_machine", lambda: 2**80)
     huge = overrides.apply(config, {"model.num_layers": 10**9})
