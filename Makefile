@@ -4,13 +4,13 @@ VENV ?= .venv
 PRESET ?= rmt-tiny
 BIN := $(VENV)/bin
 
-.PHONY: train test test-compile test-all night lint docs clean
+.PHONY: train test test-compile test-all night mutations lint docs clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m recipes.train --preset=$(PRESET) --data=stdlib --workdir=runs/$(PRESET)
 
 # Python keeps what it compiled of the tests, whatever it does otherwise: to collect them takes half.
-test test-compile test-all night: export PYTHONDONTWRITEBYTECODE =
+test test-compile test-all night mutations: export PYTHONDONTWRITEBYTECODE =
 
 # With every commit; three workers on two cores, for many tests wait. What compiles for TPUs and GPUs is marked compile, and the rest of the night slow.
 test: lint $(VENV)/installed-test
@@ -45,6 +45,13 @@ $(NIGHT:%=build/night/%): $(NIGHT_CODE) | $(VENV)/installed-test $(VENV)/install
 	@mkdir -p $(@D)
 	begin=$$(date +%s) && $(RUN) && \
 	echo "$(@F): $$(( $$(date +%s) - begin )) s" > $@ && cat $@
+
+# Slips in the code, and which share of them the fast tests notice: hours, by night. What has been
+# found out is kept in build/mutations: a run that was cut off goes on until the code changes.
+SEED ?= 45
+COUNT ?= 200
+mutations: $(VENV)/installed-test
+	$(BIN)/python -m tests.mutations --seed=$(SEED) --count=$(COUNT)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
