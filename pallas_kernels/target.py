@@ -37,11 +37,6 @@ class Chip(NamedTuple):
     cores: int = 1
     unit: int = 0
 
-    @property
-    def hbm(self) -> int:
-        """Bytes that come to a TPU's core from HBM in a cycle."""
-        return int(self.bandwidth / self.clock / self.cores)
-
 
 # By the start of a device kind, as `tuned.slug` has it: for all that asks what a device can do.
 CHIPS = {

@@ -4,9 +4,6 @@ A write only adds, so the residual before it is the residual after it less what 
 `X_l = X_{l+1} - w^T y`. The forward pass keeps what every sublayer wrote (y, of size `R * D_v`) and
 the last residual; the backward pass walks down from there. So the memory of activations does not
 grow with `D_k`. In int16 fixed point the walk is exact; in float32 it drifts by about 1e-7.
-
-A residual that is larger than a chip's own memory is written by every second site of a layer, for
-two: the first one reads what it has written, but leaves it to the second to keep it.
 """
 
 from typing import Any
@@ -41,7 +38,7 @@ def run_layers(
       y: what is written first.
       context: who may see whom.
     """
-    run = _Layers(decoder, decoder.store, y.dtype, decoder.store.hold(residual))
+    run = _Layers(decoder, decoder.store, y.dtype)
 
     @jax.custom_vjp
     def differentiable(stacks, final_site, residual, y, context):
@@ -60,10 +57,8 @@ class _Layers:
     that of its slot; so that stack begins with what was written before them all.
     """
 
-    def __init__(self, decoder: Model, store: Invertible, dtype: jnp.dtype, held: Array):
+    def __init__(self, decoder: Model, store: Invertible, dtype: jnp.dtype):
         self.config, self.store, self.dtype = decoder.config, store, dtype
-        self.deferring = store.defers(held)
-        self.at_once = self.deferring or store.reads_at_once(held)
         self.graphs = [nnx.graphdef(stack) for stack in decoder.stacks]
         self.last_sites = [nnx.graphdef(stack[-1].site) for stack in decoder.stacks]
         self.site_graph = nnx.graphdef(decoder.final_site)
@@ -81,14 +76,12 @@ class _Layers:
                 parameters, repeat = scanned
                 layer, index = self._layer(number, first, stacks[number], parameters, repeat)
                 residual, written, aux = carry
-                of_layer, deferred = [], None
+                of_layer = []
                 for k, (site, core) in enumerate(layer):
                     y = _source(written, before, k, repeat)
-                    defers = self._defers(k, len(layer))
                     residual, z, statistics = self.store.add_and_read_with_statistics(
-                        residual, y, site, deferred, keep=not defers
+                        residual, y, site
                     )
-                    deferred = (y, site) if defers else None
                     with jax.named_scope(core.name):
                         to = _slot(written, k, repeat)
                         stack, of_core, saved = core.forward(z, context, index + k, to)
@@ -115,6 +108,7 @@ class _Layers:
         stacks, final_site, held, y, statistics, kept, context, like = saved
         site = nnx.merge(self.site_graph, final_site)
         d_residual = jnp.zeros(held.shape, self.dtype)
+        at_once = self.store.reads_at_once(held)
         z = self.store.read_again(held, site, statistics, self.dtype)
         held, d_residual, d_y, d_final_site, _ = self.store.undo(
             held, y, site, z, statistics, d_residual, d_z
@@ -124,7 +118,7 @@ class _Layers:
             first -= stack.num_sublayers
             *_, of_stack = kept[number]
             z = below = None
-            if self.at_once:
+            if at_once:
                 # Below the first repeat is none of this stack: what is read there is of no use.
                 reads = stacks[number][len(stack.cores) - 1]["site"], of_stack[-1][0]
                 below = jax.tree.map(lambda x: jnp.roll(x, 1, 0), reads)
@@ -136,27 +130,24 @@ class _Layers:
                 before, written, of_stack = kept
                 layer, index = self._layer(number, first, stacks[number], parameters, repeat)
                 residual, d_residual, d_y, z, gradients = carry
-                gradient, deferred = {}, None
+                gradient = {}
                 for k, (site, core) in reversed(list(enumerate(layer))):
                     (statistics, _), (_, saved) = of_stack[k], of_layer[k]
                     statistics = Statistics(Slot(statistics.both, repeat))
-                    if not self.at_once:
+                    if not at_once:
                         z = self.store.read_again(residual, site, statistics, self.dtype)
                     with jax.named_scope(core.name):
                         of_core = (_slot(written, k, repeat), saved, context, index + k)
                         d_core, d_z = core.pull_back(z, *of_core, d_y, d_aux)
                     y = _source(written, before, k, repeat)
                     read_before = None
-                    if self.at_once and k:
+                    if at_once and k:
                         read_before = layer[k - 1][0], of_layer[k - 1][0]
-                    elif self.at_once:
+                    elif at_once:
                         read_before = self._last_read(number, *below)
-                    written_for = k > 0 and self._defers(k - 1, len(layer))
-                    given = residual, y, site, z, statistics, d_residual, d_z, read_before
                     residual, d_residual, d_y, d_site, z = self.store.undo(
-                        *given, deferred, keep=not written_for
+                        residual, y, site, z, statistics, d_residual, d_z, read_before
                     )
-                    deferred = (y, site) if written_for else None
                     # A core without parameters is not in the tree.
                     gradient[k] = {"site": d_site} | ({"core": d_core} if d_core else {})
                 return (residual, d_residual, d_y, z, put(gradients, gradient, repeat)), None
@@ -167,10 +158,6 @@ class _Layers:
                 undo_layer, carry, scanned, reverse=True
             )
         return d_stacks, d_final_site, d_residual.astype(like.dtype), d_y, None
-
-    def _defers(self, k: int, count: int) -> bool:
-        """Whether the site of sublayer k, of so many in a layer, leaves its write to the next."""
-        return self.deferring and k % 2 == 0 and k + 1 < count
 
     def _last_read(self, number: int, site: dict, statistics: Statistics):
         """The site that reads the residual last in a repeat of a stack, and its statistics."""

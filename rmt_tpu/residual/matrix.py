@@ -22,8 +22,6 @@ from rmt_tpu.residual.place import Place
 
 # Of VMEM, what a residual may fill so that XLA keeps it there from one kernel to the next.
 _KEPT = 0.5
-# Where no more bytes than these come from HBM in a cycle, the kernels wait for them.
-_SLOW = 1000
 
 
 class Site(nnx.Module):
@@ -179,18 +177,11 @@ class Store(nnx.Module):
         residual: Shaped[Array, "group seq own_D_k D_v"],
         y: pallas_kernels.Slot,
         site: Site,
-        before: tuple[pallas_kernels.Slot, Site] | None = None,
-        *,
-        keep: bool = True,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read, pallas_kernels.Statistics]:
-        """The same, and the norm's statistics; see `defers`.
-
-        `before` is what the site before wrote, and that site, if it was not to `keep` it.
-        """
+        """The same, and the norm's statistics."""
         store_keys, gain, read_keys = _in_place(site)
-        given = residual, store_keys, y, gain, read_keys, _write(before)
         residual, z, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
-            *given, keep=keep, **self._options()
+            residual, store_keys, y, gain, read_keys, **self._options()
         )
         return residual, site.split(z), statistics
 
@@ -283,16 +274,6 @@ class Store(nnx.Module):
         """
         return nbytes(residual) > _KEPT * target().chip.vmem
 
-    def defers(self, residual: Shaped[Array, "group seq own_D_k D_v"]) -> bool:
-        """Whether of two sites the second is to write the residual for both.
-
-        So it crosses HBM three times and not four, in `undo` seven and not eight. The TPU's kernels
-        compute more for that, for which they have time where HBM is what they wait for.
-        """
-        kernels = self.dtype == jnp.int16 and self.compute_dtype == jnp.bfloat16
-        wait = target().on_tpu and target().chip.hbm <= _SLOW
-        return kernels and wait and _key_axis() is None and self.reads_at_once(residual)
-
     @jax.named_scope("residual")
     def undo(
         self,
@@ -304,9 +285,6 @@ class Store(nnx.Module):
         d_residual: Float[Array, "group seq own_D_k D_v"],
         d_z: Read,
         before: tuple[Site, pallas_kernels.Statistics] | None = None,
-        since: tuple[pallas_kernels.Slot, Site] | None = None,
-        *,
-        keep: bool = True,
     ) -> tuple[
         Shaped[Array, "group seq own_D_k D_v"],
         Float[Array, "group seq own_D_k D_v"],
@@ -316,13 +294,9 @@ class Store(nnx.Module):
     ]:
         """`add_and_read` backwards, from the residual that it left.
 
-        Or, of two sites that wrote it at once, from that which both left: the second, undone first,
-        does not `keep` the one before it, and what it wrote is `since` then.
-
         Returns:
-          The residual that it was given (that from which it starts, if that is not kept), the
-          cotangents of residual, y and site, and what the site before has read of that residual,
-          where it is given with the norm's statistics.
+          The residual that it was given, the cotangents of residual, y and site, and what the site
+          before has read of that residual, where it is given with the norm's statistics.
         """
         store_keys, gain, read_keys = _in_place(site)
         again = None
@@ -342,12 +316,10 @@ class Store(nnx.Module):
             key_axis=_key_axis(),
             retrieved=site.join(z),
             again=again,
-            since=_write(since),
-            keep=keep,
         )
         d_site = {"store_keys": g.store_keys, "gain": g.gain, "read_keys": g.read_keys}
         z_before = None if before is None else before[0].split(g.retrieved)
-        return g.rebuilt if keep else residual, g.residual, g.data, d_site, z_before
+        return g.rebuilt, g.residual, g.data, d_site, z_before
 
     def _few(self, residual):
         """Whether the op for a few tokens serves this residual."""
@@ -369,14 +341,6 @@ def _key_axis() -> str | None:
 
 def _parameters(site: Site):
     return site.store_keys[...], site.gain[...], site.read_keys[...]
-
-
-def _write(written: tuple[pallas_kernels.Slot, Site] | None) -> pallas_kernels.Write | None:
-    """What was written, and the site that wrote it, as kernels take it."""
-    if written is None:
-        return None
-    y, site = written
-    return pallas_kernels.Write(_in_place(site)[0], y)
 
 
 def _in_place(site: Site):

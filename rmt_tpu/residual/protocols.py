@@ -69,19 +69,9 @@ class Invertible(Store, Protocol):
     """A store whose residual before a write can be had from that after it."""
 
     def add_and_read_with_statistics(
-        self,
-        residual: Shaped[Array, "group seq *shape"],
-        y: Slot,
-        site: nnx.Module,
-        before: tuple[Slot, nnx.Module] | None = None,
-        *,
-        keep: bool = True,
+        self, residual: Shaped[Array, "group seq *shape"], y: Slot, site: nnx.Module
     ) -> tuple[Shaped[Array, "group seq *shape"], Read, Statistics]:
-        """`add_and_read`, and the norm's statistics.
-
-        A site that is not to `keep` what it writes gives the residual as it was given; `before` is
-        what was so written, and where.
-        """
+        """`add_and_read`, and the norm's statistics."""
 
     def read_again(
         self,
@@ -95,9 +85,6 @@ class Invertible(Store, Protocol):
     def reads_at_once(self, residual: Shaped[Array, "group seq *shape"]) -> bool:
         """Whether `undo` had better read the residual that it gives than `read_again`."""
 
-    def defers(self, residual: Shaped[Array, "group seq *shape"]) -> bool:
-        """Whether every second site had better write the residual, for two; `undo` then reads."""
-
     def undo(
         self,
         residual: Shaped[Array, "group seq *shape"],
@@ -108,9 +95,6 @@ class Invertible(Store, Protocol):
         d_residual: Float[Array, "group seq *shape"],
         d_z: Read,
         before: tuple[nnx.Module, Statistics] | None = None,
-        since: tuple[Slot, nnx.Module] | None = None,
-        *,
-        keep: bool = True,
     ) -> tuple[
         Shaped[Array, "group seq *shape"],
         Float[Array, "group seq *shape"],
@@ -121,8 +105,6 @@ class Invertible(Store, Protocol):
         """The residual that `add_and_read` was given, and cotangents of residual, y and site.
 
         And, given the site before with its norm's statistics, what that has read of the residual.
-        One that is not to `keep` the residual before it gives the one that it was given; the site
-        before is then told what was written `since`, and where.
         """
 
 
