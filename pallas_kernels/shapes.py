@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
-from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics, Write
+from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics
 
 Array = Callable[..., jax.ShapeDtypeStruct]
 # Of a step: 8192, in sequences as the RMT paper's.
@@ -54,10 +54,6 @@ class KeyVector(NamedTuple):
         """A read of what is rebuilt, of P vectors."""
         read = array("float32", self.K, self.V), array("float32", self.P, self.K)
         return Again(*read, _statistics(tokens, array))
-
-    def write(self, tokens, data="bfloat16", array: Array = array) -> Write:
-        """What another site writes, of R vectors."""
-        return Write(array("float32", self.R, self.K), array(data, *tokens, self.R, self.V))
 
 
 def _statistics(tokens, array: Array) -> Statistics:

@@ -39,7 +39,6 @@ from pallas_kernels.key_vector.interface import (
     Gradients,
     Site,
     Statistics,
-    Write,
 )
 from pallas_kernels.key_vector.rebuilding import (
     norm_retrieve_again,
@@ -62,7 +61,6 @@ __all__ = [
     "Gradients",
     "Statistics",
     "UnsupportedImplementation",
-    "Write",
     "norm_retrieve",
     "norm_retrieve_again",
     "store",

@@ -24,9 +24,9 @@ _NAME = "key_vector_"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a kernel is specialised to: numbers, not arrays. R, P, A or S is 0 where there is none.
+    """What a kernel is specialised to: numbers, not arrays. R, P or A is 0 where there is none.
 
-    A: vectors that are read again. S: those that another site writes.
+    A: vectors that are read again.
     """
 
     K: int
@@ -36,7 +36,6 @@ class Sizes:
     residual_dtype: str
     data_dtype: str
     A: int = 0
-    S: int = 0
 
     def padded(self, rows: int) -> int:
         """Of data, as whole tiles."""
@@ -112,15 +111,12 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     # Keys and gains as given, with the gains once more in rows of v.
     keys = 4 * (of_lanes(s.R, s.K) + of_lanes(s.P, s.K) + 2 * of_lanes(s.K, s.V))
     padded = data if s.R_padded != s.R else 0
-    of_other = slab * s.padded(s.S) * tokens * item
-    data, padded = data + of_other, padded + (of_other if s.padded(s.S) != s.S else 0)
-    keys += 4 * of_lanes(s.S, s.K)
     if op == "forward":
         raw = s.V * s.P_padded * tokens * 4 if slab < s.V else 0
         kept = slab * round_up(s.K, sublanes(s.data_dtype)) * tokens * item * s.keeps_operand
         return 2 * (2 * residual + data + retrieved * s.V) + raw + padded + kept + keys
     moved = (4 if op == "rebuild" else 3) * residual + 2 * data + slab * retrieved
-    moved += slab * s.padded(s.A) * tokens * item - of_other  # read, and has no cotangent
+    moved += slab * s.padded(s.A) * tokens * item
     kept = slab * s.K * tokens * 4 if blocks.keep else 0
     return 2 * moved + slab * retrieved + kept + padded + 3 * keys
 
@@ -161,5 +157,5 @@ KERNELS = tuned.register(
     BlockSizes,
     [field.name for field in dataclasses.fields(Sizes)],
     _refused,
-    version=5,
+    version=6,
 )

@@ -17,7 +17,7 @@ from pallas_kernels.arguments import (
     taken,
 )
 from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Gradients, Site, Write
+from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Gradients, Site
 from pallas_kernels.platform import Implementations
 
 # A kernel becomes the default where it is shown to be faster: see docs/benchmarks/kernels.md.
@@ -63,14 +63,6 @@ def checked(call: Call, site: Site, *, reads: bool = True) -> Call:
     return call
 
 
-def checked_write(call: Call, residual, write: Write | None) -> Write | None:
-    """Of all rows."""
-    if write is None:
-        return None
-    _check_store(residual, *write, call.key_axis)
-    return of_all_rows(write, call.key_axis)
-
-
 def _check_axis(residual, key_axis) -> str | None:
     n = sharded.size(key_axis)
     if n == 1:
@@ -98,7 +90,7 @@ def _check_store(residual, store_keys, data, key_axis) -> None:
         )
 
 
-def of_all_rows(site: Site | Write, key_axis: str | None) -> Site | Write:
+def of_all_rows(site: Site, key_axis: str | None) -> Site:
     """With the data of all devices along the axis, if there is one."""
     if key_axis is None:
         return site
@@ -116,10 +108,9 @@ def read_options(call: Call) -> dict:
     }
 
 
-def forward(call: Call, in_place: bool, site: Site, before: Write | None = None, *, keep=True):
+def forward(call: Call, in_place: bool, site: Site):
     """Of a whole site: the stored residual, what is retrieved, statistics, and `read`."""
-    options = {"in_place": in_place, "keep": keep} | read_options(call)
-    out = run(call, "forward", site, None, before, **options)
+    out = run(call, "forward", site, in_place=in_place, **read_options(call))
     return out.residual, *_of_all_slices(call, site, out)
 
 
@@ -140,11 +131,11 @@ def _of_all_slices(call, site, out):
     return read.retrieved, statistics, read
 
 
-def backward(call: Call, given: Backward, read, *, rebuild=False, keep=True) -> Gradients:
+def backward(call: Call, given: Backward, read, *, rebuild=False) -> Gradients:
     """Of a whole site; its means are taken here if they are those of all slices."""
     of_all = to_all_slices(call, given.site.residual, read, given.d_retrieved)
     given = given._replace(d_retrieved=of_all[0], means=of_all[1])
-    options = {"rebuild": rebuild, "keep": keep, "fraction_bits": call.fraction_bits}
+    options = {"rebuild": rebuild, "fraction_bits": call.fraction_bits}
     g = run(call, "backward", given, norm=call.norm, **options)
     return g._replace(data=sharded.scatter_sum(g.data, call.key_axis))
 

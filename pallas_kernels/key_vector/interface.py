@@ -3,9 +3,9 @@
 An implementation is a module with these functions over arrays with exactly two token axes, a batch
 B and a sequence N; the public ops reshape to that, choose, and differentiate:
 
-    forward(Site, Statistics | None = None, before=None, empty=False, *, norm, epsilon, dtype,
-            scale=True, fraction_bits, in_place, keep=True) -> Outcome
-    backward(Backward, *, norm, rebuild, keep=True, fraction_bits) -> Gradients
+    forward(Site, Statistics | None = None, empty=False, *, norm, epsilon, dtype, scale=True,
+            fraction_bits, in_place) -> Outcome
+    backward(Backward, *, norm, rebuild, fraction_bits) -> Gradients
     unsupported(op, *operands) -> why these cannot be served, in a line, or None: asked first
 
 The residual given to `backward` is the stored one. With n = norm(X') and a = gain * r^T dz:
@@ -16,13 +16,8 @@ The residual given to `backward` is the stored one. With n = norm(X') and a = ga
 With R stored and P retrieved vectors a site is both halves; without keys to store or to read with
 it is the other half alone, and what the missing one would give, or needs, is None. Of a store alone
 the backward pass needs no residual. Statistics are given to a read alone that had them before, and
-need not be taken again; so is a read of what a backward pass rebuilds, `again`.
-
-Two sites may share a pass over the residual that writes it. The first one reads what it stores and
-does not `keep` it; the second is given that `before` its own, stores both, each rounded alone, and
-keeps them. Backwards the second does not `keep` the residual before it, but for what reads it
-`again`; the first is given what was stored `since`, and takes back both. A read alone knows no such
-writes. What a site has `retrieved` gives the means too.
+need not be taken again; so is a read of what a backward pass rebuilds, `again`. What a site has
+`retrieved` gives the means too.
 
 A kernel may write the new residual over the old one (`in_place`); XLA does what is best. Where a
 store alone is told that the old one is `empty`, a scalar, it counts as zeros whatever it holds.
@@ -64,13 +59,6 @@ class Site(NamedTuple):
         return self.read_keys is not None
 
 
-class Write(NamedTuple):
-    """What another site writes to a residual, and with which keys."""
-
-    store_keys: Float[Array, "S K"] | Slot
-    data: Float[Array, "B N S V"] | Slot
-
-
 class Statistics(NamedTuple):
     """Of each token's stored residual, in its own units: all that the backward pass needs saved.
 
@@ -95,7 +83,7 @@ class Statistics(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The stored residual in its dtype, if kept; what was retrieved, in `dtype` or else the data's.
+    """The stored residual in its dtype; what was retrieved, in `dtype` or else the data's.
 
     And its statistics, unless they were given.
     """
@@ -136,7 +124,6 @@ class Backward(NamedTuple):
     d_retrieved: Float[Array, "B N P V"] | None
     means: Means | None = None
     again: Again | None = None
-    since: Write | None = None
     retrieved: Float[Array, "B N P V"] | None = None
 
 

@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, DTypeLike
 
 from pallas_kernels import operand
 from pallas_kernels.arguments import Norm, Slot, taken
-from pallas_kernels.call import LANES, Blocked, tpu_call
+from pallas_kernels.call import LANES, tpu_call
 from pallas_kernels.key_vector import mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import (
     BlockSizes,
@@ -49,7 +49,6 @@ from pallas_kernels.key_vector.interface import (
     Outcome,
     Site,
     Statistics,
-    Write,
 )
 from pallas_kernels.key_vector.mosaic_tpu_call import Call, Walk
 from pallas_kernels.key_vector.mosaic_tpu_keys import (
@@ -65,7 +64,7 @@ def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
     """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
     site, *others = given if isinstance(given, Backward) else (given, *others)
     # Of a store alone, backward, the cotangent is all there is.
-    residual = others[1] if site.residual is None else site.residual
+    residual = given.d_residual if site.residual is None else site.residual
     arrays = jax.tree.leaves((site[1:], others), is_leaf=lambda x: isinstance(x, Slot))
     N, K = residual.shape[1:3]
     if residual.dtype not in (jnp.bfloat16, jnp.float32, jnp.int16):
@@ -78,8 +77,8 @@ def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
         return f"keys of {K} entries (at most 4096)"
     dtype = jnp.bfloat16 if residual.dtype == jnp.bfloat16 else jnp.float32
     if op == "backward" and site.reads:
-        dtype = others[2].dtype
-    sizes = _sizes_of(site, residual, dtype, *others)
+        dtype = given.d_retrieved.dtype
+    sizes = _sizes_of(site, residual, dtype, given.again if op == "backward" else None)
     needed = ("forward",)
     if op == "backward":  # in slabs it reads forward too
         needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
@@ -91,7 +90,6 @@ def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
 def forward(
     site: Site,
     statistics: Statistics | None = None,
-    before: Write | None = None,
     empty: Bool[Array, ""] | bool = False,
     *,
     norm: Norm = "rmsnorm",
@@ -99,26 +97,20 @@ def forward(
     dtype: DTypeLike | None = None,
     scale: bool = True,
     in_place: bool = True,
-    keep: bool = True,
     fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Outcome:
     """See `interface`. `2 T (R + P) K V` FLOPs; `E T V (2 K + R + P)` bytes, of a read `K + P`.
 
-    `in_place` writes X' over X, which a caller that still needs X pays for with a copy. What is not
-    kept saves `K`, if the residual is int16 and the data bfloat16.
+    `in_place` writes X' over X, which a caller that still needs X pays for with a copy.
     """
     compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    sizes = _sizes_of(site, site.residual, compute, before)
+    sizes = _sizes_of(site, site.residual, compute)
     blocks = _blocks(block_sizes, "forward", sizes, site.residual, interpret)
     call = Call(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
-    kept = keep or not sizes.keeps_operand
-    options = {"in_place": in_place and keep, "keep": kept}
-    out = _forward(call, site, statistics, before, empty, **options)
-    if not site.stores:
-        return out._replace(retrieved=out.retrieved.astype(dtype))
-    return out if keep else out._replace(residual=None)
+    out = _forward(call, site, statistics, empty, in_place=in_place)
+    return out if site.stores else out._replace(retrieved=out.retrieved.astype(dtype))
 
 
 def backward(
@@ -126,7 +118,6 @@ def backward(
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
-    keep: bool = True,
     fraction_bits: int = FRACTION_BITS,
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
@@ -135,14 +126,13 @@ def backward(
 
     `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes for T tokens of E bytes an entry, of a
     read `2 K + P`, of a store `K + 2 R`; `2 T R K V` and `E T K V` more to rebuild, `2 T A K V` and
-    `E T A V` to read A vectors again. With `means` given, a is computed once and not kept. What is
-    not kept saves `E T K V`.
+    `E T A V` to read A vectors again. With `means` given, a is computed once and not kept.
     """
     site = given.site
     if site.residual is None:
         site = site._replace(residual=given.d_residual)
     dtype = site.data.dtype if site.stores else given.d_retrieved.dtype
-    sizes = _sizes_of(site, site.residual, dtype, given.again, given.since)
+    sizes = _sizes_of(site, site.residual, dtype, given.again)
     op = "rebuild" if rebuild else "backward"
     blocks = _blocks(block_sizes, op, sizes, site.residual, interpret)
     call = Call(sizes, blocks, norm, 0.0, interpret, fraction_bits=fraction_bits)
@@ -151,20 +141,17 @@ def backward(
         call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
     elif site.reads and call.slabs > 1:
         given = given._replace(means=_means(call, given))
-    return _backward(call, rebuild, keep, given)
+    return _backward(call, rebuild, given)
 
 
-def _sizes_of(site: Site, residual, dtype, *others: Any) -> Sizes:
+def _sizes_of(site: Site, residual, dtype, again: Again | None = None) -> Sizes:
     """`dtype`: of what is retrieved, where nothing is stored."""
-    of_kind = lambda kind: next((x for x in others if isinstance(x, kind)), None)
-    again, write = of_kind(Again), of_kind(Write)
     K, V = residual.shape[2:]
     R = site.store_keys.shape[0] if site.stores else 0
     P = site.read_keys.shape[0] if site.reads else 0
     data_dtype = site.data.dtype if site.stores else dtype
     A = 0 if again is None else again.read_keys.shape[0]
-    S = 0 if write is None else write.store_keys.shape[0]
-    return Sizes(K, V, R, P, residual.dtype.name, jnp.dtype(data_dtype).name, A, S)
+    return Sizes(K, V, R, P, residual.dtype.name, jnp.dtype(data_dtype).name, A)
 
 
 def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret) -> BlockSizes:
@@ -180,11 +167,9 @@ def _forward(
     call: Call,
     site: Site,
     statistics: Statistics | None = None,
-    before: Write | None = None,
     empty: Array | bool = False,
     *,
     in_place: bool = True,
-    keep: bool = True,
 ) -> Outcome:
     """The forward kernel with what there is of its two halves."""
     s, blocks = call.sizes, call.blocks
@@ -200,12 +185,9 @@ def _forward(
     inputs = {"residual": (_tokens_last(residual), by_slab(s.K))}
     outputs, scratch = {}, {}
     if stores:
-        inputs, scratch = _with_write(call, by_slab, Write(store_keys, data), "", inputs)
-        if before is not None:
-            inputs, more = _with_write(call, by_slab, before, "_before", inputs)
-            scratch |= more
-        if keep:
-            outputs["residual"] = (inputs["residual"][0], by_slab(s.K))
+        of_store, scratch = _store_operands(call, by_slab, store_keys, data)
+        inputs |= of_store
+        outputs["residual"] = (inputs["residual"][0], by_slab(s.K))
         if empty is not False:
             inputs["empty"] = operand.in_smem(jnp.asarray(empty, jnp.int32))
         if s.keeps_operand:
@@ -233,33 +215,32 @@ def _forward(
         scratch,
         grid=(B, -(-N // tokens), call.slabs),
         semantics=("parallel", "parallel", "arbitrary"),
-        flops=2 * B * N * s.K * s.V * (s.R + s.P + s.S),
-        aliased={"residual": "residual"} if stores and keep and in_place else {},
+        flops=2 * B * N * s.K * s.V * (s.R + s.P),
+        aliased={"residual": "residual"} if stores and in_place else {},
         interpret=call.interpret,
     )
-    stored = _tokens_first(out["residual"]) if stores and keep else None
+    stored = _tokens_first(out["residual"]) if stores else None
     if not reads:
         return Outcome(stored)
     found = Statistics(out["statistics"]) if statistics is None else None
     return Outcome(stored, _tokens_first(out["retrieved"]), found)
 
 
-def _with_write(call: Call, by_slab, write: Write, name: str, inputs: Blocked):
-    """The inputs with those of a write of this name, and its scratch."""
-    data, count = write.data, write.store_keys.shape[0]
-    given = {
-        f"store_keys{name}": store_operand(call, write.store_keys),
-        f"data{name}": (_tokens_last(data), by_slab(count)),
+def _store_operands(call: Call, by_slab, store_keys, data):
+    """Inputs and scratch of a store."""
+    s, blocks = call.sizes, call.blocks
+    inputs = {
+        "store_keys": store_operand(call, store_keys),
+        "data": (_tokens_last(data), by_slab(s.R)),
     }
-    padded, blocks = call.sizes.padded(count), call.blocks
-    if padded == count:
-        return inputs | given, {}
-    room = pltpu.VMEM((1, blocks.slab, padded, blocks.tokens), data.dtype)
-    return inputs | given, {f"data{name}": room}
+    if s.R_padded == s.R:
+        return inputs, {}
+    room = pltpu.VMEM((1, blocks.slab, s.R_padded, blocks.tokens), data.dtype)
+    return inputs, {"data": room}
 
 
-def _backward(call: Call, rebuild: bool, keep: bool, given: Backward) -> Gradients:
-    site, statistics, d_residual, d_retrieved, means, again, since, _ = given
+def _backward(call: Call, rebuild: bool, given: Backward) -> Gradients:
+    site, statistics, d_residual, d_retrieved, means, again, _ = given
     residual, store_keys, data, gain, read_keys = site
     s, blocks = call.sizes, call.blocks
     B, N = residual.shape[:2]
@@ -301,8 +282,8 @@ def _backward(call: Call, rebuild: bool, keep: bool, given: Backward) -> Gradien
         one = pl.BlockSpec((1, len(given), tokens), token_index)
         inputs["means"] = (jnp.stack(given, axis=1).astype(jnp.float32), one)
     if stores:
-        inputs, more = _with_write(call, by_slab, Write(store_keys, data), "", inputs)
-        scratch |= more
+        of_store, of_data = _store_operands(call, by_slab, store_keys, data)
+        inputs, scratch = inputs | of_store, scratch | of_data
         outputs |= {
             "d_data": (jax.ShapeDtypeStruct((B, s.V, s.R, N), data.dtype), by_slab(s.R)),
             "d_store_keys": (
@@ -310,13 +291,8 @@ def _backward(call: Call, rebuild: bool, keep: bool, given: Backward) -> Gradien
                 pl.BlockSpec((1, s.R_padded, s.K), lambda c, *_: (c, 0, 0)),
             ),
         }
-    if since is not None:
-        inputs, more = _with_write(call, by_slab, since, "_since", inputs)
-        scratch |= more
-    if rebuild and keep:
+    if rebuild:
         outputs["rebuilt"] = (inputs["residual"][0], by_slab(s.K))
-    elif since is not None or again is not None:
-        scratch["rebuilt"] = pltpu.VMEM((1, slab, s.K, tokens), residual.dtype)
     if again is not None:
         of_read, of_keys = read_operands(call, again.gain, again.read_keys)
         of_read["statistics"] = (again.statistics.both, token)
@@ -324,7 +300,7 @@ def _backward(call: Call, rebuild: bool, keep: bool, given: Backward) -> Gradien
         scratch |= {f"{name}_again": x for name, x in of_keys.items()}
         shape = jax.ShapeDtypeStruct((B, s.V, s.A, N), s.data_dtype)
         outputs["retrieved"] = (shape, by_slab(s.A))
-    aliased = {"residual": "rebuilt"} if "rebuilt" in outputs else {}
+    aliased = {"residual": "rebuilt"} if rebuild else {}
     if reads and "d_residual" in inputs:
         aliased["d_residual"] = "d_residual"
     halves = ("key_vector_store_backward", "key_vector_read_backward", "key_vector_backward")
@@ -336,7 +312,7 @@ def _backward(call: Call, rebuild: bool, keep: bool, given: Backward) -> Gradien
         scratch,
         grid=(cores, call.slabs, walk.batches, walk.tiles_each),
         semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
-        flops=B * N * s.K * s.V * (4 * (s.R + s.P) + 2 * (s.R * rebuild + s.A + s.S)),
+        flops=B * N * s.K * s.V * (4 * (s.R + s.P) + 2 * (s.R * rebuild + s.A)),
         aliased=aliased,
         interpret=call.interpret,
     )
@@ -351,7 +327,7 @@ def _backward(call: Call, rebuild: bool, keep: bool, given: Backward) -> Gradien
         store_keys=d_store_keys,
         gain=d_gain,
         read_keys=d_read_keys,
-        rebuilt=_tokens_first(out["rebuilt"]) if "rebuilt" in out else None,
+        rebuilt=_tokens_first(out["rebuilt"]) if rebuild else None,
         retrieved=None if again is None else _tokens_first(out["retrieved"]),
     )
 
@@ -359,7 +335,7 @@ def _backward(call: Call, rebuild: bool, keep: bool, given: Backward) -> Gradien
 def _means(call: Call, given: Backward) -> Means:
     """`mean(a)`, and `mean(a n) = mean(dz z)`; z from a read of its own if it is not given."""
     site, statistics, retrieved = given.site, given.statistics, given.retrieved
-    sizes = dataclasses.replace(call.sizes, R=0, A=0, S=0)
+    sizes = dataclasses.replace(call.sizes, R=0, A=0)
     if retrieved is None:
         blocks = _blocks(None, "forward", sizes, site.residual, call.interpret)
         read = dataclasses.replace(call, sizes=sizes, blocks=blocks)

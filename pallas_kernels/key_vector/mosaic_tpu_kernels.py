@@ -29,25 +29,25 @@ def forward(inputs, outputs, scratch, *, call: Call):
     s, blocks = call.sizes, call.blocks
     stores, reads = "store_keys" in inputs, "read_keys" in inputs
     residual = inputs["residual"]
-    stored = outputs.get("residual") if stores else residual
+    stored = outputs["residual"] if stores else residual
     slab = pl.program_id(2)
     first = slab * blocks.slab
     read = Keys(call, inputs, scratch, first) if reads else None
     if "statistics" in inputs:
         _read_again(inputs["statistics"], read, residual, outputs["retrieved"], first)
         return
-    steps = stores and call.integer
-    writes = [_write(call, inputs, scratch, name) for name in ("_before", "")]
-    writes = [write for write in writes if write is not None]
+    steps, write = stores and call.integer, None
+    if stores:
+        keys = store_columns(call, inputs["store_keys"])
+        write = keys, _aligned(inputs["data"], scratch.get("data"))
 
     def store_value(v, sums, shift):
         x = _values(residual, v, jnp.int32 if steps else jnp.float32)
         if "empty" in inputs:
             x = jnp.where(inputs["empty"][0] != 0, 0, x)
-        for write in writes:
+        if stores:
             x = x + _written(call, *write, v)
         if steps:
-            x = x - _ROUND_BITS * (len(writes) - 1)
             # Numbers are `_ROUND_BITS` more here: the bits of what is `_ROUND` more.
             value = jax.lax.bitcast_convert_type(x, jnp.float32)
             if not reads:
@@ -55,8 +55,7 @@ def forward(inputs, outputs, scratch, *, call: Call):
                 _put(stored, v, jax.lax.bitcast_convert_type(x, jnp.int32))
                 return sums
             # What leaves the range is not held, and its token reads NaN.
-            if stored is not None:
-                _put(stored, v, x)
+            _put(stored, v, x)
             least = functools.reduce(jnp.minimum, _by_eight(value), sums[2])
             most = functools.reduce(jnp.maximum, _by_eight(value), sums[3])
             value = value - (shift + _ROUND)
@@ -78,11 +77,11 @@ def forward(inputs, outputs, scratch, *, call: Call):
         @pl.when(slab == 0)
         def _():
             scratch["sums"][...] = jnp.zeros_like(scratch["sums"])
-            scratch["shift"][...] = _shift(call, residual, writes)
+            scratch["shift"][...] = _shift(call, residual, write)
 
         shift = scratch["shift"][...]
     else:
-        shift = _shift(call, residual, writes)
+        shift = _shift(call, residual, write)
     rows = (8 if s.K % 8 == 0 else 1, blocks.tokens)
     sums = (jnp.zeros(rows, jnp.float32),) * 2
     if steps:
@@ -143,15 +142,13 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
     given as `means`, without rstd, or a first pass over VMEM takes them, and keeps a if there is
     room.
 
-    `tail` is None where every tile is full. The residual may not be kept: then it is rebuilt in
-    scratch, if it is needed.
+    `tail` is None where every tile is full.
     """
     s, blocks = call.sizes, call.blocks
     core, slab, i, j = (pl.program_id(axis) for axis in range(4))
     first = slab * blocks.slab
     exists = None if tail is None else _zero_tail(call, inputs, tail, core, j)
     reads, stores = "read_keys" in inputs, "store_keys" in inputs
-    rebuilt = outputs.get("rebuilt", scratch.get("rebuilt"))
 
     @pl.when((i == 0) & (j == 0) & (slab == 0))
     def _():
@@ -159,18 +156,6 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
             if name in outputs:
                 outputs[name][...] = jnp.zeros_like(outputs[name])
 
-    def take_back(write, residual):
-        def of_value(v, _):
-            x = _values(residual, v, jnp.int32 if call.integer else jnp.float32)
-            # Of an int16 residual's `_ROUND_BITS` the low bits are 0.
-            _put(rebuilt, v, x - _written(call, *write, v))
-
-        _loop(blocks.slab, of_value, None, blocks.store_unroll)
-
-    since = _write(call, inputs, scratch, "_since")
-    if since is not None:
-        take_back(since, inputs["residual"])
-        inputs = inputs | {"residual": rebuilt}
     if reads:
         through_read = _read_backward(call, inputs, outputs, scratch, first, exists)
     if stores:
@@ -192,13 +177,20 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
 
     _loop(blocks.slab, store_gradients, None, blocks.read_unroll)
 
-    if rebuilt is None:
+    if "rebuilt" not in outputs:
         return
-    take_back((store_columns(call, inputs["store_keys"]), data), inputs["residual"])
+    columns = store_columns(call, inputs["store_keys"])
+
+    def take_back(v, _):
+        x = _values(inputs["residual"], v, jnp.int32 if call.integer else jnp.float32)
+        # Of an int16 residual's `_ROUND_BITS` the low bits are 0.
+        _put(outputs["rebuilt"], v, x - _written(call, columns, data, v))
+
+    _loop(blocks.slab, take_back, None, blocks.store_unroll)
     if "read_keys_again" in inputs:
         again, of_again = (_of_again(refs) for refs in (inputs, scratch))
         read = Keys(call, again, of_again, first)
-        _read_again(again["statistics"], read, rebuilt, outputs["retrieved"], 0)
+        _read_again(again["statistics"], read, outputs["rebuilt"], outputs["retrieved"], 0)
 
 
 def _of_again(refs):
@@ -292,14 +284,6 @@ def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
 # What a token's residual was given, and its statistics --------------------------------------
 
 
-def _write(call, inputs, scratch, name):
-    """Keys and data of the write of this name, for `_written`; None if there is none."""
-    keys, data = inputs.get(f"store_keys{name}"), f"data{name}"
-    if keys is None:
-        return None
-    return store_columns(call, keys), _aligned(inputs[data], scratch.get(data))
-
-
 def _written(call, keys, data, v):
     """`sum_r w_r (x) y_r` in the residual's units.
 
@@ -318,7 +302,7 @@ def _written(call, keys, data, v):
     return jax.lax.bitcast_convert_type(jnp.concatenate(parts, axis=1), jnp.int32)
 
 
-def _shift(call, residual, writes):
+def _shift(call, residual, write):
     """Near the mean, of each token: the mean of v = 0 as stored. [1, tokens]
 
     Of an int16 residual a whole number.
@@ -327,7 +311,8 @@ def _shift(call, residual, writes):
     if not call.centred:
         return jnp.zeros((1, x.shape[1]), jnp.float32)
     mean = jnp.mean(x, axis=0, keepdims=True)
-    for keys, data in writes:
+    if write is not None:
+        keys, data = write
         of_keys = jnp.mean(keys.astype(jnp.float32), axis=0, keepdims=True)
         mean = mean + dot(of_keys, data[0, 0].astype(jnp.float32))
     return (_low_bits(mean) - _ROUND_BITS).astype(jnp.float32) if call.integer else mean

@@ -20,7 +20,7 @@ from pallas_kernels.key_vector.mosaic_tpu_call import Call
 
 
 def store_operand(call: Call, store_keys: Array | Slot) -> tuple[Array | Slot, pl.BlockSpec]:
-    return operand.constant(_whole(store_keys, call.sizes.padded(store_keys.shape[0])))
+    return operand.constant(_whole(store_keys, call.sizes.R_padded))
 
 
 def store_rows(call: Call, store_keys):

@@ -17,7 +17,6 @@ from pallas_kernels.key_vector.interface import (
     Gradients,
     Site,
     Statistics,
-    Write,
 )
 from pallas_kernels.platform import Implementation
 
@@ -40,7 +39,7 @@ def store_forward(
     call = Call("layernorm", 0.0, implementation, None, key_axis)
     call = calls.checked(call, Site(residual, store_keys, data), reads=False)
     site = calls.of_all_rows(Site(residual, store_keys, data), call.key_axis)
-    given = () if empty is False else (None, None, jnp.asarray(empty))
+    given = () if empty is False else (None, jnp.asarray(empty))
     return calls.run(call, "forward", site, *given, in_place=in_place).residual
 
 
@@ -69,26 +68,17 @@ def store_norm_retrieve_with_statistics(
     data: Float[Array, "b N R V"] | Slot,
     gain: Float[Array, "K V"] | Slot,
     read_keys: Float[Array, "P K"] | Slot,
-    before: Write | None = None,
     *,
     norm: Norm,
     epsilon: int | float,
     fraction_bits: int = FRACTION_BITS,
     key_axis: str | None = None,
-    keep: bool = True,
     implementation: Implementation | None = None,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "b N P V"], Statistics]:
-    """`store_norm_retrieve`, and the statistics that `undo` takes: of all B rows.
-
-    Two sites may write a large residual in one pass. The first does not `keep` it, and gives it as
-    it was given; the second is told of that write `before` its own, and stores both.
-    """
+    """`store_norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
     site = Site(residual, store_keys, data, gain, read_keys)
     call = calls.checked(Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
-    before = calls.checked_write(call, residual, before)
-    given = calls.of_all_rows(site, call.key_axis), before
-    stored, *read = calls.forward(call, True, *given, keep=keep)
-    return stored if keep else residual, *read[:2]
+    return calls.forward(call, True, calls.of_all_rows(site, call.key_axis))[:3]
 
 
 def norm_retrieve_again(
@@ -132,8 +122,6 @@ def undo(
     key_axis: str | None = None,
     retrieved: Float[Array, "b N P V"] | None = None,
     again: Again | None = None,
-    since: Write | None = None,
-    keep: bool = True,
     implementation: Implementation | None = None,
 ) -> Gradients:
     """The cotangents of `store_norm_retrieve` and, in the same pass, the residual before it.
@@ -142,21 +130,17 @@ def undo(
     an int16 residual, so that a backward pass needs no stored residuals. That is then read `again`,
     with the statistics that were taken of it: `Gradients.retrieved`, of the own rows.
 
-    Of two sites that wrote in one pass, the second does not `keep` what is rebuilt; the first is
-    given the residual that the second was, and with it what was stored `since` its own store.
-
-    With a `key_axis` or `since`, what was `retrieved` with these statistics is needed too, of the
-    own rows; with a `key_axis` the data are gathered again, and for layernorm P V numbers are
-    summed over devices.
+    With a `key_axis`, what was `retrieved` with these statistics is needed too, of the own rows;
+    the data are gathered again, and for layernorm P V numbers are summed over devices. Without a
+    `key_axis` it saves kernels that work in slabs a read of the residual.
 
     Raises:
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
     """
     site = Site(residual, store_keys, data, gain, read_keys)
     call = calls.checked(Call(norm, 0.0, implementation, None, key_axis, fraction_bits), site)
-    since = calls.checked_write(call, residual, since)
-    if retrieved is None and (since is not None or call.key_axis is not None):
-        raise ValueError("with a key_axis, or with since, undo needs what was retrieved")
+    if retrieved is None and call.key_axis is not None:
+        raise ValueError("with a key_axis, undo needs what was retrieved")
     if again is not None:
         calls.checked(call, Site(residual, gain=again.gain, read_keys=again.read_keys))
     read, key_axis = None, call.key_axis
@@ -165,10 +149,10 @@ def undo(
         sums = jax.lax.psum(own, key_axis) if norm == "layernorm" else None
         read = sharded.Read(retrieved, sums)
     site = calls.of_all_rows(site, key_axis)
-    given = Backward(site, statistics, d_residual, d_retrieved, None, again, since)
+    given = Backward(site, statistics, d_residual, d_retrieved, None, again)
     if key_axis is None:  # else its means are those of all slices
         given = given._replace(retrieved=retrieved)
-    g = calls.backward(call, given, read, rebuild=True, keep=keep)
+    g = calls.backward(call, given, read, rebuild=True)
     if again is None:
         return g
     return g._replace(retrieved=sharded.scatter_sum(g.retrieved, key_axis))

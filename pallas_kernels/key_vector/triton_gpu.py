@@ -37,7 +37,6 @@ from pallas_kernels.key_vector.interface import (
     Outcome,
     Site,
     Statistics,
-    Write,
 )
 from pallas_kernels.key_vector.sharded import key_sums
 from pallas_kernels.key_vector.triton_gpu_kernels import (
@@ -79,9 +78,6 @@ def unsupported(op: str, given: Site | Backward, *others) -> str | None:
         return why
     if _is_plain(op, site):
         return None
-    if any(isinstance(x, Write) for x in others):
-        # By a kernel of its own it would be another product, and not be taken back exactly.
-        return "another site's write is to be stored or taken back too"
     residual = site.residual
     for again in (x for x in others if isinstance(x, Again)):
         read = Site(residual, gain=again.gain, read_keys=again.read_keys)
@@ -168,7 +164,6 @@ def default_blocks(
 def forward(
     site: Site,
     statistics: Statistics | None = None,
-    before: Write | None = None,
     empty: Bool[Array, ""] | bool = False,
     *,
     norm: Norm = "rmsnorm",
@@ -176,7 +171,6 @@ def forward(
     dtype: DTypeLike | None = None,
     scale: bool = True,
     in_place: bool = True,
-    keep: bool = True,
     fraction_bits: int = FRACTION_BITS,
     blocks: Blocks | None = None,
     interpret: bool = False,
@@ -214,7 +208,6 @@ def forward(
         return Outcome(stored)
     both = (out[name].reshape(tokens) for name in ("mean", "rstd"))
     found = Statistics.of(*both) if statistics is None else None
-    stored = stored if keep else None
     return Outcome(stored, out["retrieved"].reshape(*tokens, sizes.P, V), found)
 
 
@@ -223,7 +216,6 @@ def backward(
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
-    keep: bool = True,
     fraction_bits: int = FRACTION_BITS,
     blocks: Blocks | None = None,
     interpret: bool = False,
@@ -292,7 +284,7 @@ def backward(
         store_keys=jnp.sum(out["d_store_keys"], axis=0),
         gain=jnp.sum(out["d_gain"], axis=0),
         read_keys=jnp.sum(out["d_read_keys"], axis=0).T,
-        rebuilt=rebuilt if keep else None,
+        rebuilt=rebuilt,
         retrieved=None if again is None else _again(rebuilt, again, interpret, **options),
     )
 

@@ -26,7 +26,6 @@ from pallas_kernels.key_vector.interface import (
     Outcome,
     Site,
     Statistics,
-    Write,
 )
 
 _LARGEST = 2**15 - 1
@@ -43,7 +42,6 @@ class _Stored(NamedTuple):
 def forward(
     site: Site,
     statistics: Statistics | None = None,
-    before: Write | None = None,
     empty: Bool[Array, ""] | bool = False,
     *,
     norm: Norm = "rmsnorm",
@@ -51,14 +49,11 @@ def forward(
     dtype: DTypeLike | None = None,
     scale: bool = True,
     in_place: bool = True,
-    keep: bool = True,
     fraction_bits: int = FRACTION_BITS,
 ) -> Outcome:
     """See `interface`."""
-    site, statistics, before = taken((site, statistics, before))
+    site, statistics = taken((site, statistics))
     residual, store_keys, data, gain, read_keys = site
-    if before is not None:
-        residual = _store(residual, *before, fraction_bits).residual
     options = (gain, read_keys, norm, epsilon, dtype or data.dtype, scale, fraction_bits)
     if not site.stores:
         values = _values(residual, _accumulator(residual, dtype), fraction_bits)
@@ -74,8 +69,7 @@ def forward(
         return Outcome(stored.residual)
     # From a slice of the inputs: taken from the stored residual it would need a pass of its own.
     first = _store(residual[..., :1], store_keys, data[..., :1], fraction_bits).values
-    kept = stored.residual if keep else None
-    return Outcome(kept, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
+    return Outcome(stored.residual, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
 
 
 def at_layer(
@@ -99,13 +93,10 @@ def backward(
     *,
     norm: Norm = "rmsnorm",
     rebuild: bool = False,
-    keep: bool = True,
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
     """See `interface`."""
-    site, statistics, d_residual, d_retrieved, means, again, since, _ = taken(given)
-    if since is not None:
-        site = site._replace(residual=_take_back(site.residual, *since, fraction_bits))
+    site, statistics, d_residual, d_retrieved, means, again, _ = taken(given)
     residual, store_keys, data, *_ = site
     if not site.reads:
         wide = jnp.promote_types(jnp.float32, data.dtype)
@@ -132,7 +123,7 @@ def backward(
         d_data,
         _einsum("bnrv,bnkv->rk", data, rounded),
         *of_read,
-        rebuilt if keep else None,
+        rebuilt,
         read_again,
     )
 

@@ -233,23 +233,17 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
     dtypes = data, key.get("residual_dtype", data)
     stores, reads = bool(size.R), bool(size.P)
     options = {"norm": "layernorm"} if reads else {}
-    A, S = key.get("A"), key.get("S")
-    write = size._replace(R=S).write(rows(tokens), data) if S else None
     if op in ("backward", "rebuild"):
-        given = size.backward(rows(tokens), *dtypes)
-        again = size._replace(P=A).again(rows(tokens)) if A else None
-        # What was retrieved is as large as its cotangent.
-        retrieved = given.d_retrieved if S else None
-        given = given._replace(again=again, since=write, retrieved=retrieved)
+        given, A = size.backward(rows(tokens), *dtypes), key.get("A")
+        given = given._replace(again=size._replace(P=A).again(rows(tokens)) if A else None)
         both = stores and reads
         options |= {"rebuild": op == "rebuild", "fraction_bits": 9} if both else {}
         run = lambda m, *given: m.backward(Backward(*given), **options)
         return Call(lambda m: functools.partial(run, m), *modules, given, (2,) if both else ())
     options |= ({"epsilon": _EPSILON} if reads else {}) | {"fraction_bits": 9}
     options |= {} if stores else {"dtype": jnp.dtype(data)}
-    X, *keys = size.site(rows(tokens), *dtypes)
-    run = lambda m, X, before, *keys: m.forward(Site(X, *keys), None, before, **options)
-    given = X, write, *keys
+    given = size.site(rows(tokens), *dtypes)
+    run = lambda m, *given: m.forward(Site(*given), **options)
     return Call(lambda m: functools.partial(run, m), *modules, given, (0,) if stores else ())
 
 

@@ -19,7 +19,7 @@ from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
 from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Partial, Scored
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
 from pallas_kernels.key_vector.block_sizes import BlockSizes
-from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics, Write
+from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics
 from tests.grids import faults, kernels_of
 from tests.pallas_kernels.public_ops import CALLS, N
 from tests.tiers import later
@@ -118,20 +118,19 @@ def test_grouped_products():
 # What an op alone does not ask for -----------------------------------------------------------
 
 SITE = Site(whole(B, 300, K, V), f(R, K), half(B, 300, R, V), f(K, V), f(P, K))
-OTHER = Write(f(R + 1, K), half(B, 300, R + 1, V))
 STATISTICS = Statistics(f(B, 2, 300))
 COTANGENTS = half(B, 300, K, V), half(B, 300, P, V)
 
 
 def key_vector_case(residual, blocks, more=""):
-    """Two sites at once, there and back; a stack's slots; a read again."""
+    """A site, there and back; a stack's slots; a read again."""
     options = {"norm": "layernorm", "block_sizes": blocks}
 
-    def run(site, before, statistics, cotangents, stacks):
+    def run(site, statistics, cotangents, stacks):
         slots = site._replace(**{name: Slot(x, 1) for name, x in stacks.items()})
         again = Again(slots.gain, slots.read_keys, statistics)
-        out = key_vector.forward(slots, None, before, **options)
-        given = Backward(slots, statistics, *cotangents, again=again, since=before)
+        out = key_vector.forward(slots, **options)
+        given = Backward(slots, statistics, *cotangents, again=again)
         return out, key_vector.backward(given, rebuild=True, **options)
 
     names = "store_keys", "data", "gain", "read_keys"
@@ -139,11 +138,8 @@ def key_vector_case(residual, blocks, more=""):
         name: f(2, *getattr(SITE, name).shape, dtype=getattr(SITE, name).dtype) for name in names
     }
     site = SITE._replace(residual=f(*SITE.residual.shape, dtype=residual))
-    return (
-        run,
-        (site, OTHER, STATISTICS, COTANGENTS, stacks),
-        "key_vector_forward key_vector_backward" + more,
-    )
+    given = site, STATISTICS, COTANGENTS, stacks
+    return run, given, "key_vector_forward key_vector_backward" + more
 
 
 def depth_case(module, size, tokens, rows, sites, count):

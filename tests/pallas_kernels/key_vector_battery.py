@@ -17,7 +17,6 @@ from pallas_kernels.key_vector.interface import (
     Outcome,
     Site,
     Statistics,
-    Write,
 )
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
@@ -158,8 +157,6 @@ class Battery:
     exact: ClassVar[tuple]
     held: ClassVar[tuple]
     repeated: ClassVar[tuple]
-    # Of int16 residuals, for a site and one behind it that writes a vector more.
-    pairs: ClassVar[tuple]
     # What is stored where the store is compiled alone, relative to the largest.
     apart: ClassVar[float] = 0.0
     # A mean, relative to its token's largest value: units of float32 of the values added up.
@@ -176,7 +173,6 @@ class Battery:
             ("undone", self.exact),
             ("holds", self.held),
             ("again", self.repeated),
-            ("pair", self.pairs),
         ):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, cases, ids=lambda case: case.name)
@@ -291,43 +287,6 @@ class Battery:
             site = site._replace(residual=residual)
             residual = self.backward(case, site, statistics, *cotangents).rebuilt
         np.testing.assert_array_equal(residual, start)
-
-    def test_two_sites_that_write_at_once_are_one_behind_the_other(self, pair):
-        """The residuals to the bit, the first site's read too, and what is undone of the second."""
-        of_second = pair._replace(R=pair.R + 1)
-        first, second = arguments(pair), arguments(of_second, seed=3)
-        one = self.forward(pair, first)
-        two = self.forward(of_second, second._replace(residual=one.residual))
-        dX, dz = cotangents_of(of_second)
-        again = Again(first.gain, first.read_keys, one.statistics)
-        after = second._replace(residual=two.residual)
-        up = self.backward(of_second, after, two.statistics, dX, dz, None, again)
-        stored = first._replace(residual=up.rebuilt)
-        top = self.backward(pair, stored, one.statistics, up.residual, dz)
-        np.testing.assert_array_equal(top.rebuilt, first.residual)
-
-        read = self.forward(pair, first, keep=False)
-        assert read.residual is None
-        jax.tree.map(np.testing.assert_array_equal, read[1:], one[1:])
-        before = Write(first.store_keys, first.data)
-        both = self.forward(of_second, second._replace(residual=first.residual), None, before)
-        np.testing.assert_array_equal(both.residual, two.residual)
-        assert_close(both.retrieved, two.retrieved, TOLERANCE[pair.data])
-        np.testing.assert_allclose(both.statistics.both, two.statistics.both, rtol=1e-5, atol=1e-6)
-
-        given = after, two.statistics, dX, dz, None, again
-        undone = self.backward(of_second, *given, keep=False)
-        assert undone.rebuilt is None
-        want = up._replace(rebuilt=None)
-        jax.tree.map(np.testing.assert_array_equal, undone, want)
-        since = Write(second.store_keys, second.data)
-        site = first._replace(residual=two.residual)
-        given = site, one.statistics, undone.residual, dz, None, None, since, one.retrieved
-        got = self.backward(pair, *given)
-        np.testing.assert_array_equal(got.rebuilt, first.residual)
-        # In slabs its means are those of what it has retrieved, as rounded.
-        near = TOLERANCE[pair.data] if pair.blocks else 0.0
-        assert_close(gradients_of(got), gradients_of(top), near)
 
     def test_a_token_beyond_int16_reads_nan(self, holds):
         case, (X, w, y, gain, r) = holds, arguments(holds)

@@ -218,7 +218,6 @@ class TestPortable(Battery):
     shifted = tuple(later((NARROW,)))
     exact = held = (HELD,)
     repeated = tuple(later((NARROW,)))
-    pairs = (HELD,)
     # XLA on the CPU may add up in another order.
     apart = 1e-6
     mean = 4e-7

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.key_vector import triton_gpu
-from pallas_kernels.key_vector.interface import Backward, Site, Statistics, Write
+from pallas_kernels.key_vector.interface import Backward, Site, Statistics
 from pallas_kernels.key_vector.triton_gpu import Blocks
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.shapes import RMT_46M, RMT_134M, RMT_206M, RMT_305M, KeyVector
@@ -65,24 +65,11 @@ class TestKernels(Battery):
     )
     held = (CHUNKED, Case(1, 3, 40, 32, 2, 3, "int16", "bfloat16", "layernorm"))
     repeated = (WHOLE,)
-    pairs = (CHUNKED,)
     # XLA on the CPU may add up in another order.
     apart = 1e-6
 
     def options(self, case, op):
         return {"interpret": True} | ({} if case.blocks is None else {"blocks": case.blocks})
-
-    def test_two_sites_that_write_at_once_are_one_behind_the_other(self, pair):
-        """No kernel for it: the second would take back another product than was stored."""
-        first, second = arguments(pair), arguments(pair, seed=3)
-        write = Write(first.store_keys, first.data)
-        assert "another site" in triton_gpu.unsupported("forward", second, None, write)
-        read = self.forward(pair, first, keep=False)
-        assert read.residual is None
-        given = first, read.statistics, *cotangents_of(pair)
-        undone = Backward(*given, since=write)
-        assert "another site" in triton_gpu.unsupported("backward", undone)
-        assert self.backward(pair, *given, keep=False).rebuilt is None
 
     @pytest.mark.parametrize("programs", [4, *later(1, 2, 3)])
     def test_gradients_are_the_same_for_any_grid(self, programs):

@@ -48,7 +48,7 @@ def problem(platform: str, kernel: str, tokens: int = 256) -> Problem:
         key = key | dict.fromkeys(own, "bfloat16")
         key |= {"P": 0} if kernel.endswith("store") else {}
         key |= {"R": 0} if kernel.endswith("read") else {}
-        key |= {"A": 4 * kernel.endswith("rebuild"), "S": 4} if platform == "tpu" else {}
+        key |= {"A": 4 * kernel.endswith("rebuild")} if platform == "tpu" else {}
     if kernel.endswith(("merge", "merge_backward")):
         key = key | {"S": 1}
     if "merge" in kernel:
