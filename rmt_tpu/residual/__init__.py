@@ -47,6 +47,7 @@ from rmt_tpu.residual.sum import Sum
 
 __all__ = [
     "Place",
+    "Seed",
     "fixed_point",
     "heads_layout",
     "make_mixer",
