@@ -6,6 +6,7 @@ import sharding
 from rmt_tpu import cost, data
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.data.datasets import load_datasets
+from rmt_tpu.execution.plan import plan_of
 from rmt_tpu.runs import workdir
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import depth_rate, room
@@ -32,7 +33,7 @@ def dry_run(
       from_step: see `runs.workdir.step_to_go_back_to`.
 
     Returns:
-      JSON of the config, and lines with parameters, FLOPs, memory and tokens.
+      JSON of the config, and lines with parameters, FLOPs, memory, tokens and the execution plan.
 
     Raises:
       UsageError, MeshError: `train` would refuse it.
@@ -58,6 +59,7 @@ def dry_run(
         "tokens": f"{tokens:,} in {config.train.steps:,} steps of {config.train.batch_size} x "
         f"{config.data.seq_len}; there are {there:,}, each read {tokens / there:.2f} times",
     }
+    lines |= plan_of(config, run.mesh).lines()
     if told := depth_rate.told(config):
         lines["rates over depth"] = f"{told}: --set=train.depth_rate"
     if lack := room.lack(config, run):

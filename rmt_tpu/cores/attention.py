@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 
 import pallas_kernels
 import sharding
-from pallas_kernels.call import LANES
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import positions as pos
 from rmt_tpu.cores.core import (
@@ -27,6 +26,7 @@ from rmt_tpu.cores.core import (
     ring_axis,
 )
 from rmt_tpu.layers import stacks
+from rmt_tpu.layers.choices import cache_width
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import gain
@@ -131,10 +131,7 @@ class Attention(Core):
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """Keys and values of own heads."""
         heads = self.core.kv_heads // sharding.axis_size(self.layout.divided)
-        size = heads * self.core.head_dim
-        if size >= LANES // 2:  # whole tiles, for else TPUs lay it out anew for each product
-            size += -size % LANES
-        shape = (repeat, batch, capacity, size)
+        shape = (repeat, batch, capacity, cache_width(heads * self.core.head_dim))
         # Two arrays, so that both can be donated.
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 

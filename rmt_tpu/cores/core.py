@@ -21,6 +21,7 @@ import sharding
 from pallas_kernels import Slot, placed
 from pallas_kernels.target import target
 from rmt_tpu import config as cfg
+from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
 from rmt_tpu.layers.stacks import Index
 
@@ -28,10 +29,6 @@ from rmt_tpu.layers.stacks import Index
 Cache = Any
 # By the names that the core's config has as `aux`, at least float32; {} for most.
 Aux = dict[str, Float[Array, ""]]
-
-# Where XLA makes a product in its slot of a stack that lies as the residual's kernels take it. On
-# tpu7x it has another layout for the product, and would lay the whole stack out anew for each slot.
-_MADE_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
 
 
 class Context(NamedTuple):
@@ -187,7 +184,7 @@ class Core(nnx.Module):
     ) -> tuple[Float[Array, "count batch y_seq vectors size"], Aux, Any]:
         """The same: a stack with y where it is to be, and what `pull_back` needs beside z and y."""
         y, aux = self.with_aux(z, context, index)
-        if target().slug not in _MADE_IN_PLACE:
+        if not choices.outputs_in_place(target()).value:
             return placed(jax.lax.optimization_barrier(y), to), aux, ()
         # As one vector a token: a product that makes it is then made in its place.
         long = placed(concatenate(y), Slot(concatenate(to.stack), to.index))

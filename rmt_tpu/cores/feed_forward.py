@@ -8,18 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import sharding
-from pallas_kernels.call import LANES
 from pallas_kernels.target import target
 from rmt_tpu import config as cfg
 from rmt_tpu.cores.core import Cache, Context, Core, Index
+from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, gain, parameter
 from rmt_tpu.layers.stacks import by_itself
-
-# Chips for which XLA's one instruction is the better way of many tokens too
-# (docs/benchmarks/train_step.md).
-_AT_ONCE = ("tpu_v6_lite",)
 
 
 class FeedForward(Core):
@@ -89,8 +85,7 @@ class FeedForward(Core):
         if self.gated:
             w_1 = jnp.concatenate(list(w_1), axis=-1)
         w_2 = sharding.gather(self.w_2.astype(z.dtype), "fsdp", axis=1)
-        tokens_last = self.vectors > 1 and z.shape[1] >= LANES
-        in_turn = tokens_last and target().slug not in _AT_ONCE
+        in_turn = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
         if in_turn:
             # XLA would take them, weights out of their stack and both products in one instruction,
             # for a fifth more than one after the other. Of few tokens that is the better way.

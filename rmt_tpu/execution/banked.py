@@ -23,7 +23,6 @@ from jaxtyping import Array, Float
 
 import sharding
 from pallas_kernels import Slot
-from pallas_kernels.call import LANES
 from pallas_kernels.platform import vary_alike
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
@@ -32,6 +31,7 @@ from rmt_tpu.execution.banked_writes import AndKeep, Anew, FromKept, Write, writ
 from rmt_tpu.execution.kernels import as_here
 from rmt_tpu.execution.layer import Model, no_aux
 from rmt_tpu.layers import stacks
+from rmt_tpu.layers.choices import few_tokens
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import (
     At,
@@ -89,7 +89,7 @@ def run_layers(
 ) -> tuple[Read, tuple | None, Aux]:
     """All layers of a decoder, and the read for the unembedding: as `scanned.run_layers`."""
     store, mixer = decoder.store, decoder.mixer
-    few = caches is not None and state.shape[1] < LANES
+    few = caches is not None and few_tokens(state.shape[1])
     if few:
         store, mixer = as_they_are(store), as_they_are(mixer)
     runs, of_stacks, before = [], [], 0

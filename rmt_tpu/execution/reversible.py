@@ -14,11 +14,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from pallas_kernels import Slot, Statistics, taken
+from pallas_kernels.call import nbytes
+from pallas_kernels.target import target
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context, Core
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.kernels import as_here
 from rmt_tpu.execution.layer import Model, add_aux, no_aux, tell_slices
+from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import empty_like, put, scan
 from rmt_tpu.residual.protocols import Invertible
@@ -108,7 +111,7 @@ class _Layers:
         stacks, final_site, held, y, statistics, kept, context, like = saved
         site = nnx.merge(self.site_graph, final_site)
         d_residual = jnp.zeros(held.shape, self.dtype)
-        at_once = self.store.reads_at_once(held)
+        at_once = choices.rereads_rebuilt(target(), nbytes(held)).value
         z = self.store.read_again(held, site, statistics, self.dtype)
         held, d_residual, d_y, d_final_site, _ = self.store.undo(
             held, y, site, z, statistics, d_residual, d_z

@@ -11,17 +11,13 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
 import pallas_kernels
 import sharding
-from pallas_kernels.call import LANES, nbytes
-from pallas_kernels.target import target
 from rmt_tpu import config as cfg
+from rmt_tpu.layers.choices import few_tokens
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.parameters import Seed, gain, read_keys, storage_scale, store_keys
 from rmt_tpu.layers.stacks import Index, Slice
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.residual.place import Place
-
-# Of VMEM, what a residual may fill so that XLA keeps it there from one kernel to the next.
-_KEPT = 0.5
 
 
 class Site(nnx.Module):
@@ -267,13 +263,6 @@ class Store(nnx.Module):
         )
         return site.split(z)
 
-    def reads_at_once(self, residual: Shaped[Array, "group seq own_D_k D_v"]) -> bool:
-        """Whether `undo` is to read the residual that it gives, which saves a pass over HBM.
-
-        A smaller one XLA keeps in VMEM, the more so if a kernel of its own reads it next.
-        """
-        return nbytes(residual) > _KEPT * target().chip.vmem
-
     @jax.named_scope("residual")
     def undo(
         self,
@@ -323,7 +312,7 @@ class Store(nnx.Module):
 
     def _few(self, residual):
         """Whether the op for a few tokens serves this residual."""
-        return residual.shape[1] < LANES and self.dtype != jnp.int16 and _key_axis() is None
+        return few_tokens(residual.shape[1]) and self.dtype != jnp.int16 and _key_axis() is None
 
     def _options(self):
         return {

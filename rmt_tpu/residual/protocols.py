@@ -82,9 +82,6 @@ class Invertible(Store, Protocol):
     ) -> Read:
         """What `add_and_read` has read of the residual that it left, from the norm's statistics."""
 
-    def reads_at_once(self, residual: Shaped[Array, "group seq *shape"]) -> bool:
-        """Whether `undo` had better read the residual that it gives than `read_again`."""
-
     def undo(
         self,
         residual: Shaped[Array, "group seq *shape"],

@@ -16,11 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels.call import LANES
 from rmt_tpu import config as cfg
-
-# More than this of zeros is not worth it on a GPU, or on a CPU.
-_MOST = 1 / 8
+from rmt_tpu.layers.choices import Choice, padded_width
 
 
 class Tiles(NamedTuple):
@@ -62,11 +59,13 @@ def as_they_are(module: nnx.Module) -> nnx.Module:
     return module
 
 
-def tiles(config: cfg.ModelConfig) -> Tiles:
-    """Those of a model's residual, if a bank of vectors is read by kernels; else as it is."""
-    size = config.residual_shape[-1]
+def width(config: cfg.ModelConfig) -> Choice:
+    """Choose how many numbers a vector of a model's bank has, zeros among them."""
     vectors = not config.store.has_keys and getattr(config.mixer, "fused", False)
-    missing = -size % LANES
-    if not vectors or config.norm != "rmsnorm" or missing > _MOST * size:
-        return Tiles(size, size)
-    return Tiles(size, size + missing)
+    by_kernels = vectors and config.norm == "rmsnorm"
+    return padded_width(config.residual_shape[-1], by_kernels=by_kernels)
+
+
+def tiles(config: cfg.ModelConfig) -> Tiles:
+    """Return how a model's vectors are held."""
+    return Tiles(config.residual_shape[-1], width(config).value)

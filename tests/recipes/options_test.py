@@ -138,14 +138,13 @@ def test_dry_run(tmp_path):
     config = json.loads(text + "}")
     assert config["train"]["optimizer"]["learning_rate"] == 0.5
     assert config["model"]["compute_dtype"] == "float32"
-    lines = dict(line.split("  ", 1) for line in told.splitlines())
+    lines = dict(re.split("  +", line, maxsplit=1) for line in told.splitlines())
+    assert lines["compiled for"] == "cpu" and lines["schedule"].startswith("reversible: ")
     model = overrides.from_json(ModelConfig, config["model"])
     parameters = sum(cost.parameters(model).values())
     assert lines["parameters"].startswith(f"{parameters:,} (embedding ")
-    assert (
-        lines["tokens"]
-        .strip()
-        .startswith(f"{cli.STEPS * 10**9 * 16:,} in 48 steps of 1000000000 x 16; ")
+    assert lines["tokens"].startswith(
+        f"{cli.STEPS * 10**9 * 16:,} in 48 steps of 1000000000 x 16; "
     )
     gradients = 1e3 * float(re.search(r"([\d.]+) kB of gradients", lines["memory"])[1])
     assert 4 * parameters / 2 <= gradients < 4 * parameters, "of two devices, but for small ones"

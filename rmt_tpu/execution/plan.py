@@ -1,0 +1,106 @@
+"""What a run's train step is compiled for, and what that and its sizes choose, with the reasons."""
+
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.target import Target
+from rmt_tpu.config import RunConfig
+from rmt_tpu.layers import choices
+from rmt_tpu.layers.choices import Choice
+from rmt_tpu.residual.whole_tiles import width
+
+_SCHEDULES = {
+    "reversible": "the backward pass rebuilds the residual, so that its memory does not grow with "
+    "depth",
+    "banked": "the bank of rows is its own checkpoint",
+    "pipelined": "the mesh has stages",
+    "scanned": "each layer is one step of a scan",
+}
+
+
+class ExecutionPlan(NamedTuple):
+    """The choices of one train step.
+
+    Attributes:
+      target: the device that the step is compiled for.
+      schedule: of layers, "scanned", "reversible", "banked" or "pipelined".
+      residual_dtype: the dtype that the residual is carried in.
+      outputs_in_place: whether cores make what they write in its slot of a stack; None where
+        nothing is kept in stacks.
+      rereads_rebuilt: whether the kernel that rebuilds the residual reads it too; None where
+        nothing is rebuilt.
+      padded_width: numbers of a vector in a bank, zeros among them; None where there is none.
+      decode_kernels: whether decoding has kernels of its own for a few tokens.
+    """
+
+    target: Target
+    schedule: Choice
+    residual_dtype: Choice
+    outputs_in_place: Choice | None
+    rereads_rebuilt: Choice | None
+    padded_width: Choice | None
+    decode_kernels: Choice
+
+    def lines(self) -> dict[str, str]:
+        """Return one line a choice, by its name in words."""
+        chosen = {
+            name.replace("_", " "): f"{_word(choice.value)}: {choice.reason}"
+            for name, choice in self._asdict().items()
+            if isinstance(choice, Choice)
+        }
+        return {"compiled for": self.target.kind} | chosen
+
+
+def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
+    """Return the plan of a run's train step.
+
+    Args:
+      config: of the run, resolved: no dtype and no remat policy is "auto".
+      mesh: whose devices it is for; they need not be there.
+    """
+    model, train = config.model, config.train
+    target = Target(mesh.devices.flat[0].device_kind)
+    schedule = _schedule(config, mesh)
+    rebuilt = schedule == "reversible"
+    size = jax.numpy.dtype(model.store.dtype).itemsize * model.residual_size
+    tokens = train.batch_size // train.accumulate * config.data.seq_len
+    return ExecutionPlan(
+        target=target,
+        schedule=Choice(schedule, _SCHEDULES[schedule]),
+        residual_dtype=Choice(model.store.dtype, _of_dtype(config, rebuilt)),
+        outputs_in_place=choices.outputs_in_place(target) if rebuilt else None,
+        rereads_rebuilt=choices.rereads_rebuilt(target, tokens * size // mesh.size)
+        if rebuilt
+        else None,
+        padded_width=width(model) if model.mixer.banked and not model.store.has_keys else None,
+        decode_kernels=_for_decoding(target, divided=mesh.shape.get("key", 1) > 1),
+    )
+
+
+def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> str:
+    if mesh.shape.get("stage", 1) > 1:
+        return "pipelined"
+    if config.model.remat == "reversible":
+        return "reversible"
+    return "banked" if config.model.mixer.banked else "scanned"
+
+
+def _of_dtype(config: RunConfig, rebuilt: bool) -> str:
+    if config.model.store.dtype == "int16":
+        return "as small as bfloat16, and writes are taken back to the bit"
+    if config.model.store.dtype == config.model.compute_dtype:
+        return "the compute dtype"
+    return "writes are taken back nearly exactly" if rebuilt else "the config says so"
+
+
+def _for_decoding(target: Target, *, divided: bool) -> Choice:
+    if divided:
+        return Choice(False, "they do not serve a mesh that divides D_k")
+    if not target.on_tpu:
+        return Choice(False, "they are for TPUs")
+    return Choice(True, "a few tokens are taken where a layer's parameters lie")
+
+
+def _word(value: object) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,76 @@
+"""What a run is compiled for, and what that chooses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+import sharding
+from pallas_kernels.target import Target
+from rmt_tpu.config import overrides
+from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.execution.plan import plan_of
+from rmt_tpu.layers import choices
+from rmt_tpu.training.run import resolved
+
+
+def plan(name, topology=None, **changes):
+    changes = {path.replace("__", "."): value for path, value in changes.items()}
+    config = overrides.apply(preset_run(name), {"model.compute_dtype": "bfloat16"} | changes)
+    devices = jax.devices()[:1]
+    if topology:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
+    return plan_of(resolved(config), sharding.make_mesh("data=1", devices))
+
+
+def values(found):
+    return {
+        name: value.value if isinstance(value, choices.Choice) else value
+        for name, value in found._asdict().items()
+    }
+
+
+@pytest.mark.parametrize("topology, in_place", [("v5e:2x2", True), ("tpu7x:2x2x1", False)])
+def test_an_rmt(topology, in_place):
+    found = plan("rmt-305m", topology, train__batch_size=16, data__seq_len=512)
+    assert found.target.on_tpu
+    assert values(found) | {"target": None} == {
+        "target": None,
+        "schedule": "reversible",
+        "residual_dtype": "int16",
+        "outputs_in_place": in_place,
+        "rereads_rebuilt": topology == "tpu7x:2x2x1",
+        "padded_width": None,
+        "decode_kernels": True,
+    }
+    told = found.lines()
+    assert told["compiled for"] == found.target.kind
+    assert told["outputs in place"].startswith("yes: " if in_place else "no: ")
+    assert all(": " in line for name, line in told.items() if name != "compiled for")
+
+
+def test_attention_over_depth():
+    narrow = plan("attnres-tiny", model__store__dim=1168, model__norm="rmsnorm")
+    assert values(narrow)["schedule"] == "banked"
+    assert values(narrow)["padded_width"] == 1280 and "tiles" in narrow.padded_width.reason
+    assert values(plan("attnres-tiny", model__store__dim=130))["padded_width"] == 130
+    plain = plan("gpt2-tiny")
+    assert values(plain)["schedule"] == "scanned" and plain.padded_width is None
+    assert "rereads rebuilt" not in plain.lines()
+
+
+@pytest.mark.parametrize("kind, most", [("TPU v6 lite", 16), ("TPU v5", 8), ("TPU7x", 8)])
+def test_what_fills_half_of_a_chips_vmem_is_large(kind, most):
+    size = lambda batch: int(np.prod((batch, 512, 64, 64))) * jnp.dtype(jnp.int16).itemsize
+    found = [choices.rereads_rebuilt(Target(kind), size(b)).value for b in (most, most + 1)]
+    assert found == [False, True]
+
+
+def test_products_come_in_turn_where_that_is_faster():
+    given = lambda kind, vectors=4, tokens=512: choices.products_in_turn(
+        Target(kind), vectors, tokens
+    )
+    assert given("TPU v5").value and not given("TPU v6 lite").value
+    assert not given("TPU v5", vectors=1).value and not given("TPU v5", tokens=100).value
+    assert len({given("TPU v5", 1).reason, given("TPU v5", 4, 9).reason}) == 2
