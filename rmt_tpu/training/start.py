@@ -33,39 +33,53 @@ class Start(NamedTuple):
     is_saved: bool = True
 
 
+class Text(NamedTuple):
+    """What a run is trained on.
+
+    Attributes:
+      tokenizer: of the run.
+      checksum: of its tokens.
+    """
+
+    tokenizer: data.Tokenizer
+    checksum: int
+
+
+class SavedRun(NamedTuple):
+    """A run folder, its checkpoints, and the config that is beside them; `Copied` is one too."""
+
+    folder: Folder
+    checkpoints: Checkpointer
+    config: RunConfig
+
+
 def restore_or_init(
-    config: RunConfig,
     run: Run,
-    folder: Folder,
-    checkpoints: Checkpointer,
-    tokenizer: data.Tokenizer,
-    data_checksum: int,
+    saved: SavedRun,
+    text: Text,
     origin: Origin | Copied | None,
     back: int | None,
     say: Callable[[str], None],
 ) -> Start:
-    """The start of a run that has no checkpoint, or its state at one.
+    """Return the start of a run that has no checkpoint, or its state at one.
 
     Args:
-      config: of the run.
-      run: it, before its first step.
-      folder: the run folder.
-      checkpoints: of the run.
-      tokenizer: of the run.
-      data_checksum: of its tokens.
+      run: the run before its first step.
+      saved: its folder, checkpoints and config.
+      text: what it is trained on.
       origin: whose weights or state a run that begins takes, if any.
       back: the checkpoint to go back to; None is the newest undamaged one.
-      say: is told in one line what is taken.
+      say: prints in one line what is taken.
 
     Raises:
       UsageError: the checkpoint is of another run, text or tokenizer, or does not fit the model.
       RunError: no checkpoint can be read.
     """
-    own = tokenizer, data_checksum
+    folder, checkpoints, config = saved
     if not processes.from_first(checkpoints.steps(), "the run's checkpoints"):
         if isinstance(origin, Copied):
             from_there = f"--init_from={origin.folder}"
-            start = _at(config, run, origin, from_there, *own, None)
+            start = _at(config, run, origin, from_there, text, None)
             say(f"going on as {origin.folder} from step {start.step}, with its optimizer")
             return start._replace(branch=None, is_saved=False)
         state = run.jitted_init()()
@@ -74,30 +88,20 @@ def restore_or_init(
             state = run.with_copies(state._replace(params=params))
         return Start(state, 0, 0)
     if processes.is_first():
-        workdir.check_tokenizer(folder, tokenizer, config.data.tokenizer)
-    saved = _Saved(folder, checkpoints, config)
-    start = _at(config, run, saved, f"--workdir={folder}", *own, back)
+        workdir.check_tokenizer(folder, text.tokenizer, config.data.tokenizer)
+    start = _at(config, run, saved, f"--workdir={folder}", text, back)
     return start if back is None else start._replace(branch=back)
-
-
-class _Saved(NamedTuple):
-    """A run's checkpoints, and the config that is beside them; `Copied` is one too."""
-
-    folder: Folder
-    checkpoints: Checkpointer
-    config: RunConfig
 
 
 def _at(
     config: RunConfig,
     run: Run,
-    saved: _Saved | Copied,
+    saved: SavedRun | Copied,
     flag: str,
-    tokenizer: data.Tokenizer,
-    data_checksum: int,
+    text: Text,
     step: int | None,
 ) -> Start:
-    """The state at a checkpoint, of a run that `flag` names: of this text, tokenizer and config."""
+    """Return the state at a checkpoint of the run that `flag` names, once it fits this run."""
     like = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         run.abstract._replace(copies={}),
@@ -107,12 +111,13 @@ def _at(
     step, state, meta = restore_grown(saved.checkpoints, like, config.model, step)
     with of_flag(name.removeprefix("--")):
         workdir.check_saved_with(saved.folder, saved.config, step, meta)
-    if meta.get("tokenizer", tokenizer.fingerprint()) != tokenizer.fingerprint():
+    fingerprint = text.tokenizer.fingerprint()
+    if meta.get("tokenizer", fingerprint) != fingerprint:
         raise UsageError(
             f"--tokenizer={config.data.tokenizer} is another one than that of checkpoint {step} in "
             f"{flag}; give the same one, or another {name}"
         )
-    if meta["data_checksum"] != data_checksum:
+    if meta["data_checksum"] != text.checksum:
         raise UsageError(
             f"--data={config.data.source} does not give the tokens that the run in {flag} was "
             f"trained on up to step {step}: a file, the tokenizer or (for stdlib) the Python has "
@@ -121,16 +126,10 @@ def _at(
     return Start(run.with_copies(state), step, meta["windows_read"], meta.get("branch"))
 
 
-def meta_of(
-    config: RunConfig,
-    tokenizer: data.Tokenizer,
-    data_checksum: int,
-    windows_read: int,
-    branch: int | None,
-) -> dict[str, Any]:
-    """What a checkpoint says beside its arrays: of which run it is, and where in the text."""
-    meta = {"windows_read": windows_read, "data_checksum": data_checksum}
-    meta |= workdir.saved_with(config, tokenizer)
+def meta_of(config: RunConfig, text: Text, windows_read: int, branch: int | None) -> dict[str, Any]:
+    """Return what a checkpoint says of its run, and of where in the text it was saved."""
+    meta = {"windows_read": windows_read, "data_checksum": text.checksum}
+    meta |= workdir.saved_with(config, text.tokenizer)
     return meta if branch is None else meta | {"branch": branch}
 
 

@@ -27,14 +27,14 @@ FLAGS = [f"--presets={','.join(PRESETS)}", *cli.TINY, "--eval_every=24"]
 # In the second of the two runs.
 SIGINT_IN_STEP = """
 import os, signal
-from rmt_tpu.training.trainer import _Loop
-usual = _Loop._step
+from rmt_tpu.training.loop import Loop
+usual = Loop._step
 def _step(self, train_step, step, batches):
     usual(self, train_step, step, batches)
     steps.append(step)
     if steps.count(10) == 2:
         os.kill(os.getpid(), signal.SIGINT)
-_Loop._step, steps = _step, []
+Loop._step, steps = _step, []
 """
 
 

@@ -47,13 +47,13 @@ tensorstore.open = open
 """
 SIGTERM = """
 import os, signal
-from rmt_tpu.training.trainer import _Loop
-usual = _Loop._step
+from rmt_tpu.training.loop import Loop
+usual = Loop._step
 def _step(self, train_step, step, batches):
     usual(self, train_step, step, batches)
     if step == {step}:
         os.kill(os.getpid(), signal.SIGTERM)
-_Loop._step = _step
+Loop._step = _step
 """
 
 

@@ -17,13 +17,13 @@ PRESETS = ["rmt-tiny", pytest.param("gpt2-tiny", marks=pytest.mark.slow)]
 # What makes a process end itself at an exact instant of its run.
 SIGNAL_IN_STEP = """
 import os, signal
-from rmt_tpu.training.trainer import _Loop
-usual = _Loop._step
+from rmt_tpu.training.loop import Loop
+usual = Loop._step
 def _step(self, train_step, step, batches):
     usual(self, train_step, step, batches)
     if step == {step}:
         os.kill(os.getpid(), signal.{signal})
-_Loop._step = _step
+Loop._step = _step
 """
 KILL_AFTER_SAVE = """
 import os

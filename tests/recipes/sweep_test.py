@@ -15,13 +15,13 @@ FLAGS = ["--preset=rmt-tiny", *cli.TINY, "--steps=12", RATES, "--set=train.sampl
 # In the second of the trials, once.
 SIGINT_IN_STEP = """
 import os, signal
-from rmt_tpu.training.trainer import _Loop
-usual = _Loop._step
+from rmt_tpu.training.loop import Loop
+usual = Loop._step
 def _step(self, train_step, step, batches):
     usual(self, train_step, step, batches)
     if self.step == 10 and "x2" in str(self.side_files._folder):
         os.kill(os.getpid(), signal.SIGINT)
-_Loop._step = _step
+Loop._step = _step
 """
 
 

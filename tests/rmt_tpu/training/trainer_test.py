@@ -19,7 +19,7 @@ from rmt_tpu.runs import side_files, workdir
 from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.storage.local import LocalFolder
-from rmt_tpu.training import trainer
+from rmt_tpu.training import loop, trainer
 
 TEXT = "the quick brown fox jumps over the lazy dog.\n" * 40
 
@@ -81,7 +81,7 @@ def test_nothing_but_a_save_that_fails_ends_a_run(config, tmp_path, monkeypatch,
     monkeypatch.setattr(Checkpointer, "begin_save", save)
     monkeypatch.setattr(side_files, "plot_loss", plot)
     monkeypatch.setattr(LocalFolder, "create", full)
-    monkeypatch.setattr(trainer, "sample_text", no_text)
+    monkeypatch.setattr(loop, "sample_text", no_text)
     run.mkdir()
     (run / "plots").write_text("no folder")
     (run / "metrics.jsonl").write_bytes(b"\0\0\0\n")
@@ -172,7 +172,7 @@ def test_a_residual_that_outgrows_int16_goes_on_in_float32(config, tmp_path, cap
     [(4, 9, 50, False), (5, 5, 50, True), (1, 10, 1000, True), (1, 10, 1001, False)],
 )
 def test_how_many_skipped_steps_int16_is_left_for(in_a_row, skipped, step, is_left):
-    assert trainer.outgrows(5, in_a_row, skipped, step) == is_left
+    assert loop.outgrows(5, in_a_row, skipped, step) == is_left
 
 
 @pytest.mark.parametrize("path", ["train.batch_size", "model.num_layers"])

@@ -1,0 +1,322 @@
+"""The loop over train steps: reports, evaluations, samples and checkpoints between them."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+
+from rmt_tpu import data
+from rmt_tpu.checkpoint import Checkpointer, Saved
+from rmt_tpu.config import RunConfig
+from rmt_tpu.data.datasets import Datasets
+from rmt_tpu.distributed import processes
+from rmt_tpu.errors import DivergedError, RunError
+from rmt_tpu.residual import fixed_point
+from rmt_tpu.runs.side_files import SideFiles
+from rmt_tpu.storage import Folder
+from rmt_tpu.training import kernel_blocks, signals
+from rmt_tpu.training.evaluation import HeldOutLoss, TaskMetrics, asked_windows, sample_text
+from rmt_tpu.training.global_arrays import put_batch
+from rmt_tpu.training.progress import TrainingProgress
+from rmt_tpu.training.run import Run
+from rmt_tpu.training.start import Start, Text, meta_of
+from rmt_tpu.training.throughput import Throughput
+
+
+class OutgrewInt16(Exception):
+    """The residual leaves int16's range for good; a checkpoint is of the last step."""
+
+
+class Outcome(NamedTuple):
+    """Steps done when the run ended, and the signal that ended it before the last, if one did."""
+
+    step: int
+    stopped_by: signal.Signals | None
+
+
+class Prepared(NamedTuple):
+    """A run with its text, before its first step.
+
+    Attributes:
+      config: of the run, resolved.
+      model: its functions and shardings.
+      text: the tokenizer and the checksum of the tokens.
+      datasets: windows to train on and windows held out.
+      tasks: what the model is asked during training.
+    """
+
+    config: RunConfig
+    model: Run
+    text: Text
+    datasets: Datasets
+    tasks: TaskMetrics
+
+
+class Loop:
+    """State of one run of the loop: the model's, and the one step that is still being computed."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        start: Start,
+        checkpoints: Checkpointer,
+        side_files: SideFiles,
+        blocks: kernel_blocks.KernelBlocks,
+        progress: TrainingProgress,
+        may_outgrow: bool,
+    ):
+        self.config, self.model, self.text, self.datasets, self.tasks = prepared
+        self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
+        self.blocks = blocks
+        self.state, self.step, self.windows_read, self.branch, _ = start
+        self.throughput = Throughput(self.config, self.model.mesh)
+        windows = asked_windows(self.config)
+        self.held_out_loss = HeldOutLoss(self.model, self.datasets.held_out, windows)
+        self.evaluated: dict[int, float] = {}  # the last held-out loss, by its step
+        self.pending: tuple[dict[str, jax.Array], float] | None = None
+        # Of the save begun last: its step, and when, on process 0's clock.
+        self.save_step, self.save_time = start.step, time.monotonic()
+        self.good_step: int | None = start.step or None  # of the last checkpoint that is committed
+        self.may_outgrow, self.outgrown = may_outgrow, False
+
+    def run(
+        self, profile_steps: int, folder: Folder, all_is_saved: Callable[[int], None]
+    ) -> Outcome:
+        """All that is left to do: steps to the last one or to a signal, and what comes at the end.
+
+        Args:
+          profile_steps: to trace.
+          folder: the run folder, for a line about it.
+          all_is_saved: see `train`.
+
+        Raises:
+          OutgrewInt16: in place of the steps left.
+        """
+        steps, stopped_by = self.config.train.steps, None
+        if self.step < steps:
+            train_step = self._compile()
+            with signals.after_the_step(self.progress.say) as stop:
+                stopped_by = self._steps(train_step, profile_steps, stop)
+                if stopped_by is None and self.step < steps:
+                    raise OutgrewInt16
+                all_is_saved(self.step)
+        else:
+            all_is_saved(self.step)
+        if stopped_by is not None and self.step < steps:
+            self._leave_side_files()
+            self.side_files.draw()
+            return Outcome(self.step, stopped_by)
+        if self.side_files.is_complete(steps):
+            self.progress.say(f"{folder} is complete at step {steps}")
+        else:
+            self._evaluate()
+            self._ask_tasks()
+            self._leave_side_files()
+            self.side_files.complete(steps)
+        return Outcome(self.step, None)
+
+    def _steps(self, train_step, profile_steps: int, stop: signals.Stop) -> signal.Signals | None:
+        """Steps, to the last one or to a signal, which is returned."""
+        steps, first = self.config.train.steps, self.step + 1
+        profile_steps = profile_steps if processes.is_first() else 0
+        highest = processes.Highest(self.model.mesh)
+        stopped_by = None
+        self.progress.begin(self.step)
+        self.throughput.restart()
+        with contextlib.ExitStack() as profile, self._batches() as batches:
+            for step in range(first, steps + 1):
+                # A step or two to warm up, and then those to look at.
+                if profile_steps and step == min(first + 2, steps):
+                    profile.enter_context(self.side_files.profile())
+                self._step(train_step, step, batches)
+                if profile_steps and step == min(first + 1 + profile_steps, steps):
+                    jax.block_until_ready(self.state)
+                    profile.close()
+                wanted = highest(stop.wanted or self._checkpoint_seconds_are_over())
+                stopped_by = signals.STOPS.get(wanted)
+                # Before the checkpoint: a run that resumes from it does not evaluate its step
+                # again.
+                if step < steps and self._due(self.config.train.eval_every):
+                    self._evaluate()
+                if step < steps and self._due(self.config.train.eval_tasks_every):
+                    self._ask_tasks()
+                if (
+                    wanted != signals.GO_ON
+                    or self.outgrown
+                    or self._due(self.config.train.checkpoint_every)
+                ):
+                    self._save()
+                if stopped_by is not None or self.outgrown:
+                    break
+                if step < steps:
+                    self._leave_side_files()
+        with self._last_good_step_told():
+            self._say_saved(self.checkpoints.wait())
+        return stopped_by
+
+    def _compile(self):
+        """Compiled ahead, so that the first step's time is a step's time."""
+        started = time.monotonic()
+        batch = self._batch_at(self.windows_read)
+        step = self.model.jitted_step().lower(self.state, batch).compile()
+        self.blocks.write()
+        self.progress.say(f"compiled the train step in {time.monotonic() - started:.1f} s")
+        return step
+
+    def _batches(self) -> data.Prefetcher:
+        """Batches from here on, read and put on the devices while steps run."""
+        advance = self.config.train.batch_size
+        return data.Prefetcher(self._batch_at, start=self.windows_read, advance=advance)
+
+    def _batch_at(self, windows_read: int) -> data.Batch:
+        read = lambda rows: self.datasets.train.batch_at(windows_read, rows)
+        shape = self.config.train.batch_size, self.config.data.seq_len
+        return put_batch(read, shape, self.model.batch_sharding)
+
+    def _step(self, train_step, step: int, batches: data.Prefetcher) -> None:
+        """Dispatch this step, then report the one before it: the device never waits."""
+        batch, waited = batches.next()
+        self.state, metrics = train_step(self.state, batch)
+        self.windows_read += self.config.train.batch_size
+        self._report()
+        self.step, self.pending = step, (metrics, waited)
+
+    def _report(self) -> None:
+        """Wait for the pending step and write its row."""
+        if self.pending is None:
+            return
+        metrics, waited = self.pending
+        row = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self.pending = None
+        # What was in the background must not fail unseen.
+        with self._last_good_step_told():
+            self._say_saved(self.checkpoints.check())
+        in_a_row = int(row.pop("train/skipped_in_a_row"))
+        row |= self.throughput.step_ended()
+        row["throughput/data_wait_seconds"] = waited
+        self.progress.update(self.step, row)
+        if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
+            self.side_files.write(self.step, row)
+        most, skipped = self.config.train.max_bad_steps, int(row["train/skipped_steps"])
+        if self.may_outgrow and outgrows(most, in_a_row, skipped, self.step):
+            if not self.outgrown:
+                self.progress.say(
+                    f"step {self.step}: {skipped} steps skipped; the residual has outgrown int16 "
+                    f"({fixed_point.described(self.config.model)}) and goes on in float32"
+                )
+            self.outgrown = True
+        elif in_a_row >= most:
+            raise DivergedError(
+                f"the loss or its gradient was not finite in {in_a_row} steps in a row, to step "
+                f"{self.step}; {self._last_good_step()}. Try a lower "
+                "--set=train.optimizer.learning_rate"
+                + (", in another --workdir" if self.good_step else "")
+                + _range_hint(self.config)
+            )
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+
+    def _checkpoint_seconds_are_over(self) -> int:
+        """Process 0's clock decides for all."""
+        seconds, now = self.config.train.checkpoint_seconds, time.monotonic()
+        if not processes.is_first() or seconds == 0 or now - self.save_time < seconds:
+            return signals.GO_ON
+        self.save_time = now  # asked for once: the others' answer comes a step later
+        return signals.SAVE
+
+    def _save(self) -> None:
+        self._report()
+        if self.step != self.save_step:
+            meta = meta_of(self.config, self.text, self.windows_read, self.branch)
+            with self._last_good_step_told():
+                before = self.checkpoints.begin_save(
+                    self.step,
+                    self.state._replace(copies={}),
+                    meta,
+                    loss=self.evaluated.get(self.step),
+                    before_commit=self.side_files.flush,
+                )
+            self._say_saved(before)
+            self.save_step = self.step
+        self.save_time = time.monotonic()
+        self.throughput.restart()
+
+    def _say_saved(self, saved: Saved | None) -> None:
+        if saved:
+            self.good_step = saved.step
+            self.progress.say(
+                f"saved step {saved.step}: {saved.num_bytes / 1e6:,.1f} MB in {saved.seconds:.2f} "
+                f"s, of which training waited {saved.blocked_seconds:.3f} s"
+            )
+
+    def _last_good_step(self) -> str:
+        if self.good_step is None:
+            return "there is no checkpoint yet"
+        return f"the last checkpoint is of step {self.good_step}"
+
+    @contextlib.contextmanager
+    def _last_good_step_told(self) -> Iterator[None]:
+        """A save that fails is told with what there is."""
+        try:
+            yield
+        except RunError as error:
+            raise RunError(f"{error}; {self._last_good_step()}") from None
+
+    def _evaluate(self) -> None:
+        """Write the loss on held-out text."""
+        self._report()
+        self.progress.doing("evaluating")
+        loss, aux = self.held_out_loss(self.state.params)
+        self.evaluated = {self.step: loss}
+        row = {f"eval/aux/{name}": value for name, value in aux.items()}
+        self.side_files.write(self.step, {"eval/loss": loss, **row})
+        self.progress.say(f"step {self.step}: loss on held-out text {loss:.4f}")
+        self.throughput.restart()
+
+    def _ask_tasks(self) -> None:
+        """Write what the tasks give, if there are any."""
+        if not self.config.train.eval_tasks:
+            return
+        self._report()
+        self.progress.doing("asking tasks")
+        found = self.tasks(self.state.params)
+        self.side_files.write(self.step, found)
+        told = (f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
+        self.progress.say(f"step {self.step}: {', '.join(told)}")
+        self.throughput.restart()
+
+    def _leave_side_files(self) -> None:
+        """The picture and the sample, where they are due: after the checkpoint."""
+        train = self.config.train
+        draws = self.step in self.evaluated
+        samples = train.sample_tokens > 0 and self._due(train.sample_every)
+        if not (draws or samples):
+            return
+        self._report()
+        if draws:
+            self.side_files.draw()
+        if samples:
+            self.progress.doing("generating text")
+            own = self.model, self.state.params, self.text.tokenizer, self.config
+            self.side_files.sample(self.step, lambda: sample_text(*own))
+        self.throughput.restart()
+
+
+def outgrows(most: int, in_a_row: int, skipped: int, step: int) -> bool:
+    """Whether so many steps were skipped that int16 is not kept: some in a row, or one in 100."""
+    return in_a_row >= most or skipped >= max(2 * most, step / 100)
+
+
+def _range_hint(config: RunConfig) -> str:
+    if config.model.store.dtype != "int16":
+        return ""
+    fixed = fixed_point.described(config.model)
+    return (
+        f"; or the residual does not fit int16 fixed point, {fixed}, in which case "
+        "--change_config --set=model.store.dtype=float32 goes on from there, or another "
+        "--set=model.store.fraction_bits, fewer where it grew too large"
+    )
