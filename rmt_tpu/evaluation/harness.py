@@ -57,6 +57,7 @@ class RmtTpu(TemplateLM):
     def __init__(
         self,
         workdir: str,
+        *,
         step: int | None = None,
         mesh: str | None = None,
         max_length: int | None = None,

@@ -92,31 +92,8 @@ def run_layers(
     few = caches is not None and few_tokens(state.shape[1])
     if few:
         store, mixer = as_they_are(store), as_they_are(mixer)
-    runs, of_stacks, before = [], [], 0
-    scores = mixer.scores([[one.site for one in stack] for stack in decoder.stacks])
-    writers = [stack[0].site.writer for stack in decoder.stacks]
-    for number, (stack, of_stack) in enumerate(
-        zip(decoder.stacks, decoder.config.stacks, strict=True)
-    ):
-        last = number + 1 == len(writers)
-        next_writer = decoder.final_site.writer if last else _first(writers[number + 1])
-        layers = nnx.to_pure_dict(nnx.state(stack, nnx.Param))
-        of_layers = scores[before : before + of_stack.num_sublayers]
-        of_layers = of_layers.reshape(of_stack.repeat, -1, *scores.shape[1:])
-        of_stacks.append(Stacked(layers, of_layers, _after(writers[number], next_writer)))
-        runs.append(
-            Run(
-                decoder.config,
-                store,
-                mixer,
-                nnx.graphdef(stack),
-                before,
-                of_stack.repeat,
-                of_stack.cores,
-            )
-        )
-        before += of_stack.num_sublayers
-    first = store.write(store.hold(state), y, _first(writers[0]))
+    runs, of_stacks = _runs(decoder, store, mixer)
+    first = store.write(store.hold(state), y, _first(decoder.stacks[0][0].site.writer))
     if few and isinstance(mixer, FewTokens):
         of_stacks = [
             one._replace(merging=mixer.merging(store, one.scores, stack))
@@ -160,6 +137,26 @@ def run_layers(
     differentiable.defvjp(save, as_here(backward))
     bank, aux = differentiable(*vary_alike((of_stacks, first)), context)
     return mixer.final(store, bank, decoder.final_site), None, aux
+
+
+def _runs(decoder: Model, store: Store, mixer: Banked) -> tuple[list["Run"], list[Stacked]]:
+    """Make the two passes of each stack, and gather what they take of its parameters."""
+    runs, of_stacks, before = [], [], 0
+    scores = mixer.scores([[one.site for one in stack] for stack in decoder.stacks])
+    writers = [stack[0].site.writer for stack in decoder.stacks]
+    for number, (stack, of_stack) in enumerate(
+        zip(decoder.stacks, decoder.config.stacks, strict=True)
+    ):
+        last = number + 1 == len(writers)
+        next_writer = decoder.final_site.writer if last else _first(writers[number + 1])
+        layers = nnx.to_pure_dict(nnx.state(stack, nnx.Param))
+        of_layers = scores[before : before + of_stack.num_sublayers]
+        of_layers = of_layers.reshape(of_stack.repeat, -1, *scores.shape[1:])
+        of_stacks.append(Stacked(layers, of_layers, _after(writers[number], next_writer)))
+        given = decoder.config, store, mixer, nnx.graphdef(stack), before
+        runs.append(Run(*given, of_stack.repeat, of_stack.cores))
+        before += of_stack.num_sublayers
+    return runs, of_stacks
 
 
 def _first(writers: nnx.Param | None) -> Array | None:
