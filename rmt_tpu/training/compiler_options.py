@@ -7,10 +7,10 @@ import jax
 from pallas_kernels.target import slug
 
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
-# KiB for the blocks of one of XLA's instructions, where more than its own rule gives (16384 on v5e,
-# 32768 on v6e) made compiled steps cheaper: by the best guess of their cost on v5e, by XLA's own
-# estimate on v6e (docs/benchmarks/train_step.md). The rest of VMEM keeps arrays between them.
-_VMEM_KIB = {"tpu_v5_lite": 65536, "tpu_v6_lite": 49152}
+# KiB for the blocks of one of XLA's instructions, where more than its own rule gives made compiled
+# steps cheaper: by the best guess of their cost, on v6e by XLA's own estimate
+# (docs/benchmarks/train_step.md). The rest of VMEM keeps arrays between them.
+_VMEM_KIB = {"tpu_v5_lite": 65536, "tpu_v5": 49152, "tpu_v6_lite": 49152, "tpu7x": 49152}
 
 
 def of_step(mesh: jax.sharding.Mesh) -> dict[str, int] | None:

@@ -285,14 +285,6 @@ def test_other_format_versions(saver, reports, monkeypatch):
         saver.restore(small_tree(0))
     assert reports == []
 
-    def as_of_version_2(content):
-        content["version"] = 2
-        for entry in content["arrays"]:
-            assert entry.pop("compression") == "none"
-
-    rewrite_manifest(saver.root, 3, as_of_version_2)
-    assert_same(saver.restore(small_tree(0), 3)[1], small_tree(3))
-
 
 def first_array(**changes):
     return lambda content: content["arrays"][0].update(changes)
