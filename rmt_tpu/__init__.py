@@ -8,7 +8,7 @@ import importlib
 
 from rmt_tpu.config.presets import preset, presets
 
-__version__ = "0.1.0"  # read by setup.py too
+__version__ = "0.1.0"  # setup.py reads it too.
 
 __all__ = ["Decoder", "load", "preset", "presets"]
 

@@ -1,8 +1,8 @@
-"""Copies of weights in the compute dtype, made as the optimizer changes these.
+"""Copies of weights in the compute dtype, made when the optimizer changes the weights.
 
-A step reads them in place of the weights: it does not begin with a cast of them all, and their
-gradients take half the memory. They add nothing to what a run is: the weights give them, and no
-checkpoint has them.
+A step reads the copies in place of the weights: it need not begin by casting all weights, and the
+gradients of copies take half the memory. Copies follow from the weights alone, so checkpoints do
+not contain them.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.layers.parameters import metadata
 
-# Arrays, or their shapes, of each weight that has one under its path.
+# Maps the path of each weight that has a copy to the copy, or to the copy's shape.
 Copies = dict[str, Any]
 
 
 def copied(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
-    """Paths of the weights of which a step needs nothing but a copy in `dtype`.
+    """Return the paths of the weights of which a step needs only a copy in `dtype`.
 
-    Those of layers: each is read once in a pass, so that its gradient is no sum of roundings.
+    These are weights of layers. A pass reads each of them once, so that no rounded terms add up in
+    its gradient. The set is empty if `dtype` has at least 32 bits.
     """
     if dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return frozenset()
@@ -35,17 +36,17 @@ def copied(abstract: Decoder, dtype: jnp.dtype) -> frozenset[str]:
 
 
 def copies_of(params: Any, paths: frozenset[str], dtype: jnp.dtype) -> Copies:
-    """Those of the weights at these paths."""
+    """Return copies in `dtype` of the weights at these paths."""
     return {path: x.astype(dtype) for path, x in named(params) if path in paths}
 
 
 def as_read(params: Any, copies: Copies) -> Any:
-    """The parameters with copies in place of the weights that they are of."""
+    """Return the parameters with each weight that has a copy replaced by it."""
     name = jax.tree_util.keystr
     return jax.tree_util.tree_map_with_path(lambda at, x: copies.get(name(at), x), params)
 
 
 def named(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Leaves under their paths."""
+    """Yield each leaf of a tree with its path."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield jax.tree_util.keystr(path), leaf

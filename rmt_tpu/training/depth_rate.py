@@ -1,23 +1,27 @@
-"""How fast what weighs sources over depth learns, beside all other weights.
+"""Learning rates of the parameters that weigh sources over depth, relative to all other weights.
 
 A logit over depth, `<gain * query, v / rms(v)>`, adds up m terms of order 1. Adam moves every entry
-of a query by about the rate in the sign of its gradient, so that a step moves the logit by up to
-`0.8 * rate * factor * m`. At the common rate of a small model with small batches that closes most
-softmaxes over depth within the warm-up. In larger batches the sign of a gradient is less noisy, by
-the root of their size, and steps may be larger by as much. The rule is
+of a query by about the learning rate in the direction of its gradient's sign, so one step moves the
+logit by up to `0.8 * rate * factor * m`. At the usual rate of a small model with small batches,
+that saturates most softmaxes over depth within the warmup. In larger batches the sign of a gradient
+is less noisy, by the square root of the batch size, and steps may be larger by the same factor. The
+rule is
 
     factor = min(1, 0.07 * sqrt(tokens of a batch / 1024) / (peak rate * m))
 
-for queries and key gains (m is the size of the residual over the heads of the mixer), projections
-of "input" queries (m of a query times the residual's size), and learned logits (1). muP divides the
-rate of queries and projections by how much wider the residual is than its base's, and m counts so
-much less for them: at every width a query's factor is the base's.
+Here m is the size of the residual over the mixer's heads for queries and key gains, m of a query
+times the size of the residual for projections of "input" queries, and 1 for learned logits. muP
+already divides the rate of queries and projections by the ratio of the residual's width to that of
+the base model, and the rule divides their m by the same ratio: a query has the base model's factor
+at every width.
 
-It is 0.1 at rate 0.028, width 24 and 1024 tokens, and 0.026 on a matrix of 96 numbers there, about
-what did best in a few small runs; 1 at the AttnRes paper's 2e-3, width 1168 and batches of 1.6M
-tokens (0.48 with 0.25M), and at 6e-4, width 512 and 0.26M tokens: what won there is not lowered.
-A bound on one step is no law: `train.depth_rate` sets the factor by hand, and is worth a search. It
-is that of queries and key gains; a projection's is smaller by as much as it has more terms.
+At rate 0.028, width 24 and 1024 tokens the factor is 0.1, and on a matrix of 96 numbers there it is
+0.026. Both are close to what did best in a few small runs. The factor is 1 at the AttnRes paper's
+rate of 2e-3 with width 1168 and batches of 1.6M tokens (0.48 with 0.25M tokens), and at rate 6e-4
+with width 512 and 0.26M tokens, so the rule does not lower rates that won in those settings. A
+bound on one step does not guarantee a good rate: `train.depth_rate` sets the factor by hand, and is
+worth a search. It is the factor of queries and key gains; the factor of a projection is smaller by
+the ratio of their m.
 """
 
 import math
@@ -33,13 +37,13 @@ TOKENS = 1024
 
 
 def is_over_depth(config: RunConfig, path: tuple) -> bool:
-    """Whether the parameter at a path of the decoder's weighs sources over depth."""
+    """Return whether the decoder's parameter at `path` weighs sources over depth."""
     names = [str(getattr(part, "key", part)) for part in path]
     return bool(factors(config)) and ("mix" in names or names[0] == "mixer")
 
 
 def factors(config: RunConfig) -> dict[str, float]:
-    """Returns what the common rate is multiplied by, by name of a parameter; {} without any.
+    """Return the factors of the common rate by parameter name; {} if no parameter has one.
 
     The names are those that sites of the model have: "query", "key_gain", "project", or "logits".
     """
@@ -48,7 +52,7 @@ def factors(config: RunConfig) -> dict[str, float]:
     if (given := config.train.depth_rate) is not None:
         least = min(terms.values(), default=1)
         return {name: given * least / m for name, m in terms.items()}
-    # What muP multiplies their rates by, before the factor.
+    # muP multiplies the rates of these parameters by this ratio before the factor does.
     scaled = dict.fromkeys(("query", "project"), config.model.base_model.residual_size / size)
     tokens = config.train.batch_size * config.data.seq_len
     bound = BOUND * math.sqrt(tokens / TOKENS) / config.train.optimizer.learning_rate
@@ -56,7 +60,7 @@ def factors(config: RunConfig) -> dict[str, float]:
 
 
 def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:
-    """Multiplies `rates` by the factors; also returns of each parameter whether it has one."""
+    """Multiply `rates` by the factors; also return a tree that is True where a factor applies."""
     found = factors(config)
     over = jax.tree_util.tree_map_with_path(lambda path, _: is_over_depth(config, path), rates)
 
@@ -67,17 +71,18 @@ def trees(config: RunConfig, rates: Any) -> tuple[Any, Any]:
 
 
 def told(config: RunConfig) -> str:
-    """Writes the factors in words; "" without any."""
+    """Return the factors as text, or "" if there are none."""
     return ", ".join(f"{name} x{factor:.3g}" for name, factor in factors(config).items())
 
 
 def metrics(config: RunConfig, params: Any) -> dict[str, jax.Array]:
-    """Measures how large logits over depth are; {} of a model without queries over depth.
+    """Measure how large logits over depth are; return {} for a model without queries over depth.
 
-    A logit `<g q, v / rms(v)>` of query q and key gain g has the size of g q's length where the
-    numbers of a source are independent: 0 at the start; where it is 2 or more, few sources have
-    most of the weight. "logit" is the mean over sites, "largest_logit" the largest. What an "input"
-    query has of its projection is not counted.
+    A logit `<g q, v / rms(v)>` with query q and key gain g is about as large as the length of g q
+    if the numbers of a source are independent. It is 0 at the start; where it is 2 or more, few
+    sources have most of the weight. "train/depth/logit" is the mean over sites, and
+    "train/depth/largest_logit" the largest. The part that the projection adds to an "input" query
+    is not counted.
     """
     if "query" not in factors(config):
         return {}

@@ -1,4 +1,4 @@
-"""What a trained model is asked for during and after a run: its loss on held-out text, a sample."""
+"""Evaluations of a model during and after a run: held-out loss, tasks and a text sample."""
 
 import math
 from functools import partial
@@ -33,12 +33,13 @@ class HeldOut(NamedTuple):
 class HeldOutLoss:
     """The mean loss over the first windows of held-out text, in nats per token.
 
-    Which windows does not follow the batch size: losses of runs with other ones are of one text.
+    The choice of windows does not depend on the batch size, so losses of runs with other batch
+    sizes are of the same text.
 
     Args:
-      run: whose loss it is.
-      windows: of the held-out text.
-      number: how many of them, or fewer if there are fewer.
+      run: the run whose loss is computed.
+      windows: windows of the held-out text.
+      number: the number of windows to use; all of them are used if there are fewer.
     """
 
     def __init__(self, run: Run, windows: data.Windows, number: int):
@@ -50,7 +51,7 @@ class HeldOutLoss:
             loss = run.loss(params, batch)
             return loss.cross_entropy, loss.aux, jnp.sum(batch.weights)
 
-        # Every process has them, and so the same loss on all.
+        # Sums are replicated, so that every process computes the same loss.
         self._sums = jax.jit(sums, out_shardings=sharding.replicated(run.mesh))
 
     def __call__(self, params: Any) -> HeldOut:
@@ -64,19 +65,20 @@ class HeldOutLoss:
 
 
 def asked_windows(config: RunConfig) -> int:
-    """How many windows of held-out text a run asks for."""
+    """Return the number of held-out windows that a run's config asks for."""
     if config.train.eval_batches:
         return config.train.eval_batches * config.train.batch_size
     return max(1, config.train.eval_tokens // config.data.seq_len)
 
 
 class TaskMetrics:
-    """What a run's tasks give, and their standard errors, by names like `eval/arc_easy/acc`.
+    """Scores of a run's tasks, with standard errors, under names like `eval/arc_easy/acc`.
 
     Args:
-      run: whose parameters are asked.
-      config: of it; texts are as long at most as its windows, and read as many tokens at a time.
-      tokenizer: of it.
+      run: the run whose parameters are evaluated.
+      config: the run's config. Texts are at most as long as its windows, and as many tokens are
+        read at a time as in a part of its batch.
+      tokenizer: the run's tokenizer.
 
     Raises:
       UsageError: there is no such task, its data cannot be read, or it does not fit a window.
@@ -94,7 +96,7 @@ class TaskMetrics:
             (train.microbatches or run.mesh.shape["stage"]) if run.mesh.shape["stage"] > 1 else 1
         )
         tokens = devices(sharding.RULES["tokens"])
-        # Every process has all of them.
+        # Scores are replicated, so that every process has all of them.
         compiled = jax.jit(run.scores, out_shardings=sharding.replicated(run.mesh))
 
         def scores(params: Any, tokens: np.ndarray, targets: np.ndarray) -> TokenScores:
@@ -129,17 +131,18 @@ class TaskMetrics:
 
 
 def sample_text(run: Run, params: Any, tokenizer: data.Tokenizer, config: RunConfig) -> str | None:
-    """The run's prompt and how the model goes on; None on all processes but the first.
+    """Return the run's prompt with the model's continuation; None on all processes but the first.
 
-    All call it, for each has a part of the parameters. The text is made on one device: not every
-    mesh for training is one for text, and it would have to be made by all processes.
+    All processes must call it, because each has a part of the parameters. The text is made on one
+    device: not every training mesh can generate text, and on a mesh all processes would have to
+    take part.
     """
     params = on_one_device(params, run.mesh)
     if not processes.is_first():
         return None
     model = lambda: nnx.state(Decoder(config.model, rngs=nnx.Rngs(0)), nnx.Param)
     shapes = nnx.to_pure_dict(nnx.eval_shape(model))
-    # Layers are one stack again, where virtual stages of a pipeline had one each.
+    # Stack the layers again if a pipeline with virtual stages split them into chunks.
     params = jax.tree.map(lambda x, like: x.reshape(like.shape), params, shapes)
     decoder = nnx.merge(run.graphdef, params)
     train = config.train

@@ -1,4 +1,4 @@
-"""Arrays over the devices of several processes: put there by all, brought back to one device."""
+"""Arrays that span the devices of several processes: how to make them and how to collect them."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from jaxtyping import Int64
 
 import sharding
 
-_Batch = TypeVar("_Batch")  # a `data.Batch`, or any tree of arrays like its
+_Batch = TypeVar("_Batch")  # A `data.Batch`, or any tree of arrays of the same shape.
 
 
 def put_batch(
@@ -18,12 +18,12 @@ def put_batch(
     shape: tuple[int, int],
     batch_sharding: jax.sharding.Sharding,
 ) -> _Batch:
-    """A batch on the devices, of which this process reads only the rows that its devices hold.
+    """Put a batch on the devices; this process reads only the rows that its own devices hold.
 
     Args:
-      read: the given rows of the batch, whose numbers are ascending.
-      shape: of the whole batch, [batch, seq].
-      batch_sharding: of each of its arrays.
+      read: returns the rows of the batch with the given numbers, which are ascending.
+      shape: shape of the whole batch, [batch, seq].
+      batch_sharding: sharding of each of the batch's arrays.
 
     Returns:
       The batch as jax arrays.
@@ -44,9 +44,10 @@ def put_batch(
 
 
 def on_one_device(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The arrays whole, on this process's first device of the mesh; all processes call it.
+    """Return the whole arrays on this process's first device of the mesh; all processes call it.
 
-    One array after the other, so that a device beside the first holds no more than one whole.
+    Arrays are collected one after the other, so that each of the other devices holds no more than
+    one whole array at a time.
     """
     if mesh.size == 1:
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
@@ -56,5 +57,5 @@ def on_one_device(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 
 @functools.cache
 def _replicate(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
-    """One function a mesh, so that a second sample compiles nothing."""
+    """Return one function for each mesh, so that a second sample compiles nothing."""
     return jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))

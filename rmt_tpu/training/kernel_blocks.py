@@ -1,4 +1,4 @@
-"""A run keeps the block sizes of its kernels, so that another table does not change its curve."""
+"""The block sizes of a run's kernels, kept so that a new tuning table does not change its curve."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ FILE = "kernel_blocks.json"
 
 
 class KernelBlocks:
-    """What the kernels of a run are compiled with, in its folder.
+    """The block sizes that a run's kernels are compiled with, saved in its folder.
 
     Args:
-      folder: of the run.
+      folder: the run folder.
       say: prints a line.
-      own: what is in the folder.
-      looks: grows as kernels are traced.
+      own: the table that the folder already has.
+      looks: look-ups of block sizes; the list grows as kernels are traced.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class KernelBlocks:
         self._folder, self._say, self._own, self._looks = folder, say, own, looks
 
     def write(self) -> None:
-        """Adds what has been looked up since, on the first process; never the end of a run."""
+        """Save new look-ups in the folder, on the first process; if that fails, only print a note."""
         known = {entry.identity for entry in self._own.entries}
         new = [e for e in (look.entry() for look in self._looks) if e.identity not in known]
         if not new or not processes.is_first():
@@ -49,12 +49,12 @@ class KernelBlocks:
 
 @contextlib.contextmanager
 def kept(folder: Folder, say: Callable[[str], None], *, anew: bool) -> Iterator[KernelBlocks]:
-    """Kernels within take the run's own blocks where it has any, on all processes the same.
+    """Let kernels in the body use the run's own block sizes, the same ones on all processes.
 
     Args:
-      folder: of the run.
+      folder: the run folder.
       say: prints a line.
-      anew: the run begins again, and its blocks are not kept.
+      anew: whether the run begins again, in which case its block sizes are deleted.
     """
     kernel_tables.use_storage()
     text = ""

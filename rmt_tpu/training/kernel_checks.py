@@ -1,8 +1,8 @@
-"""The kernels of a run are held to their equations on its device; an op that differs goes plain.
+"""Checks of a run's kernels against their equations; an op that differs uses its plain JAX form.
 
-What is checked is what the run's own step calls (`rmt_tpu.analysis.device_calls`), once for a
-device kind and versions: the user's cache folder has a record of each call. What was decided stays
-in the run folder, so that the run goes on with it wherever that is.
+The checks cover the calls that the run's own step makes (`rmt_tpu.analysis.device_calls`), once for
+each kind of device and set of versions: the user's cache folder has a record of each call. The
+decision is saved in the run folder, so that the run resumes with it on any machine.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from rmt_tpu.training.run import Run
 FILE = "kernels.json"
 VARIABLE = "RMT_TPU_CACHE"
 How = Literal["auto", "off"]
-Why = dict[str, str]  # of the ops that differ, by name, in a line
-_SECONDS = 3600.0  # that another process may take longer with its checks
+Why = dict[str, str]  # Maps the name of each op that differs to a one-line reason.
+_SECONDS = 3600.0  # Seconds to wait for the checks of another process.
 _PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 
 
@@ -47,18 +47,18 @@ def decided(
     anew: bool,
     how: How = "auto",
 ) -> Iterator[Mapping[str, str]]:
-    """Within, ops whose kernels differ from their equations take their plain form.
+    """Let ops whose kernels differ from their equations use their plain form in the body.
 
-    What the run folder has of an earlier start holds; what is found in this one is added to it. On
-    a CPU, which has no kernels, nothing is traced or read.
+    Decisions that an earlier start left in the run folder stay valid, and those of this start are
+    added to them. On a CPU, which has no kernels, nothing is traced or read.
 
     Args:
-      config: of the run, resolved.
-      run: whose step is traced for the calls of its kernels.
-      folder: of the run.
+      config: the run's config, resolved.
+      run: the run whose step is traced for the calls of its kernels.
+      folder: the run folder.
       say: prints a line.
-      anew: the run begins again, and what was decided is forgotten.
-      how: "off" checks nothing; what is in the folder holds.
+      anew: whether the run begins again, in which case earlier decisions are deleted.
+      how: "auto" checks the kernels; "off" checks nothing and uses the decisions in the folder.
     """
     if anew and processes.is_first():
         folder.delete(FILE)
@@ -92,7 +92,7 @@ def decided(
 
 
 def calls_of(config: RunConfig, run: Run) -> list[Called]:
-    """The calls of a run's step that kernels serve, on one platform or another."""
+    """Return the calls of a run's step that have a kernel on some platform."""
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, run.abstract, run.state_shardings)
     shape = config.train.batch_size, config.data.seq_len
@@ -102,11 +102,11 @@ def calls_of(config: RunConfig, run: Run) -> list[Called]:
     return calls
 
 
-_DTYPES = (jnp.int32, jnp.float32)  # of a batch's numbers of tokens, and of its weights
+_DTYPES = (jnp.int32, jnp.float32)  # dtypes of a batch's token ids, and of its weights
 
 
 def agreed(of_processes: Sequence[str]) -> Why:
-    """What one process found differs for all: the reason is that of the first that has one."""
+    """Return the ops that differ on any process, each with the first process's reason."""
     found: Why = {}
     for text in of_processes:
         found = json.loads(text) | found
@@ -114,13 +114,14 @@ def agreed(of_processes: Sequence[str]) -> Why:
 
 
 def _platform() -> str | None:
-    """Of this machine's devices, as kernels name it; None if there are no kernels for it."""
+    """Return the kernels' name for this machine's platform; None if it has no kernels."""
     return _PLATFORMS.get(jax.default_backend())
 
 
 def _differences(calls: Sequence[Called], platform: str, kernels: str) -> Why:
-    """The ops whose kernels differ on this process's device, by its records or by a check."""
-    from rmt_tpu.analysis import device_calls, device_check  # they load much
+    """Return the ops whose kernels differ on this process's device, from records or by a check."""
+    # These are imported here because they load much.
+    from rmt_tpu.analysis import device_calls, device_check
 
     found: Why = {}
     for name, cases in device_calls.cases_of(calls, platform).items():
@@ -140,7 +141,10 @@ def _differences(calls: Sequence[Called], platform: str, kernels: str) -> Why:
 
 
 def cache_folder() -> Path:
-    """Of records: $RMT_TPU_CACHE, or rmt_tpu in the user's cache folder; and in it `kernels`."""
+    """Return the folder of records.
+
+    It is $RMT_TPU_CACHE/kernels, or rmt_tpu/kernels in the user's cache folder.
+    """
     if given := os.environ.get(VARIABLE):
         return Path(given) / "kernels"
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -148,7 +152,7 @@ def cache_folder() -> Path:
 
 
 def _key(name: str, call: str, kernels: str) -> dict[str, str]:
-    """What a record holds for: a call, a device kind, compilers, and the kernels' sources."""
+    """Return the key of a record: call, device kind, versions, and a hash of kernel sources."""
     device = jax.local_devices()[0]
     return {
         "op": name,
@@ -177,7 +181,7 @@ def _path(key: Mapping[str, str]) -> Path:
 
 
 def _recorded(key: Mapping[str, str]) -> str | None:
-    """What differs by the record, "" if nothing does; None if there is none that can be read."""
+    """Return the recorded difference, "" if nothing differs, or None without a readable record."""
     try:
         found = json.loads(_path(key).read_text(encoding="utf-8"))
         differs = found["differs"] if found["key"] == key else None
@@ -187,7 +191,7 @@ def _recorded(key: Mapping[str, str]) -> str | None:
 
 
 def _record(key: Mapping[str, str], differs: str) -> None:
-    """Leaves a record; where that cannot be, the next run checks again."""
+    """Write a record; if that fails, the next run checks again."""
     path = _path(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

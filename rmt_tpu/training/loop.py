@@ -27,11 +27,11 @@ from rmt_tpu.training.throughput import Throughput
 
 
 class OutgrewInt16(Exception):
-    """The residual leaves int16's range for good; a checkpoint is of the last step."""
+    """The residual has outgrown the range of int16; the last step has a checkpoint."""
 
 
 class Outcome(NamedTuple):
-    """Steps done when the run ended, and the signal that ended it before the last, if one did."""
+    """The steps done when the run ended, and the signal that ended it early, if one did."""
 
     step: int
     stopped_by: signal.Signals | None
@@ -41,11 +41,11 @@ class Prepared(NamedTuple):
     """A run with its text, before its first step.
 
     Attributes:
-      config: of the run, resolved.
-      model: its functions and shardings.
+      config: the run's config, resolved.
+      model: the run's functions and shardings.
       text: the tokenizer and the checksum of the tokens.
-      datasets: windows to train on and windows held out.
-      tasks: what the model is asked during training.
+      datasets: windows to train on and held-out windows.
+      tasks: the tasks that the model is evaluated on during training.
     """
 
     config: RunConfig
@@ -56,7 +56,7 @@ class Prepared(NamedTuple):
 
 
 class Loop:
-    """State of one run of the loop: the model's, and the one step that is still being computed."""
+    """The training loop: the model's state, and the step that is still being computed."""
 
     def __init__(
         self,
@@ -75,25 +75,25 @@ class Loop:
         self.throughput = Throughput(self.config, self.model.mesh)
         windows = asked_windows(self.config)
         self.held_out_loss = HeldOutLoss(self.model, self.datasets.held_out, windows)
-        self.evaluated: dict[int, float] = {}  # the last held-out loss, by its step
+        self.evaluated: dict[int, float] = {}  # the last held-out loss, under its step
         self.pending: tuple[dict[str, jax.Array], float] | None = None
-        # Of the save begun last: its step, and when, on process 0's clock.
+        # Step of the last save that was begun, and its time on process 0's clock.
         self.save_step, self.save_time = start.step, time.monotonic()
-        self.good_step: int | None = start.step or None  # of the last checkpoint that is committed
+        self.good_step: int | None = start.step or None  # step of the last committed checkpoint
         self.may_outgrow, self.outgrown = may_outgrow, False
 
     def run(
         self, profile_steps: int, folder: Folder, all_is_saved: Callable[[int], None]
     ) -> Outcome:
-        """All that is left to do: steps to the last one or to a signal, and what comes at the end.
+        """Run all remaining steps, or stop at a signal; then write what a complete run has.
 
         Args:
-          profile_steps: to trace.
-          folder: the run folder, for a line about it.
+          profile_steps: number of steps to trace.
+          folder: the run folder, which a message names.
           all_is_saved: see `train`.
 
         Raises:
-          OutgrewInt16: in place of the steps left.
+          OutgrewInt16: the residual outgrew int16, and the remaining steps were not run.
         """
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
@@ -119,7 +119,7 @@ class Loop:
         return Outcome(self.step, None)
 
     def _steps(self, train_step, profile_steps: int, stop: signals.Stop) -> signal.Signals | None:
-        """Steps, to the last one or to a signal, which is returned."""
+        """Run steps up to the last one or to a signal, and return that signal."""
         steps, first = self.config.train.steps, self.step + 1
         profile_steps = profile_steps if processes.is_first() else 0
         highest = processes.Highest(self.model.mesh)
@@ -128,7 +128,7 @@ class Loop:
         self.throughput.restart()
         with contextlib.ExitStack() as profile, self._batches() as batches:
             for step in range(first, steps + 1):
-                # A step or two to warm up, and then those to look at.
+                # The first two steps, if there are that many, warm up and are not traced.
                 if profile_steps and step == min(first + 2, steps):
                     profile.enter_context(self.side_files.profile())
                 self._step(train_step, step, batches)
@@ -137,8 +137,8 @@ class Loop:
                     profile.close()
                 wanted = highest(stop.wanted or self._checkpoint_seconds_are_over())
                 stopped_by = signals.STOPS.get(wanted)
-                # Before the checkpoint: a run that resumes from it does not evaluate its step
-                # again.
+                # Evaluate before the checkpoint, so that a run which resumes from it does not
+                # evaluate this step again.
                 if step < steps and self._due(self.config.train.eval_every):
                     self._evaluate()
                 if step < steps and self._due(self.config.train.eval_tasks_every):
@@ -158,7 +158,7 @@ class Loop:
         return stopped_by
 
     def _compile(self):
-        """Compiled ahead, so that the first step's time is a step's time."""
+        """Compile the step ahead of time, so that no step's time contains the compilation."""
         started = time.monotonic()
         batch = self._batch_at(self.windows_read)
         step = self.model.jitted_step().lower(self.state, batch).compile()
@@ -167,7 +167,7 @@ class Loop:
         return step
 
     def _batches(self) -> data.Prefetcher:
-        """Batches from here on, read and put on the devices while steps run."""
+        """Return batches from here on, which are read and put on the devices while steps run."""
         advance = self.config.train.batch_size
         return data.Prefetcher(self._batch_at, start=self.windows_read, advance=advance)
 
@@ -177,7 +177,7 @@ class Loop:
         return put_batch(read, shape, self.model.batch_sharding)
 
     def _step(self, train_step, step: int, batches: data.Prefetcher) -> None:
-        """Dispatch this step, then report the one before it: the device never waits."""
+        """Dispatch this step, then report the one before it, so that the device never waits."""
         batch, waited = batches.next()
         self.state, metrics = train_step(self.state, batch)
         self.windows_read += self.config.train.batch_size
@@ -185,13 +185,13 @@ class Loop:
         self.step, self.pending = step, (metrics, waited)
 
     def _report(self) -> None:
-        """Wait for the pending step and write its row."""
+        """Wait for the pending step and write its row of metrics."""
         if self.pending is None:
             return
         metrics, waited = self.pending
         row = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.pending = None
-        # What was in the background must not fail unseen.
+        # An error of a save in the background must not go unseen.
         with self._last_good_step_told():
             self._say_saved(self.checkpoints.check())
         in_a_row = int(row.pop("train/skipped_in_a_row"))
@@ -221,11 +221,11 @@ class Loop:
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     def _checkpoint_seconds_are_over(self) -> int:
-        """Process 0's clock decides for all."""
+        """Return SAVE when it is time for a checkpoint; process 0's clock decides for all."""
         seconds, now = self.config.train.checkpoint_seconds, time.monotonic()
         if not processes.is_first() or seconds == 0 or now - self.save_time < seconds:
             return signals.GO_ON
-        self.save_time = now  # asked for once: the others' answer comes a step later
+        self.save_time = now  # Ask only once: the answer of the other processes comes a step later.
         return signals.SAVE
 
     def _save(self) -> None:
@@ -260,7 +260,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _last_good_step_told(self) -> Iterator[None]:
-        """A save that fails is told with what there is."""
+        """Add the last good step to the message of a save that fails."""
         try:
             yield
         except RunError as error:
@@ -278,7 +278,7 @@ class Loop:
         self.throughput.restart()
 
     def _ask_tasks(self) -> None:
-        """Write what the tasks give, if there are any."""
+        """Evaluate the tasks and write their scores, if there are any tasks."""
         if not self.config.train.eval_tasks:
             return
         self._report()
@@ -290,7 +290,7 @@ class Loop:
         self.throughput.restart()
 
     def _leave_side_files(self) -> None:
-        """The picture and the sample, where they are due: after the checkpoint."""
+        """Write the plots and the sample where they are due; this comes after the checkpoint."""
         train = self.config.train
         draws = self.step in self.evaluated
         samples = train.sample_tokens > 0 and self._due(train.sample_every)
@@ -307,7 +307,11 @@ class Loop:
 
 
 def outgrows(most: int, in_a_row: int, skipped: int, step: int) -> bool:
-    """Whether so many steps were skipped that int16 is not kept: some in a row, or one in 100."""
+    """Return whether too many steps were skipped for int16 to be kept.
+
+    That is so after `most` skipped steps in a row, or when 1% of all steps, and at least
+    `2 * most`, were skipped.
+    """
     return in_a_row >= most or skipped >= max(2 * most, step / 100)
 
 

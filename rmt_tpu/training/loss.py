@@ -1,8 +1,8 @@
 """Unembedding and next-token loss in chunks of tokens, with their own gradient.
 
-The logits of a whole batch are the largest array of a train step, so they never exist: a chunk's
-logits give its loss and at once its part of the gradient, three matrix products in all, where
-differentiating a rematerialised chunk would take four.
+The logits of a whole batch would be the largest array of a train step, so they never exist as a
+whole. The logits of a chunk give its loss and, at once, its part of the gradient. That takes three
+matrix products; differentiating a rematerialised chunk would take four.
 """
 
 import functools
@@ -18,15 +18,15 @@ from rmt_tpu.cores import Aux
 from rmt_tpu.layers.data_vectors import concatenate
 from rmt_tpu.layers.stacks import by_itself
 
-# Logits held at a time: 2^27 float32 are 512 MB.
+# Number of logits held at a time: 2^27 float32 are 512 MB.
 _LOGITS = 2**27
 
 
 class Loss(NamedTuple):
-    """Sums over the tokens that count, in nats; divide by the sum of their weights.
+    """Loss sums over the tokens that count, in nats; divide them by the sum of the tokens' weights.
 
-    `objective` is `cross_entropy + z_loss * z`, and what the model's cores add as `aux["loss"]`; it
-    alone has a gradient. `aux` are the scalars of these cores, which are of all tokens.
+    `objective` is `cross_entropy + z_loss * z`, plus the `aux["loss"]` of the model's cores; it
+    alone has a gradient. `aux` has the scalars of these cores, which are over all tokens.
     """
 
     objective: Float[Array, ""]
@@ -45,15 +45,15 @@ def next_token_loss(
     z_loss: int | float = 0.0,
     aux: Aux | None = None,
 ) -> Loss:
-    """`-log softmax(logits)[target]` and `logsumexp(logits)^2`, each weighted and summed.
+    """Return weighted sums of `-log softmax(logits)[target]` and of `logsumexp(logits)^2`.
 
     Args:
-      z: what the unembedding reads.
+      z: the input of the unembedding.
       kernel: W_U, or this device's rows of it where `fsdp` divides them;
         `logits = multiplier * concatenate(z) W_U`, at least float32.
       targets: the token that follows each token.
-      weights: of each token in the sums; they and the targets get no gradient.
-      multiplier: of the logits.
+      weights: weight of each token in the sums; weights and targets get no gradient.
+      multiplier: factor of the logits.
       z_loss: weight of z in the objective.
       aux: the scalars of the model's cores.
     """
@@ -65,12 +65,12 @@ def next_token_loss(
 
 
 def _chunks(batch: int, seq: int, vocab: int) -> int:
-    """The fewest chunks of a sequence whose logits fit in `_LOGITS`.
+    """Return the smallest number of chunks of a sequence such that a chunk's logits fit `_LOGITS`.
 
-    Equal ones, unless the length has no divisor below twice the fewest: then the last is filled up
-    with tokens of no weight.
+    Chunks are equal if the length has a divisor below twice that number, which is then returned.
+    Otherwise the last chunk is padded with tokens of weight 0.
     """
-    tokens = max(_LOGITS // max(batch * vocab, 1), 1)  # in a chunk
+    tokens = max(_LOGITS // max(batch * vocab, 1), 1)  # tokens in a chunk
     fewest = max(-(-seq // tokens), 1)
     equal = (n for n in range(fewest, 2 * fewest) if seq % n == 0)
     return next(equal, fewest)
@@ -91,7 +91,7 @@ def _chunked_loss(static, x, kernel, targets, weights) -> Loss:
 
 
 def _chunked_loss_forward(static, x, kernel, targets, weights):
-    """The loss, and its gradient already: the cotangent of a scalar only scales it."""
+    """Compute the loss and its gradient, which the backward pass only has to scale."""
     multiplier, z_loss, chunks = static
     narrow = sharding.gather(kernel.astype(x.dtype), "fsdp", axis=0)
     dtype = jnp.result_type(x, jnp.float32)
@@ -101,7 +101,8 @@ def _chunked_loss_forward(static, x, kernel, targets, weights):
         x = _tokens(chunk[0])
         loss, log_z, d_logits = _loss(multiplier, z_loss, narrow, *chunk)
         d_x = jnp.einsum("tv,wv->tw", d_logits(log_z), narrow).reshape(chunk[0].shape)
-        # Made anew, as a part of the product: as one array for both it would be written and read.
+        # Compute the gradient anew, so that it fuses into this product. One array for both products
+        # would be written to memory and read back.
         again = d_logits(by_itself(log_z))
         d_kernel += jnp.einsum("tw,tv->wv", x, again, preferred_element_type=dtype)
         return (jax.tree.map(jnp.add, total, loss), d_kernel), d_x
@@ -125,20 +126,22 @@ _chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
 
 
 def _split(x: Array, chunks: int) -> Array:
-    """[batch, seq, ...] as [chunks, batch, seq / chunks, ...], filled up with zeros."""
+    """Reshape [batch, seq, ...] to [chunks, batch, seq / chunks, ...], padding with zeros."""
     missing = -x.shape[1] % chunks
     x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) if missing else x
     return x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1)
 
 
 def _tokens(x: Array) -> Array:
-    """[batch, seq, ...] one after the other."""
+    """Flatten [batch, seq, ...] to [batch * seq, ...]."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def _loss(multiplier, z_loss, kernel, x, targets, weights):
-    """Loss sums of a chunk, its log-sums, and what makes the objective's gradient by
-    `concatenate(z) W_U` of them."""
+    """Return a chunk's loss sums, its log-sums, and the function `d_logits`.
+
+    `d_logits(log_z)` is the gradient of the objective by `concatenate(z) W_U`.
+    """
     x, targets, weights = map(_tokens, (x, targets, weights))
     logits, log_z, chosen = logits_with_sums(x, kernel, targets, multiplier=multiplier)
     cross_entropy = jnp.sum((log_z - chosen) * weights)

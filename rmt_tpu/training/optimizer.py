@@ -1,7 +1,8 @@
-"""AdamW and Muon by roles: what decays, what learns at a rate of its own, and what counts.
+"""AdamW and Muon by roles of parameters: weight decay, learning rates and statistics.
 
-Parameters that count (`config.COUNTED`) are no weights. Their gradients are shares of tokens, by
-which experts are balanced: they are in no norm, and have a rule of their own.
+Parameters with a role in `config.COUNTED` are statistics, not weights. Their gradients are shares
+of tokens, by which experts are balanced. These gradients count in no norm, and the statistics have
+an update rule of their own.
 """
 
 from typing import Any
@@ -18,10 +19,10 @@ _QUINTIC = 3.4445, -4.7750, 2.0315
 
 
 def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
-    """Linear warmup, of which the last step has the peak, then a cosine to the last step of all.
+    """Return a schedule with a linear warmup and then a cosine decay up to the last step.
 
-    The last step has `final_fraction` of the peak. The rate of step 0 is not 0: every update
-    changes something.
+    The last step of the warmup has the peak rate, and the last step of all has `final_fraction` of
+    it. The rate of step 0 is not 0: every update changes something.
     """
     warmup = max(1, round(config.warmup_fraction * steps))
 
@@ -43,17 +44,17 @@ def make_optimizer(
     rates: Any,
     over_depth: Any = None,
 ) -> optax.GradientTransformation:
-    """Clip, Adam or Muon, weight decay, learning rate.
+    """Return an optimizer: clipping, Adam or Muon, weight decay, learning rate.
 
     Args:
-      config: the numbers.
-      steps: of the whole run, for the schedule.
+      config: the optimizer's hyperparameters.
+      steps: number of steps of the whole run, for the schedule.
       roles: tree of the parameters' roles.
-      axes: tree of the names of their axes.
-      rates: tree of what each parameter's rate is multiplied by (muP, see `MuP`). Weight decay
-        is not: else a wide model would hardly decay.
-      over_depth: tree of whether each weighs sources over depth, and so does not decay; None is
-        that none does.
+      axes: tree of the names of the parameters' axes.
+      rates: tree of the factor of each parameter's learning rate (muP, see `MuP`). Weight decay is
+        not multiplied by it, or a wide model would hardly decay.
+      over_depth: tree that is True for parameters that weigh sources over depth, which therefore do
+        not decay; None means no parameter does.
     """
     excluded = (*config.decay_exclude, *COUNTED)
     decays = jax.tree.map(lambda role: role not in excluded, roles)
@@ -71,7 +72,7 @@ def make_optimizer(
     if config.independent_weight_decay:
         decay = optax.add_decayed_weights(-config.weight_decay, decays)
         return _counting(optax.chain(*adam, rate, scale, decay), roles)
-    # Scaled after it: each decays by as much more.
+    # `scale` multiplies the decay by `rates` afterwards, so it is divided by them here.
     weights = jax.tree.map(lambda decays, rate: decays * config.weight_decay / rate, decays, rates)
     decay = optax.stateless(
         lambda updates, params: jax.tree.map(_decayed, updates, params, weights)
@@ -83,7 +84,7 @@ def _decayed(update: jax.Array, param: jax.Array, weight: float) -> jax.Array:
     return update + weight * param if weight else update
 
 
-# Axes of weights that are small, or read as vectors are.
+# Parameters with such an axis are small or are used as vectors, so Adam trains them.
 _SMALL = ("coefficient", "taps")
 
 
@@ -91,7 +92,7 @@ _ADAM = "adam"
 
 
 def _rule(role: str, axes: tuple[str, ...]) -> str:
-    """Whose a parameter is: "adam"; or "muon-2-1", with the axes of its matrices in the name."""
+    """Return "adam", or "muon-2-1" with the axes of the parameter's matrices in the name."""
     of_matrix = [n - len(axes) for n, name in enumerate(axes) if name not in OF_MANY]
     if role != "hidden" or set(axes) & set(_SMALL) or len(of_matrix) != 2:
         return _ADAM
@@ -99,11 +100,11 @@ def _rule(role: str, axes: tuple[str, ...]) -> str:
 
 
 def _scale_by_muon(config: Muon, rule: str) -> optax.GradientTransformation:
-    """Nesterov's momentum, made near orthogonal; see `Muon`."""
+    """Return Nesterov's momentum, made nearly orthogonal; see `Muon`."""
     axes = tuple(-int(place) for place in rule.split("-")[1:])
 
     def update(x: jax.Array) -> jax.Array:
-        # Not one axis of all matrices: meshes divide those of layers and of experts.
+        # The other axes stay separate, because meshes divide those of layers and of experts.
         x = jnp.moveaxis(x, axes, (-2, -1))
         scale = config.update_rms * max(x.shape[-2:]) ** 0.5
         x = scale * near_orthogonal(x, config.iterations)
@@ -118,9 +119,10 @@ def _scale_by_muon(config: Muon, rule: str) -> optax.GradientTransformation:
 def near_orthogonal(
     x: Float[Array, "*many rows columns"], iterations: int
 ) -> Float[Array, "*many rows columns"]:
-    """`U S V^T` with singular values S about 0.7 to 1.2 for x of any, by Newton and Schulz.
+    """Return `U S V^T`, where x = `U S' V^T` for any S' and S is about 0.7 to 1.2.
 
-    After Jordan (2024): `x <- (a + b x x^T + c (x x^T)^2) x`, from x of Frobenius norm 1.
+    This is Jordan's (2024) Newton-Schulz iteration `x <- (a + b x x^T + c (x x^T)^2) x`, which
+    starts from x divided by its Frobenius norm.
     """
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
     wide = wide / (jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True) + 1e-8)
@@ -132,12 +134,12 @@ def near_orthogonal(
 
 
 def of_weights(gradients: Any, roles: Any) -> Any:
-    """Gradients with zeros for parameters that count."""
+    """Return gradients with zeros in place of those of statistics."""
     return jax.tree.map(lambda g, role: 0 * g if role in COUNTED else g, gradients, roles)
 
 
 def _counting(optimizer: optax.GradientTransformation, roles: Any) -> optax.GradientTransformation:
-    """`optimizer` of the weights, and the rules of what counts."""
+    """Return `optimizer` for the weights, combined with the update rules of statistics."""
     if not any(role in COUNTED for role in jax.tree.leaves(roles)):
         return optimizer
 
@@ -150,9 +152,9 @@ def _counting(optimizer: optax.GradientTransformation, roles: Any) -> optax.Grad
 
 def _ruled(update: jax.Array, shares: jax.Array, param: jax.Array, role: str) -> jax.Array:
     match role:
-        case "balance_steps":  # a step up for who had less than the mean
+        case "balance_steps":  # a step up for experts with less than the mean
             return jnp.sign(jnp.mean(shares, axis=-1, keepdims=True) - shares)
-        case "histogram":  # of the last batch
+        case "histogram":  # keeps the shares of the last batch
             return shares - param
         case "load":
             return jnp.zeros_like(update)
@@ -160,10 +162,11 @@ def _ruled(update: jax.Array, shares: jax.Array, param: jax.Array, role: str) ->
 
 
 def load_metrics(gradients: Any, roles: Any) -> dict[str, jax.Array]:
-    """How experts were loaded, from the shares of a step: {} without experts.
+    """Return how the experts were loaded, from a step's shares of tokens; {} without experts.
 
-    "max_load": of the fullest expert over the mean, the mean over layers; "worst_load": in the
-    worst layer. "entropy": of the loads over that of even ones, the mean over layers.
+    "max_load" is the load of the fullest expert over the mean load, averaged over layers;
+    "worst_load" is the same in the worst layer. "entropy" is the entropy of the loads over that of
+    even loads, averaged over layers.
     """
     told = zip(jax.tree.leaves(gradients), jax.tree.leaves(roles), strict=True)
     loads = [g.reshape(-1, g.shape[-1]) for g, role in told if role in ("load", "balance_steps")]

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""The progress display of a run."""
 
 import time
 from collections import deque
@@ -8,17 +8,17 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from rmt_tpu.progress import ProgressShown
 
-_WINDOW = 20  # steps that tokens per second are the mean of
+_WINDOW = 20  # tokens per second are a mean over this many steps
 
 
 class TrainingProgress(ProgressShown):
-    """Steps done, loss, tokens per second and time left.
+    """A display of steps done, loss, tokens per second and time left.
 
     Args:
-      total: steps of the run.
-      label: what is being trained.
-      line_seconds: elsewhere than on a terminal, at most one line in so many seconds.
-      show: False says nothing, as do all processes of a run but one.
+      total: number of steps of the run.
+      label: name of what is being trained.
+      line_seconds: the least number of seconds between two lines if the output is not a terminal.
+      show: whether to show anything; only one process of a run does.
     """
 
     def __init__(self, total: int, label: str, *, line_seconds: float = 5.0, show: bool = True):
@@ -38,14 +38,15 @@ class TrainingProgress(ProgressShown):
         )
         self._total, self._label = total, label
         self._started: tuple[float, int] | None = None
-        self._last: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # tokens, seconds of steps
+        # Tokens and seconds of the last steps.
+        self._last: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
     def doing(self, what: str) -> None:
-        """Shown in the bar until the next step is done."""
+        """Show `what` in the bar until the next step is done."""
         self.change(doing=what)
 
     def begin(self, step: int) -> None:
-        """So many steps are done already."""
+        """Note that `step` steps are done already."""
         self._started = (time.monotonic(), step)
         self.change(completed=step)
 

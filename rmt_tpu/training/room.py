@@ -1,7 +1,7 @@
-"""Whether a run can fit at all: what it needs at the very least, and the memory that there is.
+"""A check whether a run can fit in memory at all: the least it needs, and what the machine has.
 
-What a step needs in all only its compiler knows (see `recipes.preflight`); a host that has not even
-the least would end the process without a word.
+Only the compiler knows all that a step needs (see `recipes.preflight`). But a host with less than
+this lower bound would end the process without a message.
 """
 
 import math
@@ -18,18 +18,19 @@ from rmt_tpu.errors import RunError
 from rmt_tpu.training.copies import as_read
 from rmt_tpu.training.run import Run
 
-_BYTES_OF_A_TOKEN = 16  # of a batch: three int32 and a float32
+_BYTES_OF_A_TOKEN = 16  # bytes of a token in a batch: three int32 and a float32
 
 
 class Least(NamedTuple):
-    """Bytes that no compiler can do without.
+    """Bytes that a run needs with any compiler.
 
     Attributes:
-      state: of parameters and optimizer, on a device.
-      gradients: on a device; their norm is known before the first is used.
-      activations: on a device: a residual of each token that is trained on at a time, and one of
-        each layer where the backward pass needs them.
-      batch: of a process's part of it, on its host.
+      state: parameters and optimizer state on a device.
+      gradients: gradients on a device; all exist at once, because their norm is known before the
+        first is used.
+      activations: residuals on a device: one for each token that is trained on at a time, times the
+        number of layers where the backward pass needs the residual of each layer.
+      batch: a process's part of the batch, on its host.
     """
 
     state: int
@@ -39,14 +40,14 @@ class Least(NamedTuple):
 
     @property
     def device(self) -> int:
-        """That are on a device at once: activations may make way for gradients."""
+        """Bytes that a device holds at once; activations and gradients may share memory."""
         return self.state + max(self.gradients, self.activations)
 
 
 def least(config: RunConfig, run: Run) -> Least:
-    """What a run needs at the very least."""
+    """Return a lower bound on the memory that a run needs."""
     train, model = config.train, config.model
-    # What a mixer carries from layer to layer has a residual in it; of a bank, rows are kept.
+    # What a mixer carries from layer to layer contains a residual. A banked mixer keeps rows.
     keeps_residuals = model.remat != "reversible" and not model.mixer.banked
     tokens = train.batch_size * config.data.seq_len
     at_a_time = tokens // train.accumulate
@@ -54,7 +55,8 @@ def least(config: RunConfig, run: Run) -> Least:
         at_a_time //= train.microbatches or run.mesh.shape["stage"]
     dtypes = residual_dtype(model), compute_dtype(model.compute_dtype)
     of_a_token = model.residual_size * min(dtype.itemsize for dtype in dtypes)
-    repeats = sum(stack.repeat for stack in model.stacks)  # of layers, each a step of a scan
+    # number of layers, each of which is a step of a scan
+    repeats = sum(stack.repeat for stack in model.stacks)
     activations = at_a_time * of_a_token * (repeats if keeps_residuals else 1)
     return Least(
         state=_bytes_on_a_device(run.abstract, run.state_shardings),
@@ -67,7 +69,7 @@ def least(config: RunConfig, run: Run) -> Least:
 
 
 def lack(config: RunConfig, run: Run) -> str | None:
-    """In words, where there is less memory than the least; None if a run may fit."""
+    """Return an error message if the machine has less memory than `least`, else None."""
     needs = least(config, run)
     own = [d for d in run.mesh.devices.flat if d.process_index == processes.process_id()]
     there = memory.of_machine()
@@ -88,7 +90,7 @@ def lack(config: RunConfig, run: Run) -> str | None:
 
 
 def described(needs: Least) -> str:
-    """What takes how much."""
+    """Describe how much memory each part takes."""
     return (
         f"on a device {memory.told(needs.state)} of parameters and optimizer, "
         f"{memory.told(needs.gradients)} of gradients, at least {memory.told(needs.activations)} "
@@ -97,7 +99,8 @@ def described(needs: Least) -> str:
 
 
 def check(config: RunConfig, run: Run) -> None:
-    """
+    """Check that a run can fit in memory.
+
     Raises:
       RunError: the run does not fit, whatever the compiler makes of it.
     """
@@ -106,7 +109,10 @@ def check(config: RunConfig, run: Run) -> None:
 
 
 def _bytes_on_a_device(arrays: Any, shardings: Any) -> int:
-    """Of the arrays' shards; a sharding stands for all arrays below it."""
+    """Return the bytes of the arrays' shards on a device.
+
+    A sharding in `shardings` holds for all arrays below its place in `arrays`.
+    """
     size = lambda array, sharding: (
         array.dtype.itemsize * math.prod(sharding.shard_shape(array.shape))
     )

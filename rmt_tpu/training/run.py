@@ -1,4 +1,4 @@
-"""A run before its first step: its functions, shardings and data. Nothing is allocated for it."""
+"""A run before its first step: its functions and shardings. No arrays are allocated for it."""
 
 import dataclasses
 import functools
@@ -36,20 +36,21 @@ from rmt_tpu.training.step import (
 
 
 class Run(NamedTuple):
-    """What `train` starts from, and what can be compiled without training.
+    """The functions and shardings of a run, which can be compiled without training.
 
     Attributes:
-      graphdef: of the decoder as it is where it is not trained.
-      mesh: of the devices.
+      graphdef: graph definition of the decoder in the form that evaluation and sampling use.
+      mesh: the mesh of devices.
       abstract: shapes and dtypes of the TrainState.
       init: `() -> TrainState`, to be jitted.
-      copies: `params -> Copies`, those of a TrainState with these parameters, to be jitted.
+      copies: `params -> Copies`, which makes the copies of a TrainState with these parameters, to
+        be jitted.
       gradients: `(params, Batch) -> (gradients, mean Loss)`, to be jitted.
       step: `(TrainState, Batch) -> (TrainState, metrics)`; see `jitted_step`.
       loss: `(params, Batch) -> Loss` sums, to be jitted.
       scores: `(params, tokens, targets) -> TokenScores`, to be jitted.
-      state_shardings: of the TrainState.
-      batch_sharding: of the batch.
+      state_shardings: shardings of the TrainState.
+      batch_sharding: sharding of the batch.
     """
 
     graphdef: nnx.GraphDef
@@ -65,35 +66,36 @@ class Run(NamedTuple):
     batch_sharding: jax.sharding.NamedSharding
 
     def jitted_init(self) -> Callable[[], TrainState]:
-        """`init` as it is run: each device makes its own part."""
+        """Return `init` jitted, such that each device makes its own part of the state."""
         options = compiler_options.of_init(self.mesh)
         return jax.jit(self.init, out_shardings=self.state_shardings, compiler_options=options)
 
     def jitted_step(self) -> Callable[..., Any]:
-        """`step` as it is run and as it is reported on: its state is donated."""
+        """Return `step` jitted with its state donated, as training and reports use it."""
         options = compiler_options.of_step(self.mesh)
         return jax.jit(self.step, donate_argnums=0, compiler_options=options)
 
     def with_copies(self, state: TrainState) -> TrainState:
-        """`state` with copies of its own weights, whatever it has."""
+        """Return `state` with new copies of its own weights in place of any that it has."""
         make = jax.jit(self.copies, out_shardings=self.state_shardings.copies)
         return state._replace(copies=make(state.params) if self.abstract.copies else {})
 
 
 def resolved(config: RunConfig, kept: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
-    """`config` with what is "auto" in its model as it is in training, on this platform.
+    """Return `config` with each "auto" of its model replaced by this platform's choice.
 
-    Of an RMT remat is "reversible", less time on TPUs (estimated) and CPUs and less memory on all;
-    but a pipeline has it not, nor does a bfloat16 residual.
+    The default remat of an RMT is "reversible", which takes less time on TPUs (estimated) and CPUs,
+    and less memory on all platforms. It is not available with pipeline stages or a bfloat16
+    residual.
 
     Args:
-      config: of the run.
-      kept: `workdir.kept` of the run that goes on, if one does: its remat is taken for "auto",
-        its residual is of floats where that has outgrown int16, its rate over depth is what it was
-        if none is given, and it began as it did.
+      config: the run's config.
+      kept: `workdir.kept` of the run in the folder, if there is one. Its remat replaces "auto"; its
+        residual stays float32 if it has outgrown int16; its rate over depth is used if the config
+        gives none; and its fields in `BEGAN` replace those of the config.
 
     Raises:
-      UsageError: one is float64, of which jax would silently make float32.
+      UsageError: a dtype is float64 without JAX_ENABLE_X64, and jax would silently use float32.
     """
     model = config.model
     for path, given in {
@@ -131,7 +133,7 @@ def _remat(model: ModelConfig, stages: int, kept: Mapping[str, str]) -> RematPol
 
 
 def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
-    """The functions and shardings of a run on a mesh.
+    """Make the functions and shardings of a run on a mesh.
 
     Raises:
       MeshError: a size does not divide over the mesh.
@@ -145,7 +147,8 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
     if (model := in_floats(config.model)) != config.model:
         used = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), nnx.Param)[0]
     names, virtual = metadata(abstract, "axes"), schedule.virtual if schedule else 1
-    # The gradients of a schedule's stages are sums over microbatches, for which 8 bits are too few.
+    # A pipeline's stages sum gradients over microbatches, for which bfloat16's 8 bits are too few,
+    # so pipelines use no copies.
     dtype = compute_dtype(config.model.compute_dtype)
     paths = frozenset() if schedule else copied(abstract, dtype)
     copies = functools.partial(copies_of, paths=paths, dtype=dtype)
@@ -199,7 +202,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> Run:
 def _scores(
     config: RunConfig, mesh: jax.sharding.Mesh, specs: Any, schedule: sharding.Schedule | None
 ) -> Callable[[Any, jax.Array, jax.Array], TokenScores]:
-    """See `Run`: of rows that are divided as a batch is, and over stages as these have them."""
+    """Return `Run.scores`, whose rows are divided over the batch axes and the pipeline's stages."""
     make = lambda: Decoder(dropless(in_floats(config.model)), rngs=nnx.Rngs(0))
     graphdef, _ = nnx.split(nnx.eval_shape(make), nnx.Param)
 
@@ -212,7 +215,7 @@ def _scores(
 
 
 def _rates(model: ModelConfig, abstract: Decoder) -> Any:
-    """What the rate of each parameter is multiplied by: in muP its base fan-in over its own."""
+    """Return the factor of each parameter's rate: its fan-in in muP's base model over its own."""
     own = metadata(abstract, "fan_in")
     if model.base_model == model:
         return jax.tree.map(lambda _: 1.0, own)
@@ -221,7 +224,7 @@ def _rates(model: ModelConfig, abstract: Decoder) -> Any:
 
 
 def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule | None:
-    """That of the stages, if there are any."""
+    """Return the schedule of the pipeline's stages, or None without a pipeline."""
     stages, virtual = mesh.shape["stage"], config.train.virtual_stages
     if stages == 1:
         return None
@@ -233,7 +236,7 @@ def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule |
 
 
 def _in_chunks(params: Any, names: Any, virtual: int) -> Any:
-    """Layers stacked as [virtual, layers / virtual]: a stage has some of every virtual stage's."""
+    """Reshape stacked layers to [virtual, layers / virtual]; a stage has a part of each row."""
     if virtual == 1:
         return params
 
@@ -248,8 +251,8 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
     parts, tokens = train.accumulate, mesh.shape["sequence"] * mesh.shape["tensor"]
     sharding.check_divides(mesh, "--batch_size", train.batch_size, "batch", parts=parts)
     sharding.check_divides(mesh, "--seq_len", config.data.seq_len, "tokens")
-    # Each of the devices that share tokens attends with some of the heads; or those along
-    # `sequence` do with the same ones, and have two parts of the tokens each.
+    # Devices that share tokens either attend with different heads each, or, in a ring along
+    # `sequence`, with the same heads; then each device has two parts of the tokens.
     for core in model.cores:
         ring = core.by_ring and any(n % tokens for n in core.divided_heads.values())
         for name, heads in core.divided_heads.items():
@@ -264,11 +267,15 @@ def _check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
 
 
 def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> TrainState:
-    """Parameters, and what the optimizer keeps of each, by the rules; the rest on every device."""
+    """Return the shardings of a TrainState.
+
+    Parameters, and what the optimizer keeps of each, are sharded by the rules. The rest is
+    replicated.
+    """
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     replicated = sharding.replicated(mesh)
     structure = jax.tree.structure(state.params)
-    # In place of a parameter that another rule is for, in a tree of what one rule keeps.
+    # A MaskedNode takes the place of a parameter that another optimizer rule handles.
     is_none = lambda leaf: isinstance(leaf, optax.MaskedNode)
     like_params = lambda tree: jax.tree.structure(tree, is_none) == structure
     of_params = lambda tree: jax.tree.map(

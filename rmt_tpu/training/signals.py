@@ -1,4 +1,7 @@
-"""Signals that ask for the end: a checkpoint while steps go on, one line before and after."""
+"""Signals that stop a run: after a step with a checkpoint, or at once between steps.
+
+One line is printed when a signal arrives.
+"""
 
 import contextlib
 import os
@@ -8,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from rmt_tpu.streams import flush_stdout, say
 
-# What processes have to agree on after a step, the most urgent last.
+# What processes agree on after a step, with the most urgent last.
 GO_ON, SAVE = 0, 1
 STOPS = {
     2: signal.SIGUSR1,
@@ -17,13 +20,14 @@ STOPS = {
     5: signal.SIGINT,
     6: signal.SIGTERM,
 }
-# A closed terminal, and the warning of a scheduler like SLURM, come before the end or more than
-# once: a second one is no wish to lose the checkpoint. Who ignores one, as nohup does, goes on.
+# SIGHUP of a closed terminal and the warnings of schedulers like SLURM come before the end, or more
+# than once, so a second one must not cost the checkpoint. If the process ignores one of these
+# signals, as under nohup, it continues to.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class Stop:
-    """Whether a signal asks for the end; `wanted` is a key of `STOPS`, or `GO_ON`."""
+    """The request of a signal; `wanted` is a key of `STOPS`, or `GO_ON`."""
 
     def __init__(self):
         self.wanted = GO_ON
@@ -31,7 +35,7 @@ class Stop:
 
 @contextlib.contextmanager
 def after_the_step(say: Callable[[str], None]) -> Iterator[Stop]:
-    """What the first signal of STOPS asks for; a second one ends the process as usual.
+    """Record in a `Stop` what the first signal of STOPS asks for; a second one ends the process.
 
     A signal that only warns is ignored from the first signal on.
     """
@@ -52,7 +56,7 @@ def after_the_step(say: Callable[[str], None]) -> Iterator[Stop]:
         put_back()
         for warning in usual.keys() & set(_WARNINGS):
             signal.signal(warning, signal.SIG_IGN)
-        # Refused in the midst of another write to the same stream.
+        # Python refuses this within another write to the same stream.
         with contextlib.suppress(RuntimeError):
             say("stopping after this step; once more to stop at once, without checkpoint")
 
@@ -69,11 +73,11 @@ def _is_ours(number: int) -> bool:
 
 
 class AtOnce:
-    """How a signal between steps ends the process.
+    """The line and exit code with which a signal between steps ends the process.
 
     Attributes:
-      after: what is left of the run, as the rest of a line.
-      saved: whether nothing is lost, so that the exit code is 0 and not that of the signal.
+      after: the end of the printed line, which says what is left of the run.
+      saved: whether nothing would be lost; the exit code is then 0 instead of that of the signal.
     """
 
     def __init__(self):
@@ -83,23 +87,23 @@ class AtOnce:
         self.saved = False
 
     def all_is_saved(self, step: int) -> None:
-        """From now on nothing that was trained would be lost: the process ends well."""
+        """Note that nothing trained would be lost from now on, so that the exit code is 0."""
         self.after = f"; step {step} is saved, and the same command does what is left"
         self.saved = True
 
 
 @contextlib.contextmanager
 def between_steps(end: Callable[[str, int], None]) -> Iterator[AtOnce]:
-    """A signal ends the process at once, with a line; all but SIGINT also while XLA compiles.
+    """End the process with a line when a signal comes; all but SIGINT also act while XLA compiles.
 
-    Python would call a handler when the compiler returns, which may be minutes later, so a thread
-    looks at what the signal writes into a pipe.
+    Python calls a handler only when the compiler returns, which may be minutes later. Therefore a
+    thread reads the pipe into which Python's C handler writes the signal's number.
 
     Args:
-      end: given a line and the exit code, ends the process; called by that thread.
+      end: ends the process, given a line and the exit code; that thread calls it.
 
     Raises:
-      KeyboardInterrupt: Ctrl-C, with that line.
+      KeyboardInterrupt: Ctrl-C was pressed; the exception has that line.
     """
     at_once = AtOnce()
     main = threading.current_thread() is threading.main_thread()
@@ -132,7 +136,7 @@ def _terminated(
         while number := os.read(ours, 1):
             if number[0] in numbers:
                 name = signal.Signals(number[0]).name
-                code = 0 if at_once.saved else 128 + number[0]  # as a shell gives it
+                code = 0 if at_once.saved else 128 + number[0]  # the code that a shell reports
                 end(f"stopped by {name}{at_once.after}", code)
 
     thread = threading.Thread(target=wait, name="signals", daemon=True)
@@ -152,7 +156,7 @@ def _terminated(
 
 
 def end_process(line: str, code: int) -> None:
-    """Ends a process that is alone, from any thread."""
+    """Print a line and end the process, from any thread; for a run of one process."""
     flush_stdout()
     say(line)
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Where a run begins: at random, with another's weights or state, or at its own checkpoint."""
+"""The start of a run: random, from another run's weights or state, or from its own checkpoint."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,11 +19,12 @@ from rmt_tpu.training.step import TrainState
 
 
 class Start(NamedTuple):
-    """Where a run goes on: its state, steps done, windows of data read, and its branch.
+    """The point where a run goes on: its state, steps done, windows of data read, and its branch.
 
     Attributes:
-      branch: the step that the run has last gone back to, if it has.
-      is_saved: whether a checkpoint of the run has this state, or it is that before the first step.
+      branch: the step that the run last went back to, if it did.
+      is_saved: whether a checkpoint of the run has this state, or it is the state before the first
+        step.
     """
 
     state: TrainState
@@ -34,11 +35,11 @@ class Start(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What a run is trained on.
+    """The text that a run is trained on.
 
     Attributes:
-      tokenizer: of the run.
-      checksum: of its tokens.
+      tokenizer: the run's tokenizer.
+      checksum: checksum of the text's tokens.
     """
 
     tokenizer: data.Tokenizer
@@ -46,7 +47,7 @@ class Text(NamedTuple):
 
 
 class SavedRun(NamedTuple):
-    """A run folder, its checkpoints, and the config that is beside them; `Copied` is one too."""
+    """A run folder, its checkpoints, and the config next to them; `Copied` also has these."""
 
     folder: Folder
     checkpoints: Checkpointer
@@ -61,18 +62,18 @@ def restore_or_init(
     back: int | None,
     say: Callable[[str], None],
 ) -> Start:
-    """Return the start of a run that has no checkpoint, or its state at one.
+    """Return the start of a run without checkpoints, or the state at one of its checkpoints.
 
     Args:
       run: the run before its first step.
-      saved: its folder, checkpoints and config.
-      text: what it is trained on.
-      origin: whose weights or state a run that begins takes, if any.
+      saved: the run's folder, checkpoints and config.
+      text: the text that it is trained on.
+      origin: the run or model whose weights or state a new run takes, if any.
       back: the checkpoint to go back to; None is the newest undamaged one.
-      say: prints in one line what is taken.
+      say: prints one line about what is taken from `origin`.
 
     Raises:
-      UsageError: the checkpoint is of another run, text or tokenizer, or does not fit the model.
+      UsageError: the checkpoint is from another run, text or tokenizer, or does not fit the model.
       RunError: no checkpoint can be read.
     """
     folder, checkpoints, config = saved
@@ -101,7 +102,7 @@ def _at(
     text: Text,
     step: int | None,
 ) -> Start:
-    """Return the state at a checkpoint of the run that `flag` names, once it fits this run."""
+    """Return the state at a checkpoint of the run that `flag` names, if it fits this run."""
     like = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         run.abstract._replace(copies={}),
@@ -127,7 +128,7 @@ def _at(
 
 
 def meta_of(config: RunConfig, text: Text, windows_read: int, branch: int | None) -> dict[str, Any]:
-    """Return what a checkpoint says of its run, and of where in the text it was saved."""
+    """Return a checkpoint's metadata: its run's config, and the position in the text."""
     meta = {"windows_read": windows_read, "data_checksum": text.checksum}
     meta |= workdir.saved_with(config, text.tokenizer)
     return meta if branch is None else meta | {"branch": branch}
@@ -136,7 +137,7 @@ def meta_of(config: RunConfig, text: Text, windows_read: int, branch: int | None
 def go_back(
     folder: Folder, checkpoints: Checkpointer, step: int, say: Callable[[str], None]
 ) -> None:
-    """Drops the checkpoints after `step`, from which the run in `folder` begins again."""
+    """Drop the checkpoints after `step`, from which the run in `folder` begins again."""
     later = [str(other) for other in checkpoints.steps() if other > step]
     checkpoints.go_back(step)
     dropped = "there is no later checkpoint"
@@ -146,10 +147,10 @@ def go_back(
 
 
 def origin_of(config: RunConfig, folder: Folder) -> Origin | Copied | None:
-    """What a run that begins is to take; one that goes on does not look for it any more.
+    """Return what a new run starts from, or None; a run with checkpoints no longer looks for it.
 
     Raises:
-      UsageError: it cannot be taken, see `Origin` and `Copied`.
+      UsageError: it cannot be read or does not fit, see `Origin` and `Copied`.
     """
     if not config.train.init_from or workdir.open_checkpoints(folder).steps():
         return None

@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation step, as pure functions to jit."""
+"""The loss of a batch, its gradients, and one optimizer step, as pure functions to jit."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,16 +21,17 @@ from rmt_tpu.training.optimizer import learning_rate, load_metrics, of_weights
 
 
 class TrainState(NamedTuple):
-    """All that a step changes, and so, but for the copies, all arrays of a checkpoint.
+    """All that a step changes. A checkpoint has all of it except the copies.
 
     Attributes:
       params: pure dict of the decoder's parameters.
       optimizer: optax's state.
-      key: for whatever is random in training or in a sample drawn from the run.
-      step: optimizer steps taken, skipped ones included.
-      skipped: steps whose loss or gradient was not finite, and so changed no parameter.
-      skipped_in_a_row: the last of them without a good one in between.
-      copies: of weights, which a step reads in their place; see `training.copies`.
+      key: random key for training, or for a sample drawn from the run.
+      step: optimizer steps taken, including skipped ones.
+      skipped: number of steps that changed no parameter because the loss or gradient was not
+        finite.
+      skipped_in_a_row: number of such steps since the last good one.
+      copies: copies of weights that a step reads in their place; see `training.copies`.
     """
 
     params: Any
@@ -45,7 +46,7 @@ class TrainState(NamedTuple):
 def initial_state(
     params: Any, optimizer: optax.GradientTransformation, key: Key[Array, ""], copies: Copies
 ) -> TrainState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     zero = jnp.int32(0)
     return TrainState(params, optimizer.init(params), key, zero, zero, zero, copies)
 
@@ -58,10 +59,10 @@ def batch_loss(
     z_loss: int | float = 0.0,
     schedule: sharding.Schedule | None = None,
 ) -> Loss:
-    """Loss sums over a batch, or over this device's own tokens of it.
+    """Return loss sums over a batch, or over this device's own tokens of it.
 
-    With a `schedule` of stages, each stage has the loss of a part of their tokens, and the gradient
-    is known with the loss.
+    With a `schedule` of pipeline stages, each stage has the loss of a part of the tokens, and the
+    gradient is computed together with the loss.
     """
     decoder = nnx.merge(graphdef, params)
     with kernels.preferred(decoder.config):
@@ -92,17 +93,17 @@ def make_gradients(
     specs: Any,
     schedule: sharding.Schedule | None = None,
 ) -> Callable[[Any, Batch], tuple[Any, Loss]]:
-    """What each device does for a step: `(params, batch) -> (gradients, mean losses)`.
+    """Return what each device does for a step: `(params, batch) -> (gradients, mean losses)`.
 
-    With `accumulate` parts, each part's gradient is weighted by its tokens, so that the step is
-    that of the whole batch. Devices add their gradients up once, after the last part. Gradients are
-    float32, and are added up so, where parameters are copies in fewer bits.
+    With `accumulate` parts, each part's gradient is weighted by its tokens, so that the step equals
+    that of the whole batch. Devices add up their gradients once, after the last part. Gradients are
+    at least float32 and are summed in it, also where parameters are copies with fewer bits.
 
     Args:
-      config: of the run.
-      graphdef: of the decoder.
-      specs: over which axes of the mesh each parameter is divided.
-      schedule: of the stages, if there are any.
+      config: the run's config.
+      graphdef: graph definition of the decoder.
+      specs: partition spec of each parameter, over the axes of the mesh.
+      schedule: schedule of the pipeline's stages, if there are any.
     """
     options = {"z_loss": config.train.z_loss, "schedule": schedule}
 
@@ -146,9 +147,10 @@ def make_train_step(
     roles: Any,
     copies: Callable[[Any], Copies],
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """The step: `(state, batch) -> (state, metrics)`; metrics are scalars under their names.
+    """Return the step, `(state, batch) -> (state, metrics)`; metrics maps names to scalars.
 
-    `roles` are those of the parameters, and `copies(params)` those that the next step reads.
+    `roles` are the parameters' roles, and `copies(params)` makes the copies that the next step
+    reads.
     """
     schedule = learning_rate(config.train.optimizer, config.train.steps)
 

@@ -1,4 +1,4 @@
-"""How fast steps are: seconds, tokens, model FLOPs, memory."""
+"""The speed of steps: seconds, tokens, model FLOPs; and the memory in use."""
 
 import time
 
@@ -9,11 +9,11 @@ from rmt_tpu.config import RunConfig
 
 
 class Throughput:
-    """Measures steps one after the other, without what is done between them.
+    """A stopwatch for steps, which excludes what is done between them.
 
     Args:
-      config: of the run.
-      mesh: that it is on.
+      config: the run's config.
+      mesh: the mesh that the run is on.
     """
 
     def __init__(self, config: RunConfig, mesh: jax.sharding.Mesh):
@@ -27,11 +27,11 @@ class Throughput:
             self._step_flops = cost.train_flops(forward, self._tokens)
 
     def restart(self) -> None:
-        """The next step begins now."""
+        """Note that the next step begins now."""
         self._began = time.monotonic()
 
     def step_ended(self) -> dict[str, float]:
-        """The step's row; the next one begins now."""
+        """Return the metrics of the step that ends now; the next one begins now."""
         now = time.monotonic()
         seconds, self._began = now - self._began, now
         row = {
@@ -44,7 +44,7 @@ class Throughput:
 
 
 def _memory() -> dict[str, float]:
-    """Bytes in use on the busiest local device, where the platform tells."""
+    """Return the bytes in use on the busiest local device, if the platform reports them."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     in_use = [s["bytes_in_use"] for s in stats if "bytes_in_use" in s]
     return {"memory/bytes_in_use": float(max(in_use))} if in_use else {}

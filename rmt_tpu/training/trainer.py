@@ -1,4 +1,4 @@
-"""How a run is trained: from its folder and its text to the loop over steps."""
+"""Training of a run, from its folder and its text to the loop over steps."""
 
 import contextlib
 import gc
@@ -47,31 +47,33 @@ def train(
 ) -> Outcome:
     """Train `config` in `folder`, from its last good checkpoint if there is one.
 
-    An RMT whose residual outgrows int16, chosen by "auto", goes on from there with one of float32.
+    If "auto" chose an int16 residual and it outgrows int16, the RMT goes on from there in float32.
 
-    The first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 ends the run after the step it is in, with
-    a checkpoint; of several processes, whichever gets it, after the next step that all are in.
+    The first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 ends the run with a checkpoint after the
+    current step. In a run of several processes, any of them may get the signal, and the run ends
+    after the next step that all of them are in.
 
-    In a run of several processes (`processes.initialize`) all of them call it with the same
-    arguments. The first one writes the run folder, which all see; each writes its own part of a
-    checkpoint.
+    In a run of several processes (`processes.initialize`), all of them call this function with the
+    same arguments. The first one writes the run folder, which all can read; each writes its own
+    part of a checkpoint.
 
     Args:
-      config: of the run; must be that of the run in the folder, if there is one.
+      config: the run's config; it must be that of the run in the folder, if there is one.
       folder: the run folder, local or gs://.
-      change_config: let the run in the folder go on with what differs, see `workdir.open_workdir`.
-      from_step: go back to this checkpoint of the run, and drop what came later, see
+      change_config: whether the run in the folder may go on with a different config, see
+        `workdir.open_workdir`.
+      from_step: the checkpoint of the run to go back to, dropping all that came later, see
         `workdir.step_to_go_back_to`.
-      profile_steps: trace so many steps into `<folder>/profile`.
-      label: shown with the progress.
-      all_is_saved: given the last step of this call, when its checkpoint is committed; what comes
-        after it is for people.
-      check_kernels: whether kernels that this device has no record of are checked first.
+      profile_steps: number of steps to trace into `<folder>/profile`.
+      label: name of the run in the progress display.
+      all_is_saved: called with the last step of this call when its checkpoint is committed; only
+        files for people, such as metrics and plots, are written after that.
+      check_kernels: "auto" first checks kernels that this device has no record of; "off" does not.
 
     Raises:
-      UsageError, MeshError: the config, its files or the folder cannot be.
+      UsageError, MeshError: the config, its files or the folder cannot be used.
       RunError: the loss stays non-finite, no checkpoint can be read, a process is missing, or
-        memory is out.
+        memory runs out.
     """
     folder = open_folder(folder)
     if processes.is_first():
@@ -82,13 +84,13 @@ def train(
         return _train(config, folder, change_config, from_step, profile_steps, how)
     except OutgrewInt16:
         pass
-    gc.collect()  # the arrays of that loop, before there are others
+    gc.collect()  # free the arrays of that loop before new ones are made
     config = overrides.apply(config, {"model.store.dtype": "float32"})
     return _train(config, folder, True, None, 0, how)
 
 
 class _How(NamedTuple):
-    """Arguments of `train` that hold for a run that begins again in float32 too."""
+    """Arguments of `train` that also hold if the run begins again in float32."""
 
     label: str
     all_is_saved: Callable[[int], None]
@@ -114,7 +116,8 @@ def _train(
         other = None
         if processes.is_first():
             workdir.check_access(folder, write=True)
-            # Before anything there is changed: a run that lives keeps its folder.
+            # Do this before anything in the folder changes, so that a run that is alive keeps its
+            # folder.
             other = stack.enter_context(lease.held(folder, progress.say))
         opened = _open(folder, config, change_config, other, progress.say)
         checkpoints = _checkpointer(folder, config, progress)
@@ -137,7 +140,9 @@ def _train(
             progress.say(f"resuming {folder} from step {start.step}{branched}")
         if processes.is_first():
             _write_folder(folder, config, opened, prepared.text.tokenizer)
-        if not start.is_saved:  # whatever happens there, this run has what it began with
+        # Save the state now, so that this run has what it began with whatever happens to the
+        # origin.
+        if not start.is_saved:
             meta = meta_of(config, prepared.text, start.windows_read, start.branch)
             checkpoints.save(start.step, start.state._replace(copies={}), meta)
         side_files = stack.enter_context(
@@ -179,7 +184,7 @@ def _open(
     other: str | None,
     say: Callable[[str], None],
 ) -> workdir.Opened:
-    """Make the folder this run's, and say what changes there."""
+    """Register this run's config in the folder, and print what changes there."""
     opened = workdir.open_workdir(folder, config, change_config=change_config, other=other)
     if opened.changes:
         how = "starting anew" if opened.anew else "going on"
@@ -192,10 +197,10 @@ def _open(
 def _write_folder(
     folder: Folder, config: RunConfig, opened: workdir.Opened, tokenizer: data.Tokenizer
 ) -> None:
-    """Write what the folder says of the run, on the first process."""
+    """Write the run's config and tokenizer into the folder, on the first process."""
     if opened.anew:
         set_aside(folder)
-    folder.delete(DIVERGED)  # it was an earlier start, maybe of another config
+    folder.delete(DIVERGED)  # left by an earlier start, maybe with another config
     workdir.write_config(folder, config, [] if opened.anew else opened.changes)
     tokenizer.save(folder)
     text_ends.save(folder, tokenizer)
@@ -226,7 +231,11 @@ def _checkpointer(folder: Folder, config: RunConfig, progress: TrainingProgress)
 
 
 def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: int) -> None:
-    """Processes that do not do the same would wait for each other in different places."""
+    """Check that all processes have the same config and data, or they would wait for each other.
+
+    Raises:
+      UsageError: this process has another config or other data than process 0.
+    """
     if processes.num_processes() == 1:
         return
     flags = overrides.to_json(config) | {"--from_step": from_step}
