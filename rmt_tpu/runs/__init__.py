@@ -1,1 +1,1 @@
-"""What a run leaves in its folder: config, checkpoints, metrics, pictures, notes."""
+"""The content of a run folder: config, checkpoints, metrics, plots, notes."""

@@ -1,4 +1,4 @@
-"""What a run was started with: command, versions, commit, host and devices."""
+"""A description of how a run was started: command, versions, commit, host and devices."""
 
 import os
 import platform
@@ -17,7 +17,10 @@ _PACKAGES = ("rmt_tpu", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore"
 
 
 def describe() -> dict[str, Any]:
-    """This process, as JSON: `git_commit` is None where the code is not a git checkout."""
+    """Return a description of this process, as JSON.
+
+    `git_commit` is None if the code is not a git checkout.
+    """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(sys.orig_argv),
@@ -35,14 +38,16 @@ def _versions() -> dict[str, str]:
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # the code is used where it lies
+        # The code is not installed as a package.
+        except metadata.PackageNotFoundError:
             continue
     return versions
 
 
 def _commit(root: Path) -> str | None:
-    """Of a checkout at `root`, with "-dirty" if files differ from it."""
-    if not (root / ".git").exists():  # installed: a repository further up is the user's own
+    """Return the commit of a checkout at `root`, with "-dirty" if files differ from it, or None."""
+    # The code is installed; a repository further up is the user's own.
+    if not (root / ".git").exists():
         return None
     command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

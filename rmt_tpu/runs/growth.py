@@ -1,32 +1,33 @@
-"""A checkpoint of a residual matrix with K slots opens as a model with K' > K, the same function.
+"""Growth of a residual matrix: a checkpoint with K slots opens as the same function with K' > K.
 
 A token's residual `X [K, D_v]` becomes `X' = [X; A X] [K', D_v]`. The J = K' - K new slots hold the
-old ones turned by a fixed matrix `A [J, K]` with
+old slots multiplied by a fixed matrix `A [J, K]` with
 
     A^T A = (J / K) I        1_J^T A = (J / K) 1_K^T        A 1_K = 1_J
 
-so that the mean and the mean square of X' are those of X: every norm divides by the same number,
-epsilon included. Empty slots would change both, and no gain takes back what they do to the mean.
-Writes are linear in the storage keys, so these are turned with the residual. All that reads or
-scores it has zeros in the new slots:
+so that X' has the mean and the mean square of X, and every norm divides by the same number, epsilon
+included. Empty slots would change both, and no gain can undo their effect on the mean. Writes are
+linear in the storage keys, so the storage keys are multiplied by A like the residual. All
+parameters that read or score the residual have zeros in the new slots:
 
     w' = [w, w A^T]    r' = [r, 0]    gain' = [gain, 1]    query' = [query, 0]    (depth attention)
 
-Such an A needs J >= K. It exists for no smaller J: `||A X||^2` must be a multiple of `||X||^2` for
+Such an A needs J >= K and exists for no smaller J: `||A X||^2` must be a multiple of `||X||^2` for
 every X, so A has rank K.
 
-The new slots are used from the first step on: the gradient of r' there is d_z times the normed
-`A X`, which is as large as that of the old slots; once r' has moved, so do w' and the gain.
+The model uses the new slots from the first step on: the gradient of r' there is d_z times the
+normed `A X`, which is as large as the gradient in the old slots. Once r' has moved, w' and the gain
+move too.
 
-What Adam has of a new entry:
-- first moment 0: nothing has pulled at it yet. `mu A^T` for w' would be a pull from reads that the
-  new slots do not have.
-- second moment `nu (A * A)^T`, a mean of those of the old slots with weights that add up to 1 on
-  average: what the square of `A g` is expected to be. With zeros, while Adam's step count is that
-  of the run, updates would be as large as the learning rate whatever the gradients are, and up to
+Adam's moments of a new entry are
+- first moment 0, because no gradient has acted on it yet. `mu A^T` for w' would be the gradient
+  through reads that the new slots do not have.
+- second moment `nu (A * A)^T`, a mean of the moments of the old slots with weights that add up to 1
+  on average. It is the expected square of `A g`. With zeros, because Adam's step count is that of
+  the run, updates would be as large as the learning rate for any gradient, and up to
   `(1 - b1) / sqrt(1 - b2)` times it.
 
-Depth attention with `num_heads` parts of the residual grows each part by its own A.
+Depth attention with `num_heads` parts of the residual grows each part by an A of its own.
 """
 
 import dataclasses
@@ -44,8 +45,8 @@ from rmt_tpu.errors import UsageError
 
 New = Literal["turned", "zeros", "ones"]
 
-# By the name of a parameter of a site or the embedding: its axes of size D_k, counted from the
-# last, and what new slots hold.
+# Maps the name of a parameter of a site or the embedding to its axes of size D_k, counted from the
+# last, and to the content of new slots.
 KEYED: dict[str, tuple[tuple[int, ...], New]] = {
     "store_keys": ((-1,), "turned"),
     "position_keys": ((-1,), "turned"),
@@ -53,28 +54,28 @@ KEYED: dict[str, tuple[tuple[int, ...], New]] = {
     "gain": ((-2,), "ones"),
     "query": ((-2,), "zeros"),
     "key_gain": ((-2,), "ones"),
-    # Of an "input" query: [D_k D_v, D_k D_v], here seen as [D_k, D_v, D_k, D_v].
+    # The matrix of an "input" query is [D_k D_v, D_k D_v], seen here as [D_k, D_v, D_k, D_v].
     "project": ((-4, -2), "zeros"),
 }
-# May differ between the models: D_k, and how numbers are held and recomputed.
+# Fields that may differ between the models: D_k, and how numbers are stored and recomputed.
 _FREE = ("store", "compute_dtype", "remat")
 
 
 def grow(tree: Any, before: ModelConfig, after: ModelConfig) -> Any:
-    """`tree` of a model with `before.store.key_dim` slots, as one with `after.store.key_dim`.
+    """Grow `tree` from `before.store.key_dim` slots to `after.store.key_dim` slots.
 
     Args:
       tree: numpy arrays: parameters as `nnx.to_pure_dict` has them, stacked in any way, or a
         TrainState with them and Adam's moments.
-      before: the model that the tree is of.
-      after: the same but for the size of its residual.
+      before: the model of `tree`.
+      after: the same model with another size of the residual.
 
     Returns:
-      The same tree, with the new slots behind the old ones (within each of a depth attention's
-      heads), in the same dtypes. What has no D_k is passed on as it is.
+      The same tree in the same dtypes, with the new slots after the old ones (within each head of
+      depth attention). Arrays without an axis of D_k are returned unchanged.
 
     Raises:
-      UsageError: the models differ in more, or no exact growth to that size is known.
+      UsageError: the models differ in more than D_k, or no exact growth to that size is known.
     """
     slots = _Slots(before, after)
     return jax.tree_util.tree_map_with_path(slots.grown, tree)
@@ -88,26 +89,26 @@ def restore_grown(
     *,
     partial: bool = False,
 ) -> tuple[int, Any, dict]:
-    """`checkpoints.restore(like, step, partial=partial)`, also of a step with a smaller D_k.
+    """Restore a checkpoint like `checkpoints.restore`, also if it has a smaller D_k than `model`.
 
-    Arrays with an axis of D_k, which are small beside the others, are read whole by every process
-    and grown on its host; each device gets its part of them. The others are read as they always
-    are, so the meshes of the checkpoint and of `like` need not be the same. Which D_k a step has is
-    seen from its arrays: those before and after a growth may lie in one folder.
+    Every process reads arrays with an axis of D_k whole, which are small compared with the others,
+    and grows them on its host; each device gets its part of them. The other arrays are read as
+    usual, so the meshes of the checkpoint and of `like` may differ. The D_k of a step is found from
+    its arrays: steps before and after a growth may be in one folder.
 
     Args:
-      checkpoints: of the run.
-      like: as `Checkpointer.restore` takes it, of `model`.
-      model: whose D_k the step is to have. A step that has it already is just restored.
-      step: of the checkpoint; None is the newest undamaged one.
-      partial: as `Checkpointer.restore` takes it.
+      checkpoints: the run's checkpoints.
+      like: the argument `like` of `Checkpointer.restore`, for `model`.
+      model: the model whose D_k the result has. A step that has it already is just restored.
+      step: step of the checkpoint; None is the newest undamaged one.
+      partial: the argument `partial` of `Checkpointer.restore`.
 
     Returns:
       The step, the grown tree, and the meta it was saved with.
 
     Raises:
-      UsageError: as `grow` and `Checkpointer.restore`.
-      RunError: as `Checkpointer.restore`.
+      UsageError: see `grow` and `Checkpointer.restore`.
+      RunError: see `Checkpointer.restore`.
     """
     slots: _Slots | None = None
 
@@ -128,17 +129,17 @@ def restore_grown(
 
 
 def key_dim(stored: Mapping[str, StoredArray]) -> int | None:
-    """D_k of the model that a checkpoint's arrays (`Checkpointer.arrays`) are of, if it has one."""
+    """Return D_k of a checkpoint's model, given `Checkpointer.arrays`; None if it has no keys."""
     keys = stored.get("params/final_site/store_keys")
     return keys.shape[-1] if keys and len(keys.shape) == 2 else None
 
 
 def turn(slots: int, new: int) -> Float[np.ndarray, "new slots"]:
-    """The matrix A, float64; the same one for the same sizes.
+    """Return the matrix A as float64; it depends on the sizes only.
 
-    Its mean direction goes to the mean direction, all that is orthogonal to it anywhere else that
-    is orthogonal: `A = 1 1^T / K + sqrt(J / K) Q P^T` with orthonormal columns `Q [J, K - 1]` and
-    `P [K, K - 1]` that each add up to 0.
+    A maps the mean direction to the mean direction, and everything orthogonal to it to directions
+    orthogonal to the mean: `A = 1 1^T / K + sqrt(J / K) Q P^T` with orthonormal columns
+    `Q [J, K - 1]` and `P [K, K - 1]`, each of which adds up to 0.
     """
     rng = np.random.default_rng((slots, new))
 
@@ -150,7 +151,7 @@ def turn(slots: int, new: int) -> Float[np.ndarray, "new slots"]:
 
 
 class _Slots:
-    """The slots of two models, in `parts` of equal size that grow by themselves."""
+    """The slots of two models, in `parts` of equal size that grow separately."""
 
     def __init__(self, before: ModelConfig, after: ModelConfig):
         _check(before, after)
@@ -161,18 +162,18 @@ class _Slots:
         self.turn = turn(part, part_after - part) if part_after > part else np.zeros((0, part))
 
     def ungrown(self, path: Sequence[Any], leaf: Any) -> Any:
-        """What a leaf of the grown model is restored as: where it has slots, a host's array."""
+        """Return what to restore for a leaf of the grown model: a host's array if it has slots."""
         if not _is_keyed(path):
             return leaf
         axes, _ = KEYED[_name(path)]
         shape = list(self._with_slots(path, leaf.shape, self.size_after))
         for axis in axes:
             shape[axis] = self.size
-        # Of one number: only its shape and dtype are looked at.
+        # Only the shape and dtype matter, so the array repeats a single number.
         return np.broadcast_to(np.zeros((), leaf.dtype), self._stored(path, shape))
 
     def grown(self, path: Sequence[Any], x: Any) -> Any:
-        """An array of the smaller model as that of the larger one."""
+        """Return an array of the smaller model grown to the larger one."""
         if not _is_keyed(path):
             return x
         axes, new = KEYED[_name(path)]
@@ -184,7 +185,7 @@ class _Slots:
         return y.reshape(self._stored(path, y.shape)).astype(x.dtype)
 
     def _extended(self, x: np.ndarray, axis: int, new: str) -> np.ndarray:
-        """`x` with new slots behind the old ones of each part."""
+        """Return `x` with new slots after the old ones of each part."""
         x = np.moveaxis(x, axis, -1)
         old = x.reshape(*x.shape[:-1], self.parts, -1)
         match new:
@@ -231,7 +232,7 @@ def _check(before: ModelConfig, after: ModelConfig) -> None:
 
 
 def _placed(grown: Any, like: Any, read: Any) -> Any:
-    """A grown array as the kind of array that `like` is, and where `like` is."""
+    """Return a grown array as the same kind of array as `like`, with the sharding of `like`."""
     if grown is read or isinstance(like, np.ndarray):
         return grown
     if not getattr(like, "committed", True) or like.sharding is None:
@@ -240,7 +241,7 @@ def _placed(grown: Any, like: Any, read: Any) -> Any:
 
 
 def _is_keyed(path: Sequence[Any]) -> bool:
-    # Cores have gains of their own, of heads.
+    # Cores have gains of their own, over heads.
     return bool(path) and _name(path) in KEYED and "core" not in map(_key, path)
 
 

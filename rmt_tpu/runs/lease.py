@@ -1,4 +1,4 @@
-"""Whether another process trains in the same run folder, by the word that it leaves there."""
+"""A note in the run folder that a process trains there, by which another process notices it."""
 
 import contextlib
 import json
@@ -13,19 +13,21 @@ from rmt_tpu.storage import Fault, Folder
 
 FILE = "running.json"
 _BEAT_SECONDS = 60.0
-_STALE_SECONDS = 3 * _BEAT_SECONDS  # what was not renewed for so long has ended
+# A note that was not renewed for this long is from a process that has ended.
+_STALE_SECONDS = 3 * _BEAT_SECONDS
 
 
 @contextlib.contextmanager
 def held(folder: Folder, say: Callable[[str], None]) -> Iterator[str | None]:
-    """Refuses a folder in which another process trains; leaves word that this one does.
+    """Refuse a folder in which another process trains; leave a note that this process does.
 
-    The word is renewed each minute. A process of this host is known to live. One of another host
-    may have been killed a minute ago and begin again here, so that it is told, and left to the
-    caller: the same run may go on, but its folder must not become another run's.
+    The note is renewed each minute. It does not lock the folder. If a process of this host left it,
+    this function finds out whether that process is alive. A process of another host may have been
+    killed a minute ago and begin again here, so its note only causes a message. The caller decides
+    what follows: the same run may go on, but the folder must not become another run's.
 
     Yields:
-      Which process of another host has left word lately, or None.
+      A description of the process of another host that left a note lately, or None.
 
     Raises:
       UsageError: a process of this host trains in `folder`.
@@ -61,7 +63,7 @@ def _word() -> bytes:
 
 
 def _claimed(folder: Folder) -> str | None:
-    """Leaves the first word, of two processes that do so at a time only one; see `held`."""
+    """Leave the first note; of two processes that do so at once only one succeeds. See `held`."""
     with contextlib.suppress(Fault):
         for _ in range(3):
             found = folder.read(FILE)
@@ -81,7 +83,10 @@ def _claimed(folder: Folder) -> str | None:
 
 
 def _other(data: bytes) -> tuple[str | None, bool]:
-    """Which process has left word lately, if it may still live, and whether it lives here."""
+    """Return the process that left a note lately, and whether it is on this host.
+
+    The process is None if it is known or likely to have ended.
+    """
     try:
         said = json.loads(data)
         host, pid, ago = str(said["host"]), int(said["pid"]), time.time() - float(said["seen"])
@@ -94,7 +99,7 @@ def _other(data: bytes) -> tuple[str | None, bool]:
 
 
 def _lives(pid: int) -> bool:
-    """Whether another process of this host has this number."""
+    """Return whether another process of this host has this number."""
     if pid == os.getpid():
         return False
     try:

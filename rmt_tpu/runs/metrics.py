@@ -14,27 +14,28 @@ from rmt_tpu.storage import Fault, Folder, Location, open_folder
 Row = dict[str, int | float | None]
 
 FILE = "metrics.jsonl"
-_LARGEST = 4 * 2**30  # bytes; a row has some 300
-# Between additions to a file in a bucket, and after a failure between tries.
+# In bytes; a row has about 300.
+_LARGEST = 4 * 2**30
+# Seconds between additions to a file in a bucket, and between attempts after a failure.
 _APPEND_SECONDS = 30.0
 
 
 class MetricsWriter:
-    """Appends rows to `<workdir>/metrics.jsonl`, and to `<workdir>/tensorboard` if that is wanted.
+    """A writer that appends to `<workdir>/metrics.jsonl`, and to `<workdir>/tensorboard` if wanted.
 
-    A row is one JSON object with its `step`; numbers that are not finite are null. Of a step's
-    rows the later counts; rows of `first_step` and after it, of a start that got further, are
-    dropped. In a bucket, a thread adds the rows of
-    half a minute at a time, and `flush` those that there are.
+    A row is one JSON object with its `step`; numbers that are not finite become null. If a step has
+    several rows, later values replace earlier ones. Rows of `first_step` and later, which an
+    earlier start left, are dropped. In a bucket, a thread adds the rows of half a minute at a time,
+    and `flush` adds all rows at once.
 
-    Nothing here raises because a file cannot be written: that is told once, the rows are kept,
-    and written when the file can be again.
+    No method raises an error because a file cannot be written. The error is reported once, and the
+    rows are kept and written when the file can be written again.
 
     Args:
       workdir: the run folder.
-      first_step: the first that will be written.
+      first_step: the first step that will be written.
       board: whether to write for TensorBoard.
-      report: is told in one line what cannot be written; called from any thread.
+      report: called with one line about a file that cannot be written, from any thread.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class MetricsWriter:
             self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One row; on a local disk it survives the process once this returns."""
+        """Write one row; on a local disk it survives the process once this returns."""
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
         self._rows.add((json.dumps({"step": step} | finite) + "\n").encode())
         if self._board:
@@ -68,15 +69,15 @@ class MetricsWriter:
             self._append(soon=True)
 
     def flush(self) -> None:
-        """Returns once all rows are in the file, or have been tried; from any thread."""
+        """Append all rows to the files, or at least try to, before returning; from any thread."""
         self._append(soon=False)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Write the remaining rows and end the thread."""
         self._closed.set()
         if self._thread:
             self._thread.join()
-        # A bucket that has just not answered for minutes is not waited for again.
+        # Do not wait again for a bucket that has just failed to answer for minutes.
         self._append(soon=self._thread is not None)
 
     def _append(self, *, soon: bool) -> None:
@@ -90,7 +91,7 @@ class MetricsWriter:
 
 
 class _Growing:
-    """A file that only grows, and what it lacks so far."""
+    """A file that only grows, with the data that still has to be appended."""
 
     def __init__(self, folder: Folder, name: str, report: Callable[[str], None]):
         self._folder, self._name, self._report = folder, name, report
@@ -103,11 +104,11 @@ class _Growing:
             self._lacks.append(data)
 
     def waits(self) -> bool:
-        """Whether it has just failed."""
+        """Return whether an attempt has just failed."""
         return time.monotonic() < self._try_again
 
     def append(self) -> None:
-        """Appends what the file lacks."""
+        """Append the pending data to the file."""
         with self._appending:
             with self._lock:
                 lacks = list(self._lacks)
@@ -128,13 +129,14 @@ class _Growing:
 def read_metrics(
     workdir: Location, *, report: Callable[[str], None] = logging.warning
 ) -> list[Row]:
-    """The run's rows in order of steps, one a step: values of later rows of a step win.
+    """Return the run's rows in the order of steps, one for each step.
 
-    Lines that are no rows, as a power cut may leave them, are passed over and counted.
+    If a step has several rows, values of later ones replace earlier ones. Lines that are not rows,
+    which a power cut may leave, are skipped and counted.
 
     Args:
       workdir: the run folder.
-      report: is told in one line how many lines were passed over.
+      report: called with one line that says how many lines were skipped.
 
     Raises:
       Fault: the file cannot be read.
@@ -144,7 +146,8 @@ def read_metrics(
     found = folder.read(FILE, limit=_LARGEST)
     lines = found.data.split(b"\n") if found else [b""]
     bad = []
-    for number, line in enumerate(lines[:-1], 1):  # what has no newline is still being written
+    # A line without a newline is still being written.
+    for number, line in enumerate(lines[:-1], 1):
         row = _parsed(line)
         if row is None:
             bad.append(number)
@@ -159,7 +162,7 @@ def read_metrics(
 
 
 def _parsed(line: bytes) -> Row | None:
-    """A row, or None if the line is none."""
+    """Return the row in a line, or None if it is not a row."""
     try:
         row = json.loads(line.decode())
         if type(row["step"]) is int and 0 <= row["step"] < 2**53:
@@ -172,16 +175,17 @@ def _parsed(line: bytes) -> Row | None:
 
 
 def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, where it was written and finite."""
+    """Return the steps and values of one metric, where it was written and is finite."""
     points = [(int(row["step"]), row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def _drop_from(folder: Folder, first_step: int, report: Callable[[str], None]) -> None:
-    """Leaves out rows of steps that are done again, and a last line without its end.
+    """Drop the rows of steps that will be done again, and a last line without a newline.
 
-    The run has gone back behind them: nothing else says that they are of weights that no longer
-    exist. A killed process may leave half a line, and what follows must not join it.
+    The run has gone back to before these steps, and nothing else shows that the rows are of weights
+    that no longer exist. A killed process may leave half a line, and the next row must not be
+    appended to it.
     """
     try:
         if (found := folder.read(FILE, limit=_LARGEST)) is None:

@@ -1,6 +1,6 @@
-"""Where a new run's parameters come from: another run, or a folder of the hub's form.
+"""The origin of a new run's parameters: another run, or a folder in the hub's form.
 
-Or all of its state, of a run that it goes on as: `Copied`.
+`Copied` takes all of another run's state and goes on from it.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,17 @@ _KEY_DIM = "model.store.key_dim"
 
 
 class Origin:
-    """What a model shares with another one: parameters of the same place and shape.
+    """Another model from which a new one takes all parameters of the same path and shape.
 
-    So a model can go on with another residual: what only that has stays as it was drawn.
+    With it, a model can go on with a different residual: parameters that only the new model has
+    stay as they were drawn.
 
     Args:
-      location: a run folder, or a local one of the hub's form.
-      model: that is to start from it.
+      location: a run folder, or a local folder in the hub's form.
+      model: the model that is to start from it.
 
     Raises:
-      UsageError: there is none, parameters have other shapes, or none are shared.
+      UsageError: the folder has no model, parameters have other shapes, or none are shared.
     """
 
     def __init__(self, location: str, model: cfg.ModelConfig):
@@ -69,7 +70,7 @@ class Origin:
         return read_config(self._folder).model
 
     def taken(self, params: Any, shardings: Any, say: Callable[[str], None]) -> Any:
-        """Replace what is shared of `params`, which were drawn, by what is there.
+        """Replace the shared ones of the randomly drawn `params` by those of the other model.
 
         Each device reads its part.
 
@@ -103,14 +104,15 @@ class Origin:
         shapes, arrays = _shapes(self._other), {}
         for path, wanted in like.items():
             read = weights.reader(tensors, found[path], shapes[path])
-            if wanted.shape != shapes[path]:  # in chunks, of virtual stages
+            # The parameter is split into chunks of virtual stages.
+            if wanted.shape != shapes[path]:
                 read = _in_chunks(read, shapes[path], wanted.shape)
             arrays[path] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
         return arrays
 
 
 def _growth(location: str, other: cfg.ModelConfig, model: cfg.ModelConfig) -> str:
-    """How a run gets a wider residual, if that is what differs."""
+    """Return how to grow a run's residual, for an error message, if D_k is what differs, else ""."""
     sizes = [m.store.key_dim if m.store.has_keys else None for m in (other, model)]
     if None in sizes or sizes[0] == sizes[1]:
         return ""
@@ -121,13 +123,14 @@ def _growth(location: str, other: cfg.ModelConfig, model: cfg.ModelConfig) -> st
 
 
 class Copied:
-    """A run that another one goes on as, in a folder of its own, from its last checkpoint.
+    """A run from whose last checkpoint another run goes on, in a folder of its own.
 
     Args:
-      config: of the one that goes on: what may not change when a run goes on is that of the other.
+      config: config of the run that goes on; its fields that may not change on a resume must equal
+        those of the other run.
 
     Raises:
-      UsageError: there is no such run, it differs in that, or is past the last step.
+      UsageError: there is no such run, it differs in such a field, or it is past the last step.
     """
 
     def __init__(self, config: cfg.RunConfig):

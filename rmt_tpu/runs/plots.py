@@ -1,4 +1,4 @@
-"""Pictures in the run folder."""
+"""Plots in the run folder."""
 
 import io
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from rmt_tpu.storage import Folder, Location, open_folder
 
 
 def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warning) -> str:
-    """Draws training and held-out loss against steps; returns the picture's path or url.
+    """Draw training and held-out loss against steps; return the picture's path or url.
 
-    A model of experts has their loads below: of the fullest over the mean.
+    A model with experts has a second plot below, of the fullest expert's load over the mean load.
 
     Args:
       workdir: the run folder.
@@ -46,12 +46,12 @@ def plot_loss(workdir: Location, *, report: Callable[[str], None] = logging.warn
 
 
 def short(name: str) -> str:
-    """A name that fits over a picture: its beginning and its end."""
+    """Return the beginning and the end of a name, so that it fits above a plot."""
     return name if len(name) <= 60 else f"{name[:28]}...{name[-28:]}"
 
 
 def save_picture(figure, folder: Folder, name: str) -> str:
-    """Writes a matplotlib figure as PNG; returns its path or url."""
+    """Write a matplotlib figure as PNG; return its path or url."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
     folder.write(name, content.getvalue())
@@ -59,7 +59,7 @@ def save_picture(figure, folder: Folder, name: str) -> str:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Of the n-th curve of a picture: one that is told from 40 others."""
+    """Return the style of a plot's n-th curve, distinguishable from about 40 others."""
     markers, lines = "os^Dv", ("-", "--", "-.", ":")
     return {
         "color": f"C{index % 10}",

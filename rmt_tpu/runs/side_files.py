@@ -1,4 +1,4 @@
-"""What a run leaves for people beside its checkpoints; none of it ends the run."""
+"""Files of a run for people, in addition to its checkpoints; no failure here ends the run."""
 
 import contextlib
 import json
@@ -19,20 +19,22 @@ from rmt_tpu.runs.plots import plot_loss
 from rmt_tpu.storage import Folder
 
 SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
-DIVERGED = "diverged.txt"  # why the run has no loss
+# Says why the loss of the run diverged.
+DIVERGED = "diverged.txt"
 _OLD_METRICS = "metrics.old.jsonl"
 _HEADING = re.compile(r"^== step (\d+) ==$", re.MULTILINE)
 
 
 class SideFiles:
-    """Metrics, TensorBoard's files, the picture of the loss, samples of text, the starts.
+    """Metrics, TensorBoard's files, the loss curve, samples of text, and a list of starts.
 
-    What cannot be made or written is told in one line, once, and the run goes on. The first
-    process writes; on the others every method does nothing, but for `sample`, where all take part.
+    If something cannot be made or written, one line is printed, once, and the run goes on. The
+    first process writes. On the others every method does nothing, except `sample`, in which all
+    take part.
 
     Args:
       folder: the run folder.
-      step: that the run goes on from.
+      step: the step that the run goes on from.
       board: "auto", "on" or "off", see `wants_board`.
       say: prints a line.
     """
@@ -64,24 +66,24 @@ class SideFiles:
                     self._folder.write(DIVERGED, f"{error}\n".encode())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """A row of metrics."""
+        """Write a row of metrics."""
         if self._metrics:
             self._metrics.write(step, values)
 
     def flush(self) -> None:
-        """Returns once the rows are in the file, or have been tried; from any thread."""
+        """Append all rows to the files, or at least try to, before returning; from any thread."""
         if self._metrics:
             self._metrics.flush()
 
     def draw(self) -> None:
-        """The picture of the loss so far."""
+        """Draw the loss so far."""
         if self._metrics:
             with self._harmless("the loss curve is not drawn"):
                 self._metrics.flush()
                 self._say(f"loss curve: {plot_loss(self._folder, report=self._tell)}")
 
     def sample(self, step: int, make: Callable[[], str | None]) -> None:
-        """Appends the text that `make` returns, on the first process, to `samples.txt`."""
+        """Append the text that `make` returns, on the first process, to `samples.txt`."""
         with self._harmless("no sample of text"):
             if (text := make()) is not None:
                 self._say(f"sample after {step} steps ({self._folder}/{SAMPLES}):\n{text}")
@@ -89,7 +91,7 @@ class SideFiles:
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[None]:
-        """Traces into `profile/`; the profiler itself writes to a local disk only."""
+        """Trace into `profile/`, through a local folder, because the profiler writes to no bucket."""
         with tempfile.TemporaryDirectory() as scratch:
             jax.profiler.start_trace(scratch)
             try:
@@ -102,7 +104,7 @@ class SideFiles:
                     self._folder.write(f"profile/{name}", path.read_bytes())
 
     def is_complete(self, steps: int) -> bool:
-        """Whether all of `complete` was done for a run of so many steps: the same on all."""
+        """Return, on all processes alike, whether `complete` was called for a run of this many steps."""
         found = False
         if processes.is_first():
             with self._harmless(f"{self._folder}/{COMPLETE} is passed over"):
@@ -110,19 +112,19 @@ class SideFiles:
         return processes.from_first(found, "the last step")
 
     def complete(self, step: int) -> None:
-        """Notes that the last evaluation and sample are done."""
+        """Note that the last evaluation and sample are done."""
         if processes.is_first():
             with self._harmless(f"{self._folder}/{COMPLETE} is not written"):
                 done = json.dumps({"step": step, "time": time.time()})
                 self._folder.write(COMPLETE, f"{done}\n".encode())
 
     def _completed(self) -> int | None:
-        """The step that `complete` was called for."""
+        """Return the step that `complete` was called for, or None."""
         found = self._folder.read(COMPLETE)
         return found and json.loads(found.data)["step"]
 
     def _forget_samples(self, step: int) -> None:
-        """Leaves out those of later steps, which come again."""
+        """Drop the samples of later steps, which will be made again."""
         found = self._folder.read(SAMPLES)
         if found is None:
             return
@@ -140,7 +142,7 @@ class SideFiles:
 
     @contextlib.contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
-        """Whatever goes wrong within is a line, be it the store, matplotlib or the device."""
+        """Print one line for any error in the body, whether of storage, matplotlib or the device."""
         try:
             yield
         except Exception as error:
@@ -153,10 +155,10 @@ class SideFiles:
 
 
 def wants_board(choice: str) -> bool:
-    """Whether to write for TensorBoard: "on", "off", or "auto" where tensorboardX is installed.
+    """Return whether to write for TensorBoard: "auto" does if tensorboardX is installed.
 
     Raises:
-      UsageError: it is "on" and cannot be.
+      UsageError: `choice` is "on", and tensorboardX is not installed.
     """
     if choice == "on" and not tensorboard.is_installed():
         raise UsageError(
@@ -167,7 +169,7 @@ def wants_board(choice: str) -> bool:
 
 
 def set_aside(folder: Folder) -> None:
-    """Leaves the metrics of a start that no checkpoint is left of to `metrics.old.jsonl`."""
+    """Move the metrics of a start that left no checkpoint to `metrics.old.jsonl`."""
     if (found := folder.read(FILE)) is not None:
         folder.write(_OLD_METRICS, found.data)
         folder.delete(FILE)

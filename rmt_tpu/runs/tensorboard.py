@@ -1,8 +1,8 @@
-"""An event file of TensorBoard, record by record.
+"""TensorBoard event files, made record by record.
 
-The records are tensorboardX's, its writer is not: that one hands events through a short queue to a
-thread, and waits for ever once the thread has died of a full disk; and to a bucket it would write
-the whole file every time.
+The records come from tensorboardX, but its writer is not used. That writer passes events through a
+short queue to a thread, and waits forever if the thread has died because the disk is full. In a
+bucket it would write the whole file every time.
 """
 
 import importlib.util
@@ -14,17 +14,20 @@ from typing import Any
 
 
 def is_installed() -> bool:
-    """Whether records can be made."""
+    """Return whether tensorboardX is installed, so that records can be made."""
     return importlib.util.find_spec("tensorboardX") is not None
 
 
 def new_file() -> str:
-    """The name, in the run folder, of a file that this process writes from now on."""
+    """Return the name, within the run folder, of a new file for this process."""
     return f"tensorboard/events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
 
 
 def header(first_step: int) -> bytes:
-    """How a file begins; TensorBoard forgets what earlier files have of `first_step` and later."""
+    """Return the first records of a file; they make TensorBoard drop earlier files' later steps.
+
+    Values of `first_step` and later in earlier files are dropped.
+    """
     from tensorboardX.proto.event_pb2 import SessionLog
 
     return _record(file_version="brain.Event:2") + _record(
@@ -33,7 +36,7 @@ def header(first_step: int) -> bytes:
 
 
 def scalars(step: int, values: Mapping[str, float]) -> bytes:
-    """A step's values, each a curve by its name."""
+    """Return the record of a step's values, each of which is a curve under its name."""
     from tensorboardX.proto.summary_pb2 import Summary
 
     curves = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -41,7 +44,7 @@ def scalars(step: int, values: Mapping[str, float]) -> bytes:
 
 
 def _record(**fields: Any) -> bytes:
-    """An event between its length and checksums: the format of TFRecord."""
+    """Return an event with its length and checksums, in the TFRecord format."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 

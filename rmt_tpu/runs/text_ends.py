@@ -1,4 +1,4 @@
-"""Which tokens end the texts of a run: BOS, and those of the model that it began with."""
+"""The tokens that end the texts of a run: BOS, and those of the model that it began with."""
 
 import json
 
@@ -10,7 +10,11 @@ from rmt_tpu.storage import Folder
 
 
 def saved(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Those of the run in a folder, with its tokenizer; BOS alone where no file says more.
+    """Return the end tokens of the run in a folder; BOS alone if there is no file of them.
+
+    Args:
+      folder: the run folder.
+      tokenizer: the run's tokenizer.
 
     Raises:
       UsageError: the file is damaged.
@@ -29,7 +33,7 @@ def saved(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def save(folder: Folder, tokenizer: Tokenizer) -> None:
-    """Writes them for `saved`: a file in the hub's form, or none where BOS alone ends texts."""
+    """Write the end tokens for `saved`, in the hub's form; no file is left if only BOS ends texts."""
     if tokenizer.ends == (tokenizer.bos,):
         folder.delete(GENERATION)
         return
@@ -38,10 +42,10 @@ def save(folder: Folder, tokenizer: Tokenizer) -> None:
 
 
 def of_origin(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the tokens that end a text of a run that begins with the model in a folder.
+    """Return the tokens that end a text of a run that begins with the model in a folder.
 
-    They are those of that model, and BOS, which stands between the documents that the run is
-    trained on. A model with another vocabulary, or with none, adds nothing to BOS.
+    These are the end tokens of that model, and BOS, which separates the documents that the run is
+    trained on. A model with another vocabulary, or without a tokenizer, adds nothing to BOS.
     """
     path = folder.local_path
     try:

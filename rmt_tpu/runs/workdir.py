@@ -31,11 +31,11 @@ _SHARED_SECONDS = 10.0
 
 
 class Opened(NamedTuple):
-    """What is to be changed in the folder's config, on the first process.
+    """Changes to the folder's config that the first process has to make.
 
     Attributes:
-      changes: lines that say so.
-      anew: the run there has no checkpoint, and begins again.
+      changes: one line about each change.
+      anew: whether the run in the folder has no checkpoint, and begins again.
     """
 
     changes: list[str]
@@ -54,25 +54,25 @@ def open_workdir(
     change_config: bool = False,
     other: str | None = None,
 ) -> Opened:
-    """Make the folder this run's if it is nobody's, or check that it is the same run's.
+    """Register a run in an unused folder, or check that the folder has the same run.
 
-    A run that has no checkpoint yet may be given any config. Of several processes the first one
-    does all this, and all check that they see the same folder.
+    A run without a checkpoint may be given any config. The first of several processes does all
+    this, and all check that they see the same folder.
 
     Args:
-      workdir: of the run.
-      config: it is started with.
-      change_config: let a run go on with another batch size, optimizer, number of steps, dtype or
-        a wider D_k.
-      other: which other process seems to train there, see `lease.held`.
+      workdir: the run folder.
+      config: the config that the run is started with.
+      change_config: whether a run may go on with another batch size, optimizer, number of steps,
+        dtype or a wider D_k.
+      other: the other process that seems to train there, see `lease.held`.
 
     Returns:
-      What `write_config` is to change.
+      The changes for `write_config`.
 
     Raises:
-      UsageError: the folder cannot be written, or holds a run with another config, or one whose
-        config is damaged; or another process trains there with another config; or it is another
-        folder for another process.
+      UsageError: the folder cannot be written; it holds a run with another config, or one whose
+        config is damaged; another process trains there with another config; or another process sees
+        another folder.
     """
     folder, opened = open_folder(workdir), Opened([], anew=False)
     if processes.is_first():
@@ -94,7 +94,7 @@ def open_workdir(
 
 
 def write_config(folder: Folder, config: RunConfig, changes: Sequence[str] = ()) -> None:
-    """Replaces the run's config, once its state is known to fit; notes what that changes."""
+    """Replace the run's config, once its state is known to fit, and append `changes` to a log."""
     if changes:
         note = json.dumps({"time": time.time(), "changes": list(changes)})
         folder.append(CHANGES, f"{note}\n".encode())
@@ -102,9 +102,10 @@ def write_config(folder: Folder, config: RunConfig, changes: Sequence[str] = ())
 
 
 def check_access(folder: Folder, *, write: bool = False) -> None:
-    """
+    """Check that the run folder can be read, or with `write` also written to.
+
     Raises:
-      UsageError: the run folder cannot be read, or written to.
+      UsageError: it cannot.
     """
     with of_flag("workdir"):
         folder.check(write=write)
@@ -112,11 +113,13 @@ def check_access(folder: Folder, *, write: bool = False) -> None:
 
 
 def _check_kinds(folder: Folder) -> None:
-    """
+    """Check that files and folders in the run folder are of the right kind.
+
     Raises:
-      UsageError: a folder is where a file belongs, or a file where a folder does.
+      UsageError: there is a folder in place of a file, or a file in place of a folder.
     """
-    if folder.local_path is None:  # where both may have one name
+    # In a bucket, a file and a folder may have the same name.
+    if folder.local_path is None:
         return
     names = folder.names()
     if CHECKPOINTS in names:
@@ -145,7 +148,7 @@ def _check_shared(folder: Folder) -> None:
 
 
 def read_config(workdir: Location) -> RunConfig:
-    """The config of the run in a folder.
+    """Return the config of the run in a folder.
 
     Raises:
       ArgumentError: there is no run, or its config is not one of this version.
@@ -161,10 +164,14 @@ def read_config(workdir: Location) -> RunConfig:
 
 
 def kept(folder: Folder) -> dict[str, Any]:
-    """What `training.run.resolved` takes of the run in a folder that goes on, if there is one."""
+    """Return the values of the folder's run that `training.run.resolved` keeps.
+
+    They are {} if there is no run, or if it has no checkpoint yet.
+    """
     values = {}
     if processes.is_first() and (found := folder.read(CONFIG)) is not None:
-        with contextlib.suppress(UsageError):  # which `open_workdir` tells
+        # `open_workdir` reports it.
+        with contextlib.suppress(UsageError):
             config = _parsed(folder, found.data)
             if open_checkpoints(folder).steps():
                 paths = (*KEPT, "train.depth_rate", *(f"train.{name}" for name in BEGAN))
@@ -173,15 +180,16 @@ def kept(folder: Folder) -> dict[str, Any]:
 
 
 def begun_from(folder: Folder) -> RunConfig | None:
-    """The config of the run in a folder, if it began with another's weights and has a checkpoint.
+    """Return the config of the folder's run, if it began with another's weights and has checkpoints.
 
-    It brings the vocabulary and tokenizer that it took from there: the other is needed no more.
+    The folder then has the vocabulary and tokenizer of that origin, which is no longer needed.
 
     Raises:
       UsageError: the folder cannot be read.
     """
     check_access(folder)
-    with contextlib.suppress(UsageError):  # which `open_workdir` tells
+    # `open_workdir` reports it.
+    with contextlib.suppress(UsageError):
         if (found := folder.read(CONFIG)) is not None:
             config = _parsed(folder, found.data)
             if config.train.init_from and open_checkpoints(folder).steps():
@@ -190,7 +198,10 @@ def begun_from(folder: Folder) -> RunConfig | None:
 
 
 def begun_within(folder: Folder, depth: int = 5) -> RunConfig | None:
-    """`begun_from` of the first run in a folder of run folders, or of one in folders within it."""
+    """Return `begun_from` for the first run in a folder, or in the folders within it.
+
+    At most `depth` levels of folders are searched.
+    """
     names = folder.names()
     if CONFIG in names:
         return begun_from(folder)
@@ -204,11 +215,11 @@ def begun_within(folder: Folder, depth: int = 5) -> RunConfig | None:
 
 
 class Loaded(NamedTuple):
-    """A trained decoder.
+    """A trained decoder with its tokenizer.
 
     Attributes:
-      step: that it was trained to; None is not known, of a folder of the hub.
-      seq_len: tokens that it read at a time.
+      step: the step that it was trained to; None if not known, for a folder in the hub's form.
+      seq_len: number of tokens in a window that it was trained on or can read.
     """
 
     decoder: Any
@@ -218,26 +229,27 @@ class Loaded(NamedTuple):
 
 
 def load(workdir: Location, step: int | None = None, *, mesh: str | None = None):
-    """The trained decoder of a run folder, and its tokenizer: the first two of `load_step`."""
+    """Return the trained decoder of a run folder and its tokenizer, see `load_step`."""
     return load_step(workdir, step, mesh=mesh)[:2]
 
 
 def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = None) -> Loaded:
-    """What a run folder has of a step; or what a folder of the hub's form has (`rmt_tpu.hub`).
+    """Load the decoder of a step from a run folder, or from a folder in the hub's form.
 
     Args:
-      workdir: of `recipes.train`, local or gs://.
-      step: of the checkpoint; None is the last good one.
-      mesh: of devices, like "tensor=2,sequence=4", over which the parameters are divided as they
-        are read, for an `Engine`; None is one device.
+      workdir: a folder that `recipes.train` wrote, local or gs://, or one of `rmt_tpu.hub`.
+      step: step of the checkpoint; None is the last good one.
+      mesh: mesh of devices, like "tensor=2,sequence=4", over which the parameters are divided as
+        they are read, for an `Engine`; None is one device.
 
     Returns:
       The decoder, with its tokenizer and step.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
-      MeshError: there are not so many devices, or the model does not divide over them.
-      RunError: no checkpoint of the run can be read, a weight is not finite, or there is no memory.
+      MeshError: there are not enough devices, or the model does not divide over them.
+      RunError: no checkpoint of the run can be read, a weight is not finite, or there is not enough
+        memory.
     """
     import jax
     from flax import nnx
@@ -277,11 +289,14 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
 
 
 def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any]:
-    """Which weights a folder has, without reading them: a step or "hub", and what tells them apart.
+    """Return which weights a folder has, without reading them.
 
     Args:
-      workdir: as of `load_step`.
-      step: of the checkpoint; None is the last good one.
+      workdir: see `load_step`.
+      step: step of the checkpoint; None is the last good one.
+
+    Returns:
+      A step or "hub", and a value that changes whenever the weights do.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
@@ -289,7 +304,8 @@ def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any
     with of_argument("workdir"):
         folder = open_folder(workdir)
     if not is_hub(folder.local_path):
-        read_config(workdir)  # tells if it holds no run
+        # Raises an error if it holds no run.
+        read_config(workdir)
         return open_checkpoints(folder).identity(step)
     if step is not None:
         raise _no_step(step, folder)
@@ -302,7 +318,7 @@ def _no_step(step: int, folder: Folder) -> ArgumentError:
 
 
 def _check_finite(params: Any, where: str) -> None:
-    """One pass over the parameters, where they lie.
+    """Check all parameters in one pass, on the devices that hold them.
 
     Raises:
       RunError: one has a number that is not finite.
@@ -342,11 +358,13 @@ def _parsed(folder: Folder, content: bytes) -> RunConfig:
 
 
 def is_of(folder: Folder, config: RunConfig) -> bool:
-    """Whether the run in a folder is this one: what differs changes no number, as paths.
+    """Return whether the run in a folder is this one, up to differences that change no number.
+
+    Differences in paths, for example, change no number.
 
     Args:
-      folder: of a run, or none.
-      config: `training.run.resolved`.
+      folder: the folder of a run, or one without a run.
+      config: the config as `training.run.resolved` returns it.
     """
     if (found := folder.read(CONFIG)) is None:
         return False
@@ -358,19 +376,20 @@ def is_of(folder: Folder, config: RunConfig) -> bool:
 
 
 def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[str, Rule]:
-    """Lines for all that differs and is not free, with its rule."""
+    """Return one line for each difference that is not free, with its resume rule."""
     pair = overrides.to_json(old), overrides.to_json(config)
     lines = {line: line.split(" ", 1)[0] for line in differences(*pair)}
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
-    if not has_begun:  # it matters until its weights are in a checkpoint
+    # These fields matter until the weights are in a checkpoint.
+    if not has_begun:
         began = {f"train.{name}" for name in BEGAN}
         rules |= {line: "fixed" for line, path in lines.items() if path in began}
     return {line: rule for line, rule in rules.items() if rule != "free"}
 
 
 def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: bool) -> Opened:
-    """What differs in a way that may be or was asked for; raises for any other way."""
-    # Through the config's classes: fields that came later have their defaults.
+    """Return the differences that are allowed or were asked for; raise UsageError for any other."""
+    # Parse the old config, so that fields added to the classes later have their defaults.
     with of_flag("workdir"):
         old = _parsed(folder, found)
     has_begun = bool(open_checkpoints(folder).steps())
@@ -396,26 +415,26 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
 
 
 def saved_with(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a checkpoint's meta says of its run, for `check_saved_with`."""
+    """Return what a checkpoint's meta has about its run, for `check_saved_with`."""
     return {"config": overrides.to_json(config), "tokenizer": tokenizer.fingerprint()}
 
 
 def check_saved_with(
     folder: Folder, config: RunConfig, step: int, meta: Mapping[str, Any], within: str = ""
 ) -> None:
-    """Whether a checkpoint is of the run that `config.json` says; they lie side by side only.
+    """Check that a checkpoint is from the run of `config.json`, next to which it is stored.
 
-    What may differ when a run goes on may differ here.
+    Fields that may differ when a run goes on may differ here.
 
     Args:
-      folder: of the run.
-      config: that it says.
-      step: of the checkpoint.
-      meta: that it was saved with.
+      folder: the run folder.
+      config: the config in `config.json`.
+      step: step of the checkpoint.
+      meta: the meta that the checkpoint was saved with.
       within: the beginning of the paths that are compared, like "model.".
 
     Raises:
-      UsageError: it is of another run; the message begins with the folder.
+      UsageError: it is from another run; the message begins with the folder.
     """
     try:
         old = overrides.to_json(overrides.from_json(RunConfig, meta["config"]))
@@ -435,13 +454,20 @@ def check_saved_with(
 
 
 def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
-    """
+    """Check that a run uses the tokenizer that is saved in its folder.
+
+    Args:
+      folder: the run folder.
+      tokenizer: the tokenizer of this run.
+      name: name of the tokenizer, for the message.
+
     Raises:
-      UsageError: the run in the folder has another tokenizer than this one, called `name`.
+      UsageError: the run in the folder has another tokenizer.
     """
     try:
         saved = load_saved(folder)
-    except UsageError:  # missing or damaged: it is written again
+    # It is missing or damaged, and will be written again.
+    except UsageError:
         return
     if saved.fingerprint() != tokenizer.fingerprint():
         raise UsageError(
@@ -451,14 +477,15 @@ def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
 
 
 def step_to_go_back_to(folder: Folder, from_step: int | None, *, changes: bool) -> int | None:
-    """The checkpoint that a run begins again from, or None where it goes on from its last one.
+    """Return the checkpoint that a run goes back to, or None if it goes on from its last one.
 
-    The command that made it go back may be given again, after a kill: the last checkpoint says
-    that the run went back to that step. With another config it does so once more.
+    The command that made the run go back may be given again after a kill: the last checkpoint
+    records that the run went back to that step, so it goes on. With another config it goes back
+    once more.
 
     Args:
-      folder: of the run.
-      from_step: that is asked for, if one is.
+      folder: the run folder.
+      from_step: the step that the command asks for, if it does.
       changes: whether the config is to be changed.
 
     Raises:
@@ -466,7 +493,8 @@ def step_to_go_back_to(folder: Folder, from_step: int | None, *, changes: bool) 
     """
     if from_step is None:
         return None
-    checkpoints = open_checkpoints(folder, report=lambda damaged: None)  # which the restore tells
+    # Restoring reports damage.
+    checkpoints = open_checkpoints(folder, report=lambda damaged: None)
     steps = checkpoints.steps()
     if steps and steps[-1] != from_step and not changes:
         with contextlib.suppress(RunError):
@@ -485,10 +513,11 @@ def check_workdir(
     change_config: bool = False,
     from_step: int | None = None,
 ) -> None:
-    """What `open_workdir` and `step_to_go_back_to` refuse, with nothing written.
+    """Raise the errors of `open_workdir` and `step_to_go_back_to`, without writing anything.
 
     Raises:
-      UsageError: see both; of a folder that is not there the one around it counts.
+      UsageError: see both; for a folder that does not exist yet, its nearest parent must be
+        writable.
     """
     folder, opened = open_folder(workdir), Opened([], anew=False)
     check_access(folder)

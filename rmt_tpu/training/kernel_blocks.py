@@ -32,7 +32,7 @@ class KernelBlocks:
         self._folder, self._say, self._own, self._looks = folder, say, own, looks
 
     def write(self) -> None:
-        """Save new look-ups in the folder, on the first process; if that fails, only print a note."""
+        """Save new look-ups in the folder, on the first process; print a note if that fails."""
         known = {entry.identity for entry in self._own.entries}
         new = [e for e in (look.entry() for look in self._looks) if e.identity not in known]
         if not new or not processes.is_first():
