@@ -1,10 +1,10 @@
 """Text as batches: `documents`, `split`, `pack` with a `Tokenizer`, and `Windows` of the stream.
 
 Text of any amount goes into a token store (`rmt_tpu.data.prepare`), and the streams of `open_store`
-are read where they lie. A `Prefetcher` reads the next batches ahead.
+are read from it in place. A `Prefetcher` reads the next batches ahead.
 
-Only numpy: nothing here is on a device yet. The order of the batches depends on the text, the
-tokenizer, the seed and nothing else, and the whole state of reading is one number.
+This package uses only numpy: nothing is on a device yet. The order of the batches depends only on
+the text, the tokenizer and the seed, and the whole state of reading is one number.
 """
 
 from rmt_tpu.data.batches import Batch, Stream, Windows, pack, split

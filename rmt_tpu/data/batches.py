@@ -1,4 +1,4 @@
-"""From documents to batches: the held-out part, the stream of tokens, and its windows."""
+"""The steps from documents to batches: the held-out part, the stream of tokens, and its windows."""
 
 import hashlib
 import zlib
@@ -17,22 +17,22 @@ from rmt_tpu.errors import UsageError
 def split(
     documents: list[str], *, eval_fraction: float, seed: int, source: str = ""
 ) -> tuple[list[str], list[str]]:
-    """Holds out whole documents for evaluation, as near to `eval_fraction` as they allow.
+    """Hold out whole documents for evaluation, as near to `eval_fraction` as they allow.
 
-    Which documents depends on their text and on the seed, not on their order, and equal documents
-    stay together. Documents larger than the share wanted are passed over, unless all are: then
-    the smallest is held out. Of a single document (or copies of one) the tail is held out, from
-    the next start of a line, or else of a word.
+    The choice depends on the documents' text and on the seed, not on their order, and equal
+    documents stay together. Documents larger than the wanted share are skipped, unless all are
+    larger: then the smallest is held out. If there is only one document (or copies of one), its
+    tail is held out, from the next start of a line, or else of a word.
 
     Args:
-      documents: of the corpus.
+      documents: the documents of the corpus.
       eval_fraction: share of the characters to hold out, from 0 (nothing) to 0.5.
       seed: another seed holds out other documents.
       source: value of --data, for the message.
 
     Returns:
-      `(train, held_out)`, each in the order of `documents`. Training is never without a document
-      nor left with less than half of the characters; evaluation is empty only at 0.
+      `(train, held_out)`, each in the order of `documents`. Training always has a document and at
+      least half of the characters; evaluation is empty only at 0.
 
     Raises:
       UsageError: the fraction is outside its range, or there is too little text to divide.
@@ -55,11 +55,11 @@ def split(
 
 
 def pack(documents: list[str], tokenizer: Tokenizer) -> Int32[np.ndarray, " tokens"]:
-    """The stream of tokens: BOS and then the tokens of each document, one after the other.
+    """Return the stream of tokens: BOS and the tokens of each document, one after the other.
 
     Args:
-      documents: in order.
-      tokenizer: that the model is trained with.
+      documents: documents in order.
+      tokenizer: the tokenizer that the model is trained with.
 
     Returns:
       int32 [tokens].
@@ -72,12 +72,12 @@ def pack(documents: list[str], tokenizer: Tokenizer) -> Int32[np.ndarray, " toke
 
 
 class Batch(NamedTuple):
-    """Windows of the stream, one a row. All that is past the end of the stream is 0.
+    """Windows of the stream, one in each row. All entries past the end of the stream are 0.
 
     Attributes:
       inputs: int32 [batch, seq].
       targets: int32 [batch, seq], the token after each input.
-      segment_ids: int32 [batch, seq], which document of the window an input is of, from 1.
+      segment_ids: int32 [batch, seq], the number of the input's document in the window, from 1.
       weights: float32 [batch, seq], 1 where there is a target.
     """
 
@@ -89,22 +89,24 @@ class Batch(NamedTuple):
 
 @runtime_checkable
 class Stream(Protocol):
-    """Tokens that are read where they lie, such as those of a token store."""
+    """Tokens that are read from where they are stored, such as a token store."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of tokens."""
 
     def read(
         self, starts: Int64[np.ndarray, " rows"], length: int
     ) -> Int32[np.ndarray, "rows length"]:
-        """`length` tokens from each of `starts` on; 0 past the end. Several threads may call it.
+        """Return `length` tokens from each of `starts` on, with 0 past the end.
+
+        Several threads may call it.
 
         Raises:
-          RunError: they cannot be read.
+          RunError: the tokens cannot be read.
         """
 
     def checksum(self) -> int:
-        """By which a resumed run knows that it reads the same text."""
+        """Return a checksum, by which a resumed run knows that it reads the same text."""
 
 
 class StreamInMemory:
@@ -126,19 +128,19 @@ class StreamInMemory:
         return np.where(real, tokens, 0).astype(np.int32)
 
     def checksum(self) -> int:
-        """CRC-32 of the tokens."""
+        """Return the CRC-32 of the tokens."""
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
 
-Rows = slice | Int64[np.ndarray, " rows"]  # of a batch
+Rows = slice | Int64[np.ndarray, " rows"]  # the rows of a batch to read
 _ALL = slice(None)
 
 
 class Windows:
-    """A stream of tokens as windows of `seq_len` inputs, each with the token after it as target.
+    """Windows of a stream of tokens: `seq_len` inputs, each with the next token as its target.
 
-    Window i starts at token `i * seq_len`; the last one is padded. So in one epoch each token but
-    the first is a target exactly once.
+    Window i starts at token `i * seq_len`, and the last window is padded. Therefore each token but
+    the first is a target exactly once in an epoch.
     """
 
     def __init__(
@@ -152,16 +154,16 @@ class Windows:
         shuffle: bool,
         source: str = "",
     ):
-        """Windows over a stream, which is kept and not copied.
+        """Keep a stream, without copying it, to read windows from it.
 
         Args:
-          tokens: int32 [tokens], from `pack`; or a `Stream`, of which only windows are read.
-          seq_len: inputs in a window.
-          batch_size: windows in a batch.
+          tokens: int32 [tokens], from `pack`; or a `Stream`, from which only windows are read.
+          seq_len: number of inputs in a window.
+          batch_size: number of windows in a batch.
           bos: the token that starts a document.
-          seed: of the order of the windows.
-          shuffle: each epoch in an order of its own, or all in the order of the stream (held-out
-            text).
+          seed: seed of the order of the windows.
+          shuffle: whether each epoch has an order of its own; if not, all have the order of the
+            stream (held-out text).
           source: value of --data, for the message.
 
         Raises:
@@ -180,33 +182,33 @@ class Windows:
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Targets in one epoch."""
+        """Number of targets in one epoch."""
         return len(self.stream) - 1
 
     @property
     def num_windows(self) -> int:
-        """Windows in one epoch."""
+        """Number of windows in one epoch."""
         return -(-self.tokens_per_epoch // self.seq_len)
 
     def checksum(self) -> int:
-        """Of the stream, by which a resumed run knows that it reads the same text."""
+        """Return the stream's checksum, by which a resumed run knows that it has the same text."""
         return self.stream.checksum()
 
     @property
     def num_batches(self) -> int:
-        """Batches in one epoch, with the last one that is not full."""
+        """Number of batches in one epoch, including a last one that is not full."""
         return -(-self.num_windows // self.batch_size)
 
     def batch_at(self, position: int, rows: Rows = _ALL) -> Batch:
-        """The batch that follows when `position` windows have been read since the run began.
+        """Return the next batch after `position` windows have been read since the run began.
 
-        Epochs follow one another without a gap, so a batch may hold the end of one and the start
-        of the next. That one number is the whole state: a run that resumes with another batch
-        size repeats and skips nothing.
+        Epochs follow one another without a gap, so a batch may hold the end of one and the start of
+        the next. The position is the whole state: a run that resumes with another batch size
+        repeats and skips nothing.
 
         Args:
-          position: 0 or more.
-          rows: of the batch; only these are read. A process of several asks for its own.
+          position: number of windows read, 0 or more.
+          rows: the rows of the batch to read; each of several processes asks for its own.
 
         Returns:
           `batch_size` windows, or those in `rows`.
@@ -217,20 +219,20 @@ class Windows:
         return self._gather(window, self.num_windows)
 
     def batches(self) -> Iterator[Batch]:
-        """Every window once, in the order of the stream.
+        """Return every window once, in the order of the stream.
 
         Returns:
-          Batches that are all of one shape: rows past the last window are 0, weights too.
+          Batches of one shape: rows past the last window are 0, including their weights.
         """
         return map(self.in_order, range(self.num_batches))
 
     def in_order(self, number: int, rows: Rows = _ALL, *, end: int | None = None) -> Batch:
-        """The batch of `batches` with this number, from 0, or only some of its rows.
+        """Return the batch of `batches` with this number, from 0, or only some of its rows.
 
         Args:
-          number: of the batch.
-          rows: of it.
-          end: windows from this one on are left out: their rows are 0, weights too.
+          number: number of the batch.
+          rows: the rows of the batch to read.
+          end: windows from this one on are left out: their rows are 0, including their weights.
         """
         window = number * self.batch_size + np.arange(self.batch_size)[rows]
         return self._gather(window, self.num_windows if end is None else end)
@@ -238,19 +240,20 @@ class Windows:
     def _gather(self, window: Int64[np.ndarray, " batch"], end: int) -> Batch:
         starts = window * self.seq_len
         real = starts[:, None] + np.arange(self.seq_len + 1) < len(self.stream)
-        # A row past the last window may start at the last token, which has no target: leave it out.
+        # A row past the last window may start at the last token, which has no target, so it is
+        # masked.
         real &= (window < min(end, self.num_windows))[:, None]
         tokens = np.where(real, self.stream.read(starts, self.seq_len + 1), 0).astype(np.int32)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         begins = (inputs == self.bos) & real[:, :-1]
-        # A window is in its first document from its first token, be that a BOS or not.
+        # The first token of a window belongs to its first document, whether it is a BOS or not.
         begins[:, 0] = True
         segments = np.where(real[:, :-1], np.cumsum(begins, axis=1), 0)
         return Batch(inputs, targets, segments.astype(np.int32), real[:, 1:].astype(np.float32))
 
 
 def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
-    """The documents to hold out, given the size of each; there are at least two."""
+    """Return the documents to hold out, given the size of each; there are at least two."""
     total = sum(sizes.values())
     wanted, held = eval_fraction * total, 0
     chosen, passed_over = set(), []
@@ -260,7 +263,7 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
             held += sizes[text]
         else:
             passed_over.append(text)
-    # One more is right where it brings the share nearer, and needed where nothing was chosen.
+    # Hold out one more document if that brings the share nearer, or if none was chosen.
     for text in sorted(passed_over, key=sizes.__getitem__)[:1]:
         after = held + sizes[text]
         if not chosen or (after - wanted < wanted - held and after <= total / 2):
@@ -269,14 +272,21 @@ def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:
 
 
 def rank(text: str, seed: int) -> bytes:
-    """16 bytes, as if drawn at random for this text and seed: the least are held out first."""
+    """Return 16 pseudo-random bytes for a text and seed.
+
+    Documents with the least rank are held out first.
+    """
     return hashlib.blake2b(f"{seed} {text}".encode(), digest_size=16).digest()
 
 
 def cut(text: str, eval_fraction: float) -> tuple[str, str]:
-    """A document's head and its tail of at most about `eval_fraction`; of 2 characters or more."""
+    """Return the head and the tail of a document, the tail of at most about `eval_fraction`.
+
+    The document needs at least 2 characters.
+    """
     tail = max(1, int(eval_fraction * len(text)))
-    # Only later boundaries, so that the tail never exceeds its share, and in its first half.
+    # The cut is at a later boundary, so that the tail never exceeds its share, and within the first
+    # half of the tail.
     at, end = len(text) - tail, len(text) - tail // 2 - 1
     for boundary in "\n", " ":
         if (found := text.find(boundary, at - 1, end)) >= 0:

@@ -12,18 +12,19 @@ from jaxtyping import Int32
 
 from rmt_tpu.data.tokenizer import Tokenizer, Tokens, Unusable, digest, utf8
 
-# What vocabularies call the token that starts a document, the likeliest first, where the file does
-# not say what is put before a text.
+# Names that vocabularies use for the token that starts a document, likeliest first. They are used
+# if the file does not say what precedes a text.
 BOS_NAMES = ("<|endoftext|>", "<s>", "<|begin_of_text|>", "[BOS]", "<bos>")
 
-# More than any vocabulary has; the model has an embedding for each id, and the library takes ids of
-# 2^32 and more modulo 2^32.
+# No vocabulary has more tokens. The model has an embedding for each id, and the library takes ids
+# of 2^32 and more modulo 2^32.
 _MOST_TOKENS = 2**24
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-# Its tokens tell apart normalizers and pre-tokenizers over one and the same vocabulary.
+# The tokens of this text tell apart normalizers and pre-tokenizers with the same vocabulary.
 _PROBE = "Hello  World's 1234 x_y,\n\té 東京 ﬁ"
-# Texts encoded at a time: enough for all cores, and few enough to hold their tokens twice.
+# Number of texts encoded at a time: enough for all cores, and few enough to hold their tokens
+# twice.
 _CHUNK = 256
 
 
@@ -31,20 +32,21 @@ class BpeTokenizer(Tokenizer):
     """A vocabulary of the tokenizers library."""
 
     def __init__(self, name: str, library: Any):
-        """Takes the library's tokenizer over, and makes its BOS a special token.
+        """Take over the library's tokenizer, and make its BOS a special token.
 
         Args:
-          name: its spec.
+          name: the tokenizer's spec.
           library: a `tokenizers.Tokenizer`.
 
         Raises:
-          Unusable: nothing is put before a text and the vocabulary has none of `BOS_NAMES`, or it
-            has an id that no vocabulary needs.
+          Unusable: the file does not say what precedes a text and the vocabulary has none of
+            `BOS_NAMES`, or an id is too large or negative.
         """
         from tokenizers import AddedToken
 
         self.name = name
-        # Stored with many a tokenizer.json, they would cut documents off without a word.
+        # Many a tokenizer.json contains these settings, and truncation would cut documents off
+        # silently.
         library.no_truncation()
         library.no_padding()
         there = (n for n in BOS_NAMES if library.token_to_id(n) is not None)
@@ -57,10 +59,10 @@ class BpeTokenizer(Tokenizer):
                 f"legal: a vocabulary with one of {', '.join(BOS_NAMES)}"
             )
         library.add_special_tokens([AddedToken(self._bos_name, special=True, normalized=False)])
-        library.encode_special_tokens = True  # as the text that they look like
+        library.encode_special_tokens = True  # special tokens in a text are encoded like other text
         self.bos = library.token_to_id(self._bos_name)
         self.ends = (self.bos,)
-        # Not the size of the vocabulary: ids may have gaps.
+        # The size is not that of the vocabulary, because ids may have gaps.
         vocabulary = library.get_vocab(with_added_tokens=True)
         _check_ids(vocabulary)
         self.vocab_size = 1 + max(vocabulary.values())
@@ -71,7 +73,7 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def from_gpt2_files(cls, name: str, encoder: Path, merges: Path) -> "BpeTokenizer":
-        """From GPT-2's `encoder.json` and `vocab.bpe`.
+        """Make a tokenizer from GPT-2's `encoder.json` and `vocab.bpe`.
 
         Raises:
           Unusable: a file is damaged, or the library is not installed.
@@ -83,7 +85,7 @@ class BpeTokenizer(Tokenizer):
             )
         except Exception as error:  # the library raises no narrower class
             raise _damaged(error) from None
-        # In the library's vocabulary such an id would be another one by now.
+        # Check the file, because the library's vocabulary already has large ids modulo 2^32.
         _check_ids(json.loads(encoder.read_text(encoding="utf-8")))
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = tokenizers.decoders.ByteLevel()
@@ -92,7 +94,7 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, name: str, text: str) -> "BpeTokenizer":
-        """From the text of a `tokenizer.json`.
+        """Make a tokenizer from the text of a `tokenizer.json`.
 
         Raises:
           Unusable: it is damaged or has no BOS, or the library is not installed.
@@ -114,7 +116,7 @@ class BpeTokenizer(Tokenizer):
         return next(self.encode_all([text]))
 
     def encode_all(self, texts: list[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
-        """`encode` of each text, in order, on all cores."""
+        """Encode each text, in order, on all cores."""
         for start in range(0, len(texts), _CHUNK):
             chunk = texts[start : start + _CHUNK]
             for text in chunk:
@@ -128,12 +130,12 @@ class BpeTokenizer(Tokenizer):
     def decode(self, tokens: Tokens) -> str:
         if self._is_byte_level:
             return super().decode(tokens)
-        # The library's own decoder knows what differs at the start of a text.
+        # The library's own decoder handles the special cases at the start of a text.
         return self._library.decode(self._checked(tokens).tolist(), skip_special_tokens=True)
 
     def fingerprint(self) -> str:
         model = self._json["model"]
-        # Versions of the library write a merge as "a b" or as ["a", "b"].
+        # Some versions of the library write a merge as "a b", others as ["a", "b"].
         merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
         added = self._library.get_added_tokens_decoder()
         added = {token: added[token].content for token in added}
@@ -157,7 +159,7 @@ class BpeTokenizer(Tokenizer):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def _encode_apart(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """A text with the name of BOS in it, where the model itself spells that name as BOS."""
+        """Encode a text that contains the name of BOS, where the model itself spells it as BOS."""
         first, rest = map(re.escape, (self._bos_name[0], self._bos_name[1:]))
         parts = re.split(f"(?<={first})(?={rest})", text)
         return np.concatenate(self._encode(parts))
@@ -168,7 +170,7 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether tokens are spelled in GPT-2's alphabet, one letter for each byte."""
+        """Whether tokens are spelled in GPT-2's alphabet, with one letter for each byte."""
         parts = [self._json[part] or {} for part in ("decoder", "pre_tokenizer", "normalizer")]
         nested = [
             inner
@@ -192,11 +194,14 @@ class BpeTokenizer(Tokenizer):
     def _byte_level_piece(self, name: str, token: int) -> bytes:
         try:
             return bytes([_BYTE_OF[letter] for letter in name])
-        except KeyError:  # not of the alphabet, such as an [UNK]
+        except KeyError:  # not in the alphabet, such as an [UNK]
             return name.encode()
 
     def _other_piece(self, name: str, token: int) -> bytes:
-        """What a token adds after another one: at the start of a text, decoders trim and join."""
+        """Return what a token adds to a text after another token.
+
+        At the start of a text, decoders trim and join.
+        """
         if self._json["model"].get("byte_fallback") and (byte := _FALLBACK.fullmatch(name)):
             return bytes([int(byte[1], 16)])
         before, length = self._before
@@ -224,7 +229,7 @@ def _damaged(error: Exception) -> Unusable:
 
 
 def _put_before(library: Any) -> str | None:
-    """The one token that the library's own template puts before a text, if it does."""
+    """Return the one token that the library's own template puts before a text, or None."""
     ids, bare = (library.encode("a", add_special_tokens=added).ids for added in (True, False))
     more = len(ids) - len(bare)
     lead = next((n for n in range(more + 1) if ids[n : n + len(bare)] == bare), 0)
@@ -241,7 +246,10 @@ def _check_ids(vocabulary: dict[str, int]) -> None:
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """GPT-2's alphabet: a printable byte of Latin-1 is itself, the others follow from U+0100."""
+    """Return the bytes of GPT-2's alphabet by letter.
+
+    A printable byte of Latin-1 is itself; the others follow from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -19,24 +19,24 @@ from rmt_tpu.data.inputs import (
 )
 from rmt_tpu.errors import UsageError
 
-# In bytes. Each is several times in memory: as bytes, as text, and as tokens.
+# Limits in bytes. Memory holds each several times: as bytes, as text, and as tokens.
 _LONGEST_LINE, _LONGEST_DOCUMENT = 2**28, 2**30
 
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
-_PIECE = 2**20  # bytes of a line that is passed over
-_SIGN_OF_LIFE = 2**22  # bytes that are unpacked
+_PIECE = 2**20  # bytes read at a time of a line that is skipped
+_SIGN_OF_LIFE = 2**22  # unpacked bytes between two calls of `seen`
 
 
 def documents(source: str, flag: str = "data") -> list[str]:
-    """All documents of a corpus, in order; documents of nothing but white space are left out.
+    """Return all documents of a corpus, in order, except those with nothing but white space.
 
     Args:
-      source: `stdlib` (the modules of the running Python's standard library, one document each),
-        or paths and globs (`**` is any depth) with commas between. A `.txt` file is one document,
-        or several with lines `<|endoftext|>` between; a `.jsonl` file has one on each line, in
-        the field "text". Both may end in `.gz` or `.zst`. A file given twice is read once.
-      flag: that names it, for messages.
+      source: `stdlib` (the modules of the running Python's standard library, one document each), or
+        paths and globs (`**` is any depth) separated by commas. A `.txt` file is one document, or
+        several separated by lines `<|endoftext|>`; a `.jsonl` file has one on each line, in the
+        field "text". Both may end in `.gz` or `.zst`. A file given twice is read once.
+      flag: the flag that gives the source, for messages.
 
     Returns:
       At least one document.
@@ -55,7 +55,7 @@ def documents(source: str, flag: str = "data") -> list[str]:
 
 
 def divide(span: Span, num_bytes: int) -> Iterator[Span]:
-    """A whole file in spans of about `num_bytes` or more, cut where a document ends.
+    """Divide a whole file into spans of about `num_bytes` or more, cut where a document ends.
 
     Raises:
       Problem: it cannot be read.
@@ -67,7 +67,7 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
     with readable(span.path), opened(span, look=True) as file:
         while start < size:
             file.seek(start + num_bytes)
-            _pass(file, to_separator=False)  # most likely half a line
+            _pass(file, to_separator=False)  # this is most likely in the middle of a line
             if _kind(span.path) != ".jsonl":
                 _pass(file, to_separator=True)
             stop = min(file.tell(), size)
@@ -76,12 +76,13 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
 
 
 def read_span(span: Span, seen: Seen = lambda block: None) -> Iterator[str]:
-    """Documents that are not only white space. One at a time is in memory.
+    """Yield the documents of a span, except those with only white space, one at a time.
 
     Args:
-      span: of a file.
-      seen: told of the bytes of the span as they lie there, in order and each once, and of none
-        now and then while a long document is unpacked; what it raises ends the reading.
+      span: a span of a file.
+      seen: called with the bytes of the span as they are stored, in order and each once, and with
+        no bytes now and then while a long document is unpacked; an error that it raises ends the
+        reading.
 
     Raises:
       Problem: the file cannot be read, or is not what its name says, or has a line of more than
@@ -99,13 +100,13 @@ def read_span(span: Span, seen: Seen = lambda block: None) -> Iterator[str]:
 
 
 def _kind(path: str) -> str:
-    """The ending of a name, without that of its compression."""
+    """Return the ending of a name, without the ending of its compression."""
     stem, ending = os.path.splitext(path.lower())
     return os.path.splitext(stem)[1] if ending in COMPRESSED else ending
 
 
 def _pass(file: io.BufferedIOBase, *, to_separator: bool) -> None:
-    """Reads to the end of the line, or to that of the next separator."""
+    """Read to the end of the line, or to the end of the next separator."""
     begins = True
     while piece := file.readline(_PIECE):
         if to_separator and begins and _is_separator(piece):
@@ -116,12 +117,12 @@ def _pass(file: io.BufferedIOBase, *, to_separator: bool) -> None:
 
 
 class _Line(NamedTuple):
-    content: bytes  # with its end
-    offset: int  # in the unpacked file
+    content: bytes  # includes the end of the line
+    offset: int  # position in the unpacked file
 
 
 def _lines(span: Span, seen: Seen) -> Iterator[_Line]:
-    """The lines of a span, without a byte order mark."""
+    """Yield the lines of a span, without a byte order mark."""
     packed = span.path.lower().endswith(COMPRESSED)
     with readable(span.path), unpacked(span, seen) as file:
         offset = told = span.start
@@ -145,7 +146,7 @@ def _lines(span: Span, seen: Seen) -> Iterator[_Line]:
 
 
 def _separated(span: Span, seen: Seen) -> Iterator[str]:
-    """The documents of a .txt file."""
+    """Yield the documents of a .txt file."""
     document, begin = bytearray(), 0
     for line in _lines(span, seen):
         if _is_separator(line.content):
@@ -168,7 +169,8 @@ def _is_separator(line: bytes) -> bool:
 
 
 def _json_lines(span: Span, seen: Seen) -> Iterator[str]:
-    # By bytes: JSON strings may hold U+2028 and others that str.splitlines takes for an end.
+    # Lines are split as bytes, because JSON strings may hold characters such as U+2028 at which
+    # str.splitlines ends a line.
     for line in _lines(span, seen):
         text = _decode(line.content, span, line.offset)
         if text.strip():
@@ -180,7 +182,7 @@ def _json_lines(span: Span, seen: Seen) -> Iterator[str]:
 
 
 def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON objects of a whole .jsonl file, each with the words for where it is.
+    """Yield the JSON objects of a whole .jsonl file, each with a description of where it is.
 
     Raises:
       Problem: the file cannot be read, or a line is no object.
@@ -196,7 +198,11 @@ def objects(span: Span) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _module(span: Span, seen: Seen) -> Iterator[str]:
-    """A module of the standard library: of the installation, so nothing for a person to correct."""
+    """Yield a module of the standard library.
+
+    One that is not UTF-8 is skipped, because it belongs to the installation and no user can correct
+    it.
+    """
     with readable(span.path), opened(span) as file:
         content = file.read()
     seen(content)
@@ -218,7 +224,7 @@ def _decode(content: bytes | bytearray, span: Span, offset: int) -> str:
 
 
 def _line_number(span: Span, offset: int) -> int:
-    """From 1, of the line of the unpacked file that the byte at `offset` is in."""
+    """Return the number, from 1, of the line with the byte at `offset` of the unpacked file."""
     number = 1
     with unpacked(span) as file:
         while offset > 0 and (block := file.read(min(offset, 2**20))):
@@ -228,7 +234,7 @@ def _line_number(span: Span, offset: int) -> int:
 
 
 def _json_text(line: str) -> str:
-    """The "text" of one line of a .jsonl file."""
+    """Return the "text" of one line of a .jsonl file."""
     like = '{"text": "..."}'
     value, legal = _json_object(line, like), f"legal: an object like {like}"
     if not isinstance(value.get("text"), str):
@@ -245,7 +251,7 @@ def _json_text(line: str) -> str:
 
 
 def _json_object(line: str, like: str) -> dict[str, Any]:
-    """What one line of a .jsonl file says."""
+    """Return the object in one line of a .jsonl file."""
     legal = f"legal: an object like {like}"
     try:
         value = json.loads(line)

@@ -17,13 +17,13 @@ class Datasets(NamedTuple):
 
 
 def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
-    """The run's text, read, split, tokenised and packed; or the token store that it names.
+    """Read, split, tokenise and pack the run's text, or open the token store that it names.
 
-    A store has its own held-out part, and `data.eval_fraction` is not looked at.
+    A store has its own held-out part, and `data.eval_fraction` is then ignored.
 
     Raises:
       UsageError: a file is missing or unreadable, the text is shorter than a window, the tokenizer
-        has more tokens than the model; or the store is not complete, or of another tokenizer.
+        has more tokens than the model, or the store is not complete or has another tokenizer.
       RunError: the store's manifest is damaged.
     """
     if tokenizer.vocab_size > config.model.vocab_size:

@@ -1,4 +1,4 @@
-"""The files of a source: which they are, and their bytes, on a file system or in a bucket."""
+"""The files of a source, and their bytes, on a file system or in a bucket."""
 
 import contextlib
 import glob
@@ -22,11 +22,11 @@ COMPRESSED = (".gz", ".zst")
 
 _BUCKETS = "gs://"
 _BLOCK = 2**20  # bytes that are hashed at a time
-# Of a bucket: requests are few where it is read through, and small where ends of lines are looked
-# for.
+# Bytes requested from a bucket at a time: many where an object is read as a whole, so that requests
+# are few, and few where only the end of a line is searched for.
 _AHEAD, _LOOK = 8 * 2**20, 2**18
-# Bytes that are unpacked at a time. A block of zstandard may have 4 bytes for its 128 KiB, so this
-# is at most 32 MiB, where the library would unpack gigabytes of a hostile file.
+# Bytes that are unpacked at a time. A block of zstandard may need only 4 bytes for its 128 KiB, so
+# this unpacks to at most 32 MiB, where the library would unpack gigabytes of a hostile file.
 _PACKED = 2**10
 _NOT_STDLIB = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"]
@@ -36,16 +36,16 @@ Seen = Callable[[bytes], None]
 
 
 class Problem(Exception):
-    """What is wrong with a part of the source; `problems` adds the source itself."""
+    """An error in a part of the source; `problems` adds the source itself to the message."""
 
 
 class _NoFile(Problem):
-    """A name or glob that matches none."""
+    """A name or glob matches no file."""
 
 
 @contextlib.contextmanager
 def problems(flag: str, source: str) -> Iterator[None]:
-    """Turns a Problem with the source that `flag` names into a UsageError."""
+    """Turn a Problem in the body into a UsageError that names the flag and its source."""
     try:
         yield
     except Problem as problem:
@@ -53,13 +53,13 @@ def problems(flag: str, source: str) -> Iterator[None]:
 
 
 class Span(NamedTuple):
-    """Bytes `start` to `stop` of a file; of a compressed one, or one of a single document, all.
+    """Bytes `start` to `stop` of a file; a compressed file or a module is always whole.
 
     Attributes:
-      path: of the file, or its `gs://` URL.
-      start, stop: in bytes, of the file as it lies there.
-      version: what an edit of the file changes: size, mtime and ctime in nanoseconds; of an object
-        in a bucket size, crc32c and generation.
+      path: path of the file, or its `gs://` URL.
+      start, stop: positions in bytes in the stored, possibly compressed, file.
+      version: a value that changes with any edit of the file: size, mtime and ctime in nanoseconds;
+        or for an object in a bucket size, crc32c and generation.
     """
 
     path: str
@@ -73,11 +73,11 @@ class Span(NamedTuple):
 
 
 def files(source: str, *, buckets: bool = False) -> list[Span]:
-    """The files of a source, in order, each once and whole.
+    """Return the files of a source, in order, each once and whole.
 
     Args:
       source: see `documents`; with `buckets` also `gs://` URLs and globs.
-      buckets: whether these are read.
+      buckets: whether `gs://` is allowed.
 
     Raises:
       Problem: a path has no file, or one of an unknown kind.
@@ -97,21 +97,22 @@ def files(source: str, *, buckets: bool = False) -> list[Span]:
 
 
 def whole(path: str) -> Span:
-    """All of a file on a file system.
+    """Return a span of all bytes of a file on a file system.
 
     Raises:
-      Problem: it is not there, or is no regular file.
+      Problem: it is not there, or is not a regular file.
     """
     with readable(path):
         status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):  # a pipe nobody writes to would be waited for, for ever
+    # A pipe that nobody writes to would be waited for forever.
+    if not stat.S_ISREG(status.st_mode):
         raise Problem(f"{path!r} is no regular file; legal: files")
     return Span(path, 0, status.st_size, _version(status))
 
 
 @contextlib.contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Turns errors of reading into a Problem."""
+    """Turn errors of reading in the body into a Problem."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -121,14 +122,14 @@ def readable(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
-    """The bytes of a file as it lies there, all of them, from its first on.
+    """Open a file to read its stored bytes from the first on.
 
     Args:
-      span: of the file.
-      look: only a little is read, here and there.
+      span: any span of the file.
+      look: whether only a little is read, here and there.
 
     Raises:
-      RunError: it is not of the span's version, or was edited until this ended.
+      RunError: the file has not the span's version, or was edited before the body ended.
     """
     if span.in_bucket:
         raw = open_object(span.path, span.version[0], span.version[2])
@@ -143,11 +144,11 @@ def opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
 
 @contextlib.contextmanager
 def unpacked(span: Span, seen: Seen = lambda block: None) -> Iterator[io.BufferedIOBase]:
-    """The content of a file.
+    """Open a file to read its content, unpacked if it is compressed.
 
     Args:
-      span: of the file.
-      seen: of a compressed one, told of each piece as it lies there, in order.
+      span: any span of the file.
+      seen: called, for a compressed file, with each piece of its stored bytes, in order.
     """
     with opened(span) as file:
         if span.path.lower().endswith(".gz"):
@@ -161,12 +162,12 @@ def unpacked(span: Span, seen: Seen = lambda block: None) -> Iterator[io.Buffere
 
 
 def new_digest() -> Any:
-    """By which the bytes of a span are known: 16 bytes of blake2b."""
+    """Return a new hash for the bytes of a span: blake2b with 16 bytes."""
     return hashlib.blake2b(digest_size=16)
 
 
 def digest_of(span: Span, seen: Seen = lambda block: None) -> str:
-    """Of the bytes of a span as they lie there, hexadecimal.
+    """Return the hexadecimal digest of the stored bytes of a span.
 
     Raises:
       Problem: it cannot be read.
@@ -182,12 +183,13 @@ def digest_of(span: Span, seen: Seen = lambda block: None) -> str:
 
 
 def check_unchanged(span: Span) -> None:
-    """
+    """Check that a span's file on a file system was not edited.
+
     Raises:
-      RunError: its file, on a file system, is not the one that it was.
+      RunError: it was edited or is not there.
     """
     if span.in_bucket:
-        return  # only this one generation is ever read
+        return  # only this generation of an object is ever read
     try:
         version = _version(os.stat(span.path))
     except OSError:
@@ -218,7 +220,11 @@ def _stdlib() -> list[str]:
 
 
 def _first(pieces: list[str], buckets: bool) -> tuple[list[Span], int]:
-    """The files of the first piece, or of more where a name has commas, and of how many."""
+    """Return the files of the first piece, and 1; or of more pieces if a name has commas.
+
+    Returns:
+      The files, and the number of pieces that make their name.
+    """
     none = None
     for count in range(1, len(pieces) + 1):
         try:
@@ -229,14 +235,14 @@ def _first(pieces: list[str], buckets: bool) -> tuple[list[Span], int]:
 
 
 def _matches(pattern: str, buckets: bool) -> list[Span]:
-    """The files of one path or glob, sorted."""
+    """Return the files of one path or glob, sorted."""
     if pattern.startswith(_BUCKETS):
         return _in_bucket(pattern, buckets)
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
         globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
         raise Problem(f"{pattern!r} is a folder; write which files in it, such as {globs}")
-    if os.path.exists(path):  # before globbing: a name may have brackets in it
+    if os.path.exists(path):  # check this before globbing, because a name may have brackets in it
         return [whole(path)]
     paths = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
     if not paths:
@@ -274,7 +280,7 @@ def _no_file(pattern: str) -> _NoFile:
 
 
 class _Told:
-    """A file that tells what is read of it."""
+    """A file that passes on to `seen` what is read from it."""
 
     def __init__(self, file: io.BufferedIOBase, seen: Seen):
         self._file, self._seen = file, seen
@@ -286,9 +292,9 @@ class _Told:
 
 
 class _Zstandard(io.RawIOBase):
-    """The content of a .zst file, of one frame or more.
+    """The content of a .zst file, which has one frame or more.
 
-    The library's own reader takes a file that is cut off for one that ends.
+    The library's own reader does not notice if a file is cut off.
     """
 
     def __init__(self, raw: _Told, path: str):

@@ -1,13 +1,14 @@
-"""One part of a token store: the text of some spans, tokenised and written.
+"""A writer for one part of a token store: the text of some spans, tokenised.
 
-What goes into a part depends on the text and the tokenizer alone. It is written under the name of
-an attempt, and counts once its manifest, which is created last, names that attempt. So whatever
-ends a process, and whenever, the parts that count are whole. An attempt has its name from the plan,
-and each of its files is written whole, with bytes that follow from the text: several that do the
-same are not in each other's way, and what one that ended has left is overwritten.
+The content of a part depends on the text and the tokenizer alone. It is written under the name of
+an attempt, and counts once its manifest, which is created last, names that attempt. So parts that
+count are whole, however and whenever a process ends. The name of an attempt follows from the plan,
+and each of its files is written whole, with bytes that follow from the text. Therefore several
+processes that do the same part do not disturb each other, and files that an ended process left are
+overwritten.
 
-The manifest has a digest of the bytes that each span had, and a part that is there counts only if
-its spans have these bytes still. So a store never has parts of two versions of a file.
+The manifest has a digest of the bytes of each span, and an existing part counts only if its spans
+still have these bytes. So a store never has parts of two versions of a file.
 """
 
 import contextlib
@@ -46,14 +47,14 @@ from rmt_tpu.data.tokenizer_files import load_saved
 from rmt_tpu.errors import RmtError, RunError, UsageError
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
 
-# Text that is tokenised at a time.
+# Limits of the text that is tokenised at a time.
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
-# When it is told how far it is: after so many bytes, or this long.
+# Progress is reported after this many bytes, or this long.
 _TOLD_BYTES, _TOLD_SECONDS = 2**18, 0.5
 
 
 class Work(NamedTuple):
-    """What all parts have in common."""
+    """Options that all parts have in common."""
 
     source: str
     url: str
@@ -63,7 +64,7 @@ class Work(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Documents of this rank are divided, and the tail of this share is held out."""
+    """A cut: documents of this rank are divided, and a tail of this share is held out."""
 
     rank: str
     share: float
@@ -80,16 +81,16 @@ class Job(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A part that counts, and what has to be known of it for the whole.
+    """A part that counts, with all that the whole store needs to know about it.
 
     Attributes:
-      part: for the manifest.
-      characters: of its documents.
-      below: documents whose hash is below the fraction.
+      part: the entry for the manifest.
+      characters: number of characters of its documents.
+      below: number of documents whose hash is below the fraction.
       lowest: the least rank of its documents of two characters or more; "" if there are none.
-      lowest_characters: of documents of that rank.
+      lowest_characters: number of characters of the documents of that rank.
       inputs: the digest of each of its spans.
-      kept: it was there before.
+      kept: whether it existed before.
     """
 
     part: Part
@@ -102,16 +103,17 @@ class Done(NamedTuple):
 
     @classmethod
     def from_json(cls, content: dict) -> "Done":
-        """
+        """Return the part that a manifest describes.
+
         Raises:
-          Fault, KeyError, TypeError: it is not of a part's manifest.
+          Fault, KeyError, TypeError: it is not a part's manifest.
         """
         names = {name: content[name] for name in cls._fields}
         return cls(**names | {"part": Part.from_json(content["part"])})
 
 
 def read_done(folder: Folder, number: int) -> Done | None:
-    """What the manifest of a part says, if there is one."""
+    """Return the part in a manifest, or None if there is no manifest."""
     content = read_sealed(folder, f"{part_name(number)}/{MANIFEST}")
     return content and Done.from_json(content)
 
@@ -119,16 +121,19 @@ def read_done(folder: Folder, number: int) -> Done | None:
 def check_inputs(
     url: str, spans: tuple[Span, ...], digests: list[str], tick: Callable[[int], None]
 ) -> None:
-    """
+    """Check that the files of a part were not edited since it was written.
+
+    For an object in a bucket this is not checked: an edit makes another generation, with which the
+    plan differs.
+
     Args:
-      url: of the store.
-      spans: from which a part of it was made.
-      digests: that they had then.
+      url: URL of the store.
+      spans: the spans from which a part of the store was made.
+      digests: the digests that they had then.
       tick: see `Worker`.
 
     Raises:
-      UsageError: a file was edited since. That of an object in a bucket is not looked for: an edit
-        makes another generation, with which the plan is another one.
+      UsageError: a file was edited since.
     """
     same_number = len(spans) == len(digests)
     for number, span in enumerate(spans):
@@ -143,13 +148,15 @@ def check_inputs(
 
 
 class Worker:
-    """Does one part after the other."""
+    """A worker that does one part after the other."""
 
     def __init__(self, work: Work, tick: Callable[[int], None]):
-        """
+        """Take the options of the work.
+
         Args:
-          work: of all parts.
-          tick: told of bytes of the input that are done; what it raises ends the work.
+          work: the options of all parts.
+          tick: called with the number of input bytes that are done; an error that it raises ends
+            the work.
         """
         self._work, self._told = work, tick
         self._below = int(work.eval_fraction * 2**128)
@@ -168,7 +175,7 @@ class Worker:
         return TokenizerOfStore.of(self._tokenizer).dtype
 
     def do(self, job: Job) -> Done:
-        """Writes a part, if it is not there, and deletes what attempts that ended have left."""
+        """Write a part, if it does not exist yet, and delete what ended attempts left."""
         name = part_name(job.number)
         if (done := self._finished(job)) is not None:
             with problems("input", self._work.source):
@@ -178,7 +185,7 @@ class Worker:
             content = {"plan": self._work.plan_id, "cut": job.cut, **done._asdict()}
             content |= {"part": done.part.json(), "kept": True}
             if not self._folder.create(f"{name}/{MANIFEST}", seal(content)):
-                # Another process was faster; parts are the same whoever does them.
+                # Another process was faster; parts are the same whichever process writes them.
                 if (done := self._finished(job)) is None:
                     raise RunError(f"{self._folder.url}/{name} is written by another command too")
         for attempt in self._folder.names(name):
@@ -197,21 +204,21 @@ class Worker:
         self._not_told, self._when_told = 0, time.monotonic()
 
     def _finished(self, job: Job) -> Done | None:
-        """The part, if it is there and whole; it is checked, and deleted if it is damaged."""
+        """Return the part if it exists and is whole; delete its manifest if it is damaged."""
         name = f"{part_name(job.number)}/{MANIFEST}"
         try:
             if (content := read_sealed(self._folder, name)) is None:
                 return None
         except Fault:
-            raise  # it could not be read, which does not say that it is damaged
+            raise  # it could not be read, which does not mean that it is damaged
         except RmtError:
             content = {}
         with contextlib.suppress(Fault, KeyError, TypeError):
             same_plan = content.pop("plan") == self._work.plan_id
             its_cut = content.pop("cut")
             done = Done.from_json(content)
-            # Without a cut asked for, one that was made earlier is not undone: what has to be
-            # known of the part does not depend on it.
+            # If no cut is asked for, an earlier one is not undone: what has to be known of the part
+            # does not depend on it.
             if same_plan and (job.cut is None or its_cut == list(job.cut)):
                 verify_part(self._folder, job.number, done.part, self._dtype)
                 return done
@@ -242,7 +249,7 @@ class Worker:
         return Done(Part(attempt, **splits), **vars(census), inputs=inputs)
 
     def _divide(self, text: str, of_cut: Cut | None, census: "_Census") -> list[tuple[str, str]]:
-        """Which split a document is of, with its text; of one that is cut, both."""
+        """Return the split of a document, with its text; for a document that is cut, both."""
         of_text = rank(text, self._work.seed)
         is_below = int.from_bytes(of_text) < self._below
         census.count(text, of_text.hex(), is_below)
@@ -251,9 +258,9 @@ class Worker:
         return [(SPLITS[is_below], text)]
 
     def _batches(self, of_part: tuple[Span, ...], inputs: list[str]) -> Iterator[list[str]]:
-        """The documents of some spans, so many at a time that a tokenizer is busy with them.
+        """Yield the documents of some spans in batches that keep a tokenizer busy.
 
-        When the last ones come, `inputs` has the digest of each span.
+        When the last batch comes, `inputs` has the digest of each span.
         """
         with problems("input", self._work.source):
             texts: list[str] = []
@@ -276,13 +283,13 @@ class Worker:
 
 
 def _attempt(plan_id: int, job: Job) -> str:
-    """The name of what is written for a job: the same whoever does it."""
+    """Return the name of a job's attempt, which does not depend on the process."""
     of = json.dumps([plan_id, job.number, job.cut])
     return hashlib.blake2b(of.encode(), digest_size=6).hexdigest()
 
 
 class _Census:
-    """Counts documents; its attributes are those of `Done`."""
+    """Counts of documents, with attributes named as in `Done`."""
 
     def __init__(self):
         self.characters = self.below = self.lowest_characters = 0
@@ -298,7 +305,7 @@ class _Census:
 
 
 class _SplitWriter:
-    """Writes one split of a part, document by document."""
+    """A writer of one split of a part, document by document."""
 
     def __init__(self, folder: Folder, dtype: np.dtype, bos: int, check: Callable[[], None]):
         self._bos = np.array([bos], dtype)
@@ -314,7 +321,7 @@ class _SplitWriter:
         self._crc32 = zlib.crc32(stored, self._crc32)
 
     def finish(self) -> SplitPart:
-        """Writes what is left. A split without documents has no arrays."""
+        """Write what is left. A split without documents has no arrays."""
         if self._documents:
             self._offsets.append(np.array([self._tokens.size], np.int64))
             self._tokens.finish()
@@ -323,15 +330,16 @@ class _SplitWriter:
 
 
 class _ArrayWriter:
-    """An array that grows by whole shards, each of which is a file, written once."""
+    """An array that grows by whole shards, each of which is a file that is written once."""
 
     def __init__(self, folder: Folder, name: str, dtype: np.dtype, check: Callable[[], None]):
-        """
+        """Begin an empty array.
+
         Args:
-          folder: of the split.
+          folder: folder of the split.
           name: "tokens" or "offsets".
-          dtype: of the tokens.
-          check: called before each file is written; what it raises ends the work.
+          dtype: dtype of the tokens.
+          check: called before each file is written; an error that it raises ends the work.
         """
         self._folder, self._name, self._dtype, self._check = folder, name, dtype, check
         self._held = np.empty(SHARD, dtype if name == "tokens" else np.int64)
@@ -347,7 +355,7 @@ class _ArrayWriter:
                 self._write_shard()
 
     def finish(self) -> None:
-        """Writes what is held, and the array's metadata."""
+        """Write the last shard and the array's metadata."""
         if self._num_held:
             self._write_shard()
         self._write("zarr.json", self._encoded(self.size, None)["zarr.json"])
@@ -358,7 +366,7 @@ class _ArrayWriter:
         self._shards, self._num_held = self._shards + 1, 0
 
     def _encoded(self, size: int, values: Integer[np.ndarray, " size"] | None) -> dict[str, bytes]:
-        """The files of an array of such a size, as tensorstore writes them."""
+        """Return the files of an array of this size, as tensorstore writes them."""
         memory, context = {"driver": "memory"}, ts.Context()
         spec = array_spec(self._folder, self._name, self._dtype, size) | {"kvstore": memory}
         array = ts.open(spec, create=True, context=context).result()

@@ -1,7 +1,7 @@
 """Random access to a shuffled order: the n-th element of a permutation, without storing it.
 
-The order of the training data must not change with the version of a library, so it is arithmetic
-on 64-bit words and no library's random stream.
+The order of the training data must not change with the version of a library. Therefore it is
+computed with 64-bit arithmetic, without a library's random stream.
 """
 
 import numpy as np
@@ -19,15 +19,15 @@ def permute(
     seed: int,
     epoch: Int64[np.ndarray, " B"],
 ) -> Int64[np.ndarray, " B"]:
-    """Where each index goes in the permutation of `range(size)` that (seed, epoch) names.
+    """Return the image of each index in the permutation of `range(size)` for (seed, epoch).
 
     A Feistel network permutes the smallest range of 4^k that holds `size`; an image outside of
     `size` is permuted again until it falls inside, which keeps the whole a permutation.
 
     Args:
       index: int64, from 0 to `size - 1`.
-      size: of the range.
-      seed: any integer; it counts modulo 2^64.
+      size: size of the range.
+      seed: any integer, taken modulo 2^64.
       epoch: int64, one for each index, from 0.
 
     Returns:
@@ -44,7 +44,7 @@ def permute(
 def _feistel(
     words: UInt64[np.ndarray, " B"], keys: UInt64[np.ndarray, " B"], half: int
 ) -> UInt64[np.ndarray, " B"]:
-    """A permutation of the words of `2 * half` bits, one for each key."""
+    """Permute words of `2 * half` bits, with a permutation for each key."""
     shift, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = words >> shift, words & mask
     for number in range(_ROUNDS):
@@ -54,7 +54,7 @@ def _feistel(
 
 
 def _mix(words: UInt64[np.ndarray, " B"]) -> UInt64[np.ndarray, " B"]:
-    """SplitMix64's output function: each bit out depends on each bit in."""
+    """Apply SplitMix64's output function: each bit out depends on each bit in."""
     words = words + np.uint64(_GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""What makes a token store: its parts, and by what a store is known to be of this plan."""
+"""The plan of a token store: its parts, and all that has to be the same to go on with it."""
 
 import itertools
 import math
@@ -14,18 +14,18 @@ from rmt_tpu.data.tokenizer import Tokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Folder
 
-# Parts are small enough to be done again and to be shared out, and not so small or so many that
-# their files are in the way.
+# Parts are small enough to be done again and to be divided among processes, but not so small or so
+# many that their files become a burden.
 _LEAST_PART, _USUAL_PART, _MOST_PARTS = 2**20, 64 * 2**20, 4096
 
 
 def usual_part_bytes(total: int) -> int:
-    """Of an input of so many bytes."""
+    """Return the size of parts for an input of `total` bytes."""
     return max(min(max(total // 64, _LEAST_PART), _USUAL_PART), math.ceil(total / _MOST_PARTS))
 
 
 def parts(files: list[Span], part_bytes: int) -> Iterator[tuple[Span, ...]]:
-    """Spans of one file or of several small ones.
+    """Yield the parts, each of which is spans of one large file or of several small ones.
 
     Raises:
       Problem: a file cannot be read.
@@ -49,7 +49,10 @@ def plan_of(
     eval_fraction: int | float,
     seed: int,
 ) -> dict[str, Any]:
-    """For plan.json. What else is known of a file, the digests of its spans, its parts have."""
+    """Return the content of plan.json.
+
+    It has no digests of the files' contents; the parts have those.
+    """
     return {
         "tokenizer": TokenizerOfStore.of(tokenizer)._asdict(),
         "eval_fraction": eval_fraction,
@@ -61,20 +64,24 @@ def plan_of(
 
 
 def plan_id(plan: dict[str, Any]) -> int:
-    """By which parts know whose they are."""
+    """Return a checksum of the plan, by which parts know which store they belong to."""
     return zlib.crc32(seal(plan))
 
 
 def _source(file: Span) -> list[Any]:
-    """Name, size, and of an object crc32c and generation; not where it lies, which is nobody's."""
+    """Return a file's name and size, and for an object also crc32c and generation.
+
+    The path is not included, because it may differ between processes and may be private.
+    """
     version = file.version if file.in_bucket else file.version[:1]
     return [os.path.basename(file.path), *version]
 
 
 def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
-    """
+    """Check that the store in the folder has the plan `new`.
+
     Raises:
-      UsageError: the store in the folder has another plan.
+      UsageError: it has another plan.
     """
     if old == new:
         return
@@ -90,7 +97,7 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
         different.append(f"tokenizer {tokenizer} is now {new['tokenizer']['name']}{again}")
     if (sources := old.get("sources")) != new["sources"]:
         different.append(_different_input(sources, new["sources"]))
-    changed = "the content of its input has changed"  # so that it is in other parts
+    changed = "the content of its input has changed"  # the content then divides into other parts
     raise UsageError(
         f"--output={folder.url} is of another command: {'; '.join(different) or changed}. "
         "Give the same input and flags to go on, or another --output"

@@ -1,4 +1,4 @@
-"""The parts of a token store, done by this process or by several."""
+"""A pool that writes the parts of a token store, in this process or in several."""
 
 import contextlib
 import multiprocessing
@@ -17,13 +17,13 @@ _POLL_SECONDS = 0.2
 
 
 def run(work: Work, jobs: list[Job], workers: int, progress: Callable[[int], None]) -> list[Done]:
-    """Does the jobs; when it returns or raises, no process is left.
+    """Do the jobs; when this returns or raises, no process is left.
 
     Args:
-      work: of all of them.
-      jobs: in order.
-      workers: processes; 1 is this one.
-      progress: told now and then of the bytes of the input that are done.
+      work: the options of all parts.
+      jobs: the jobs in order.
+      workers: number of processes; 1 is this one.
+      progress: called now and then with the number of input bytes that are done.
 
     Raises:
       UsageError, RunError: see `prepare`.
@@ -64,7 +64,7 @@ def run(work: Work, jobs: list[Job], workers: int, progress: Callable[[int], Non
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Processes that are started in here never get a Ctrl-C, which this one tells them of."""
+    """Start processes in the body without Ctrl-C; this process tells them to stop."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -95,6 +95,6 @@ def _do_in_worker(job: Job) -> Done:
 
 
 def _end_with_parent() -> None:
-    """A worker would wait for ever for the next job of a process that was killed."""
+    """End this worker when its parent is killed, or it would wait forever for the next job."""
     multiprocessing.parent_process().join()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The next batches are read while the step computes, so that it does not wait for them."""
+"""A prefetcher that reads the next batches while a step computes, so that steps need not wait."""
 
 import itertools
 import queue
@@ -11,18 +11,18 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# A read under way when a run ends is waited for no longer than this.
+# The longest wait for a read that is under way when a run ends.
 _CLOSE_SECONDS = 5.0
 
 
 class Prefetcher(Generic[T]):
-    """`read(start)`, `read(start + advance)`, ... in order, each begun before it is asked for.
+    """`read(start)`, `read(start + advance)`, ... in order, each begun before it is needed.
 
         with Prefetcher(read, start=windows_read, advance=batch_size) as ahead:
             batch, wait_seconds = ahead.next()
 
-    What is read ahead and not taken leaves no trace: a run that resumes starts another one from
-    the batches that it has used.
+    Batches that were read ahead and not used leave no trace: a run that resumes starts another
+    prefetcher from the batches that it has used.
     """
 
     def __init__(
@@ -34,21 +34,21 @@ class Prefetcher(Generic[T]):
         depth: int = 3,
         threads: int = 2,
     ):
-        """Starts reading.
+        """Start reading.
 
         Args:
-          read: the batch at a position; called by several threads at once.
+          read: returns the batch at a position; several threads call it at once.
           start: the first position.
-          advance: from one position to the next.
-          depth: batches held or being read, at most; 1 or more.
-          threads: that read; 1 or more.
+          advance: the step from one position to the next.
+          depth: the most batches that are held or being read; 1 or more.
+          threads: number of threads that read; 1 or more.
         """
         if depth < 1 or threads < 1:
             raise ValueError(f"depth={depth} and threads={threads} must be 1 or more")
         self._positions = itertools.count(start, advance)
         self._wanted: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
         self._ahead: deque[Future] = deque()
-        # Daemons: a read that hangs does not keep a process from ending.
+        # The threads are daemons, so that a read that hangs does not keep the process from ending.
         self._threads = [
             threading.Thread(target=_work, args=(read, self._wanted), daemon=True)
             for _ in range(min(threads, depth))
@@ -65,10 +65,11 @@ class Prefetcher(Generic[T]):
         self.close()
 
     def next(self) -> tuple[T, float]:
-        """The next batch, and the seconds that it had to be waited for.
+        """Return the next batch, and the seconds that this call waited for it.
 
         Raises:
-          RunError, UsageError: what `read` raised for this batch, here and at each later call.
+          RunError, UsageError: the error that `read` raised for this batch, here and at each later
+            call.
         """
         first, wait_seconds = self._ahead[0], 0.0
         if not first.done():
@@ -81,7 +82,7 @@ class Prefetcher(Generic[T]):
         return batch, wait_seconds
 
     def close(self) -> None:
-        """Drops what is read ahead, and waits for reads under way; may be called again."""
+        """Drop what was read ahead, and wait for reads under way; may be called again."""
         for future in self._ahead:
             future.cancel()
         for _ in self._threads:
@@ -103,5 +104,5 @@ def _work(read: Callable[[int], T], wanted: queue.SimpleQueue) -> None:
             continue
         try:
             future.set_result(read(position))
-        except BaseException as error:  # `next` raises it, whatever it is
+        except BaseException as error:  # `next` raises any error
             future.set_exception(error)

@@ -1,4 +1,4 @@
-"""Text to a token store: in parts, by several processes, and from where it was after a kill."""
+"""Preparation of a token store from text: in parts, by several processes, and resumable."""
 
 import json
 import os
@@ -21,19 +21,19 @@ TOKENISING = "tokenising"
 HOLDING_OUT = "holding out the tail of a document"
 COMPARING = "comparing the input"
 
-_READERS = 16  # manifests that are read at a time
+_READERS = 16  # number of manifests that are read at a time
 _SHARED_SECONDS = 10.0  # a network file system may show a new file late
 
-# Bytes of the input that are done, all of them, and what is done with them: one of the above.
+# Called with the input bytes that are done, their total, and one of the three constants above.
 Progress = Callable[[int, int, str], None]
 
 
 class Totals(NamedTuple):
-    """What is in a store.
+    """The content of a store.
 
     Attributes:
-      parts: how many.
-      kept: of these, how many were there before.
+      parts: number of parts.
+      kept: number of parts that existed before.
       train, held_out: documents, tokens, and 0 in place of a checksum.
     """
 
@@ -48,24 +48,24 @@ class Team(Protocol):
     """Processes, such as one on each host, that make a store together.
 
     Attributes:
-      number: of this one, from 0.
-      count: of all.
+      number: number of this process, from 0.
+      count: number of all processes.
     """
 
     number: int
     count: int
 
     def gather(self, value: str, what: str) -> list[str]:
-        """The `value` of every process, in order; returns when all have come to `what`."""
+        """Return the `value` of every process, in order, once all have called it for `what`."""
 
 
 class Alone:
-    """A team of this process."""
+    """A team of this process alone."""
 
     number, count = 0, 1
 
     def gather(self, value: str, what: str) -> list[str]:
-        """See `Team`."""
+        """Return `[value]`, see `Team`."""
         return [value]
 
 
@@ -84,30 +84,31 @@ def prepare(
     progress: Progress = lambda done, total, what: None,
     team: Team = _ALONE,
 ) -> Totals:
-    """Tokenises text into a token store, or goes on where the same call was interrupted.
+    """Tokenise text into a token store, or resume an interrupted call with the same arguments.
 
-    A document is held out if a hash of its text and the seed is below `eval_fraction`; so equal
-    documents stay together. Where that holds out none (there are few), the tail of one is held
-    out, of about that share of all the text.
+    A document is held out if a hash of its text and the seed is below `eval_fraction`, so equal
+    documents stay together. If that holds out none (because there are few), the tail of one
+    document is held out, with about that share of all the text.
 
-    The store is of the input as it is when this returns, whatever was edited before or meanwhile.
-    Parts that are there count only if the bytes that they were made from, all of them, have the
-    digests that they had then. While this runs, a file is taken for unedited if its size, mtime and
-    ctime are; of an object in a bucket one generation is read, and generation and crc32c are taken
+    The store is made from the input as it is when this function returns, whatever was edited before
+    or meanwhile. Existing parts count only if all bytes that they were made from still have the
+    same digests. During the call, a file counts as unedited if its size, mtime and ctime are
+    unchanged. Of an object in a bucket one generation is read, and generation and crc32c are taken
     from the service.
 
     Several processes make, byte for byte, the store that one makes.
 
     Args:
-      source: see `documents`; `gs://` URLs and globs too.
+      source: see `documents`; `gs://` URLs and globs are allowed too.
       tokenizer_spec: see `load_tokenizer`.
       output: folder of the store, the same for the whole team.
       eval_fraction: share of the documents to hold out, above 0, at most 0.5.
       seed: another seed holds out other documents.
-      workers: processes that this one starts; None is one for each CPU. 1 is this process.
-      part_bytes: of the input for each part; None is what suits the input.
-      progress: told now and then how far this process is with its share.
-      team: calls this with the same arguments.
+      workers: number of processes that this one starts; None is one for each CPU. 1 is this
+        process.
+      part_bytes: bytes of the input for each part; None chooses them by the size of the input.
+      progress: called now and then with the progress of this process's share.
+      team: the processes that call this function with the same arguments.
 
     Returns:
       What is in the store.
@@ -176,7 +177,8 @@ def prepare(
 
 
 def _agree(team: Team, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> None:
-    """
+    """Check that all processes have the same plan.
+
     Raises:
       UsageError: another process has another plan.
     """
@@ -194,7 +196,8 @@ def _agree(team: Team, plan: dict[str, Any], parts: list[tuple[Span, ...]]) -> N
 
 
 def _check_shared(folder: Folder, plan: dict[str, Any], team: Team) -> None:
-    """
+    """Check that all processes see the same folder.
+
     Raises:
       UsageError: this process sees another folder than process 0, which wrote the plan into it.
     """
@@ -211,7 +214,10 @@ def _check_shared(folder: Folder, plan: dict[str, Any], team: Team) -> None:
 
 
 def _share(sizes: list[int], team: Team) -> list[int]:
-    """The parts that this process does: each, from the largest on, is for who has least so far."""
+    """Return the numbers of the parts that this process does.
+
+    Parts are assigned from the largest on, each to the process with the least bytes so far.
+    """
     loads, own = [0] * team.count, []
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         least = loads.index(min(loads))
@@ -222,12 +228,12 @@ def _share(sizes: list[int], team: Team) -> list[int]:
 
 
 def _cut(done: list[Done], eval_fraction: int | float, team: Team) -> Cut | None:
-    """What is held out where no document's hash is below the fraction; the same on the whole team.
+    """Return the cut if no document's hash is below the fraction; the same on the whole team.
 
     Args:
-      done: by this process.
-      eval_fraction: of the store.
-      team: of all.
+      done: the parts of this process.
+      eval_fraction: the fraction of the store.
+      team: all processes.
     """
     lowest = min((d.lowest for d in done if d.lowest), default="")
     own = {
@@ -248,7 +254,7 @@ def _cut(done: list[Done], eval_fraction: int | float, team: Team) -> Cut | None
 def _complete(
     folder: Folder, plan: dict[str, Any], done: dict[int, Done], kept: int, source: str
 ) -> Totals:
-    """Creates the manifest, of the parts of this process and those of the others."""
+    """Create the manifest, of the parts of this process and those of the others."""
 
     def of_part(number: int) -> Done:
         if number in done:
@@ -291,12 +297,12 @@ def _compare(
     workers: int,
     progress: Progress,
 ) -> None:
-    """Compares the input of some parts with what a complete store was made from."""
+    """Compare the input of some parts with what a complete store was made from."""
     total, finished = sum(span.stop - span.start for n in own for span in parts[n]), 0
 
     def tick(count: int) -> None:
         nonlocal finished
-        finished += count  # of several threads, and only shown
+        finished += count  # several threads add to it without a lock, because it is only shown
         progress(finished, total, COMPARING)
 
     pool = ThreadPoolExecutor(workers)

@@ -1,6 +1,6 @@
-"""A token store: tokens of any amount of text in a folder or bucket, read where they lie.
+"""A token store: tokens of any amount of text in a folder or bucket, which are read in place.
 
-What `recipes.prepare_data` writes, and how it is read:
+`recipes.prepare_data` writes these files:
 
     manifest.json              what is in it; created last, so a store without one is not complete
     plan.json                  what makes it: created first
@@ -8,10 +8,10 @@ What `recipes.prepare_data` writes, and how it is read:
     parts/00000/manifest.json  of one part of the text; created when its arrays are whole
     parts/00000/<attempt>/train/tokens, train/offsets, eval/tokens, eval/offsets
 
-Arrays are zarr3 with crc32c checksums. `tokens` (uint16, or uint32 for large vocabularies) is BOS
-and the tokens of each document, one after the other; `offsets` (int64, documents + 1) is where in
-it each document's BOS is, and where the last one ends. The parts of a split, one after the other,
-are one stream, as `pack` makes it of the same documents.
+Arrays are zarr3 with crc32c checksums. `tokens` (uint16, or uint32 for large vocabularies) has BOS
+and the tokens of each document, one after the other. `offsets` (int64, documents + 1) has the
+position of each document's BOS in it, and the end of the last document. The parts of a split, one
+after the other, are one stream, equal to what `pack` makes of the same documents.
 """
 
 import json
@@ -36,15 +36,15 @@ MANIFEST, PLAN = "manifest.json", "plan.json"
 SPLITS = "train", "eval"
 VERSION = 1
 
-# A shard is a file; what is read of it at least is a chunk, of 32 or 64 KiB. So a window costs
-# little more than its own tokens, and a store of a terabyte has not a billion files.
+# A shard is a file, and a chunk (32 or 64 KiB) is the least that is read of it. So reading a window
+# costs little more than its own tokens, and a store of a terabyte has not a billion files.
 SHARD, CHUNK = 2**24, 2**14
 
 _KIND = "rmt_tpu token store"
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 _ATTEMPT = re.compile(r"[0-9a-f]{12}")
-_MANIFEST_BYTES = 256 * 2**20  # about a million parts
-# Room for the index of every shard that windows come from: 16 KiB for 16 million tokens.
+_MANIFEST_BYTES = 256 * 2**20  # enough for about a million parts
+# Room for the index of every shard that windows are read from: 16 KiB for 16 million tokens.
 _CACHE_BYTES = 64 * 2**20
 
 
@@ -52,9 +52,9 @@ class SplitPart(NamedTuple):
     """The tokens of one split in one part.
 
     Attributes:
-      documents: how many.
-      tokens: how many, with the BOS of each document.
-      crc32: of the tokens as they are stored, little-endian.
+      documents: number of documents.
+      tokens: number of tokens, including the BOS of each document.
+      crc32: CRC-32 of the tokens as they are stored, little-endian.
     """
 
     documents: int
@@ -63,7 +63,7 @@ class SplitPart(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a manifest says of one part.
+    """The entry of one part in a manifest.
 
     Attributes:
       attempt: the folder of its arrays.
@@ -76,9 +76,10 @@ class Part(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> "Part":
-        """
+        """Return the part in a JSON value.
+
         Raises:
-          Fault: it is not what `_asdict` gave.
+          Fault: it is not a value that `json` returns.
         """
         try:
             splits = [SplitPart(**value[split]) for split in SPLITS]
@@ -90,7 +91,7 @@ class Part(NamedTuple):
         raise Fault("it lists a part that cannot be")
 
     def json(self) -> dict[str, Any]:
-        """For `from_json`."""
+        """Return the part as a JSON value for `from_json`."""
         return {"attempt": self.attempt} | {s: getattr(self, s)._asdict() for s in SPLITS}
 
 
@@ -113,7 +114,7 @@ class TokenizerOfStore(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """That tokens are stored in."""
+        """The dtype in which tokens are stored."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
@@ -121,8 +122,8 @@ class TokenStore:
     """A complete store.
 
     Attributes:
-      url: of its folder.
-      tokenizer: by which it was made.
+      url: URL of its folder.
+      tokenizer: the tokenizer by which it was made.
       train: the stream to train on.
       held_out: the stream of the documents held out.
     """
@@ -143,9 +144,10 @@ class TokenStore:
         self.held_out = TokenStream(folder, "eval", parts, self.tokenizer)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """
+        """Check that a tokenizer encodes like that of the store.
+
         Raises:
-          UsageError: `tokenizer` encodes otherwise than that of the store.
+          UsageError: it encodes differently.
         """
         if tokenizer.fingerprint() != self.tokenizer.fingerprint:
             raise UsageError(
@@ -156,23 +158,23 @@ class TokenStore:
 
 
 class TokenStream:
-    """One split of a store as one stream; a `Stream` of `Windows`."""
+    """One split of a store as one stream; a `Stream` for `Windows`."""
 
     def __init__(
         self, folder: Folder, split: str, parts: Sequence[Part], tokenizer: TokenizerOfStore
     ):
-        """Opens nothing yet.
+        """Describe the stream; this opens no array yet.
 
         Args:
-          folder: of the store.
+          folder: folder of the store.
           split: "train" or "eval".
           parts: all parts of the store.
-          tokenizer: of the store.
+          tokenizer: the tokenizer of the store.
         """
         self._folder, self._split, self._parts = folder, split, parts
         self._dtype, self._vocab_size = tokenizer.dtype, tokenizer.vocab_size
         of_parts = [getattr(part, split) for part in parts]
-        # Where each part begins in the stream, and where the last one ends.
+        # The position in the stream at which each part begins, and the end of the last one.
         self._begins = np.cumsum([0, *(p.tokens for p in of_parts)], dtype=np.int64)
         self._documents = np.cumsum([0, *(p.documents for p in of_parts)], dtype=np.int64)
         self._checksum = zlib.crc32(json.dumps([[p.tokens, p.crc32] for p in of_parts]).encode())
@@ -184,20 +186,20 @@ class TokenStream:
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return int(self._documents[-1])
 
     def checksum(self) -> int:
-        """CRC-32 of the checksums of all parts, from the manifest: nothing is read."""
+        """Return the CRC-32 of the checksums of all parts, from the manifest: nothing is read."""
         return self._checksum
 
     def read(
         self, starts: Int64[np.ndarray, " rows"], length: int
     ) -> Int32[np.ndarray, "rows length"]:
-        """`length` tokens from each of `starts` on, all read at once; 0 past the end.
+        """Return `length` tokens from each of `starts` on, all read at once, with 0 past the end.
 
         Raises:
-          Fault: an array is damaged, is not there, or is not what the manifest says.
+          Fault: an array is damaged or missing, or is not what the manifest says.
         """
         out = np.zeros((len(starts), length), np.int32)
         pieces = [
@@ -205,7 +207,7 @@ class TokenStream:
             for row, start in enumerate(starts.tolist())
             for piece in self._pieces(start, min(start + length, len(self)))
         ]
-        # Every open and every read is begun before the first is waited for.
+        # Begin every open and every read before waiting for the first.
         for number in dict.fromkeys(piece[2] for piece in pieces):
             self._begin_opening(number, "tokens")
         arrays = {number: self._array(number, "tokens") for _, _, number, _, _ in pieces}
@@ -219,10 +221,10 @@ class TokenStream:
         return out
 
     def document(self, number: int) -> Int32[np.ndarray, " tokens"]:
-        """The tokens of one document, with its BOS: for evaluation document by document.
+        """Return the tokens of one document, with its BOS, for evaluation document by document.
 
         Args:
-          number: from 0 to `num_documents - 1`.
+          number: number of the document, from 0 to `num_documents - 1`.
 
         Raises:
           Fault: see `read`.
@@ -241,7 +243,7 @@ class TokenStream:
         return self.read(start, stop - int(start[0] - self._begins[part]))[0]
 
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
-        """Where `start` to `stop` is: offset in the row, part, and the part's tokens `a` to `b`."""
+        """Return the pieces of a range: offset in the row, part, and the part's tokens `a` to `b`."""
         pieces, at = [], start
         number = int(np.searchsorted(self._begins, start, side="right")) - 1
         while at < stop:
@@ -261,7 +263,7 @@ class TokenStream:
                 )
                 size = part.tokens if array == "tokens" else part.documents + 1
                 spec = array_spec(folder, array, self._dtype, size)
-                # A store that is complete never changes.
+                # A complete store never changes.
                 spec |= {"recheck_cached_data": False, "recheck_cached_metadata": False}
                 self._open[number, array] = ts.open(spec, open=True, context=self._context)
             return self._open[number, array]
@@ -281,7 +283,7 @@ class TokenStream:
 
 
 def is_store(source: str) -> bool:
-    """Whether `--data` names a store, complete or not, and no text: a folder, local or gs://."""
+    """Return whether `--data` names a store, complete or not, in a local or gs:// folder."""
     if source.startswith("gs://"):
         return not any(piece.strip().lower().endswith(SUFFIXES) for piece in source.split(","))
     folder = os.path.expanduser(source)
@@ -289,10 +291,10 @@ def is_store(source: str) -> bool:
 
 
 def open_store(source: str | Folder) -> TokenStore:
-    """The store in a folder.
+    """Open the store in a folder.
 
     Raises:
-      UsageError: there is none, or one that is not complete; or see `Folder.check`.
+      UsageError: there is none, or it is not complete; or see `Folder.check`.
       RunError: its manifest is damaged.
     """
     with of_flag("data"):
@@ -310,12 +312,12 @@ def open_store(source: str | Folder) -> TokenStore:
 
 
 def verify_part(folder: Folder, number: int, part: Part, tokens: np.dtype) -> None:
-    """Reads all of one part.
+    """Check one part by reading all of it.
 
     Args:
-      folder: of the store.
-      number: of the part.
-      part: what its manifest says.
+      folder: folder of the store.
+      number: number of the part.
+      part: the part as its manifest describes it.
       tokens: dtype of the tokens.
 
     Raises:
@@ -338,13 +340,13 @@ def verify_part(folder: Folder, number: int, part: Part, tokens: np.dtype) -> No
 
 
 def array_spec(folder: Folder, name: str, tokens: np.dtype, size: int) -> dict[str, Any]:
-    """Of an array of a split, in tensorstore; one that is opened must be what it says.
+    """Return the tensorstore spec of a split's array; opening an array that differs from it fails.
 
     Args:
-      folder: of the split.
+      folder: folder of the split.
       name: "tokens" or "offsets".
       tokens: dtype of the tokens.
-      size: of the array.
+      size: size of the array.
     """
     kvstore = folder.kvstore()
     chunks = {"chunk_shape": [CHUNK], "codecs": _CODECS, "index_codecs": _CODECS}
@@ -362,31 +364,31 @@ def array_spec(folder: Folder, name: str, tokens: np.dtype, size: int) -> dict[s
                 }
             ],
         },
-        # By default a chunk of zeros is not stored and a missing chunk is read as zeros, so that
-        # a lost file would go unnoticed.
+        # By default a chunk of zeros is not stored and a missing chunk is read as zeros, so that a
+        # lost file would go unnoticed.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
 
 
 def part_name(number: int) -> str:
-    """The folder of a part."""
+    """Return the name of a part's folder."""
     return f"parts/{number:05}"
 
 
 def split_folder(folder: Folder, number: int, attempt: str, split: str) -> Folder:
-    """The folder of a split's arrays."""
+    """Return the folder of a split's arrays."""
     return folder.child(f"{part_name(number)}/{attempt}/{split}")
 
 
 def seal(content: dict[str, Any]) -> bytes:
-    """A manifest: its content and a checksum of that."""
+    """Return the bytes of a manifest: its content and a checksum of the content."""
     sealed = {"kind": _KIND, "version": VERSION, "crc32": _crc32(content), "content": content}
     return (json.dumps(sealed) + "\n").encode()
 
 
 def read_sealed(folder: Folder, name: str) -> dict[str, Any] | None:
-    """The content of a manifest, or None if there is none.
+    """Return the content of a manifest, or None if there is none.
 
     Raises:
       UsageError: it is of something else than a store, or of another version.

@@ -1,4 +1,4 @@
-"""Text to token ids and back: what every tokenizer has, and the bytes themselves as one."""
+"""Tokenizers, which map text to token ids and back: their interface, and one of bytes."""
 
 import hashlib
 import json
@@ -20,22 +20,22 @@ Tokens = Integer[np.ndarray, " tokens"] | Sequence[int]
 
 
 class Unusable(Exception):
-    """What is wrong with a tokenizer's files; whoever knows where they come from adds that."""
+    """An error in a tokenizer's files; the caller adds where they come from."""
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back.
+    """A map from text to token ids and back.
 
     Attributes:
-      name: what `load_tokenizer` makes it from.
+      name: the spec from which `load_tokenizer` makes it.
       vocab_size: one more than the largest token id.
-      bos: the token that starts a document. No text is encoded as it; it is decoded to nothing.
+      bos: the token that starts a document. No text is encoded as it, and it is decoded to nothing.
       ends: tokens, any of which ends a text: BOS, as in training here, unless a folder of the hub
         says otherwise.
-      starts: whether BOS stands before each text, as in training here; a folder of the hub may say
+      starts: whether BOS precedes each text, as in training here; a folder of the hub may say
         otherwise.
-      gaps: ids below `vocab_size` that are of no token.
-      template: whether the tokenizer's own file puts BOS there.
+      gaps: ids below `vocab_size` that no token has.
+      template: whether the tokenizer's own file puts BOS before a text.
     """
 
     name: str
@@ -47,65 +47,66 @@ class Tokenizer(ABC):
     gaps: tuple[int, ...] = ()
 
     def begun(self, tokens: Tokens) -> Int32[np.ndarray, " read"]:
-        """A text's tokens as a model reads them: behind BOS if `starts`, or if there are none."""
+        """Return a text's tokens as a model reads them, after BOS if `starts` or if it is empty."""
         before = [self.bos] if self.starts or not len(tokens) else []
         return np.array([*before, *tokens], np.int32)
 
     def named(self, name: str) -> int | None:
-        """The token of a name in `tokenizer.json`, where tokens have names."""
+        """Return the token with a name in `tokenizer.json`, if tokens have names, else None."""
         del name
         return None
 
     def spelled(self, token: int) -> str | None:
-        """The name of a token in `tokenizer.json`, where tokens have names."""
+        """Return the name of a token in `tokenizer.json`, if tokens have names, else None."""
         del token
         return None
 
     @abstractmethod
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The tokens of a text, without a BOS. Names of special tokens are text like any other.
+        """Return the tokens of a text, without a BOS. Names of special tokens are ordinary text.
 
         Raises:
           UsageError: the text has half a surrogate pair, which is no character.
         """
 
     def encode_all(self, texts: list[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
-        """`encode` of each text, in order."""
+        """Encode each text, in order."""
         return map(self.encode, texts)
 
     @abstractmethod
     def decode_bytes(self, tokens: Tokens) -> bytes:
-        """The UTF-8 of some tokens of a text, which may start or end within a character.
+        """Return the UTF-8 of some tokens of a text, which may start or end within a character.
 
         The bytes of parts of a text add up to those of the whole, so a stream of tokens can be
         shown as it comes, through an incremental decoder.
 
         Raises:
-          UsageError: a token is not of this vocabulary.
+          UsageError: a token is not in this vocabulary.
         """
 
     def decode(self, tokens: Tokens) -> str:
-        """The text of the tokens; what is not UTF-8 becomes U+FFFD.
+        """Return the text of the tokens; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-          UsageError: a token is not of this vocabulary.
+          UsageError: a token is not in this vocabulary.
         """
         return self.decode_bytes(tokens).decode("utf-8", errors="replace")
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hexadecimal, equal for tokenizers that encode alike, wherever they were loaded from."""
+        """Return a hexadecimal hash, equal for tokenizers that encode alike, from any source."""
 
     @abstractmethod
     def to_json(self, *, template: bool = False) -> str:
-        """All that makes it, as text in JSON.
+        """Return the whole tokenizer as JSON text.
 
         Args:
-          template: have other programs put BOS before each text, where `tokenizer.json` can say so.
+          template: whether other programs should put BOS before each text, if `tokenizer.json` can
+            say so.
         """
 
     def save(self, folder: Location, *, template: bool = False) -> None:
-        """Writes `tokenizer.json`, all that `load_saved` needs.
+        """Write `tokenizer.json`, which has all that `load_saved` needs.
 
         Args:
           template: see `to_json`.
@@ -126,7 +127,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """Tokens 0 to 255 are the bytes of UTF-8, and 256 is BOS."""
+    """A tokenizer whose tokens 0 to 255 are the bytes of UTF-8, and 256 is BOS."""
 
     name = BYTE
     vocab_size = 257
@@ -148,7 +149,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def utf8(text: str) -> bytes:
-    """The bytes of a text.
+    """Return the UTF-8 bytes of a text.
 
     Raises:
       UsageError: the text has half a surrogate pair, which is no character.
@@ -164,5 +165,5 @@ def utf8(text: str) -> bytes:
 
 
 def digest(value: object) -> str:
-    """Hexadecimal hash of a JSON value."""
+    """Return a hexadecimal hash of a JSON value."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Which tokenizer a name, a folder or a file stands for."""
+"""Loading of the tokenizer that a name, a folder or a file stands for."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ GPT2_FILES = ("encoder.json", "vocab.bpe")
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `--tokenizer` names.
+    """Return the tokenizer that `--tokenizer` names.
 
     Args:
       spec: `byte`; or a folder with GPT-2's encoder.json and vocab.bpe, or with a tokenizer.json
@@ -39,7 +39,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def load_saved(folder: Location) -> Tokenizer:
-    """The tokenizer that `save` wrote into a folder.
+    """Return the tokenizer that `save` wrote into a folder.
 
     Raises:
       UsageError: there is none, or its file is damaged.
@@ -55,7 +55,7 @@ def load_saved(folder: Location) -> Tokenizer:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """An Unusable within is a UsageError about `what`."""
+    """Turn an Unusable in the body into a UsageError about `what`."""
     try:
         yield
     except Unusable as error:

@@ -38,8 +38,7 @@ def _versions() -> dict[str, str]:
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
-        # The code is not installed as a package.
-        except metadata.PackageNotFoundError:
+        except metadata.PackageNotFoundError:  # the code is not installed as a package
             continue
     return versions
 

@@ -14,8 +14,7 @@ from rmt_tpu.storage import Fault, Folder, Location, open_folder
 Row = dict[str, int | float | None]
 
 FILE = "metrics.jsonl"
-# In bytes; a row has about 300.
-_LARGEST = 4 * 2**30
+_LARGEST = 4 * 2**30  # in bytes; a row has about 300
 # Seconds between additions to a file in a bucket, and between attempts after a failure.
 _APPEND_SECONDS = 30.0
 
@@ -146,8 +145,7 @@ def read_metrics(
     found = folder.read(FILE, limit=_LARGEST)
     lines = found.data.split(b"\n") if found else [b""]
     bad = []
-    # A line without a newline is still being written.
-    for number, line in enumerate(lines[:-1], 1):
+    for number, line in enumerate(lines[:-1], 1):  # a line without a newline is still being written
         row = _parsed(line)
         if row is None:
             bad.append(number)

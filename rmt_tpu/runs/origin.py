@@ -104,15 +104,14 @@ class Origin:
         shapes, arrays = _shapes(self._other), {}
         for path, wanted in like.items():
             read = weights.reader(tensors, found[path], shapes[path])
-            # The parameter is split into chunks of virtual stages.
-            if wanted.shape != shapes[path]:
+            if wanted.shape != shapes[path]:  # the parameter is split into chunks of virtual stages
                 read = _in_chunks(read, shapes[path], wanted.shape)
             arrays[path] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
         return arrays
 
 
 def _growth(location: str, other: cfg.ModelConfig, model: cfg.ModelConfig) -> str:
-    """Return how to grow a run's residual, for an error message, if D_k is what differs, else ""."""
+    """Return the end of an error message about growing D_k, or "" if D_k does not differ."""
     sizes = [m.store.key_dim if m.store.has_keys else None for m in (other, model)]
     if None in sizes or sizes[0] == sizes[1]:
         return ""

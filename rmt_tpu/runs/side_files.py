@@ -19,8 +19,7 @@ from rmt_tpu.runs.plots import plot_loss
 from rmt_tpu.storage import Folder
 
 SAMPLES, STARTS, COMPLETE = "samples.txt", "starts.jsonl", "complete.json"
-# Says why the loss of the run diverged.
-DIVERGED = "diverged.txt"
+DIVERGED = "diverged.txt"  # says why the loss of the run diverged
 _OLD_METRICS = "metrics.old.jsonl"
 _HEADING = re.compile(r"^== step (\d+) ==$", re.MULTILINE)
 
@@ -91,7 +90,7 @@ class SideFiles:
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[None]:
-        """Trace into `profile/`, through a local folder, because the profiler writes to no bucket."""
+        """Trace into `profile/`, via a local folder, because the profiler writes to no bucket."""
         with tempfile.TemporaryDirectory() as scratch:
             jax.profiler.start_trace(scratch)
             try:
@@ -104,7 +103,7 @@ class SideFiles:
                     self._folder.write(f"profile/{name}", path.read_bytes())
 
     def is_complete(self, steps: int) -> bool:
-        """Return, on all processes alike, whether `complete` was called for a run of this many steps."""
+        """Return whether `complete` was called for `steps` steps, the same on all processes."""
         found = False
         if processes.is_first():
             with self._harmless(f"{self._folder}/{COMPLETE} is passed over"):
@@ -142,7 +141,7 @@ class SideFiles:
 
     @contextlib.contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
-        """Print one line for any error in the body, whether of storage, matplotlib or the device."""
+        """Print one line about any error in the body, of storage, matplotlib or the device."""
         try:
             yield
         except Exception as error:

@@ -33,7 +33,7 @@ def saved(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def save(folder: Folder, tokenizer: Tokenizer) -> None:
-    """Write the end tokens for `saved`, in the hub's form; no file is left if only BOS ends texts."""
+    """Write the end tokens for `saved`, in the hub's form, or no file if only BOS ends texts."""
     if tokenizer.ends == (tokenizer.bos,):
         folder.delete(GENERATION)
         return

@@ -118,8 +118,7 @@ def _check_kinds(folder: Folder) -> None:
     Raises:
       UsageError: there is a folder in place of a file, or a file in place of a folder.
     """
-    # In a bucket, a file and a folder may have the same name.
-    if folder.local_path is None:
+    if folder.local_path is None:  # in a bucket, a file and a folder may have the same name
         return
     names = folder.names()
     if CHECKPOINTS in names:
@@ -170,8 +169,7 @@ def kept(folder: Folder) -> dict[str, Any]:
     """
     values = {}
     if processes.is_first() and (found := folder.read(CONFIG)) is not None:
-        # `open_workdir` reports it.
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(UsageError):  # `open_workdir` reports it
             config = _parsed(folder, found.data)
             if open_checkpoints(folder).steps():
                 paths = (*KEPT, "train.depth_rate", *(f"train.{name}" for name in BEGAN))
@@ -180,7 +178,7 @@ def kept(folder: Folder) -> dict[str, Any]:
 
 
 def begun_from(folder: Folder) -> RunConfig | None:
-    """Return the config of the folder's run, if it began with another's weights and has checkpoints.
+    """Return the folder's config, if its run began with another's weights and has checkpoints.
 
     The folder then has the vocabulary and tokenizer of that origin, which is no longer needed.
 
@@ -188,8 +186,7 @@ def begun_from(folder: Folder) -> RunConfig | None:
       UsageError: the folder cannot be read.
     """
     check_access(folder)
-    # `open_workdir` reports it.
-    with contextlib.suppress(UsageError):
+    with contextlib.suppress(UsageError):  # `open_workdir` reports it
         if (found := folder.read(CONFIG)) is not None:
             config = _parsed(folder, found.data)
             if config.train.init_from and open_checkpoints(folder).steps():
@@ -304,8 +301,7 @@ def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any
     with of_argument("workdir"):
         folder = open_folder(workdir)
     if not is_hub(folder.local_path):
-        # Raises an error if it holds no run.
-        read_config(workdir)
+        read_config(workdir)  # raises an error if it holds no run
         return open_checkpoints(folder).identity(step)
     if step is not None:
         raise _no_step(step, folder)
@@ -380,8 +376,7 @@ def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[st
     pair = overrides.to_json(old), overrides.to_json(config)
     lines = {line: line.split(" ", 1)[0] for line in differences(*pair)}
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
-    # These fields matter until the weights are in a checkpoint.
-    if not has_begun:
+    if not has_begun:  # these fields matter until the weights are in a checkpoint
         began = {f"train.{name}" for name in BEGAN}
         rules |= {line: "fixed" for line, path in lines.items() if path in began}
     return {line: rule for line, rule in rules.items() if rule != "free"}
@@ -466,8 +461,7 @@ def check_tokenizer(folder: Folder, tokenizer: Tokenizer, name: str) -> None:
     """
     try:
         saved = load_saved(folder)
-    # It is missing or damaged, and will be written again.
-    except UsageError:
+    except UsageError:  # it is missing or damaged, and will be written again
         return
     if saved.fingerprint() != tokenizer.fingerprint():
         raise UsageError(
@@ -493,8 +487,7 @@ def step_to_go_back_to(folder: Folder, from_step: int | None, *, changes: bool) 
     """
     if from_step is None:
         return None
-    # Restoring reports damage.
-    checkpoints = open_checkpoints(folder, report=lambda damaged: None)
+    checkpoints = open_checkpoints(folder, report=lambda damaged: None)  # restoring reports damage
     steps = checkpoints.steps()
     if steps and steps[-1] != from_step and not changes:
         with contextlib.suppress(RunError):
