@@ -1,7 +1,7 @@
-"""What a run is: frozen dataclasses, nested. A choice between systems is a choice between classes.
+"""The config of a run: nested frozen dataclasses. Different systems are different classes.
 
-Every class of a choice carries a `kind`, the name it has in JSON and on the command line
-(`--set=model.store=vector`, `--set=model.attention.positions=rope`).
+Every class that is one of several choices has a `kind`, which is its name in JSON and on the
+command line (`--set=model.store=vector`, `--set=model.attention.positions=rope`).
 """
 
 from rmt_tpu.config.core import WHOLE, Port

@@ -1,10 +1,10 @@
-"""What a config asks of its numbers: types for annotations, and the class that checks them.
+"""Legal ranges of a config's numbers: types for annotations, and a class that checks them.
 
     @dataclass(frozen=True)
     class Rope(Checked):
         base: Positive = 10_000.0
 
-Numbers have two sides: none may be NaN or infinite, and none beyond what arrays and jax can count.
+All ranges have two ends: no number may be NaN, infinite, or larger than arrays and jax can count.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from rmt_tpu.errors import UsageError, shown
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, the ends among them unless they are `open_low`, `open_high`."""
+    """Numbers from `low` to `high`, with both ends unless `open_low` or `open_high` excludes one."""
 
     words: str
     low: int | float
@@ -28,12 +28,12 @@ class Range:
     def __contains__(self, value: int | float) -> bool:
         above = self.low < value if self.open_low else self.low <= value
         below = value < self.high if self.open_high else value <= self.high
-        return above and below  # NaN is neither
+        return above and below  # both are False for NaN
 
 
-LARGEST_SIZE = 2**31 - 1  # of an axis, and of a count that jax keeps in int32
-LARGEST_SEED = 2**32 - 1  # jax drops the bits above, so that larger ones would not differ
-_LARGEST_FLOAT = 3.4e38  # of float32
+LARGEST_SIZE = 2**31 - 1  # largest axis, and largest count that jax keeps in int32
+LARGEST_SEED = 2**32 - 1  # jax drops the higher bits, so larger seeds would not differ
+_LARGEST_FLOAT = 3.4e38  # about the largest float32
 
 Size = Annotated[int, Range(f"positive, at most {LARGEST_SIZE}", 1, LARGEST_SIZE)]
 Count = Annotated[int, Range(f"at least 0, at most {LARGEST_SIZE}", 0, LARGEST_SIZE)]
@@ -47,7 +47,7 @@ Finite = Annotated[float, Range("finite", -_LARGEST_FLOAT, _LARGEST_FLOAT)]
 Share = Annotated[float, Range("at least 0, at most 1", 0, 1)]
 NonZeroShare = Annotated[float, Range("above 0, at most 1", 0, 1, open_low=True)]
 Decay = Annotated[float, Range("at least 0, below 1", 0, 1, open_high=True)]
-# One further below leaves nothing of a state in float32.
+# A log decay further below would leave nothing of a state in float32.
 LogDecay = Annotated[float, Range("at least -100, below 0, like -5", -100, 0, open_high=True)]
 
 
@@ -55,7 +55,7 @@ class Checked:
     """A dataclass whose numbers are in the Range of their annotations, or None where that is legal.
 
     Raises:
-      UsageError: one is not; the message has its name, its value and what is legal.
+      UsageError: a number is not; the message has its name, its value and what is legal.
     """
 
     def __post_init__(self):
@@ -72,7 +72,8 @@ def ranges(cls: type) -> dict[str, Range]:
     """The Range of each field of a dataclass that has one."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        for option in (field.type, *typing.get_args(field.type)):  # itself, or of `Size | None`
+        # The annotation itself, or `Size` of `Size | None`.
+        for option in (field.type, *typing.get_args(field.type)):
             for note in getattr(option, "__metadata__", ()):
                 found[field.name] = note
     return found

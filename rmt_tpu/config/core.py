@@ -1,4 +1,4 @@
-"""What the config of any core says: what it reads of the residual and writes (ports), and costs."""
+"""Facts that every core's config states: its ports (how it reads and writes) and its costs."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -7,14 +7,15 @@ from rmt_tpu.config.checks import Checked, Size
 
 
 class Port(NamedTuple):
-    """What a site has to read for a core, or to write of it.
+    """The vectors that a site reads for a core, or writes from it.
 
     Attributes:
-      heads: numbers of data vectors of size `head_dim`, group by group, like queries, keys, values;
-        a vector store projects each group by a matrix, a matrix store has a key vector for each.
-      head_dim: their size.
-      whole: whether also, or only, the store's own data vectors: one of size D of a vector store,
-        R of size D_v of a matrix store.
+      heads: number of vectors of size `head_dim` in each group, such as queries, keys, values. A
+        vector store projects each group by a matrix; a matrix store has a key vector for each
+        vector.
+      head_dim: size of these vectors.
+      whole: whether the port also has, or only has, the store's own data vectors: one of size D of
+        a vector store, R of size D_v of a matrix store.
     """
 
     heads: tuple[int, ...] = ()
@@ -26,11 +27,11 @@ WHOLE = Port(whole=True)
 
 
 class Softmax(NamedTuple):
-    """A softmax over all earlier tokens, which kernels of attention may serve.
+    """A softmax over all earlier tokens, which attention kernels may compute.
 
     Attributes:
-      heads, kv_heads: of queries, and of keys and values.
-      size, value_size: entries of a query or key, and of a value.
+      heads, kv_heads: number of heads of queries, and of keys and values.
+      size, value_size: size of a query or key, and of a value.
       alibi: whether logits fall with distance.
     """
 
@@ -42,11 +43,12 @@ class Softmax(NamedTuple):
 
 
 class Computes(Checked):
-    """What a core's config may say of it, beside its fields, ports and costs.
+    """Properties of a core's config other than its fields, ports and costs, with their defaults.
 
     Attributes:
-      aux: names of the scalars that it gives beside what it writes; see `rmt_tpu.cores.core`.
-      by_ring: whether more devices can share a sequence than it has heads.
+      aux: names of the scalars that the core returns in addition to its output; see
+        `rmt_tpu.cores.core`.
+      by_ring: whether more devices can share a sequence than the core has heads.
     """
 
     aux: ClassVar[tuple[str, ...]] = ()
@@ -54,36 +56,36 @@ class Computes(Checked):
 
     @property
     def softmax(self) -> Softmax | None:
-        """The attention of a core that has one."""
+        """The softmax attention of the core, or None if it has none."""
         return None
 
     def sharing_heads(self, devices: int) -> "Computes":
-        """The same core, where so many devices have copies of heads of keys that they share."""
+        """Return the same core with copies of key heads, if `devices` devices have to share them."""
         return self
 
     def active_parameters(self, width: int, read_width: int) -> int:
-        """Of a core's parameters, those that every token meets: all, but of experts."""
+        """Return the number of the core's parameters that every token uses: all, except for experts."""
         return self.parameters(width, read_width)
 
 
 @dataclass(frozen=True)
 class Heads(Computes):
-    """A core of `num_heads` (H) heads of size `head_dim` (D_h), each of which writes one vector."""
+    """A core with `num_heads` (H) heads of size `head_dim` (D_h), each of which writes one vector."""
 
     num_heads: Size
     head_dim: Size
 
     @property
     def writes(self) -> Port:
-        """One vector a head."""
+        """One vector for each head."""
         return Port(heads=(self.num_heads,), head_dim=self.head_dim)
 
     @property
     def query_dim(self) -> int:
-        """Of a query, and of a key."""
+        """Size of a query, and of a key."""
         return self.head_dim
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """By field, the heads that devices divide where they share tokens."""
+        """Numbers of heads, by field, that are divided among the devices that share tokens."""
         return {"num_heads": self.num_heads}

@@ -1,6 +1,6 @@
-"""Cores as configs: what sublayers compute, how tokens know their positions, and stacks of them.
+"""Configs of cores, which are the computations of sublayers, of positions, and of stacks of cores.
 
-Re-exported by `rmt_tpu.config`. Each is built by a file of `rmt_tpu/cores/`.
+`rmt_tpu.config` re-exports them. A file of `rmt_tpu/cores/` builds each core.
 """
 
 import math
@@ -24,17 +24,17 @@ class Learned(Checked):
 
 @dataclass(frozen=True)
 class Alibi:
-    """Attention logits fall with distance, by slope `2^(-8 (h + 1) / num_heads)` in head h."""
+    """Attention logits that fall with distance, with slope `2^(-8 (h + 1) / num_heads)` in head h."""
 
     kind: ClassVar[str] = "alibi"
 
 
 @dataclass(frozen=True)
 class Llama3Scaling(Checked):
-    """Low frequencies of RoPE are divided, for texts longer than those trained on (Llama 3.1).
+    """A division of RoPE's low frequencies, for texts longer than those trained on (Llama 3.1).
 
     Frequencies f that turn fewer than `low` times within `original_length` tokens become
-    `f / factor`, those that turn more than `high` times stay, and others lie between.
+    `f / factor`, those that turn more than `high` times stay, and those between are interpolated.
     """
 
     kind: ClassVar[str] = "llama3"
@@ -53,10 +53,12 @@ class Llama3Scaling(Checked):
 
 @dataclass(frozen=True)
 class Rope(Checked):
-    """Queries and keys are rotated by their position, at frequencies `base^(-2 i / dims)`.
+    """Rotation of queries and keys by their position, at frequencies `base^(-2 i / dims)`.
 
-    `dims` is how many of a head's first numbers are rotated; None is all of them. `scaling` changes
-    frequencies.
+    Attributes:
+      base: base of the frequencies.
+      dims: how many of a head's first numbers are rotated; None is all of them.
+      scaling: a change of frequencies, or None.
     """
 
     kind: ClassVar[str] = "rope"
@@ -67,7 +69,7 @@ class Rope(Checked):
 
 @dataclass(frozen=True)
 class NoPositions:
-    """Order is known from the causal mask alone."""
+    """No positions: the order of tokens is known from the causal mask alone."""
 
     kind: ClassVar[str] = "none"
 
@@ -80,12 +82,13 @@ class Attention(Heads):
     """Softmax attention.
 
     Attributes:
-      inverse_layer_scaling: divides the logits of layer l by l + 1.
-      num_kv_heads: heads of keys and values, each for `num_heads / num_kv_heads` heads of queries
-        that lie side by side (grouped queries); None is one for each.
-      query_key_norm: queries and keys are RMS-normalised over `head_dim` with a gain, before they
-        are rotated.
-      bias: a vector is added to every query, key and value.
+      inverse_layer_scaling: whether the logits of layer l are divided by l + 1.
+      num_kv_heads: number of heads of keys and values, each of which serves
+        `num_heads / num_kv_heads` adjacent heads of queries (grouped queries); None is one for each
+        head.
+      query_key_norm: whether queries and keys are RMS-normalised over `head_dim` with a gain,
+        before they are rotated.
+      bias: whether a vector is added to every query, key and value.
     """
 
     kind: ClassVar[str] = "attention"
@@ -120,12 +123,12 @@ class Attention(Heads):
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def softmax(self) -> Softmax:
-        """Over every earlier token."""
+        """The softmax over every earlier token."""
         alibi = isinstance(self.positions, Alibi)
         return Softmax(self.num_heads, self.kv_heads, self.head_dim, self.head_dim, alibi)
 
@@ -137,22 +140,22 @@ class Attention(Heads):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """By field, the heads that devices divide where they share tokens."""
+        """Numbers of heads, by field, that are divided among the devices that share tokens."""
         return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
 
     def sharing_heads(self, devices: int) -> "Attention":
-        """With each head of keys and values as often as devices share it."""
+        """Return the core with each key and value head repeated so that `devices` divide the heads."""
         if self.kv_heads % devices == 0:
             return self
         return replace(self, num_kv_heads=math.lcm(self.kv_heads, devices))
 
     def parameters(self, width: int, read_width: int) -> int:
-        """None but gains and biases: what it multiplies with, it has read."""
+        """Return the number of gains and biases; the site has the matrices that make queries and keys."""
         biases = sum(self.reads.heads) if self.bias else 0
         return (2 * self.query_key_norm + biases) * self.head_dim
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Of one token: logits and weighted values, and three for each softmax."""
+        """Return the FLOPs of one token: logits and weighted values, and three for each softmax term."""
         return 4 * seq_len * self.num_heads * self.head_dim + 3 * seq_len * self.num_heads
 
 
@@ -161,9 +164,9 @@ class FeedForward(Computes):
     """`W_2 f(W_1 z)` with `hidden_dim` (D_FF) hidden neurons.
 
     Attributes:
-      activation: f: gelu, or its approximation by tanh; `relu(x)^2` ("relu2"); or of a gate and an
-        up projection, which are two parts of W_1: `silu(gate) * up` ("swiglu") and
-        `gelu_tanh(gate) * up` ("geglu").
+      activation: f, which is gelu ("gelu_exact"), its approximation by tanh ("gelu_tanh"), or
+        `relu(x)^2` ("relu2"); or `silu(gate) * up` ("swiglu") or `gelu_tanh(gate) * up` ("geglu")
+        of a gate and an up projection, which are two parts of W_1.
     """
 
     kind: ClassVar[str] = "feed_forward"
@@ -173,7 +176,7 @@ class FeedForward(Computes):
 
     @property
     def gated(self) -> bool:
-        """Whether W_1 has a gate beside the up projection."""
+        """Whether W_1 has a gate in addition to the up projection."""
         return self.activation in ("swiglu", "geglu")
 
     @property
@@ -183,20 +186,20 @@ class FeedForward(Computes):
 
     @property
     def writes(self) -> Port:
-        """As it reads."""
+        """All of the store's data vectors."""
         return WHOLE
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """None: tokens stay where they are."""
+        """Empty: devices need not exchange tokens."""
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Of W_1 and W_2, in a model whose store has data vectors of so many numbers in all."""
+        """Return the number of weights in W_1 and W_2, given the sizes of what it writes and reads."""
         return ((1 + self.gated) * read_width + width) * self.hidden_dim
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Of one token: two products with matrices."""
+        """Return the FLOPs of one token: two products with matrices."""
         return 2 * self.parameters(width, read_width)
 
 
@@ -205,14 +208,15 @@ class Mla(Heads):
     """Multi-head latent attention.
 
     Attributes:
-      kv_rank: of the latent that keys and values of all heads are made from.
-      rope_dim: of a part that queries and keys have beside (D_r), the keys' one for all heads.
-      query_rank: of a latent for the queries; None makes them from what was read.
-      positions: whether these parts are rotated ("rope").
+      kv_rank: rank of the latent from which keys and values of all heads are made.
+      rope_dim: size of an additional part of queries and keys (D_r); all heads share the keys'
+        part.
+      query_rank: rank of a latent for the queries; None makes them directly from the input.
+      positions: whether these additional parts are rotated ("rope").
 
-    The norms of both latents have the model's `norm_epsilon`, like all its norms. Those of
-    transformers' Kimi Linear and DeepSeek-V3 have 1e-6 whatever the others have, which makes a
-    difference for weights from there whose latents are small; the hub's form has no such model.
+    The norms of both latents have the model's `norm_epsilon`, like all its norms. In transformers,
+    those of Kimi Linear and DeepSeek-V3 always have 1e-6, which makes a difference for weights from
+    there whose latents are small. The hub's form has no such model.
     """
 
     kind: ClassVar[str] = "mla"
@@ -237,12 +241,12 @@ class Mla(Heads):
 
     @property
     def query_dim(self) -> int:
-        """Of a query, and of a key."""
+        """Size of a query, and of a key."""
         return self.head_dim + self.rope_dim
 
     @property
     def softmax(self) -> Softmax:
-        """Over every earlier token, with the keys and values that latents are expanded to."""
+        """The softmax over every earlier token, with keys and values expanded from the latents."""
         return Softmax(self.num_heads, self.num_heads, self.query_dim, self.head_dim)
 
     @property
@@ -251,11 +255,11 @@ class Mla(Heads):
         return WHOLE
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Of its matrices and norms."""
+        """Return the number of parameters of its matrices and norms."""
         return self._weights(read_width) + self.kv_rank + (self.query_rank or 0)
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Of one token, expanded: products with matrices, logits, softmax and weighted values."""
+        """Return the FLOPs of one token, expanded: matrix products, logits, softmax, weighted values."""
         of_head = 2 * self.query_dim + 2 * self.head_dim + 3
         return 2 * self._weights(read_width) + seq_len * self.num_heads * of_head
 
@@ -269,13 +273,13 @@ class Mla(Heads):
 
 @dataclass(frozen=True)
 class Kda(Heads):
-    """Kimi Delta Attention: a state for each head.
+    """Kimi Delta Attention, which has a state for each head.
 
     Attributes:
-      conv_size: tokens that the convolutions of queries, keys and values see.
-      gate_rank: of the matrices that make decays and output gates; None is `head_dim`.
-      lower_bound: of log decays, which are then a sigmoid times it, like -5; None is no bound, and
-        a softplus.
+      conv_size: number of tokens that the convolutions of queries, keys and values see.
+      gate_rank: rank of the matrices that make decays and output gates; None is `head_dim`.
+      lower_bound: lower bound of log decays, like -5, which are then this bound times a sigmoid;
+        None is no bound, and a softplus.
     """
 
     kind: ClassVar[str] = "kda"
@@ -287,24 +291,25 @@ class Kda(Heads):
 
     @property
     def rank(self) -> int:
-        """Of the gates."""
+        """Rank of the gates."""
         return self.head_dim if self.gate_rank is None else self.gate_rank
 
     @property
     def reads(self) -> Port:
-        """Queries, keys and values of every head; and for the gates, the whole."""
+        """Queries, keys and values of every head, and the store's data vectors for the gates."""
         return Port(heads=3 * (self.num_heads,), head_dim=self.head_dim, whole=True)
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Of gates, convolutions and the norm."""
+        """Return the number of parameters of gates, convolutions and the norm."""
         size = self.num_heads * self.head_dim
         vectors = 3 * self.conv_size * size + size + self.num_heads + self.head_dim
         return self._weights(read_width) + vectors
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Of one token: the gates, the convolutions, and the state in chunks of C = 64 tokens.
+        """Return the FLOPs of one token: gates, convolutions, and the state in chunks of C = 64
+        tokens.
 
-        `6 D_h^2 + 3 C D_h + C^2` for each head, as the paper counts them.
+        The state takes `6 D_h^2 + 3 C D_h + C^2` for each head, as the paper counts them.
         """
         size, chunk = self.head_dim, 64
         of_head = 6 * size**2 + 3 * chunk * size + chunk**2 + 6 * self.conv_size * size
@@ -320,7 +325,7 @@ Core = Attention | FeedForward | Mla | Kda | Experts
 
 @dataclass(frozen=True)
 class Stack(Checked):
-    """The cores of one period's sublayers, `repeat` times over.
+    """The cores of one period's sublayers, repeated `repeat` times.
 
     Parameters have a leading axis of size `repeat`, and a scan runs over it with the period
     unrolled in its body.
@@ -336,15 +341,15 @@ class Stack(Checked):
 
     @property
     def num_sublayers(self) -> int:
-        """Of all repeats."""
+        """Number of sublayers in all repeats."""
         return len(self.cores) * self.repeat
 
 
 def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
-    """A plain list of layers, each a list of cores, as stacks: runs that repeat become one.
+    """Return a plain list of layers, each a list of cores, as stacks, merging runs that repeat.
 
-    Of the periods that a run can begin with, the one that covers most is taken, the shortest of
-    these. A run of one layer that does not repeat is a stack of its own.
+    Of the periods that a run can begin with, the one that covers the most layers is chosen, and the
+    shortest of these. A layer that does not repeat is a stack of its own.
 
         stacks([[kda, dense]] + 2 * ([[kda, experts]] * 3 + [[mla, experts]]))
     """
@@ -368,7 +373,7 @@ def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
 
 
 def _repeats(layers: Sequence[tuple[Core, ...]], start: int, size: int) -> int:
-    """How often the `size` layers from `start` on come one after the other."""
+    """Return how often the `size` layers from `start` on come one after the other."""
     period, count = layers[start : start + size], 1
     while layers[start + count * size : start + (count + 1) * size] == period:
         count += 1

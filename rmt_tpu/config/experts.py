@@ -1,4 +1,4 @@
-"""A mixture of experts as a config, and how tokens are spread over them."""
+"""The config of a mixture of experts, with the rules that balance tokens among experts."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,9 +10,10 @@ from rmt_tpu.errors import UsageError
 
 @dataclass(frozen=True)
 class SignRule(Checked):
-    """After each step the bias of a choice moves by `rate`, up if its load was below the mean.
+    """A bias for choosing each expert, which moves by `rate` after each step.
 
-    Wang et al. (2024), "Auxiliary-loss-free load balancing".
+    It moves up if the expert's load was below the mean, else down. Wang et al. (2024),
+    "Auxiliary-loss-free load balancing".
     """
 
     kind: ClassVar[str] = "sign"
@@ -21,7 +22,7 @@ class SignRule(Checked):
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Biases are those with which each expert would have had the mean load of the last batch.
+    """Biases with which each expert would have had the mean load in the last batch.
 
     Kimi Team (2026), "Quantile Balancing".
     """
@@ -31,9 +32,10 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class BalanceLoss(Checked):
-    """No bias: of every sequence, load times mean score of each expert is added to the loss.
+    """A loss in place of a bias: each expert's load times its mean score, for every sequence.
 
-    DeepSeek-AI (2024): `weight` (alpha) times `sum_e (E / k) f_e P_e`, which is 1 where it is even.
+    DeepSeek-AI (2024): `weight` (alpha) times `sum_e (E / k) f_e P_e`; the sum is 1 if load is
+    even.
     """
 
     kind: ClassVar[str] = "loss"
@@ -45,15 +47,17 @@ Balance = SignRule | Quantiles | BalanceLoss
 
 @dataclass(frozen=True)
 class Experts(Computes):
-    """A mixture of `num_experts` (E) gated feed-forward layers, `top_k` (k) of them for a token.
+    """A mixture of `num_experts` (E) gated feed-forward layers, with `top_k` (k) for each token.
 
     Attributes:
-      hidden_dim: hidden neurons of each (F).
-      shared: experts that every token has beside them, as one layer of `shared * hidden_dim`.
-      scale: of the sum over chosen experts.
-      balance: how tokens are spread over experts.
-      capacity: on a mesh that divides experts, rows of a device over those that it has if load is
-        even; choices beyond are dropped, and counted. None drops nothing: room for all.
+      hidden_dim: number of hidden neurons in each expert (F).
+      shared: number of additional experts that every token uses, computed as one layer with
+        `shared * hidden_dim` hidden neurons.
+      scale: factor of the sum over chosen experts.
+      balance: rule that balances tokens among experts.
+      capacity: on a mesh that divides experts, the rows that a device has room for, over the rows
+        that it gets if load is even. Choices beyond that are dropped and counted. None has room for
+        all, so that nothing is dropped.
     """
 
     kind: ClassVar[str] = "experts"
@@ -76,7 +80,7 @@ class Experts(Computes):
 
     @property
     def aux(self) -> tuple[str, ...]:
-        """The loss, by which loads are made known too; and choices that had no room."""
+        """Names of the loss, which also passes on the loads, and of the count of dropped choices."""
         return ("loss", "dropped") if self.capacity is not None else ("loss",)
 
     @property
@@ -86,27 +90,27 @@ class Experts(Computes):
 
     @property
     def writes(self) -> Port:
-        """As it reads."""
+        """All of the store's data vectors."""
         return WHOLE
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """None: tokens come back to where they were."""
+        """Empty: tokens return to the devices that they came from."""
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Of all experts and the router, a bias or a count of each."""
+        """Return the number of parameters of all experts and the router, with their biases or counts."""
         seen = HISTOGRAM_BINS if isinstance(self.balance, Quantiles) else 0
         of_router = (read_width + 1 + seen) * self.num_experts
         return (self.num_experts + self.shared) * self._of_one(width, read_width) + of_router
 
     def active_parameters(self, width: int, read_width: int) -> int:
-        """Of them, those that a token meets: its own experts, and all of the router."""
+        """Return the number of parameters that a token uses: its own experts, and all of the router."""
         idle = (self.num_experts - self.top_k) * self._of_one(width, read_width)
         return self.parameters(width, read_width) - idle
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Of one token: products with the matrices of its experts, and the router's."""
+        """Return the FLOPs of one token: products with the matrices of its experts and of the router."""
         experts = (self.top_k + self.shared) * self._of_one(width, read_width)
         return 2 * (experts + read_width * self.num_experts)
 
@@ -114,5 +118,5 @@ class Experts(Computes):
         return (2 * read_width + width) * self.hidden_dim
 
 
-# Of what Quantiles keep of each expert.
+# Number of bins in the histogram of each expert that Quantiles keep.
 HISTOGRAM_BINS = 1024

@@ -1,8 +1,8 @@
-"""Mixers as configs: how what earlier sublayers wrote becomes what the next one reads.
+"""Configs of mixers, which turn the outputs of earlier sublayers into the next one's input.
 
-Re-exported by `rmt_tpu.config`. Each is built by a file of `rmt_tpu/residual/`, which has its
-equations and where they come from. `L` layers are `2L` sublayers. What a mixer changes beside the
-equations that name it, and so differs in a comparison, is its `note`.
+`rmt_tpu.config` re-exports them. A file of `rmt_tpu/residual/` builds each mixer, and has its
+equations and their sources. `L` layers are `2L` sublayers. The `note` of a mixer says what it
+changes in addition to its equations, and therefore differs in a comparison.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from rmt_tpu.errors import UsageError
 
 @runtime_checkable
 class Sizes(Protocol):
-    """What a mixer's cost depends on of a `ModelConfig`."""
+    """The part of a `ModelConfig` that a mixer's cost depends on."""
 
     num_sublayers: int
     num_layers: int
@@ -23,18 +23,18 @@ class Sizes(Protocol):
 
 
 class System(Checked):
-    """What a mixer's config says of it, beside its fields.
+    """Properties that a mixer's config states, in addition to its fields.
 
     Attributes:
-      note: what it changes beside the equations that name it.
+      note: what it changes in addition to the equations of its name.
       on_matrix: whether it is defined for a matrix store.
       remats: legal values of `ModelConfig.remat`.
-      by_layers: whether it counts layers, of two sublayers each, and not sublayers.
+      by_layers: whether it counts layers of two sublayers each, instead of sublayers.
       banked: whether it keeps what was written in a bank of rows.
-      adds_up: whether what was written is added up over depth: weights that write then start
-        smaller by depth, and what sublayers read is normed.
-      second_input: what a layer's second sublayer reads, in widths of the store's data vectors;
-        beyond 1 its hidden layer is normed.
+      adds_up: whether writes are added up over depth. If so, weights that write start smaller by
+        depth, and the input of sublayers is normed.
+      second_input: width of the input of a layer's second sublayer, in widths of the store's data
+        vectors; beyond 1 its hidden layer is normed.
     """
 
     note: ClassVar[str] = ""
@@ -46,30 +46,30 @@ class System(Checked):
     second_input: ClassVar[int] = 1
 
     def check(self, num_sublayers: int, residual_size: int) -> None:
-        """Raises UsageError if the sizes do not fit a model of this depth and residual."""
+        """Raise UsageError if the sizes do not fit a model of this depth and residual."""
 
     def parameters(self, model: Sizes) -> int:
-        """Parameters that it learns, at the sites of a model and beside them."""
+        """Return the number of parameters that it adds to a model, at its sites and elsewhere."""
         return 0
 
     def flops(self, model: Sizes) -> int:
-        """What it computes for one token in a forward pass: see `rmt_tpu.cost`."""
+        """Return its FLOPs for one token in a forward pass: see `rmt_tpu.cost`."""
         return 0
 
     def logit_terms(self, residual_size: int) -> dict[str, int]:
-        """Counts the terms of order 1 that a logit over depth adds up, by the weight's name.
+        """Return the number of terms of order 1 in a logit over depth, by the name of the weight.
 
-        Empty of a mixer that has no such logits.
+        The result is empty for a mixer that has no such logits.
         """
         return {}
 
     def chunk_multiple(self, num_sublayers: int) -> int | None:
-        """Of how many sublayers the chunks of a pipeline are multiples; None if it has none."""
+        """Return a number of sublayers that divides every pipeline chunk, or None without a pipeline."""
         return 2 if self.by_layers else 1
 
 
 class _BankedSystem(System):
-    """One that keeps what was written in a bank of rows."""
+    """A mixer that keeps what was written in a bank of rows."""
 
     on_matrix: ClassVar[bool] = True
     remats: ClassVar[tuple[str, ...]] = ("full", "blocks")
@@ -78,7 +78,7 @@ class _BankedSystem(System):
 
 @dataclass(frozen=True)
 class Sum(System):
-    """All writes are added up: the plain residual stream."""
+    """The plain residual stream: all writes are added up."""
 
     kind: ClassVar[str] = "sum"
     on_matrix: ClassVar[bool] = True
@@ -87,16 +87,16 @@ class Sum(System):
 
 @dataclass(frozen=True)
 class _DepthAttention(_BankedSystem):
-    """What Full and Block Attention Residuals share; the options are the ablations of Table 4.
+    """The common part of Full and Block Attention Residuals; the options are Table 4's ablations.
 
     Attributes:
-      query: the pseudo-query of a site: a learned vector ("static"), that and a projection of what
-        was written last ("input"), or no query but a learned logit a source ("scalars").
-      weights: of the sources: "softmax" over them, or each its own "sigmoid".
+      query: the pseudo-query of a site: a learned vector ("static"), that plus a projection of the
+        last write ("input"), or no query but a learned logit for each source ("scalars").
+      weights: weights of the sources: a "softmax" over them, or a "sigmoid" for each.
       key_norm: whether keys are RMS-normalised.
       key_gain: whether that norm has a learned gain.
-      num_heads: parts of the residual with softmaxes of their own.
-      epsilon: of the keys' norm.
+      num_heads: number of parts of the residual, each with a softmax of its own.
+      epsilon: epsilon of the keys' norm.
     """
 
     note: ClassVar[str] = (
@@ -110,7 +110,7 @@ class _DepthAttention(_BankedSystem):
     epsilon: Positive = 1e-6
 
     def check(self, num_sublayers: int, residual_size: int) -> None:
-        """Raises UsageError if blocks, or heads, do not fit."""
+        """Raise UsageError if blocks or heads do not fit."""
         self.sublayers_a_block(num_sublayers)
         if residual_size % self.num_heads:
             raise UsageError(
@@ -119,7 +119,7 @@ class _DepthAttention(_BankedSystem):
             )
 
     def parameters(self, model: Sizes) -> int:
-        """Query and gain of every site; or what an ablation has instead."""
+        """Return the size of the query and gain of every site, or of what an ablation has instead."""
         size = model.residual_size
         if self.query == "scalars":
             return sum(self.sources(model.num_sublayers))
@@ -128,13 +128,13 @@ class _DepthAttention(_BankedSystem):
         return (model.num_sublayers + 1) * (size + key_gain + projection)
 
     def flops(self, model: Sizes) -> int:
-        """A logit and a weighted term of every source."""
+        """Return the FLOPs of a logit and a weighted term for every source, and of projections."""
         size, scored = model.residual_size, self.query != "scalars"
         projection = (model.num_sublayers + 1) * 2 * size**2 if self.query == "input" else 0
         return sum(self.sources(model.num_sublayers)) * 2 * size * (1 + scored) + projection
 
     def logit_terms(self, residual_size: int) -> dict[str, int]:
-        """Counts a head's part of the residual; a projection's, times the whole residual."""
+        """Return the size of a head's part of the residual; times the whole residual for a projection."""
         if self.query == "scalars":
             return {"logits": 1}
         terms = residual_size // self.num_heads
@@ -146,18 +146,18 @@ class _DepthAttention(_BankedSystem):
         return found
 
     def sources(self, num_sublayers: int) -> list[int]:
-        """How many sources each site attends over."""
+        """Return the number of sources that each site attends over."""
         block, window = self.sublayers_a_block(num_sublayers), getattr(self, "window", None)
         done = [-(-site // block) for site in range(num_sublayers + 1)]
         return [1 + (count if window is None else min(count, window)) for count in done]
 
     def chunk_multiple(self, num_sublayers: int) -> int | None:
-        """A block's, of a model without ablations."""
+        """Return the number of sublayers in a block, or None for a model with ablations."""
         return self.sublayers_a_block(num_sublayers) if self.fused else None
 
     @property
     def fused(self) -> bool:
-        """Whether this is what the kernels compute: no ablation."""
+        """Whether the kernels compute this mixer, which is so only without ablations."""
         options = (self.query, self.weights, self.key_norm, self.num_heads)
         return options == ("static", "softmax", True, 1)
 
@@ -167,9 +167,10 @@ class FullAttention(_DepthAttention):
     """Full Attention Residuals: attention over the embedding and every sublayer's output.
 
     Attributes:
-      window: only the embedding and the last `window` outputs are sources; None is all of them.
-      phase_layers: layers whose sites share one pass over the outputs before them; changes memory
-        traffic, not results. None picks.
+      window: number of last outputs that are sources, in addition to the embedding; None is all of
+        them.
+      phase_layers: number of layers whose sites share one pass over the outputs before them. It
+        changes memory traffic, not results. None chooses it automatically.
     """
 
     kind: ClassVar[str] = "full_attention"
@@ -181,7 +182,11 @@ class FullAttention(_DepthAttention):
         return super().fused and self.window is None
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
-        """S: every output is a block of its own."""
+        """Return S = 1: every output is a block of its own.
+
+        Raises:
+          UsageError: the window or phase does not fit the depth.
+        """
         num_layers = num_sublayers // 2
         if self.window is not None and self.window > num_sublayers:
             raise UsageError(
@@ -200,14 +205,14 @@ class FullAttention(_DepthAttention):
 class BlockAttention(_DepthAttention):
     """Block Attention Residuals: attention over the embedding and the sums of blocks of sublayers.
 
-    At most one of the three sizes is given; the last block holds what is left over. None of them is
-    8 blocks, or one a sublayer if there are fewer.
+    At most one of the three sizes may be given; the last block has the remaining sublayers. Without
+    any there are 8 blocks, or one for each sublayer if that is fewer.
 
     Attributes:
-      num_blocks: N, of `ceil(2L / N)` sublayers.
+      num_blocks: N, the number of blocks of `ceil(2L / N)` sublayers.
       sublayers_per_block: S, the paper's block size.
-      layers_per_block: the block size as released models count it (`attn_res_block_size`): a
-        layer is two sublayers.
+      layers_per_block: the block size as released models count it (`attn_res_block_size`): a layer
+        is two sublayers.
     """
 
     kind: ClassVar[str] = "block_attention"
@@ -224,7 +229,7 @@ class BlockAttention(_DepthAttention):
             raise UsageError(f"BlockAttention.{both} both set the blocks' size; give one of them")
 
     def sublayers_a_block(self, num_sublayers: int) -> int:
-        """S, of a model of this depth.
+        """Return S for a model of this depth.
 
         Raises:
           UsageError: the blocks do not fit the depth.
@@ -260,8 +265,8 @@ class Dense(_BankedSystem):
     """DenseFormer: a layer reads a learned weighted sum of all layers' outputs.
 
     Attributes:
-      dilation: k, only every k-th earlier output counts.
-      period: p, only after every p-th layer is there such a sum.
+      dilation: k, such that only every k-th earlier output counts.
+      period: p, such that there is a sum only after every p-th layer.
     """
 
     kind: ClassVar[str] = "dense"
@@ -271,12 +276,12 @@ class Dense(_BankedSystem):
     period: Size = 1
 
     def parameters(self, model: Sizes) -> int:
-        """A number for every output that an average has."""
+        """Return the number of weights: one for every output in a sum."""
         ends = range(self.period, model.num_layers + 1, self.period)
         return sum((end + self.dilation) // self.dilation for end in ends)
 
     def flops(self, model: Sizes) -> int:
-        """A weighted term of each."""
+        """Return the FLOPs of one weighted term for each weight."""
         return 2 * model.residual_size * self.parameters(model)
 
 
@@ -286,7 +291,7 @@ class HyperConnections(System):
 
     Attributes:
       dynamic: whether the coefficients also depend on the streams.
-      tanh: around that dependence.
+      tanh: whether a tanh is applied to that dependence.
     """
 
     kind: ClassVar[str] = "hyper_connections"
@@ -299,25 +304,28 @@ class HyperConnections(System):
     tanh: bool = True
 
     def parameters(self, model: Sizes) -> int:
-        """Static coefficients; a gain, a projection and two scales."""
+        """Return the number of static coefficients, and of a gain, a projection and two scales."""
         m, size = self.streams, model.residual_size
         return model.num_sublayers * (m * (m + 2) + (size + size * (m + 2) + 2) * self.dynamic)
 
     def flops(self, model: Sizes) -> int:
-        """Of the projection and the streams."""
+        """Return the FLOPs of the projection and the streams."""
         m, size = self.streams, model.residual_size
         projection = 2 * m * size * (m + 2) if self.dynamic else 0
         return model.num_sublayers * (projection + _streams_flops(m, size))
 
 
 def _projected_parameters(m: int, coefficients: int, model: Sizes) -> int:
-    """Of sites with one projection of all streams: a gain, it, its biases, and three scales."""
+    """Return the parameters of sites with one projection of all streams.
+
+    Each site has a gain, the projection, its biases, and three scales.
+    """
     of_site = m * model.residual_size * (1 + coefficients) + coefficients + 3
     return model.num_sublayers * of_site
 
 
 def _projected_flops(m: int, coefficients: int, model: Sizes) -> int:
-    """Of the projection and the streams."""
+    """Return the FLOPs of the projection and the streams."""
     size = model.residual_size
     return model.num_sublayers * (2 * m * size * coefficients + _streams_flops(m, size))
 
@@ -335,15 +343,15 @@ class Mhc(System):
 
     @property
     def _coefficients(self) -> int:
-        """Reads, writes and the mixing matrix."""
+        """Number of coefficients of reads, writes and the mixing matrix."""
         return self.streams * (2 + self.streams)
 
     def parameters(self, model: Sizes) -> int:
-        """The norm's gain, the projection, its biases, and three scales."""
+        """Return the parameters of the norm's gain, the projection, its biases, and three scales."""
         return _projected_parameters(self.streams, self._coefficients, model)
 
     def flops(self, model: Sizes) -> int:
-        """Of the projection and the streams."""
+        """Return the FLOPs of the projection and the streams."""
         return _projected_flops(self.streams, self._coefficients, model)
 
 
@@ -352,7 +360,8 @@ class MhcLite(System):
     """mHC-lite: the mixing matrix is a convex combination of all `streams!` permutations.
 
     Attributes:
-      init: as the "paper"'s code starts, or so that the model starts as the plain one ("prenorm").
+      init: "paper" starts like the paper's code, "prenorm" such that the model starts as the plain
+        one.
     """
 
     kind: ClassVar[str] = "mhc_lite"
@@ -377,15 +386,15 @@ class MhcLite(System):
 
     @property
     def _coefficients(self) -> int:
-        """Reads, writes and the permutations' weights."""
+        """Number of coefficients of reads, writes and the permutations' weights."""
         return 2 * self.streams + factorial(self.streams)
 
     def parameters(self, model: Sizes) -> int:
-        """The norm's gain, the projection, its biases, and three scales."""
+        """Return the parameters of the norm's gain, the projection, its biases, and three scales."""
         return _projected_parameters(self.streams, self._coefficients, model)
 
     def flops(self, model: Sizes) -> int:
-        """Of the projection, the streams, and the sum of the permutations."""
+        """Return the FLOPs of the projection, the streams, and the sum of the permutations."""
         permutations = 2 * factorial(self.streams) * self.streams**2
         flops = _projected_flops(self.streams, self._coefficients, model)
         return flops + model.num_sublayers * permutations
@@ -393,13 +402,13 @@ class MhcLite(System):
 
 @dataclass(frozen=True)
 class Highway(System):
-    """Highway Transformer: a self-gating unit beside every sublayer.
+    """Highway Transformer: a self-gating unit next to every sublayer.
 
     Attributes:
-      input: what the unit reads: what the sublayer does ("normed"), or the "raw" residual.
-      activation: of its gate.
-      form: it is added ("add"), or takes the place of the residual ("carry") or of the sublayer's
-        output ("gated") as far as the gate opens.
+      input: input of the unit: that of the sublayer ("normed"), or the "raw" residual.
+      activation: activation of its gate.
+      form: whether the unit's output is added ("add"), or replaces the residual ("carry") or the
+        sublayer's output ("gated") as far as the gate opens.
     """
 
     kind: ClassVar[str] = "highway"
@@ -409,20 +418,20 @@ class Highway(System):
     form: Literal["add", "carry", "gated"] = "add"
 
     def parameters(self, model: Sizes) -> int:
-        """W_1 and W_2 of every unit."""
+        """Return the number of weights in W_1 and W_2 of every unit."""
         return model.num_sublayers * 2 * model.residual_size**2
 
     def flops(self, model: Sizes) -> int:
-        """Products with them."""
+        """Return the FLOPs of products with these matrices."""
         return 2 * self.parameters(model)
 
 
 @dataclass(frozen=True)
 class DepthLstm(System):
-    """Depth-wise LSTM: a cell per layer in place of residuals; it holds the feed-forward layer.
+    """Depth-wise LSTM: a cell for each layer in place of residuals; it has the feed-forward layer.
 
     Attributes:
-      forget_offset: added to the forget gate's logits.
+      forget_offset: constant added to the forget gate's logits.
       cell_start: the first cell: "zero", or the "embedding".
     """
 
@@ -437,12 +446,12 @@ class DepthLstm(System):
     cell_start: Literal["zero", "embedding"] = "zero"
 
     def parameters(self, model: Sizes) -> int:
-        """Gates, their norms, and the norm within the feed-forward layer."""
+        """Return the parameters of the gates, their norms, and the norm within the feed-forward layer."""
         size = model.residual_size
         return model.num_layers * (6 * size**2 + 3 * size + model.feed_forward.hidden_dim)
 
     def flops(self, model: Sizes) -> int:
-        """Of the gates."""
+        """Return the FLOPs of the gates."""
         return model.num_layers * 12 * model.residual_size**2
 
 
@@ -451,9 +460,10 @@ class Hierarchical(System):
     """Hierarchical aggregation: a node above every `every` layers feeds the next ones.
 
     Attributes:
-      hidden_dim: of a node; 128 matches the size of the RMT paper's row, D_FF is as published.
-      every: layers below a node.
-      shared: one node's weights for all that have the same number of inputs.
+      hidden_dim: hidden size of a node; 128 matches the parameter count in the RMT paper's row,
+        with D_FF as published.
+      every: number of layers below a node.
+      shared: whether all nodes with the same number of inputs share their weights.
     """
 
     kind: ClassVar[str] = "hierarchical"
@@ -464,30 +474,30 @@ class Hierarchical(System):
     shared: bool = False
 
     def check(self, num_sublayers: int, residual_size: int) -> None:
-        """Raises UsageError if the first node is above the last layer."""
+        """Raise UsageError if the first node would be above the last layer."""
         if self.every > num_sublayers // 2:
             raise UsageError(
                 f"Hierarchical.every={self.every} is more than num_layers={num_sublayers // 2}"
             )
 
     def parameters(self, model: Sizes) -> int:
-        """Of the nodes, or of those that differ."""
+        """Return the parameters of the nodes; shared weights count once."""
         nodes, size = self.node_inputs(model.num_layers), model.residual_size
         kept = set(nodes) if self.shared else nodes
         return sum((inputs + 1) * size * self.hidden_dim + size for inputs in kept)
 
     def flops(self, model: Sizes) -> int:
-        """Of all nodes."""
+        """Return the FLOPs of all nodes."""
         nodes = self.node_inputs(model.num_layers)
         return sum(2 * (inputs + 1) * model.residual_size * self.hidden_dim for inputs in nodes)
 
     def node_inputs(self, num_layers: int) -> list[int]:
-        """How many residuals each node has below it."""
+        """Return how many residuals each node has below it."""
         return [self.every + (node > 0) for node in range(num_layers // self.every)]
 
 
 def _streams_flops(streams: int, size: int) -> int:
-    """A read, a write and the mixing of hyper-connections."""
+    """Return the FLOPs of a read, a write and the mixing of hyper-connections."""
     return 2 * size * (streams**2 + 2 * streams)
 
 

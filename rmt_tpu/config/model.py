@@ -1,4 +1,4 @@
-"""A decoder, and its parametrisations."""
+"""The config of a decoder, and of its parametrisations."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -27,36 +27,40 @@ Kernels = Literal["auto", "xla", "pallas"]
 
 @dataclass(frozen=True)
 class Standard:
-    """No multipliers; attention logits are scaled by `1 / sqrt(head_dim)`."""
+    """A parametrisation without multipliers; attention logits are scaled by `1 / sqrt(head_dim)`."""
 
     kind: ClassVar[str] = "standard"
 
 
 @dataclass(frozen=True)
 class MuP(Checked):
-    """Maximal update parametrisation (Yang et al. 2022): rates that transfer over width.
+    """Maximal update parametrisation (Yang et al. 2022): learning rates that transfer over width.
 
-    The base model is this one with the sizes of `base`. There, with multipliers of 1, all is as in
-    the standard parametrisation. Of a model whose sizes are others:
+    The base model is this model with the sizes of `base`. With multipliers of 1, the base model is
+    as in the standard parametrisation. A model of other sizes differs from it as follows:
 
-    - Adam's entries are of order `learning_rate` and go along with what the weight reads, so that a
-      sum over its fan-in moves by fan-in times that. So each weight learns at
-      `learning_rate * base fan-in / fan-in` of its own: matrices, key vectors (the fan-in of those
-      that read is D_k, of those that write R) and the queries of attention over depth (the size of
-      the residual). Its weight decay is not scaled so.
-    - Gains, biases and embeddings have no such sum, and learn at the rate itself.
-    - The unembedding too, and starts with the base's standard deviation: instead logits are
-      multiplied by `output_multiplier * base width / width`.
-    - Attention logits are multiplied by `attention_multiplier * sqrt(base size) / size` of queries,
-      a constant where heads keep their size.
+    - Adam changes each entry of a weight by about `learning_rate`, in a direction correlated with
+      the weight's input, so that a sum over the fan-in changes by about fan-in times that.
+      Therefore each weight learns at `learning_rate * base fan-in / fan-in`: matrices, key vectors
+      (fan-in D_k for those that read, R for those that write) and the queries of attention over
+      depth (fan-in is the size of the residual). Its weight decay is not scaled in this way.
+    - Gains, biases and embeddings have no such sum, and learn at `learning_rate`.
+    - The unembedding also learns at `learning_rate`, and starts with the base's standard deviation.
+      Instead, logits are multiplied by `output_multiplier * base width / width`.
+    - Attention logits are multiplied by `attention_multiplier * sqrt(base size) / size`, with the
+      size of queries. This is constant if heads keep their size.
     - Embeddings are multiplied by `input_multiplier`.
 
     The RMT paper's search found 9.76, 0.25 and 5.52 for its Transformer's input, attention and
-    output, with `init_std=0.15` and a learning rate of 6.5e-3 (appendix C.2.1).
+    output multipliers, with `init_std=0.15` and a learning rate of 6.5e-3 (appendix C.2.1).
 
     Attributes:
       base: sizes of the base model, like "store.dim=128,attention.num_heads=4": every size that
-        differs from this model's, as a path of ModelConfig; none is this model itself.
+        differs from this model's, as a path of ModelConfig; if empty, the base is this model
+        itself.
+      input_multiplier: factor of the embeddings.
+      attention_multiplier: factor of the attention logits.
+      output_multiplier: factor of the logits.
     """
 
     kind: ClassVar[str] = "mup"
@@ -73,28 +77,28 @@ Parametrization = Standard | MuP
 class ModelConfig(Checked):
     """A decoder. Symbols in the paper: `num_layers` L, `vocab_size` V.
 
-    A model of one repeated layer, of two cores of different kinds, has a short form, in JSON and in
+    A model of one repeated layer with two cores of different kinds has a short form, in JSON and in
     `replace`: `num_layers` in place of the stack's `repeat`, and each core under its kind.
 
     Attributes:
-      stacks: of the cores that sublayers compute, in the order of depth; see `config.stacks`.
-      norm: over a token's whole residual, before every read, with a gain and no bias.
-      norm_epsilon: added to the variance or mean square.
-      init_std: weights are drawn with standard deviation `init_std / sqrt(fan in)`, embeddings
-        with `init_std`. Key vectors do not follow it (see `layers.parameters`).
-      compute_dtype: of the matrix products; "auto" is bfloat16 on accelerators, float32 on CPU.
-        Parameters are float32 whatever it is.
-      remat: what the backward pass recomputes within a layer: "none" of it, everything but
-        matrix products with weights ("dots"), or the "full" layer. "reversible" (an RMT only) keeps
-        what sublayers wrote and rebuilds the residual from it, so that its memory does not grow
-        with `key_dim`. Attention over depth and DenseFormer always recompute the full layer; they
-        keep the bank and the running sum before each layer ("full"), or with "blocks" the bank
-        alone, for a second forward pass. In place of sums of whole blocks of matrices "full" keeps
-        what sublayers wrote, which is less, and adds it up again. "auto" is "reversible" where an
-        RMT is trained (without stages of a pipeline), else "full".
-      kernels: how ops are computed on TPUs and GPUs: by what is the default there ("auto": kernels
-        on a TPU; on a GPU cuDNN's attention, and those that a table of measured times has), by
-        plain JAX ("xla"), or by kernels wherever there are any ("pallas").
+      stacks: stacks of the sublayers' cores, in the order of depth; see `config.stacks`.
+      norm: norm over a token's whole residual, before every read, with a gain and no bias.
+      norm_epsilon: constant added to the variance or mean square.
+      init_std: weights are drawn with standard deviation `init_std / sqrt(fan in)`, embeddings with
+        `init_std`. Key vectors do not follow it (see `layers.parameters`).
+      compute_dtype: dtype of the matrix products; "auto" is bfloat16 on accelerators, float32 on
+        CPU. Parameters are always float32.
+      remat: what the backward pass recomputes within a layer: nothing ("none"), everything but
+        matrix products with weights ("dots"), or the whole layer ("full"). "reversible" (an RMT
+        only) keeps what sublayers wrote and rebuilds the residual from it, so that its memory does
+        not grow with `key_dim`. Attention over depth and DenseFormer always recompute the whole
+        layer: "full" keeps the bank and the running sum before each layer, and "blocks" keeps the
+        bank alone, for a second forward pass. For blocks of matrices, "full" keeps what sublayers
+        wrote instead of the blocks' sums, which is less, and adds it up again. "auto" is
+        "reversible" where an RMT is trained (without pipeline stages), else "full".
+      kernels: how ops are computed on TPUs and GPUs: "auto" uses the platform's default (kernels on
+        a TPU; on a GPU cuDNN's attention, and the kernels in a table of measured times), "xla"
+        plain JAX, and "pallas" kernels for all ops that have one.
     """
 
     stacks: tuple[Stack, ...]
@@ -141,10 +145,10 @@ class ModelConfig(Checked):
             )
 
     def _check_ports(self):
-        """What is written and read fits the store, and a stack's first site every repeat."""
+        """Check that all ports fit the store, and that a stack's first site fits every repeat."""
         matrix = isinstance(self.store, MatrixStore)
         size = self.data_shape[1]
-        before = WHOLE  # the embedding writes
+        before = WHOLE  # the embedding is the first to write
         for index, stack in enumerate(self.stacks):
             if stack.repeat > 1 and self._written(before) != self._written(stack.cores[-1].writes):
                 raise UsageError(
@@ -161,7 +165,7 @@ class ModelConfig(Checked):
                 before = core.writes
 
     def _written(self, port: Port) -> Any:
-        """What must be alike of two writes at one site: for a matrix store, how many keys."""
+        """Return what two writes at one site must have in common: for a matrix store, the key count."""
         if isinstance(self.store, MatrixStore):
             return sum(port.heads) + port.whole * self.data_shape[0]
         return port
@@ -203,7 +207,7 @@ class ModelConfig(Checked):
             )
 
     def _check_base(self):
-        """The base model of muP can be, and is this one but for sizes."""
+        """Check that muP's base model is legal, and differs from this one only in sizes."""
         kinds = lambda model: [
             model.store.kind,
             model.mixer.kind,
@@ -218,7 +222,7 @@ class ModelConfig(Checked):
     # The short form -----------------------------------------------------------------------------
 
     def short_form(self) -> dict[str, Any]:
-        """Fields by name, with those of the short form in place of `stacks` if there is one."""
+        """Return fields by name, with those of the short form in place of `stacks` if there is one."""
         rest = {f.name: getattr(self, f.name) for f in fields(self)}
         layer = self.stacks[0].cores
         if len(self.stacks) > 1 or len(layer) != 2 or layer[0].kind == layer[1].kind:
@@ -228,10 +232,10 @@ class ModelConfig(Checked):
 
     @classmethod
     def from_short(cls, **values: Any) -> "ModelConfig":
-        """The config of these fields, of which some may be those of the short form.
+        """Return the config with these fields, some of which may be those of the short form.
 
         Raises:
-          UsageError: they are no layer of two cores and a number of them.
+          UsageError: the short form's fields are not two cores and a number of layers.
         """
         given = {name: values.pop(name) for name in list(values) if name in cls.short_names}
         if not given:
@@ -251,7 +255,7 @@ class ModelConfig(Checked):
 
     @classmethod
     def check_short(cls, names: Iterable[str]) -> None:
-        """Raises UsageError unless these names of the short form are one layer's."""
+        """Raise UsageError unless these names of the short form make one repeated layer."""
         cores = [name for name in names if name != "num_layers"]
         if len(cores) != 2 or "num_layers" not in names:
             raise UsageError(
@@ -261,7 +265,7 @@ class ModelConfig(Checked):
             )
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """The config with other values of fields, also of those of the short form."""
+        """Return the config with other values of fields, including those of the short form."""
         if "stacks" in changes:
             return replace(self, **changes)
         return self.from_short(**(self.short_form() | changes))
@@ -277,22 +281,22 @@ class ModelConfig(Checked):
 
     @property
     def num_sublayers(self) -> int:
-        """Of all stacks: 2L in the papers' models."""
+        """Number of sublayers in all stacks: 2L in the papers' models."""
         return sum(stack.num_sublayers for stack in self.stacks)
 
     @property
     def num_layers(self) -> int:
-        """L: a layer is two sublayers."""
+        """L, the number of layers of two sublayers."""
         return self.num_sublayers // 2
 
     @property
     def attention(self) -> Attention:
-        """The model's attention, if it has one and no other."""
+        """The model's attention, if it has exactly one."""
         return self._core(Attention)
 
     @property
     def feed_forward(self) -> FeedForward:
-        """The model's feed-forward layer, if it has one and no other."""
+        """The model's feed-forward layer, if it has exactly one."""
         return self._core(FeedForward)
 
     def _core(self, cls: type) -> Any:
@@ -308,25 +312,25 @@ class ModelConfig(Checked):
 
     @property
     def aux(self) -> tuple[str, ...]:
-        """Names of the scalars that its cores give beside what they write, in order."""
+        """Names of the scalars that its cores return in addition to their outputs, sorted."""
         return tuple(sorted({name for core in self.cores for name in core.aux}))
 
     def of_kind(self, kind: str) -> tuple[Core, ...]:
-        """Those of a kind."""
+        """Return the model's cores of a kind."""
         return tuple(core for core in self.cores if core.kind == kind)
 
     @property
     def learned_positions(self) -> Learned | None:
-        """Those that are written with the embedding, if a core asks for them."""
+        """The learned positions that are written with the embedding, if a core asks for them."""
         asked = {getattr(core, "positions", None) for core in self.cores}
         learned = [positions for positions in asked if isinstance(positions, Learned)]
         return max(learned, key=lambda p: p.max_length, default=None)
 
     @property
     def data_shape(self) -> tuple[int, int]:
-        """Number and size of the data vectors that the embedding writes and a whole read gives.
+        """Number and size of the data vectors that the embedding writes and a whole read returns.
 
-        One vector of size D in the Transformer, R vectors of size D_v in an RMT.
+        They are one vector of size D in the Transformer, and R vectors of size D_v in an RMT.
         """
         match self.store:
             case VectorStore(dim=dim):
@@ -351,12 +355,12 @@ class ModelConfig(Checked):
 
     @property
     def residual_size(self) -> int:
-        """Numbers in one token's residual: D, or `D_k * D_v` in an RMT."""
+        """Number of entries in one token's residual: D, or `D_k * D_v` in an RMT."""
         return math.prod(self.residual_shape)
 
     @property
     def residual_shape(self) -> tuple[int, ...]:
-        """Of one token's residual: (D,), or (D_k, D_v) in an RMT."""
+        """Shape of one token's residual: (D,), or (D_k, D_v) in an RMT."""
         match self.store:
             case VectorStore(dim=dim):
                 return (dim,)
@@ -365,10 +369,10 @@ class ModelConfig(Checked):
 
     @property
     def base_model(self) -> "ModelConfig":
-        """That of muP, whose rates are those that are given; else the model itself.
+        """The base model of muP, for which learning rates are given; else the model itself.
 
         Raises:
-          UsageError: a size of it cannot be.
+          UsageError: one of its sizes is illegal.
         """
         if not getattr(self.parametrization, "base", ()):
             return self
@@ -385,6 +389,6 @@ class ModelConfig(Checked):
         return self.width / self.base_model.width
 
     def base_core(self, core: Core) -> Core:
-        """What a core of this model is in muP's base model."""
+        """Return the core of muP's base model that takes the place of a core of this model."""
         of = lambda model: [core for stack in model.stacks for core in stack.cores]
         return of(self.base_model)[of(self).index(core)]

@@ -12,9 +12,9 @@ Config = TypeVar("Config")
 
 
 def to_json(config: Any, *, short: bool = True) -> Any:
-    """A config as plain JSON values; a class out of a choice carries its `kind`.
+    """Return a config as plain JSON values; a class that is one of several choices has its `kind`.
 
-    `short` takes the short form of what has one (see `ModelConfig`).
+    `short` uses the short form of classes that have one (see `ModelConfig`).
     """
     if isinstance(config, tuple):
         return [to_json(item, short=short) for item in config]
@@ -29,14 +29,15 @@ def to_json(config: Any, *, short: bool = True) -> Any:
     for name, part in parts.items():
         values[name] = to_json(part, short=short)
         if name in of_short and isinstance(values[name], dict):
-            del values[name]["kind"]  # its name says it
+            del values[name]["kind"]  # the name of the field is its kind
     return values
 
 
 def from_json(cls: type[Config], values: Any) -> Config:
-    """The config that `to_json` gave these values for. Fields left out take their defaults.
+    """Return the config with the values that `to_json` returned, or defaults where none is given.
 
-    A class out of a choice may be given by its bare `kind`, if all its fields have defaults.
+    A class that is one of several choices may be given by its bare `kind`, if all its fields have
+    defaults.
 
     Raises:
       UsageError: a field is unknown, missing, or of the wrong type; the message names its path.
@@ -45,7 +46,7 @@ def from_json(cls: type[Config], values: Any) -> Config:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
       ValueError: it is not JSON, or nested deeper than Python reads.
@@ -57,12 +58,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def apply(config: Config, overrides: dict[str, Any]) -> Config:
-    """`config` with the value at each dotted path replaced, checked when all are in place.
+    """Return `config` with the values at dotted paths replaced; it is checked after all of them.
 
-    What is part of another path is set after it, whatever their order.
+    A path that is part of another path is set first, whatever their order.
 
     Raises:
-      UsageError: a path or value is not legal; the message names it and what is.
+      UsageError: a path or value is not legal; the message names it and what is legal.
     """
     whole = any(_WHOLE_FORM in path.split(".") for path in overrides)
     values = to_json(config, short=not whole)
@@ -73,7 +74,7 @@ def apply(config: Config, overrides: dict[str, Any]) -> Config:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """What a config has at a dotted path, as JSON: of all that are of a kind, the first one's.
+    """Return a config's value at a dotted path, as JSON; if the path names a kind, its first value.
 
     Raises:
       UsageError: it has no such path.
@@ -85,14 +86,14 @@ def value_at(config: Any, path: str) -> Any:
     return holder[key]
 
 
-# A part of a path which only the whole form has.
+# A part of a path that only the long form has.
 _WHOLE_FORM = "stacks"
 
 
 def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
-    """Where in `node` the value at a path is: `holder[key]` of each.
+    """Return all places `(holder, key)` in `node` such that `holder[key]` is the value at a path.
 
-    A name that a node does not have stands for all that are of this kind in the lists below it.
+    A name that a node does not have stands for all objects of this kind in the lists below it.
     """
     if isinstance(node, list):
         if not keys[0].isdecimal() or int(keys[0]) >= len(node):
@@ -108,7 +109,7 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
     places = []
     for holder, key in found:
         child = holder.setdefault(key, {}) if isinstance(holder, dict) else holder[key]
-        if isinstance(child, str):  # a choice, just given by its kind
+        if isinstance(child, str):  # a choice that was just given by its kind
             child = holder[key] = {"kind": child}
         if not isinstance(child, dict | list):
             done = path.split(".")[: 1 - len(keys)]
@@ -118,7 +119,7 @@ def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
 
 
 def _of_kind(node: Any, kind: str) -> list[tuple[Any, Any]]:
-    """Where the objects of a kind are, in the lists below a node."""
+    """Return the places of all objects of a kind in the lists below a node."""
     found = []
     for values in (v for v in node.values() if isinstance(v, list)):
         for index, item in enumerate(values):
@@ -130,7 +131,7 @@ def _of_kind(node: Any, kind: str) -> list[tuple[Any, Any]]:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`path=value` as the path and the value, which is JSON or a bare word.
+    """Return the path and the value in `path=value`; the value is JSON or a bare word.
 
     Raises:
       UsageError: there is no path or no `=`.
@@ -145,7 +146,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Lines like `model.store.key_dim is 16 there, 32 here`, one for each differing leaf."""
+    """Return a line like `model.store.key_dim is 16 there, 32 here` for each leaf that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = list(dict.fromkeys([*old, *new]))
         return [
@@ -166,7 +167,11 @@ def _short(value: Any) -> str:
 
 
 def _parse(annotation: Any, value: Any, path: str) -> Any:
-    """`value` (JSON) as `annotation`, or UsageError."""
+    """Return the JSON `value` as an object of the type `annotation`.
+
+    Raises:
+      UsageError: the value does not fit the type.
+    """
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         classes = typing.get_args(annotation)
@@ -185,13 +190,13 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
             raise UsageError(f"{path}={_told(value)} must be a list")
         (of_items, *_), named = typing.get_args(annotation), isinstance(value, list)
         if not dataclasses.is_dataclass(of_items) and typing.get_origin(of_items) is Literal:
-            named = False  # plain values are known by their list's name
+            named = False  # plain values are named by their list
         return tuple(
             _parse(of_items, item, f"{path}.{index}" if named else path)
             for index, item in enumerate(items)
         )
     if dataclasses.is_dataclass(annotation):
-        if hasattr(annotation, "kind"):  # a choice of one
+        if hasattr(annotation, "kind"):  # a choice with a single class
             return _parse_choice((annotation,), value, path)
         return _parse_fields(annotation, value, path)
     return _parse_scalar(annotation, value, path)
@@ -235,13 +240,14 @@ def _parse_fields(cls: type, values: Any, path: str) -> Any:
     join = lambda name: f"{path}.{name}" if path else name
     parsed = {}
     for name, value in values.items():
-        if name in in_short and dataclasses.is_dataclass(hints[name]):  # its name says its kind
+        # The name of the field is its kind.
+        if name in in_short and dataclasses.is_dataclass(hints[name]):
             parsed[name] = _parse_fields(hints[name], value, join(name))
         else:
             parsed[name] = _parse(hints[name], value, join(name))
     try:
         return cls.from_short(**parsed) if in_short else cls(**parsed)
-    except UsageError as error:  # it names its class; whoever gave the value knows it by its path
+    except UsageError as error:  # the error names its class, but the user knows the path
         raise UsageError(str(error).replace(f"{cls.__name__}.", join(""))) from None
 
 
@@ -258,7 +264,7 @@ def _parse_scalar(annotation: type, value: Any, path: str) -> Any:
 
 
 def _as_written(value: Any) -> Any:
-    """null, true and false as JSON has them, and a person has written them."""
+    """Return null, true and false as JSON writes them, since the user wrote them so."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 
@@ -267,5 +273,5 @@ def _told(value: Any) -> str:
     return shown(value) if written is value else written
 
 
-_BEYOND_FLOAT = 2**1023  # larger integers are no float
+_BEYOND_FLOAT = 2**1023  # larger integers do not fit a float
 _ARTICLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

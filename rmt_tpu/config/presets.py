@@ -4,9 +4,10 @@ Sizes are those of Tables 8, 9 and 10 of Mak and Flanigan (2025). The last two r
 printed with D_k 896 and 1024; only D_k 48 and 64 give their parameter counts and residual sizes.
 
 Depth, width, heads, batch and rates of `prenorm-*` and `attnres-*` are those of Table 2 of Kimi
-Team (2026), whose models are mixtures of experts with a linear attention. These are dense
-stand-ins: a feed-forward layer as wide as a token's nine experts, plain attention with heads of 64
-and RoPE, and GPT-2's vocabulary. So their parameters and losses are not the paper's.
+Team (2026), whose models are mixtures of experts with a linear attention. The models here are dense
+substitutes: a feed-forward layer as wide as a token's nine experts, plain attention with heads of
+64 and RoPE, and GPT-2's vocabulary. Therefore their parameter counts and losses are not the
+paper's.
 """
 
 from dataclasses import replace
@@ -82,8 +83,8 @@ _MODELS |= {
     for key_dim in (6, 12, 24, 48, 64)
 }
 
-# Table 10, and hyper-connections, at the shape of gpt2-160m. No code of Table 10's rows was
-# published: these are readings of the papers it cites, sized to its parameter counts.
+# Table 10, and hyper-connections, at the shape of gpt2-160m. No code was published for the rows of
+# Table 10: these mixers follow the papers it cites, with sizes that give its parameter counts.
 _MIXERS = {
     "highway": Highway(),
     "depth-lstm": DepthLstm(),
@@ -104,15 +105,16 @@ _MODELS |= {
     }.items()
 }
 
-# Attention over depth beside the plain residual at the size where kernels are compared.
+# Attention over depth next to the plain residual, at the size at which kernels are compared.
 _WITH_DEPTH = {"gpt2-405m-attnres": "gpt2-405m", "rmt-attnres-305m": "rmt-305m"}
 _MODELS |= {
     name: replace(_MODELS[plain], mixer=BlockAttention(num_blocks=8))
     for name, plain in _WITH_DEPTH.items()
 }
 
-# Kimi Team (2026), Table 2: activated parameters, layers and heads, width, one expert's width, and
-# how it was trained: rate, sequences of 8192 tokens a batch, tokens. N is 8 or the nearest to it.
+# Kimi Team (2026), Table 2. The keys are activated parameters. The values are layers and heads,
+# width, one expert's width, and the training: rate, sequences of 8192 tokens in a batch, tokens.
+# The last is S, for which the number of blocks is 8 or nearest to it.
 _DEPTH_ROWS = {
     "194m": (12, 896, 400, 2.99e-3, 192, 38.7e9, 3),
     "241m": (13, 960, 432, 2.80e-3, 256, 45.4e9, 4),
@@ -130,10 +132,10 @@ for _size, (_layers, _width, _expert, *_, _block) in _DEPTH_ROWS.items():
         f"attnres-full-{_size}": replace(_row, mixer=FullAttention()),
     }
 
-# What people train today, after Llama 3 (Grattafiori et al. 2024): RMSNorm, RoPE, SwiGLU, grouped
-# queries; with GPT-2's vocabulary and no tied embedding. Layers, width, heads of 64, heads of keys
-# and values, D_FF; D_k of the same on a matrix store, and its parameters. llama-1.2b has the shape
-# of Llama 3.2 1B.
+# Models of today, after Llama 3 (Grattafiori et al. 2024): RMSNorm, RoPE, SwiGLU and grouped
+# queries, with GPT-2's vocabulary and no tied embedding. The values are layers, width, heads of 64,
+# heads of keys and values, D_FF; then D_k of the same model on a matrix store, and that model's
+# parameters. llama-1.2b has the shape of Llama 3.2 1B.
 _LLAMA_ROWS = {
     "153m": (12, 768, 12, 4, 2048, 32, "134m"),
     "374m": (24, 1024, 16, 4, 2816, 64, "311m"),
@@ -161,10 +163,11 @@ for _size, (_layers, _width, _heads, _kv_heads, _hidden, _key_dim, _small) in _L
     }
 _MODELS |= _LLAMA_MODELS
 
-# Kimi Linear (Kimi Team 2025): the last of every four layers, and the last of all, has latents, the
-# others linear attention; experts but in the first layer; nothing tells positions but the former.
-# Of the ladder of Kimi Team (2026), Table 2, only "identical to Kimi Linear" is said: these have
-# its 256 experts, ranks and vocabulary, and 1.0 to 1.7 percent fewer parameters than are printed.
+# Kimi Linear (Kimi Team 2025): the last of every four layers, and the last of all, has latent
+# attention, the others linear attention. All layers but the first have experts. Only the linear
+# attention knows positions. For the ladder of Kimi Team (2026), Table 2, the paper only says
+# "identical to Kimi Linear": these models have its 256 experts, ranks and vocabulary, and 1.0 to
+# 1.7 percent fewer parameters than are printed.
 _KIMI_VOCABULARY = 163_840
 _KIMI_TOKENS, _KIMI_BATCH, _KIMI_LENGTH = 1.4e12, 2048, 4096
 
@@ -198,9 +201,9 @@ for _size, (_layers, _width, _expert, *_, _block) in _DEPTH_ROWS.items():
     }
 _MODELS |= _KIMI_MODELS
 
-# ALiBi, as in the RMT authors' code: learned positions take longer than these have, and RoPE turns
-# pairs of numbers that key vectors, unlike matrices, cannot choose. Their tokens are bytes and BOS:
-# most of so small a model would be GPT-2's vocabulary.
+# ALiBi, as in the RMT authors' code: learned positions take longer to learn than these runs last,
+# and RoPE rotates pairs of numbers, which key vectors, unlike matrices, cannot choose. The tokens
+# are bytes and BOS, because GPT-2's vocabulary would be most of so small a model.
 _BYTES = 257
 _TINY = {
     "gpt2-tiny": _model(4, VectorStore(128), 4, 32, 512, Alibi(), vocab_size=_BYTES),
@@ -240,8 +243,8 @@ _TINY |= {
     "rmt-kimi-tiny": replace(_KIMI_TINY, store=MatrixStore(16)),
 }
 
-# Batch size and training tokens, at 512 tokens a sequence: of Tables 8 and 9. Figure 6 (C.3) and
-# Table 10 (C.4) are 50,000 steps; C.4 prints 5,000, which are not its 1.6e9 tokens.
+# Batch size and training tokens, at 512 tokens in a sequence, of Tables 8 and 9. Figure 6 (C.3) and
+# Table 10 (C.4) have 50,000 steps; C.4 prints 5,000, which does not give its 1.6e9 tokens.
 _BUDGETS = {
     "gpt2-49m": (64, 212e6),
     "gpt2-160m": (64, 1.7e9),
@@ -257,12 +260,12 @@ _SWEEPS = ("rmt-134m-k", "highway-", "depth-lstm-", "hierarchical-")
 
 
 def presets() -> list[str]:
-    """Names that `preset` knows."""
+    """Return the names that `preset` knows."""
     return [*_TINY, *_MODELS]
 
 
 def preset(name: str) -> ModelConfig:
-    """The model of that name.
+    """Return the model with a name.
 
     Raises:
       UsageError: there is none; the message has the nearest names.
@@ -303,7 +306,7 @@ _ABOUT = {
 
 
 def about(name: str) -> str:
-    """One phrase: which system it is, and where its sizes are from."""
+    """Return a phrase that says which system a preset is, and where its sizes are from."""
     system = _ABOUT.get(name.rpartition("-")[0])
     if name in _TINY:
         return f"{system}; for a laptop, over bytes"
@@ -326,7 +329,7 @@ def about(name: str) -> str:
 
 
 def run(name: str) -> RunConfig:
-    """The model of that name with the batch, steps and data it is trained with by default."""
+    """Return a named model with the batch, steps and data that it is trained with by default."""
     model = preset(name)
     if name in _TINY:
         return _tiny_run(model)
@@ -355,7 +358,7 @@ def _depth_run(model: ModelConfig, size: str) -> RunConfig:
 
 
 def run_of_today(model: ModelConfig) -> RunConfig:
-    """Twenty tokens a parameter, in batches of half a million."""
+    """Return a run of a model with 20 tokens for each parameter, in batches of half a million."""
     batch_size, seq_len = 256, 2048
     steps = round(20 * sum(cost.parameters(model).values()) / (batch_size * seq_len))
     train = TrainConfig(
@@ -367,7 +370,10 @@ def run_of_today(model: ModelConfig) -> RunConfig:
 
 
 def _kimi_run(model: ModelConfig) -> RunConfig:
-    """1.4T tokens in batches of 8M. The rate is that of a note on the paper, which has none."""
+    """Return a run of 1.4T tokens in batches of 8M.
+
+    The paper does not give the learning rate; it is from a note on the paper.
+    """
     train = TrainConfig(
         steps=round(_KIMI_TOKENS / (_KIMI_BATCH * _KIMI_LENGTH)),
         batch_size=_KIMI_BATCH,

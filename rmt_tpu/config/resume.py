@@ -1,33 +1,34 @@
-"""What of a run's config may differ when it is resumed: each field says so itself."""
+"""Rules for which fields of a run's config may differ on a resume; each field states its own."""
 
 import dataclasses
 from typing import Any, Literal
 
 Rule = Literal["fixed", "change", "free"]
-# What was "auto" when a run began stays what it was: where the run goes on, its curve does.
+# If these were "auto" when a run began, a resumed run keeps the choice made then, so that its curve
+# goes on.
 KEPT = ("model.remat", "model.store.dtype")
-# Fields of `train` that say with what a run began, and matter until it has a checkpoint.
+# Fields of `train` that say how a run began, and matter until it has a checkpoint.
 BEGAN = ("init_from", "with_optimizer")
 
 
 def free(default: Any) -> Any:
-    """A field that changes no number of the curve, beyond the order in which devices add up."""
+    """Return a field that changes no number of the curve, up to the order of sums over devices."""
     return dataclasses.field(default=default, metadata={"resume": "free"})
 
 
 def changeable(default: Any = dataclasses.MISSING) -> Any:
-    """A field that may differ if that is wanted: the state fits, the curve goes on as another."""
+    """Return a field that may change on request: the state still fits, but the curve changes."""
     return dataclasses.field(default=default, metadata={"resume": "change"})
 
 
 def resume_rule(config: Any, path: str) -> Rule:
-    """The rule of a dotted path, which is that of its outermost field that has one."""
+    """Return the rule of a dotted path, which is that of its outermost field with a rule."""
     for name in path.split("."):
         fields = {f.name: f for f in dataclasses.fields(config)}
-        if name not in fields:  # of another choice, or its kind
+        if name not in fields:  # the field is of another choice, or is the kind
             break
         if rule := fields[name].metadata.get("resume"):
-            # Another kind keeps another state.
+            # Another kind has another state.
             return "fixed" if rule == "change" and path.endswith(".kind") else rule
         config = getattr(config, name)
         if not dataclasses.is_dataclass(config):

@@ -1,4 +1,4 @@
-"""A run: what to train, how, and on what."""
+"""The config of a run: the model, its training, and its data."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -20,14 +20,14 @@ from rmt_tpu.config.resume import changeable, free
 from rmt_tpu.errors import UsageError
 from sharding.spec import parse_mesh
 
-# A cache holds keys and values of all of them.
+# A limit, because a cache holds the keys and values of all sampled tokens.
 _SampleTokens = Annotated[int, Range(f"at least 0, at most {2**20}", 0, 2**20)]
 _HeldOut = Annotated[float, Range("above 0, at most 0.5", 0, 0.5, open_low=True)]
 
 Role = Literal[
     "gain", "embedding", "unembedding", "keys", "hidden", "load", "balance_steps", "histogram"
 ]
-# Those of no weights: as a gradient they get shares of the tokens, of experts.
+# Roles of statistics, which are not weights: their gradients are experts' shares of the tokens.
 COUNTED = ("load", "balance_steps", "histogram")
 
 
@@ -36,17 +36,18 @@ class AdamW(Checked):
     """AdamW (Loshchilov and Hutter 2019) after clipping the gradient to a norm of `clip_norm`.
 
     Attributes:
-      learning_rate: the peak. Linear warmup over `warmup_fraction` of the steps, then a cosine
-        down to `final_fraction` of the peak.
-      weight_decay: multiplied by the learning rate, unless `independent_weight_decay`.
-      independent_weight_decay: whether each step takes the share `weight_decay` off a weight,
-        whatever the learning rate and its schedule are. In Wortsman et al. (2023) that share
+      learning_rate: the peak of the learning rate, which has a linear warmup over `warmup_fraction`
+        of the steps, and then a cosine decay to `final_fraction` of the peak.
+      weight_decay: coefficient of the decay, multiplied by the learning rate unless
+        `independent_weight_decay`.
+      independent_weight_decay: whether each step reduces a weight by the fraction `weight_decay`,
+        whatever the learning rate and its schedule are. In Wortsman et al. (2023) that fraction
         follows the schedule, so that the last steps decay less.
       decay_exclude: roles of parameters that do not decay.
     """
 
     kind: ClassVar[str] = "adamw"
-    implied: ClassVar[bool] = True  # config.json had no kind of optimizer at first
+    implied: ClassVar[bool] = True  # an early config.json had no kind of optimizer
     learning_rate: Positive = 2e-3
     warmup_fraction: Share = 0.05
     final_fraction: Share = 0.1
@@ -61,19 +62,19 @@ class AdamW(Checked):
 
 @dataclass(frozen=True)
 class Muon(AdamW):
-    """Muon (Jordan 2024) for matrices, as Moonlight has it (Liu et al. 2025), AdamW for the rest.
+    """Muon (Jordan 2024) for matrices, in Moonlight's form (Liu et al. 2025); AdamW for the rest.
 
-    Of each matrix W [A, B] of role "hidden", of each layer, expert and projection: the momentum M
-    after Nesterov's step is made near orthogonal, all its singular values near 1, and
+    For each matrix W [A, B] of role "hidden", of each layer, expert and projection, the momentum M
+    after Nesterov's step is made nearly orthogonal, with all singular values near 1, and
 
         W -= learning_rate * (update_rms * sqrt(max(A, B)) * orthogonal(M) + weight_decay * W)
 
-    so that its numbers move as those under AdamW do, at the same rate and decay. Embedding,
-    unembedding, key vectors, gains and small weights of residual mixers are AdamW's.
+    so that its entries change about as much as under AdamW, at the same rate and decay. AdamW
+    trains the embedding, the unembedding, key vectors, gains and small weights of residual mixers.
 
     Attributes:
-      momentum: of the gradients' sum.
-      iterations: of Newton and Schulz's quintic.
+      momentum: decay of the gradients' sum.
+      iterations: number of iterations of Newton-Schulz's quintic.
       update_rms: root mean square of a matrix's update, at a rate of 1.
     """
 
@@ -86,44 +87,48 @@ class Muon(AdamW):
 
 @dataclass(frozen=True)
 class TrainConfig(Checked):
-    """How to train.
+    """Options of training.
 
     Attributes:
-      steps: optimizer steps.
-      batch_size: sequences a step, over all devices and accumulation steps.
-      accumulate: parts that a batch is computed in, one after the other.
-      depth_rate: what the rate is multiplied by for queries over depth, and all that weighs sources
-        with them, of full_attention and block_attention; none of it decays. None is what the run
-        that goes on has, or else by the rule of `rmt_tpu.training.depth_rate`.
+      steps: number of optimizer steps.
+      batch_size: number of sequences in a step, over all devices and accumulation steps.
+      accumulate: number of parts in which a batch is computed, one after the other.
+      depth_rate: factor of the learning rate of queries over depth, and of all other weights of
+        sources over depth, in full_attention and block_attention; none of them decays. None is the
+        factor of the run that is resumed, or else that of the rule in
+        `rmt_tpu.training.depth_rate`.
       z_loss: coefficient of `logsumexp(logits)^2` in the loss.
-      init_from: a run folder or one of the hub's form whose parameters are taken at the start. Once
-        there is a checkpoint it is not looked at, and stays what it was.
-      with_optimizer: the run goes on as that of `init_from`, from its last checkpoint: with the
-        optimizer's moments, the number of steps, the place in the text and the key.
-      seed: of the parameters and of the order of the data.
-      mesh: axes of devices, like "data=2,fsdp=4"; -1 fills.
-      microbatches: parts of a device's rows that a pipeline (`stage`) works on at a time, a
-        multiple of the stages P; 0 is as many. More of the same size idle less (P - 1 of
-        `microbatches * virtual_stages + P - 1` ticks) and take no more memory than 2 P.
-      virtual_stages: chunks of layers on each stage of a pipeline.
-      checkpoint_every, eval_every: in steps; 0 is only at the end.
-      checkpoint_seconds: a checkpoint also when so many have passed since the last; 0 is never.
-      checkpoint_compression: of its arrays, without loss.
-      keep_checkpoints: how many of the last ones stay.
-      keep_every: those of steps divisible by it stay for good; 0 is none.
-      keep_best: how many with the least loss on held-out text stay.
-      eval_tokens: of held-out text at an evaluation, in whole windows; or all if there are fewer.
-      eval_batches: 0, or the batches that are read in place of `eval_tokens`; how much text that is
-        follows the batch size.
-      eval_tasks: names of tasks of `rmt_tpu.evaluation`, with commas between.
-      eval_tasks_every: in steps; 0 is only at the end.
-      eval_tasks_limit: documents of each, the first so many.
-      eval_data_dir: where they are: a folder, or "hub".
-      max_bad_steps: the run stops after so many non-finite steps in a row.
-      sample_every: in steps; 0 is only at the end.
-      sample_prompt, sample_tokens, sample_temperature: of the text that is then generated; 0 tokens
-        are none.
-      tensorboard: whether to write its files too; "auto" is where tensorboardX is installed.
+      init_from: a run folder, or a folder in the hub's form, whose parameters are taken at the
+        start. Once the run has a checkpoint, it is not read any more and cannot change.
+      with_optimizer: whether the run continues that of `init_from` from its last checkpoint, with
+        the optimizer's moments, the number of steps, the position in the text and the key.
+      seed: seed of the parameters and of the order of the data.
+      mesh: axes of the device mesh, like "data=2,fsdp=4"; -1 uses all remaining devices.
+      microbatches: number of parts of a device's rows that a pipeline (`stage`) processes one after
+        the other, a multiple of the number of stages P; 0 is P. With more parts of the same size,
+        stages idle less (P - 1 of `microbatches * virtual_stages + P - 1` ticks), and take no more
+        memory than with 2 P.
+      virtual_stages: number of chunks of layers on each stage of a pipeline.
+      checkpoint_every, eval_every: number of steps between two; 0 is only at the end.
+      checkpoint_seconds: number of seconds after which there is also a checkpoint; 0 is never.
+      checkpoint_compression: lossless compression of a checkpoint's arrays.
+      keep_checkpoints: number of last checkpoints that are kept.
+      keep_every: checkpoints of steps divisible by it are kept for good; 0 is none.
+      keep_best: number of checkpoints with the least loss on held-out text that are kept.
+      eval_tokens: number of held-out tokens in an evaluation, in whole windows, or all if there are
+        fewer.
+      eval_batches: 0, or the number of batches to read in place of `eval_tokens`; the amount of
+        text then depends on the batch size.
+      eval_tasks: comma-separated names of tasks of `rmt_tpu.evaluation`.
+      eval_tasks_every: number of steps between evaluations of tasks; 0 is only at the end.
+      eval_tasks_limit: number of documents of each task, from its first on.
+      eval_data_dir: where the tasks' data is: a folder, or "hub".
+      max_bad_steps: the run stops after this many non-finite steps in a row.
+      sample_every: number of steps between samples; 0 is only at the end.
+      sample_prompt, sample_tokens, sample_temperature: prompt, number of tokens and temperature of
+        the generated text; 0 tokens generate none.
+      tensorboard: whether to also write TensorBoard's files; "auto" writes them if tensorboardX is
+        installed.
     """
 
     steps: Size = changeable(1000)
@@ -170,15 +175,15 @@ class TrainConfig(Checked):
 
 @dataclass(frozen=True)
 class DataConfig(Checked):
-    """What to train on.
+    """The text to train on.
 
-    A run that is resumed knows its text by a checksum of the tokens, and its tokenizer by a
-    fingerprint: where they lie may change.
+    A resumed run recognises its text by a checksum of the tokens, and its tokenizer by a
+    fingerprint, so the paths of both may change.
 
     Attributes:
       source: "stdlib", a token store, or comma-separated .txt and .jsonl files and globs.
       tokenizer: "byte", a folder with encoder.json and vocab.bpe, or a tokenizer.json.
-      seq_len: tokens in a window (N).
+      seq_len: number of tokens in a window (N).
       eval_fraction: share of the text that is held out, by document.
     """
 
@@ -190,7 +195,7 @@ class DataConfig(Checked):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All of a run: what `config.json` in a run folder holds."""
+    """The whole config of a run, which `config.json` in a run folder contains."""
 
     model: ModelConfig
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -243,7 +243,7 @@ class TokenStream:
         return self.read(start, stop - int(start[0] - self._begins[part]))[0]
 
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
-        """Return the pieces of a range: offset in the row, part, and the part's tokens `a` to `b`."""
+        """Return the pieces of a range: offset in the row, part, and its tokens `a` to `b`."""
         pieces, at = [], start
         number = int(np.searchsorted(self._begins, start, side="right")) - 1
         while at < stop:
