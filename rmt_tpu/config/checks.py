@@ -69,7 +69,7 @@ class Checked:
 
 @functools.cache
 def ranges(cls: type) -> dict[str, Range]:
-    """The Range of each field of a dataclass that has one."""
+    """Return the Range of each field of a dataclass that has one."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         # The annotation itself, or `Size` of `Size | None`.

@@ -60,17 +60,17 @@ class Computes(Checked):
         return None
 
     def sharing_heads(self, devices: int) -> "Computes":
-        """Return the same core with copies of key heads, if `devices` devices have to share them."""
+        """Return the core with copies of key heads, if that many devices have to share them."""
         return self
 
     def active_parameters(self, width: int, read_width: int) -> int:
-        """Return the number of the core's parameters that every token uses: all, except for experts."""
+        """Return the number of parameters that every token uses: all, except for experts."""
         return self.parameters(width, read_width)
 
 
 @dataclass(frozen=True)
 class Heads(Computes):
-    """A core with `num_heads` (H) heads of size `head_dim` (D_h), each of which writes one vector."""
+    """A core with `num_heads` (H) heads of size `head_dim` (D_h); each head writes one vector."""
 
     num_heads: Size
     head_dim: Size

@@ -24,7 +24,7 @@ class Learned(Checked):
 
 @dataclass(frozen=True)
 class Alibi:
-    """Attention logits that fall with distance, with slope `2^(-8 (h + 1) / num_heads)` in head h."""
+    """Attention logits that fall with distance, by slope `2^(-8 (h + 1) / num_heads)` in head h."""
 
     kind: ClassVar[str] = "alibi"
 
@@ -144,18 +144,18 @@ class Attention(Heads):
         return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
 
     def sharing_heads(self, devices: int) -> "Attention":
-        """Return the core with each key and value head repeated so that `devices` divide the heads."""
+        """Return the core with key and value heads repeated until `devices` divide them."""
         if self.kv_heads % devices == 0:
             return self
         return replace(self, num_kv_heads=math.lcm(self.kv_heads, devices))
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of gains and biases; the site has the matrices that make queries and keys."""
+        """Return the number of gains and biases; the site has the queries' and keys' matrices."""
         biases = sum(self.reads.heads) if self.bias else 0
         return (2 * self.query_key_norm + biases) * self.head_dim
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs of one token: logits and weighted values, and three for each softmax term."""
+        """Return the FLOPs of one token: logits, weighted values, and 3 for each softmax term."""
         return 4 * seq_len * self.num_heads * self.head_dim + 3 * seq_len * self.num_heads
 
 
@@ -195,7 +195,7 @@ class FeedForward(Computes):
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of weights in W_1 and W_2, given the sizes of what it writes and reads."""
+        """Return the number of weights in W_1 and W_2, given the widths of its output and input."""
         return ((1 + self.gated) * read_width + width) * self.hidden_dim
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
@@ -259,7 +259,7 @@ class Mla(Heads):
         return self._weights(read_width) + self.kv_rank + (self.query_rank or 0)
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs of one token, expanded: matrix products, logits, softmax, weighted values."""
+        """Return the FLOPs of one token, expanded: matrices, logits, softmax, weighted values."""
         of_head = 2 * self.query_dim + 2 * self.head_dim + 3
         return 2 * self._weights(read_width) + seq_len * self.num_heads * of_head
 
@@ -306,10 +306,10 @@ class Kda(Heads):
         return self._weights(read_width) + vectors
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs of one token: gates, convolutions, and the state in chunks of C = 64
-        tokens.
+        """Return the FLOPs of one token: gates, convolutions, and the state in chunks.
 
-        The state takes `6 D_h^2 + 3 C D_h + C^2` for each head, as the paper counts them.
+        With chunks of C = 64 tokens, the state takes `6 D_h^2 + 3 C D_h + C^2` for each head, as
+        the paper counts them.
         """
         size, chunk = self.head_dim, 64
         of_head = 6 * size**2 + 3 * chunk * size + chunk**2 + 6 * self.conv_size * size

@@ -80,7 +80,7 @@ class Experts(Computes):
 
     @property
     def aux(self) -> tuple[str, ...]:
-        """Names of the loss, which also passes on the loads, and of the count of dropped choices."""
+        """Names of the loss, which also passes on the loads, and of the dropped choices."""
         return ("loss", "dropped") if self.capacity is not None else ("loss",)
 
     @property
@@ -99,18 +99,18 @@ class Experts(Computes):
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of parameters of all experts and the router, with their biases or counts."""
+        """Return the parameters of all experts and the router, with its biases or counts."""
         seen = HISTOGRAM_BINS if isinstance(self.balance, Quantiles) else 0
         of_router = (read_width + 1 + seen) * self.num_experts
         return (self.num_experts + self.shared) * self._of_one(width, read_width) + of_router
 
     def active_parameters(self, width: int, read_width: int) -> int:
-        """Return the number of parameters that a token uses: its own experts, and all of the router."""
+        """Return the number of parameters that a token uses: its own experts and the router."""
         idle = (self.num_experts - self.top_k) * self._of_one(width, read_width)
         return self.parameters(width, read_width) - idle
 
     def flops(self, width: int, read_width: int, seq_len: int) -> int:
-        """Return the FLOPs of one token: products with the matrices of its experts and of the router."""
+        """Return the FLOPs of one token: products with its experts' and the router's matrices."""
         experts = (self.top_k + self.shared) * self._of_one(width, read_width)
         return 2 * (experts + read_width * self.num_experts)
 

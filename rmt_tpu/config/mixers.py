@@ -64,7 +64,7 @@ class System(Checked):
         return {}
 
     def chunk_multiple(self, num_sublayers: int) -> int | None:
-        """Return a number of sublayers that divides every pipeline chunk, or None without a pipeline."""
+        """Return a number that divides a pipeline chunk's sublayers; None if it has no pipeline."""
         return 2 if self.by_layers else 1
 
 
@@ -119,7 +119,7 @@ class _DepthAttention(_BankedSystem):
             )
 
     def parameters(self, model: Sizes) -> int:
-        """Return the size of the query and gain of every site, or of what an ablation has instead."""
+        """Return the size of the query and gain of every site, or of an ablation's parameters."""
         size = model.residual_size
         if self.query == "scalars":
             return sum(self.sources(model.num_sublayers))
@@ -134,7 +134,10 @@ class _DepthAttention(_BankedSystem):
         return sum(self.sources(model.num_sublayers)) * 2 * size * (1 + scored) + projection
 
     def logit_terms(self, residual_size: int) -> dict[str, int]:
-        """Return the size of a head's part of the residual; times the whole residual for a projection."""
+        """Return the size of a head's part of the residual for each weight.
+
+        It is multiplied by the size of the whole residual for a projection, and is 1 for logits.
+        """
         if self.query == "scalars":
             return {"logits": 1}
         terms = residual_size // self.num_heads
@@ -347,7 +350,7 @@ class Mhc(System):
         return self.streams * (2 + self.streams)
 
     def parameters(self, model: Sizes) -> int:
-        """Return the parameters of the norm's gain, the projection, its biases, and three scales."""
+        """Return the parameters of the norm's gain, the projection, its biases, and 3 scales."""
         return _projected_parameters(self.streams, self._coefficients, model)
 
     def flops(self, model: Sizes) -> int:
@@ -390,7 +393,7 @@ class MhcLite(System):
         return 2 * self.streams + factorial(self.streams)
 
     def parameters(self, model: Sizes) -> int:
-        """Return the parameters of the norm's gain, the projection, its biases, and three scales."""
+        """Return the parameters of the norm's gain, the projection, its biases, and 3 scales."""
         return _projected_parameters(self.streams, self._coefficients, model)
 
     def flops(self, model: Sizes) -> int:
@@ -446,7 +449,7 @@ class DepthLstm(System):
     cell_start: Literal["zero", "embedding"] = "zero"
 
     def parameters(self, model: Sizes) -> int:
-        """Return the parameters of the gates, their norms, and the norm within the feed-forward layer."""
+        """Return the parameters of gates, their norms, and the norm in the feed-forward layer."""
         size = model.residual_size
         return model.num_layers * (6 * size**2 + 3 * size + model.feed_forward.hidden_dim)
 

@@ -27,7 +27,7 @@ Kernels = Literal["auto", "xla", "pallas"]
 
 @dataclass(frozen=True)
 class Standard:
-    """A parametrisation without multipliers; attention logits are scaled by `1 / sqrt(head_dim)`."""
+    """A parametrisation without multipliers; attention logits have scale `1 / sqrt(head_dim)`."""
 
     kind: ClassVar[str] = "standard"
 
@@ -165,7 +165,7 @@ class ModelConfig(Checked):
                 before = core.writes
 
     def _written(self, port: Port) -> Any:
-        """Return what two writes at one site must have in common: for a matrix store, the key count."""
+        """Return what two writes at one site must share: for a matrix store, the number of keys."""
         if isinstance(self.store, MatrixStore):
             return sum(port.heads) + port.whole * self.data_shape[0]
         return port
@@ -222,7 +222,7 @@ class ModelConfig(Checked):
     # The short form -----------------------------------------------------------------------------
 
     def short_form(self) -> dict[str, Any]:
-        """Return fields by name, with those of the short form in place of `stacks` if there is one."""
+        """Return fields by name; if there is a short form, its fields take the place of `stacks`."""
         rest = {f.name: getattr(self, f.name) for f in fields(self)}
         layer = self.stacks[0].cores
         if len(self.stacks) > 1 or len(layer) != 2 or layer[0].kind == layer[1].kind:

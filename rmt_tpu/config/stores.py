@@ -62,11 +62,11 @@ class MatrixStore(Checked):
     vector_dim: Size | None = None
 
     def parameters(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the size of the key vectors that read or write a port, given data vectors [R, D_v]."""
+        """Return the size of the key vectors of a port, given data vectors [R, D_v]."""
         return self._keys(port, data_shape) * self.key_dim
 
     def flops(self, port: Port, data_shape: tuple[int, int]) -> int:
-        """Return the FLOPs of one token's read or write: `2 D_k D_v` for each key and data vector."""
+        """Return the FLOPs of one token's read or write: `2 D_k D_v` for a key and data vector."""
         return self._keys(port, data_shape) * 2 * self.key_dim * data_shape[1]
 
     def _keys(self, port, data_shape):
