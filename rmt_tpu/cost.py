@@ -1,12 +1,13 @@
-"""Parameters and FLOPs of a model, from its config alone.
+"""Parameters and FLOPs of a model, computed from its config alone.
 
-Appendix A of Mak and Flanigan (2025): Table 7 and sections A.1 and A.2, with two corrections that
-reproduce the printed results (Table 4, Figure 1): parameters count the embedding and the
-unembedding, and the key vectors of a layer cost `12 R D_k D_v` FLOPs a token, as A.2 lists them.
-A multiplication and an addition are two FLOPs; a backward pass costs twice the forward pass.
+The formulas are those of appendix A of Mak and Flanigan (2025), in Table 7 and sections A.1 and
+A.2, with two corrections that reproduce the printed results (Table 4, Figure 1): parameters include
+the embedding and the unembedding, and the key vectors of a layer cost `12 R D_k D_v` FLOPs for each
+token, as A.2 lists them. A multiplication and an addition are two FLOPs; a backward pass costs
+twice the forward pass.
 
 Mixers are counted in the same way: products with matrices, and weighted sums and inner products of
-residuals. Norms, activations, gates' products of numbers and plain sums are left out.
+residuals. Norms, activations, elementwise products of gates and plain sums are left out.
 """
 
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from rmt_tpu.config import WHOLE, Core, ModelConfig, Port
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s that the maker states for a JAX device, or None if unknown here.
+    """Return the dense bfloat16 FLOP/s that the maker states for a JAX device, or None if unknown.
 
-    Of a chip that is two devices it is half.
+    If a chip is two devices, it is half of the chip's.
     """
     from pallas_kernels.target import chip_of  # loads jax, which a config's cost does not need
 
@@ -26,7 +27,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
-    """Number of parameters by part; their sum is the model's."""
+    """Return the number of parameters by part; their sum is the model's."""
     width, store, shape = config.width, config.store, config.data_shape
     learned = config.learned_positions
     positions = learned.max_length * width if learned else 0
@@ -36,7 +37,8 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     for core, read, count in _cores(config):
         added = count * core.parameters(width, read)
         of_cores[core.kind] = of_cores.get(core.kind, 0) + added
-    sites = config.num_sublayers + 1 if config.mixer.adds_up else 1  # that norm what they read
+    # Sites that norm what they read.
+    sites = config.num_sublayers + 1 if config.mixer.adds_up else 1
     return {
         "embedding": config.vocab_size * width + positions,
         "reads_and_writes": sum(n * store.parameters(port, shape) for port, n in ports),
@@ -48,7 +50,10 @@ def parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Those that a token meets: without embeddings, and without experts that it did not choose."""
+    """Return the number of parameters that a token uses.
+
+    The embedding, the unembedding and experts that the token does not choose are left out.
+    """
     of_parts = parameters(config)
     idle = sum(
         count * (core.parameters(config.width, read) - core.active_parameters(config.width, read))
@@ -58,10 +63,11 @@ def active_parameters(config: ModelConfig) -> int:
 
 
 def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
-    """FLOPs of the forward pass for one token of a window of `seq_len`, by part.
+    """Return the FLOPs of the forward pass for one token of a window of `seq_len`, by part.
 
     Attention is counted over the whole window, as in the paper, although the mask is causal.
-    `embedding` counts looking up as a matrix product (what Figure 1 counts; no machine does it).
+    `embedding` counts the look-up as a matrix product, as in Figure 1, though no machine computes
+    it so.
     """
     width, vocab, store, shape = config.width, config.vocab_size, config.store, config.data_shape
     parts: dict[str, int] = {}
@@ -79,40 +85,41 @@ def forward_flops(config: ModelConfig, seq_len: int) -> dict[str, int]:
 
 
 def non_embedding_flops(config: ModelConfig, seq_len: int) -> int:
-    """Forward FLOPs a token without embedding and unembedding: what Tables 3 and 4 count."""
+    """Return a token's forward FLOPs without embedding and unembedding, as in Tables 3 and 4."""
     flops = forward_flops(config, seq_len)
     return sum(flops.values()) - flops["embedding"] - flops["unembedding"]
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Forward FLOPs of a token that sees `seq_len`: all but the embedding's look-up.
+    """Return the forward FLOPs of a token that sees `seq_len`: all but the embedding's look-up.
 
-    Every token of a window is one that sees all of it where budgets are counted, as in the paper.
+    Where budgets are counted, every token of a window is one that sees all of it, as in the paper.
     """
     return non_embedding_flops(config, seq_len) + forward_flops(config, seq_len)["unembedding"]
 
 
 def causal_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """The mean over a window's tokens, each of which sees what is before it. For the MFU.
+    """Return the mean forward FLOPs of a window's tokens with a causal mask, for the MFU.
 
-    What a token takes is linear in what it sees: the mean is that of the first and the last token.
+    A token's FLOPs are linear in the number of tokens that it sees, so the mean over a window is
+    that of its first and last token.
     """
     return (flops_per_token(config, 1) + flops_per_token(config, seq_len)) // 2
 
 
 def train_flops(forward: int, tokens: int | float) -> int | float:
-    """FLOPs of training on so many tokens: forward and backward."""
+    """Return the FLOPs of training on `tokens` tokens: forward and backward."""
     return 3 * forward * tokens
 
 
 def _ports(config: ModelConfig) -> list[tuple[Port, int]]:
-    """What cores read and write, and how often."""
+    """Return the ports that cores read and write, with their counts."""
     counts = [(core, count) for core, _, count in _cores(config)]
     return [(port, n) for core, n in counts for port in (core.reads, core.writes)]
 
 
 def _cores(config: ModelConfig) -> Iterator[tuple[Core, int, int]]:
-    """Of each sublayer of a period: its core, the width of a whole read, and how often it is."""
+    """Yield each sublayer's core, the width of a whole read, and the number of its repeats."""
     first = 0
     for stack in config.stacks:
         for k, core in enumerate(stack.cores):

@@ -1,4 +1,4 @@
-"""Tokens to logits: the loop over sublayers, the same for every residual system."""
+"""The decoder, from tokens to logits, with one loop over sublayers for every residual system."""
 
 import dataclasses
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from rmt_tpu.layers.parameters import Seed
 
 
 class Cache(NamedTuple):
-    """What decoding keeps of the tokens seen so far: no residual, only what the cores need.
+    """The state that decoding keeps of the tokens seen so far: no residual, only what cores need.
 
     Attributes:
-      cores: of each stack, of each of its cores: a tree of arrays, [repeat, batch, ...].
-      length: how many tokens of each row are in it.
+      cores: for each stack, and each of its cores, a tree of arrays, [repeat, batch, ...].
+      length: number of tokens of each row that are in the cache.
     """
 
     cores: tuple[tuple[cores.Cache, ...], ...]
@@ -31,12 +31,12 @@ class Cache(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What a loss is made of.
+    """The inputs of a loss.
 
     Attributes:
-      z: what the unembedding reads.
+      z: the input of the unembedding.
       aux: scalars of the cores by name, added up over depth and over tokens; {} if they have none.
-        That named "loss" belongs to the objective.
+        The scalar named "loss" belongs to the objective.
     """
 
     z: Float[Array, "part own_seq vectors size"]
@@ -44,18 +44,18 @@ class Features(NamedTuple):
 
 
 class Decoder(nnx.Module):
-    """A causal language model over any residual system.
+    """A causal language model with any residual system.
 
     Args:
-      config: what to build.
+      config: the model's config.
       rngs: one key of its `params` stream is the seed of all parameters.
 
     Raises:
-      TypeError: `config` or `rngs` is something else.
+      TypeError: `config` or `rngs` has another type.
 
     Layers are stacked: their parameters have a leading axis over a stack's repeats, and a scan runs
-    over it. A weight is drawn by its place and name (`layers.parameters.Seed`), so that models of
-    one seed begin with the same values of all weights that they have in common.
+    over it. A weight is drawn by its place and name (`layers.parameters.Seed`), so that models with
+    the same seed begin with the same values of all weights that they have in common.
     """
 
     def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):
@@ -65,7 +65,7 @@ class Decoder(nnx.Module):
             )
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"Decoder takes rngs=nnx.Rngs(0); not {rngs!r:.60}")
-        if config.remat == "auto":  # a run says what it is where it is trained
+        if config.remat == "auto":  # training replaces "auto" by its own choice
             config = dataclasses.replace(config, remat="full")
         self.config = config
         self.dtype = compute_dtype(config.compute_dtype)
@@ -88,12 +88,14 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         positions: Int[Array, "batch_or_1 seq"] | None = None,
     ) -> Float[Array, "batch seq vocab"]:
-        """Logits of the next token, at least float32.
+        """Return the logits of the next token, at least float32.
 
         Args:
-          tokens: below `config.vocab_size`; others, and positions past the learned ones, give NaN.
-          segment_ids: tokens see only their own document; None is one document a row.
-          positions: of the tokens; None counts from 0.
+          tokens: token ids below `config.vocab_size`; others, and positions past the learned ones,
+            give NaN.
+          segment_ids: numbers of documents, such that tokens see only their own; None is one
+            document in each row.
+          positions: positions of the tokens; None counts from 0.
 
         Raises:
           TypeError: the tokens are not integers in an array.
@@ -113,13 +115,14 @@ class Decoder(nnx.Module):
         lengths: Int[Array, " batch"] | None = None,
         schedule: sharding.Schedule | None = None,
     ) -> Features:
-        """What the unembedding reads, for a loss that never holds all logits, and cores' scalars.
+        """Return the input of the unembedding, and the scalars of cores.
 
-        `lengths` are those of rows that are filled up at their ends with any token.
+        A loss can use it without holding all logits. `lengths` are the numbers of real tokens in
+        rows that are padded at their ends with any token.
 
-        In per-device code (see `sharding.per_device`): of this device's own tokens, and with a
-        `schedule` of stages z of its part of their rows, and the scalars of its own cores; a loss
-        with its gradient is `pipelined.loss`.
+        In per-device code (see `sharding.per_device`), the result is for this device's own tokens.
+        With a `schedule` of pipeline stages, z is for the stage's part of their rows, and the
+        scalars are those of its own cores; `pipelined.loss` gives a loss with its gradient.
         """
         context = cores.causal(tokens.shape[1], positions, segment_ids)
         context = context._replace(lengths=lengths)
@@ -130,18 +133,20 @@ class Decoder(nnx.Module):
     def decode(
         self, tokens: Int[Array, "batch new"], cache: Cache
     ) -> tuple[Float[Array, "batch new vocab"], Cache]:
-        """Logits for the tokens that follow those in the cache, and the cache with them in it.
+        """Return logits for the tokens that follow those in the cache, and the extended cache.
 
-        The caller keeps `cache.length + new` of each row within the cache's capacity.
+        The caller makes sure that `cache.length + new` of each row does not exceed the cache's
+        capacity.
 
         Raises:
-          TypeError, ValueError: as `__call__`.
+          TypeError, ValueError: see `__call__`.
         """
         _check(tokens)
         new = tokens.shape[1]
         context = cores.cached(cache.length, new)
         z, caches, _ = self._run(tokens, context, cache.cores)
-        # On each of the devices that divide tokens: W_U is as large for few of them as for all.
+        # Gather tokens on each device that shares them: reading W_U costs as much for few as for
+        # all.
         z = cores.apart(sharding.gather(z, sharding.token_axes(), axis=1), context)
         with jax.named_scope("unembedding"):
             return self.unembedding(z), Cache(caches, cache.length + new)
@@ -150,19 +155,20 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "batch seq"], lengths: Int[Array, " batch"], cache: Cache
     ) -> tuple[Float[Array, "batch vocab"], Cache]:
-        """Logits for the token behind each row's last, and a new cache with the rows in it.
+        """Return logits for the token after each row's last, and a new cache with the rows in it.
 
-        It attends as training does, and makes no logits but those.
+        It computes attention as training does, and no other logits.
 
-        In per-device code the rows are this device's own; each device has all tokens of these.
+        In per-device code the rows are this device's own, and each device has all tokens of its
+        rows.
 
         Args:
-          tokens: rows, filled up at their ends with any token.
-          lengths: of the rows, at least 1.
-          cache: an empty one, for at least as many tokens.
+          tokens: rows, padded at their ends with any token.
+          lengths: number of tokens in each row, at least 1.
+          cache: an empty cache for at least this many tokens.
 
         Raises:
-          TypeError, ValueError: as `__call__`.
+          TypeError, ValueError: see `__call__`.
         """
         context = cores.causal(tokens.shape[1], None, None)
         return self._fill(tokens, context, lengths, cache)
@@ -171,15 +177,18 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: Int[Array, "batch new"], lengths: Int[Array, " batch"], cache: Cache
     ) -> tuple[Float[Array, "batch vocab"], Cache]:
-        """`prefill` behind what the cache has: a long text in parts, in the memory of one.
+        """Return what `prefill` returns, for rows that continue those in the cache.
+
+        A long text can so be read in parts, in the memory of one part.
 
         Args:
-          tokens: rows, filled up at their ends with any token.
-          lengths: of the rows, at least 1; with what the cache has of each they fit in it.
-          cache: of the tokens before, maybe of none.
+          tokens: rows, padded at their ends with any token.
+          lengths: number of tokens in each row, at least 1; they must fit in the cache after those
+            there.
+          cache: the cache of the tokens before, which may be empty.
 
         Raises:
-          TypeError, ValueError: as `__call__`.
+          TypeError, ValueError: see `__call__`.
         """
         context = cores.cached(cache.length, tokens.shape[1])
         return self._fill(tokens, context, lengths, cache)
@@ -194,10 +203,13 @@ class Decoder(nnx.Module):
     def _last(
         self, z: Float[Array, "part own_seq vectors size"], context: cores.Context
     ) -> Float[Array, "batch vectors size"]:
-        """Of each row's last token; of those that divide tokens one device has it."""
+        """Select each row's last token.
+
+        Only one of the devices that divide tokens has it; a sum over devices shares it.
+        """
         axes, rows = sharding.token_axes(), jnp.arange(len(context.lengths))
         place = context.lengths - 1
-        if z.shape[0] < len(rows):  # rows are joined
+        if z.shape[0] < len(rows):  # rows are flattened into one
             place, rows = place + rows * context.query_positions.shape[1], 0
         place -= sharding.axis_index(axes) * z.shape[1]
         last = z[rows, jnp.clip(place, 0, z.shape[1] - 1)]
@@ -205,9 +217,9 @@ class Decoder(nnx.Module):
         return sharding.total(jnp.where(own[:, None, None], last, 0), axes)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """A cache for `capacity` tokens of each of `batch` sequences.
+        """Return a cache for `capacity` tokens of each of `batch` sequences.
 
-        In per-device code this device's part, of its own rows.
+        In per-device code it is this device's part, for its own rows.
         """
         given = (batch, capacity, self.dtype)
         of_stacks = (
@@ -217,7 +229,7 @@ class Decoder(nnx.Module):
         return Cache(tuple(of_stacks), jnp.zeros(batch, jnp.int32))
 
     def cache_specs(self) -> Cache:
-        """Over which axes of a mesh each array of a cache is divided, as a tree like it."""
+        """Return the partition specs of a cache's arrays over a mesh, as a tree like the cache."""
         of_stacks = tuple(tuple(one.core.cache_specs() for one in stack) for stack in self.stacks)
         return Cache(of_stacks, PartitionSpec(sharding.CACHE_RULES["batch"]))
 
@@ -251,11 +263,11 @@ def _check(tokens):
 
 
 def residual_dtype(config: cfg.ModelConfig) -> jnp.dtype:
-    """The dtype in which the residual is carried."""
+    """Return the dtype in which the residual is carried."""
     dtype = compute_dtype(config.compute_dtype)
     if config.store.dtype != "auto":
         return jnp.dtype(config.store.dtype)
     if config.remat == "reversible" and dtype == jnp.bfloat16:
-        # As small as bfloat16, and writes can be taken back exactly; bfloat16 would drift.
+        # int16 is as small as bfloat16, and writes can be undone exactly; bfloat16 would drift.
         return jnp.dtype("int16" if residual.fixed_point.holds(config) else "float32")
     return dtype

@@ -1,4 +1,4 @@
-"""Errors that are told to a person in one line, without a traceback."""
+"""Errors that are shown to the user as one line, without a traceback."""
 
 import contextlib
 import difflib
@@ -9,13 +9,13 @@ from sharding.errors import RmtError
 
 
 class UsageError(RmtError):
-    """The command, config or input is wrong. Exit code 2."""
+    """The command, config or input is wrong. The exit code is 2."""
 
     exit_code = 2
 
 
 class RunError(RmtError):
-    """The run itself failed: a non-finite loss, a damaged checkpoint. Exit code 1."""
+    """The run itself failed: a non-finite loss, a damaged checkpoint. The exit code is 1."""
 
 
 class DivergedError(RunError):
@@ -24,7 +24,7 @@ class DivergedError(RunError):
 
 @contextlib.contextmanager
 def of_flag(name: str) -> Iterator[None]:
-    """A UsageError within is about the value of this flag, and begins with that value."""
+    """Prefix a UsageError in the body, which starts with this flag's value, with `--name=`."""
     try:
         yield
     except UsageError as error:
@@ -33,7 +33,7 @@ def of_flag(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def about_flag(name: str, beginning: str) -> Iterator[None]:
-    """A UsageError within that begins so is about this flag, of which it does not speak."""
+    """Prefix a UsageError in the body that starts with `beginning` with `--name: `."""
     try:
         yield
     except UsageError as error:
@@ -43,12 +43,12 @@ def about_flag(name: str, beginning: str) -> Iterator[None]:
 
 
 class ArgumentError(UsageError):
-    """An argument of a call cannot be; the message begins with `name=value`."""
+    """An argument of a call is illegal; the message begins with `name=value`."""
 
 
 @contextlib.contextmanager
 def of_argument(name: str) -> Iterator[None]:
-    """A UsageError within is about the value of this argument, and begins with that value."""
+    """Turn a UsageError in the body, which starts with the argument's value, into an ArgumentError."""
     try:
         yield
     except UsageError as error:
@@ -57,7 +57,7 @@ def of_argument(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def arguments_as_flags() -> Iterator[None]:
-    """An ArgumentError within is told of the flag of the same name."""
+    """Turn an ArgumentError in the body into a UsageError about the flag of the same name."""
     try:
         yield
     except ArgumentError as error:
@@ -69,27 +69,27 @@ _short.maxlevel, _short.maxstring, _short.maxlong, _short.maxother = 3, 120, 40,
 
 
 def shown(value: object) -> str:
-    """`repr` of a value, cut where it is too long or too deep for a line."""
+    """Return `repr` of a value, cut where it is too long or too deep for a line."""
     return _short.repr(value)
 
 
 def one_line(error: Exception) -> str:
-    """Those that are not for a person, with their kind."""
+    """Format an error on one line; one that is not meant for the user begins with its type."""
     kind = "" if isinstance(error, RmtError) else f"{type(error).__name__}: "
     return kind + " ".join(str(error).split())
 
 
-_LONGEST_LIST = 300  # characters: a line that can still be read
+_LONGEST_LIST = 300  # in characters; a longer line would be hard to read
 
 
 def unknown(what: str, name: object, legal: Iterable[str], close: list[str] | None = None) -> str:
-    """One line for a name that does not exist: the nearest legal names, and all if they fit.
+    """Return one line about an unknown name, with the nearest legal names, and all if they fit.
 
     Args:
-      what: the name is of.
-      name: as it was given.
-      legal: all that there are.
-      close: of them, what may be meant; None is those that are spelt like it.
+      what: what the name should be a name of.
+      name: the name as it was given.
+      legal: all legal names.
+      close: legal names that may be meant; None are those with a similar spelling.
     """
     legal = list(legal)
     named = name if isinstance(name, str) else shown(name)

@@ -1,4 +1,4 @@
-"""Tables of block sizes (`pallas_kernels.tuned`) in folders, local or gs://: read, and added to."""
+"""Tables of block sizes (`pallas_kernels.tuned`) in local or gs:// folders: reading and adding."""
 
 from collections.abc import Sequence
 
@@ -7,22 +7,22 @@ from rmt_tpu.distributed.roll_call import Tables
 from rmt_tpu.errors import RunError
 from rmt_tpu.storage import open_parent
 
-_TRIES = 20  # each is lost to another writer who has succeeded
+_TRIES = 20  # an attempt fails only when another writer succeeds
 
 
 def known() -> Tables:
-    """A hash of all tables that are looked into, and the user's file."""
+    """Return a hash of all tables that are looked into, and the path of the user's table."""
     use_storage()
     path = tuned.user_path()
-    # One that is not there holds nothing, wherever it would be.
+    # A missing table has no entries, so its path does not matter.
     return Tables(tuned.fingerprint(), path if tuned.user_table().entries else None)
 
 
 def read(location: str) -> tuned.Table:
-    """The table of a file, with its faults; empty if there is none.
+    """Return the table of a file, with its faults; it is empty if there is no file.
 
     Raises:
-      UsageError: the location cannot be.
+      UsageError: the location is illegal.
       Fault: its store does not answer or refuses.
     """
     folder, name = open_parent(location)
@@ -31,22 +31,22 @@ def read(location: str) -> tuned.Table:
 
 
 def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
-    """Puts entries into a file, in place of those of the same identity; others stay.
+    """Add entries to a file, replacing those with the same identity.
 
-    Of several writers at a time none loses what it wrote.
+    If several writers add entries at a time, no entry is lost.
 
     Returns:
       The table as it is now.
 
     Raises:
-      UsageError: the location cannot be.
+      UsageError: the location is illegal.
       RunError: the file cannot be written, or holds something else than a table.
     """
     folder, name = open_parent(location)
     for _ in range(_TRIES):
         found = folder.read(name)
         before = tuned.Table(location) if found is None else tuned.parse(found.data, location)
-        if before.faults:  # would be lost
+        if before.faults:  # the faulty entries would be lost
             raise RunError(f"{before.faults[0]}; it is not written over: mend it, or move it away")
         table = before.merged(entries)
         data = table.text().encode()
@@ -69,5 +69,5 @@ def _read_bytes(location: str) -> bytes | None:
 
 
 def use_storage() -> None:
-    """From here on $RMT_TPU_TUNED may be at gs://."""
+    """Allow $RMT_TPU_TUNED to be on gs:// from now on."""
     tuned.READERS["gs"] = _read_bytes

@@ -1,4 +1,4 @@
-"""Memory: how much there is, and that it is out, told in one line."""
+"""Memory: how much the machine has, and one-line errors when it runs out."""
 
 import contextlib
 import os
@@ -16,19 +16,19 @@ TRAIN_ADVICE = (
 
 
 def of_machine() -> int:
-    """Bytes that this process can have: the machine's, or fewer by its control groups."""
+    """Return the bytes that this process can use: the machine's, or fewer if cgroups limit it."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([there, *_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
 
 def _limits(groups: Path, mounted: Path) -> Iterator[int]:
-    """Of the control groups that a process is in, and of those above, in both of their versions.
+    """Yield the memory limits of this process's cgroups (v1 and v2) and of their ancestors.
 
     Args:
-      groups: the file that names them.
-      mounted: the folder of all; in a container its top is the container's own.
+      groups: the file that names the cgroups.
+      mounted: the folder of all cgroups; in a container its top is the container's own.
     """
-    with contextlib.suppress(OSError):  # there are none here
+    with contextlib.suppress(OSError):  # this system has no cgroups
         for line in groups.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if "memory" in controllers.split(","):
@@ -39,37 +39,40 @@ def _limits(groups: Path, mounted: Path) -> Iterator[int]:
                 continue
             folder = top / path.lstrip("/")
             for group in (g for g in (folder, *folder.parents) if g.is_relative_to(top)):
-                with contextlib.suppress(OSError, ValueError):  # not seen from here, or "max"
+                with contextlib.suppress(OSError, ValueError):  # not visible from here, or "max"
                     yield int((group / name).read_text())
 
 
 def told(count: int) -> str:
-    """Bytes for a person."""
+    """Return a number of bytes as text with a unit."""
     size, unit = next((u for u in ((1e9, "GB"), (1e6, "MB")) if count >= u[0]), (1e3, "kB"))
     return f"{count / size:,.1f} {unit}"
 
 
 @contextlib.contextmanager
 def told_if_out(advice: str) -> Iterator[None]:
-    """A host or a device that has no memory left for what is done within is a RunError.
+    """Turn an error in the body into a RunError if a host or device has run out of memory.
 
     Args:
-      advice: what a person can do.
+      advice: what the user can do.
     """
     try:
         yield
     except Exception as error:
         if not is_out(error):
             raise
-        # Without the kinds of error that XLA's layers put in front.
+        # Drop the kinds of error that XLA's layers put in front.
         reason = re.sub(r"^([A-Z_]+: |Error \w+ \w+: )*", "", str(error).partition("\n")[0])
         reason = f" ({reason[:300].rstrip('. ')})" if reason else ""
         raise RunError(f"out of memory{reason}: {advice}") from None
 
 
 def is_out(error: Exception) -> bool:
-    """Whether XLA, its runtime, numpy or Python says so; at compile time too."""
-    if isinstance(error, RmtError):  # a store's quota, say
+    """Return whether an error says that XLA, its runtime, numpy or Python is out of memory.
+
+    XLA may say so at compile time too.
+    """
+    if isinstance(error, RmtError):  # such as a full quota of a store
         return False
     said = str(error)
     return isinstance(error, MemoryError) or (

@@ -1,4 +1,4 @@
-"""What a person sees while something goes on: a bar on a terminal, plain lines elsewhere."""
+"""A progress display: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from rmt_tpu.streams import Told, say
 
 
 class ProgressShown:
-    """A bar with what is said above it; or, elsewhere than on a terminal, a line now and then."""
+    """A bar with messages above it; or, if the output is not a terminal, a line now and then."""
 
     def __init__(
         self,
@@ -24,20 +24,21 @@ class ProgressShown:
         show: bool = True,
         **fields: Any,
     ):
-        """
+        """Create the display.
+
         Args:
-          label: what goes on.
-          total: at which it is done; None is not known yet.
-          *columns: of the bar.
-          line_seconds: elsewhere, at most one line in so many seconds.
-          first_line: whether there is one at once, and not only when these are over.
-          show: False says nothing, as do all processes of a run but one.
-          **fields: of the columns, at first.
+          label: name of what goes on.
+          total: the value at which it is done; None if not known yet.
+          *columns: columns of the bar.
+          line_seconds: the least number of seconds between two lines if there is no bar.
+          first_line: whether the first line is shown at once, instead of after `line_seconds`.
+          show: whether to show anything; only one process of a run does.
+          **fields: first values of the columns' fields.
         """
         self._line_seconds, self._show = line_seconds, show
         self._last_line = -float("inf") if first_line else time.monotonic()
         self._bar = None
-        # A terminal that is gone ends no run.
+        # A lost terminal must not end a run.
         if show and (terminal := Told(sys.stderr)).isatty():
             self._bar = Progress(*columns, console=Console(file=terminal))
             self._task = self._bar.add_task(label, total=total, **fields)
@@ -52,7 +53,7 @@ class ProgressShown:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """One line, above the bar."""
+        """Print one line, above the bar."""
         if not self._show:
             return
         if self._bar:
@@ -61,15 +62,16 @@ class ProgressShown:
             say(text)
 
     def change(self, **fields: Any) -> None:
-        """Of the bar: `completed`, `total`, `description` or a column's own."""
+        """Change the bar's `completed`, `total`, `description` or a column's own field."""
         if self._bar:
             self._bar.update(self._task, **fields)
 
     def show(self, line: Callable[[], str], *, now: bool = False, **fields: Any) -> None:
-        """
+        """Change the bar, or without a bar print a line if one is due.
+
         Args:
-          line: for those who have no bar, if one is due.
-          now: one is due in any case.
+          line: returns the line to print if there is no bar.
+          now: whether a line is due in any case.
           **fields: see `change`.
         """
         self.change(**fields)

@@ -1,4 +1,4 @@
-"""Standard output and error, which may be lost: a full disk, a pipe without a reader, no file."""
+"""Standard output and error, which can fail: full disk, pipe without reader, closed file."""
 
 import contextlib
 import os
@@ -9,17 +9,17 @@ from rmt_tpu.errors import RunError
 
 
 class Told:
-    """A stream of text for people. What it cannot take is dropped, and nothing is raised.
+    """A stream of text for people, which drops text that cannot be written instead of raising.
 
     A line about a run is worth less than the run. Characters that the stream's encoding lacks are
     written as escapes.
 
     Args:
-      stream: where the text goes; None drops all of it, as `sys.stderr` is where it was closed.
+      stream: the stream for the text; None, which is `sys.stderr` if it was closed, drops all text.
 
     Attributes:
-      needed: the text is all that the program makes, so that the first failure is raised: a
-        BrokenPipeError, or a RunError of anything else.
+      needed: whether the text is the program's only result, so that the first failure is raised: a
+        BrokenPipeError, or a RunError for any other failure.
     """
 
     def __init__(self, stream: Any):
@@ -29,7 +29,7 @@ class Told:
                 stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling ask before there is a stream
+        if name.startswith("__"):  # copying and pickling look these up before there is a stream
             raise AttributeError(name)
         return getattr(self._stream, name)
 
@@ -47,7 +47,8 @@ class Told:
             return False
 
     def fileno(self) -> int:
-        """
+        """Return the stream's file descriptor.
+
         Raises:
           OSError: the stream is no file.
         """
@@ -67,7 +68,7 @@ class Told:
             getattr(self._stream, method)(*arguments)
         except (OSError, ValueError) as error:  # a UnicodeError is a ValueError
             if self.needed and isinstance(error, BrokenPipeError):
-                self.needed = False  # what is flushed at the end is dropped
+                self.needed = False  # the flush at the end may then drop text
                 raise
             self._lost(getattr(error, "strerror", None) or str(error))
 
@@ -78,8 +79,8 @@ class Told:
 
 
 def install() -> None:
-    """Makes `sys.stdout` and `sys.stderr` streams that lose text instead of raising."""
-    # A file opened later would get the number of a closed one, and what libraries say there.
+    """Make `sys.stdout` and `sys.stderr` streams that lose text instead of raising errors."""
+    # A file opened later would get the number of a closed stream, and receive what libraries print.
     for number in range(3):
         try:
             os.fstat(number)
@@ -92,17 +93,17 @@ def install() -> None:
 
 
 def need_stdout() -> None:
-    """What is printed from now on is what the program is for: see `Told.needed`."""
+    """Mark what is printed from now on as the program's result, see `Told.needed`."""
     if isinstance(sys.stdout, Told):
         sys.stdout.needed = True
 
 
 def say(line: str) -> None:
-    """One line on standard error at once, or nothing where it cannot be written."""
+    """Print one line on standard error at once, or nothing if it cannot be written."""
     stream = sys.stderr if isinstance(sys.stderr, Told) else Told(sys.stderr)
     print(line, file=stream, flush=True)
 
 
 def flush_stdout() -> None:
-    """What was printed is written, or dropped where it cannot be."""
+    """Write what was printed, or drop it if it cannot be written."""
     Told(sys.stdout).flush()

@@ -17,7 +17,7 @@ from rmt_tpu.errors import UsageError, shown
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, with both ends unless `open_low` or `open_high` excludes one."""
+    """Numbers from `low` to `high`, including ends that are not `open_low` or `open_high`."""
 
     words: str
     low: int | float

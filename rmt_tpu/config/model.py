@@ -222,7 +222,7 @@ class ModelConfig(Checked):
     # The short form -----------------------------------------------------------------------------
 
     def short_form(self) -> dict[str, Any]:
-        """Return fields by name; if there is a short form, its fields take the place of `stacks`."""
+        """Return fields by name; if there is a short form, its fields replace `stacks`."""
         rest = {f.name: getattr(self, f.name) for f in fields(self)}
         layer = self.stacks[0].cores
         if len(self.stacks) > 1 or len(layer) != 2 or layer[0].kind == layer[1].kind:
