@@ -48,7 +48,7 @@ class ArgumentError(UsageError):
 
 @contextlib.contextmanager
 def of_argument(name: str) -> Iterator[None]:
-    """Turn a UsageError in the body, which starts with the argument's value, into an ArgumentError."""
+    """Turn a UsageError in the body, which starts with the value, into an ArgumentError."""
     try:
         yield
     except UsageError as error:
@@ -86,7 +86,7 @@ def unknown(what: str, name: object, legal: Iterable[str], close: list[str] | No
     """Return one line about an unknown name, with the nearest legal names, and all if they fit.
 
     Args:
-      what: what the name should be a name of.
+      what: the kind of thing that has the name, like "preset".
       name: the name as it was given.
       legal: all legal names.
       close: legal names that may be meant; None are those with a similar spelling.

@@ -1,4 +1,4 @@
-"""Configs of stores, which define what one token's residual is."""
+"""Configs of stores, which define the shape and dtype of one token's residual."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

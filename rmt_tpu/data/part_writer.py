@@ -204,7 +204,7 @@ class Worker:
         self._not_told, self._when_told = 0, time.monotonic()
 
     def _finished(self, job: Job) -> Done | None:
-        """Return the part if it exists and is whole; delete its manifest if it is damaged."""
+        """Return the part if it is whole and of this plan and cut; else delete its manifest."""
         name = f"{part_name(job.number)}/{MANIFEST}"
         try:
             if (content := read_sealed(self._folder, name)) is None:

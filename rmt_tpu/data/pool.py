@@ -64,7 +64,7 @@ def run(work: Work, jobs: list[Job], workers: int, progress: Callable[[int], Non
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Start processes in the body without Ctrl-C; this process tells them to stop."""
+    """Keep Ctrl-C from processes started in the body; this process tells them to stop."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

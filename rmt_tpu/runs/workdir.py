@@ -410,7 +410,7 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
 
 
 def saved_with(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what a checkpoint's meta has about its run, for `check_saved_with`."""
+    """Return the part of a checkpoint's meta that describes its run, for `check_saved_with`."""
     return {"config": overrides.to_json(config), "tokenizer": tokenizer.fingerprint()}
 
 

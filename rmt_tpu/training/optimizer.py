@@ -134,7 +134,7 @@ def near_orthogonal(
 
 
 def of_weights(gradients: Any, roles: Any) -> Any:
-    """Return gradients with zeros in place of those of statistics."""
+    """Return gradients with zeros in place of the gradients of statistics."""
     return jax.tree.map(lambda g, role: 0 * g if role in COUNTED else g, gradients, roles)
 
 

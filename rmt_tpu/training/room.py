@@ -1,4 +1,4 @@
-"""A check whether a run can fit in memory at all: the least it needs, and what the machine has.
+"""A lower bound on a run's memory, and a check that the machine has it.
 
 Only the compiler knows all that a step needs (see `recipes.preflight`). But a host with less than
 this lower bound would end the process without a message.
@@ -55,7 +55,7 @@ def least(config: RunConfig, run: Run) -> Least:
         at_a_time //= train.microbatches or run.mesh.shape["stage"]
     dtypes = residual_dtype(model), compute_dtype(model.compute_dtype)
     of_a_token = model.residual_size * min(dtype.itemsize for dtype in dtypes)
-    # number of layers, each of which is a step of a scan
+    # This is the number of layers, each of which is a step of a scan.
     repeats = sum(stack.repeat for stack in model.stacks)
     activations = at_a_time * of_a_token * (repeats if keeps_residuals else 1)
     return Least(
