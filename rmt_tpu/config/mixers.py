@@ -2,7 +2,7 @@
 
 `rmt_tpu.config` re-exports them. A file of `rmt_tpu/residual/` builds each mixer, and has its
 equations and their sources. `L` layers are `2L` sublayers. The `note` of a mixer says what it
-changes in addition to its equations, and therefore differs in a comparison.
+changes in addition to its equations, and what therefore differs in a comparison.
 """
 
 from dataclasses import dataclass

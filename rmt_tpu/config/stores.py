@@ -15,8 +15,8 @@ StateDType = Literal["auto", "float32", "bfloat16", "float64", "int16"]
 class VectorStore(Checked):
     """A vector of size `dim` (D), as in the Transformer. `dtype` "auto" is the compute dtype.
 
-    A store's `note` says what it changes in addition to its equations, and therefore differs in a
-    comparison. `has_keys` is whether it has a D_k, which the mesh's axis `key` divides.
+    A store's `note` says what it changes in addition to its equations, and what therefore differs
+    in a comparison. `has_keys` is whether it has a D_k, which the mesh's axis `key` divides.
     """
 
     kind: ClassVar[str] = "vector"

@@ -129,7 +129,7 @@ def opened(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase]:
       look: whether only a little is read, here and there.
 
     Raises:
-      RunError: the file has not the span's version, or was edited before the body ended.
+      RunError: the file does not have the span's version, or was edited before the body ended.
     """
     if span.in_bucket:
         raw = open_object(span.path, span.version[0], span.version[2])

@@ -37,7 +37,7 @@ SPLITS = "train", "eval"
 VERSION = 1
 
 # A shard is a file, and a chunk (32 or 64 KiB) is the least that is read of it. So reading a window
-# costs little more than its own tokens, and a store of a terabyte has not a billion files.
+# costs little more than its own tokens, and a store of a terabyte has no billion files.
 SHARD, CHUNK = 2**24, 2**14
 
 _KIND = "rmt_tpu token store"
