@@ -1,1 +1,1 @@
-"""Sublayers: plain functions from what they read to what they write. None knows the residual."""
+"""Sublayers as plain functions from what they read to what they write, unaware of the residual."""

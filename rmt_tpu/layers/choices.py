@@ -1,7 +1,7 @@
-"""The choices that a chip and sizes make in a model: one function each, with the reason.
+"""The choices that depend on the chip and on sizes: one function each, which also gives the reason.
 
-Models ask these functions, and name no chip and no tile themselves. `execution.plan` lists what
-they answer for a run.
+Models call these functions instead of naming a chip or a tile size themselves. `execution.plan`
+lists the answers for a run.
 """
 
 from typing import Any, NamedTuple
@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 from pallas_kernels.call import LANES
 from pallas_kernels.target import Target
 
-# On tpu7x XLA has another layout for a product that it makes in a slot of a stack, and would lay
-# the whole stack out anew for each slot.
+# tpu7x is left out: there XLA uses another layout for a product made in a slot of a stack, and
+# would copy the whole stack to a new layout for each slot.
 _MADE_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
-# XLA's one instruction for both products of a feed-forward layer is the better way of many tokens
-# there too (docs/benchmarks/train_step.md).
+# On this chip, XLA's single instruction for both products of a feed-forward layer is faster with
+# many tokens too (docs/benchmarks/train_step.md).
 _AT_ONCE = ("tpu_v6_lite",)
-# The share of VMEM that a residual may fill so that XLA keeps it there between kernels.
+# The largest share of VMEM that a residual may fill if XLA is to keep it there between kernels.
 _KEPT = 0.5
-# More zeros than this share of a width are not worth it on a GPU, or on a CPU.
+# On a GPU or a CPU, padding with zeros by more than this share of the width does not pay.
 _MOST_ZEROS = 1 / 8
 
 
 class Choice(NamedTuple):
-    """What is chosen, and why.
+    """A choice and the reason for it.
 
     Attributes:
       value: the choice.
@@ -34,19 +34,19 @@ class Choice(NamedTuple):
 
 
 def outputs_in_place(target: Target) -> Choice:
-    """Choose whether a product that a core ends with is made in its slot of a stack."""
+    """Choose whether the product that a core ends with is made directly in its slot of a stack."""
     if target.slug in _MADE_IN_PLACE:
         return Choice(True, "XLA makes a product in the layout that the residual's kernels take")
     return Choice(False, f"XLA would lay the stack out anew for each product on {target.kind}")
 
 
 def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
-    """Choose whether the products of a feed-forward layer are instructions of their own.
+    """Choose whether the two products of a feed-forward layer are separate instructions.
 
     Args:
-      target: what is compiled for.
-      vectors: data vectors that the layer reads.
-      tokens: of a sequence, on a device.
+      target: the device that the program is compiled for.
+      vectors: the number of data vectors that the layer reads.
+      tokens: the number of tokens of a sequence on one device.
     """
     if vectors == 1:
         return Choice(False, "a residual of vectors is read with tokens in rows")
@@ -58,10 +58,10 @@ def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
 
 
 def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
-    """Choose whether the kernel that rebuilds a residual reads it too, for the site before.
+    """Choose whether the kernel that rebuilds a residual also reads it for the site before.
 
-    That saves a pass over HBM. A smaller residual XLA keeps in VMEM, the more so if a kernel of its
-    own reads it next.
+    Reading in the same kernel saves a pass over HBM. But XLA keeps a small residual in VMEM, all
+    the more if a separate kernel reads it next.
     """
     share = residual_bytes / target.chip.vmem
     told = f"a residual of {residual_bytes:,} bytes fills {share:.2g} of VMEM, where XLA keeps one"
@@ -69,16 +69,16 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
 
 
 def few_tokens(tokens: int) -> bool:
-    """Return whether so few tokens of a sequence are taken by the kernels for decoding."""
+    """Return whether a sequence has few enough tokens for the kernels made for decoding."""
     return tokens < LANES
 
 
 def padded_width(size: int, *, by_kernels: bool) -> Choice:
-    """Choose the width in which a bank holds vectors of `size` numbers, with zeros behind them.
+    """Choose the width in which a bank holds vectors of `size` numbers, zeros at the end.
 
     Args:
-      size: D.
-      by_kernels: whether kernels read the bank, by an RMS norm.
+      size: D, the numbers of a vector.
+      by_kernels: whether kernels read the bank through an RMS norm.
     """
     missing = -size % LANES
     if not by_kernels:
@@ -89,8 +89,9 @@ def padded_width(size: int, *, by_kernels: bool) -> Choice:
 
 
 def cache_width(size: int) -> int:
-    """Return the width of a cache of keys or values of `size` numbers a token.
+    """Return the width of a cache of keys or values that have `size` numbers a token.
 
-    It is whole tiles, for else TPUs lay the cache out anew for each product; a small one stays.
+    The width is rounded up to whole tiles, because TPUs would otherwise copy the cache to a new
+    layout for each product. A size of less than half a tile stays as it is.
     """
     return size + -size % LANES if size >= LANES // 2 else size

@@ -1,4 +1,4 @@
-"""Tokens to the first data vectors, and the last data vectors to logits."""
+"""The embedding of tokens as the first data vectors, and the logits of the last data vectors."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +11,7 @@ from rmt_tpu.layers.parameters import Seed, parameter
 
 
 class Embedding(nnx.Module):
-    """`E[token]` and, with learned positions, `P[position]` (equations 5, 6, 18 and 19)."""
+    """The embeddings `E[token]` and, if learned, `P[position]` (equations 5, 6, 18 and 19)."""
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         self.vectors = config.data_shape[0]
@@ -34,8 +34,10 @@ class Embedding(nnx.Module):
     ) -> tuple[
         Float[Array, "batch seq vectors size"], Float[Array, "batch_or_1 seq vectors size"] | None
     ]:
-        """Data vectors of the tokens, and those of the positions if these are learned."""
-        # Own columns for the tokens of all devices of `fsdp`, and back: less than the whole table.
+        """Return the data vectors of the tokens, and of the positions if learned, else None."""
+        # Each device looks up its own columns for the tokens of all devices of `fsdp`, and the swap
+        # then gives it whole rows of its own tokens. That moves less than gathering the whole
+        # table.
         rows = self._look_up(self.tokens[...], sharding.gather(tokens, "fsdp", axis=0), dtype)
         tokens = separate(sharding.swap(rows, "fsdp", split=0, join=2), self.vectors)
         if self.positions is None:
@@ -53,22 +55,24 @@ class Embedding(nnx.Module):
         )
 
     def _look_up(self, table, indices, dtype):
-        # A token or position that the table does not have gives NaN, not its neighbour, and not a
-        # row counted from the end.
+        # An index outside the table gives NaN. By default JAX would clamp it to the last row, or
+        # count a negative index from the end.
         indices = jnp.where(indices < 0, table.shape[0], indices)
         rows = self.multiplier * jnp.take(table, indices, axis=0, mode="fill")
         return rows.astype(dtype)
 
 
 class Unembedding(nnx.Module):
-    """`W_U z` over the concatenated data vectors (equations 11 and 26)."""
+    """The unembedding `W_U z` over the concatenated data vectors (equations 11 and 26)."""
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         output_multiplier = getattr(config.parametrization, "output_multiplier", 1.0)
         self.multiplier = output_multiplier / config.width_ratio
-        # In muP its start is the base's, for the multiplier divides what its rate else would.
+        # In muP the initial standard deviation is that of the base model, because the multiplier
+        # already divides by the width ratio, which would otherwise scale the learning rate.
         base_width = config.width / config.width_ratio
-        # One 2-D matrix: with a vectors axis of its own the compiler transposes it.
+        # The kernel is one 2-D matrix, because with a separate axis of vectors the compiler
+        # transposes it.
         self.kernel = parameter(
             seed / "kernel",
             (config.width, config.vocab_size),
@@ -78,7 +82,7 @@ class Unembedding(nnx.Module):
         )
 
     def __call__(self, z: Float[Array, "*tokens vectors size"]) -> Float[Array, "*tokens vocab"]:
-        """Logits, at least float32."""
+        """Return the logits, in at least float32."""
         logits = jnp.dot(
             concatenate(z),
             sharding.gather(self.kernel.astype(z.dtype), "fsdp", axis=0),

@@ -16,10 +16,12 @@ def normalize(
     epsilon: float,
     dtype: DTypeLike,
 ) -> Float[Array, "*tokens D"]:
-    """`gain * x / sqrt(mean(x^2) + epsilon)`, of `x - mean(x)` for layernorm, in `dtype`.
+    """Return `gain * x / sqrt(mean(x^2) + epsilon)` in `dtype`, with x centred for layernorm.
 
-    Statistics are at least float32. Those of layernorm over bfloat16 are sums of one pass, for with
-    its 8 bits a mean that float32's squares would cancel by has no spread left beside it.
+    Statistics are at least float32. For layernorm over bfloat16, the mean and the mean square come
+    from one pass over x, although their difference can cancel. The cancellation in float32 does no
+    harm: where the mean is large enough to cause it, bfloat16's 8 bits hold no spread around that
+    mean.
     """
     narrow = x.dtype == jnp.bfloat16
     mean = functools.partial(jnp.mean, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""How parameters are made, named, drawn and stacked."""
+"""Functions that make, name, draw and stack parameters."""
 
 import zlib
 from collections.abc import Callable
@@ -13,19 +13,20 @@ from rmt_tpu.config import Role
 
 Module = TypeVar("Module", bound=nnx.Module)
 
-# Axes of many matrices in one parameter.
+# Logical axes over which one parameter holds many matrices.
 OF_MANY = ("layer", "node", "expert", "projection", "stream")
 
 
 class Seed(NamedTuple):
-    """The random seed of one parameter: of the run's seed, its sublayer's number and its own name.
+    """The random seed of one parameter, from the run's seed, a sublayer's number and a name.
 
-    So weights of one name, place and shape are the same ones in all models of a seed, whatever else
-    these have and however their layers are stacked. A name is the path of attributes that lead to
-    the parameter from the model, or within layers from its sublayer: `seed / "core" / "w_1"`.
+    Weights of one name, place and shape are therefore the same in all models of a seed, whatever
+    else these models contain and however their layers are stacked. A name is the path of attributes
+    that leads to the parameter from the model or, within layers, from its sublayer: `seed / "core"
+    / "w_1"`.
 
     Attributes:
-      base: of the seed, and of the numbers told so far.
+      base: the key made from the run's seed and from the numbers folded in so far.
       name: the path so far.
     """
 
@@ -36,12 +37,12 @@ class Seed(NamedTuple):
         return self._replace(name=f"{self.name}/{attribute}")
 
     def numbered(self, index: Int[Array, ""] | int) -> "Seed":
-        """Returns the seed of the sublayer with this number, which may be traced."""
+        """Return the seed of the sublayer with this number, which may be traced."""
         return self._replace(base=jax.random.fold_in(self.base, index))
 
     def key(self) -> Key[Array, ""]:
-        """Returns the key of this name's one draw."""
-        # Not Python's hash, which differs from process to process.
+        """Return the key from which the parameter of this name is drawn, once."""
+        # Python's own hash would differ from process to process.
         return jax.random.fold_in(self.base, zlib.crc32(self.name.encode()))
 
 
@@ -55,17 +56,19 @@ def parameter(
     fan_in: int | None = None,
     exact: bool = False,
 ) -> nnx.Param:
-    """A float32 parameter drawn from N(0, std^2).
+    """Return a float32 parameter drawn from N(0, std^2).
 
     Args:
-      seed: with the parameter's own name.
-      shape: of the parameter, without the axis that `stack` adds.
-      std: standard deviation; may be traced, so that it can differ between stacked layers.
-      role: what the optimizer goes by for weight decay and width-scaled learning rates.
+      seed: the seed, which includes the parameter's own name.
+      shape: the parameter's shape, without the axis that `stack` adds.
+      std: the standard deviation; may be traced, so that it can differ between stacked layers.
+      role: the role by which the optimizer chooses weight decay and width-scaled learning rates.
       axes: logical names of the axes, for sharding rules.
-      fan_in: how many numbers of a token a product with it adds up; muP's rate goes by it. None is
-        the size of the first axis of a "hidden" weight's matrix, and of others 1: no such sum.
-      exact: whether it is read as it is; other "hidden" weights are read in the compute dtype.
+      fan_in: how many numbers of a token a product with the parameter adds up; muP's learning rate
+        depends on it. None stands for the size of the first axis of a "hidden" weight's matrix, and
+        for 1 (no such sum) otherwise.
+      exact: whether the parameter is read in float32; other "hidden" weights are read in the
+        compute dtype.
     """
     if fan_in is None:
         of_matrix = (size for size, axis in zip(shape, axes, strict=True) if axis not in OF_MANY)
@@ -73,29 +76,30 @@ def parameter(
     if isinstance(std, float) and std == 0:
         value = jnp.zeros(shape, jnp.float32)
     else:
-        # Behind a barrier: XLA would merge a std that it knows with the constants of the draw, and
-        # round otherwise than where std is traced.
+        # The barrier is needed because XLA would merge a known std with the constants of the draw,
+        # and so round differently than where std is traced.
         normal = jax.random.normal(seed.key(), shape, jnp.float32)
         value = std * jax.lax.optimization_barrier(normal)
     return nnx.Param(value, role=role, axes=axes, fan_in=fan_in, exact=exact)
 
 
 def storage_scale(num_sublayers: int) -> float:
-    """`1 / sqrt(2L)`: weights that write to the residual start smaller by this."""
+    """Return `1 / sqrt(2L)`, the factor for initial weights that write to the residual."""
     return num_sublayers**-0.5
 
 
 def gain(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
-    """A norm's gain: ones."""
+    """Return the gain of a norm, which starts as ones."""
     return nnx.Param(jnp.ones(shape, jnp.float32), role="gain", axes=axes)
 
 
 def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0) -> nnx.Param:
-    """`count` key vectors of size `key_dim` (D_k) that read, r [count, D_k].
+    """Return `count` key vectors of size `key_dim` (D_k) that read the residual, r [count, D_k].
 
-    `z[p, v] = sum_k r[p, k] X[k, v]` adds up D_k numbers of a residual that is normed to order 1:
-    of order 1 for r of `1 / sqrt(D_k)`. What Adam adds to r[p, k] has the sign of a gradient that
-    is itself a sum over X[k, v], so that its D_k terms go along: by rate r moves z by `rate * D_k`.
+    `z[p, v] = sum_k r[p, k] X[k, v]` adds up D_k numbers of a residual that is normed to order 1,
+    so z is of order 1 for r of `1 / sqrt(D_k)`. What Adam adds to r[p, k] has the sign of a
+    gradient that is itself a sum over X[k, v], so the D_k terms add up with one sign: a learning
+    rate moves z by `rate * D_k`.
     """
     axes, std = ("head", "key"), scale * key_dim**-0.5
     return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=key_dim)
@@ -104,10 +108,11 @@ def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array 
 def store_keys(
     seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0
 ) -> nnx.Param:
-    """`count` (R) key vectors of size `key_dim` (D_k) that write, w [R, D_k].
+    """Return `count` (R) key vectors of size `key_dim` (D_k) that write the residual, w [R, D_k].
 
-    `X[k, v] += sum_r w[r, k] y[r, v]`, an outer product of each vector, adds up R numbers for each
-    that it writes, however large D_k: of order 1 for w of `1 / sqrt(R)`, and moved by `rate * R`.
+    `X[k, v] += sum_r w[r, k] y[r, v]`, an outer product for each vector, adds up R numbers for each
+    number that it writes, however large D_k is. The write is of order 1 for w of `1 / sqrt(R)`, and
+    a learning rate moves it by `rate * R`.
     """
     axes, std = ("head", "key"), scale * count**-0.5
     return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=count)
@@ -120,16 +125,17 @@ def stack(
     *,
     axis: str = "layer",
 ) -> Module:
-    """One module whose parameters are those of `make(seed, 0), make(seed, 1), ...`, stacked.
+    """Return one module whose parameters are those of `make(seed, 0), make(seed, 1), ...`, stacked.
 
-    The index that `make` gets is traced: layers may differ in values, not in shapes. By
-    `seed.numbered` they differ in their draws. `axis` is the logical name of the axis over them.
+    The index that `make` gets is traced, so layers may differ in values but not in shapes. They
+    differ in their random draws if `make` uses `seed.numbered`. `axis` is the logical name of the
+    new axis.
     """
 
     def made(base: jax.Array, index: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
         return nnx.split(make(seed._replace(base=base), index))
 
-    # Under jit: drawn one by one, each shape would be compiled on its own.
+    # Without jit, parameters would be drawn one by one, each shape compiled on its own.
     draw = jax.jit(jax.vmap(made, in_axes=(None, 0)))
     stacked = nnx.merge(*draw(seed.base, jnp.arange(count)))
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
@@ -138,9 +144,9 @@ def stack(
 
 
 def metadata(module: nnx.Module, name: str) -> dict:
-    """What `parameter` was told of each one ("role", "axes", ..), as `nnx.to_pure_dict` has them.
+    """Return the metadata `name` ("role", "axes", ...) of each parameter, as a pure dict of `nnx`.
 
-    One that says nothing of its fan-in has 1, and is exact.
+    A parameter without a `fan_in` has 1, and one that does not say so counts as exact.
     """
     state = nnx.state(module, nnx.Param)
     default = {"fan_in": 1, "exact": True}

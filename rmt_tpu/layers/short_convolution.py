@@ -1,4 +1,4 @@
-"""A causal convolution over a few tokens, of every channel by itself."""
+"""A causal convolution over a few tokens, separately for each channel."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,13 +10,14 @@ def convolve(
     before: Float[Array, "batch taps_less_1 *channels"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq *channels"]:
-    """`sum_j weights[taps - 1 - j] x[t - j]`, within t's segment, in x's dtype.
+    """Compute `sum_j weights[taps - 1 - j] x[t - j]` within the segment of t, in the dtype of x.
 
     Args:
-      x: of the tokens.
-      weights: the last is that of the token itself.
-      before: of the tokens before the first; None is zeros.
-      segment_ids: of the tokens; those before the first are of its segment. None is one segment.
+      x: the values of the tokens.
+      weights: the weights of the taps; the last one is for the token itself.
+      before: the values of the tokens before the first one; None stands for zeros.
+      segment_ids: the segments of the tokens; tokens before the first one belong to its segment.
+        None stands for one segment.
     """
     taps, seq = len(weights), x.shape[1]
     if before is None:
@@ -38,9 +39,9 @@ def tail(
     before: Float[Array, "batch kept *channels"],
     lengths: Int[Array, " batch"] | None,
 ) -> Float[Array, "batch kept *channels"]:
-    """The last tokens of `before` and x, as the next call's `before`.
+    """Return the last tokens of `before` and x together, as `before` for the next call.
 
-    `lengths` is how many tokens each row of x has; None is all of them.
+    `lengths` is the number of tokens that each row of x has; None means that all of them count.
     """
     kept = before.shape[1]
     all_x = jnp.concatenate([before.astype(x.dtype), x], axis=1)

@@ -1,4 +1,4 @@
-"""Slices of stacked arrays, for loops that change one slice at a time and copy nothing."""
+"""Access to slices of stacked arrays, for loops that change one slice at a time without copying."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ Index = Int[Array, ""] | int
 
 
 class Slice(NamedTuple):
-    """One slice of a stack that need not be taken out of it.
+    """One slice of a stack, named without taking it out of the stack.
 
     Attributes:
-      all: of every slice.
-      index: which it is.
+      all: the whole stack, or a tree or module of stacks.
+      index: the index of the slice.
     """
 
     all: Any
@@ -25,12 +25,12 @@ class Slice(NamedTuple):
 
 
 def at(stacks: Any, index: Index) -> Any:
-    """Slice `index` of every stack in a tree."""
+    """Return slice `index` of every stack in a tree."""
     return jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), stacks)
 
 
 def put(stacks: Any, values: Any, index: Index) -> Any:
-    """Stacks with a tree of values in slice `index`."""
+    """Return the stacks with a tree of values in slice `index`."""
 
     def put_one(stack, x):
         return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
@@ -39,19 +39,19 @@ def put(stacks: Any, values: Any, index: Index) -> Any:
 
 
 def run_of(stack: Float[Array, "count *shape"], start: Index, size: int) -> Array:
-    """`size` slices from `start` on."""
+    """Return `size` consecutive slices, beginning with slice `start`."""
     return jax.lax.dynamic_slice_in_dim(stack, start, size, 0)
 
 
 def put_run(stack: Float[Array, "count *shape"], values: Array, start: Index) -> Array:
-    """`run_of` the other way."""
+    """Return the stack with `values` in consecutive slices from `start` on."""
     return jax.lax.dynamic_update_slice_in_dim(stack, values.astype(stack.dtype), start, 0)
 
 
 def scan(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, scanned: Any, *, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan`; of one slice without a loop, so that the carry may change its shape."""
+    """Run `jax.lax.scan`; a single step runs without a loop, so its carry may change shape."""
     carry, scanned = vary_alike((carry, scanned))
     if len(jax.tree.leaves(scanned)[0]) > 1:
         return jax.lax.scan(body, carry, scanned, reverse=reverse)
@@ -61,9 +61,10 @@ def scan(
 
 @jax.custom_jvp
 def by_itself(x: Array) -> Array:
-    """x, which XLA makes before it is used and as no part of that, where nobody differentiates.
+    """Return x, which XLA computes on its own before use instead of fusing it into what uses it.
 
-    Where somebody does x is used more than once, and XLA is free to make it anew each time.
+    Under differentiation x is returned as it is: it is then used more than once, and XLA is free to
+    compute it again each time.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -74,15 +75,16 @@ def _by_itself_jvp(primals, tangents):
 
 
 def empty_like(stacks: Any) -> Any:
-    """Stacks of the same shapes that hold anything: to be written before they are read."""
+    """Return uninitialised stacks of the same shapes, to be written before they are read."""
     return jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), stacks)
 
 
 @jax.custom_vjp
 def take(stack: Float[Array, "count *shape"], index: Index) -> tuple[Array, Array]:
-    """The stack, to be used from here on, and its slice `index`, which is not to be used again.
+    """Return the stack and its slice `index`.
 
-    The gradient of the slice then takes its place in that of the stack. Indexing with JAX would
+    Afterwards the caller uses the returned stack, and does not read this slice of it again. The
+    gradient of the slice then takes its place in the gradient of the stack. Indexing with JAX would
     make a stack of zeros for each slice, and add them all up.
     """
     return stack, jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
@@ -107,10 +109,11 @@ def fill(
     index: Index,
     whole: Bool[Array, ""],
 ) -> Array:
-    """The stack with x in slice `index`, which nobody has read, nor will before x is whole.
+    """Write `x` into a slice that no one has read, and that no one may read until `whole` is True.
 
-    The gradient of x is that of the slice, or 0 while x is not whole. That of the stack is passed
-    on as it is: JAX would put zeros in the slice, a copy of the whole stack, for what was there.
+    The gradient of x is that of the slice, or 0 while x is not whole. The gradient of the stack is
+    passed on unchanged: JAX would put zeros in the slice for what was there before, which copies
+    the whole stack.
     """
     return put(stack, x, index)
 

@@ -5,18 +5,18 @@
     state, z = mixer.advance(store, state, y, site, index)
 
 There is a site before each sublayer and one before the unembedding: `2L + 1` for L layers. A site
-owns the parameters of what happens there: how what has just been produced is written, the norm, how
-the next sublayer reads, and in `site.mix` what the mixer learns there. It is made from the ports of
-what is on its two sides. The embedding is the first thing written. A sublayer is `y = core(z)`, of
-the data vectors that its site has read, and knows nothing of all this.
+owns the parameters of what happens there: how the newest output is written, the norm, how the next
+sublayer reads, and in `site.mix` what the mixer learns there. A site is made from the ports of the
+cores on its two sides. The embedding is the first thing written. A sublayer is `y = core(z)`, where
+z are the data vectors that its site has read; a core knows nothing of the residual.
 
 Two choices compose:
 - the *store*, what one token's residual is: `vector` (Transformer) or `matrix` (RMT);
 - the *mixer*, how what was written becomes what is read: `sum`, attention over depth, ...
 
-Mixers that keep what was written as rows of a bank (`banked`) run by a schedule of their own,
-`rmt_tpu.execution.banked`, whose backward pass needs little beside the bank. What is asked of
-stores and mixers is in `protocols`.
+Mixers that keep what was written as rows of a bank (protocol `Banked`) run by a schedule of their
+own, `rmt_tpu.execution.banked`, whose backward pass needs little more than the bank. The methods
+that stores and mixers must have are in `protocols`.
 """
 
 from types import ModuleType
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def store_module(store: cfg.Store) -> ModuleType:
-    """The module (with `Store` and `Site`) of a configured store."""
+    """Return the module (with `Store` and `Site`) of a configured store."""
     match store:
         case cfg.VectorStore():
             return vector
@@ -67,7 +67,7 @@ def store_module(store: cfg.Store) -> ModuleType:
 
 
 def make_mixer(config: cfg.ModelConfig, seed: Seed) -> Carried | Banked:
-    """The configured mixer, with what it learns beside its sites' parameters."""
+    """Return the configured mixer, with the parameters that it has besides those of its sites."""
     match config.mixer:
         case cfg.Sum():
             return Sum()
@@ -88,7 +88,7 @@ def make_mixer(config: cfg.ModelConfig, seed: Seed) -> Carried | Banked:
 
 
 def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
-    """A site of the configured store, with what the configured mixer learns there."""
+    """Return a site of the configured store, with what the configured mixer learns there."""
     site = store_module(config.store).Site(config, seed, place)
     match config.mixer:
         case cfg.FullAttention() | cfg.BlockAttention():
@@ -105,13 +105,13 @@ def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
 
 
 def heads_layout(config: cfg.ModelConfig) -> HeadsLayout:
-    """Of the configured store."""
+    """Return the layout of heads of the configured store."""
     return store_module(config.store).HEADS
 
 
 def output_scale(config: cfg.ModelConfig) -> float:
-    """Of the weights that make what is written to the residual, at the start.
+    """Return the initial scale of the weights that make what is written to the residual.
 
-    Small where many writes are added up; in an RMT the storage keys carry the scale.
+    It is small where many writes are added up. In an RMT the storage keys carry the scale instead.
     """
     return store_module(config.store).output_scale(config)

@@ -1,12 +1,12 @@
 """DenseFormer: a layer reads a learned weighted sum of all layers' outputs.
 
 Pagliardini et al. (NeurIPS 2024). X_0 is the embedding and X_i the output of layer i, which runs as
-in the plain model on what it is given:
+in the plain model on its input Y_{i-1}:
 
     X_i = layer_i(Y_{i-1})      Y_0 = X_0      Y_i = sum over j <= i, j = i mod k, of a_ij X_j
 
-if p divides i, and else `Y_i = X_i`. The a_ij are free numbers: `a_ii = 1` and 0 elsewhere at the
-start, which is the plain model. The unembedding reads Y_L.
+if the period p divides i, and otherwise `Y_i = X_i`; k is the dilation. The a_ij are free numbers.
+They start as `a_ii = 1` and 0 elsewhere, which is the plain model. The unembedding reads Y_L.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ from rmt_tpu.residual.protocols import (
 
 
 class Dense(nnx.Module):
-    """The mixer of `config.Dense`, by the schedule of `rmt_tpu.execution.banked`.
+    """The mixer of `config.Dense`, run by the schedule of `rmt_tpu.execution.banked`.
 
     Attributes:
-      weights: all a_ij that there are, row after row.
+      weights: all learned a_ij, row after row.
     """
 
     keeps_sum = False
@@ -47,27 +47,27 @@ class Dense(nnx.Module):
         period, dilation = config.mixer.period, config.mixer.dilation
         i, j = np.indices((self.num_rows, self.num_rows))
         learned = (i > 0) & (i % period == 0) & (j <= i) & ((i - j) % dilation == 0)
-        # Static: which of the matrix's entries are learned, and where they are in `weights`.
+        # Static: which entries of the matrix are learned, and so where they are in `weights`.
         self.learned = tuple(map(tuple, learned.tolist()))
         self.weights = nnx.Param(
             jnp.asarray((i == j)[learned], jnp.float32), role="gain", axes=("source",)
         )
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """About as many layers as there are groups."""
+        """Return groups of about sqrt(L) layers, so that there are about as many groups."""
         layers = max(1, round(2 * round(self.num_layers**0.5) / period))
         return Grouping(min(layers, repeat), False, False, lambda sublayers: sublayers // 2)
 
     def first_row(self, sublayer: Index) -> Index:
-        """The row of its layer's output."""
+        """Return the row of the output of the sublayer's layer."""
         return sublayer // 2 + 1
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers rows"]:
-        """Row i of the matrix a is what layer i + 1 reads with, at the first of its two sites."""
+        """Return rows of the matrix a: the first site of layer i + 1 reads with row i."""
         return jnp.repeat(self.matrix()[:-1], 2, axis=0)
 
     def matrix(self) -> Float[Array, "rows rows"]:
-        """a_ij; where none is learned, 1 on the diagonal and else 0."""
+        """Return a_ij: the learned weights, and elsewhere 1 on the diagonal and 0 off it."""
         learned = np.asarray(self.learned)
         matrix = jnp.eye(self.num_rows, dtype=self.weights[...].dtype)
         return matrix.at[np.nonzero(learned)].set(self.weights[...])
@@ -78,7 +78,7 @@ class Dense(nnx.Module):
         bank: Bank,
         count: Index,
     ) -> Float[Array, "layers batch seq *shape"]:
-        """What the rows before a group give to each of its layers."""
+        """Return what the rows before a group contribute to the input of each of its layers."""
         return _mix(scores[::2], bank, jnp.arange(self.num_rows) < count)
 
     def prior_backward(
@@ -90,7 +90,7 @@ class Dense(nnx.Module):
         d_prior: Array,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Cotangents of what `prior` was given, that of the bank added to `d_bank`."""
+        """Return the cotangents of `scores` and, added to `d_bank`, of the bank."""
         _, pullback = jax.vjp(lambda scores, bank: self.prior(scores, bank, count), scores, bank)
         d_scores, of_prior = pullback(d_prior)
         return d_scores, d_bank + of_prior
@@ -105,10 +105,11 @@ class Dense(nnx.Module):
         current: Row,
         at: At,
     ) -> tuple[Array, Bank | None, Row, Read]:
-        """A layer begins with what it reads, and goes on as in the plain model."""
+        """Mix the input of a layer at its first site, then read as in the plain model."""
         if site.begins_layer:
             offset = (at.sublayer - at.group) // 2
-            # Behind the last row is nothing: a slice that reached beyond it would be moved back.
+            # The score is padded with zeros, because JAX would move back a slice that reaches
+            # beyond its end.
             padded = jnp.pad(score, (0, len(rows)))
             weights = jax.lax.dynamic_slice_in_dim(padded, self.first_row(at.group), len(rows), 0)
             own = _mix(weights[None], rows, jnp.arange(len(rows)) < offset)[0]
@@ -119,13 +120,13 @@ class Dense(nnx.Module):
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: At
     ) -> tuple[Bank | None, Row]:
-        """The output of a layer is a row."""
+        """Put the output of a layer in a row when the layer is complete."""
         if not site.begins_layer:
             rows = stacks.put(rows, current, (at.sublayer - at.group) // 2)
         return rows, current
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """What the unembedding reads: Y_L."""
+        """Return what the unembedding reads of Y_L."""
         residual = _mix(self.matrix()[-1:], bank, jnp.ones(self.num_rows, bool))[0]
         return store.read(residual, final_site, store.compute_dtype)
 
@@ -137,7 +138,7 @@ class Dense(nnx.Module):
         sublayers: Sequence[Unstacked],
         final_site: nnx.Module,
     ) -> tuple[Read, tuple]:
-        """All layers one by one: see `protocols.Banked`. Weights are not of tokens."""
+        """Run all layers one by one: see `protocols.Banked`; weights do not depend on tokens."""
         matrix = self.matrix()
         given = [store.write(store.hold(state), y, sublayers[0].site.writer)]
         read = lambda row: sum(a * x for a, x in zip(row, given, strict=False))
@@ -152,7 +153,7 @@ class Dense(nnx.Module):
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """a_ij itself: row i is what layer i + 1 reads, the last the unembedding."""
+        """Return a_ij itself: layer i + 1 reads with row i, the unembedding with the last row."""
         matrix, learned = np.asarray(self.matrix()), np.asarray(self.learned)
         there = learned | np.eye(len(matrix), dtype=bool)
         layers = [str(1 + layer) for layer in range(self.num_layers)]
@@ -169,10 +170,10 @@ def _mix(
     rows: Float[Array, "rows batch seq *shape"],
     active: Bool[Array, " rows"],
 ) -> Float[Array, "layers batch seq *shape"]:
-    """Weighted sums of the active rows, in their dtype; the sums are at least float32."""
+    """Return weighted sums of the active rows in the rows' dtype, summed in at least float32."""
     dtype = jnp.result_type(rows, jnp.float32)
     weights = jnp.expand_dims(weights.astype(dtype), range(2, 1 + rows.ndim))
-    # Term by term: as a reduction over a stack it is ten times slower on a CPU.
+    # Terms are added one by one, because a reduction over a stack is ten times slower on a CPU.
     terms = (
         weights[:, j] * jnp.where(active[j], rows[j], 0).astype(dtype) for j in range(len(rows))
     )

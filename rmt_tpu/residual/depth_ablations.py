@@ -1,12 +1,12 @@
 """The ablations of Attention Residuals' Table 4, in plain JAX: every site looks at the whole bank.
 
-The paper names them and gives their losses; what they compute is our reading:
+The paper names them and gives their losses. The equations are our reading of these names:
 - "input" query: the site's vector plus a projection of the newest source, RMS-normalised;
 - "scalars": no query and no keys, but a learned logit for every pair of site and source;
-- "sigmoid": `weight_i = sigmoid(logit_i)`, which do not add up to 1;
+- "sigmoid": `weight_i = sigmoid(logit_i)`, so that the weights do not add up to 1;
 - no key norm: `logit_i = <query, v_i>`;
 - heads: equal parts of v (which share its norm) with a softmax each;
-- a window: the embedding and the last rows only.
+- a window: only the embedding and the last rows are sources.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from rmt_tpu.residual.protocols import At, Bank, Grouping, Index, Row, Store
 
 
 class Mix(depth_attention.Mix):
-    """What a site learns, with the projection of an "input" query: [D, D], zero at the start."""
+    """The parameters of a site; an "input" query has a projection [D, D], zero at the start."""
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         super().__init__(config, seed)
@@ -38,10 +38,11 @@ class Mix(depth_attention.Mix):
 
 
 class DepthAblation(depth_attention.DepthAttention):
-    """The mixer of `FullAttention` and `BlockAttention` with any of the options.
+    """The mixer of `FullAttention` and `BlockAttention` with options that need plain JAX.
 
     Attributes:
-      logits: of "scalars": those of the sources of site 0, then of site 1, and so on.
+      logits: the learned logits of "scalars": those of the sources of site 0, then of site 1, and
+        so on; None otherwise.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -51,27 +52,30 @@ class DepthAblation(depth_attention.DepthAttention):
         how = {"std": 0.0, "role": "gain", "axes": ("source",)}
         self.logits = parameter(seed / "logits", shape, **how) if scalars else None
 
-    # One group, whose rows are the whole bank.
+    # A stack is one group, and the rows of a group are the whole bank.
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """All layers: an ablation has no phase one."""
+        """Return one group of all layers, because an ablation has no phase one."""
         ends = self._ends(first, period, repeat)
         return Grouping(repeat, False, any(ends), lambda _: self.num_rows)
 
     def first_row(self, sublayer: Index) -> int:
-        """The bank's first."""
+        """Return 0, the bank's first row."""
         return 0
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers scored"]:
-        """What all sites score with: queries, or logits."""
+        """Return what all sites score with: the learned logits of "scalars", otherwise queries."""
         return super().scores(sites) if self.logits is None else self._table()[:-1]
 
     def merging(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
-        """Nothing: there is no phase two."""
+        """Return nothing, because there is no phase two."""
         return ()
 
     def _table(self) -> Float[Array, "sites sources"]:
-        """The learned logits; in place of a source that a site does not see, that of its last."""
+        """Return the learned logits by site and source.
+
+        A source that a site does not see has the logit of the site's last source.
+        """
         places, start = [], 0
         for k in range(self.num_sublayers + 1):
             of_source = {source: start + i for i, source in enumerate(self.seen(k))}
@@ -80,7 +84,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return self.logits[...][jnp.asarray(places)]
 
     def prior(self, scores: Float[Array, "sites scored"], bank: Bank, count: Index) -> None:
-        """Nothing: there is no phase one."""
+        """Return None, because there is no phase one."""
         return None
 
     def prior_backward(
@@ -92,11 +96,11 @@ class DepthAblation(depth_attention.DepthAttention):
         d_prior: None,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Nothing to add."""
+        """Return zeros for the scores and `d_bank` as it is, because there is no phase one."""
         return jnp.zeros_like(scores), d_bank
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """What the unembedding reads: the last aggregation, over all rows."""
+        """Return what the unembedding reads: the last aggregation, over all rows."""
         scalars = self.logits is not None
         shared = self._table()[-1] if scalars else final_site.mix.folded().reshape(-1)
         nothing = jnp.zeros_like(bank[0])
@@ -113,14 +117,14 @@ class DepthAblation(depth_attention.DepthAttention):
         current: Row,
         at: At,
     ) -> tuple[None, Bank | None, Row, Read]:
-        """One look at the whole bank: see `protocols.Banked`."""
+        """Read the whole bank in one step: see `protocols.Banked`."""
         running = jnp.asarray(at.sublayer % self.block > 0)
         h = self._mix(site, score, rows, self._row(at.sublayer), current, running)
         return prior, rows, current, store.read(h, site, store.compute_dtype)
 
     @jax.named_scope("residual")
     def _mix(self, at, shared, rows, count, current, running):
-        """The mix of one site, over `rows[:count]` and the current sum if it is `running`."""
+        """Mix `rows[:count]`, and the current sum if it is `running`, for one site."""
         written = jnp.arange(self.num_rows) < count
         rows = jnp.where(jnp.expand_dims(written, range(1, rows.ndim)), rows, 0)
         weights = self._weights(at, shared, rows, count, current, running)
@@ -134,7 +138,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return mixed.reshape(current.shape).astype(current.dtype)
 
     def _weights(self, at, shared, rows, count, current, running):
-        """[sources, batch, seq, heads]; the current sum comes last."""
+        """Return the weights [sources, batch, seq, heads]; the current sum is the last source."""
         indices = jnp.arange(self.num_rows)
         shown = indices < count
         window = getattr(self.mixer, "window", None)
@@ -153,7 +157,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return jax.nn.softmax(jnp.where(shown, logits, -jnp.inf), axis=0)
 
     def _query(self, at, query, rows, count, current, running):
-        """`gain * query` of the site, or of each token."""
+        """Return `gain * query` of the site; an "input" query has one for each token."""
         if self.mixer.query != "input":
             return query
         newest = jax.lax.dynamic_index_in_dim(rows, count - 1, keepdims=False)
@@ -179,14 +183,14 @@ class DepthAblation(depth_attention.DepthAttention):
     # For analysis --------------------------------------------------------------------------------
 
     def seen(self, site: int) -> list[int]:
-        """Of a window: the embedding and the last ones."""
+        """Return the sources of a site; with a window, the embedding and the last others."""
         every, window = super().seen(site), getattr(self.mixer, "window", None)
         return every if window is None else [0, *every[1:][-window:]]
 
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
-        """Of the site before sublayer `index`, over the sources that it sees."""
+        """Return the weights of the site before sublayer `index`, over the sources that it sees."""
         flat = values.reshape(*values.shape[:3], -1)
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
         normed = flat * jax.lax.rsqrt(mean_square + self.mixer.epsilon)
@@ -207,5 +211,5 @@ class DepthAblation(depth_attention.DepthAttention):
 
 
 def _flat(rows: Float[Array, "rows batch seq *shape"]) -> Float[Array, "rows batch seq D"]:
-    """At least float32."""
+    """Flatten each token's row to one axis, in at least float32."""
     return rows.reshape(*rows.shape[:3], -1).astype(jnp.result_type(rows, jnp.float32))

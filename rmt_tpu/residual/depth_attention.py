@@ -1,13 +1,14 @@
 """Attention Residuals: a sublayer reads a softmax over what earlier sublayers, or blocks, wrote.
 
-Kimi Team (2026), equations 2 to 6. The sources of site k (k sublayers are done, S to a block) are
-the embedding, the sums of the blocks that are complete, and the running sum of the next one:
+Kimi Team (2026), equations 2 to 6. A site k has k sublayers before it, and a block has S sublayers.
+The sources of the site are the embedding, the sums of the complete blocks, and the running sum of
+the block that is not complete:
 
-    v_0 = embedding      v_n = sum of the outputs of block n      v' = sum of those since
+    v_0 = embedding      v_n = sum of the outputs of block n      v' = sum of the outputs since
     logit_i = <gain * query, v_i> / rms(v_i)       h = sum_i softmax(logit)_i v_i      z = read(h)
 
-Every site has a query, zero at the start (a plain mean), and a gain. Full AttnRes is S = 1. Over a
-matrix store, v and the query are matrices `D_k x D_v`.
+Every site has a query, which starts at zero (a plain mean), and a gain. Full AttnRes is S = 1. Over
+a matrix store, v and the query are matrices `D_k x D_v`.
 """
 
 from collections.abc import Sequence
@@ -42,17 +43,23 @@ from rmt_tpu.residual.whole_tiles import tiles
 
 
 class Prior(NamedTuple):
-    """What the sources sealed before a group of layers give to each of its sites."""
+    """The partial softmax of each site of a group over the sources sealed before the group.
+
+    Attributes:
+      mixed: the weighted means of these sources.
+      log_sums: the logarithms of the softmax's sums.
+    """
 
     mixed: Float[Array, "*sites_batch_seq_shape"]
     log_sums: Float[Array, "*sites batch seq"]
 
 
 class Mix(nnx.Module):
-    """What a site learns: `query` w and `key_gain`, both of a source's shape.
+    """The parameters of a site: `query` w and `key_gain`, both of a source's shape.
 
     Attributes:
-      key_gain: None where the keys' norm has none, or there is no norm.
+      query: the query, zero at the start.
+      key_gain: the gain of the keys' norm; None where the norm has no gain, or there is no norm.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -67,13 +74,13 @@ class Mix(nnx.Module):
         self.key_gain = gain(shape, axes=axes) if with_gain else None
 
     def folded(self) -> Float[Array, "*layers D_or_D_k_D_v"]:
-        """`gain * query`: with it no normalised key is ever made."""
+        """Return `gain * query`, with which no normalised key need be made."""
         query = self.query[...]
         return query if self.key_gain is None else query * self.key_gain[...]
 
 
 class DepthAttention(nnx.Module):
-    """The mixer of `FullAttention` and `BlockAttention`, by the schedule of `execution.banked`."""
+    """The mixer of `FullAttention` and `BlockAttention`, scheduled by `execution.banked`."""
 
     def __init__(self, config: cfg.ModelConfig):
         self.mixer, self.num_sublayers = config.mixer, config.num_sublayers
@@ -83,37 +90,41 @@ class DepthAttention(nnx.Module):
 
     @property
     def epsilon(self) -> float:
-        """Of the keys' norm, over a source as it is held."""
+        """The epsilon of the keys' norm, for a source in the width in which it is held."""
         return self.tiles.epsilon(self.mixer.epsilon)
 
     # The schedule -------------------------------------------------------------------------------
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """Whole blocks where they are whole periods; else some periods, which seal rows inside."""
+        """Return groups of one block each where possible, else of periods that seal rows inside.
+
+        A group is one block where blocks are whole periods and the stack begins and ends with a
+        block.
+        """
         begun, goes_on = self._ends(first, period, repeat)
         if self.block > 1 and self.block % period == 0 and not (begun or goes_on):
             return Grouping(min(self.block // period, repeat), True, False, lambda _: 1)
         layers = self._phase_layers(period, repeat)
-        # Where a group begins within a block: the furthest of all.
+        # How far inside a block a group may begin: the maximum over all groups.
         group = layers * period
         into = max((first + start) % self.block for start in range(0, repeat * period, group))
         rows = lambda sublayers: -(-(into + sublayers) // self.block)
         return Grouping(layers, False, into > 0 or goes_on, rows)
 
     def _ends(self, first: int, period: int, repeat: int) -> tuple[bool, bool]:
-        """Whether a stack begins within a block, and whether it ends within one."""
+        """Return whether a stack begins inside a block, and whether it ends inside one."""
         end = first + period * repeat
         return first % self.block > 0, end % self.block > 0 and end < self.num_sublayers
 
     def _phase_layers(self, period: int, repeat: int) -> int:
-        """Layers whose sites take the sources before them in one pass."""
+        """Return how many layers a group has; its sites take the rows before it in one pass."""
         if self.block > 1:
             return min(-(-2 * self.block // period), repeat)
         layers = getattr(self.mixer, "phase_layers", None)
         if layers is not None:
             return min(max(1, round(2 * layers / period)), repeat)
-        # A site reads about K / 2M earlier sources (its share of a pass) and M / 2 of its own
-        # group's, of K sublayers in groups of M.
+        # In groups of M of K sublayers, a site reads about K / 2M earlier sources (its share of one
+        # pass) and M / 2 sources of its own group.
         best = self.num_sublayers**0.5 / period
         divisors = [g for g in range(1, repeat + 1) if repeat % g == 0]
         nearest = min(divisors, key=lambda g: max(g / best, best / g))
@@ -121,22 +132,22 @@ class DepthAttention(nnx.Module):
         return nearest if within else min(max(1, round(best)), repeat)
 
     def first_row(self, sublayer: Index) -> Index:
-        """The first row that a group beginning with this sublayer completes."""
+        """Return the first row that a group beginning with this sublayer completes."""
         return self._row(sublayer)
 
     def _row(self, sublayer: Index) -> Index:
-        """The row that a sublayer's output becomes a part of."""
+        """Return the row that a sublayer's output becomes a part of."""
         return sublayer // self.block + 1
 
     @property
     def keeps_sum(self) -> bool:
-        """Whether layers hand on a running sum: not where every output is a row of its own."""
+        """Whether layers hand on a running sum; False where every output is a row of its own."""
         return self.block > 1
 
     # What a group's sites have in common --------------------------------------------------------
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers scored"]:
-        """The folded queries of all sites."""
+        """Return the folded queries of all sites."""
         in_order = []
         for of_stack in sites:
             folded = [self.tiles.factor(site.mix.folded()) for site in of_stack]
@@ -147,7 +158,7 @@ class DepthAttention(nnx.Module):
     def merging(
         self, store: Store, scores: Float[Array, "repeat period scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
-        """What a stack's sites take their slices of: see `protocols.FewTokens`."""
+        """Return the stacks that hold the sites' parameters: see `protocols.FewTokens`."""
         if not isinstance(store, MergingFew):
             return ()
         return tuple(store.merging(scores[:, k], one.site) for k, one in enumerate(stack))
@@ -158,7 +169,7 @@ class DepthAttention(nnx.Module):
         bank: Bank,
         count: Index,
     ) -> Prior:
-        """Phase one: all sites of a group over the rows before it."""
+        """Run phase one: attend from all sites of a group to the rows before it."""
         return Prior(*self._partial(scores, bank, count))
 
     def prior_backward(
@@ -170,7 +181,7 @@ class DepthAttention(nnx.Module):
         d_prior: Prior,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Cotangents of what `prior` was given, that of the bank added to `d_bank`."""
+        """Return the cotangents of `scores` and, added to `d_bank`, of the bank."""
         with jax.named_scope("residual"):
             g = pallas_kernels.depth_attention_partial_backward(
                 _shaped(scores, bank),
@@ -197,9 +208,10 @@ class DepthAttention(nnx.Module):
 
     @jax.named_scope("residual")
     def _of_rows(self, queries, rows, count, prior):
-        """`_partial` of rows that later sites look at too; and the rows, to be used from here on.
+        """Return the rows and `_partial` of them, for rows that later sites look at too.
 
-        What sites give to the rows' gradient is so added within the pass over them.
+        Callers use the returned rows from here on. What sites contribute to the gradient of the
+        rows is then added up within the kernel's pass over them.
         """
         options = {"epsilon": self.epsilon, **self._divided()}
 
@@ -225,13 +237,13 @@ class DepthAttention(nnx.Module):
         return partial(_shaped(queries, rows), rows, jnp.asarray(count), prior)
 
     def _divided(self):
-        """The axis of the mesh that divides a source, if there is one."""
+        """Return the argument for the mesh axis that divides a source, if there is one."""
         return {"key_axis": "key"} if sharding.axis_size("key") > 1 else {}
 
     # A site --------------------------------------------------------------------------------------
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """What the unembedding reads: the last aggregation, over all rows."""
+        """Return what the unembedding reads: the last aggregation, over all rows."""
         query = self.tiles.factor(final_site.mix.folded()).reshape(1, -1)
         h = self._partial(query, bank, self.num_rows)[0][0]
         return store.read(h, final_site, store.compute_dtype)
@@ -246,7 +258,7 @@ class DepthAttention(nnx.Module):
         current: Row,
         at: At,
     ) -> tuple[Prior, Bank | None, Row, Read]:
-        """Phase two: see `protocols.Banked`."""
+        """Run phase two: see `protocols.Banked`."""
         place = at.sublayer - at.group
         active = at.sublayer % self.block > 0
         if site.stacked is not None and rows is None:
@@ -280,7 +292,7 @@ class DepthAttention(nnx.Module):
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: At
     ) -> tuple[Bank | None, Row]:
-        """A block that is complete becomes a row, and its sum is empty: see `protocols.Banked`."""
+        """Make a complete block a row and empty its running sum: see `protocols.Banked`."""
         if rows is None:
             return rows, current
         done = at.sublayer + 1
@@ -300,7 +312,7 @@ class DepthAttention(nnx.Module):
         sublayers: Sequence[Unstacked],
         final_site: nnx.Module,
     ) -> tuple[Read, list[Array]]:
-        """Equations 2 to 6 as they are: see `protocols.Banked`."""
+        """Compute equations 2 to 6 literally: see `protocols.Banked`."""
         complete = [store.write(store.hold(state), y, sublayers[0].site.writer)]
         running, recorded = jnp.zeros_like(complete[0]), []
 
@@ -322,7 +334,7 @@ class DepthAttention(nnx.Module):
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """A block that is not complete has the column of the one it becomes."""
+        """Return the weights; an incomplete block has the column of the block it becomes."""
         sites, last = [*names, "U"], self.seen(self.num_sublayers)[-1]
         mean: list[list[float | None]] = [[None] * (1 + last) for _ in sites]
         for k, (row, weights) in enumerate(zip(mean, means, strict=True)):
@@ -332,13 +344,13 @@ class DepthAttention(nnx.Module):
         return DepthWeights(sites, ["E", *(blocks if self.block > 1 else names)], mean, False)
 
     def seen(self, site: int) -> list[int]:
-        """Its sources, oldest first: the embedding is 0, block n is n, complete or not."""
+        """Return a site's sources, oldest first: 0 is the embedding, n is block n, complete or not."""
         return list(range(1 - (-site // self.block)))
 
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
-        """Of the site before sublayer `index`, over the sources that it sees."""
+        """Return the weights of the site before sublayer `index`, over the sources that it sees."""
         query = site.mix.folded().reshape(-1)
         flat = values.reshape(*values.shape[:3], -1)[..., : query.size]
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
@@ -350,5 +362,5 @@ class DepthAttention(nnx.Module):
 def _shaped(
     queries: Float[Array, "sites D"], rows: Float[Array, "rows batch seq *shape"]
 ) -> Float[Array, "sites *shape"]:
-    """Queries of a source's shape: of a matrix, matrices."""
+    """Return queries in the shape of a source, which is a matrix in a matrix store."""
     return queries.reshape(-1, *rows.shape[3:])

@@ -1,4 +1,4 @@
-"""Depth-wise LSTM: in place of residuals a cell a layer, which holds the feed-forward layer.
+"""Depth-wise LSTM: each layer has a cell in place of residuals, which holds the feed-forward layer.
 
 Xu, Song, Liu, van Genabith and Xiong (2024). A token's state is an output o and a cell c; layer b:
 
@@ -10,7 +10,8 @@ Xu, Song, Liu, van Genabith and Xiong (2024). A token's state is an output o and
 
 with s the sigmoid, `o_0` the embedding, `c_0` zero or the embedding, and no biases. Nothing is
 added up over depth, so no weight starts smaller by depth. Where the paper leaves a choice, this
-takes the form of its author's code: a gain a gate, and an output gate on the cell as it is.
+code follows its author's: each gate's norm has its own gain, and the output gate multiplies the
+cell itself.
 """
 
 from typing import NamedTuple
@@ -39,18 +40,18 @@ class State(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Between the two sublayers of a layer."""
+    """The output and the cell of a complete layer, between the sublayers of the next one."""
 
     output: Float[Array, "batch seq D"]
     cell: Float[Array, "batch seq D"]
 
 
 class Mix(nnx.Module):
-    """Of a layer's second site.
+    """The parameters of a layer's second site.
 
     Attributes:
-      gates: W_i, W_f and W_o side by side, [2 D, 3 D]: one matrix product.
-      gate_gains: of their norms, [3, D].
+      gates: W_i, W_f and W_o side by side, [2 D, 3 D], for one matrix product.
+      gate_gains: the gains of the gates' norms, [3, D].
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -71,7 +72,7 @@ class DepthLstm(nnx.Module):
     def start(
         self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
-        """A cell that waits for the tokens' embedding, so that all of it is shown as o_0."""
+        """Return y, and a cell that waits for y, the embedding, to show all of it as o_0."""
         kept = store.hold(state)
         return State(kept, jnp.ones_like(kept), jnp.ones_like(kept)), y
 
@@ -84,7 +85,7 @@ class DepthLstm(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[State | Cell, Read]:
-        """Finish a cell and read its output, or open the gates of the next one."""
+        """Finish a cell and read its output, or open the gates of the next cell."""
         written = store.written(y, site.write)
         if site.mix is None:
             cell = state.kept + state.admitted * written.astype(state.kept.dtype)

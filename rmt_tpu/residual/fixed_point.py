@@ -1,17 +1,19 @@
-"""What an int16 residual is to hold, and so in which steps it is held.
+"""The range that an int16 residual must cover, and the step in which it is held.
 
-A step is fixed while training, so that what was written can be taken back without error. It is a
-function of the config alone: from how large the residual is expected to be at the start, with room
-to grow. Numbers of a residual, as root mean squares over its entries, from how parameters are drawn
+A step is fixed while training, so that a write can be taken back without error. It depends on the
+config alone: on how large the residual is expected to be at the start, with room to grow. Sizes of
+a residual, as root mean squares over its entries, follow from how parameters are drawn
 (`layers.parameters`, `residual.matrix`):
 
-- first read: the embedding, written with keys that keep its size, and learned positions like it;
-- last read: beside these, 2L writes of sublayers with keys that make them 1/sqrt(2L) as large: of
-  attention, at most the values, which are read from a normed residual and so about 1; of
-  feed-forward layers about what `W_2 gelu(W_1 z)` is, with z about 1.
+- first read: the embedding, written with keys that keep its size, and learned positions of the same
+  size;
+- last read: in addition, 2L writes of sublayers with keys that make each 1/sqrt(2L) as large. The
+  size of attention's outputs is at most that of the values, which are read from a normed residual
+  and so about 1. The size of the feed-forward layers' outputs is about that of `W_2 gelu(W_1 z)`
+  with z about 1.
 
-Training makes it larger, and of some tokens far larger: rmt-tiny's largest number is 51 times the
-size expected of a new model after 400 steps.
+Training makes the residual larger, and that of some tokens far larger: after 400 steps, rmt-tiny's
+largest number is 51 times the size expected of a new model.
 """
 
 import math
@@ -21,17 +23,19 @@ from rmt_tpu import config as cfg
 from rmt_tpu.config.checks import ranges
 
 _LARGEST = 2**15 - 1
-# Times the last read's size that the range is at least: twice what rmt-tiny came to.
+# The range is at least this many times the size of the last read: twice what rmt-tiny needed.
 _ROOM = 112
-# Steps that the first read is at least: rounding is then half a percent of it, about what bfloat16
-# costs a model all over.
+# The size of the first read is at least this many steps. Rounding is then half a percent of it,
+# about what bfloat16 costs a model everywhere.
 _FEWEST_STEPS = 64
 
 
 def in_floats(model: cfg.ModelConfig) -> cfg.ModelConfig:
-    """The same model where it is used and not trained: nothing is taken back there.
+    """Return the model as it is used without training: with a residual in floats and remat "full".
 
-    Floats have no range to leave, and no sublayer's output is kept.
+    Nothing is taken back without training, so no fixed step and no stored outputs of sublayers are
+    needed, and floats have no range to leave. A model without reversible remat is returned as it
+    is.
     """
     if model.remat != "reversible":
         return model
@@ -44,7 +48,7 @@ def in_floats(model: cfg.ModelConfig) -> cfg.ModelConfig:
 
 
 def expected_sizes(config: cfg.ModelConfig) -> tuple[float, float]:
-    """Of a new model's residual at the first and at the last read."""
+    """Return the sizes of a new model's residual at its first and at its last read."""
     embedding = config.init_std * getattr(config.parametrization, "input_multiplier", 1.0)
     writes = 1 if config.learned_positions is None else 2
     first = embedding * math.sqrt(writes)
@@ -55,7 +59,7 @@ def expected_sizes(config: cfg.ModelConfig) -> tuple[float, float]:
 
 
 def fraction_bits(config: cfg.ModelConfig) -> int:
-    """Of the residual of a matrix store: as configured, or the most that leave it room."""
+    """Return a matrix store's fraction bits: as configured, or the most with room to grow."""
     if config.store.fraction_bits is not None:
         return config.store.fraction_bits
     _, last = expected_sizes(config)
@@ -65,7 +69,7 @@ def fraction_bits(config: cfg.ModelConfig) -> int:
 
 
 def holds(config: cfg.ModelConfig) -> bool:
-    """Whether int16 has steps fine enough for a new model, or the config names its own."""
+    """Return whether int16 has steps fine enough for a new model, or the config names its own."""
     if config.store.fraction_bits is not None:
         return True
     first, last = expected_sizes(config)
@@ -74,6 +78,6 @@ def holds(config: cfg.ModelConfig) -> bool:
 
 
 def described(config: cfg.ModelConfig) -> str:
-    """The range and the steps, in words."""
+    """Describe the range and the step in words."""
     bits = fraction_bits(config)
     return f"steps of 2^-{bits}, up to +-{2.0 ** (15 - bits):g}"

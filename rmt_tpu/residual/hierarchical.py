@@ -1,7 +1,7 @@
 """Hierarchical aggregation: a node above every few layers, whose output the next layers read.
 
-Dou, Tu, Wang, Shi and Zhang (2018). H_k is the residual after k plain layers of which every e-th is
-followed by a node; A_i is node i, and replaces the residual:
+Dou, Tu, Wang, Shi and Zhang (2018). H_k is the residual after k plain layers; a node follows every
+e-th of these. A_i is the output of node i, and replaces the residual:
 
     A_1 = AGG_1(H_1, .., H_e)
     A_i = AGG_i(H_{(i-1)e+1}, .., H_{ie}, A_{i-1})
@@ -27,19 +27,24 @@ from rmt_tpu.residual.protocols import Index, Store
 
 
 class State(NamedTuple):
-    """The residual, and what the next node gets beside it: the last node, then the H's so far."""
+    """The residual and further inputs of the next node.
+
+    Attributes:
+      residual: the residual, which is the node's newest input.
+      inputs: the output of the last node, then the H's so far.
+    """
 
     residual: Float[Array, "batch seq D"]
     inputs: Float[Array, "every batch seq D"]
 
 
 class Node(nnx.Module):
-    """AGG of `inputs` residuals.
+    """The aggregation AGG of `inputs` residuals.
 
     Attributes:
       w_a: [inputs * D, hidden_dim].
       w_b: [hidden_dim, D].
-      gain: of the norm, [D].
+      gain: the gain of the norm, [D].
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, *, inputs: int):
@@ -62,7 +67,7 @@ class Node(nnx.Module):
         self.gain = gain((dim,), axes=("width",))
 
     def __call__(self, inputs: list[Float[Array, "batch seq D"]]) -> Float[Array, "batch seq D"]:
-        """In the inputs' dtype; their sum is at least float32."""
+        """Aggregate the inputs; the result has their dtype, and the sum is at least float32."""
         x = jnp.concatenate(inputs, axis=-1)
         w_a = sharding.gather(self.w_a.astype(x.dtype), "fsdp", axis=0)
         w_b = sharding.gather(self.w_b.astype(x.dtype), "fsdp", axis=1)
@@ -80,7 +85,7 @@ class Hierarchical(nnx.Module):
 
     Attributes:
       first: the first node, which has no node before it.
-      others: those after it, stacked, or one for all of them; None if there are none.
+      others: the nodes after it, stacked, or one that all of them share; None if there are none.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -95,7 +100,7 @@ class Hierarchical(nnx.Module):
     def start(
         self, store: Store, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
-        """State before the first write, and that write."""
+        """Return the state before the first write, and what is written first."""
         residual = store.hold(state)
         return State(residual, jnp.zeros((self.every, *residual.shape), residual.dtype)), y
 
@@ -108,16 +113,16 @@ class Hierarchical(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[State, Read]:
-        """Write y; after every few layers, pass the residual on through a node."""
+        """Write y; after every few layers, pass the residual through a node."""
         h, inputs = store.write(state.residual, y, site.write), state.inputs
-        if site.begins_layer:  # the one before it, or the embedding, is complete
+        if site.begins_layer:  # the layer before it, or the embedding, is complete
             done = index // 2
             h = self._aggregate(h, inputs, done, y.dtype)
             inputs = jax.lax.dynamic_update_index_in_dim(inputs, h, done % self.every, 0)
         return State(h, inputs), store.read(h, site, y.dtype)
 
     def _aggregate(self, h, inputs, done, dtype):
-        """The node after `done` layers, or h where there is none."""
+        """Return the output of the node after `done` layers, or h where there is no node."""
 
         def gathered():
             return [x.astype(dtype) for x in (*inputs[1:], h)]

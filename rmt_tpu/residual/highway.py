@@ -1,14 +1,14 @@
-"""Highway Transformer: a self-gating unit (SDU) beside every sublayer.
+"""Highway Transformer: a self-gating unit (SDU) parallel to every sublayer.
 
-Chai, Jin and Hou (2020), in the pre-norm form of their code. With the sublayer's own output
-`y_l = f_l(norm_l(h_{l-1}))`, gate `T = act(x W_1)` and value `v = x W_2`, where x is
-`norm_l(h_{l-1})` or the raw `h_{l-1}`:
+Chai, Jin and Hou (2020), in the pre-norm form of their code. With the sublayer's own output `y_l =
+f_l(norm_l(h_{l-1}))`, gate `T = act(x W_1)` and value `v = x W_2`, where x is `norm_l(h_{l-1})` or
+the raw `h_{l-1}`:
 
     add      h_l = h_{l-1} + y_l + T * v
     carry    h_l = (1 - T) * h_{l-1} + y_l + T * v
     gated    h_l = h_{l-1} + (1 - T) * y_l + T * v
 
-No biases. With `W_2 = 0` the first is the plain residual stream.
+There are no biases. With `W_2 = 0`, "add" is the plain residual stream.
 """
 
 from typing import NamedTuple
@@ -26,14 +26,14 @@ from rmt_tpu.residual.protocols import Index, Stepwise
 
 
 class State(NamedTuple):
-    """The residual, and the part of the next write that reaches it (None is all of it)."""
+    """The residual, and the factor of the next write; None stands for 1."""
 
     residual: Float[Array, "batch seq D"]
     passed: Float[Array, "batch seq D"] | None
 
 
 class Mix(nnx.Module):
-    """`gate_and_value`: W_1 and W_2 side by side, [D, 2 D]: one matrix product."""
+    """The parameter `gate_and_value`: W_1 and W_2 side by side, [D, 2 D], for one product."""
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         dim = config.store.dim
@@ -54,7 +54,7 @@ class Highway(nnx.Module):
     def start(
         self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
-        """State before the first write, and that write."""
+        """Return the state before the first write, and what is written first."""
         residual = store.hold(state)
         return State(residual, jnp.ones_like(residual) if self.mixer.form == "gated" else None), y
 
@@ -67,7 +67,7 @@ class Highway(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[State, Read]:
-        """Write y; add all of the next sublayer's equation that does not wait for its output."""
+        """Write y, and add the terms of the next equation that do not need its output."""
         h, passed = state
         written = store.written(y, site.write).astype(h.dtype)
         h = h + written if passed is None else h + passed * written

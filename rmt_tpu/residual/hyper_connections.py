@@ -5,15 +5,17 @@ With the streams X in R^{m x D} of a token, and one site for every sublayer f:
     u = sum_i alpha_i X_i      y = f(norm(u))      X'_i = sum_j A_ij X_j + beta_i y
 
 The streams start as m copies of the embedding and end as their sum, before the final norm. alpha
-(read), beta (write) and A (mix) are float32. What makes them, at each site:
+(read), beta (write) and A (mix) are float32. Each variant computes them at each site in its own
+way:
 
-- hyper-connections (Zhu et al. 2025): parameters, of "static" ones nothing else. "Dynamic" ones add
-  what each stream gives to its own entries: with `Xn = norm(X)` a stream at a time,
+- hyper-connections (Zhu et al. 2025): parameters, and in "static" ones nothing else. "Dynamic" ones
+  add what each stream contributes to its own entries: with `Xn = norm(X)` of each stream,
 
       alpha_j = alpha0_j + s_a tanh(Xn_j w_m)       beta_j = beta0_j + s_b tanh(Xn_j w_b)
       A_ij = A0_ij + s_a tanh(Xn_j W_r)_i
 
-- mHC (Xie et al. 2025): of `x = rmsnorm(vec X)` over all m D numbers, with W in R^{mD x m (m + 2)},
+- mHC (Xie et al. 2025): with `x = rmsnorm(vec X)` over all m D numbers, and W in R^{mD x m (m +
+  2)},
 
       alpha = s(a_pre x W_pre + b_pre)              beta = 2 s(a_post x W_post + b_post)
       A = Sinkhorn(a_res x W_res + b_res)
@@ -21,9 +23,9 @@ The streams start as m copies of the embedding and end as their sum, before the 
 - mHC-lite (Yang and Gao 2026): as mHC, but A is an average of all m! permutation matrices, with
   weights `softmax(a_res x W_res + b_res)`: doubly stochastic without iterating.
 
-At the start the W are zero, and streams and sites are told apart by a home stream, site mod m, of
-which a site reads most. HC and mHC then are the plain pre-norm model; so is mHC-lite if told to.
-The HC paper's larger outputs of sublayers, by sqrt(m), are not taken over.
+At the start the W are zero. Each site has a home stream, stream (site mod m), from which it reads
+most, so streams and sites differ. HC and mHC then are the plain pre-norm model; so is mHC-lite with
+`init="prenorm"`. The HC paper's scaling of the sublayers' outputs by sqrt(m) is left out.
 """
 
 from itertools import permutations
@@ -41,12 +43,15 @@ from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed, gain, parameter
 from rmt_tpu.residual.protocols import Index, Stepwise
 
-# Not one array: a TPU would copy all of it to put the streams together, and to take them apart.
+# The streams are a tuple, because a TPU would copy a whole array to join and to split them.
 Streams = tuple[Float[Array, "batch seq D"], ...]
 
 
 class Coefficients(NamedTuple):
-    """Of each token; tokens are the minor axes, for a TPU would pad a minor m to 128."""
+    """The coefficients of each token.
+
+    Tokens are the minor axes, because a TPU would pad a minor axis of m to 128.
+    """
 
     read: Float[Array, "m batch seq"]
     write: Float[Array, "m batch seq"]
@@ -54,7 +59,7 @@ class Coefficients(NamedTuple):
 
 
 class State(NamedTuple):
-    """The streams before the last sublayer's output, and how that will be written."""
+    """The streams before the last sublayer's output, and the coefficients of its write."""
 
     streams: Streams
     write: Float[Array, "m batch seq"]
@@ -62,7 +67,7 @@ class State(NamedTuple):
 
 
 class HyperConnections(nnx.Module):
-    """The mixer of `config.HyperConnections`, `Mhc` and `MhcLite`."""
+    """The mixer of `config.HyperConnections`, `config.Mhc` and `config.MhcLite`."""
 
     def __init__(self, config: cfg.ModelConfig):
         self.streams = config.mixer.streams
@@ -70,7 +75,7 @@ class HyperConnections(nnx.Module):
     def start(
         self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
-        """Equal streams; the tokens' embedding will be written to all of them, without mixing."""
+        """Return equal streams, and the embedding, which all of them get without mixing."""
         held = store.hold(state)
         m, dtype = self.streams, jnp.result_type(held, jnp.float32)
         write = jnp.ones((m, *held.shape[:-1]), dtype)
@@ -86,19 +91,20 @@ class HyperConnections(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[State, Read]:
-        """Mix the streams and write y to them; read them with the coefficients that they give."""
+        """Mix the streams and write y to them, then read with the coefficients they determine."""
         streams = _written(state, store.written(y, site.write))
         if site.mix is None:
             total = sum(x.astype(state.write.dtype) for x in streams)
             return state, store.read(total, site, y.dtype)
         read, write, mix = site.mix(streams)
-        # Once: the norm's passes are not to add it up again, each from all streams.
+        # The barrier makes u once: otherwise each pass of the norm would add it up again from all
+        # streams.
         u = jax.lax.optimization_barrier(_weighted_sum(read, streams).astype(y.dtype))
         return State(streams, write, mix), store.read(u, site, y.dtype)
 
 
 def _written(state: State, y: Float[Array, "batch seq D"]) -> Streams:
-    """`X'_i = sum_j A_ij X_j + beta_i y`, in the dtype of the streams."""
+    """Compute `X'_i = sum_j A_ij X_j + beta_i y` in the dtype of the streams."""
     streams, write, mix = state
     y = y.astype(write.dtype)
     rows = (_weighted_sum(mix[i], streams) + write[i, ..., None] * y for i in range(len(mix)))
@@ -108,7 +114,7 @@ def _written(state: State, y: Float[Array, "batch seq D"]) -> Streams:
 def _weighted_sum(
     weights: Float[Array, "m batch seq"], streams: Streams
 ) -> Float[Array, "batch seq D"]:
-    """`sum_i w_i X_i`, in the weights' dtype. Element-wise, so that neighbours can join it."""
+    """Return `sum_i w_i X_i` in the weights' dtype, element-wise so that XLA can fuse it."""
     return sum(w[..., None] * x.astype(w.dtype) for w, x in zip(weights, streams, strict=True))
 
 
@@ -116,7 +122,7 @@ def _weighted_sum(
 
 
 def make_mix(config: cfg.ModelConfig, seed: Seed, *, index: Int[Array, ""]) -> nnx.Module:
-    """The coefficients of the site before sublayer `index`, from 0."""
+    """Return the module that computes the coefficients of the site before sublayer `index`."""
     match config.mixer:
         case cfg.HyperConnections(dynamic=False):
             return StaticMix(config.mixer.streams, index)
@@ -129,7 +135,7 @@ def make_mix(config: cfg.ModelConfig, seed: Seed, *, index: Int[Array, ""]) -> n
 
 
 def _learned(value: Float[Array, "..."], *axes: str) -> nnx.Param:
-    """A bias or scalar: it starts where it is told to and does not decay."""
+    """Return a bias or scalar parameter, which starts as `value` and has no weight decay."""
     return nnx.Param(value.astype(jnp.float32), role="gain", axes=axes)
 
 
@@ -138,7 +144,7 @@ class StaticMix(nnx.Module):
 
     Attributes:
       read, write: alpha0 and beta0, [m]; the first starts as the home stream's unit vector.
-      mix: A0, [m, m], to by from.
+      mix: A0, [m, m], indexed by the stream written to and the stream mixed in.
     """
 
     def __init__(self, streams: int, index: Int[Array, ""]):
@@ -155,11 +161,11 @@ class StaticMix(nnx.Module):
 
 
 class DynamicMix(nnx.Module):
-    """Dynamic hyper-connections. The norm is the model's, with a gain that the streams share.
+    """Dynamic hyper-connections, with the model's kind of norm and a gain that the streams share.
 
     Attributes:
       static: alpha0, beta0 and A0.
-      gain: of the norm, [D].
+      gain: the gain of the norm, [D].
       w: w_m, w_b and W_r side by side, [D, 2 + m].
       scales: s_a and s_b, [2].
     """
@@ -187,7 +193,7 @@ class DynamicMix(nnx.Module):
         )
 
     def _projected(self, x, dtype):
-        """`norm(x) w`. The norm comes after the product, so that all is of one pass over x."""
+        """Return `norm(x) w`; the norm follows the product, so one pass over x is enough."""
         w = self.gain[...][:, None] * self.w[...]
         product = jnp.dot(x, w.astype(x.dtype), preferred_element_type=dtype)
         x = x.astype(dtype)
@@ -200,10 +206,10 @@ class DynamicMix(nnx.Module):
 
 
 class _ProjectedMix(nnx.Module):
-    """What mHC and mHC-lite share: all coefficients are of one projection of all streams.
+    """The common part of mHC and mHC-lite: one projection of all streams gives all coefficients.
 
     Attributes:
-      gain: of the RMS norm over all streams together, [m, D].
+      gain: the gain of the RMS norm over all streams together, [m, D].
       w: W_pre, W_post and W_res side by side, [m, D, 2 m + mixes].
       scales: a_pre, a_post and a_res, [3].
       read_bias, write_bias: b_pre and b_post, [m].
@@ -241,7 +247,7 @@ class _ProjectedMix(nnx.Module):
         )
 
     def _projected(self, streams):
-        """`x W`, [coefficients, batch, seq]; the norm comes after the product."""
+        """Compute `x W`, [coefficients, batch, seq], with the norm applied after the product."""
         dtype = jnp.result_type(streams[0], jnp.float32)
         w = (self.gain[...][..., None] * self.w[...]).astype(streams[0].dtype)
         dots = (
@@ -254,10 +260,10 @@ class _ProjectedMix(nnx.Module):
 
 
 class ManifoldMix(_ProjectedMix):
-    """mHC.
+    """The coefficients of mHC.
 
-    The preprint does not say how the biases start. Here, as in PaddleFleet, reads are 0.95 of the
-    home stream and 0.05 of the others, writes are 1, and A is near the identity.
+    The preprint does not say how the biases start. Here, as in PaddleFleet, reads start as 0.95 of
+    the home stream and 0.05 of the others, writes as 1, and A near the identity.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, index: Int[Array, ""]):
@@ -273,7 +279,7 @@ class ManifoldMix(_ProjectedMix):
 
 
 class PermutationMix(_ProjectedMix):
-    """mHC-lite. Permutations are in lexicographic order: the first is the identity."""
+    """The coefficients of mHC-lite, permutations in lexicographic order from the identity."""
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, index: Int[Array, ""]):
         m, home = config.mixer.streams, _home(config.mixer.streams, index)
@@ -292,17 +298,18 @@ class PermutationMix(_ProjectedMix):
 def sinkhorn(
     logits: Float[Array, "to from batch seq"], rounds: int
 ) -> Float[Array, "to from batch seq"]:
-    """Near doubly stochastic matrices: `exp`, then rounds of dividing by the sums of columns, rows.
+    """Return nearly doubly stochastic matrices, from `exp` and rounds of normalization.
 
-    Rows come last, so that what a stream becomes is an average: `sum_j A_ij` is 1 to rounding. The
-    sums over i are 1 only nearly.
+    Each round divides by the sums of columns, and then by the sums of rows. Rows come last, so that
+    each new stream is an average: `sum_j A_ij` is 1 to rounding. The sums over i are only nearly 1.
     """
 
     def one_round(a, _):
         a = a / jnp.sum(a, axis=0, keepdims=True)
         return a / jnp.sum(a, axis=1, keepdims=True), None
 
-    # The first division takes back what is taken off here; no row may vanish, 0 / 0 is NaN.
+    # The first division cancels the maximum subtracted here. Logits are bounded below, because a
+    # row that vanishes would give 0 / 0 = NaN.
     below_largest = logits - jax.lax.stop_gradient(jnp.max(logits, axis=0, keepdims=True))
     a = jnp.exp(jnp.maximum(below_largest, -60))
     return jax.lax.scan(one_round, a, length=rounds)[0]
@@ -311,12 +318,12 @@ def sinkhorn(
 def mixed_permutations(
     weights: Float[Array, "mixes batch seq"], streams: int
 ) -> Float[Array, "to from batch seq"]:
-    """`sum_k w_k P_k` over the m! permutation matrices of m streams, in lexicographic order."""
+    """Return `sum_k w_k P_k` over the m! permutation matrices in lexicographic order."""
     matrices = np.eye(streams)[list(permutations(range(streams)))]
-    # float32 weights are not to be rounded on a TPU: sums of rows would no longer be 1.
+    # Highest precision keeps a TPU from rounding float32 weights: the sums of rows would not be 1.
     return jnp.einsum("kij,kbn->ijbn", matrices.astype(weights.dtype), weights, precision="highest")
 
 
 def _home(streams: int, index: Int[Array, ""]) -> Float[Array, " m"]:
-    """The unit vector of stream `index mod m`."""
+    """Return the unit vector of stream `index mod m`."""
     return jax.nn.one_hot(index % streams, streams)

@@ -1,7 +1,8 @@
 """The matrix store: a token's residual is a matrix `D_k x D_v`, as in the RMT.
 
-Every sublayer writes it as outer products with R storage keys and reads it with retrieval keys
-(Mak and Flanigan 2025, equations 12 to 27). Key vectors take the place of W_Q, W_K, W_V and W_O.
+Every sublayer writes the matrix as outer products with R storage keys and reads it with retrieval
+keys (Mak and Flanigan 2025, equations 12 to 27). Key vectors take the place of W_Q, W_K, W_V and
+W_O.
 """
 
 import jax
@@ -24,11 +25,12 @@ class Site(nnx.Module):
     """One place where the matrix is written by one sublayer and read by the next.
 
     Attributes:
-      store_keys: w_O of the heads before it; w_FF, or w_E in the first site: [R, D_k].
-      gain: of the norm, [D_k, D_v].
-      read_keys: r_Q, r_K, r_V as [3 H, D_k] before heads, and r_FF or r_U, [R, D_k], where the
-        whole is read.
-      stacked: of which stack this is a slice; None where it is not told.
+      store_keys: [R, D_k]: w_O of the heads before the site, w_FF, or w_E in the first site.
+      gain: the gain of the norm, [D_k, D_v].
+      read_keys: r_Q, r_K, r_V as [3 H, D_k] before heads, and r_FF or r_U, [R, D_k], where the next
+        core reads the whole residual.
+      stacked: the stack of which this site is a slice, and its index; None where it is not known.
+      whole: whether what is written, and what is read, has no heads.
     """
 
     stacked: Slice | None = None
@@ -37,7 +39,8 @@ class Site(nnx.Module):
         rank, size = config.data_shape
         key_dim = config.store.key_dim
         count = lambda port: sum(port.heads) + port.whole * rank
-        # The first site is written by the embedding, which is one write and not one of 2L.
+        # The embedding writes at the first site. It is one write, and not one of the 2L of
+        # sublayers.
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
         writes, reads = count(place.writes), count(place.reads)
         scale *= start_of_keys(config, writes, writes=True)
@@ -46,16 +49,16 @@ class Site(nnx.Module):
         scale = start_of_keys(config, reads, writes=False)
         self.read_keys = read_keys(seed / "read_keys", reads, key_dim, scale=scale)
         self.begins_layer, self.reads = place.within == 0, place.reads
-        # As `data_vectors.concatenate` has them.
+        # Data vectors are then ordered as by `data_vectors.concatenate`.
         self.whole = not sum(place.writes.heads), not sum(place.reads.heads)
 
     @property
     def writer(self) -> nnx.Param:
-        """How what was produced before this site is written."""
+        """The storage keys with which the output of the core before this site is written."""
         return self.store_keys
 
     def split(self, vectors: Float[Array, "batch seq reads D_v"]) -> Read:
-        """What its keys have read, as the core's port asks for it."""
+        """Split what the site's keys have read into the parts that the core's port asks for."""
         heads = sum(self.reads.heads)
         if not self.reads.whole:
             return Read(heads=vectors)
@@ -64,18 +67,19 @@ class Site(nnx.Module):
         return Read(vectors[:, :, :heads], vectors[:, :, heads:])
 
     def join(self, read: Read) -> Float[Array, "batch seq reads D_v"]:
-        """`split` undone."""
+        """Undo `split`."""
         return jnp.concatenate([part for part in read if part is not None], axis=2)
 
 
 def start_of_keys(config: cfg.ModelConfig, count: int, *, writes: bool) -> float:
-    """In muP, what keys of the base model's standard deviation are multiplied by; else 1.
+    """Return muP's factor on the base model's standard deviation of keys; 1 without muP.
 
-    Of draws of s, [m, n], the largest singular value is `s (sqrt(m) + sqrt(n))`. What comes before
-    a matrix learns along its largest ones: that the outcome then moves by what its input does asks
-    for `sqrt(out / in)` (Yang, Simon and Bernstein 2023), so for s of
-    `1 / sqrt(in) / (1 + sqrt(in / out))`. Where all sizes grow as one the last factor does not
-    change; R and D_k may grow alone, and keys are then more and more like an unembedding.
+    The largest singular value of a matrix [m, n] of draws of standard deviation s is `s (sqrt(m) +
+    sqrt(n))`. The layers before a matrix learn along its largest singular vectors. If the output is
+    to move as much as the input does, that value must be `sqrt(out / in)` (Yang, Simon and
+    Bernstein 2023), so s must be `1 / sqrt(in) / (1 + sqrt(in / out))`. The last factor stays
+    constant where all sizes grow together. R and D_k may grow alone, and keys then behave more and
+    more like an unembedding.
     """
     base = config.base_model
 
@@ -92,15 +96,15 @@ HEADS = HeadsLayout("size_major")
 
 
 def output_scale(config: cfg.ModelConfig) -> float:
-    """1: the storage keys are what writes, and they carry the scale."""
+    """Return 1, because the storage keys write the residual and carry the scale."""
     return 1.0
 
 
 class Store(nnx.Module):
-    """`X += w^T y; z = r norm(X)`: one call of `pallas_kernels.store_norm_retrieve`.
+    """The store `X += w^T y; z = r norm(X)`: one call of `pallas_kernels.store_norm_retrieve`.
 
     Attributes:
-      position_keys: w_PE, [R, D_k], if positions are learned.
+      position_keys: w_PE, [R, D_k], if positions are learned; else None.
     """
 
     def __init__(
@@ -120,8 +124,8 @@ class Store(nnx.Module):
         tokens: Float[Array, "batch seq R D_v"],
         positions: Float[Array, "batch_or_1 seq R D_v"] | None,
     ) -> tuple[Float[Array, "group seq own_D_k D_v"], Float[Array, "batch seq R D_v"]]:
-        """`X = w_PE (x) P` (equation 19), and the tokens as what is to be written (equation 18)."""
-        # Own part of D_k, for the batch of all devices that have the other parts.
+        """Return `X = w_PE (x) P` (equation 19), and the tokens as first write (equation 18)."""
+        # Each device holds its part of D_k, for the batch of all devices that hold the other parts.
         devices = sharding.axis_size("key")
         batch, seq, _, size = tokens.shape
         shape = (devices * batch, seq, self.key_dim // devices, size)
@@ -130,11 +134,12 @@ class Store(nnx.Module):
         if positions.shape[0] > 1 or "key" in sharding.token_axes():
             positions = sharding.gather(positions, "key", axis=0)
         empty = jnp.zeros((*positions.shape[:2], *shape[2:]), tokens.dtype)
-        # Once a step and for one row: not worth a kernel.
+        # This runs once a step and for one row, which is not worth a kernel.
         written = pallas_kernels.store(
             empty, self.position_keys[...], positions, implementation="xla"
         )
-        # Tokens last, as TPUs have the residual: its gradient is added up before it is turned.
+        # Tokens are put last, as TPUs lay out the residual, so that its gradient is added up before
+        # it is transposed.
         rows, *own = shape
         last = jnp.broadcast_to(jnp.moveaxis(written, 1, -1), (rows, *own[1:], seq))
         return jnp.moveaxis(last, -1, 1), tokens
@@ -142,7 +147,7 @@ class Store(nnx.Module):
     def hold(
         self, residual: Float[Array, "group seq own_D_k D_v"]
     ) -> Shaped[Array, "group seq own_D_k D_v"]:
-        """The residual in the dtype it is carried in."""
+        """Return the residual in the dtype in which it is carried."""
         if self.dtype == jnp.int16:
             return pallas_kernels.to_fixed_point(residual, self.fraction_bits)
         return residual.astype(self.dtype)
@@ -154,7 +159,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch seq R D_v"],
         site: Site,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read]:
-        """Write y with the site's storage keys, norm, read with its retrieval keys."""
+        """Write y with the site's storage keys, norm, and read with its retrieval keys."""
         if site.stacked is not None and self._few(residual):
             store_keys, gain, read_keys = _parameters(site.stacked.all)
             options = {"norm": self.norm, "epsilon": self.epsilon, "size_major": site.whole}
@@ -174,7 +179,7 @@ class Store(nnx.Module):
         y: pallas_kernels.Slot,
         site: Site,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read, pallas_kernels.Statistics]:
-        """The same, and the norm's statistics."""
+        """Do what `add_and_read` does, and also return the norm's statistics."""
         store_keys, gain, read_keys = _in_place(site)
         residual, z, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
             residual, store_keys, y, gain, read_keys, **self._options()
@@ -188,7 +193,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch seq R D_v"],
         writer: Float[Array, "R own_D_k"] | nnx.Param,
     ) -> Float[Array, "group seq own_D_k D_v"]:
-        """`X + w^T y`."""
+        """Compute `X + w^T y`."""
         return pallas_kernels.store(residual, writer[...], y, key_axis=_key_axis())
 
     @jax.named_scope("residual")
@@ -201,7 +206,7 @@ class Store(nnx.Module):
         empty: Bool[Array, ""] | bool,
         in_place: bool = True,
     ) -> Float[Array, "group seq own_D_k D_v"]:
-        """`X + w^T y`, or `w^T y` where X is empty."""
+        """Compute `X + w^T y`, or `w^T y` where X is empty."""
         options = {"empty": empty, "in_place": in_place, "key_axis": _key_axis()}
         return pallas_kernels.store_forward(residual, writer, y, **options)
 
@@ -212,7 +217,7 @@ class Store(nnx.Module):
         writer: Float[Array, "R own_D_k"],
         d_residual: Float[Array, "group seq own_D_k D_v"],
     ) -> tuple[Float[Array, "batch seq R D_v"], Float[Array, "R own_D_k"]]:
-        """`dy = w dX`, `dw = sum y dX^T`."""
+        """Compute the cotangents `dy = w dX` and `dw = sum y dX^T`."""
         d_writer, d_y = pallas_kernels.store_backward(writer, y, d_residual, key_axis=_key_axis())
         return d_y, d_writer
 
@@ -220,7 +225,7 @@ class Store(nnx.Module):
     def read(
         self, residual: Float[Array, "group seq own_D_k D_v"], site: Site, dtype: DTypeLike
     ) -> Read:
-        """`r norm(X)`."""
+        """Compute `r norm(X)`."""
         _, gain, read_keys = _parameters(site)
         z = pallas_kernels.norm_retrieve(residual, gain, read_keys, dtype=dtype, **self._options())
         return site.split(z)
@@ -236,7 +241,7 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> tuple[Float[Array, "sites batch seq D_k D_v"], Float[Array, "batch seq D_k D_v"], Read]:
-        """Phase two of attention over depth, and the read with the norm."""
+        """Run phase two of attention over depth, together with the norm and the read."""
         _, gain, read_keys = _parameters(site)
         mixed, current, z = pallas_kernels.depth_attention_merge_read(
             *(*sealed, current, query, gain, read_keys),
@@ -256,7 +261,10 @@ class Store(nnx.Module):
         statistics: pallas_kernels.Statistics,
         dtype: DTypeLike,
     ) -> Read:
-        """What `add_and_read` has read from the residual that it left, with these statistics."""
+        """Read again what `add_and_read` read of the residual that it left.
+
+        `statistics` are the norm's statistics of that read.
+        """
         _, gain, read_keys = _in_place(site)
         z = pallas_kernels.norm_retrieve_again(
             residual, statistics, gain, read_keys, dtype=dtype, **self._options()
@@ -281,11 +289,14 @@ class Store(nnx.Module):
         dict[str, Array],
         Read | None,
     ]:
-        """`add_and_read` backwards, from the residual that it left.
+        """Run `add_and_read` backwards, from the residual that it left.
 
         Returns:
-          The residual that it was given, the cotangents of residual, y and site, and what the site
-          before has read of that residual, where it is given with the norm's statistics.
+          The residual that `add_and_read` was given, the cotangents of residual, y and site, and,
+          if
+          `before` gives the site before with its norm's statistics, what that site read of the
+          residual
+          (otherwise None).
         """
         store_keys, gain, read_keys = _in_place(site)
         again = None
@@ -311,7 +322,7 @@ class Store(nnx.Module):
         return g.rebuilt, g.residual, g.data, d_site, z_before
 
     def _few(self, residual):
-        """Whether the op for a few tokens serves this residual."""
+        """Return whether the op for a few tokens serves this residual."""
         return few_tokens(residual.shape[1]) and self.dtype != jnp.int16 and _key_axis() is None
 
     def _options(self):
@@ -324,7 +335,7 @@ class Store(nnx.Module):
 
 
 def _key_axis() -> str | None:
-    """The axis of the mesh that divides D_k, if there is one."""
+    """Return the mesh axis that divides D_k, if there is one."""
     return "key" if sharding.axis_size("key") > 1 else None
 
 
@@ -333,7 +344,7 @@ def _parameters(site: Site):
 
 
 def _in_place(site: Site):
-    """The same, where they lie if that is told."""
+    """Return the site's parameters, as slots of their stacks if the site knows its stack."""
     if site.stacked is None:
         return _parameters(site)
     of_all, index = site.stacked

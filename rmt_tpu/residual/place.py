@@ -1,4 +1,4 @@
-"""Where in a model a site is, and what is on its two sides."""
+"""The place of a site in a model, and the ports on its two sides."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,15 @@ from rmt_tpu.config import Port
 
 
 class Place(NamedTuple):
-    """Of a site.
+    """The place of a site.
 
     Attributes:
-      index: how many sublayers are before it; traced within a stack.
-      within: the same, within its layer of two sublayers: 0 where one begins, 1 in its middle.
-      writes: of the core before it, or the embedding.
-      reads: of the core after it, or the unembedding.
-      last: whether that is the unembedding.
+      index: the number of sublayers before the site; traced within a stack.
+      within: the number of sublayers before it in its layer of two: 0 where a layer begins, 1 in
+        its middle.
+      writes: the port of the core before the site, or of the embedding.
+      reads: the port of the core after the site, or of the unembedding.
+      last: whether the unembedding is what reads.
     """
 
     index: Int[Array, ""] | int

@@ -1,8 +1,9 @@
-"""What schedules and mixers ask of a store, and schedules of a mixer.
+"""The protocols of stores and mixers: what schedules and mixers call.
 
-A *store* holds what was written; an `Invertible` one can take a write back, a `Stepwise` one gives
-the steps of its writes and reads, and a `Merging` one reads what attention over depth mixes. A
-*mixer* is `Carried`, by a state that goes from site to site, or `Banked`.
+A *store* holds what was written. An `Invertible` store can take a write back, a `Stepwise` store
+offers each step of its writes and reads separately, a `Keeping` store has rows larger than what is
+written to them, and a `Merging` store reads what attention over depth mixes. A *mixer* is
+`Carried`, by a state that goes from site to site, or `Banked`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +18,23 @@ from pallas_kernels import Slot, Statistics
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import Index
 
-# A row is what a store holds of each token, and a bank has one after the other.
+# A row is what a store holds of each token. A bank is a stack of rows.
 Row = Float[Array, "batch seq *shape"]
 Bank = Float[Array, "_ batch seq *shape"]
-# What a core or the embedding has produced; of heads, it may be of other tokens than the residual.
+# The output of a core or of the embedding. If it has heads, its tokens may be others than the
+# residual's on this device.
 Written = Float[Array, "_ y_seq vectors size"]
-# How it is written, of the site after it.
+# The parameters with which the site after a core writes its output.
 Writer = Float[Array, "..."] | nnx.Param | None
 
 
 @runtime_checkable
 class Store(Protocol):
-    """What one token's residual is, and how it is written and read.
+    """The residual of one token, and how it is written and read.
 
     Attributes:
-      dtype: that it is held in.
-      compute_dtype: of what is read.
+      dtype: the dtype in which the residual is held.
+      compute_dtype: the dtype of what is read.
     """
 
     dtype: DTypeLike
@@ -43,35 +45,35 @@ class Store(Protocol):
         tokens: Float[Array, "batch seq vectors size"],
         positions: Float[Array, "batch_or_1 seq vectors size"] | None,
     ) -> tuple[Float[Array, "group seq *shape"], Float[Array, "batch seq vectors size"]]:
-        """The residual before the first write, and what that is to be."""
+        """Return the residual before the first write, and what is written first."""
 
     def hold(self, residual: Float[Array, "group seq *shape"]) -> Shaped[Array, "group seq *shape"]:
-        """The residual in the dtype it is carried in."""
+        """Return the residual in the dtype in which it is carried."""
 
     def write(
         self, residual: Float[Array, "group seq *shape"], y: Written, writer: Writer
     ) -> Float[Array, "group seq *shape"]:
-        """The residual with y in it."""
+        """Return the residual with y added to it."""
 
     def read(
         self, residual: Float[Array, "group seq *shape"], site: nnx.Module, dtype: DTypeLike
     ) -> Read:
-        """What a site reads of it, with its norm."""
+        """Return what a site reads of the residual, through its norm."""
 
     def add_and_read(
         self, residual: Shaped[Array, "group seq *shape"], y: Written, site: nnx.Module
     ) -> tuple[Shaped[Array, "group seq *shape"], Read]:
-        """Both, at one site, of a residual that is held."""
+        """Write y and then read, at one site, a residual in the dtype in which it is held."""
 
 
 @runtime_checkable
 class Invertible(Store, Protocol):
-    """A store whose residual before a write can be had from that after it."""
+    """A store that can rebuild the residual before a write from the residual after it."""
 
     def add_and_read_with_statistics(
         self, residual: Shaped[Array, "group seq *shape"], y: Slot, site: nnx.Module
     ) -> tuple[Shaped[Array, "group seq *shape"], Read, Statistics]:
-        """`add_and_read`, and the norm's statistics."""
+        """Do what `add_and_read` does, and also return the norm's statistics."""
 
     def read_again(
         self,
@@ -80,7 +82,10 @@ class Invertible(Store, Protocol):
         statistics: Statistics,
         dtype: DTypeLike,
     ) -> Read:
-        """What `add_and_read` has read of the residual that it left, from the norm's statistics."""
+        """Read again what `add_and_read` read of the residual that it left.
+
+        `statistics` are the norm's statistics of that read.
+        """
 
     def undo(
         self,
@@ -99,29 +104,43 @@ class Invertible(Store, Protocol):
         dict[str, Any],
         Read | None,
     ]:
-        """The residual that `add_and_read` was given, and cotangents of residual, y and site.
+        """Rebuild the residual that `add_and_read` was given, and return cotangents.
 
-        And, given the site before with its norm's statistics, what that has read of the residual.
+        Args:
+          residual: the residual that `add_and_read` left.
+          y: what it wrote.
+          site: the site.
+          z: what it read.
+          statistics: the norm's statistics.
+          d_residual: the cotangent of the residual that it left.
+          d_z: the cotangent of z.
+          before: the site before and its norm's statistics, if the rebuilt residual is to be read
+            for it.
+
+        Returns:
+          The rebuilt residual, the cotangents of residual, y and site, and what the site before
+          read of
+          the rebuilt residual (None without `before`).
         """
 
 
 @runtime_checkable
 class Stepwise(Store, Protocol):
-    """A store that gives each step of a write and of a read."""
+    """A store that offers each step of a write and of a read separately."""
 
     def written(self, y: Written, writer: Writer) -> Row:
-        """What a write adds."""
+        """Return what a write adds to the residual."""
 
     def norm_of(self, residual: Row, site: nnx.Module, dtype: DTypeLike) -> Row:
-        """A read's first step."""
+        """Return the normed residual, the first step of a read."""
 
     def project(self, x: Row, site: nnx.Module) -> Read:
-        """Its second."""
+        """Return what is read of the normed residual, the second step of a read."""
 
 
 @runtime_checkable
 class Keeping(Store, Protocol):
-    """A store whose rows are larger than what is written to them, which a schedule then keeps."""
+    """A store whose rows are larger than what is written to them; a schedule keeps the writes."""
 
     def write_kept(
         self,
@@ -132,20 +151,21 @@ class Keeping(Store, Protocol):
         empty: Array | bool,
         in_place: bool = True,
     ) -> Float[Array, "group seq *shape"]:
-        """`write` of y where it is kept; a residual that is empty counts as zeros.
+        """Return the residual with a kept y written to it, as `write` does.
 
-        `in_place` may write over the residual. It has no gradient.
+        An empty residual counts as zeros. With `in_place`, the result may overwrite the residual.
+        This method has no gradient.
         """
 
     def write_kept_backward(
         self, y: Slot, writer: Array, d_residual: Float[Array, "group seq *shape"]
     ) -> tuple[Written, Array]:
-        """Cotangents of y and of the writer."""
+        """Return the cotangents of y and of the writer."""
 
 
 @runtime_checkable
 class Merging(Store, Protocol):
-    """A store whose read takes in the second phase of attention over depth."""
+    """A store whose read includes the second phase of attention over depth."""
 
     def merge_and_read(
         self,
@@ -157,22 +177,32 @@ class Merging(Store, Protocol):
         active: Array,
         epsilon: int | float,
     ) -> tuple[Float[Array, "sites batch seq *shape"], Row, Read]:
-        """What a site reads of the mix of sealed rows and, where it is active, the running sum.
+        """Return what a site reads of the mix of sealed rows and, if `active`, of the running sum.
 
-        `sealed` is what all sites have of the rows, the logarithm of the softmax's sum of this one
-        and its number; `query` is of a row's shape, `epsilon` of the keys' norm. Gives the mixes
-        and the sum for later use too, as `pallas_kernels.depth_attention_merge`.
+        Args:
+          sealed: the mixes of the rows for all sites, the logarithm of the softmax's sum of this
+            site, and the number of this site.
+          current: the running sum.
+          query: the site's query, of a row's shape.
+          site: the site.
+          active: whether the running sum is a source.
+          epsilon: the epsilon of the keys' norm.
+
+        Returns:
+          The mixes and the running sum for later use, as `pallas_kernels.depth_attention_merge`
+          returns
+          them, and what the site reads.
         """
 
 
 @runtime_checkable
 class MergingFew(Merging, Protocol):
-    """One with kernels for a few tokens, which take a site's parameters out of a stack."""
+    """A merging store with kernels for a few tokens, which read parameters from a stack."""
 
     def merging(self, queries: Float[Array, "repeat scored"], site: nnx.Module) -> Array:
-        """What `merge_few` takes of a site in all repeats.
+        """Return the parameters of a site in all repeats, from which `merge_few` takes one slice.
 
-        `site` is stacked over the repeats, `queries` have the gain of the keys' norm.
+        `site` is stacked over the repeats. `queries` include the gain of the keys' norm.
         """
 
     def merge_few(
@@ -186,9 +216,10 @@ class MergingFew(Merging, Protocol):
         active: Array,
         epsilon: int | float,
     ) -> Read:
-        """`merge_and_read` of a few tokens, by kernels that take the site's slice themselves.
+        """Do what `merge_and_read` does for a few tokens.
 
-        `sealed` has the sums of all sites; the site's `stacked` says which slice is its own.
+        The kernels take the site's slice of the stacked parameters themselves. `sealed` has the
+        sums of all sites. The site's `stacked` says which slice is its own.
         """
 
 
@@ -199,23 +230,29 @@ class Carried(Protocol):
     def start(
         self, store: Store, state: Float[Array, "group seq *shape"], y: Written
     ) -> tuple[Any, Written]:
-        """Its state before the first write, and that write, from what `Store.start` gives."""
+        """Return the state before the first write, and that write.
+
+        The arguments are what `Store.start` returns.
+        """
 
     def advance(
         self, store: Store, state: Any, y: Written, site: nnx.Module, index: Index
     ) -> tuple[Any, Read]:
-        """At a site with `index` sublayers before it: the state with y in it, and what is read."""
+        """Write y and read at a site; return the new state and what is read.
+
+        `index` is the number of sublayers before the site.
+        """
 
 
 class Grouping(NamedTuple):
-    """How the layers of a stack go in groups.
+    """The division of the layers of a stack into groups.
 
     Attributes:
-      layers: of a group; the last one may have fewer.
+      layers: the layers of a group; the last group may have fewer.
       closed: whether a group is one whole block, from an empty running sum to a sealed row.
       open: whether a group may begin or end with a running sum that is not empty.
-      rows: how many rows a group of so many sublayers takes from the bank, from `first_row` on:
-        those that it seals, or 1 if it is closed.
+      rows: a function from the sublayers of a group to the rows that it takes from the bank, from
+        `first_row` on: those that it seals, or 1 if the group is closed.
     """
 
     layers: int
@@ -225,11 +262,11 @@ class Grouping(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where in depth a read or a write is.
+    """The place of a read or a write in depth.
 
     Attributes:
-      sublayer: how many are before it.
-      group: the same of the first one of its group.
+      sublayer: the number of sublayers before it.
+      group: the number of sublayers before the first one of its group.
     """
 
     sublayer: Index
@@ -237,7 +274,7 @@ class At(NamedTuple):
 
 
 class Unstacked(NamedTuple):
-    """One sublayer: `core` between the site that reads for it and the writer of what it gives."""
+    """One sublayer: its core, the site that reads for it, and the writer of its output."""
 
     site: nnx.Module
     core: Callable[[Read], Written]
@@ -246,12 +283,12 @@ class Unstacked(NamedTuple):
 
 @dataclass(frozen=True)
 class DepthWeights:
-    """Mean weights of sources.
+    """The mean weights of sources.
 
     Attributes:
-      sites: who reads: sublayers ("A1", "F1", "A2", ...) and the unembedding ("U"), or layers.
+      sites: the readers: sublayers ("A1", "F1", "A2", ...) or layers, and the unembedding ("U").
       sources: what is read: the embedding ("E"), and sublayers, blocks or layers.
-      mean: by site and source; None where the site does not see the source.
+      mean: the mean weight by site and source; None where the site does not see the source.
       signed: whether weights may be negative.
     """
 
@@ -266,7 +303,7 @@ class Banked(Protocol):
     """A mixer whose sites read rows of a bank.
 
     Attributes:
-      num_rows: of a bank, the embedding's among them.
+      num_rows: the number of rows of a bank, including the embedding's.
       keeps_sum: whether a running sum goes on from layer to layer.
     """
 
@@ -274,19 +311,25 @@ class Banked(Protocol):
     keeps_sum: bool
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """Of a stack with `first` sublayers before it, and a period of so many."""
+        """Return the grouping of a stack.
+
+        Args:
+          first: the number of sublayers before the stack.
+          period: the number of sublayers of its period.
+          repeat: the number of repeats of the period.
+        """
 
     def first_row(self, sublayer: Index) -> Index:
-        """The row that is open when a group begins: its own rows count from there."""
+        """Return the row that is open when a group begins, the first of the group's own rows."""
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers *scored"]:
-        """What the sites of all sublayers score with, in the order of depth.
+        """Return what the sites of all sublayers score with, in the order of depth.
 
-        `sites` are of each stack those of its period, stacked over repeats.
+        `sites` has for each stack the sites of its period, stacked over repeats.
         """
 
     def prior(self, scores: Float[Array, "sites *scored"], bank: Bank, count: Index) -> Any:
-        """Phase one: what the first `count` rows give to each site of a group."""
+        """Run phase one: return what the first `count` rows contribute to each site of a group."""
 
     def prior_backward(
         self,
@@ -297,7 +340,7 @@ class Banked(Protocol):
         d_prior: Any,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites *scored"], Bank]:
-        """Cotangents of what `prior` was given, that of the bank added to `d_bank`."""
+        """Return the cotangents of `scores` and, added to `d_bank`, of the bank."""
 
     def read(
         self,
@@ -309,21 +352,25 @@ class Banked(Protocol):
         current: Row,
         at: At,
     ) -> tuple[Any, Bank | None, Row, Read]:
-        """Phase two at one site: prior, rows and running sum as passed on, and what the core gets.
+        """Run phase two at one site.
 
-        `rows` are those of the group, of which the sealed ones count; None where it is closed.
+        `rows` are the rows of the group, and only the sealed ones count; None where the group is
+        closed.
+
+        Returns:
+          The prior, the rows and the running sum as they are passed on, and what the core reads.
         """
 
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: At
     ) -> tuple[Bank | None, Row]:
-        """After the sublayer's write: rows and running sum; a row that is complete is put there.
+        """Return rows and running sum after the sublayer's write, a complete row put in place.
 
-        `site` is the one before the sublayer.
+        `site` is the site before the sublayer.
         """
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """What the unembedding gets: the last mix, over all rows."""
+        """Return what the unembedding reads: the last mix, over all rows."""
 
     # For analysis.
 
@@ -335,16 +382,18 @@ class Banked(Protocol):
         sublayers: Sequence[Unstacked],
         final_site: nnx.Module,
     ) -> tuple[Read, Sequence[Float[Array, "_ batch seq heads"]]]:
-        """All layers one by one, as the equations say: no bank, no groups, no kernels.
+        """Run all layers one by one, as the equations say: without bank, groups or kernels.
 
-        Also the weights over depth of each site, of the sources that it sees, oldest first; none
-        where weights are not of tokens.
+        Returns:
+          What the unembedding reads, and for each site the weights over depth of the sources that
+          it sees,
+          oldest first; no weights where they do not depend on tokens.
         """
 
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """The weights over depth, from the names of sublayers and the means of `unrolled`'s."""
+        """Return the weights over depth, from sublayers' names and means of `unrolled`'s weights."""
 
 
 @runtime_checkable
@@ -354,7 +403,8 @@ class FewTokens(Protocol):
     def merging(
         self, store: Store, scores: Float[Array, "repeat period *scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
-        """Of each sublayer of a stack's period, in all repeats; () if sites take them as else.
+        """Return, for each sublayer of a stack's period, the parameters of its site in all repeats.
 
-        A site whose sublayer has some is told of its slice by its `stacked`.
+        The result is () if sites take their parameters as usual. Otherwise a site's `stacked` names
+        its slice.
         """

@@ -1,4 +1,4 @@
-"""The plain residual stream: everything that was written, added up."""
+"""The plain residual stream, the sum of everything that was written."""
 
 from typing import Any
 
@@ -10,16 +10,19 @@ from rmt_tpu.residual.protocols import Index, Store, Written
 
 
 class Sum(nnx.Module):
-    """`X += write(y); z = read(norm(X))` (equations 2, 3, 15 and 16), in one step of the store."""
+    """The mixer `X += write(y); z = read(norm(X))`, in one step of the store.
+
+    These are equations 2, 3, 15 and 16.
+    """
 
     def start(
         self, store: Store, state: Float[Array, "group seq *shape"], y: Written
     ) -> tuple[Any, Written]:
-        """State before the first write, and that write, as the loop over layers carries them."""
+        """Return the state before the first write, and that write."""
         return store.hold(state), y
 
     def advance(
         self, store: Store, state: Any, y: Written, site: nnx.Module, index: Index
     ) -> tuple[Any, Read]:
-        """Put what the last sublayer produced; give what the next one reads."""
+        """Write what the last sublayer produced, and return what the next one reads."""
         return store.add_and_read(state, y, site)

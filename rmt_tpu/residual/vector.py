@@ -1,6 +1,6 @@
 """The vector store: a token's residual is a vector of size D, as in the Transformer.
 
-Heads read it with matrices W_Q, W_K, W_V and write it with W_O (equations 7 and 9); feed-forward,
+Heads read it with matrices W_Q, W_K, W_V and write it with W_O (equations 7 and 9). Feed-forward,
 embedding and unembedding layers read and write the vector itself.
 """
 
@@ -23,15 +23,17 @@ from rmt_tpu.residual.whole_tiles import tiles
 class Site(nnx.Module):
     """One place where the vector is written by one sublayer and read by the next.
 
-    Matrices have two axes: with heads of 64 minor, a TPU would pad each row of 64 to 128.
+    Matrices have two axes: if heads of size 64 were the minor axis, a TPU would pad each row of 64
+    to 128.
 
     Attributes:
       write: W_O [H * D_h, D] after heads; None where the vector itself is written.
-      gain: of the norm, [D]; None where what is read is not normed.
+      gain: the gain of the norm, [D]; None where what is read is not normed.
       read: W_Q, W_K and W_V, [3, D, H * D_h], before heads; W_Q alone, [1, D, H * D_h], where keys
-        and values have fewer; None where the vector itself is read.
-      read_fewer: these W_K and W_V, [2, D, G * D_h].
-      stacked: which of those that `Store.merging` gives are its own; None where it is not told.
+        and values have fewer heads; None where the vector itself is read.
+      read_fewer: W_K and W_V, [2, D, G * D_h], where keys and values have fewer heads; else None.
+      stacked: the slice that is this site's own, of the stack made by `Store.merging`; None where
+        it is not known.
     """
 
     stacked: Slice | None = None
@@ -48,7 +50,7 @@ class Site(nnx.Module):
 
     @property
     def writer(self) -> nnx.Param | None:
-        """How what was produced before this site is written."""
+        """The matrix with which the output of the core before this site is written, or None."""
         return self.write
 
     def _write(self, config: cfg.ModelConfig, seed: Seed, port: cfg.Port) -> nnx.Param:
@@ -65,20 +67,20 @@ class Site(nnx.Module):
         return parameter(seed, shape, std=std, role="hidden", axes=axes)
 
 
-# A projection gives a device its heads of the tokens of all devices of `tensor`.
+# A projection gives a device its own heads, for the tokens of all devices of `tensor`.
 HEADS = HeadsLayout("head_major", projected=("tensor",))
 
 
 def output_scale(config: cfg.ModelConfig) -> float:
-    """Of the weights that write to the residual: small where many writes are added up."""
+    """Return the scale of weights that write to the residual, small if writes are added up."""
     return storage_scale(config.num_sublayers) if config.mixer.adds_up else 1.0
 
 
 class Store(nnx.Module):
-    """`h += W_O y; z = W_QKV norm(h)`, or the vector itself.
+    """The store `h += W_O y; z = W_QKV norm(h)`, or with the vector itself as y or z.
 
-    Where `tensor` divides heads, what attention reads and writes is of own heads, for the tokens of
-    all its devices; the residual is of own tokens.
+    Where the mesh axis `tensor` divides heads, attention reads and writes a device's own heads for
+    the tokens of all devices of the axis. The residual has a device's own tokens.
     """
 
     def __init__(
@@ -93,14 +95,14 @@ class Store(nnx.Module):
         tokens: Float[Array, "batch seq 1 D"],
         positions: Float[Array, "batch_or_1 seq 1 D"] | None,
     ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch seq 1 D"]]:
-        """The positions as residual, and the tokens as what is to be written (equation 1)."""
+        """Return the positions as residual, and the tokens as first write (equation 1)."""
         shape = (*tokens.shape[:2], tokens.shape[-1])
         if positions is None:
             return jnp.zeros(shape, tokens.dtype), tokens
         return jnp.broadcast_to(positions[..., 0, :], shape), tokens
 
     def hold(self, residual: Float[Array, "batch seq D"]) -> Float[Array, "batch seq held"]:
-        """The residual in the dtype and the size it is carried in."""
+        """Return the residual in the dtype and the width in which it is carried."""
         return self.tiles.widened(residual.astype(self.dtype))
 
     def add_and_read(
@@ -120,7 +122,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq held"]:
-        """`h + W_O y`, or `h + y` where the vector itself is written."""
+        """Compute `h + W_O y`, or `h + y` where the vector itself is written."""
         return residual + self.tiles.widened(self.written(y, writer).astype(residual.dtype))
 
     def written(
@@ -128,18 +130,19 @@ class Store(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq D"]:
-        """What a write adds."""
+        """Return what a write adds to the residual."""
         y = y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
         if writer is None:
             return y
         with jax.named_scope("projection"):
             write = sharding.gather(writer[...].astype(y.dtype), "fsdp", axis=1)
-            # Of own heads, for the tokens of all devices of `tensor`.
+            # y has a device's own heads for the tokens of all devices of `tensor`; the result has
+            # its own tokens.
             return sharding.scatter_sum(jnp.dot(y, write), "tensor", axis=1)
 
     @jax.named_scope("residual")
     def read(self, residual: Float[Array, "batch seq held"], site: Site, dtype: DTypeLike) -> Read:
-        """`W_QKV norm(h)`, or `norm(h)` where the vector itself is read."""
+        """Compute `W_QKV norm(h)`, or `norm(h)` where the vector itself is read."""
         return self.project(self.norm_of(residual[..., : self.tiles.size], site, dtype), site)
 
     @jax.named_scope("residual")
@@ -153,7 +156,7 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> tuple[Float[Array, "sites batch seq held"], Float[Array, "batch seq held"], Read]:
-        """Phase two of attention over depth with the norm, and then the projection."""
+        """Run phase two of attention over depth with the norm, and then the projection."""
         mixed, log_sums, place = sealed
         mixed, current, z = pallas_kernels.depth_attention_merge(
             mixed,
@@ -167,8 +170,8 @@ class Store(nnx.Module):
             epsilon=epsilon,
             norm_epsilon=self.tiles.epsilon(self.epsilon),
         )
-        # The kernel has one axis of tokens. Without the barrier XLA finds that out and merges the
-        # tokens' axes in the products with z too, for which it has to transpose the other factors.
+        # The kernel has one axis of tokens. Without the barrier XLA notices this and merges the
+        # tokens' axes in the products with z too, for which it must transpose the other factors.
         z = jax.lax.optimization_barrier(z)
         z = z[..., : self.tiles.size].astype(self.compute_dtype)
         return mixed, current, self.project(z, site)
@@ -176,7 +179,7 @@ class Store(nnx.Module):
     def merging(
         self, queries: Float[Array, "repeat held"], site: Site
     ) -> Float[Array, "repeat 2 held"]:
-        """Of a site in all repeats what `merge_few` takes: see `protocols.MergingFew`."""
+        """Return a site's parameters in all repeats: see `protocols.MergingFew`."""
         return jnp.stack([queries, self.tiles.factor(site.gain[...])], axis=1)
 
     @jax.named_scope("residual")
@@ -189,7 +192,7 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> Read:
-        """`merge_and_read` of a few tokens, by the site's slice of what `merging` has given."""
+        """Do what `merge_and_read` does for a few tokens, with the site's slice from `merging`."""
         mixed, log_sums, place = sealed
         parameters, layer = site.stacked
         z = pallas_kernels.depth_attention_merge_at(
@@ -204,14 +207,14 @@ class Store(nnx.Module):
     def norm_of(
         self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike
     ) -> Float[Array, "batch seq D"]:
-        """`norm(h)` with the site's gain, or h where it has none."""
+        """Compute `norm(h)` with the site's gain, or return h where the site has none."""
         if site.gain is None:
             return residual.astype(dtype)
         gain = site.gain[...]
         return normalize(residual, gain, norm=self.norm, epsilon=self.epsilon, dtype=dtype)
 
     def project(self, x: Float[Array, "batch seq D"], site: Site) -> Read:
-        """What the sublayer gets of the normed x."""
+        """Return what the sublayer reads of the normed x."""
         whole = x[..., None, :] if site.reads.whole else None
         if site.read is None:
             return Read(whole=whole)

@@ -1,12 +1,13 @@
-"""Vectors of a bank in whole tiles of a TPU, so that its kernels take them as they lie.
+"""Vectors of a bank padded to whole tiles of a TPU, so that kernels take them without a copy.
 
-A vector of D numbers is held as one of W, zeros behind it, where W is the next multiple of 128.
-Memory and products of a TPU have that many anyway, and else every kernel would have a copy made of
-what it is given. With mean squares over W in place of D,
+A vector of D numbers is held as one of W numbers, zeros at the end, where W is the next multiple of
+128. A TPU's memory and products use that many anyway, and otherwise every kernel would work on a
+copy of its operands. With mean squares over W in place of D,
 
     <query, v> / sqrt(|v|^2 / D + epsilon) = <r query, v> / sqrt(|v|^2 / W + r^2 epsilon)
 
-with `r = sqrt(D / W)`, and so is an RMS norm with its gain; a mean that is subtracted is not.
+with `r = sqrt(D / W)`. The same holds for an RMS norm with its gain, but not for a norm that
+subtracts a mean.
 """
 
 import math
@@ -21,35 +22,35 @@ from rmt_tpu.layers.choices import Choice, padded_width
 
 
 class Tiles(NamedTuple):
-    """How vectors are held.
+    """The way in which vectors are held.
 
     Attributes:
-      size: D.
-      held: W; D where they are held as they are.
+      size: D, the numbers of a vector.
+      held: W, the numbers with padding; D where vectors are not padded.
     """
 
     size: int
     held: int
 
     def widened(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
-        """With zeros behind."""
+        """Return x padded with zeros at the end."""
         missing = self.held - self.size
         return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 
     def factor(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
-        """Of what is divided by a root of a mean square: r times as large, with zeros behind."""
+        """Return r x, padded: a factor of a vector that is divided by its root mean square."""
         held = self.held > self.size
         return self.widened(x * math.sqrt(self.size / self.held)) if held else x
 
     def epsilon(self, epsilon: float) -> float:
-        """That of such a mean square."""
+        """Return the epsilon rescaled for a mean square over the padded width."""
         return epsilon * self.size / self.held
 
 
 def as_they_are(module: nnx.Module) -> nnx.Module:
-    """A store or a mixer like one that has `tiles`, without zeros; others as they are.
+    """Return a store or a mixer that has `tiles` with these set to no padding; others unchanged.
 
-    Kernels for a few tokens take vectors of any size, and XLA takes longer to fill them up.
+    Kernels for a few tokens take vectors of any size, and XLA would spend time on padding them.
     """
     given = getattr(module, "tiles", None)
     if given is None or given.size == given.held:
@@ -60,7 +61,7 @@ def as_they_are(module: nnx.Module) -> nnx.Module:
 
 
 def width(config: cfg.ModelConfig) -> Choice:
-    """Choose how many numbers a vector of a model's bank has, zeros among them."""
+    """Choose how many numbers a vector of a model's bank has, including zeros."""
     vectors = not config.store.has_keys and getattr(config.mixer, "fused", False)
     by_kernels = vectors and config.norm == "rmsnorm"
     return padded_width(config.residual_shape[-1], by_kernels=by_kernels)
