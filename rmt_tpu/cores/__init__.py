@@ -1,4 +1,4 @@
-"""Cores: what sublayers compute, one file each; see `core` for what all of them have."""
+"""Cores: what sublayers compute, one file each; `core` has what all of them have in common."""
 
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def make_core(config: cfg.ModelConfig, core: cfg.Core, seed: Seed, within: int) -> Core:
-    """The core of a config, for a sublayer `within` its layer of two."""
+    """Return the core of a config, for a sublayer at place `within` in its layer of two."""
     match core:
         case cfg.Attention():
             return Attention(config, core, residual.heads_layout(config))

@@ -33,7 +33,7 @@ from rmt_tpu.layers.parameters import gain
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens seen so far, those of a token's heads side by side."""
+    """Keys and values of the tokens seen so far, with the heads of a token side by side."""
 
     keys: Float[Array, "repeat batch keys heads_size"]
     values: Float[Array, "repeat batch keys heads_size"]
@@ -42,18 +42,20 @@ class Cache(NamedTuple):
 class Attention(Core):
     """Softmax attention (equations 8 and 21), with grouped queries (Ainslie et al. 2023).
 
-    Args:
-      config: of the model; the scale's parametrisation, the norm's epsilon.
-      core: heads, positions.
-      layout: of the heads that its site reads and the next one writes.
-
     It reads `[batch, seq, H + 2 G, head_dim]`: H queries, G keys and G values. Where tokens are
-    divided over devices, each attends with a part of the heads over all of them; where there are
-    more devices than that, tokens stay divided over `sequence`, and keys go round.
+    divided over devices, each device attends with a part of the heads over all tokens. Where there
+    are more devices than heads can be divided over, tokens stay divided over `sequence`, and keys
+    are passed around a ring.
+
+    Args:
+      config: the model's config, for the scale's parametrisation and the norm's epsilon.
+      core: the config of heads and positions.
+      layout: the layout of the heads that the site before reads and the site after writes.
 
     Attributes:
-      query_gain, key_gain: of the norms of queries and keys, [head_dim]; None without these.
-      bias: of what is read, [H + 2 G, head_dim]; None without.
+      query_gain, key_gain: the gains of the norms of queries and keys, [head_dim]; None without
+        norms.
+      bias: the bias added to what is read, [H + 2 G, head_dim]; None without a bias.
     """
 
     name: ClassVar[str] = "attention"
@@ -71,7 +73,7 @@ class Attention(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch seq heads head_dim"]:
-        """One data vector a head, in z's dtype. Logits and softmax are at least float32."""
+        """Return one data vector a head in z's dtype; logits and softmax are at least float32."""
         if context.mask is not None:
             q, *kv = self._turned(z.heads, context)
             kv = (all_tokens(x, self._ring) for x in kv)
@@ -88,7 +90,7 @@ class Attention(Core):
     ) -> tuple[
         Float[Array, "count batch seq heads head_dim"], Aux, Float[Array, "batch all_seq own_heads"]
     ]:
-        """The same, and the logarithm of each softmax's sum.
+        """Attend, and also return the logarithm of each softmax's sum.
 
         With an explicit mask `pull_back` attends again, and there are no sums (of 0 heads).
         """
@@ -112,7 +114,7 @@ class Attention(Core):
         d_y: Float[Array, "batch seq heads head_dim"],
         d_aux: Aux,
     ) -> tuple[dict, Read]:
-        """Cotangents from that of y, without attending again but for an explicit mask."""
+        """Return cotangents given that of y, without attending again unless a mask is explicit."""
         if context.mask is not None:
             return super().pull_back(z, y, saved, context, index, d_y, d_aux)
         graphdef, parameters = nnx.split(self, nnx.Param)
@@ -129,21 +131,21 @@ class Attention(Core):
         return d_parameters, Read(heads=d_heads)
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """Keys and values of own heads."""
+        """Return an empty cache for the keys and values of own heads."""
         heads = self.core.kv_heads // sharding.axis_size(self.layout.divided)
         shape = (repeat, batch, capacity, cache_width(heads * self.core.head_dim))
-        # Two arrays, so that both can be donated.
+        # Keys and values are two arrays, so that both can be donated.
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def cache_specs(self) -> Cache:
-        """Rows, and heads."""
+        """Return specs that divide a cache's rows and heads."""
         rules = sharding.CACHE_RULES
         return Cache(*2 * [PartitionSpec(None, rules["batch"], None, rules["tokens"])])
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
-        """The same, over what the cache has and z."""
+        """Attend from new tokens to those in the cache and to themselves."""
         q, *new = self._turned(z.heads, context)
         groups, size = new[0].shape[2:]
         missing = [(0, 0), (0, 0), (0, cache.keys.shape[-1] - groups * size)]
@@ -207,7 +209,11 @@ class Attention(Core):
         return tuple(axis for axis in self.layout.divided if axis != self._ring)
 
     def _to_heads(self, x, groups=1):
-        """From all heads of own tokens to own heads of all tokens; `groups` of heads are alike."""
+        """Exchange all heads of own tokens for own heads of all tokens.
+
+        `groups` is the number of equal groups of heads in x; each device gets its part of every
+        group.
+        """
         if sharding.axis_size(self._swapped) == 1:
             return x
         x = x.reshape(*x.shape[:2], groups, -1, x.shape[-1])
@@ -215,11 +221,11 @@ class Attention(Core):
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def _to_tokens(self, y):
-        """`_to_heads` undone."""
+        """Undo `_to_heads`."""
         return sharding.swap(y, self._swapped, split=1, join=2)
 
     def _packed(self, z, context):
-        """Queries, keys and values of own heads, side by side."""
+        """Return queries, keys and values of own heads, side by side."""
         if self.query_gain is not None or self.bias is not None:
             return jnp.concatenate(self._turned(z, context), axis=2)
         if self._alike:
@@ -244,7 +250,7 @@ class Attention(Core):
         return self.core.kv_heads == self.core.num_heads
 
     def _turned(self, z, context):
-        """Queries, keys and values of own heads, with norms and positions in the first two."""
+        """Return queries, keys and values of own heads; queries and keys normed and rotated."""
         q, k, v = (apart(x, context) for x in self._own_heads(z))
         if self.query_gain is not None:
             norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": z.dtype}
@@ -257,8 +263,8 @@ class Attention(Core):
         return q, k, v
 
     def _own_heads(self, z):
-        """The three groups, with their biases."""
-        if self._alike:  # in one exchange
+        """Return queries, keys and values of own heads, with their biases."""
+        if self._alike:  # one exchange is enough for all three groups
             groups = jnp.split(self._to_heads(z, groups=3), 3, axis=2)
         else:
             devices = sharding.axis_size(self._divided) // sharding.axis_size(self._swapped)
@@ -273,7 +279,7 @@ class Attention(Core):
         return [group + b for group, b in zip(groups, own, strict=True)]
 
     def _masked(self, q, k, v, index, query_positions, key_positions, mask):
-        """By an explicit mask: for caches and for positions of the caller's."""
+        """Attend with an explicit mask, for caches and for positions that the caller gives."""
         dtype = jnp.result_type(q, jnp.float32)
         each = q.shape[2] // k.shape[2]
         if each > 1:
@@ -283,10 +289,10 @@ class Attention(Core):
         return jnp.einsum("bhnm,bmhd->bnhd", weights.astype(v.dtype), v)
 
     def _of_one(self, q, k, v, groups, index, query_positions, key_positions, mask):
-        """One query a row, over keys and values whose heads are side by side.
+        """Attend with one query a row, over keys and values whose heads lie side by side.
 
-        Products are over all heads at a time, with a query that is zero but in its own: more of
-        them, and none of the keys is moved to where its head would be.
+        Each product is over all heads at once, with a query that is zero except in its own head.
+        That is more arithmetic, but no key is moved to give heads an axis of their own.
         """
         dtype = jnp.result_type(q, jnp.float32)
         batch, size, used = q.shape[0], q.shape[-1], groups * q.shape[-1]
@@ -298,14 +304,15 @@ class Attention(Core):
         weights = self._softmax(logits, index, query_positions, key_positions, mask)
         y = jnp.einsum("bhm,bmw->bhw", weights[:, :, 0].astype(v.dtype), v)
         if used < v.shape[-1]:
-            # XLA would rather cut the values of all tokens: it would copy them.
+            # Without the barrier XLA would instead cut the padding off the values of all tokens,
+            # which copies them.
             y = jax.lax.optimization_barrier(y)
         y = y[..., :used].reshape(batch, groups, -1, groups, size)
         y = jnp.einsum("bgefd,gf->bged", y, own)
         return y.reshape(batch, 1, -1, size)
 
     def _softmax(self, logits, index, query_positions, key_positions, mask):
-        """Of [batch, heads, queries, keys], in their dtype."""
+        """Return the softmax of logits [batch, heads, queries, keys], in their dtype."""
         logits = logits * self._scale(index)
         slopes = self._slopes()
         if slopes is not None:

@@ -1,13 +1,13 @@
-"""What a sublayer computes: `y = core(z)`, with what decoding keeps, and how it is undone.
+"""The interface of cores: `y = core(z)`, what decoding keeps, and how a core is undone.
 
-A core is told which token may see which (`Context`) and its number in depth; of the residual it
-knows what its site has read (`Read`), nothing else. What it reads and writes its config says, by
-ports, and there too is what it costs.
+A core is given which token may see which (`Context`) and its number in depth. Of the residual it
+knows only what its site has read (`Read`). Its config says, by ports, what it reads and writes, and
+also what it costs.
 
-Beside what it writes a core may give *scalars* (`Aux`), which are added up over depth. Each is a
+Besides what it writes a core may return *scalars* (`Aux`), which are added up over depth. Each is a
 sum over this device's own tokens, so that devices, microbatches and accumulated parts add up to the
-whole batch. That named "loss" is added to the objective; the others are for people. A model whose
-cores have none has nothing of this in its program.
+whole batch. The scalar named "loss" is added to the objective; the others are only reported. A
+model whose cores have none has nothing of this in its program.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -25,21 +25,22 @@ from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
 from rmt_tpu.layers.stacks import Index
 
-# Of a core in all repeats of its stack: a tree of arrays, () if decoding needs nothing.
+# The cache of a core in all repeats of its stack: a tree of arrays, () if decoding needs nothing.
 Cache = Any
-# By the names that the core's config has as `aux`, at least float32; {} for most.
+# Scalars by the names in `aux` of the core's config, at least float32; {} for most cores.
 Aux = dict[str, Float[Array, ""]]
 
 
 class Context(NamedTuple):
-    """Who may see whom; the same for all sublayers of a step.
+    """Which token may see which; the same for all sublayers of a step.
 
     Attributes:
-      query_positions: of the tokens.
-      segment_ids: tokens see only their own document; None is one document a row.
-      mask: in place of "causal within segments" where positions are not those of the rows.
-      lengths: of rows that are filled up at their ends; None if none is.
-      start: how many tokens the caches have of each row; None without caches, or if those are new.
+      query_positions: the positions of the tokens.
+      segment_ids: the documents of tokens, which see only their own; None is one document a row.
+      mask: an explicit mask in place of "causal within segments", where positions are not those of
+        the rows.
+      lengths: the lengths of rows that are padded at their ends; None if none is.
+      start: how many tokens the caches hold of each row; None without caches, or if they are new.
     """
 
     query_positions: Int[Array, "batch_or_1 seq"]
@@ -54,7 +55,7 @@ def causal(
     positions: Int[Array, "batch_or_1 seq"] | None,
     segment_ids: Int[Array, "batch seq"] | None,
 ) -> Context:
-    """Each token sees itself and what is before it in its own document (segment)."""
+    """Return a context where each token sees itself and what precedes it in its segment."""
     order = jnp.arange(length)
     if positions is None:
         return Context(order[None], segment_ids)
@@ -65,7 +66,10 @@ def causal(
 
 
 def cached(start: Int[Array, " batch"], new: int) -> Context:
-    """`new` tokens a row from position `start` on; each sees itself and what is before it."""
+    """Return the context of `new` tokens a row from position `start` on.
+
+    Each token sees itself and what is before it.
+    """
     return Context(start[:, None] + jnp.arange(new), start=start)
 
 
@@ -75,10 +79,10 @@ def put_tokens(
     layer: Index,
     start: Int[Array, " batch"] | None,
 ) -> Float[Array, "repeat batch capacity size"]:
-    """A cache with new tokens of one layer behind the `start` that each row has.
+    """Return a cache with new tokens of one layer put after the `start` tokens of each row.
 
-    What has no room is left out. In loops that carry the cache nothing is copied: sizes are one
-    axis and not heads and their size, for else it would be laid out anew on TPUs.
+    Tokens for which there is no room are left out. Loops that carry the cache copy nothing: heads
+    and their size are one axis, because TPUs would otherwise copy the cache to another layout.
     """
     new = new.astype(cache.dtype)
     if start is None:
@@ -89,10 +93,10 @@ def put_tokens(
 
 
 def joined(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
-    """Tokens that follow those in the caches, of all rows as of one, with what fills it up.
+    """Flatten the new tokens of all rows to one padded row, if a mesh divides tokens.
 
-    Where a mesh divides tokens: of one new token a row there would be nothing to divide. Elsewhere
-    they stay as they are.
+    With one new token a row there would be nothing to divide. Elsewhere, and for tokens that do not
+    follow a cache, x stays as it is.
     """
     devices = sharding.axis_size(sharding.token_axes())
     if context.start is None or devices == 1:
@@ -102,7 +106,7 @@ def joined(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ 
 
 
 def apart(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
-    """`joined` undone."""
+    """Undo `joined`."""
     if context.start is None or sharding.axis_size(sharding.token_axes()) == 1:
         return x
     rows, new = context.query_positions.shape
@@ -110,9 +114,9 @@ def apart(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _
 
 
 def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float:
-    """Of queries and keys: `1 / sqrt(size)`.
+    """Return the scale of products of queries and keys: `1 / sqrt(size)`.
 
-    In muP `attention_multiplier * sqrt(base size) / size`.
+    In muP it is `attention_multiplier * sqrt(base size) / size`.
     """
     size = core.query_dim
     match config.parametrization:
@@ -123,14 +127,17 @@ def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float
 
 
 def other_axes() -> tuple[str, ...]:
-    """Axes that divide heads after `tensor`, which alone divides what heads are read with."""
+    """Return the axes of tokens except `tensor`.
+
+    They divide heads too, after `tensor`, which alone divides the weights that heads are read with.
+    """
     return tuple(axis for axis in sharding.token_axes() if axis != "tensor")
 
 
 def to_tokens(
     y: Float[Array, "batch seq heads head_dim"], layout: HeadsLayout, axes: tuple[str, ...]
 ) -> Float[Array, "batch y_seq y_heads head_dim"]:
-    """From own heads of all tokens, those of the axes given, to what the store writes."""
+    """Exchange own heads of all tokens, over the axes given, for what the store writes."""
     y = sharding.swap(y, axes, split=1, join=2)
     if not layout.projected:  # all heads of own tokens
         y = sharding.swap(y, "tensor", split=1, join=2)
@@ -138,25 +145,25 @@ def to_tokens(
 
 
 def ring_axis(heads: int, axes: tuple[str, ...]) -> str | None:
-    """The axis of the mesh over which tokens stay divided; None if these axes divide the heads."""
+    """Return the axis over which tokens stay divided, or None if `axes` divide the heads."""
     return "sequence" if heads % sharding.axis_size(axes) else None
 
 
 def own_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
-    """Of what all devices have of all tokens."""
+    """Return a device's own tokens of x, which all devices have for all tokens."""
     return x if ring is None else sharding.own_part(x, ring, axis=1)
 
 
 def all_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
-    """`own_tokens` of every device."""
+    """Gather the own tokens of every device: the inverse of `own_tokens`."""
     return x if ring is None else sharding.gather(x, ring, axis=1)
 
 
 class Core(nnx.Module):
-    """A core with no cache and no scalars, that is undone by running it again.
+    """A core with no cache and no scalars, which is undone by running it again.
 
     Attributes:
-      name: of its scope in a compiled program, by which reports group it.
+      name: the name of its scope in a compiled program, by which reports group it.
     """
 
     name: ClassVar[str]
@@ -164,29 +171,39 @@ class Core(nnx.Module):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch y_seq vectors size"]:
-        """What is written, from what was read, in z's dtype.
+        """Return what is written, from what was read, in z's dtype.
 
         Args:
-          z: as the core's port asks.
-          context: who may see whom.
+          z: what the site has read, as the core's port asks.
+          context: which token may see which.
           index: how many sublayers are before it.
         """
-        raise NotImplementedError  # every core has its own; what follows is built on it
+        raise NotImplementedError  # every core overrides this method, and the methods below call it
 
     def with_aux(
         self, z: Read, context: Context, index: Index
     ) -> tuple[Float[Array, "batch y_seq vectors size"], Aux]:
-        """The same, and the core's scalars: sums over own tokens. Decoding has no use for them."""
+        """Run the core, and also return its scalars: sums over own tokens.
+
+        Decoding has no use for the scalars.
+        """
         return self(z, context, index), {}
 
     def forward(
         self, z: Read, context: Context, index: Index, to: Slot
     ) -> tuple[Float[Array, "count batch y_seq vectors size"], Aux, Any]:
-        """The same: a stack with y where it is to be, and what `pull_back` needs beside z and y."""
+        """Run the core for a schedule that keeps what it writes.
+
+        Returns:
+          The stack of `to` with y in its slot, the core's scalars, and what `pull_back` needs
+          besides z and
+          y.
+        """
         y, aux = self.with_aux(z, context, index)
         if not choices.outputs_in_place(target()).value:
             return placed(jax.lax.optimization_barrier(y), to), aux, ()
-        # As one vector a token: a product that makes it is then made in its place.
+        # y is one vector a token here: the product that makes it is then written directly to its
+        # slot.
         long = placed(concatenate(y), Slot(concatenate(to.stack), to.index))
         return separate(long, y.shape[2]), aux, ()
 
@@ -200,9 +217,10 @@ class Core(nnx.Module):
         d_y: Float[Array, "batch y_seq vectors size"],
         d_aux: Aux,
     ) -> tuple[Any, Read]:
-        """Cotangents of the core's parameters, as a pure dict, and of z, from those given.
+        """Return the cotangents of the core's parameters, as a pure dict, and of z.
 
-        Those of its scalars are in `d_aux`, with those of the model's other cores.
+        `d_aux` has the cotangents of this core's scalars, together with those of the model's other
+        cores.
         """
         graphdef, parameters = nnx.split(self, nnx.Param)
 
@@ -213,18 +231,18 @@ class Core(nnx.Module):
         return pullback((d_y, {name: d_aux[name].astype(x.dtype) for name, x in aux.items()}))
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """For `capacity` tokens of each of `batch` sequences, in all repeats of the stack."""
+        """Return a cache for `capacity` tokens of `batch` sequences, in all repeats of the stack."""
         return ()
 
     def cache_specs(self) -> Any:
-        """Over which axes of a mesh each of these arrays is divided."""
+        """Return the axes of a mesh over which each array of the cache is divided."""
         return ()
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch y_seq vectors size"], Cache]:
-        """The same for the tokens that follow those in the cache, and the cache with them in it.
+        """Run the core on the tokens that follow those in the cache, and add them to the cache.
 
-        `layer` is which of the stack's repeats this is.
+        `layer` is the index of this core's repeat in its stack.
         """
         return self(z, context, index), cache

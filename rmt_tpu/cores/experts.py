@@ -1,18 +1,20 @@
 """A mixture of experts: each token meets a few of many gated feed-forward layers.
 
-Of one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2):
+For one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek-V3", section
+2.1.2):
 
     s = sigmoid(W_r x)                  C = the k largest of s + b
     w_e = scale s_e / sum_(C) s         y = sum_(e of C) w_e W_2e (silu(G_e x) * U_e x) + shared(x)
 
-Scores and weights are at least float32. The bias b of an expert decides what is chosen and nothing
-else; it has no gradient and is no weight: it follows how tokens were spread, by `config.Balance`.
-How they were is told the way gradients go: the loss has `load_e (b_e - b_e)` in it, which is 0 and
-has the load as its derivative, so that every schedule and mesh adds loads up with the gradients.
+Scores and weights are at least float32. The bias b of an expert affects only which experts are
+chosen. It has no gradient and is not a weight: it follows how tokens were spread, by
+`config.Balance`. The spread is passed on the way gradients are: the loss contains `load_e (b_e -
+b_e)`, which is 0 and has the load as its derivative, so that every schedule and mesh adds loads up
+with the gradients.
 
-On a mesh `expert` divides experts and, elsewhere, sequences: its devices have all of each other's
-tokens, compute what is chosen of their own experts, and give sums back (a ring). `tensor` divides
-hidden neurons.
+On a mesh the axis `expert` divides experts and, outside this core, sequences. Here its devices
+gather each other's tokens, compute what was chosen of their own experts, and sum the results back
+to the devices of the tokens. The axis `tensor` divides hidden neurons.
 """
 
 import functools
@@ -32,27 +34,28 @@ from rmt_tpu.cores.feed_forward import FeedForward
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.parameters import Seed, parameter
 
-# Of the sum of scores.
+# Added to the sum of chosen scores, so that the division is finite.
 _LEAST = 1e-20
-# Scores over the one that just was not chosen are counted from -_SPAN to _SPAN.
+# A histogram counts scores minus the highest biased score that was not chosen, from -_SPAN to
+# _SPAN.
 _SPAN = 2.0
 
 
 class Routing(NamedTuple):
-    """Which experts tokens meet, and with what weights."""
+    """The experts that tokens meet, and their weights."""
 
     chosen: Int[Array, "... top_k"]
     weights: Float[Array, "... top_k"]
 
 
 class Rows(NamedTuple):
-    """Choices of own experts, sorted by expert, in R rows; there may be fewer, or too many.
+    """Choices of own experts, sorted by expert, in R rows; some rows or some choices may be left over.
 
     Attributes:
-      order: the choice (k of each token, one after the other) in each row.
+      order: the choice in each row; choices are numbered token by token, k each.
       places: the row of each choice, or R if it has none.
-      sizes: how many rows each expert has; what is behind them is of none.
-      dropped: choices that had no room.
+      sizes: how many rows each expert has; rows after these belong to no expert.
+      dropped: how many choices had no room.
     """
 
     order: Int[Array, " rows"]
@@ -66,13 +69,15 @@ class Experts(Core):
 
     Attributes:
       w_router: W_r, [D, E].
-      load: [E], whose gradient is how many tokens in all chose an expert; of `SignRule` its value
-        is the bias over the rule's rate: how many more steps it rose than it fell.
-      seen: [E, bins], of `Quantiles`: of the last batch, the shares of tokens by how far scores
-        were above what just was not chosen. None elsewhere.
+      load: [E], a parameter whose gradient is how many tokens in all chose an expert. With
+        `SignRule` its value is the bias divided by the rule's rate: how many more steps the bias
+        rose than fell.
+      seen: [E, bins], with `Quantiles`: for the last batch, the shares of tokens by how far an
+        expert's scores were above the highest biased score that was not chosen. None with other
+        rules.
       w_1: G and U of each expert, [E, D, 2, F].
-      w_2: [E, F, D].
-      shared: the layer that every token meets; None without.
+      w_2: W_2 of each expert, [E, F, D].
+      shared: the layer that every token meets; None if there is none.
     """
 
     name: ClassVar[str] = "experts"
@@ -113,13 +118,17 @@ class Experts(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch seq vectors size"]:
-        """Each token by itself."""
+        """Run the experts on each token by itself."""
         return self.with_aux(z, context, index)[0]
 
     def with_aux(
         self, z: Read, context: Context, index: Index
     ) -> tuple[Float[Array, "batch seq vectors size"], Aux]:
-        """The same, and "loss": of balance, and what has the loads as its gradient."""
+        """Run the experts, and also return their scalars.
+
+        "loss" is the loss of balance and the terms whose gradients are loads. With a capacity,
+        "dropped" is the number of choices that had no room.
+        """
         x = concatenate(z.whole)
         scores = self._scores(x)
         biased = scores + self._bias().astype(scores.dtype)
@@ -158,7 +167,7 @@ class Experts(Core):
         return Routing(chosen, self.core.scale * weights / total)
 
     def _told(self, scores, biased, routing):
-        """The loss of balance over own tokens, or 0, and how they were spread as its gradient."""
+        """Return the loss of balance over own tokens, or 0, with the loads as gradients."""
         count, top_k = self.core.num_experts, self.core.top_k
         of_rows = _loads(routing.chosen, count, scores.dtype)
         told = _told(self.load, jnp.sum(of_rows, axis=0))
@@ -168,7 +177,7 @@ class Experts(Core):
                 above = jax.lax.stop_gradient(scores - just_not).reshape(-1, count)
                 told += _told(self.seen, _histogram(above))
             case cfg.BalanceLoss(weight=weight):
-                # Both over a whole sequence, whose tokens may be divided.
+                # Both sums are over a whole sequence, whose tokens may be divided over devices.
                 shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
                 loads = sharding.total(of_rows, sharding.token_axes())
                 loads = loads / jnp.sum(loads, axis=-1, keepdims=True)
@@ -178,7 +187,7 @@ class Experts(Core):
     # What they compute --------------------------------------------------------------------------
 
     def _mixed(self, x, routing: Routing):
-        """The sum over chosen experts in x's dtype, and how many choices had no room."""
+        """Return the sum over chosen experts in x's dtype, and how many choices had no room."""
         x, *routing = (sharding.gather(a, "tensor", axis=1) for a in (x, *routing))
         batch, seq = x.shape[:2]
         flat = (a.reshape(batch * seq, -1) for a in (x, *routing))
@@ -191,7 +200,8 @@ class Experts(Core):
         w_2 = sharding.gather(self.w_2.astype(x.dtype), "fsdp", axis=2)
         w_1 = w_1.reshape(*w_1.shape[:2], -1)
         gate, up = jnp.split(pallas_kernels.grouped_matmul(spread, w_1, rows.sizes), 2, axis=-1)
-        # Weighted before the second product: there are fewer hidden neurons than numbers in y.
+        # Weights are applied before the second product, because there are fewer hidden neurons than
+        # numbers in y.
         hidden = (jax.nn.silu(gate) * up * weights).astype(x.dtype)
         y = pallas_kernels.grouped_matmul(hidden, w_2, rows.sizes)
         y = pallas_kernels.sums_of_rows(y, *at, each=self.core.top_k)
@@ -203,7 +213,8 @@ class Experts(Core):
     def _rows(self, chosen: Int[Array, "tokens top_k"]) -> Rows:
         devices = sharding.axis_size("expert")
         own = self.core.num_experts // devices
-        # As many as can be, of which a device's share is even if its load is.
+        # At most this many choices can fall on own experts. With even loads a device has
+        # `chosen.size / devices` of them, and a capacity allows a multiple of that.
         room = len(chosen) * min(self.core.top_k, own)
         if self.core.capacity is not None and devices > 1:
             room = min(room, math.ceil(self.core.capacity * chosen.size / devices))
@@ -219,18 +230,18 @@ class Experts(Core):
 
 
 def _loads(chosen, count, dtype):
-    """How many tokens of each row chose each expert."""
+    """Return how many tokens of each row chose each expert."""
     of_tokens = jnp.sum(chosen[..., None] == jnp.arange(count), axis=2)
     return jnp.sum(of_tokens, axis=1, dtype=dtype)
 
 
 def _told(parameter, gradient):
-    """0, whose derivative along a parameter is this."""
+    """Return 0, with `gradient` as its derivative by the parameter."""
     return jnp.sum(gradient * (parameter[...] - jax.lax.stop_gradient(parameter[...])))
 
 
 def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts bins"]:
-    """How many tokens are in which bin; a product of two digits, which TPUs are faster at."""
+    """Count the tokens in each bin by a product of two one-hot digits, which is faster on TPUs."""
     bins = cfg.HISTOGRAM_BINS
     digit = math.isqrt(bins)
     at = jnp.clip((above + _SPAN) * (bins / (2 * _SPAN)), 0, bins - 1).astype(jnp.int32)
@@ -242,12 +253,16 @@ def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts b
 
 
 def _bias_of(seen: Float[Array, "experts bins"], share: float) -> Float[Array, " experts"]:
-    """What lifts a share of the tokens of each expert above 0; of mean 0, which chooses alike."""
+    """Return the bias of each expert that lifts this share of its tokens above the threshold.
+
+    The biases are shifted to mean 0, which does not change what is chosen.
+    """
     bins = seen.shape[-1]
     # Shares of tokens at or above the lower edge of each bin.
     above = jnp.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
     wanted = share * above[:, :1]
-    # The highest bin at whose lower edge there are enough, and how far into it.
+    # The highest bin at whose lower edge there are enough tokens, and how far into it the threshold
+    # is.
     at = jnp.sum(above >= wanted, axis=1, keepdims=True) - 1
     take = lambda x: jnp.take_along_axis(x, at, axis=1)
     within = (take(above) - wanted) / jnp.maximum(take(seen), jnp.finfo(seen.dtype).tiny)

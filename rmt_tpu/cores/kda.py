@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (Kimi Team 2025, "Kimi Linear"): one matrix a head is all that is kept.
+"""Kimi Delta Attention (Kimi Team 2025, "Kimi Linear"), which keeps one matrix a head.
 
 With x the concatenated data vectors that were read, and q, k, v those of the heads:
 
@@ -8,8 +8,8 @@ With x the concatenated data vectors that were read, and q, k, v those of the he
     S_t = Diag(e^g) S_(t-1) + beta k (v - k^T Diag(e^g) S_(t-1))^T      o = S_t^T q / sqrt(D_h)
     y = gain norm(o) sigmoid(W_ob W_oa x)
 
-for every head, with a gain of D_h numbers for all of them. The convolutions are over the last
-tokens of each channel. Order is known from them and from the decays: there are no positions.
+for every head, with a gain of D_h numbers that all heads share. The convolutions are over the last
+tokens of each channel. Order follows from them and from the decays, so there are no positions.
 """
 
 from typing import ClassVar, NamedTuple
@@ -29,19 +29,20 @@ from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, gain, parameter
 
-# Of the squared length of a query or a key.
+# Added to the squared length of a query or a key.
 _EPSILON = 1e-6
-# What a step of the state is at the start: exp of a uniform number between these, at least _LEAST.
+# The initial step of the state is exp of a number uniform between the logarithms of _STEPS, and at
+# least _LEAST.
 _STEPS, _LEAST = (1e-3, 1e-1), 1e-4
 _LARGEST_RATE = 16.0
 
 
 class Cache(NamedTuple):
-    """What is kept of the tokens seen so far, whatever their number.
+    """What is kept of the tokens seen so far, of a size that does not depend on their number.
 
     Attributes:
       states: S of own heads.
-      tails: of the last tokens, what the convolutions are given.
+      tails: the inputs of the convolutions for the last tokens.
     """
 
     states: Float[Array, "repeat batch heads head_dim head_dim"]
@@ -52,13 +53,13 @@ class Kda(Core):
     """The core of `config.Kda`.
 
     Attributes:
-      taps: of the convolutions of queries, keys and values: [conv_size, 3, H D_h].
+      taps: the weights of the convolutions of queries, keys and values: [conv_size, 3, H D_h].
       w_decay_down, w_decay_up: W_ga [D, gate_rank], W_gb [gate_rank, H D_h].
       decay_bias: b, [H D_h].
       log_rate: A, [H].
-      w_beta: [D, H].
+      w_beta: w_beta, [D, H].
       w_gate_down, w_gate_up: W_oa [D, gate_rank], W_ob [gate_rank, H D_h].
-      gain: of the norm of what heads read, [D_h].
+      gain: the gain of the norm of what heads read, [D_h].
     """
 
     name: ClassVar[str] = "kda"
@@ -71,7 +72,8 @@ class Kda(Core):
             std = config.init_std * shape[0] ** -0.5
             return parameter(seed / name, shape, std=std, role="hidden", axes=axes)
 
-        # Not decayed, like a gain: as parts of a sum over tokens they are of order 1.
+        # Like gains, the taps have no weight decay: as parts of a sum over tokens they are of order
+        # 1.
         shape, axes = (core.conv_size, 3, size), ("taps", "projection", "heads")
         std = core.conv_size**-0.5
         self.taps = parameter(seed / "taps", shape, std=std, role="gain", axes=axes)
@@ -99,11 +101,11 @@ class Kda(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch y_seq heads head_dim"]:
-        """One data vector a head, in z's dtype. Gates and states are at least float32."""
+        """Return one data vector a head in z's dtype; gates and states are at least float32."""
         return self._run(z, context, None, None)[0]
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """States of own heads."""
+        """Return an empty cache with the states of own heads."""
         devices = sharding.axis_size(sharding.token_axes())
         heads, size = self.core.num_heads // devices, self.core.head_dim
         states = (repeat, batch, heads, size, size)
@@ -112,7 +114,7 @@ class Kda(Core):
         return Cache(jnp.zeros(states, state_dtype), jnp.zeros(tails, dtype))
 
     def cache_specs(self) -> Cache:
-        """Rows, and heads."""
+        """Return specs that divide a cache's rows and heads."""
         rows, heads = (sharding.CACHE_RULES[axis] for axis in ("batch", "tokens"))
         tails = PartitionSpec(None, rows, None, None, heads)
         return Cache(PartitionSpec(None, rows, heads), tails)
@@ -120,11 +122,11 @@ class Kda(Core):
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
-        """The same, going on from what the cache has."""
+        """Run the core on new tokens, continuing from the states in the cache."""
         state, tail = stacks.at(cache, layer)
         if context.start is None:
             state, tail = jnp.zeros_like(state), jnp.zeros_like(tail)
-        else:  # a row that begins again has nothing before it
+        else:  # a row that starts anew has nothing before it
             begun = context.start > 0
             state = jnp.where(begun[:, None, None, None], state, 0)
             tail = jnp.where(begun[:, None, None, None], tail, 0)
@@ -132,13 +134,13 @@ class Kda(Core):
         return y, stacks.put(cache, Cache(*new), layer)
 
     def _run(self, z, context, state, tail):
-        """What heads write, and the state and the tail behind the last token."""
+        """Return what heads write, and the state and the tail after the last token."""
         x = sharding.gather(concatenate(z.whole), "tensor", axis=1)
         q, k, v, tail = self._convolved(apart(self._own_heads(z.heads), context), context, tail)
         gates = self._of_heads(x, self.w_gate_down, self.w_gate_up)
         parts = (self._decays(x), self._betas(x), gates)
         log_decay, beta, gates = (apart(part, context) for part in parts)
-        if context.lengths is not None:  # what fills a row up leaves its state alone
+        if context.lengths is not None:  # padding leaves the state of its row unchanged
             there = jnp.arange(q.shape[1]) < context.lengths[:, None]
             log_decay = jnp.where(there[..., None, None], log_decay, 0)
             beta = jnp.where(there[..., None], beta, 0)
@@ -155,7 +157,7 @@ class Kda(Core):
         return to_tokens(joined(y, context), self.layout, other_axes()), state, tail
 
     def _convolved(self, heads, context, tail):
-        """Queries, keys and values, and what the next tokens' convolutions are given."""
+        """Return queries, keys and values, and the tail for the next tokens' convolutions."""
         batch, seq = heads.shape[:2]
         channels = heads.reshape(batch, seq, 3, -1)
         if tail is None:
@@ -167,7 +169,7 @@ class Kda(Core):
         return q, k, v, short_convolution.tail(channels, tail, context.lengths)
 
     def _decays(self, x):
-        """g of every head: at least float32 from the bias on."""
+        """Return g of every head, computed in at least float32 from the bias on."""
         dtype = jnp.result_type(x, jnp.float32)
         z = self._of_heads(x, self.w_decay_down, self.w_decay_up).astype(dtype)
         z = z + self._own(self.decay_bias).reshape(z.shape[2:])
@@ -177,14 +179,14 @@ class Kda(Core):
         return -rate * jax.nn.softplus(z)
 
     def _betas(self, x):
-        """Of every head, at least float32."""
+        """Return beta of every head, in at least float32."""
         logits = jnp.dot(x, self._whole(self.w_beta, x.dtype))
         dtype = jnp.result_type(x, jnp.float32)
         logits = sharding.swap(logits, other_axes(), split=2, join=1)
         return jax.nn.sigmoid(logits.astype(dtype))
 
     def _of_heads(self, x, down, up):
-        """`up down x` of own heads, for the tokens of all devices."""
+        """Return `up down x` of own heads, for the tokens of all devices."""
         y = jnp.dot(jnp.dot(x, self._whole(down, x.dtype)), self._whole(up, x.dtype))
         y = y.reshape(*y.shape[:2], -1, self.core.head_dim)
         return sharding.swap(y, other_axes(), split=2, join=1)
@@ -193,13 +195,14 @@ class Kda(Core):
         return sharding.gather(weights.astype(dtype), "fsdp", axis=0)
 
     def _own(self, x, axis=0):
-        """Of own heads; those of `tensor` are here."""
+        """Return the part of x for own heads; `tensor` has already divided x."""
         return sharding.own_part(x[...], other_axes(), axis=axis)
 
     def _own_heads(self, heads):
-        """Queries, keys and values of own heads, of the tokens of all devices.
+        """Return queries, keys and values of own heads, for the tokens of all devices.
 
-        First over `tensor`, which divides the weights of heads, then over the others.
+        Heads are exchanged first over `tensor`, which divides the weights of heads, then over the
+        others.
         """
         groups = heads.reshape(*heads.shape[:2], 3, -1, heads.shape[-1])
         if not self.layout.projected:
@@ -209,7 +212,7 @@ class Kda(Core):
 
 
 def _unit(x):
-    """Of length 1, in x's dtype."""
+    """Scale vectors to length 1, in x's dtype."""
     wide = x.astype(jnp.result_type(x, jnp.float32))
     length = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(length + _EPSILON)).astype(x.dtype)

@@ -1,18 +1,20 @@
 """Multi-head latent attention (DeepSeek-AI 2024): keys and values of all heads from one latent.
 
-With x the concatenated data vectors, of a token:
+With x the concatenated data vectors of a token:
 
     q = W_q x, or W_qb norm(W_qa x)                  H queries [q_nope, q_rope]
     [c, k_rope] = W_kva x                            one latent, and one key part for all heads
     [k_nope, v] = W_kvb norm(c)                      of every head
     y = softmax(q . [k_nope, k_rope] / sqrt(D_h + D_r)) v
 
-Norms are RMS norms with a gain; there are none on queries without a rank, nor on k_rope. Parts
-"rope" are rotated by position, or not: order is then known from other layers.
+Norms are RMS norms with a gain. Queries without a rank have no norm, and neither has k_rope. The
+"rope" parts are rotated by position if the config says so; otherwise order is known only from other
+layers.
 
-Training expands keys and values. Decoding keeps c and k_rope alone and absorbs W_kvb: with
-`q_c = W_uk^T q_nope`, scores are `q_c . c + q_rope . k_rope`, and `y = W_uv (softmax c)`. A part of
-a prompt attends to expanded keys, those before it expanded as many at a time as it has tokens.
+Training expands keys and values. Decoding keeps only c and k_rope and absorbs W_kvb: with `q_c =
+W_uk^T q_nope`, scores are `q_c . c + q_rope . k_rope`, and `y = W_uv (softmax c)`. A part of a
+prompt attends to expanded keys instead. The keys before the part are expanded in pieces of as many
+tokens as the part has.
 """
 
 import functools
@@ -50,7 +52,7 @@ from rmt_tpu.layers.parameters import Seed, gain, parameter
 
 
 class Cache(NamedTuple):
-    """Of the tokens seen so far: `kv_rank + rope_dim` numbers each, whatever the heads."""
+    """The latents of the tokens seen so far: `kv_rank + rope_dim` numbers each for all heads."""
 
     latents: Float[Array, "repeat batch keys kv_rank"]
     rope_keys: Float[Array, "repeat batch keys rope_dim"]
@@ -63,7 +65,7 @@ class Mla(Core):
       w_q: W_q [D, H (D_h + D_r)], or W_qb [query_rank, H (D_h + D_r)].
       w_q_down, q_gain: W_qa [D, query_rank] and its norm's gain; None without a rank.
       w_kv_down: W_kva, [D, kv_rank + D_r].
-      kv_gain: of the latent's norm, [kv_rank].
+      kv_gain: the gain of the latent's norm, [kv_rank].
       w_kv_up: W_uk and W_uv, the two parts of W_kvb: [2, kv_rank, H D_h].
     """
 
@@ -92,12 +94,13 @@ class Mla(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch y_seq heads head_dim"]:
-        """One data vector a head, in z's dtype. Logits and softmax are at least float32."""
+        """Return one data vector a head in z's dtype; logits and softmax are at least float32."""
         q, latent, k_rope = self._compressed(z)
         k, v = self._expanded(latent)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
-        # Own heads of the tokens of all devices of `sequence`; those of `tensor` are here. Where
-        # there are more devices than heads, all heads of own tokens, and keys go round.
+        # Heads are exchanged for the tokens of all devices of `sequence`; those of `tensor` are
+        # already here. Where there are more devices than heads, each device keeps its own tokens
+        # over `sequence`, and keys are passed around a ring.
         ring = ring_axis(self.core.num_heads, sharding.token_axes())
         swapped = tuple(axis for axis in other_axes() if axis != ring)
         exchange = lambda x: sharding.swap(x, swapped, split=2, join=1)
@@ -120,18 +123,21 @@ class Mla(Core):
         return to_tokens(y, self.layout, swapped)
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """For all heads together."""
+        """Return an empty cache, which serves all heads together."""
         zeros = lambda size: jnp.zeros((repeat, batch, capacity, size), dtype)
         return Cache(zeros(self.core.kv_rank), zeros(self.core.rope_dim))
 
     def cache_specs(self) -> Cache:
-        """Rows."""
+        """Return specs that divide a cache's rows."""
         return Cache(*2 * [PartitionSpec(None, sharding.CACHE_RULES["batch"])])
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
-        """The same, over what the cache has and z, with W_kvb absorbed."""
+        """Attend from new tokens to those in the cache and to themselves, with W_kvb absorbed.
+
+        Tokens of an empty cache, and several new tokens at a time, attend to expanded keys instead.
+        """
         q, *latents = self._compressed(z)
         latents = (apart(sharding.gather(x, other_axes(), axis=1), context) for x in latents)
         latent, k_rope = latents
@@ -151,7 +157,10 @@ class Mla(Core):
         return to_tokens(y, self.layout, other_axes()), cache
 
     def _compressed(self, z):
-        """Queries of own heads, the normed latent, and k_rope: of the tokens of all of `tensor`."""
+        """Return queries of own heads, the normed latent, and k_rope.
+
+        They are for the tokens of all devices of `tensor`.
+        """
         x = concatenate(z.whole)
         weights = lambda w, axis=0: sharding.gather(w.astype(x.dtype), "fsdp", axis=axis)
         norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
@@ -169,12 +178,12 @@ class Mla(Core):
         return sharding.gather(self.w_kv_up.astype(dtype), "fsdp", axis=1)
 
     def _expanded(self, latent):
-        """Keys without their rope part, and values, of own heads."""
+        """Return the keys of own heads without their rope part, and the values."""
         split = lambda x: x.reshape(*x.shape[:-1], -1, self.core.head_dim)
         return [split(jnp.dot(latent, w)) for w in self._up(latent.dtype)]
 
     def _rotated(self, x, context):
-        """With the last `rope_dim` numbers of each head rotated, if they are."""
+        """Rotate the last `rope_dim` numbers of each head, if the config has RoPE."""
         match self.core.positions:
             case cfg.Rope() as rope:
                 first = x.shape[-1] - self.core.rope_dim
@@ -183,20 +192,21 @@ class Mla(Core):
         return x
 
     def _masked(self, q, k, v, mask):
-        """By an explicit mask."""
+        """Attend with an explicit mask."""
         dtype = jnp.result_type(q, jnp.float32)
         logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype) * self.scale
         return jnp.einsum("bhnm,bmhd->bnhd", _softmax(logits, mask).astype(v.dtype), v)
 
 
 class Step(NamedTuple):
-    """Tokens that follow those in a cache, which has them too.
+    """Tokens that follow those in a cache; the cache already includes them.
 
     Attributes:
-      q: queries of own heads.
-      latent, k_rope: of the same tokens.
-      w_up: of own heads.
-      layer: of the cache.
+      q: the queries of own heads.
+      latent, k_rope: the latents and rope keys of the same tokens.
+      cache: the cache of all layers of the stack.
+      w_up: the part of W_kvb for own heads.
+      layer: the layer's index in the cache.
       start: how many tokens of each row are before these.
     """
 
@@ -210,7 +220,10 @@ class Step(NamedTuple):
 
 
 def _absorbed(scale: float, given: Step) -> Float[Array, "batch new heads head_dim"]:
-    """With W_kvb in queries and outputs: no key is made, and all logits are there at once."""
+    """Attend with W_kvb absorbed in queries and outputs.
+
+    No key is made, and all logits exist at once.
+    """
     q, (w_uk, w_uv) = given.q, given.w_up
     latents, rope_keys = stacks.at(given.cache, given.layer)
     q_nope, q_rope = jnp.split(q, [w_uk.shape[-1]], axis=-1)
@@ -227,7 +240,10 @@ def _absorbed(scale: float, given: Step) -> Float[Array, "batch new heads head_d
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_parts(scale: float, given: Step) -> Float[Array, "batch new heads head_dim"]:
-    """The same by the kernels of attention, with so many expanded keys at a time as queries."""
+    """Compute the same as `_absorbed` by the kernels of attention, on expanded keys.
+
+    At any time, as many keys are expanded as there are queries.
+    """
     q, start, capacity = given.q, given.start, given.cache.latents.shape[2]
     shared = {"scale": scale, "rows": "head_major"}
     own = _expanded(given.w_up, given.latent, given.k_rope)
@@ -236,7 +252,7 @@ def _in_parts(scale: float, given: Step) -> Float[Array, "batch new heads head_d
 
     def add(part, state):
         first = part * size
-        at = jnp.minimum(first, capacity - size)  # the last part may reach back into the one before
+        at = jnp.minimum(first, capacity - size)  # the last part may overlap the one before
         zero, layer = jnp.zeros_like(at), given.layer.astype(at.dtype)
 
         def take(x):
@@ -268,7 +284,7 @@ _in_parts.defvjp(lambda scale, given: (_in_parts(scale, given), given), _in_part
 
 
 def _expanded(w_up, latent, k_rope):
-    """Keys and values of own heads."""
+    """Return the keys and values of own heads."""
     k, v = (jnp.einsum("bnc,chd->bnhd", latent, w) for w in w_up)
     k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
     return jnp.concatenate([k, k_rope], axis=-1), v

@@ -11,13 +11,16 @@ from rmt_tpu import config as cfg
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
-    """`2^(-8 (h + 1) / num_heads)` for head h, for any number of heads."""
+    """Return `2^(-8 (h + 1) / num_heads)` for each head h, for any number of heads."""
     heads = jnp.arange(1, num_heads + 1, dtype=jnp.float32)
     return 2.0 ** (-8.0 * heads / num_heads)
 
 
 def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array, " pairs"]:
-    """`base^(-2 i / dims)` of each pair of `dims` numbers, scaled: see `config.Llama3Scaling`."""
+    """Return `base^(-2 i / dims)` of each pair i of `dims` numbers, with the config's scaling.
+
+    For the scaling see `config.Llama3Scaling`.
+    """
     half = dims // 2
     frequencies = rope.base ** (-jnp.arange(half, dtype=dtype) / half)
     match rope.scaling:
@@ -33,9 +36,10 @@ def rotate(
     positions: Int[Array, "batch_or_1 seq"],
     rope: cfg.Rope,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """RoPE: pairs (x_i, x_{i + dims / 2}) turned by `position * frequency_i`.
+    """Apply RoPE: rotate pairs (x_i, x_{i + dims / 2}) by `position * frequency_i`.
 
-    Of the first `rope.dims` numbers of a head, or of all; the others stay as they are.
+    The first `rope.dims` numbers of a head are rotated, or all of them; the others stay as they
+    are.
     """
     dims = x.shape[-1] if rope.dims is None else rope.dims
     if dims < x.shape[-1]:
@@ -57,10 +61,10 @@ def rotate_first(
     heads: int,
     rope: cfg.Rope,
 ) -> Float[Array, "batch seq vectors head_dim"]:
-    """`rotate` of the first `heads` vectors of a token; the others stay as they are.
+    """Apply `rotate` to the first `heads` vectors of a token; the others stay as they are.
 
-    They are changed in place, and gradients are turned back in place: taken apart and put together
-    again, a TPU would write all vectors three times. There is no forward mode.
+    The vectors are changed in place, and so are gradients in the backward pass. If they were split
+    and concatenated, a TPU would write all vectors three times. There is no forward mode.
     """
     return _rotate_first(x, positions, heads, rope)
 

@@ -1,16 +1,16 @@
-"""The layers of a mixer that reads rows of a bank: the bank is its own checkpoint.
+"""The schedule for mixers that read rows of a bank, where the bank is its own checkpoint.
 
 Rows are written once, so what a layer saw is still there when the backward pass comes to it. The
 forward pass keeps the bank and the running sum before each layer (with `remat="blocks"` the bank
-and the sum before each group), and the backward pass walks down the layers, computing each again.
-Where a sum is larger than what is added to it, a matrix, it is what sublayers wrote that is kept:
-the sums of a block are added up again, and no core is run again for what it wrote.
+and the sum before each group). The backward pass walks down the layers and computes each again.
+Where a sum is larger than what is added to it, as a matrix is, the schedule keeps what sublayers
+wrote instead: the sums of a block are added up again, and no core runs again for its output.
 
-Layers, each a period of its stack's cores, go in *groups*. Before a group, one pass over the rows
-that are there gives all its sites their share of them (phase one); what the group itself adds is
-read at each site (phase two). The gradients of a group's sites are so added to those of the bank
-once. The running sum is carried from group to group: how often the bank is read, and how often a
-row is sealed, are independent.
+Layers, each a period of its stack's cores, are divided into *groups*. Before a group, one pass over
+the rows that exist gives all sites of the group their share of these rows (phase one). What the
+group itself adds is read at each site (phase two). The gradients of a group's sites are thus added
+to those of the bank only once. The running sum is carried from group to group, so how often the
+bank is read does not depend on how often a row is sealed.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,13 +48,13 @@ from rmt_tpu.residual.whole_tiles import as_they_are
 
 
 class Stacked(NamedTuple):
-    """What each layer of a stack has, stacked over its repeats.
+    """The arrays of each layer of a stack, stacked over its repeats.
 
     Attributes:
-      layers: parameters, as a pure dict.
-      scores: what its sites score with, [repeat, sublayers of the period, ...].
-      after: how its last sublayer's output is written; None where that needs nothing.
-      merging: of each of its sites, where decoding, what `FewTokens.merging` gives.
+      layers: the parameters, as a pure dict.
+      scores: what the sites score with, [repeat, sublayers of the period, ...].
+      after: the writer of the layer's last output; None where a write needs no parameters.
+      merging: when decoding, the result of `FewTokens.merging` for each site.
     """
 
     layers: Any
@@ -64,14 +64,14 @@ class Stacked(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Running sums of a stack that the backward pass starts from; None where it needs none.
+    """Arrays of a stack from which the backward pass starts; None where it needs none.
 
     Attributes:
-      layers: before each layer.
-      groups: before each group, where it may not be empty.
-      written: in their place what each sublayer of a period wrote, in all repeats.
-      of_cores: and what its core's `pull_back` takes beside that, of the groups' layers: of all
-        whole groups and of the one that is not.
+      layers: the running sum before each layer.
+      groups: the running sum before each group, where it may not be empty.
+      written: in place of the sums, what each sublayer of a period wrote, in all repeats.
+      of_cores: what `pull_back` of the cores needs besides `written`: for the layers of all full
+        groups, and for those of the last partial group.
     """
 
     layers: Float[Array, "repeat batch seq *shape"] | None = None
@@ -87,7 +87,7 @@ def run_layers(
     context: Context,
     caches: tuple | None,
 ) -> tuple[Read, tuple | None, Aux]:
-    """All layers of a decoder, and the read for the unembedding: as `scanned.run_layers`."""
+    """Run all layers of a decoder, and the read for the unembedding, as `scanned.run_layers`."""
     store, mixer = decoder.store, decoder.mixer
     few = caches is not None and few_tokens(state.shape[1])
     if few:
@@ -140,7 +140,7 @@ def run_layers(
 
 
 def _runs(decoder: Model, store: Store, mixer: Banked) -> tuple[list["Run"], list[Stacked]]:
-    """Make the two passes of each stack, and gather what they take of its parameters."""
+    """Return the two passes of each stack, and the parameters that these take."""
     runs, of_stacks, before = [], [], 0
     scores = mixer.scores([[one.site for one in stack] for stack in decoder.stacks])
     writers = [stack[0].site.writer for stack in decoder.stacks]
@@ -164,7 +164,7 @@ def _first(writers: nnx.Param | None) -> Array | None:
 
 
 def _after(writers: nnx.Param | None, next_writer: nnx.Param | Array | None) -> Array | None:
-    """The writer of each layer's last output is the one of the site that follows."""
+    """Return the writer of each layer's last output, which belongs to the site that follows."""
     if next_writer is None:
         return None
     return jnp.concatenate([writers[...][1:], next_writer[...][None]])
@@ -176,16 +176,16 @@ def _of_layer(of_stack: Stacked, index: Index) -> Stacked:
 
 
 class Run:
-    """Both passes of a stack, or of a part of one.
+    """The forward and the backward pass of a stack, or of a part of one.
 
-    Loops carry whole stacks of arrays and change a slice: nothing is copied to stack it.
+    Loops carry whole stacks of arrays and change one slice, so nothing is copied to stack it.
 
     Args:
-      config, store, mixer: of the decoder.
-      graphdef: of the stack.
-      first: how many sublayers are before it.
-      repeat: of its period.
-      cores: of its sublayers.
+      config, store, mixer: those of the decoder.
+      graphdef: the graph of the stack's period.
+      first: how many sublayers are before the stack.
+      repeat: how often the stack repeats its period.
+      cores: the configs of the cores of a period.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Run:
 
     @property
     def end_row(self) -> int:
-        """Behind the last row that a group takes from the bank."""
+        """The index after the last row that a group takes from the bank."""
         ends = [0]
         for start in range(0, self.repeat, self.group):
             count = min(self.group, self.repeat - start)
@@ -226,9 +226,18 @@ class Run:
         keep: bool = False,
         first: Index | None = None,
     ) -> tuple[tuple[Bank, Row, Aux], tuple | None, Kept]:
-        """Bank, running sum and sums of scalars after all layers, their caches, and what is kept.
+        """Run all layers.
 
-        `first` is how many sublayers are before it, if it is not as many as in `__init__`.
+        Args:
+          of_stack: the arrays of the stack.
+          carry: the bank, the running sum and the sums of scalars before the stack.
+          context: which token may see which.
+          caches: the caches of the stack's cores, when decoding.
+          keep: whether to keep what the backward pass needs.
+          first: how many sublayers are before this part, if not as many as in `__init__`.
+
+        Returns:
+          The carry after all layers, their caches, and what is kept.
         """
         bank, current, aux = carry
         kept = Kept()
@@ -253,7 +262,10 @@ class Run:
         return (bank, ended, aux), caches, kept
 
     def _empty_written(self, residual: Row) -> tuple[Array, ...]:
-        """Room for what the sublayers of a period write, which has all of a row for own tokens."""
+        """Return uninitialised stacks for what the sublayers of a period write.
+
+        For own tokens a device has all of a write, even where the mesh divides a row by `key`.
+        """
         batch, seq = residual.shape[0] // sharding.axis_size("key"), residual.shape[1]
         rank, size = self.config.data_shape
         count = lambda port: sum(port.heads) + port.whole * rank
@@ -272,7 +284,7 @@ class Run:
         *,
         first: Index | None = None,
     ) -> tuple[tuple[Bank, Row], Stacked]:
-        """Cotangents of the bank and of the running sum before, and those of the parameters."""
+        """Return the cotangents of the bank and of the running sum before, and of the parameters."""
 
         def run(carry, start, layers, of_cores):
             given = (of_stack, kept, of_cores, bank, context, d_aux)
@@ -295,10 +307,10 @@ class Run:
         reverse: bool = False,
         decoding: bool = False,
     ) -> tuple[tuple, tuple[Any, Any]]:
-        """`carry, out = run(carry, first layer, layers, given)` for each group.
+        """Compute `carry, out = run(carry, first layer, layers, given)` for each group.
 
-        The last may be smaller. `given` and what comes out are of all whole groups, stacked where
-        they are more than one, and of that.
+        The last group may be smaller. `given` and the result are pairs: for all full groups
+        (stacked if there are several), and for the last partial group.
         """
         full, left = divmod(self.repeat, self.group)
         of_whole, of_last = given
@@ -319,8 +331,9 @@ class Run:
         if left and not reverse:
             start = full * self.group
             if decoding:
-                # Of a layer that it knows XLA would lay out the weights of all layers anew, and of
-                # one that is the same in all steps of a dispatch keep those weights in a copy.
+                # The barrier hides the layer's index from XLA. With a known index XLA would copy
+                # the weights of all layers to another layout. It would also keep a copy of the
+                # weights of a layer that is the same in all steps of a dispatch.
                 start, carry = jax.lax.optimization_barrier((jnp.int32(start), carry))
             carry, last = run(carry, start, left, of_last)
         return carry, (whole, last)
@@ -328,7 +341,7 @@ class Run:
     def _begin(
         self, of_stack: Stacked, bank: Bank, start: Index, layers: int, first: Index | None
     ) -> tuple[Index, Index, Any, Bank | None]:
-        """What a group begins with: its first sublayer and row, prior, and rows of its own."""
+        """Return what a group begins with: its first sublayer and row, its prior and its own rows."""
         at = (self.first if first is None else first) + start * self.period
         first_row = self.mixer.first_row(at)
         scores = _sites(stacks.run_of(of_stack.scores, start, layers))
@@ -387,9 +400,10 @@ class Run:
         current: Row,
         aux: Aux,
     ) -> tuple[Any, Bank | None, Row, Aux]:
-        """Each sublayer of a layer: read, compute, write, and seal a row where one is complete.
+        """Run each sublayer of a layer: read, compute, write, and seal a row that is complete.
 
-        `at` is the number of the group's first sublayer, `offset` the layer's within the group.
+        `at` is the number of the group's first sublayer, and `offset` the layer's number in the
+        group.
         """
         layer = nnx.merge(self.graphdef, of_layer.layers)
         for one, stacked in zip(layer, of_layer.merging, strict=False):
@@ -439,7 +453,7 @@ class Run:
                 current = summed = self._sum_again(of_stack, kept.written, start, offset, summed)
             else:
                 current = nothing if sums is None else stacks.at(sums, first_sum + offset)
-                # XLA would slice once for each that reads it.
+                # Without the barrier XLA would slice the stack again for each use.
                 current = jax.lax.optimization_barrier(current)
 
             def forward(of_layer, prior, rows, current):
@@ -450,7 +464,7 @@ class Run:
             return (*cotangents, stacks.put(gradients, gradient, index), summed), None
 
         d_rows = stacks.run_of(d_bank, first_row, self.grouping.rows(layers * self.period))
-        # A closed group's one row is the running sum at its end.
+        # The one row of a closed group is the running sum at its end.
         ends = (d_rows, nothing if d_current is None else d_current)
         if self.grouping.closed:
             ends = (None, d_rows[0])
@@ -459,7 +473,7 @@ class Run:
         carry, _ = jax.lax.scan(undo_layer, carry, (jnp.arange(layers), of_cores), reverse=True)
         d_prior, d_rows, d_current, gradients, summed = carry
         if isinstance(first_row, int) and first_row == 0:
-            d_bank = d_rows  # all rows are the group's; the first is one that it did not complete
+            d_bank = d_rows  # all rows are the group's; it does not complete row 0
         scores = stacks.run_of(of_stack.scores, start, layers)
         d_scores, d_bank = self.mixer.prior_backward(
             _sites(scores), bank, first_row, prior, d_prior, d_bank
@@ -471,10 +485,10 @@ class Run:
     def _sum_again(
         self, of_stack: Stacked, written: tuple, start: Index, offset: Index, summed: Row
     ) -> Row:
-        """The running sum before a closed group's layer, from what the layers before it wrote.
+        """Add up the running sum before a closed group's layer from what its layers wrote before.
 
-        Written over `summed`, an earlier one: before the first layer, where no site reads it, it is
-        that.
+        The result is written over `summed`, an earlier sum. Before the first layer, where no site
+        reads the sum, the result is `summed` itself.
         """
 
         def add(of_group, current):
@@ -501,7 +515,7 @@ class Run:
         layers: int,
         aux: Aux,
     ) -> Float[Array, "layers batch seq *shape"]:
-        """The running sums before each layer of a group, by a second forward pass."""
+        """Compute the running sums before each layer of a group by a second forward pass."""
 
         def run_layer(carry, offset):
             rows, current = carry
@@ -514,10 +528,10 @@ class Run:
 
 
 def _sites(scores: Float[Array, "layers period *scored"]) -> Float[Array, "sites *scored"]:
-    """Of a group's layers, one after the other."""
+    """Flatten what a group's layers have to one axis of sites."""
     return scores.reshape(-1, *scores.shape[2:])
 
 
 def _writer(layer: nnx.List, k: int, of_layer: Stacked) -> Writer:
-    """How sublayer k's output is written: as the site after it says."""
+    """Return the writer of sublayer k's output, which belongs to the site after it."""
     return layer[k + 1].site.writer if k + 1 < len(layer) else of_layer.after

@@ -1,8 +1,8 @@
-"""How a core's output comes to the running sum of a banked layer, each way of it a `Write`.
+"""The ways in which a core's output is added to the running sum of a banked layer.
 
-`Anew` runs the core. Where the backward pass starts from what cores wrote, `AndKeep` runs it and
-keeps that in a stack, and `FromKept` takes it out again: the core is run neither for the sum nor
-for its gradients, but by its `pull_back`.
+Each way is a `Write`. `Anew` runs the core. Where the backward pass starts from what cores wrote,
+`AndKeep` runs the core and keeps its output in a stack, and `FromKept` takes it out again: the core
+is then run neither for the sum nor for its gradients, which its `pull_back` computes.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,18 @@ from rmt_tpu.execution.layer import add_aux, run_core
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import At, Keeping, Row, Store, Writer
 
-# Of sublayer k, its core, what it is given, and where it is: the running sum with what it writes,
-# by the writer of the site after it, and the sums of scalars with its own.
+# The arguments are a sublayer's number k, its core, what the core reads, the place, the running
+# sum, the writer of the site after the core, and the sums of scalars. The result is the running sum
+# with the core's output in it, and the sums with the core's scalars.
 Write = Callable[[int, Core, Read, At, Row, Writer, Aux], tuple[Row, Aux]]
 
 
 class Anew:
-    """By running the core; `caches` are those of a period, and of its cores then come to `new`."""
+    """A write that runs the core.
+
+    `caches` are those of a period, when decoding. The caches of its cores after their step are
+    appended to `new`.
+    """
 
     def __init__(
         self,
@@ -49,7 +54,10 @@ class Anew:
 
 
 class AndKeep:
-    """The same; `written` gets what the cores write, and `saved` what `pull_back` takes beside."""
+    """A write that runs the core and keeps its output.
+
+    `written` gets what the cores write, and `saved` what `pull_back` needs besides.
+    """
 
     def __init__(self, store: Keeping, context: Context, written: Sequence[Array], index: Index):
         self.store, self.context, self.index = store, context, index
@@ -67,7 +75,7 @@ class AndKeep:
 
 
 class FromKept:
-    """From what the cores wrote; their scalars are not added, but have their gradients."""
+    """A write of kept outputs; it adds no scalars, but passes gradients to them."""
 
     def __init__(
         self,
@@ -89,7 +97,8 @@ class FromKept:
         @jax.custom_vjp
         def write(parameters, z, current, writer, aux, kept):
             y, _, _, place = kept
-            # Not in place: the backward pass of the site before reads it again.
+            # The write is not in place, because the backward pass of the site before reads the sum
+            # again.
             return write_kept(self.store, current, y, writer, place, in_place=False), aux
 
         def forward(parameters, z, current, writer, aux, kept):
@@ -113,6 +122,6 @@ class FromKept:
 def write_kept(
     store: Keeping, current: Row, y: Slot, writer: Writer, place: At, *, in_place: bool = True
 ) -> Row:
-    """The running sum of a closed group, which begins with nothing, with y in it."""
+    """Return the running sum of a closed group with y in it; the group's first write finds it empty."""
     empty = place.sublayer == place.group
     return store.write_kept(current, y, writer[...], empty=empty, in_place=in_place)

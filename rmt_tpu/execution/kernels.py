@@ -1,4 +1,4 @@
-"""How a model's ops are computed: which implementations they run, and how exact products are."""
+"""The implementations of a model's ops, and the precision of its products."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from rmt_tpu import config as cfg
 
 
 def compute_dtype(name: cfg.DType) -> jnp.dtype:
-    """The dtype of a name; "auto" is float32 on CPU and bfloat16 elsewhere."""
+    """Return the dtype of a name; "auto" is float32 on CPU and bfloat16 elsewhere."""
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
@@ -22,14 +22,15 @@ def compute_dtype(name: cfg.DType) -> jnp.dtype:
 
 @contextlib.contextmanager
 def preferred(config: cfg.ModelConfig) -> Iterator[None]:
-    """Within, ops are computed as the config has it.
+    """Compute ops as the config says, within this context.
 
-    Those that are asked for no implementation take `config.kernels`; "auto" changes nothing. Where
-    the compute dtype is at least float32, products are of float32 on every device: by themselves
-    TPUs round what is multiplied to bfloat16, and GPUs to TF32. A precision that is set already
-    (`JAX_DEFAULT_MATMUL_PRECISION`) stays, and bfloat16 models are not concerned.
+    Ops that are called without an implementation use `config.kernels`; "auto" changes nothing.
+    Where the compute dtype is at least float32, products are in float32 on every device: by default
+    TPUs round factors to bfloat16, and GPUs to TF32. A precision that is set already
+    (`JAX_DEFAULT_MATMUL_PRECISION`) stays, and bfloat16 models are not affected.
 
-    A backward pass is traced where the gradient is taken, and takes it where that is within too.
+    A backward pass is traced where the gradient is taken, so it uses the config's implementations
+    only if that place is within this context too.
     """
     wide = compute_dtype(config.compute_dtype).itemsize >= 4
     with contextlib.ExitStack() as stack:
@@ -41,9 +42,9 @@ def preferred(config: cfg.ModelConfig) -> Iterator[None]:
 
 
 def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a decoder and more, all of it within `preferred` of the decoder's config.
+    """Decorate a function of a decoder, and more, to run within `preferred` of its config.
 
-    It says in a line that it has no derivatives in forward mode.
+    The function raises a one-line error where it is differentiated in forward mode.
     """
 
     @functools.wraps(function)
@@ -55,9 +56,10 @@ def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _varying(decoder: Any, given: Any) -> Any:
-    """The decoder, within a `jax.shard_map` that checks it varying over a mesh as what it is given.
+    """Return the decoder, marked as varying over the same mesh axes as its inputs.
 
-    What loops carry, and gradients of one's own, then vary alike; JAX sums up those of parameters.
+    That matters within a `jax.shard_map` that checks which arrays vary: what loops carry, and
+    gradients of custom backward passes, then vary alike. JAX sums up the gradients of parameters.
     """
     varies = varies_in(given)
     if not varies:
@@ -67,9 +69,9 @@ def _varying(decoder: Any, given: Any) -> Any:
 
 
 def as_here(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass whose products are as exact as those of where this is called.
+    """Return a backward pass whose products have the precision in force where this is called.
 
-    For `jax.custom_vjp`: its backward pass is traced later, where the gradient is taken.
+    It is for `jax.custom_vjp`, whose backward pass is traced later, where the gradient is taken.
     """
     precision = jax.config.jax_default_matmul_precision
 

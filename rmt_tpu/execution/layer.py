@@ -1,4 +1,4 @@
-"""A period of sublayers: its parameters, and the one body that every schedule runs."""
+"""A period of sublayers: its parameters, and the one body that the schedules of states share."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,12 +21,12 @@ from rmt_tpu.residual.protocols import Banked, Carried, Store
 
 @runtime_checkable
 class Model(Protocol):
-    """What schedules ask of a decoder.
+    """The parts of a decoder that schedules use.
 
     Attributes:
-      dtype: of data vectors.
-      stacks: from `make_stacks`; in per-device code this stage's own layers.
-      final_site: from `make_final_site`.
+      dtype: the dtype of data vectors.
+      stacks: the stacks from `make_stacks`; in per-device code this stage's own layers.
+      final_site: the site from `make_final_site`.
     """
 
     config: cfg.ModelConfig
@@ -47,10 +47,10 @@ class Sublayer(nnx.Module):
 
 
 def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
-    """The stacks of a model, in the order of depth.
+    """Return the stacks of a model, in the order of depth.
 
     Each is an `nnx.List` of its period's `Sublayer`s, whose parameters have a leading axis "layer"
-    over the stack's repeats. So the parameters of a gain are `stacks/0/1/site/gain`.
+    over the stack's repeats. For example, the parameters of a gain are `stacks/0/1/site/gain`.
     """
     stacks, first, writes = [], 0, cfg.WHOLE
     for of_stack in config.stacks:
@@ -77,7 +77,7 @@ def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
 
 
 def make_final_site(config: cfg.ModelConfig, seed: Seed) -> nnx.Module:
-    """The site before the unembedding."""
+    """Return the site before the unembedding."""
     depth = config.num_sublayers
     place = residual.Place(
         jnp.int32(depth), depth % 2, config.stacks[-1].cores[-1].writes, cfg.WHOLE, last=True
@@ -93,15 +93,16 @@ def start(
     context: Context,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "group own_seq *shape"], Float[Array, "own_batch own_seq vectors size"]]:
-    """The residual before the first write, and what that is to be: of own tokens."""
+    """Return the residual before the first write, and what is written first, of own tokens."""
     own = lambda x: sharding.own_part(joined(x, context), sharding.token_axes(), axis=1)
     return store.start(*embedding(own(tokens), own(_positions(embedding, context)), dtype))
 
 
 def _positions(embedding: Embedding, context: Context) -> Int[Array, "batch_or_1 seq"]:
-    """Of the tokens; what fills up a row is at its last one.
+    """Return the positions of the tokens; padding has the position of its row's last token.
 
-    It may reach beyond those that are learned: NaN would stay in the cache.
+    Padding could otherwise reach past the learned positions, and the resulting NaN would stay in
+    the cache.
     """
     if embedding.positions is None or context.lengths is None:
         return context.query_positions
@@ -110,17 +111,24 @@ def _positions(embedding: Embedding, context: Context) -> Int[Array, "batch_or_1
 
 
 def no_aux(config: cfg.ModelConfig, dtype: jnp.dtype) -> Aux:
-    """Zeros for the sums of what a model's cores give, whose data vectors are of a dtype."""
+    """Return zeros for the sums of the cores' scalars.
+
+    `dtype` is that of the data vectors; the sums are at least float32.
+    """
     return {name: jnp.zeros((), jnp.promote_types(dtype, jnp.float32)) for name in config.aux}
 
 
 def add_aux(total: Aux, of_core: Aux) -> Aux:
-    """The sums with a core's scalars; those of another name are a KeyError."""
+    """Return the sums with a core's scalars added.
+
+    Raises:
+      KeyError: a scalar has a name that is not among the sums.
+    """
     return total | {name: total[name] + x.astype(total[name].dtype) for name, x in of_core.items()}
 
 
 def tell_slices(layer: nnx.List, stack: nnx.List, index: Index) -> None:
-    """Tells the sites of one layer where theirs are in the parameters of all."""
+    """Set, in the sites of one layer, where their parameters are in the stack."""
     for one, of_all in zip(layer, stack, strict=True):
         one.site.stacked = nnx.data(Slice(of_all.site, index))
 
@@ -134,10 +142,10 @@ def run_core(
     layer: Index | None,
     aux: Aux,
 ) -> tuple[Float[Array, "batch y_seq vectors size"], Cache | None, Aux]:
-    """What a core writes, and the sums with its scalars.
+    """Return what a core writes, the cache, and the sums with the core's scalars.
 
-    With a cache, for the tokens that follow those in it, and without scalars; `layer` is then which
-    repeat of the stack it is.
+    With a cache, the core runs on the tokens that follow those in it, and adds no scalars; `layer`
+    is then the index of its repeat in the stack.
     """
     with jax.named_scope(core.name):
         if cache is not None:
@@ -156,20 +164,20 @@ def run_layer(
     caches: tuple[Cache, ...] | None = None,
     layer: Index | None = None,
 ) -> tuple[tuple[Any, Float[Array, "batch _ _ _"], Aux], tuple[Cache, ...] | None]:
-    """One period: each sublayer's site, then its core.
+    """Run one period: each sublayer's site, then its core.
 
     Args:
-      mixer: of the model.
-      store: of the residual.
-      sublayers: of one period.
+      mixer: the model's mixer.
+      store: the residual's store.
+      sublayers: the sublayers of one period.
       carry: the mixer's state, what was written last, and the sums of cores' scalars.
-      context: who may see whom.
+      context: which token may see which.
       first: how many sublayers are before the period.
-      caches: of its cores, when decoding.
-      layer: which repeat of the stack it is, when decoding.
+      caches: the caches of its cores, when decoding.
+      layer: the index of the repeat in its stack, when decoding.
 
     Returns:
-      The carry and the caches after it.
+      The carry and the caches after the period.
     """
     state, y, aux = carry
     new = []

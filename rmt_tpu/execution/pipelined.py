@@ -1,12 +1,12 @@
 """The layers of a decoder on a mesh with stages: microbatches pass through chunks of layers.
 
-Runs in per-device code, by `sharding.pipeline`. A chunk takes what its mixer carries from layer to
-layer, or for a mixer with a bank the rows before it. The embedding of a microbatch the first stage
-does when it begins, or with a bank all stages, whose row 0 it is; the read for the unembedding the
-last stage, and of the loss each stage a part.
+It runs in per-device code, by `sharding.pipeline`. A chunk takes what its mixer carries from layer
+to layer or, for a mixer with a bank, the rows before it. The first stage computes the embedding of
+a microbatch when the microbatch begins; with a bank all stages do, because the embedding is row 0.
+The last stage reads for the unembedding, and each stage computes a part of the loss.
 
-A microbatch's backward pass begins when its loss is known. It computes each chunk again; `remat`
-says what it then keeps within it.
+A microbatch's backward pass begins when its loss is known. It computes each chunk again, and
+`remat` says what it then keeps within the chunk.
 """
 
 from collections.abc import Callable
@@ -29,12 +29,12 @@ from sharding.carried import Carried
 
 
 class Given(NamedTuple):
-    """Of a microbatch.
+    """The inputs of a microbatch.
 
     Attributes:
-      tokens: of its rows.
-      context: of attention.
-      of_tokens: what a loss takes of each token: arrays like `tokens`.
+      tokens: the tokens of its rows.
+      context: the context of attention.
+      of_tokens: further inputs of the loss for each token: arrays like `tokens`.
     """
 
     tokens: Int[Array, "*microbatches part seq"]
@@ -43,12 +43,15 @@ class Given(NamedTuple):
 
 
 def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) -> None:
-    """Raises MeshError where layers or sequences do not divide, or a model has no pipeline.
+    """Check that a pipeline can run the model, with layers and sequences divided evenly.
 
     Args:
-      config: of the model.
-      schedule: of the stages.
-      sequences: of a batch, that a device has.
+      config: the model's config.
+      schedule: the schedule of the stages.
+      sequences: the sequences of a batch on one device.
+
+    Raises:
+      MeshError: layers or sequences do not divide, or the model cannot run in a pipeline.
     """
     if len(config.stacks) > 1:
         raise sharding.MeshError(
@@ -97,18 +100,19 @@ def run_layers(
     context: Context,
     schedule: sharding.Schedule,
 ) -> tuple[Read, Aux]:
-    """The read for the unembedding, and sums of cores' scalars.
+    """Return the read for the unembedding, and the sums of cores' scalars.
 
     Args:
-      decoder: with this stage's own layers: [L / P, ...], or with several virtual stages
-        [V, L / (P V), ...].
-      tokens: of the rows.
-      context: of attention.
-      schedule: of the stages.
+      decoder: the decoder with this stage's own layers: [L / P, ...], or with several virtual
+        stages [V, L / (P V), ...].
+      tokens: the tokens of the rows.
+      context: the context of attention.
+      schedule: the schedule of the stages.
 
     Returns:
-      This stage's part of the rows that the last stage has read, for what all share; and of all
-      rows the scalars of this stage's own cores.
+      This stage's part of the rows that the last stage has read, so that stages share further work;
+      and
+      the scalars of this stage's own cores for all rows.
 
     Raises:
       MeshError: see `check`.
@@ -133,18 +137,18 @@ def loss(
     weights: tuple[Any, dict[str, float]],
     schedule: sharding.Schedule,
 ) -> tuple[Float[Array, ""], tuple[Any, Aux]]:
-    """An objective whose gradient takes the memory of a few microbatches, however many there are.
+    """Return an objective whose gradient needs the memory of only a few microbatches.
 
     Args:
       decoder, tokens, context, schedule: as for `run_layers`.
       of_tokens: a tuple of arrays like `tokens`, for `terms`.
-      terms: `terms(z, kernel, *of_tokens)`, scalars that are sums over tokens, of what the
-        unembedding reads and its kernel; of any tokens, in rows of any length.
-      weights: of the terms and of the cores' scalars in the objective.
+      terms: a function `terms(z, kernel, *of_tokens)` of what the unembedding reads and its kernel.
+        It returns scalars that are sums over tokens, and takes any tokens in rows of any length.
+      weights: the weights of the terms and of the cores' scalars in the objective.
 
     Returns:
-      This stage's part of the objective, and sums of terms and of its own cores' scalars; these
-      have no gradient.
+      This stage's part of the objective, and the sums of terms and of its own cores' scalars; these
+      sums have no gradient.
 
     Raises:
       MeshError: see `check`.
@@ -168,7 +172,7 @@ def loss(
 
 
 def _microbatches(decoder: Model, given: Given, schedule: sharding.Schedule) -> Given:
-    """Runs of rows, [M, rows / M, ...]; one row is the same for all."""
+    """Split rows into microbatches, [M, rows / M, ...]; a single row is shared by all."""
     check(decoder.config, schedule, len(given.tokens))
     count = schedule.microbatches
 
@@ -181,18 +185,18 @@ def _microbatches(decoder: Model, given: Given, schedule: sharding.Schedule) -> 
 
 
 def _tokens(x: Shaped[Array, "batch seq *shape"], parts: int) -> Shaped[Array, "tokens *shape"]:
-    """One after the other, filled up with zeros to equal parts."""
+    """Flatten the tokens of all rows, padded with zeros to equal parts."""
     x = x.reshape(-1, *x.shape[2:])
     return jnp.pad(x, [(0, -len(x) % parts), *[(0, 0)] * (x.ndim - 1)])
 
 
 class Stages(NamedTuple):
-    """What a decoder is to `sharding.pipeline`.
+    """A decoder in the form that `sharding.pipeline` takes.
 
     Attributes:
-      pipeline: from what is done behind the last chunk.
-      parameters: `last` has those of `read`.
-      read: `read(parameters, result)`, what the unembedding reads of a state or bank.
+      pipeline: a function from what is done after the last chunk to the pipeline.
+      parameters: the parameters of the pipeline; `last` has those of `read`.
+      read: a function `read(parameters, result)`: what the unembedding reads of a state or bank.
     """
 
     pipeline: Callable[[pipeline.Last], Carried | Banked]
@@ -205,13 +209,13 @@ def _stages(decoder: Model, schedule: sharding.Schedule) -> Stages:
 
 
 def _parameters(*modules: nnx.Module) -> tuple[tuple, Callable[[tuple], list[nnx.Module]]]:
-    """Those of modules, and what makes modules of them."""
+    """Return the states of modules, and a function that makes modules of such states."""
     graphdefs, states = zip(*map(nnx.split, modules), strict=True)
     return states, lambda states: list(map(nnx.merge, graphdefs, states))
 
 
 def _own_layers(decoder: Model, schedule: sharding.Schedule) -> tuple[nnx.GraphDef, Any]:
-    """The graph of a layer, and the parameters of this stage's [V, layers of a chunk, ...]."""
+    """Return the graph of a layer, and this stage's parameters [V, layers of a chunk, ...]."""
     graphdef, layers = nnx.split(decoder.stacks[0])
     layers = nnx.to_pure_dict(layers)
     if schedule.virtual == 1:
@@ -268,7 +272,7 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
     repeat, cores = config.stacks[0].repeat // schedule.chunks, config.stacks[0].cores
     run = banked.Run(config, decoder.store, mixer, graphdef, 0, repeat, cores)
     size = repeat * len(cores)
-    # A chunk is whole blocks, and takes nothing but rows from what is before it.
+    # A chunk is whole blocks, so it takes only rows from what is before it.
     num_rows = mixer.first_row(size) - 1
     of_first, to_start = _parameters(decoder.embedding, decoder.store)
     of_last, to_read = _parameters(decoder.store, mixer, decoder.final_site)
@@ -279,13 +283,13 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
         return store.write(store.hold(state), y, writer)
 
     def rows(of_chunk, _, index, bank, given):
-        """Those that chunk `index` completes, and its cores' scalars."""
+        """Return the rows that chunk `index` completes, and its cores' scalars."""
         carry, at = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype)), index * size
         (bank, _, aux), *_ = run.forward(of_chunk, carry, given.context, None, first=at)
         return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
     def rows_backward(of_chunk, _, index, bank, given, d_bank, d_aux):
-        """Gradients of the stacked parameters and, added to `d_bank`, of the rows before."""
+        """Return the gradients of the stacked parameters and, added to `d_bank`, of earlier rows."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
         kept = banked.Kept()
         if run.grouping.open:
@@ -315,19 +319,22 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
 def _scores(
     decoder: Model, graphdef: nnx.GraphDef, layers: Any, schedule: sharding.Schedule
 ) -> Float[Array, "virtual layers period *scored"]:
-    """What the sites of own layers score with, [V, layers of a chunk, sublayers of one, ...]."""
+    """Return what the sites of own layers score with.
+
+    The result is [V, layers of a chunk, sublayers of a layer, ...].
+    """
     of_chunk = lambda v: nnx.merge(graphdef, jax.tree.map(lambda x: x[v], layers))
     chunks = [of_chunk(v) for v in range(schedule.virtual)]
     scores = decoder.mixer.scores([[one.site for one in chunk] for chunk in chunks])
     if len(scores) == decoder.config.num_sublayers:
-        # Learned as one matrix, that every stage has.
+        # The scores are learned as one matrix, which every stage has.
         scores = scores.reshape(schedule.virtual, schedule.stages, -1, *scores.shape[1:])
         scores = scores[:, sharding.axis_index("stage")]
     return scores.reshape(schedule.virtual, -1, len(chunks[0]), *scores.shape[-1:])
 
 
 def _first(writers: nnx.Param | None) -> Array | None:
-    """The writer of the embedding: that of the first stage's first site."""
+    """Return the writer of the embedding, which belongs to the first stage's first site."""
     if writers is None:
         return None
     own = writers[...][0, 0]
@@ -336,9 +343,9 @@ def _first(writers: nnx.Param | None) -> Array | None:
 
 
 def _after(writers: nnx.Param | None, final_writer: nnx.Param | None) -> Array | None:
-    """The writer of each layer's last output is the one of the site that follows.
+    """Return the writer of each layer's last output, which belongs to the site that follows.
 
-    After a chunk, that is the next stage's.
+    After the last layer of a chunk, that is a site of the next stage.
     """
     if final_writer is None:
         return None

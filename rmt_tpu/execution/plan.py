@@ -1,4 +1,4 @@
-"""What a run's train step is compiled for, and what that and its sizes choose, with the reasons."""
+"""The plan of a run's train step: the device, and the choices that follow, with the reasons."""
 
 from typing import NamedTuple
 
@@ -24,14 +24,15 @@ class ExecutionPlan(NamedTuple):
 
     Attributes:
       target: the device that the step is compiled for.
-      schedule: of layers, "scanned", "reversible", "banked" or "pipelined".
+      schedule: the schedule of layers: "scanned", "reversible", "banked" or "pipelined".
       residual_dtype: the dtype that the residual is carried in.
-      outputs_in_place: whether cores make what they write in its slot of a stack; None where
-        nothing is kept in stacks.
-      rereads_rebuilt: whether the kernel that rebuilds the residual reads it too; None where
+      outputs_in_place: whether cores make what they write directly in its slot of a stack; None
+        where nothing is kept in stacks.
+      rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None where
         nothing is rebuilt.
-      padded_width: numbers of a vector in a bank, zeros among them; None where there is none.
-      decode_kernels: whether decoding has kernels of its own for a few tokens.
+      padded_width: how many numbers a vector in a bank has, including zeros; None where there is no
+        bank of vectors.
+      decode_kernels: whether decoding uses the kernels for a few tokens.
     """
 
     target: Target
@@ -43,7 +44,7 @@ class ExecutionPlan(NamedTuple):
     decode_kernels: Choice
 
     def lines(self) -> dict[str, str]:
-        """Return one line a choice, by its name in words."""
+        """Return one line for each choice, keyed by the choice's name in words."""
         chosen = {
             name.replace("_", " "): f"{_word(choice.value)}: {choice.reason}"
             for name, choice in self._asdict().items()
@@ -56,8 +57,8 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
     """Return the plan of a run's train step.
 
     Args:
-      config: of the run, resolved: no dtype and no remat policy is "auto".
-      mesh: whose devices it is for; they need not be there.
+      config: the run's config, resolved: no dtype and no remat policy is "auto".
+      mesh: the mesh with the devices that the step is for; they need not be attached.
     """
     model, train = config.model, config.train
     target = Target(mesh.devices.flat[0].device_kind)

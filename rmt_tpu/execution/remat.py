@@ -1,4 +1,4 @@
-"""What a layer's backward pass computes again, by the name of a policy."""
+"""Policies by name for what a layer's backward pass computes again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,33 +13,33 @@ from rmt_tpu.layers import stacks
 
 
 def rematerialize(layer: Callable, policy: cfg.RematPolicy) -> Callable:
-    """`layer` with what its backward pass recomputes set by name; see `ModelConfig.remat`.
+    """Return `layer` with the recomputation that the policy names; see `ModelConfig.remat`.
 
-    Of "full", see `scan_recomputed`.
+    For "full", see `scan_recomputed`.
     """
     match policy:
         case "none" | "full" | "reversible":
             return layer
         case "dots":
             saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    # Within a scan nothing can be merged across the boundary: barriers would only cost.
+    # Within a scan nothing can be merged across the boundary, so barriers would only cost time.
     return jax.checkpoint(layer, policy=saved, prevent_cse=False)
 
 
 def scan_recomputed(
     body: Callable[[Any, Any, Any, Any], Any], carry: Any, scanned: Any, shared: Any, given: Any
 ) -> Any:
-    """`stacks.scan`, which keeps the carry before each slice and computes all else of it again.
+    """Run `stacks.scan`, keeping only the carry before each slice and recomputing the rest.
 
-    As JAX's scan of a `jax.checkpoint`, but that the stacks of gradients start unwritten: JAX's are
-    filled with zeros, which every slice then overwrites.
+    It is like JAX's scan of a `jax.checkpoint`, except that the stacks of gradients start
+    uninitialised. JAX would fill them with zeros, which every slice then overwrites.
 
     Args:
-      body: `(carry, (slice, index), shared, given) -> carry`.
-      carry: before the first slice, of floats.
+      body: a function `(carry, (slice, index), shared, given) -> carry`.
+      carry: the carry before the first slice, of floats.
       scanned: stacks of floats to take the slices from.
-      shared: by all slices, whose gradients are added up.
-      given: to all slices; it has no gradient.
+      shared: parameters that all slices share, whose gradients are added up.
+      given: further inputs of all slices, which have no gradient.
 
     Returns:
       The carry after the last slice.
@@ -47,7 +47,8 @@ def scan_recomputed(
     count = len(jax.tree.leaves(scanned)[0])
 
     def with_indices(*scanned):
-        # Made in each pass: an array of the trace around both is not the backward pass's to use.
+        # The indices are made in each pass, because the backward pass cannot use an array of the
+        # trace around both passes.
         return (*scanned, jnp.arange(count))
 
     @jax.custom_vjp

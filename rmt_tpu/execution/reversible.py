@@ -1,9 +1,10 @@
-"""The layers of an RMT whose backward pass rebuilds the residual instead of keeping it.
+"""The schedule for RMTs whose backward pass rebuilds the residual instead of keeping it.
 
-A write only adds, so the residual before it is the residual after it less what was written:
+A write only adds, so the residual before a write is the residual after it less what was written:
 `X_l = X_{l+1} - w^T y`. The forward pass keeps what every sublayer wrote (y, of size `R * D_v`) and
-the last residual; the backward pass walks down from there. So the memory of activations does not
-grow with `D_k`. In int16 fixed point the walk is exact; in float32 it drifts by about 1e-7.
+the last residual, and the backward pass walks down from there. The memory of activations therefore
+does not grow with `D_k`. In int16 fixed point the walk is exact; in float32 it drifts by about
+1e-7.
 """
 
 from typing import Any
@@ -33,13 +34,13 @@ def run_layers(
     y: Float[Array, "batch seq R D_v"],
     context: Context,
 ) -> tuple[Read, Aux]:
-    """All layers of a decoder: the read for the unembedding, and the sums of cores' scalars.
+    """Run all layers of a decoder; return the read for the unembedding and sums of scalars.
 
     Args:
       decoder: a `Decoder` with a matrix store, which holds the residual in its own dtype.
       residual: the state before the first write, in a float dtype.
       y: what is written first.
-      context: who may see whom.
+      context: which token may see which.
     """
     run = _Layers(decoder, decoder.store, y.dtype)
 
@@ -53,11 +54,14 @@ def run_layers(
 
 
 class _Layers:
-    """Both passes; parameters are pure dicts, those of a stack stacked.
+    """The forward and the backward pass.
 
-    What sublayers write stays where it is written first: in a stack for each sublayer of a period,
-    out of which sites take it. What the last one writes is for the next repeat, whose number is
-    that of its slot; so that stack begins with what was written before them all.
+    Parameters are pure dicts, with the layers of a stack stacked.
+
+    Each sublayer of a period has one stack for what it writes in all repeats. The write stays where
+    it is first made, and sites take it from there. What the last sublayer writes is read by the
+    next repeat, so its stack has one slot more: repeat i writes slot i + 1, and slot 0 holds what
+    was written before the first repeat.
     """
 
     def __init__(self, decoder: Model, store: Invertible, dtype: jnp.dtype):
@@ -69,7 +73,7 @@ class _Layers:
     def forward(
         self, stacks: dict, final_site: dict, residual: Array, y: Array, context: Context
     ) -> tuple[tuple[Read, Aux], tuple]:
-        """What `run_layers` gives, and what `backward` needs."""
+        """Return what `run_layers` returns, and what `backward` needs."""
         held, aux, kept, first = self.store.hold(residual), no_aux(self.config, y.dtype), [], 0
         y = Slot(y[None], 0)
         for number, stack in enumerate(self.config.stacks):
@@ -106,7 +110,7 @@ class _Layers:
         return (z, aux), (stacks, final_site, held, y, statistics, kept, context, like)
 
     def backward(self, saved: tuple, cotangents: tuple[Read, Aux]) -> tuple:
-        """Cotangents of what `forward` was given."""
+        """Return the cotangents of what `forward` was given."""
         d_z, d_aux = cotangents
         stacks, final_site, held, y, statistics, kept, context, like = saved
         site = nnx.merge(self.site_graph, final_site)
@@ -122,7 +126,8 @@ class _Layers:
             *_, of_stack = kept[number]
             z = below = None
             if at_once:
-                # Below the first repeat is none of this stack: what is read there is of no use.
+                # The first repeat has no repeat of this stack below it. What is read for it there
+                # is not used.
                 reads = stacks[number][len(stack.cores) - 1]["site"], of_stack[-1][0]
                 below = jax.tree.map(lambda x: jnp.roll(x, 1, 0), reads)
                 read = self._last_read(number, *jax.tree.map(lambda x: x[-1], reads))
@@ -163,11 +168,11 @@ class _Layers:
         return d_stacks, d_final_site, d_residual.astype(like.dtype), d_y, None
 
     def _last_read(self, number: int, site: dict, statistics: Statistics):
-        """The site that reads the residual last in a repeat of a stack, and its statistics."""
+        """Return the site that reads last in a repeat of a stack, and its statistics."""
         return nnx.merge(self.last_sites[number], site), statistics
 
     def _empty(self, stack: cfg.Stack, before: Slot) -> list[Array]:
-        """Room for what the sublayers of a stack write; see `_source`."""
+        """Return room for what the sublayers of a stack write; see `_source`."""
         batch, seq, _, size = before.shape
         count = lambda port: sum(port.heads) + port.whole * self.config.data_shape[0]
         shape = lambda core: (stack.repeat, batch, seq, count(core.writes), size)
@@ -180,27 +185,27 @@ class _Layers:
     def _layer(
         self, number: int, first: int, stack: dict, parameters: dict, index: Index
     ) -> tuple[list[tuple[nnx.Module, Core]], Index]:
-        """Sites and cores of one period out of a stack, and the number of its first sublayer."""
+        """Return sites and cores of one period of a stack, and the number of its first sublayer."""
         of_stack, layer = (nnx.merge(self.graphs[number], p) for p in (stack, parameters))
         tell_slices(layer, of_stack, index)
         return [(one.site, one.core) for one in layer], first + len(layer) * index
 
 
 def _slot(written: list[Array], k: int, repeat: Index) -> Slot:
-    """Where sublayer k of a repeat writes."""
+    """Return the slot to which sublayer k of a repeat writes."""
     shifted = k == len(written) - 1 and _begins_with_earlier(written)
     return Slot(written[k], repeat + 1 if shifted else repeat)
 
 
 def _source(written: list[Array], before: Slot, k: int, repeat: Index) -> Slot:
-    """What the site before sublayer k of a repeat is to write."""
+    """Return the slot of what the site before sublayer k of a repeat writes to the residual."""
     if k:
         return _slot(written, k - 1, repeat)
     return Slot(written[-1], repeat) if _begins_with_earlier(written) else before
 
 
 def _begins_with_earlier(written: list[Array]) -> bool:
-    """Whether the last stack has a slot more, for there are more repeats than one."""
+    """Return whether the last stack has a slot more, because there are several repeats."""
     return written[-1].shape[0] > 1
 
 

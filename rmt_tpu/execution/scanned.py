@@ -1,4 +1,4 @@
-"""The layers of a mixer that carries a state: a scan over the repeats of each stack."""
+"""The schedule for mixers that carry a state: a scan over the repeats of each stack."""
 
 from typing import Any
 
@@ -24,13 +24,13 @@ def run_layers(
     context: Context,
     caches: tuple | None,
 ) -> tuple[Read, tuple | None, Aux]:
-    """All layers of a decoder, and the read for the unembedding.
+    """Run all layers of a decoder, and the read for the unembedding.
 
     Args:
       decoder: a `Decoder`.
-      state, y: from its store's `start`.
-      context: who may see whom.
-      caches: of each stack those of its cores, when decoding.
+      state, y: the results of its store's `start`.
+      context: which token may see which.
+      caches: for each stack the caches of its cores, when decoding.
 
     Returns:
       The read, the caches with the new tokens in them, and the sums of cores' scalars.
@@ -58,7 +58,7 @@ def scan(
     first: Index,
     caches: tuple | None = None,
 ) -> tuple[tuple[Any, Array, Aux], tuple | None]:
-    """All repeats of a stack, or of a part of one, whose first sublayer is number `first`."""
+    """Run all repeats of a stack, or of a part of one, whose first sublayer is number `first`."""
     graphdef, layers = nnx.split(stack)
     layers = nnx.to_pure_dict(layers)
     of_mixer, shared = nnx.split(mixer)

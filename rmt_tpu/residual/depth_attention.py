@@ -344,7 +344,10 @@ class DepthAttention(nnx.Module):
         return DepthWeights(sites, ["E", *(blocks if self.block > 1 else names)], mean, False)
 
     def seen(self, site: int) -> list[int]:
-        """Return a site's sources, oldest first: 0 is the embedding, n is block n, complete or not."""
+        """Return a site's sources, oldest first: 0 is the embedding, n is block n.
+
+        The last block may be incomplete.
+        """
         return list(range(1 - (-site // self.block)))
 
     def plain_weights(

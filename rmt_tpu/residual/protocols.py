@@ -393,7 +393,10 @@ class Banked(Protocol):
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """Return the weights over depth, from sublayers' names and means of `unrolled`'s weights."""
+        """Return the weights over depth, given sublayers' names and the means of the weights.
+
+        `means` has for each site the means of the weights that `unrolled` returns.
+        """
 
 
 @runtime_checkable
