@@ -1,6 +1,7 @@
-"""Meshes of devices, and how arrays lie on them. Imports jax only, and only when devices are used.
+"""Meshes of devices, and how arrays are divided over them.
 
-What a config and its errors need is here at once; the rest is loaded on first use.
+The package imports only jax, and that only when devices are used: what a config and its errors need
+is imported at once, and the rest is loaded on first use.
 """
 
 import importlib
@@ -51,7 +52,7 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _NAMES:
         raise AttributeError(f"module 'sharding' has no attribute {name!r}")
-    # All at once: the function per_device then takes the place of the module of that name.
+    # All names are set at once, because the function `per_device` replaces the module of that name.
     found = {m: importlib.import_module(f"sharding.{m}") for m in _ON_DEVICES}
     globals().update({n: getattr(found[m], n) for m, names in _ON_DEVICES.items() for n in names})
     return globals()[name]

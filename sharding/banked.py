@@ -19,25 +19,26 @@ ChunkBackward = Callable[[Any, Any, Int[Array, ""], Bank, Any, Bank, Any], tuple
 
 
 class Banked(Pipeline):
-    """Chunks that complete rows of a bank: `1 + C * chunk_rows` of them.
+    """A pipeline of chunks that complete a bank of `1 + C * chunk_rows` rows.
 
-    Slot j is the rows of a chunk: 0 of the one that was just completed, 1 of that before, ...
+    Slot j of a message is the rows of one chunk: slot 0 of the chunk that was just completed, slot
+    1 of the chunk before it, and so on.
 
     Args:
       first: `first(of_first, context) -> row 0`.
       chunk: `chunk(of_chunk, shared, index, bank, context) -> rows, terms` of chunk `index`; rows
-        are [chunk_rows, ...] from the rows before them, those below `1 + index * chunk_rows`; the
-        others are those of an earlier microbatch, or zeros.
-      last: `last(of_last, bank, context) -> terms`, or anything; all stages run it at the same
-        time, and on all but the last one the bank is not complete: see `on_last`.
-      schedule: of the stages.
+        are [chunk_rows, ...] and depend on the rows before them, those below `1 + index *
+        chunk_rows`. The other rows of the bank are those of an earlier microbatch, or zeros.
+      last: `last(of_last, bank, context) -> terms`, or anything. All stages run it at the same
+        time, and the bank is complete only on the last stage: see `on_last`.
+      schedule: the schedule of the stages.
       chunk_rows: how many rows a chunk completes.
       chunk_backward: `chunk_backward(of_chunk, shared, index, bank, context, d_bank, d_terms)`
-        gives the gradients of both parameters, and d_bank with those of the rows before the chunk's
-        added. Bank and d_bank have the chunk's own rows. None differentiates `chunk`.
-      sums: shapes and dtypes of the chunks' terms, as a tree.
-      axis: of the mesh.
-      caching: which rows stages keep, see `Schedule.spans`: communication, not results.
+        returns the gradients of both parameters, and d_bank with those of the rows before the
+        chunk's added. Bank and d_bank have the chunk's own rows. None differentiates `chunk`.
+      sums: the shapes and dtypes of the chunks' terms, as a tree.
+      axis: the mesh axis of the stages.
+      caching: which rows stages keep, see `Schedule.spans`; it changes communication, not results.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class Banked(Pipeline):
         self.chunk_rows, self.chunk_backward = chunk_rows, chunk_backward
 
     def _shapes(self, parameters: Parameters, context: Any) -> tuple[Shape, Shape]:
-        """Of what `first` gives, and of what `last` takes."""
+        """Return the shapes of what `first` returns, and of what `last` takes."""
         start = jax.eval_shape(self.first, parameters.first, at(context, 0))
         rows = 1 + self.schedule.chunks * self.chunk_rows
         return start, jax.ShapeDtypeStruct((rows, *start.shape), start.dtype)
 
     def _empty(self, start: Shape, *, back: bool) -> Banks:
-        """The banks of microbatches on their way."""
+        """Return empty banks for the microbatches on their way."""
         count = self.schedule.room() if back else self.schedule.room_one_way
         return self._banks(start, count)
 
@@ -77,9 +78,9 @@ class Banked(Pipeline):
     def _compute(
         self, parameters: Parameters, context: Any, banks: Banks, sums: Any, tick: Tick
     ) -> tuple[Banks, Callable[[], Bank], Any]:
-        """The banks then, a bank, and the sums with the chunk's terms.
+        """Return the banks afterwards, a bank, and the sums with the chunk's terms.
 
-        No time is spent on it where the stage is idle.
+        An idle stage spends no time on it.
         """
         here = self.schedule.forward(tick, self._stage())
         of_chunk, of_microbatch = own(parameters, context, here)
@@ -109,7 +110,10 @@ class Banked(Pipeline):
         gradients: Parameters,
         tick: Tick,
     ) -> tuple[tuple[BackBanks, Bank], Parameters]:
-        """Those of the banks, that of the one at hand, and gradients with the chunk's added."""
+        """Return the gradients of the banks and of the current bank, and of the parameters.
+
+        The parameters' gradients include the chunk's.
+        """
         here = self.schedule.backward(tick, self._stage())
         of_chunk, of_microbatch = own(parameters, context, here)
         is_result = here.chunk == self.schedule.chunks - 1
@@ -139,7 +143,7 @@ class Banked(Pipeline):
         d_bank: Bank,
         d_sums: Any,
     ) -> tuple[Any, Any, Bank]:
-        """As `chunk_backward`."""
+        """Return what `chunk_backward` returns."""
         if self.chunk_backward is not None:
             given = (of_chunk, shared, here.chunk, bank, of_microbatch, d_bank, d_sums)
             return self.chunk_backward(*given)
@@ -153,7 +157,7 @@ class Banked(Pipeline):
         return d_chunk, d_shared, d_bank + d_earlier
 
     def _hand_on(self, banks: Banks, tick: Tick) -> Banks:
-        """The rows that the next stages lack; the tick's own work is done."""
+        """Send the rows that the next stages lack, after the tick's own work is done."""
         if not self.slots:
             return banks
         forward, stage = self.schedule.forward, self._stage()
@@ -168,7 +172,7 @@ class Banked(Pipeline):
         return banks
 
     def _hand_back(self, d_memory: tuple[Banks, Bank], tick: Tick) -> Banks:
-        """Moves the gradients of the rows that `_hand_on` sent to where they came from."""
+        """Move the gradients of the rows that `_hand_on` sent to where the rows came from."""
         (d_banks, d_bank), backward, stage = d_memory, self.schedule.backward, self._stage()
         here, after = backward(tick, stage), backward(tick + 1, stage)
         one, moved = d_bank[None], []
@@ -178,7 +182,7 @@ class Banked(Pipeline):
             came = here.active & (here.chunk > 0) & (j < jnp.asarray(self.spans)[here.chunk - 1])
             rows = jnp.where(came, jnp.zeros_like(rows), rows)
             one = self._with_rows(one, here, rows, before=j + 1)
-        # What the next microbatch of this place begins with.
+        # The next microbatch of this place begins with a gradient of zeros.
         done = here.active & (here.virtual == 0)
         d_bank = jnp.where(done, jnp.zeros_like(d_bank), one[0])
         d_banks = d_banks.at[here.microbatch % len(d_banks)].set(d_bank)
@@ -197,7 +201,7 @@ class Banked(Pipeline):
         return (*place, *(0,) * (banks.ndim - 2))
 
     def _rows(self, banks: Banks, place: Place, *, before: int = 0) -> Rows:
-        """Of a microbatch, the rows of the chunk `before` that at `place`."""
+        """Return a microbatch's rows of the chunk `before` chunks before that at `place`."""
         sizes = (1, self.chunk_rows, *banks.shape[2:])
         return jax.lax.dynamic_slice(banks, self._start(banks, place, before), sizes)[0]
 

@@ -24,24 +24,25 @@ from sharding.pipeline import (
 )
 from sharding.schedule import Place, Schedule
 
-# A tree of arrays, and the same of many.
+# A state is a tree of arrays. Kept states are such a tree with an axis over many.
 State = Any
 Kept = Any
 
 
 class Carried(Pipeline):
-    """Chunks that map a state to a state, a tree of arrays. One slot: the state.
+    """A pipeline of chunks that map a state, a tree of arrays, to a state.
 
-    The state before each chunk that is not undone yet is kept.
+    A message has one slot: the state. The state before each chunk is kept until the chunk is
+    undone.
 
     Args:
       first: `first(of_first, context) -> state` before the first chunk.
       chunk: `chunk(of_chunk, shared, index, state, context) -> state, terms` of chunk `index`.
-      last: `last(of_last, state, context) -> terms`, or anything; all stages run it at the same
-        time, and on all but the last one the state is not one: see `on_last`.
-      schedule: of the stages.
-      sums: shapes and dtypes of the chunks' terms, as a tree.
-      axis: of the mesh.
+      last: `last(of_last, state, context) -> terms`, or anything. All stages run it at the same
+        time, and only the last stage has a valid state: see `on_last`.
+      schedule: the schedule of the stages.
+      sums: the shapes and dtypes of the chunks' terms, as a tree.
+      axis: the mesh axis of the stages.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class Carried(Pipeline):
         self.rooms = np.array([schedule.room(virtual) for virtual in range(schedule.virtual)])
 
     def _shapes(self, parameters: Parameters, context: Any) -> tuple[State, State]:
-        """Of what `first` gives, and of what `last` takes."""
+        """Return the shapes of what `first` returns, and of what `last` takes."""
         start = jax.eval_shape(self.first, parameters.first, at(context, 0))
         return start, start
 
     def _empty(self, start: State, *, back: bool) -> tuple[State, Kept]:
-        """The state that has come, and those that wait until their chunks are undone."""
+        """Return the state that has come, and room for those whose chunks will be undone."""
         count = self.rooms.sum() if back else 0
         kept = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), start)
         return zeros(start), kept
@@ -81,9 +82,9 @@ class Carried(Pipeline):
         sums: Any,
         tick: Tick,
     ) -> tuple[tuple[State, Kept], Callable[[], State], Any]:
-        """What is kept then, the state, and the sums with the chunk's terms.
+        """Return what is kept afterwards, the state, and the sums with the chunk's terms.
 
-        No time is spent on it where the stage is idle.
+        An idle stage spends no time on it.
         """
         (arrived, kept), here = memory, self.schedule.forward(tick, self._stage())
 
@@ -112,7 +113,10 @@ class Carried(Pipeline):
         gradients: Parameters,
         tick: Tick,
     ) -> tuple[State, Parameters]:
-        """Gradient of the state before the chunk, and gradients with the chunk's added."""
+        """Return the gradient of the state before the chunk, and those of the parameters.
+
+        The parameters' gradients include the chunk's.
+        """
         here = self.schedule.backward(tick, self._stage())
         d_after = choose(here.chunk == self.schedule.chunks - 1, d_result, d_memory)
         so_far = at(gradients.chunks, here.virtual)
@@ -147,6 +151,6 @@ class Carried(Pipeline):
         return at(self._transfer(one, tick, back=back), 0)
 
     def _place(self, here: Place) -> Int[Array, ""]:
-        """Where the state before a chunk is kept."""
+        """Return where the state before a chunk is kept."""
         before = jnp.asarray(np.cumsum(self.rooms) - self.rooms)[here.virtual]
         return before + here.microbatch % jnp.asarray(self.rooms)[here.virtual]

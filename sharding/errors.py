@@ -1,31 +1,32 @@
-"""Errors that a person is told in one line, and what such lines say. Imports nothing."""
+"""Errors that users see as one line, and texts for such lines; this module imports nothing else."""
 
 import math
 
 
 class RmtError(Exception):
-    """An error whose message is all that a person needs: what, which value, what is legal.
+    """An error whose message is all that a user needs: what, which value, what is legal.
 
-    `exit_code` is that of a program which it ends.
+    Attributes:
+      exit_code: the exit code of a program that ends by this error.
     """
 
     exit_code = 1
 
 
 class MeshError(RmtError):
-    """A mesh, or a size on it, that cannot be; the message names the flag and what is legal."""
+    """A mesh, or a size on it, that is impossible; the message names the flag and legal values."""
 
     exit_code = 2
 
 
 def nearest_multiples(value: int, divisor: int) -> str:
-    """The legal sizes just below and above `value`."""
+    """Return the legal sizes just below and above `value`, as text."""
     below = value // divisor * divisor
     return f"{below} or {below + divisor}" if below > 0 else f"{divisor}"
 
 
 def divisors(value: int) -> str:
-    """All legal sizes of what has to divide `value`."""
+    """Return all divisors of `value`, as text."""
     small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
     large = [value // n for n in reversed(small) if n * n != value]
     return ", ".join(map(str, small + large))

@@ -11,23 +11,24 @@ from jax.sharding import AxisType, Mesh
 from sharding.errors import MeshError, divisors
 from sharding.spec import AXES, parse_mesh
 
-# Those that may span slices of a pod, whose network is slow, in the order in which they do.
+# The axes that may span slices of a pod, whose network is slow, in the order in which they are
+# used.
 _BETWEEN_SLICES = ("data", "stage", "fsdp")
 
 
 def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with every axis of `AXES`, those that `spec` leaves out of size 1.
+    """Return a mesh with every axis of `AXES`; axes that `spec` leaves out have size 1.
 
     Devices of a TPU are placed by their coordinates. With several slices, `data`, then `stage`,
     then `fsdp` run between them, as far as their sizes go.
 
     Args:
-      spec: comma-separated `axis=size`; one size may be -1, which fills up to all devices.
-      devices: to lay out; None is all there are.
+      spec: comma-separated `axis=size`; one size may be -1, which uses all remaining devices.
+      devices: the devices to lay out; None stands for all.
 
     Raises:
-      MeshError: an axis is unknown or given twice, the sizes do not make up the devices, or no
-        axis can span the slices.
+      MeshError: an axis is unknown or given twice, the sizes do not multiply to the number of
+        devices, or no axis can span the slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = parse_mesh(spec)
@@ -42,12 +43,13 @@ def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
             "or -1 to fill"
         )
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    # Auto: what lies outside the per-device code (see `per_device`) the compiler may partition.
+    # With Auto axes the compiler may partition what is outside the per-device code (see
+    # `per_device`).
     return Mesh(_grid(spec, shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _grid(spec: str, shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices in the mesh's shape."""
+    """Return the devices in the mesh's shape."""
     if devices[0].platform != "tpu" or len(devices) == 1:
         return np.asarray(devices).reshape(shape)
     slices = len({getattr(device, "slice_index", 0) for device in devices})

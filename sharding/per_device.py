@@ -1,12 +1,12 @@
-"""What each device does, written for one device, and how devices exchange what they need.
+"""Functions that each device runs on its shards, and the exchanges between devices.
 
 A train step's loss and gradients are one function that every device runs on its own shards
-(`jax.shard_map`): kernels so run as they are, and what is communicated is what is written down.
+(`jax.shard_map`). Kernels therefore run unchanged, and the code states all communication.
 
-No array is kept whole on several devices to be used the same way on each: they have their own
+No array is kept whole on several devices to be used the same way on each: devices have their own
 tokens, their own slice of a sum, or their own columns of a matrix. JAX's own transposes are then
-right (a gather's is a scattered sum, and the other way round), and the gradient of a parameter is
-the sum of the devices' gradients over the axes of the mesh that do not divide it.
+right (that of a gather is a scattered sum, and the other way round), and the gradient of a
+parameter is the sum of the devices' gradients over the mesh axes that do not divide it.
 
 Outside `per_device`, and over axes of one device, everything here does nothing.
 """
@@ -36,9 +36,10 @@ def per_device(
     *,
     tokens: tuple[str, ...] = RULES["tokens"],
 ) -> Callable:
-    """`function` of global arrays that every device runs on its shards.
+    """Return `function` of global arrays, which every device runs on its shards.
 
-    `tokens` are the axes over which it divides tokens: `token_axes` within.
+    `tokens` are the axes over which the function divides tokens, and what `token_axes` returns in
+    it.
     """
 
     @functools.wraps(function)
@@ -49,29 +50,29 @@ def per_device(
         finally:
             _token_axes.reset(before)
 
-    # check_vma off: kernels do not declare over which axes their outputs vary.
+    # check_vma is off, because kernels do not declare over which axes their outputs vary.
     return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def token_axes() -> tuple[str, ...]:
-    """The axes over which the code being traced divides tokens, the outermost first."""
+    """Return the axes over which the code being traced divides tokens, outermost first."""
     return _token_axes.get()
 
 
 def axis_size(names: Names) -> int:
-    """Devices along these axes of the mesh."""
+    """Return the number of devices along these axes of the mesh."""
     sizes = _sizes()
     return math.prod(sizes.get(name, 1) for name in _tuple(names))
 
 
 def axis_index(names: Names) -> Int[Array, ""] | int:
-    """Which of the devices along these axes this one is; the first axis is the outermost."""
+    """Return this device's index along these axes; the first axis is the outermost."""
     used = _used(names)
     return jax.lax.axis_index(used) if used else 0
 
 
 def own_part(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
-    """This device's part, along an axis, of an array that all devices along `names` have."""
+    """Return this device's part, along an axis, of an array that all devices of `names` have."""
     size = x.shape[axis] // axis_size(names)
     if size == x.shape[axis]:
         return x
@@ -79,21 +80,22 @@ def own_part(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Arra
 
 
 def gather(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*joined"]:
-    """The parts of all devices along `names`, one after the other along an axis."""
+    """Concatenate the parts of all devices along `names` on an axis."""
     used = _used(names)
     return jax.lax.all_gather(x, used, axis=axis, tiled=True) if used else x
 
 
 def scatter_sum(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
-    """This device's part, along an axis, of the sum over all devices along `names`."""
+    """Return this device's part, along an axis, of the sum over all devices along `names`."""
     used = _used(names)
     return jax.lax.psum_scatter(x, used, scatter_dimension=axis, tiled=True) if used else x
 
 
 def total(x: Shaped[Array, "*shape"], names: Names) -> Shaped[Array, "*shape"]:
-    """The sum over all devices along `names`, on each of them.
+    """Return the sum over all devices along `names`, on each of them.
 
-    What a device makes of it is only its share of what all of them do: its cotangents are summed.
+    What a device computes from the sum must be only its share of what all devices compute, because
+    the cotangents of the sum are summed over devices.
     """
     used = _used(names)
     return jax.lax.psum(x, used) if used else x
@@ -102,17 +104,17 @@ def total(x: Shaped[Array, "*shape"], names: Names) -> Shaped[Array, "*shape"]:
 def swap(
     x: Shaped[Array, "*shape"], names: Names, *, split: int, join: int
 ) -> Shaped[Array, "*other"]:
-    """Each device gives each a piece: divided along axis `join` before, along `split` after."""
+    """Exchange pieces among all devices: divided along `join` before, along `split` after."""
     used = _used(names)
     return jax.lax.all_to_all(x, used, split, join, tiled=True) if used else x
 
 
 def add_up(tree: Any, specs: Any = _WHOLE) -> Any:
-    """Sums over all devices of the mesh, apart from the axes that divide an array.
+    """Sum arrays over all devices of the mesh, except over the axes that divide an array.
 
     Args:
-      tree: of arrays.
-      specs: a PartitionSpec of all of them, or a tree of theirs.
+      tree: a tree of arrays.
+      specs: the PartitionSpec of all of them, or a tree of specs.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _sizes():
@@ -120,7 +122,8 @@ def add_up(tree: Any, specs: Any = _WHOLE) -> Any:
 
     def add_one(x: Array, spec: PartitionSpec) -> Array:
         names = unused_axes(mesh, spec)
-        # As they are: XLA would add up in bfloat16 what was cast from it.
+        # The barrier is needed because XLA would otherwise sum in bfloat16 what was cast from
+        # bfloat16.
         return jax.lax.psum(jax.lax.optimization_barrier(x), names) if names else x
 
     if isinstance(specs, PartitionSpec):
@@ -138,7 +141,7 @@ def _used(names: Names) -> tuple[str, ...]:
 
 
 def _sizes() -> dict[str, int]:
-    """Sizes of the axes over which the code being traced is per device."""
+    """Return the sizes of the axes over which the code being traced is per device."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Manual}

@@ -1,22 +1,22 @@
-"""Pipelines: each stage of the mesh has some of the layers, and microbatches pass through them all.
+"""Pipelines: each stage of the mesh has some layers, and microbatches pass through all stages.
 
-For code that runs on each device (in a `jax.shard_map` with the stage axis manual and
-`check_vma=False`). The schedule is in `sharding.schedule`; a loop runs over its ticks, and its body
-is compiled once. Two kinds of model:
+The code runs on each device (in a `jax.shard_map` with the stage axis manual and
+`check_vma=False`). The schedule is in `sharding.schedule`. A loop runs over its ticks, and the
+loop's body is compiled once. There are two kinds of model:
 
 - `sharding.carried`: a chunk of layers maps a state to a state of the same shapes, which is sent
   on.
 - `sharding.banked`: a chunk completes some rows of a bank, from the rows before them. Rows are
-  written once; every stage caches those that it has, and is sent only those that it lacks,
-  "cross-stage caching" (Kimi Team 2026, section 4.1). Row 0 every stage computes itself.
+  written once. Every stage caches the rows that it has, and receives only those that it lacks,
+  "cross-stage caching" (Kimi Team 2026, section 4.1). Every stage computes row 0 itself.
 
-What is made of a microbatch that has left the last chunk are terms of a sum, and chunks may give
-terms too; each stage adds up its own. As the objective is a sum of terms with known weights, a
-microbatch's gradient is known when it has left, and its backward pass begins at once: what a stage
-keeps does not grow with the number of microbatches. Each chunk is computed again where it is
-undone.
+A microbatch that has left the last chunk is turned into terms of a sum. Chunks may return terms
+too. Each stage adds up its own terms. The objective is a sum of terms with known weights, so a
+microbatch's gradient is known as soon as it has left the last chunk, and its backward pass begins
+at once: what a stage keeps does not grow with the number of microbatches. Each chunk is computed
+again where it is undone.
 
-Where a stage sent a row on, it gets back the gradient that the receiver collected for it. A
+A stage that sent a row on receives the gradient that the receiver collected for the row. The
 gradient of what every stage has (`first`, `shared`, `last`) is the stage's own part of a sum over
 the stages.
 """
@@ -35,13 +35,13 @@ Tick = Int[Array, ""]
 
 
 class Parameters(NamedTuple):
-    """What has a gradient: trees of arrays.
+    """The parameters of a pipeline, which have gradients: trees of arrays.
 
     Attributes:
-      first: of what is before the first chunk.
-      chunks: [V, ...], of this stage's own chunks.
-      shared: of all chunks.
-      last: of what is behind the last chunk.
+      first: the parameters of what is before the first chunk.
+      chunks: [V, ...], the parameters of this stage's own chunks.
+      shared: the parameters that all chunks share.
+      last: the parameters of what is after the last chunk.
     """
 
     first: Any
@@ -56,14 +56,14 @@ Last = Callable[[Any, Any, Any], Any]
 
 
 def is_last(axis: str = "stage") -> Array:
-    """Whether this device is of the last stage, which has the results."""
+    """Return whether this device is of the last stage, which has the results."""
     return jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
 
 
 def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage") -> Any:
-    """`function(operands)` on the last stage, where results are; zeros on the others.
+    """Return `function(operands)` on the last stage, which has the results; zeros on others.
 
-    The others spend no time on it. Of the forward pass only the operands are kept.
+    The other stages spend no time on it. The forward pass keeps only the operands.
     """
 
     @jax.custom_vjp
@@ -84,12 +84,12 @@ def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage
 
 
 class Pipeline:
-    """What both kinds have in common: the loops over ticks, and what happens in one.
+    """The common part of both kinds of pipeline: the loops over ticks, and the order in a tick.
 
-    A kind says what a stage keeps from tick to tick: `memory` of microbatches on their way there,
-    `d_memory` of those on their way back, of `_shapes` that are `_empty` and `_empty_back` before
-    the first tick. `_compute` and `_undo` are a stage's pieces of work in a tick; `_hand_on` and
-    `_hand_back` end it.
+    A kind of pipeline defines what a stage keeps from tick to tick: `memory` of microbatches on
+    their way forward, and `d_memory` of those on their way back. `_empty` and `_empty_back` make
+    them before the first tick, from the shapes that `_shapes` returns. `_compute` and `_undo` are a
+    stage's pieces of work in a tick, and `_hand_on` and `_hand_back` end the tick.
     """
 
     def __init__(
@@ -108,11 +108,13 @@ class Pipeline:
         self.messages = {back: schedule.messages(spans, back=back) for back in (False, True)}
 
     def results(self, parameters: Parameters, context: Any) -> tuple[Any, Any]:
-        """What `last` gives of each microbatch, [M, ...], and this stage's sums of chunks' terms.
+        """Return what `last` returns for each microbatch, [M, ...], and sums of chunks' terms.
+
+        The sums are over this stage's own chunks.
 
         Args:
-          parameters: of the functions.
-          context: tree of what the functions get for each microbatch, [M, ...].
+          parameters: the parameters of the functions.
+          context: a tree of further inputs of the functions for each microbatch, [M, ...].
         """
         start, result = self._shapes(parameters, context)
         outputs = jax.eval_shape(self.last, parameters.last, result, at(context, 0))
@@ -138,15 +140,16 @@ class Pipeline:
     def objective(
         self, parameters: Parameters, context: Any, weights: tuple[Any, Any]
     ) -> tuple[Array, tuple[Any, Any]]:
-        """This stage's part of the objective, and what it is made of: sums of scalars.
+        """Return this stage's part of the objective, and its summands: sums of scalars.
 
-        The forward pass gives the gradient already: the cotangent of a scalar only scales it. The
-        sums have none.
+        The forward pass already computes the gradient, which the cotangent of a scalar only scales.
+        The sums have no gradient.
 
         Args:
-          parameters: of the functions.
-          context: tree of what the functions get for each microbatch, [M, ...]; has no gradient.
-          weights: numbers, of each term that `last` gives and of each that chunks give.
+          parameters: the parameters of the functions.
+          context: a tree of further inputs of the functions for each microbatch, [M, ...], without
+            gradient.
+          weights: the weights of each term that `last` returns and of each that chunks return.
         """
 
         def weighted(totals):
@@ -171,7 +174,7 @@ class Pipeline:
     def _there_and_back(
         self, parameters: Parameters, context: Any, weights: tuple[Any, Any]
     ) -> tuple[tuple[Any, Any], Parameters]:
-        """All sums, and the gradients of their weighted sum."""
+        """Return all sums, and the gradients of their weighted sum."""
         start, result_like = self._shapes(parameters, context)
         of_last = jax.eval_shape(self.last, parameters.last, result_like, at(context, 0))
         totals = (of_last, self.sums)
@@ -204,14 +207,14 @@ class Pipeline:
         return totals, gradients
 
     def _over(self, ticks: int, run: Callable[[Any, Tick], Any], carry: Any) -> Any:
-        """`carry = run(carry, tick)` for the first ticks."""
+        """Compute `carry = run(carry, tick)` for the first `ticks` ticks."""
         return jax.lax.scan(lambda c, t: (run(c, t), None), carry, jnp.arange(ticks))[0]
 
     def _stage(self) -> Int[Array, ""]:
         return jax.lax.axis_index(self.axis)
 
     def _leaving(self, tick: Tick) -> Place:
-        """Where the last stage is, active if a microbatch leaves it: the same for all stages."""
+        """Return the last stage's place, active if a microbatch leaves it; all stages agree."""
         place = self.schedule.forward(tick, self.schedule.stages - 1)
         return place._replace(active=place.active & (place.chunk == self.schedule.chunks - 1))
 
@@ -223,7 +226,7 @@ class Pipeline:
         d_start: Any,
         d_first: Any,
     ) -> Any:
-        """`d_first` with the gradient of what is before the first chunk."""
+        """Return `d_first` with the gradient of what is before the first chunk added."""
 
         def run():
             pullback = jax.vjp(lambda first: self.first(first, of_microbatch), parameters)[1]
@@ -232,9 +235,9 @@ class Pipeline:
         return jax.lax.cond(begins, run, lambda: d_first)
 
     def _transfer(self, slots: Any, tick: Tick, *, back: bool = False) -> Any:
-        """Each stage's slots to the next one, or `back`; zeros where none are sent.
+        """Send each stage's slots to the next stage, or `back`; zeros arrive where none is sent.
 
-        Exactly the pairs of stages and the slots that the schedule has for this tick take part. The
+        Only the pairs of stages and the slots that the schedule has for this tick take part. The
         tick is the same everywhere, so all devices take the same branch.
         """
 
@@ -253,12 +256,12 @@ class Pipeline:
 
 
 def own(parameters: Parameters, context: Any, here: Place) -> tuple[Any, Any]:
-    """Those of the chunk and of the microbatch at hand."""
+    """Return the parameters of the current chunk and the context of the current microbatch."""
     return at(parameters.chunks, here.virtual), at(context, here.microbatch)
 
 
 def at(stacks: Any, index: Int[Array, ""] | int) -> Any:
-    """A slice of every stack in a tree."""
+    """Return slice `index` of every stack in a tree."""
     take = lambda stack: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
     return jax.tree.map(take, stacks)
 
@@ -266,22 +269,22 @@ def at(stacks: Any, index: Int[Array, ""] | int) -> Any:
 def put(
     stacks: Any, values: Any, index: Int[Array, ""], *, where: Bool[Array, ""] | bool = True
 ) -> Any:
-    """Stacks with a tree of values in a slice, or as they are."""
+    """Return the stacks with a tree of values in a slice, or unchanged if `where` is False."""
     values = values if where is True else choose(where, values, at(stacks, index))
     put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
     return jax.tree.map(put, stacks, values)
 
 
 def choose(condition: Bool[Array, ""], a: Any, b: Any) -> Any:
-    """One of two trees."""
+    """Return one of two trees."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
 
 
 def add(a: Any, b: Any) -> Any:
-    """The sum of two trees."""
+    """Return the sum of two trees."""
     return jax.tree.map(jnp.add, a, b)
 
 
 def zeros(tree: Any) -> Any:
-    """Of the same shapes."""
+    """Return zeros of the shapes and dtypes of a tree."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)

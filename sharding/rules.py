@@ -9,8 +9,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sharding.errors import MeshError, divisors, nearest_multiples
 
-# Axes that are not here are whole on every device. `batch`, `tokens` and `key` are those of
-# activations too; a device's residual has its slice of D_k for the batch of all devices of `key`.
+# Arrays are not divided along axes that are not in this table. `batch`, `tokens` and `key` are axes
+# of activations too: a device's residual has its slice of D_k for the batch of all devices of
+# `key`.
 RULES = {
     "batch": ("data", "fsdp", "expert", "key"),
     "tokens": ("sequence", "tensor"),
@@ -21,8 +22,8 @@ RULES = {
     "ff": ("tensor",),
     "expert": ("expert",),
 }
-# Where tokens are read into caches. Rows may be few, or one: devices of `expert` and `key` have
-# parts of them.
+# The rules where tokens are read into caches. Rows may be few, or only one, so devices of `expert`
+# and `key` have parts of the tokens instead.
 CACHE_RULES = RULES | {
     "batch": ("data", "fsdp"),
     "tokens": ("expert", "key", "sequence", "tensor"),
@@ -30,7 +31,7 @@ CACHE_RULES = RULES | {
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sequences of a batch over the axes of `batch`, each of them whole."""
+    """Return the sharding that divides a batch's sequences over the axes of `batch`."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
@@ -44,16 +45,19 @@ def check_divides(
     what: str = "accumulated parts",
     rules: dict[str, tuple[str, ...]] = RULES,
 ) -> None:
-    """Raises MeshError unless each of `parts` of a size divides over a logical axis's devices.
+    """Check that each of `parts` of a size divides over a logical axis's devices.
 
     Args:
-      mesh: from `make_mesh`.
-      name: of the flag or field that gives the size.
-      size: to be divided.
-      axis: logical.
-      parts: in which each device's is taken.
-      what: they are.
-      rules: of the axes.
+      mesh: a mesh from `make_mesh`.
+      name: the name of the flag or field that gives the size.
+      size: the size to be divided.
+      axis: the logical axis.
+      parts: the number of parts in which each device takes its share.
+      what: the name of the parts, for the message.
+      rules: the table of axes.
+
+    Raises:
+      MeshError: the size does not divide.
     """
     axes = [a for a in rules[axis] if mesh.shape[a] > 1]
     divisor = math.prod(mesh.shape[a] for a in axes) * parts
@@ -68,7 +72,7 @@ def check_divides(
 
 
 def check_keys(mesh: Mesh, has_keys: bool) -> None:
-    """Raises MeshError where devices of `key` would divide a residual that has no keys."""
+    """Raise MeshError if devices of `key` would divide a residual that has no keys."""
     if mesh.shape["key"] > 1 and not has_keys:
         raise MeshError(
             f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
@@ -77,7 +81,7 @@ def check_keys(mesh: Mesh, has_keys: bool) -> None:
 
 
 def check_experts(mesh: Mesh, has_experts: bool) -> None:
-    """Raises MeshError where devices of `expert` would have no experts to divide."""
+    """Raise MeshError if devices of `expert` would have no experts to divide."""
     if mesh.shape["expert"] > 1 and not has_experts:
         raise MeshError(
             f"--mesh: expert={mesh.shape['expert']} divides experts, which the model does not "
@@ -86,15 +90,15 @@ def check_experts(mesh: Mesh, has_experts: bool) -> None:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """Return the sharding of an array that is whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
-    """Over which axes of the mesh each parameter is divided.
+    """Return over which axes of the mesh each parameter is divided.
 
     Args:
-      mesh: from `make_mesh`.
+      mesh: a mesh from `make_mesh`.
       axes: a tree of tuples of logical axis names.
       shapes: the same tree, of things with a `shape`.
 
@@ -121,10 +125,10 @@ def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
 
 
 def used_axes(mesh: Mesh, spec: Iterable[Any]) -> PartitionSpec:
-    """A PartitionSpec with those axes alone that divide something: of a placement the one spec.
+    """Return a PartitionSpec with only the axes that divide something.
 
-    What a program gives is named as one of its arguments that lies as it does. Where names differ,
-    what takes it would be compiled for each.
+    Each placement has one such spec. A program's results then have the same spec as an argument
+    with the same placement. If specs differed in unused axes, programs would be compiled for each.
     """
     tuples = ((names,) if isinstance(names, str) else names or () for names in spec)
     used = [tuple(name for name in names if mesh.shape[name] > 1) for names in tuples]
@@ -134,6 +138,6 @@ def used_axes(mesh: Mesh, spec: Iterable[Any]) -> PartitionSpec:
 
 
 def unused_axes(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> tuple[str, ...]:
-    """Axes of more than one device over which an array of this spec is not divided."""
+    """Return the axes of more than one device over which an array of this spec is not divided."""
     used = {a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))}
     return tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in used)

@@ -1,10 +1,10 @@
-"""Which stage works on what, and when: the schedule of a pipeline, and what it sends.
+"""The schedule of a pipeline: which stage works on what, when, and what it sends.
 
 P stages hold V chunks of layers each (the *virtual* stages); stage r holds the chunks v P + r, of
-`C = P V`. M microbatches pass through all of them, forward and then back. In a tick, every stage
+`C = P V`. M microbatches pass through all chunks, forward and then back. In a tick, every stage
 computes one chunk of one microbatch, and then undoes one of another: a microbatch turns back as
 soon as it has left the last chunk ("one forward, one backward", Narayanan et al. 2021). After both
-it hands on, around a ring. P = 2, V = 2, M = 4, as chunk.microbatch:
+the stage sends its results on around a ring. P = 2, V = 2, M = 4, as chunk.microbatch:
 
     tick               0   1   2   3   4   5   6   7   8   9  10  11
     stage 0 forward  0.0 0.1 2.0 2.1 0.2 0.3 2.2 2.3
@@ -12,9 +12,9 @@ it hands on, around a ring. P = 2, V = 2, M = 4, as chunk.microbatch:
     stage 1 forward      1.0 1.1 3.0 3.1 1.2 1.3 3.2 3.3
             backward             3.0 3.1 1.0 1.1 3.2 3.3 1.2 1.3
 
-Stage r is idle in P - 1 of the `M V + P - 1` ticks in which chunks are computed, and in as many of
-those in which chunks are undone: no more than if all microbatches went forward before the first
-turned back. But what a stage keeps of them is of 2 P microbatches at most, however many there are.
+Stage r is idle in P - 1 of the `M V + P - 1` ticks in which chunks are computed, and also in P - 1
+of the ticks in which chunks are undone: no more than if all microbatches went forward before the
+first turned back. But a stage keeps data of 2 P microbatches at most, however many there are.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ Caching = Literal["none", "received", "all"]
 
 
 class Place(NamedTuple):
-    """What a stage works on in a tick. Where it is idle, the others are some legal values.
+    """The work of a stage in a tick. For an idle stage, all but `active` are some legal values.
 
     Attributes:
-      active: whether it works at all.
-      virtual: which of its own chunks.
-      microbatch: of which microbatch.
-      chunk: which of all chunks.
+      active: whether the stage works at all.
+      virtual: the index of the chunk among the stage's own.
+      microbatch: the index of the microbatch.
+      chunk: the index of the chunk among all.
     """
 
     active: Any
@@ -53,12 +53,12 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """P `stages` of V = `virtual` chunks, and M `microbatches`.
+    """A schedule of P `stages` of V = `virtual` chunks each, and M `microbatches`.
 
-    Ticks and stages that its methods take are integer arrays, of NumPy or JAX.
+    Ticks and stages in the arguments of its methods are integer arrays, of NumPy or JAX.
 
     Raises:
-      MeshError: the microbatches are no multiple of the stages.
+      MeshError: the number of microbatches is no multiple of the number of stages.
     """
 
     stages: int
@@ -74,71 +74,73 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """C."""
+        """C, the number of all chunks."""
         return self.stages * self.virtual
 
     @property
     def forward_ticks(self) -> int:
-        """`M V + P - 1`: until the last microbatch has left the last chunk."""
+        """The number of ticks until the last microbatch has left the last chunk: `M V + P - 1`."""
         return self.microbatches * self.virtual + self.stages - 1
 
     @property
     def ticks(self) -> int:
-        """`M V + P + C - 2`: until it is back."""
+        """The number of ticks until the last microbatch is back: `M V + P + C - 2`."""
         return self.forward_ticks + self.chunks - 1
 
     def forward(self, tick: Any, stage: Any) -> Place:
-        """What a stage computes in a tick."""
+        """Return what a stage computes in a tick."""
         return self._place(tick - stage, stage, lambda virtual: virtual)
 
     def backward(self, tick: Any, stage: Any) -> Place:
-        """What a stage undoes in a tick; of the last chunk, what it has just computed."""
+        """Return what a stage undoes in a tick; the last chunk is undone when just computed."""
         before = self.chunks - 1 + self.stages - 1 - stage
         return self._place(tick - before, stage, lambda virtual: self.virtual - 1 - virtual)
 
     def _place(self, number: Any, stage: Any, order: Any) -> Place:
-        """Of its piece of work of a number, given the order of its chunks."""
+        """Return the place of a stage's piece of work `number`, given the order of its chunks."""
         work = self.microbatches * self.virtual
         active = (number >= 0) & (number < work)
         number = number.clip(0, work - 1)
-        # Rounds of P microbatches: the first is back at stage 0 when the last has left it.
+        # Rounds have P microbatches: the first is back at stage 0 when the last has left it.
         rounds, within = number // self.chunks, number % self.chunks
         virtual = order(within // self.stages)
         microbatch = rounds * self.stages + within % self.stages
         return Place(active, virtual, microbatch, virtual * self.stages + stage)
 
     def room(self, first: int = 0) -> int:
-        """For how many microbatches a stage needs room, by number, at any time.
+        """Return for how many microbatches a stage needs room at any time.
 
-        What it keeps of microbatch m has the place `m % room`: nobody needs what was there.
+        What the stage keeps of microbatch m has the place `m % room`, where the earlier content is
+        no longer needed.
 
         Args:
-          first: of its chunks the one (of V) from the forward pass of which on it keeps something,
-            until that chunk is undone.
+          first: the index (of V) of one of the stage's chunks. The stage keeps something of a
+            microbatch from the forward pass of this chunk until the chunk is undone.
         """
-        # Of stage 0, the first to compute a chunk and the last to undo it.
+        # Stage 0 is the first to compute a chunk and the last to undo it.
         return self._in(2 * (self.chunks - first * self.stages) - 1)
 
     @property
     def room_one_way(self) -> int:
-        """The same, of what it keeps from its first chunk to its last, or back."""
+        """The room for what a stage keeps from its first chunk to its last, or on the way back."""
         return self._in((self.virtual - 1) * self.stages + 1)
 
     def _in(self, ticks: int) -> int:
-        """How many microbatches a stage begins with in so many ticks, at most."""
+        """Return how many microbatches a stage begins with in this many ticks, at most."""
         rounds, ticks = divmod(ticks, self.chunks)
         return min(rounds * self.stages + min(ticks, self.stages), self.microbatches)
 
     def spans(self, caching: Caching) -> np.ndarray:
-        """After each chunk, of how many chunks the rows are sent on: those of the latest ones.
+        """Return, for each chunk, of how many of the latest chunks rows are sent on after it.
 
         Args:
           caching: the rows that stages keep: "none", so that all rows are sent with each chunk;
-            those "received"; or "all", also those that they made themselves.
+            "received", the rows that they received; or "all", also those that they made themselves.
 
         Returns:
           [C]. The sum is C (C - 1) / 2 for "none"; P (P - 1) / 2 + (V - 1) P^2 for "received" (Kimi
-          Team 2026, section 4.1); and (V - 1) P less for "all".
+          Team
+          2026, section 4.1); and (V - 1) P less for "all".
         """
         so_far = np.arange(1, self.chunks + 1)
         lacked = {"none": self.chunks, "received": self.stages, "all": self.stages - 1}[caching]
@@ -149,12 +151,12 @@ class Schedule:
     def messages(
         self, spans: np.ndarray, *, back: bool = False
     ) -> tuple[list[tuple[Message, ...]], np.ndarray]:
-        """The different sets of messages that there are, and which of them is sent after each tick.
+        """Return the distinct sets of messages, and which of them is sent after each tick.
 
         Args:
-          spans: of each chunk, how many slots are sent after it; slot 0 is its own.
-          back: whether what was sent after a chunk goes back where it came from, when the next one
-            was undone.
+          spans: for each chunk, how many slots are sent after it; slot 0 is its own.
+          back: whether the messages return what was sent after a chunk to where it came from, when
+            the next chunk was undone.
         """
         ticks, stages = np.arange(self.ticks)[:, None], np.arange(self.stages)
         at = self.backward(ticks, stages) if back else self.forward(ticks, stages)
@@ -166,7 +168,10 @@ class Schedule:
 
 
 def _messages(spans: list[int], step: int) -> tuple[Message, ...]:
-    """As few as can be, given how many slots each stage sends to the one a `step` behind it."""
+    """Return the fewest messages that send each stage's slots to the stage `step` further on.
+
+    `spans` has the number of slots that each stage sends.
+    """
     messages, first = [], 0
     for last in sorted(set(spans) - {0}):
         senders = [stage for stage, span in enumerate(spans) if span >= last]

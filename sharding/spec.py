@@ -1,16 +1,19 @@
-"""Meshes as text, like "data=2,fsdp=4". Imports no jax, so that a wrong one is told at once."""
+"""Meshes as text, like "data=2,fsdp=4"; without jax, so that a wrong one is reported at once."""
 
 from sharding.errors import MeshError
 
-# From the outermost, which talk least, to the innermost, whose devices are each other's neighbours.
+# The axes from the outermost, whose devices communicate least, to the innermost, whose devices are
+# neighbours.
 AXES = ("stage", "data", "fsdp", "expert", "key", "sequence", "tensor")
 
 
 def parse_mesh(spec: str) -> dict[str, int]:
-    """Sizes of the axes that a text names, in its order; -1 is the one that fills, if there is one.
+    """Return the sizes of the axes that a text names, in its order.
+
+    A size of -1, which one axis may have, stands for all remaining devices.
 
     Raises:
-      MeshError: it is no such text.
+      MeshError: the text is not a mesh.
     """
     sizes: dict[str, int] = {}
     for part in filter(None, spec.split(",")):
@@ -30,5 +33,5 @@ def parse_mesh(spec: str) -> dict[str, int]:
 
 
 def _is_size(text: str) -> bool:
-    # No count of devices has more digits, and Python refuses to read thousands of them.
+    # No count of devices has more digits, and Python refuses to parse thousands of digits.
     return text == "-1" or (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0)

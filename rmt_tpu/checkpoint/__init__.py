@@ -1,4 +1,4 @@
-"""Checkpoints on tensorstore, local or on GCS; they know arrays by name, and no model."""
+"""Checkpoints on tensorstore, local or on GCS, which know arrays by name but no model."""
 
 from rmt_tpu.checkpoint.arrays import StoredArray
 from rmt_tpu.checkpoint.checkpointer import Checkpointer

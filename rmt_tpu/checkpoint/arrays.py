@@ -1,4 +1,4 @@
-"""How the arrays of a pytree are named, cut into chunks and shards, written and read."""
+"""Names, chunks and shards of the arrays of a pytree, and how arrays are written and read."""
 
 import contextlib
 import math
@@ -16,13 +16,14 @@ from rmt_tpu import storage
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import faults
 
-# Below the 32 MB from which glibc takes fresh pages for each buffer, which cost more than the copy.
+# A chunk is smaller than 32 MB, from which on glibc maps fresh pages for each buffer. That would
+# cost more than the copy.
 CHUNK_BYTES = 16 * 2**20
-# Sixteen chunks, so that a store which is far away has enough to do.
+# BYTES_IN_FLIGHT is sixteen chunks, so that a distant store has enough to do.
 _ALIGNMENT = 64  # bytes
 BYTES_IN_FLIGHT = 256 * 2**20
 
-# Between the numbers' bytes and their checksum, by which name.
+# The codecs of a compression, which are applied between the bytes codec and the checksum.
 COMPRESSIONS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}]}
 
 DTYPES = frozenset(
@@ -31,14 +32,14 @@ DTYPES = frozenset(
     "float64 complex64 complex128".split()
 )
 
-# Parameters of layers, and what an optimizer keeps of each, have this in their names.
+# The names of layers' parameters, and of an optimizer's state of these, contain this.
 _LAYERS = "stacks"
 
 Index = tuple[tuple[int, int], ...]  # start and stop on each axis: slices have no hash
 
 
 class StoredArray(NamedTuple):
-    """What the manifest says about one stored array.
+    """The entry of one stored array in the manifest.
 
     A typed PRNG key is stored as its uint32 key data, and `prng` names its implementation.
     """
@@ -51,7 +52,7 @@ class StoredArray(NamedTuple):
     compression: str = "none"
 
     def __str__(self) -> str:
-        """All that must agree for a restore; how the array is split into chunks need not."""
+        """Return all that must agree for a restore; the division into chunks need not."""
         prng = f" ({self.prng} key)" if self.prng else ""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]{prng}"
 
@@ -60,7 +61,7 @@ class StoredArray(NamedTuple):
         return math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize
 
     def fits(self, other: "StoredArray") -> bool:
-        """Whether this can be restored as `other`, which is in one of the ways it is stored.
+        """Return whether this array can be restored as `other`.
 
         Layers [L, ...] and [V, L / V, ...], for any V, are the same layers: a pipeline has a stack
         for each of its virtual stages.
@@ -73,23 +74,23 @@ class StoredArray(NamedTuple):
         if (ours, theirs) == (1, 1) or min(len(self.shape) - ours, len(other.shape) - theirs) < 0:
             return False
         of_a_layer = tuple(self.shape[ours:])
-        if ours == theirs and not of_a_layer:  # as likely [L, size] of another size
+        if ours == theirs and not of_a_layer:  # it could also be [L, size] of another size
             return False
         same_count = math.prod(self.shape[:ours]) == math.prod(other.shape[:theirs])
         return same_count and of_a_layer == tuple(other.shape[theirs:])
 
 
 def stack_axes(stored: Sequence[int], wanted: Sequence[int]) -> tuple[int, int]:
-    """How many first axes of two shapes of the same layers number the layers: each 1 or 2.
+    """Return how many first axes number the layers in two shapes of the same layers: 1 or 2.
 
-    Two shapes of as many axes that differ have two each.
+    Two different shapes with the same number of axes have two each.
     """
     more = len(stored) - len(wanted)
     return {1: (2, 1), -1: (1, 2), 0: (2, 2)}.get(more, (1, 1))
 
 
 def zarr_spec(array: StoredArray, parent: dict[str, Any]) -> dict[str, Any]:
-    """Of the array in tensorstore, in the folder whose kvstore is `parent`."""
+    """Return tensorstore's spec of the array, in the folder whose kvstore is `parent`."""
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
     codecs += [*COMPRESSIONS[array.compression], {"name": "crc32c"}]
     return {
@@ -104,15 +105,19 @@ def zarr_spec(array: StoredArray, parent: dict[str, Any]) -> dict[str, Any]:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
             "codecs": codecs,
         },
-        # By default a chunk of zeros is not stored and a missing chunk is read as zeros, so that
-        # a lost file would go unnoticed.
+        # By default a chunk of zeros is not stored and a missing chunk is read as zeros, so that a
+        # lost file would go unnoticed.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
 
 
 def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
-    """The leaves by name, in tree order, and the tree's structure."""
+    """Return the leaves by name, in tree order, and the tree's structure.
+
+    Raises:
+      UsageError: a name cannot be stored, is not unique, or would lie inside another array.
+    """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves: dict[str, Any] = {}
     for path, leaf in paths:
@@ -132,13 +137,17 @@ def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
 
 
 def describe(name: str, leaf: Any) -> StoredArray:
-    """How an array, or a stand-in with a shape and a dtype, is stored when in one chunk."""
+    """Return how an array is stored in one chunk; a stand-in with a shape and a dtype will do.
+
+    Raises:
+      UsageError: the leaf is no array, or its dtype cannot be stored.
+    """
     if not hasattr(leaf, "dtype"):
         raise UsageError(f"{name}: only arrays can be stored, not {type(leaf).__name__}")
     prng = None
 
     def key_data(key: jax.Array) -> jax.Array:
-        # A ShapeDtypeStruct does not tell its key's implementation, but a tracer does.
+        # A ShapeDtypeStruct does not expose its key's implementation, but a tracer does.
         nonlocal prng
         prng = str(jax.random.key_impl(key))
         return jax.random.key_data(key)
@@ -152,7 +161,7 @@ def describe(name: str, leaf: Any) -> StoredArray:
 
 
 def to_store(tree: Any, compression: str) -> tuple[dict[str, Any], list[StoredArray]]:
-    """The arrays to write, PRNG keys as their data, and how each of them is stored."""
+    """Return the arrays to write, PRNG keys as their data, and how each array is stored."""
     sources, arrays = {}, []
     for name, leaf in named_leaves(tree)[0].items():
         array = describe(name, leaf)
@@ -162,10 +171,10 @@ def to_store(tree: Any, compression: str) -> tuple[dict[str, Any], list[StoredAr
 
 
 def chunk_shape(source: Any) -> tuple[int, ...]:
-    """One shard, cut into equal parts until it is small enough.
+    """Return the shape of a chunk: one shard, cut into equal parts until it is small enough.
 
-    Equal ones, so that no chunk has parts of two shards: those may be of two processes, which
-    would have to wait for each other's writes.
+    Equal parts keep chunks within one shard. Two shards in one chunk may belong to two processes,
+    which would have to wait for each other's writes.
     """
     sharded = isinstance(source, jax.Array)
     shape = source.sharding.shard_shape(source.shape) if sharded else source.shape
@@ -183,21 +192,21 @@ def _smallest_factor(size: int) -> int:
 
 
 def index_of(slices: Sequence[slice], shape: Sequence[int]) -> Index:
-    """Turns slices of an array of this shape into (start, stop) of each axis."""
+    """Return (start, stop) of each axis for slices of an array of this shape."""
     return tuple(i.indices(n)[:2] for i, n in zip(slices, shape, strict=True))
 
 
 def slices_of(index: Index) -> tuple[slice, ...]:
-    """Turns such numbers back into slices, each with its start and stop."""
+    """Return the slices, each with start and stop, of an index made by `index_of`."""
     return tuple(slice(start, stop) for start, stop in index)
 
 
 def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]]:
-    """The distinct pieces that this process's devices need of a stored array, and which devices.
+    """Return the distinct pieces of a stored array that own devices need, with the devices.
 
     Args:
-      leaf: what the array is restored as.
-      shape: of the array as it is stored; longer than that of `leaf` if that is a PRNG key.
+      leaf: the array or stand-in that the stored array is restored as.
+      shape: the shape of the stored array; longer than that of `leaf` if that is a PRNG key.
     """
     whole = tuple((0, size) for size in shape)
     if isinstance(leaf, np.ndarray | np.generic) or _sharding(leaf) is None:
@@ -211,12 +220,15 @@ def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]
 
 
 def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any:
-    """The restored array as the kind of array that `leaf` is, and where `leaf` is.
+    """Return the restored array as the kind of array that `leaf` is, with its placement.
 
     Args:
-      leaf: what the array is restored as.
-      array: as it is stored.
-      pieces: by index, those of `own_indices`.
+      leaf: the array or stand-in that the stored array is restored as.
+      array: the stored array.
+      pieces: the pieces of `own_indices`, by index.
+
+    Raises:
+      UsageError: jax does not support the dtype of `leaf` without jax_enable_x64.
     """
     sharding, shape = None, tuple(array.shape if array.prng else leaf.shape)
     if isinstance(leaf, np.ndarray | np.generic) or (sharding := _sharding(leaf)) is None:
@@ -240,17 +252,18 @@ def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    # An uncommitted array must stay so, or jit refuses it beside arrays on other devices.
+    # An uncommitted array must stay so, or jit refuses to combine it with arrays on other devices.
     return leaf.sharding if getattr(leaf, "committed", True) else None
 
 
 def in_flight(
     jobs: Iterable[tuple[StoredArray, int, Callable]],
 ) -> Iterator[tuple[StoredArray, Any]]:
-    """Runs reads or writes concurrently, with at most BYTES_IN_FLIGHT or one job under way.
+    """Run reads or writes concurrently, at most BYTES_IN_FLIGHT or one job at a time.
 
-    A job is its array, its size in bytes, and what starts it and returns its future. Yields the
-    array and result of each, in order. When this ends, also by an error, no job is under way.
+    A job is its array, its size in bytes, and a function that starts it and returns its future. The
+    generator yields the array and the result of each job, in order. When it ends, even by an error,
+    no job is under way.
     """
     waiting, held = deque(), 0
 
@@ -277,11 +290,11 @@ def in_flight(
 def read(
     stores: Iterable[tuple[StoredArray, Any]], leaves: dict[str, Any]
 ) -> Iterator[tuple[StoredArray, dict[Index, np.ndarray]]]:
-    """Of each array, the pieces that this process's devices need.
+    """Yield each array with the pieces that this process's devices need.
 
     Args:
       stores: the arrays, each with its open TensorStore.
-      leaves: by name, what each is restored as.
+      leaves: by name, the array or stand-in that each is restored as.
     """
     plans = [(array, store, _Plan.of(leaves[array.name], array)) for array, store in stores]
     parts = (
@@ -302,10 +315,11 @@ def read(
 
 
 class _Reading(NamedTuple):
-    """A read under way into memory that numpy made.
+    """A read under way into memory that numpy allocated.
 
-    That takes a tenth of the page faults of tensorstore's own, for numpy asks for huge pages. It
-    begins where JAX wants it to, so that a CPU's array is this memory and no copy of it.
+    That takes a tenth of the page faults of tensorstore's own memory, because numpy asks for huge
+    pages. The memory has the alignment that JAX wants, so that an array on a CPU uses it without a
+    copy.
     """
 
     host: np.ndarray
@@ -328,15 +342,15 @@ class _Reading(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How to come by the wanted pieces of an array.
+    """A plan for reading the wanted pieces of an array.
 
-    Where its layers are stacked otherwise than in `shape`, all of them are read, and the wanted
-    ones cut out: a chunk may have several, and is read as a whole in any case.
+    Where the stored layers are stacked differently than in `shape`, all layers are read, and the
+    wanted ones are cut out: a chunk may have several layers, and is read as a whole in any case.
 
     Attributes:
-      pieces: what to read of the stored array, and which pieces are cut from that.
-      shape: wanted, of the axes that number layers.
-      stored_axes: how many do in the stored array.
+      pieces: what to read of the stored array, and for each the pieces that are cut from it.
+      shape: the wanted sizes of the axes that number layers.
+      stored_axes: how many axes number layers in the stored array.
     """
 
     pieces: dict[Index, list[Index]]
@@ -365,9 +379,9 @@ def open_arrays(
     context: ts.Context,
     mode: Literal["create", "write", "read"],
 ) -> list[tuple[StoredArray, ts.TensorStore]]:
-    """Opens arrays in the folder `parent`; their metadata there must be what `arrays` says.
+    """Open arrays in the folder `parent`, where their metadata must be as in `arrays`.
 
-    To "create" one that is there is no error: that comes of a repeated request.
+    Mode "create" accepts arrays that exist already, because a repeated request can cause that.
     """
     how = {
         "context": context,

@@ -5,14 +5,14 @@
     <root>/<step>/COMMIT                        names the attempt; written last, and only if absent
     <root>/BACK                                 while later steps are deleted: the last that counts
 
-A step exists once its COMMIT does. A save that dies earlier leaves an attempt which no COMMIT
-names: nothing reads it, and a later save deletes it. `rmt_tpu.storage` knows the place where
-checkpoints lie; nothing here does.
+A step exists once its COMMIT does. A save that dies earlier leaves an attempt that no COMMIT names:
+nothing reads it, and a later save deletes it. Only `rmt_tpu.storage` knows where checkpoints are
+stored.
 
 In a run of several processes all of them call `save` and `restore`, with one root that all see.
-Each reads the pieces of arrays that its own devices hold, and writes a share of them: what several
-hold is divided, so that each writes about as many bytes. Process 0 does the rest: it creates the
-arrays, and commits once every process has written its share.
+Each reads the pieces of arrays that its own devices hold, and writes a share of them. Pieces that
+several processes hold are divided so that each writes about as many bytes. Process 0 does the rest:
+it creates the arrays, and commits once every process has written its share.
 """
 
 import itertools
@@ -49,7 +49,7 @@ from rmt_tpu.errors import ArgumentError, RunError, UsageError, shown, unknown
 from rmt_tpu.storage import Fault, Folder, Unavailable
 from rmt_tpu.streams import say
 
-_RETENTION = Retention()  # the usual one
+_RETENTION = Retention()  # the default
 
 _channels = itertools.count()
 
@@ -59,11 +59,11 @@ _SLOW_SECONDS = 60.0  # after which a save says that it is still under way
 class Checkpointer:
     """Saves and restores pytrees of arrays under one root folder.
 
-    One run writes to a root at a time; any number may read. Should two writers race for one step
-    all the same, exactly one of them commits it and the other one's save fails.
+    One run writes to a root at a time; any number may read. If two writers race for one step all
+    the same, exactly one of them commits it and the other one's save fails.
 
-    Its methods are for one thread. The one that it starts in `begin_save` is waited for when the
-    interpreter ends, and an error that nothing has raised until then is reported.
+    Its methods must be called from one thread. The interpreter waits at its end for the thread that
+    `begin_save` starts, and then reports an error that no method has raised.
 
     Durability is tensorstore's default (`file_io_sync`): each file is fsynced before it counts as
     written, so COMMIT never reaches the disk ahead of the data it names.
@@ -80,20 +80,20 @@ class Checkpointer:
         compression: str = "none",
         report: Callable[[str], None] = say,
     ):
-        """Opens `root` without touching it: reading needs no right to write.
+        """Open `root` without touching it: reading needs no right to write.
 
         Args:
-          root: A local path or a `gs://bucket/path`. It is created by the first save.
-          retention: Which committed steps stay after a save.
-          compression: Of the arrays that are saved: "none" or "zstd". What is restored says for
-            itself.
-          report: Is told in one line about each damaged step that a restore passes over, about a
-            save that takes long, about old steps that could not be deleted, and at the very
-            end about an error of the background. Called from any thread; by default prints to
-            standard error.
+          root: a local path or a `gs://bucket/path`. The first save creates it.
+          retention: the rules for which committed steps stay after a save.
+          compression: the compression of the arrays that are saved: "none" or "zstd". A restore
+            reads it from the checkpoint.
+          report: a function that is called with one line about each damaged step that a restore
+            passes over, about a save that takes long, about old steps that could not be deleted,
+            and at the very end about an error of the background. Any thread may call it. By default
+            it prints to standard error.
 
         Raises:
-          UsageError: `root` or `compression` cannot be.
+          UsageError: `root` or `compression` is not legal.
         """
         if compression not in COMPRESSIONS:
             raise UsageError(unknown("compression", compression, COMPRESSIONS))
@@ -101,16 +101,16 @@ class Checkpointer:
         self._context = self.root.context()
         self._retention, self._compression = retention, compression
         self._report = report
-        # Which COMMIT, by its generation, this object found to lead to damaged data.
+        # The steps that this object found damaged, with the generation of their COMMIT.
         self._damaged: dict[int, Any] = {}
-        self._has_gone_back = False  # whether what a killed `go_back` has left is done
+        self._has_gone_back = False  # whether the rest of a killed `go_back` is done
         self._channel: processes.Channel | None = None
         self._background: Background[Saved] = Background("checkpoint")
-        # At the latest when the interpreter ends, after its wait for threads.
+        # This runs at the latest when the interpreter ends, after its wait for threads.
         weakref.finalize(self, self._background.tell, report)
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending.
+        """Return the committed steps, ascending.
 
         Raises:
           RunError: `root` cannot be listed.
@@ -128,7 +128,7 @@ class Checkpointer:
         loss: int | float | None = None,
         before_commit: Callable[[], None] | None = None,
     ) -> Saved:
-        """`begin_save` and `wait`: returns once everything is stored and committed."""
+        """Run `begin_save` and `wait`: return once everything is stored and committed."""
         self._begin(step, tree, meta, loss, before_commit, copy=False)
         return self.wait()
 
@@ -141,43 +141,44 @@ class Checkpointer:
         loss: int | float | None = None,
         before_commit: Callable[[], None] | None = None,
     ) -> Saved | None:
-        """Begins to commit `tree` and `meta` as `step`; a thread does the rest.
+        """Begin to commit `tree` and `meta` as `step`; a thread does the rest.
 
-        Returns once the arrays may be donated or overwritten. Until they are stored, this process
-        has a copy of its part of them in host memory; on a CPU those that are donated are copied.
-        A save that is still under way is waited for first.
+        The method returns once the arrays may be donated or overwritten. Until they are stored,
+        this process has a copy of its part of them in host memory; on a CPU those that are donated
+        are copied. A save that is still under way is waited for first.
 
         When the step is committed, the steps that `retention` does not name are deleted.
 
         Args:
-          step: The step's number. It must not be committed yet, unless this object found it
-            damaged in a restore: then it is replaced.
-          tree: A pytree of jax or numpy arrays. Typed PRNG keys are arrays too.
-          meta: A JSON dict. Tuples come back as lists and integer keys as strings.
-          loss: On held-out text, for `retention.best`. One that is not finite is none.
-          before_commit: Called by the thread of process 0 when all else is stored. If it raises,
-            the step is not committed.
+          step: the step's number. It must not be committed yet, unless this object found it damaged
+            in a restore: then it is replaced.
+          tree: a pytree of jax or numpy arrays. Typed PRNG keys are arrays too.
+          meta: a JSON dict. Tuples come back as lists and integer keys as strings.
+          loss: the loss on held-out text, for `retention.best`. A loss that is not finite counts as
+            none.
+          before_commit: a function that the thread of process 0 calls when all else is stored. If
+            it raises, the step is not committed.
 
         Returns:
-          What `wait` says of the save before.
+          The result of `wait` for the save before.
 
         Raises:
-          UsageError: The tree or `meta` cannot be stored.
-          RunError: The save before has failed; see `check`.
+          UsageError: the tree or `meta` cannot be stored.
+          RunError: the save before has failed; see `check`.
         """
         return self._begin(step, tree, meta, loss, before_commit, copy=True)
 
     def check(self) -> Saved | None:
-        """The save that has ended since the last call of this or `wait`; None if there is none.
+        """Return the save that ended since the last call of this or `wait`, or None.
 
         Raises:
-          RunError: It has failed: the step was committed already, or writing failed midway, or a
-            process did not come. All processes are told of what happens to one.
+          RunError: the save has failed: the step was committed already, or writing failed midway,
+            or a process did not come. A failure of one process is raised in all.
         """
         return self._background.take()
 
     def wait(self) -> Saved | None:
-        """`check`, when the save under way has ended."""
+        """Wait until the save under way has ended, then return `check`."""
         self._background.join()
         return self.check()
 
@@ -189,7 +190,7 @@ class Checkpointer:
         sources, arrays = to_store(tree, self._compression)
         manifest = seal(arrays, meta)
         blocks = blocks_of(sources, arrays)
-        # Numbered in the main thread, where all processes begin the same saves.
+        # Channels are numbered in the main thread, where all processes begin the same saves.
         self._channel = self._channel or processes.Channel(f"checkpoint-{next(_channels)}")
         attempt = Attempt(
             self.root,
@@ -217,19 +218,21 @@ class Checkpointer:
             seconds = time.monotonic() - started
             return Saved(step, sum(a.num_bytes for a in arrays), seconds, blocked)
 
-        # Here, for a thread cannot begin another one when the interpreter is about to end.
+        # The timer starts here, because no thread can start another when the interpreter is about
+        # to end.
         slow.start()
         self._background.start(run)
         return before
 
     def go_back(self, step: int) -> None:
-        """Makes `step` the last one: later ones are deleted, whoever reads does not see them.
+        """Make `step` the last one: later ones are deleted, and no reader sees them any more.
 
-        Of several processes all call it. Killed at any moment, it is either done, or nothing is.
+        In a run of several processes all must call it. If it is killed at any moment, either all of
+        it counts as done or nothing.
 
         Raises:
-          UsageError: There is no such step.
-          RunError: The store does not answer, or refuses.
+          UsageError: there is no such step.
+          RunError: the store does not answer, or refuses.
         """
         self.wait()
         self._check_step(processes.from_first(self.steps(), f"steps in {self.root}"), step)
@@ -244,7 +247,7 @@ class Checkpointer:
             self._has_gone_back = True
 
     def _note_if_slow(self, step: int) -> threading.Timer:
-        """Stores are asked again and again for minutes, in which a person may wonder."""
+        """Return a timer that reports a slow save, because stores are retried for minutes."""
         line = (
             f"note: step {step} is not saved yet after {_SLOW_SECONDS:g} s; {self.root} is slow or "
             "does not answer, and is tried further"
@@ -268,34 +271,36 @@ class Checkpointer:
         *,
         partial: bool = False,
     ) -> tuple[int, Any, dict]:
-        """Reads a step into the structure, shapes, dtypes and placement of `like`.
+        """Read a step into the structure, shapes, dtypes and placement of `like`.
 
-        The mesh, the number of processes and of a pipeline's virtual stages may be others than
-        those it was saved with.
+        The mesh, the number of processes and the number of a pipeline's virtual stages may differ
+        from those of the save.
 
         Args:
-          like: A pytree of arrays or `jax.ShapeDtypeStruct`. Where one has a sharding, the
-            restored array gets it. Where it is a numpy array, so is the restored one. Or a
-            function that returns it, given the arrays that a step has.
-          step: Which step; by default the newest undamaged one.
-          partial: Leave alone what the checkpoint has beyond `like`; else it is refused.
+          like: a pytree of arrays or `jax.ShapeDtypeStruct`. Where one has a sharding, the restored
+            array gets it. Where it is a numpy array, so is the restored one. Or a function that
+            returns such a pytree, given the arrays that a step has.
+          step: the step to read; by default the newest undamaged one.
+          partial: whether to ignore arrays of the checkpoint that `like` does not have; otherwise
+            they are an error.
 
         Returns:
           The step, the tree, and the `meta` it was saved with.
 
         Raises:
-          UsageError: The checkpoint's arrays are not those of `like`, or there is no such step.
-          RunError: There is no checkpoint, or none that is undamaged; or the store does not
-            answer or gives no access, where it is not known which step is the last good one.
+          UsageError: the checkpoint's arrays are not those of `like`, or there is no such step.
+          RunError: there is no checkpoint, or none that is undamaged; or the store does not answer
+            or gives no access, so that the last good step is not known.
         """
         self._background.join()
-        # Process 0's answer, for a file system may show files to one host before another.
+        # All processes use the answer of process 0, because a file system may show files to one
+        # host before another.
         steps = processes.from_first(self.steps(), f"list of checkpoints in {self.root}")
         load = lambda candidate: self._load_together(candidate, like, partial)
         return self._newest(steps, step, load)
 
     def _load_together(self, step: int, like: Any, partial: bool) -> tuple[int, Any, dict]:
-        """A step on all processes; what is damaged for one is so for all."""
+        """Load a step on all processes; a step that is damaged for one is damaged for all."""
         self._damaged.pop(step, None)
         commit = None
         try:
@@ -319,36 +324,38 @@ class Checkpointer:
         return treedef.unflatten(values)
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
-        """The arrays of a step, by name, by its manifest alone; this process's own business.
+        """Return the arrays of a step by name, from its manifest alone.
+
+        A process may call this without the others.
 
         Args:
-          step: Which step; by default the newest one with an undamaged manifest.
+          step: the step; by default the newest one with an undamaged manifest.
 
         Raises:
-          UsageError: There is no such step.
-          RunError: There is no checkpoint, or none with an undamaged manifest.
+          UsageError: there is no such step.
+          RunError: there is no checkpoint, or none with an undamaged manifest.
         """
         return self._find(step).arrays
 
     def identity(self, step: int | None = None) -> tuple[int, str]:
-        """A step, as for `arrays`, and hexadecimal by which it is told from any other save."""
+        """Return a step, as for `arrays`, and the name of its attempt, which is unique to a save."""
         found = self._find(step)
         return found.step, found.attempt
 
     def meta(self, step: int | None = None) -> dict:
-        """What a step, as for `arrays`, was saved with."""
+        """Return the `meta` that a step, as for `arrays`, was saved with."""
         return self._find(step).meta
 
     def array(self, name: str, step: int | None = None) -> ts.TensorStore:
-        """One array of a step, to be read in part: `array("w")[5:7].read().result()`.
+        """Open one array of a step, to read in part: `array("w")[5:7].read().result()`.
 
         Args:
-          name: One of `arrays`. PRNG keys are stored as their uint32 data.
-          step: As for `arrays`.
+          name: one of the names of `arrays`. PRNG keys are stored as their uint32 data.
+          step: the step, as for `arrays`.
 
         Raises:
-          UsageError: There is no such step or array.
-          RunError: There is none with an undamaged manifest, or its array cannot be opened.
+          UsageError: there is no such step or array.
+          RunError: there is none with an undamaged manifest, or its array cannot be opened.
         """
         found = self._find(step)
         if name not in found.arrays:
@@ -364,9 +371,10 @@ class Checkpointer:
         return self._newest(self.steps(), step, look)
 
     def _newest(self, steps: list[int], step: int | None, look: Callable[[int], Any]) -> Any:
-        """What `look` says of `step`, or of the newest one that is not damaged.
+        """Return what `look` returns for `step`, or for the newest step that is not damaged.
 
-        One that cannot be read may be good: an older one in its place would lose steps.
+        A step that cannot be read may be good. It is therefore an error, because an older step in
+        its place would lose the steps between.
         """
         if step is not None:
             self._check_step(steps, step)
@@ -427,7 +435,7 @@ class Checkpointer:
 
 
 class _Found(NamedTuple):
-    """What the small files of a step say."""
+    """The contents of the small files of a step."""
 
     step: int
     attempt: str

@@ -1,6 +1,6 @@
 """The two small files that make arrays a checkpoint: its manifest, and COMMIT.
 
-They may have been written by anybody, so nothing they say is used before it was looked at.
+Anybody may have written them, so their content is checked before it is used.
 """
 
 import json
@@ -18,7 +18,7 @@ from rmt_tpu.storage import Fault
 # 3: arrays may be compressed.
 FORMAT_VERSION = 3
 
-# Bytes, of which no more are read.
+# The most bytes that are read of each file.
 COMMIT_LIMIT = 4096
 MANIFEST_LIMIT = 64 * 2**20
 
@@ -29,7 +29,7 @@ _MOST_AXES = 32
 
 
 class Commit(NamedTuple):
-    """Which attempt at a step counts, and the loss on held-out text if there is one."""
+    """The attempt at a step that counts, and the loss on held-out text if there is one."""
 
     attempt: str
     loss: float | None = None
@@ -41,7 +41,11 @@ class Commit(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Commit":
-        """Raises Fault if it names no attempt."""
+        """Return the content of a COMMIT.
+
+        Raises:
+          Fault: it names no attempt.
+        """
         try:
             said = json.loads(data)
             attempt, loss = ATTEMPT.fullmatch(said["attempt"])[0], said.get("loss")
@@ -52,13 +56,13 @@ class Commit(NamedTuple):
 
 
 def seal(arrays: list[StoredArray], meta: dict) -> bytes:
-    """The manifest's bytes: its content and a checksum of that content.
+    """Return the manifest's bytes: its content and a checksum of the content.
 
     Raises:
       UsageError: `meta` is not JSON.
     """
     try:
-        # Through JSON and back first: the checksum is of what a reader will see.
+        # meta goes through JSON and back first, so that the checksum is of what a reader will see.
         meta = json.loads(json.dumps(meta, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a checkpoint's meta must be JSON: {error}") from None
@@ -71,11 +75,11 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
 
 
 def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
-    """The arrays by name, and the meta, that a manifest lists.
+    """Return the arrays by name, and the meta, that a manifest lists.
 
     Raises:
-      Fault: it is damaged, or says what cannot be.
-      UsageError: it is of another format.
+      Fault: the manifest is damaged, or its content is impossible.
+      UsageError: the manifest has another format version.
     """
     try:
         sealed = json.loads(manifest)
@@ -97,7 +101,12 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
 
 
 def _array(entry: dict) -> StoredArray:
-    """Raises Fault for what this program would never write, and others if it is no such entry."""
+    """Return the array of a manifest's entry.
+
+    Raises:
+      Fault: this program would never write such an array.
+      TypeError, AttributeError: it is not an entry of an array.
+    """
     array = StoredArray(**entry)
     name, shape, chunk = array.name, array.shape, array.chunk
     try:
@@ -117,7 +126,7 @@ def _array(entry: dict) -> StoredArray:
         and len(shape) == len(chunk) <= _MOST_AXES
         and all(type(size) is int and 0 <= size < _LARGEST for size in sizes)
         and 16 * math.prod(shape) < _LARGEST
-        # No chunk is larger than the array, which is compared with what is wanted.
+        # No chunk is larger than the array, whose shape is compared with the wanted one.
         and all(1 <= part <= max(size, 1) for size, part in zip(shape, chunk, strict=True))
     ):
         raise Fault(f"manifest.json: array {name} has an impossible shape or chunk")

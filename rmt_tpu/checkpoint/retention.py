@@ -1,4 +1,4 @@
-"""Which steps stay, and how the others and the rests of dead attempts go."""
+"""The rules for which steps stay, and the deletion of other steps and of dead attempts."""
 
 import dataclasses
 import json
@@ -11,12 +11,13 @@ from rmt_tpu.storage import Fault, Folder
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which committed steps are kept: each that one of the rules names.
+    """The rules for which committed steps are kept: each step that one of the rules names.
 
     Attributes:
-      last: as many of the last steps; at least 1.
-      every: each step that is divisible by it; 0 is none.
-      best: as many steps of the lowest loss, of those that were saved with one; 0 is none.
+      last: how many of the last steps are kept; at least 1.
+      every: each step divisible by this number is kept; 0 turns the rule off.
+      best: how many steps of the lowest loss are kept, among those saved with a loss; 0 turns the
+        rule off.
     """
 
     last: int = 3
@@ -31,22 +32,22 @@ class Retention:
                 raise UsageError(f"{name}={value} checkpoints cannot be kept; legal: at least 0")
 
     def kept(self, losses: Mapping[int, float | None]) -> set[int]:
-        """Which of some steps stay.
+        """Return which of the steps stay.
 
         Args:
-          losses: of each step, or None.
+          losses: the loss of each step, or None.
         """
         steps = sorted(losses)
         kept = set(steps[-self.last :])
         if self.every:
             kept |= {step for step in steps if step % self.every == 0}
-        # Of equal ones the later: it has seen more.
+        # Of equal losses the later step is better: it has seen more tokens.
         rated = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
         return kept | {-step for _, step in rated[: self.best]}
 
 
 def committed_and_attempts(folder: Folder) -> dict[int, set[str]]:
-    """Maps each step to which of its entries are a checkpoint's: COMMIT and attempts.
+    """Return, for each step, which of its entries belong to a checkpoint: COMMIT and attempts.
 
     Raises:
       Fault: the folder cannot be listed.
@@ -58,7 +59,7 @@ def _entries(folder: Folder, names: Iterable[str]) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     for name in names:
         step = name.removesuffix("/")
-        # Folders of the very name that a step has: not 007.
+        # Only the exact name of a step counts: not 007.
         if not (name.endswith("/") and step.isascii() and step.isdecimal()):
             continue
         if step == str(int(step)):
@@ -69,10 +70,10 @@ def _entries(folder: Folder, names: Iterable[str]) -> dict[int, set[str]]:
 
 
 def committed(folder: Folder) -> list[int]:
-    """The committed steps, ascending, without those that a run has gone back from.
+    """Return the committed steps, ascending, without those that a run has gone back from.
 
     Raises:
-      Fault: the folder cannot be listed, or what it says of going back cannot be read.
+      Fault: the folder cannot be listed, or its BACK file cannot be read.
     """
     names = folder.names()
     last, found = _last_step(folder, names), _entries(folder, names)
@@ -80,15 +81,16 @@ def committed(folder: Folder) -> list[int]:
     return sorted(filter(is_one, found))
 
 
-# Names the last step that counts, while the COMMITs of later ones are deleted.
+# This file names the last step that counts, while the COMMITs of later ones are deleted.
 _BACK = "BACK"
 
 
 def go_back(folder: Folder, step: int) -> None:
-    """Makes a committed step the last one: later ones are deleted.
+    """Make a committed step the last one, and delete later ones.
 
-    They are gone for every reader at once, by a file that says so, and which goes when their
-    COMMITs have gone. Where this is killed in between, `finish_going_back` does the rest.
+    The later steps disappear for every reader at once, by a file that names the last step. The file
+    is deleted when their COMMITs are. If this function is killed in between, `finish_going_back`
+    does the rest.
 
     Raises:
       Fault: something cannot be read, written or deleted.
@@ -98,7 +100,7 @@ def go_back(folder: Folder, step: int) -> None:
 
 
 def finish_going_back(folder: Folder) -> None:
-    """Deletes the steps after the one that `go_back` was last called for, if any are left.
+    """Delete the steps after the one that `go_back` was last called for, if any are left.
 
     Raises:
       Fault: something cannot be read or deleted.
@@ -115,10 +117,14 @@ def finish_going_back(folder: Folder) -> None:
 
 
 def _last_step(folder: Folder, names: list[str]) -> int | None:
-    """What `go_back` has left, if it has not come to its end."""
+    """Return the step that an unfinished `go_back` has made the last one, or None.
+
+    Raises:
+      Fault: the file is damaged, or cannot be read.
+    """
     if _BACK not in names:
         return None
-    if (found := folder.read(_BACK, limit=COMMIT_LIMIT)) is None:  # it has just gone
+    if (found := folder.read(_BACK, limit=COMMIT_LIMIT)) is None:  # it was deleted just now
         return None
     try:
         return int(json.loads(found.data)["step"])
@@ -133,15 +139,16 @@ def _is_ours(entry: str) -> bool:
 
 
 def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int]) -> None:
-    """Deletes the steps that are not kept, and the attempts that no COMMIT names.
+    """Delete the steps that are not kept, and the attempts that no COMMIT names.
 
-    A step below the kept ones stays if it is the one just saved: a run may go back in time.
+    The step just saved stays even if it is below the kept ones, because a run may go back to an
+    earlier step.
 
     Args:
-      folder: of all steps.
+      folder: the folder of all steps.
       saved: the step just saved.
-      retention: says which steps stay.
-      damaged: steps that do not count as kept ones, and go once a newer step is good.
+      retention: the rules for which steps stay.
+      damaged: steps that do not count as kept ones, and are deleted once a newer step is good.
 
     Raises:
       Fault: something cannot be read or deleted.
@@ -161,14 +168,14 @@ def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int
             commit = commits[step]
             dead = dead - {commit.attempt} if commit else set()
         elif step in commits:
-            # COMMIT goes first, so that a kill in between leaves no half step behind it.
+            # COMMIT is deleted first, so that a kill in between leaves no partial step that counts.
             folder.delete(f"{step}/COMMIT")
         if dead or not keep:
             delete_attempts(folder, step, dead)
 
 
 def _commit(folder: Folder, step: int) -> Commit | None:
-    """None if it is damaged, or has just gone."""
+    """Return the content of a step's COMMIT, or None if it is damaged or was just deleted."""
     found = folder.read(f"{step}/COMMIT", limit=COMMIT_LIMIT)
     try:
         return found and Commit.from_bytes(found.data)
@@ -177,7 +184,7 @@ def _commit(folder: Folder, step: int) -> Commit | None:
 
 
 def delete_attempts(folder: Folder, step: int, attempts: Iterable[str]) -> None:
-    """Deletes some attempts at a step, and the step's folder if nothing else is in it."""
+    """Delete some attempts at a step, and the step's folder if nothing else is in it."""
     for attempt in attempts:
         folder.delete_folder(f"{step}/{attempt}")
     if not folder.names(str(step)):

@@ -1,8 +1,8 @@
-"""How a checkpoint is written: a copy that the training loop need not wait for, then a protocol.
+"""The writing of a checkpoint: a copy that the training loop need not wait for, then a protocol.
 
-The protocol has three parts, and every process comes to the end of each before any goes on: process
-0 makes the arrays, empty; every process writes its share of what its own devices hold; process 0
-writes the manifest, and then COMMIT, if there is none.
+The protocol has three parts, and every process comes to the end of each part before any goes on.
+First process 0 creates the arrays, empty. Then every process writes its share of what its own
+devices hold. At last process 0 writes the manifest, and then COMMIT if there is none.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ _T = TypeVar("_T")
 
 
 class Saved(NamedTuple):
-    """A save that has ended well.
+    """A save that has succeeded.
 
     Attributes:
-      step: that it is of.
-      num_bytes: of all arrays, of all processes, before compression.
-      seconds: from the call of `begin_save` to the end.
-      blocked_seconds: that the caller was held up in `begin_save`.
+      step: the step that was saved.
+      num_bytes: the bytes of all arrays, of all processes, before compression.
+      seconds: the time from the call of `begin_save` to the end.
+      blocked_seconds: the time that the caller was blocked in `begin_save`.
     """
 
     step: int
@@ -51,10 +51,10 @@ class Block(NamedTuple):
     """A piece of an array, and where it belongs.
 
     Attributes:
-      array: that it is of.
-      index: in the array, of what is to be written.
-      values: of the piece, which may have more than that.
-      within: what is to be written of `values`; Ellipsis if all of it is.
+      array: the array that it is a part of.
+      index: the index in the array of what will be written.
+      values: the values of the piece, which may include more than what will be written.
+      within: the part of `values` that will be written; Ellipsis if it is all.
     """
 
     array: StoredArray
@@ -64,13 +64,13 @@ class Block(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that are to be written."""
+        """The number of bytes that will be written."""
         if self.within is ...:
             return self.values.nbytes
         return math.prod(s.stop - s.start for s in self.within) * self.values.dtype.itemsize
 
     def cut(self) -> np.ndarray | np.generic | jax.Array:
-        """Cuts out what is to be written: a view of host memory, or a copy on another device."""
+        """Return what will be written: a view of host memory, or a copy on another device."""
         if self.within is ...:
             return self.values
         (device,) = self.values.devices()
@@ -80,14 +80,14 @@ class Block(NamedTuple):
         return _slice(self.values, starts, tuple(s.stop - s.start for s in self.within))
 
 
-# One program for all parts of a size.
+# Starts are traced, so that there is one program for all parts of a size.
 _slice = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
 
 
 def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[Block]:
-    """The pieces of arrays that this process writes.
+    """Return the pieces of arrays that this process writes.
 
-    No piece is assembled from others, and each is written by one process alone.
+    No piece is assembled from others, and each is written by only one process.
     """
     arrays = list(arrays)
     shared = {
@@ -96,7 +96,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
         if isinstance(source, jax.Array) and not source.is_fully_addressable
     }
     blocks = deque()
-    if processes.is_first():  # of the others, every process has an array like it
+    if processes.is_first():  # every process has an equal copy of these
         own = (array for array in arrays if array.name not in shared)
         blocks += (Block(array, *piece) for array in own for piece in _pieces(sources[array.name]))
     if shared:
@@ -114,7 +114,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
 
 
 def _pieces(source: Any) -> list[tuple[Any, Any]]:
-    """The distinct pieces of an array that is wholly here, with the index of each."""
+    """Return the distinct pieces of a fully addressable array, with their indices."""
     if not isinstance(source, jax.Array):
         return [(..., source)]
     return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]
@@ -123,7 +123,7 @@ def _pieces(source: Any) -> list[tuple[Any, Any]]:
 def _shares(
     sources: dict[str, Any], arrays: list[StoredArray], layouts: tuple[Layout, ...]
 ) -> Iterator[Block]:
-    """Yields what this process writes of arrays that several processes hold."""
+    """Yield what this process writes of arrays that several processes hold."""
     for position, parts in itertools.groupby(
         parts_of(jax.process_index(), layouts), lambda part: part.array
     ):
@@ -142,7 +142,10 @@ def _shares(
 
 
 def snapshot(blocks: Iterable[Block]) -> deque[Block]:
-    """The same, as they are now: what they are taken from may be donated or overwritten at once."""
+    """Return the blocks with their current values, so that their sources may be overwritten.
+
+    The sources may be donated or overwritten at once.
+    """
     return deque(block._replace(values=_held(block), within=...) for block in blocks)
 
 
@@ -151,12 +154,14 @@ def _held(block: Block) -> np.ndarray | jax.Array:
         return np.array(block.values)
     (device,) = block.values.devices()
     if _is_host(device):
-        # No copy: XLA does not give away a buffer that numpy looks at.
+        # This makes no copy: XLA does not give away a buffer that numpy refers to.
         return np.asarray(block.cut())
-    # Begins to copy and returns; what is donated now is overwritten after it was read.
+    # This begins to copy and returns. If the array is donated now, its buffer is overwritten only
+    # after it was read.
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     held = jax.device_put(block.cut(), pinned, may_alias=False)
-    # A part takes memory of the device until it is copied: that of one part at a time.
+    # A part that was cut out takes device memory until it is copied, so only one is copied at a
+    # time.
     return held if block.within is ... else jax.block_until_ready(held)
 
 
@@ -168,16 +173,16 @@ class Attempt(NamedTuple):
     """One attempt to save a step.
 
     Attributes:
-      folder: of all steps.
-      context: of tensorstore.
-      step: to save.
-      arrays: all, of all processes.
-      blocks: of this process; each is let go when it is written.
-      manifest: of the step.
-      loss: on held-out text, if it is known.
-      before_commit: called on process 0 when all else is stored.
+      folder: the folder of all steps.
+      context: tensorstore's context.
+      step: the step to save.
+      arrays: all arrays, of all processes.
+      blocks: the blocks of this process; each is released when it is written.
+      manifest: the bytes of the step's manifest.
+      loss: the loss on held-out text, if it is known.
+      before_commit: a function that process 0 calls when all else is stored.
       damaged: the generation of a COMMIT at this step that may be replaced.
-      before_begin: called on process 0 before anything is written.
+      before_begin: a function that process 0 calls before anything is written.
       exchange: `processes.Channel.exchange` of a channel for this thread.
     """
 
@@ -194,10 +199,10 @@ class Attempt(NamedTuple):
     exchange: Callable[[str, str], list[str]]
 
     def run(self) -> None:
-        """Saves the step.
+        """Save the step.
 
         Raises:
-          RunError: it is already committed, or something failed on any of the processes.
+          RunError: the step is already committed, or something failed on any of the processes.
         """
         name = f"attempt-{uuid.uuid4().hex[:16]}"
         first, stores = processes.is_first(), None
@@ -217,7 +222,7 @@ class Attempt(NamedTuple):
                         self.before_commit()
                     commit(self.folder, self.step, Commit(name, self.loss))
         except Exception as error:
-            # Without an answer from all, another process may still be writing.
+            # Without an answer from all processes, another one may still be writing.
             if first and isinstance(error, Fault):
                 self._abandon(name)
             line = f"cannot save step {self.step} in {self.folder}: {one_line(error)}"
@@ -227,7 +232,7 @@ class Attempt(NamedTuple):
         return together(self.exchange, f"checkpoint {self.step}: {part}", said, faults=Exception)
 
     def _make_way(self) -> None:
-        """Deletes the step's COMMIT if it is still the one that was found damaged."""
+        """Delete the step's COMMIT if it is still the one that was found damaged."""
         path = f"{self.step}/COMMIT"
         found = self.folder.read(path, limit=COMMIT_LIMIT)
         if found and not (
@@ -251,10 +256,10 @@ class Attempt(NamedTuple):
                 )
                 yield block.array, block.num_bytes, write
 
-        deque(in_flight(jobs()), maxlen=0)  # runs them all and keeps no result
+        deque(in_flight(jobs()), maxlen=0)  # runs all jobs and keeps no result
 
     def _abandon(self, attempt: str) -> None:
-        """Deletes an attempt that no COMMIT names, as far as the store still lets us."""
+        """Delete an attempt that no COMMIT names, as far as the store allows it."""
         with contextlib.suppress(Fault):
             found = self.folder.read(f"{self.step}/COMMIT", limit=COMMIT_LIMIT)
             if not found or attempt.encode() not in found.data:
@@ -262,10 +267,10 @@ class Attempt(NamedTuple):
 
 
 def commit(folder: Folder, step: int, content: Commit) -> None:
-    """Makes an attempt the step.
+    """Make an attempt the committed one of its step.
 
     Raises:
-      Fault: another writer has done so, or it failed.
+      Fault: another writer has committed the step, or the write failed.
     """
     if not folder.create(f"{step}/COMMIT", content.to_bytes()):
         raise Fault("another writer committed it first; does another process train here?")
@@ -279,20 +284,21 @@ def together(
     *,
     faults: type[Exception] = Fault,
 ) -> Iterator[list[str]]:
-    """A part of the work that every process does; if it fails on one, it fails on all.
+    """Run a part of the work that every process does; if it fails on one, it fails on all.
 
     Args:
-      exchange: of the thread's channel.
-      what: all do here, for messages.
-      said: by this process to all, short.
-      faults: that tell the others, and end it here as a Fault; others end this process alone.
+      exchange: the `exchange` of the thread's channel.
+      what: what all processes do here, for messages.
+      said: a short text from this process for all.
+      faults: the exceptions that are reported to the others, and are raised here as a Fault; other
+        exceptions end this process alone.
 
     Yields:
-      What every process said, in order; empty until all have done their parts.
+      What every process said, in order; the list is empty until all have done their parts.
 
     Raises:
-      Fault: it failed on some process, which is named if there are several; Unavailable if all
-        that failed had no answer from the store.
+      Fault: the work failed on some process, which is named if there are several; Unavailable if on
+        all processes that failed the store gave no answer.
       RunError: some process did not come.
     """
     answers, fault, unavailable = [], None, False
@@ -312,7 +318,7 @@ def together(
 
 
 class Background(Generic[_T]):
-    """One piece of work at a time in a thread, which the interpreter waits for before it ends."""
+    """One piece of work at a time in a thread, for which the interpreter waits at its end."""
 
     def __init__(self, name: str):
         self._name = name
@@ -321,10 +327,10 @@ class Background(Generic[_T]):
         self._error: Exception | None = None
 
     def start(self, work: Callable[[], _T]) -> None:
-        """Begins; nothing else must be under way.
+        """Begin the work; no other work may be under way.
 
         Args:
-          work: raises what `take` is to raise.
+          work: the function to run; `take` raises what it raises.
         """
 
         def run() -> None:
@@ -337,12 +343,15 @@ class Background(Generic[_T]):
         self._thread.start()
 
     def join(self) -> None:
-        """Returns when nothing is under way."""
+        """Wait until no work is under way."""
         if self._thread:
             self._thread.join()
 
     def take(self) -> _T | None:
-        """What has ended: its result, once, or its error, once; None if there is nothing new."""
+        """Return the result, or raise the error, of work that has ended; None if nothing is new.
+
+        Each result or error is given only once.
+        """
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread = None
@@ -353,6 +362,6 @@ class Background(Generic[_T]):
         return result
 
     def tell(self, report: Callable[[str], None]) -> None:
-        """Reports an error that was not taken."""
+        """Report an error that `take` has not raised."""
         if self._error:
             report(one_line(self._error))

@@ -1,7 +1,7 @@
-"""Divides a checkpoint among processes, so that each writes about as many bytes.
+"""The division of a checkpoint among processes, so that each writes about as many bytes.
 
-Where processes hold copies of the same numbers, one of them writes them. Which one follows from
-how the arrays are laid out over devices alone, so every process finds the same answer by itself.
+Where processes hold copies of the same numbers, one of them writes them. The choice depends only on
+how the arrays are laid out over devices, so every process finds the same answer by itself.
 """
 
 import heapq
@@ -16,19 +16,21 @@ import jax
 
 from rmt_tpu.checkpoint.arrays import Index, index_of
 
-# A copy with more than this part of a mean share is split, for then no process has much more than
-# the mean. Most copies stay whole, because a part must be cut out on the device that has it.
+# A copy of more than this part of a mean share is split into chunks, so that no process writes much
+# more than the mean. Most copies stay whole, because a part must be cut out on the device that has
+# it.
 _COARSE = 1 / 4
 
 
 class Layout(NamedTuple):
-    """How an array is laid out, in the store and over devices.
+    """The layout of an array in the store and over devices.
 
     Attributes:
-      shape: of the array.
-      chunk: the shape of its chunks in the store, of which each device's piece has whole ones.
-      item_bytes: of one number.
-      sharding: over devices; None if each process has an array of its own, and the first writes it.
+      shape: the array's shape.
+      chunk: the shape of its chunks in the store; each device's piece is made of whole chunks.
+      item_bytes: the bytes of one number.
+      sharding: the sharding over devices; None if each process has an array of its own, and the
+        first process writes it.
     """
 
     shape: tuple[int, ...]
@@ -38,12 +40,12 @@ class Layout(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of an array that one process alone writes.
+    """A part of an array that only one process writes.
 
     Attributes:
-      array: its position among the layouts.
-      piece: what a device holds of it, in the array's own coordinates.
-      index: the part of the piece that is to be written, in the array's own coordinates.
+      array: the array's position among the layouts.
+      piece: what a device holds of the array, in the array's coordinates.
+      index: the part of the piece that will be written, in the array's coordinates.
     """
 
     array: int
@@ -53,13 +55,14 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=4)  # a run saves the same arrays again and again
 def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
-    """The parts that a process writes, in the order of the arrays.
+    """Return the parts that a process writes, in the order of the arrays.
 
-    Over all processes they are every number of every array that has a sharding, each once.
+    Over all processes, the parts contain every number of every array that has a sharding exactly
+    once.
 
     Args:
-      process: its number, as devices tell it.
-      layouts: of all arrays.
+      process: the process's number, the `process_index` of its devices.
+      layouts: the layouts of all arrays.
     """
     reached = _reached(process, layouts)
     own: list[Part] = []
@@ -87,12 +90,12 @@ def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
         for size, holders, copy in copies
         for part in (_chunks(copy, layouts[copy.array].chunk) if size > too_much else [copy])
     ]
-    # What many could write comes last, and levels what only a few could.
+    # Parts that many processes could write come last, to level what only a few could write.
     shared.sort(key=lambda each: (len(each[1]), -each[0]))
     idlest: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for size, holders, part in shared:
         heap = idlest.setdefault(holders, [(0, holder) for holder in holders])
-        # A process may have been given more since, by another heap.
+        # The process's load may have grown since, by parts of another heap.
         while heap[0][0] != (now := written[heap[0][1]]):
             heapq.heapreplace(heap, (now, heap[0][1]))
         owner = heap[0][1]
@@ -107,9 +110,10 @@ def _bytes(part: Part, layouts: tuple[Layout, ...]) -> int:
 
 
 def _reached(process: int, layouts: tuple[Layout, ...]) -> set[int]:
-    """The processes whose shares that of `process` depends on: those with copies, and their like.
+    """Return the processes whose shares the share of `process` depends on.
 
-    On a large mesh they are few of all.
+    These are the processes that hold copies of its pieces, those that hold copies of their pieces,
+    and so on. On a large mesh they are few of all.
     """
     groups = {
         holders
@@ -129,7 +133,7 @@ def _reached(process: int, layouts: tuple[Layout, ...]) -> set[int]:
 def _holders(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[int, ...], list[Index]]:
-    """The distinct pieces of an array, by the processes that hold them."""
+    """Return the distinct pieces of an array, by the processes that hold them."""
     found: dict[Index, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         found.setdefault(index_of(index, shape), set()).add(device.process_index)
@@ -140,7 +144,7 @@ def _holders(
 
 
 def _chunks(copy: Part, chunk: tuple[int, ...]) -> Iterator[Part]:
-    """Every chunk of a piece."""
+    """Yield every chunk of a piece."""
     axes = [
         [(at, min(at + step, stop)) for at in range(start, stop, step)]
         for (start, stop), step in zip(copy.index, chunk, strict=True)

@@ -32,13 +32,13 @@ Aux = dict[str, Float[Array, ""]]
 
 
 class Context(NamedTuple):
-    """Which token may see which; the same for all sublayers of a step.
+    """The tokens that each token may see; the same for all sublayers of a step.
 
     Attributes:
       query_positions: the positions of the tokens.
       segment_ids: the documents of tokens, which see only their own; None is one document a row.
-      mask: an explicit mask in place of "causal within segments", where positions are not those of
-        the rows.
+      mask: an explicit mask in place of "causal within segments", where the caller gives positions
+        that are not the order in the row.
       lengths: the lengths of rows that are padded at their ends; None if none is.
       start: how many tokens the caches hold of each row; None without caches, or if they are new.
     """
@@ -231,7 +231,7 @@ class Core(nnx.Module):
         return pullback((d_y, {name: d_aux[name].astype(x.dtype) for name, x in aux.items()}))
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """Return a cache for `capacity` tokens of `batch` sequences, in all repeats of the stack."""
+        """Return a cache for `capacity` tokens of `batch` sequences, in all the stack's repeats."""
         return ()
 
     def cache_specs(self) -> Any:

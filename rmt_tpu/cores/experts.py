@@ -49,7 +49,7 @@ class Routing(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Choices of own experts, sorted by expert, in R rows; some rows or some choices may be left over.
+    """Choices of own experts, sorted by expert, in R rows, which may be too many or too few.
 
     Attributes:
       order: the choice in each row; choices are numbered token by token, k each.

@@ -38,7 +38,7 @@ _LARGEST_RATE = 16.0
 
 
 class Cache(NamedTuple):
-    """What is kept of the tokens seen so far, of a size that does not depend on their number.
+    """The data kept of the tokens seen so far, whose size does not depend on their number.
 
     Attributes:
       states: S of own heads.

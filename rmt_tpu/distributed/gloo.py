@@ -1,17 +1,17 @@
-"""Gloo, by which the CPUs of processes that have joined exchange numbers."""
+"""A workaround for Gloo, by which the CPUs of several processes exchange numbers."""
 
 import jax
 
-# It has no public name.
+# The primitive has no public name.
 from jax._src.lax.parallel import reduce_scatter_p
 from jax.interpreters import mlir
 
 
 def scatter_sums_by_all_reduce() -> None:
-    """From now on a CPU's part of a scattered sum is taken from the whole sum.
+    """Make CPUs take their part of a scattered sum from the whole sum, from now on.
 
     Gloo's reduce-scatter overwrites what it is still sending: now and then some numbers of the
-    first device's part, of gradients with `fsdp` among them, are wrong, and nothing tells (jax
+    first device's part are wrong, for example of gradients with `fsdp`, and no error is raised (jax
     issue 40830; jaxlib 0.10 and 0.12). Its all-reduce is right.
     """
     lowering = mlir.lower_fun(_part_of_sum, multiple_results=False)

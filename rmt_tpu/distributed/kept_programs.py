@@ -1,18 +1,19 @@
-"""JAX's folder of compiled programs (`jax_compilation_cache_dir`), and CPUs."""
+"""A workaround for JAX's cache of compiled programs (`jax_compilation_cache_dir`) on CPUs."""
 
 import functools
 
-# It has no public name.
+# The module has no public name.
 from jax._src import compiler
 
 
 @functools.cache
 def compile_anew_over_cpus() -> None:
-    """From now on a program over several CPU devices is neither read from that folder nor kept.
+    """Keep programs over several CPU devices out of JAX's compilation cache, from now on.
 
-    Read back, its collectives have lost their order: XLA gives each an own resource where they had
-    one in common (`CreateResourceFromProto` in its CPU backend; jaxlib 0.10 and 0.12). Devices then
-    wait for each other in different ones, now and then, until XLA ends the process after 40 s.
+    Such programs are neither read from the cache nor written to it. A program that is read back has
+    lost the order of its collectives: XLA gives each its own resource where they had one in common
+    (`CreateResourceFromProto` in its CPU backend; jaxlib 0.10 and 0.12). Now and then devices then
+    wait for each other in different collectives, until XLA ends the process after 40 s.
     """
     or_cached = compiler.compile_or_get_cached
 

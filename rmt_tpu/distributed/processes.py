@@ -1,9 +1,9 @@
 """Several processes that train as one: how they find each other, agree, and end together.
 
 Every process runs the same program on its own devices. `initialize` joins them before a device is
-touched; later they agree through the key-value store of JAX's coordination service, which process
-0 holds, and never through the devices: a process that is missing is then named within a stated
-time, where a collective would hang. With one process everything here is immediate.
+touched. Later they agree through the key-value store of JAX's coordination service, which process 0
+holds, and never through the devices. A missing process is therefore named within a stated time,
+where a collective would hang. With one process everything here is immediate.
 """
 
 import atexit
@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The coordination service's client has no public name; jax's own checkpointing takes it from here.
+# The coordination service's client has no public name; JAX's own checkpointing imports it from
+# here.
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -30,7 +31,7 @@ from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.streams import flush_stdout, say
 
 _LOOK_SECONDS = 1.0  # between looks for a process that has failed
-_FAREWELL_SECONDS = 10.0  # that process 0, which holds the store, stays after a failure
+_FAREWELL_SECONDS = 10.0  # for which process 0, which holds the store, stays after a failure
 _FAILED, _ENDED = "rmt/failed/", "rmt/ended/"
 
 _timeout: int | float = DEFAULT_TIMEOUT
@@ -38,12 +39,13 @@ _watch: "_Watch | None" = None
 
 
 def find_member(timeout: int | float) -> tuple[Member, list[int] | None]:
-    """This process of a TPU slice, a SLURM, Open MPI or Kubernetes job, and its device numbers.
+    """Return this process of a cluster's job, and the numbers of its devices.
 
-    None is all devices of the host.
+    The cluster is a TPU slice, or SLURM, Open MPI or Kubernetes. None stands for all devices of the
+    host.
 
     Raises:
-      UsageError: it is in none of them.
+      UsageError: the process is in none of these.
     """
     try:
         coordinator, num_processes, process_id, local_device_ids = (
@@ -69,16 +71,17 @@ def initialize(
     timeout: int | float = DEFAULT_TIMEOUT,
     local_device_ids: list[int] | None = None,
 ) -> None:
-    """Joins the processes of a run; to be called before any device is touched.
+    """Join the processes of a run; this must be called before any device is touched.
 
     Args:
       member: this process of the run.
-      timeout: in seconds: for all to come, and later to each point where they agree.
-      local_device_ids: of this process; None is all devices of the host.
+      timeout: the time in seconds for all processes to come, and later for each point where they
+        agree.
+      local_device_ids: the devices of this process; None stands for all devices of the host.
 
     Raises:
-      UsageError: `member` cannot be, or the timeout is not positive.
-      RunError: some are missing when the time is over, or do not fit together.
+      UsageError: `member` is not legal, or the timeout is not positive.
+      RunError: some processes are missing when the time is over, or do not fit together.
     """
     from rmt_tpu import kernel_tables
 
@@ -89,7 +92,7 @@ def initialize(
     started = time.monotonic()
     versions = f"Python {platform.python_version()} with jax {jax.__version__}"
     roll_call.hold(member, versions, timeout, kernel_tables.known())
-    # Its handler would take SIGTERM, which the training loop answers with a checkpoint.
+    # The service's handler would catch SIGTERM, which the training loop answers with a checkpoint.
     jax.config.update("jax_enable_preemption_service", False)
     loopback = roll_call.is_loopback(member.host_and_port()[0])
     jax.distributed.initialize(
@@ -102,50 +105,52 @@ def initialize(
     gloo.scatter_sums_by_all_reduce()
     _timeout = timeout
     _watch = _Watch()
-    # Handlers run last first: before jax's, which takes the client away.
+    # Handlers run in reverse order: this one before JAX's, which removes the client.
     atexit.register(_watch.stop)
 
 
 def num_processes() -> int:
-    """Processes of the run, 1 if `initialize` was not called."""
+    """Return the number of processes of the run, 1 if `initialize` was not called."""
     return global_state.num_processes
 
 
 def process_id() -> int:
-    """This process's number, from 0."""
+    """Return this process's number, from 0."""
     return global_state.process_id
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints and writes for all."""
+    """Return whether this process is the one that prints and writes for all."""
     return process_id() == 0
 
 
 class Channel:
-    """Points where all processes agree, in an order of its own.
+    """Points where all processes agree, in an order of their own.
 
-    All processes make the same calls of a channel in the same order. So each thread that agrees
-    with its like has a channel to itself: what other threads agree on in between does not matter.
+    All processes make the same calls of a channel in the same order. Each thread that communicates
+    with its counterparts has its own channel, so that calls by other threads in between do not
+    matter.
     """
 
     def __init__(self, name: str):
-        """
+        """Make a channel.
+
         Args:
-          name: the same on all processes, and of no other channel.
+          name: the channel's name, the same on all processes, and of no other channel.
         """
         self._name, self._calls = name, 0
 
     def exchange(self, value: str, what: str, *, timeout: int | float | None = None) -> list[str]:
-        """The `value` of every process, in order; returns once all have come.
+        """Return the `value` of every process, in order, once all have come.
 
         Args:
-          value: of this process, short.
-          what: all do here, for the message.
-          timeout: in seconds; None is that of `initialize`.
+          value: a short text of this process.
+          what: what all processes do here, for the message.
+          timeout: the time in seconds; None stands for that of `initialize`.
 
         Raises:
           RunError: some processes did not come within the time, and are named; or process 0, which
-            holds what they say, is gone.
+            holds the values, is gone.
         """
         count = num_processes()
         if count == 1:
@@ -157,7 +162,7 @@ class Channel:
             client.key_value_set(f"{folder}{process_id()}", value)
             self._meet(client, folder, what, timeout)
             values = _read(client, folder)
-            if is_first():  # all have passed the one before the last, and read it
+            if is_first():  # all processes have passed the call before the last, and read it
                 client.key_value_delete(self._folder(self._calls - 2))
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -176,14 +181,14 @@ class Channel:
                     f"{roll_call.listed(missing)} of {count} did not come to '{what}' within "
                     f"{timeout:g} s; see their logs"
                 ) from None
-            # All have said something, and yet not all have met.
+            # All have set their value, and yet not all have met.
             raise RunError(
                 f"the {count} processes missed each other at '{what}': one came later than "
                 f"{timeout:g} s, or was lost while it waited; see their logs"
             ) from None
 
     def from_first(self, value: Any, what: str) -> Any:
-        """Process 0's `value`, which is JSON, on every process."""
+        """Return process 0's `value`, which is JSON, on every process."""
         if num_processes() == 1:
             return value
         return json.loads(self.exchange(json.dumps(value) if is_first() else "", what)[0])
@@ -192,7 +197,7 @@ class Channel:
         return f"rmt/exchange/{self._name}/{call}/"
 
 
-# That of the main thread.
+# The channel of the main thread.
 _main = Channel("main")
 exchange = _main.exchange
 from_first = _main.from_first
@@ -203,11 +208,11 @@ def _read(client: Any, folder: str) -> dict[int, str]:
 
 
 class Highest:
-    """The highest number any process says: the same on all, in the same step, one step late.
+    """The highest number of any process: the same on all, in the same step, one step late.
 
-    Each call dispatches a maximum of one number a device behind the step that runs, and reads that
-    of the call before, which that step's metrics have waited for already: nothing waits for it.
-    With one process the answer is immediate.
+    Each call dispatches a maximum of one number a device after the step that runs, and reads that
+    of the call before. That one is done already, because the metrics of its step have been waited
+    for. So no call waits. With one process the answer is immediate.
     """
 
     def __init__(self, mesh: Mesh):
@@ -218,7 +223,10 @@ class Highest:
         self._before: jax.Array | None = None
 
     def __call__(self, number: int) -> int:
-        """The answer of the call before, at first 0; that of this one is for the next."""
+        """Return the maximum of the call before, at first 0; the next call returns this one's.
+
+        With one process, return `number`.
+        """
         if num_processes() == 1:
             return number
         own = lambda index: np.full(len(range(*index[0].indices(*self._shape))), number, np.int32)
@@ -228,22 +236,23 @@ class Highest:
 
 
 def finish(timeout: int | float = 3600.0) -> None:
-    """The good end of a run: waits for all, so that none takes a slower one for dead.
+    """End a run that succeeded: wait for all, so that none takes a slower one for dead.
 
     Args:
-      timeout: in seconds; process 0 may have a sample to write, the others do not.
+      timeout: the time in seconds; process 0 may have a sample to write, the others do not.
     """
     exchange("", "the end of the run", timeout=timeout)
 
 
 def fail(line: str, code: int) -> NoReturn:
-    """The bad end: tells this process's standard error, and the others, which end too.
+    """End a run that failed: print a line to standard error, and end the other processes.
 
-    Without more ado, because JAX's own shutdown waits for processes that may never come.
+    The process exits at once, because JAX's own shutdown waits for processes that may never come.
 
     Args:
-      line: to tell.
-      code: of the exit; 0, where all is saved, is the others' too.
+      line: the line to print.
+      code: the exit code of this process; with 0, for when all is saved, the others exit with 0
+        too.
     """
     _end(line, code, told={"line": f"process {process_id()}: {line}", "code": code})
 
@@ -252,8 +261,8 @@ _ending = threading.Lock()
 
 
 def _end(line: str, code: int, told: dict[str, Any] | None = None) -> NoReturn:
-    """Tells `line` once, in whichever thread comes first."""
-    _ending.acquire()  # for ever in a second thread, which ends with the process
+    """Print `line` once, in whichever thread comes first, and exit."""
+    _ending.acquire()  # blocks a second thread for ever, which ends with the process
     client = global_state.client
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if told:
@@ -272,8 +281,8 @@ def _end(line: str, code: int, told: dict[str, Any] | None = None) -> NoReturn:
 
 
 def lost(reason: str) -> NoReturn:
-    """The end where the devices' own communication broke: most often another process has died."""
-    time.sleep(3 * _LOOK_SECONDS)  # if that one could still say why, its line is the better one
+    """End where the devices' communication broke, most often because another process died."""
+    time.sleep(3 * _LOOK_SECONDS)  # if that process could still report why, its line is better
     fail(
         f"the devices' computation broke, most likely because another process died: {reason}",
         RunError.exit_code,
@@ -289,12 +298,12 @@ class _Watch:
         self._thread.start()
 
     def _look(self) -> None:
-        # Short looks and no long wait in the client, which could not be ended with the process.
+        # The thread polls, because a long wait in the client could not be ended with the process.
         while not self._stop.wait(_LOOK_SECONDS):
             try:
                 failed = global_state.client.key_value_dir_get(_FAILED)
             except jax.errors.JaxRuntimeError:
-                return  # process 0 is gone, of which jax's client tells
+                return  # process 0 is gone, which JAX's client reports
             if failed and not self._stop.is_set():
                 first = json.loads(min(failed)[1])
                 _end(first["line"], RunError.exit_code if first["code"] else 0)

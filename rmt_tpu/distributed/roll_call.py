@@ -1,9 +1,9 @@
 """A roll call over plain TCP, before JAX's own: who is there, who is missing, who does not fit.
 
 JAX's coordination client ends the process with a C++ stack trace if a process is missing or was
-started with another number of them. So all of them meet here first, at the same address: process 0
-listens, everybody else says who it is, and process 0 tells all what it knows whenever that changes.
-A message is one line of JSON.
+started with another number of processes. So all of them meet here first, at the same address.
+Process 0 listens, every other process says who it is, and process 0 sends all what it knows
+whenever that changes. A message is one line of JSON.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ class Member(NamedTuple):
     """One process of a run.
 
     Attributes:
-      coordinator: "host:port" of process 0, the same on all.
-      num_processes: of the run, the same on all.
-      process_id: this one's, from 0.
+      coordinator: "host:port" of process 0, the same on all processes.
+      num_processes: the number of processes of the run, the same on all.
+      process_id: the number of this process, from 0.
     """
 
     coordinator: str
@@ -36,15 +36,16 @@ class Member(NamedTuple):
     process_id: int
 
     def host_and_port(self) -> tuple[str, int]:
-        """The parts of `coordinator`; an IPv6 address is without its brackets."""
+        """Return the parts of `coordinator`; an IPv6 address is without its brackets."""
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
 
 
 def check(member: Member) -> None:
-    """
+    """Check that a member can be a process of a run.
+
     Raises:
-      UsageError: it cannot be a process of any run.
+      UsageError: it cannot be.
     """
     host, _, port = member.coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -71,17 +72,17 @@ _NO_TABLES = Tables()
 
 
 def hold(member: Member, versions: str, timeout: int | float, tables: Tables = _NO_TABLES) -> None:
-    """Returns once every process is there.
+    """Wait until every process is there.
 
     Args:
       member: this process.
-      versions: what must be the same on all, in words.
-      timeout: in seconds, from now.
-      tables: whose hash must be the same on all.
+      versions: what must be the same on all processes, in words.
+      timeout: the time in seconds, from now.
+      tables: the tables of block sizes, whose hash must be the same on all processes.
 
     Raises:
-      RunError: some are missing when the time is over, or do not fit together; or process 0 cannot
-        listen, or cannot be reached. All that are there get to know it.
+      RunError: some processes are missing when the time is over, or do not fit together; or process
+        0 cannot listen, or cannot be reached. All processes that are there raise it.
     """
     deadline = time.monotonic() + timeout
     hello = {
@@ -98,7 +99,7 @@ def hold(member: Member, versions: str, timeout: int | float, tables: Tables = _
 
 
 def listed(processes: list[int]) -> str:
-    """Like "process 3" or "processes 1, 2 and 5"."""
+    """Return processes as text, like "process 3" or "processes 1, 2 and 5"."""
     shown = [str(p) for p in processes[:8]]
     if len(processes) > len(shown):
         shown.append(f"{len(processes) - len(shown)} more")
@@ -107,12 +108,12 @@ def listed(processes: list[int]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the name or address is that of the machine to itself."""
+    """Return whether the name or address is a loopback one."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 class _Caller:
-    """Process 0's side."""
+    """The side of process 0."""
 
     def __init__(self, member: Member, hello: dict[str, Any], timeout: int | float):
         self._member, self._hello, self._timeout = member, hello, timeout
@@ -147,7 +148,7 @@ class _Caller:
         return [p for p in range(1, self._member.num_processes) if p not in self._there]
 
     def _hear(self, connection: socket.socket) -> bool:
-        """Reads what there is; False where it ends, or is nothing of ours."""
+        """Read what has arrived; return False if the connection ended or is not from a member."""
         try:
             piece = connection.recv(_LONGEST_LINE)
         except OSError:
@@ -202,7 +203,7 @@ class _Caller:
     def _tell(self, news: dict[str, Any], *others: socket.socket) -> None:
         line = json.dumps(news).encode() + b"\n"
         for connection in (*(known for known, _ in self._there.values()), *others):
-            # One that has gone is noticed when it is read from.
+            # A process that has gone is noticed when its connection is read.
             with contextlib.suppress(OSError):
                 connection.sendall(line)
 
@@ -212,7 +213,11 @@ class _Caller:
 
 
 def _answer(member: Member, hello: dict[str, Any], timeout: int | float, deadline: float) -> None:
-    """The side of every other process."""
+    """Run the side of every other process.
+
+    Raises:
+      RunError: process 0 cannot be reached in time, or reports an error.
+    """
     where, why = member.coordinator, "it has not been tried"
     while (remaining := deadline - time.monotonic()) > 0:
         try:
@@ -221,7 +226,7 @@ def _answer(member: Member, hello: dict[str, Any], timeout: int | float, deadlin
                 if _listen_for_go(connection, where, timeout, deadline):
                     return
             why = "it closed the connection"
-        except OSError as error:  # of names too: hosts come up one after the other
+        except OSError as error:  # includes failed name look-ups: hosts come up one after the other
             why = error.strerror or str(error)
         time.sleep(_RETRY_SECONDS)
     raise RunError(
@@ -233,7 +238,11 @@ def _answer(member: Member, hello: dict[str, Any], timeout: int | float, deadlin
 def _listen_for_go(
     connection: socket.socket, where: str, timeout: int | float, deadline: float
 ) -> bool:
-    """True when all are there; False if process 0 has gone."""
+    """Return True when all processes are there, False if process 0 has gone.
+
+    Raises:
+      RunError: the time is over, process 0 reports an error, or something else answers.
+    """
     missing, unread = None, b""
     deadline += _GRACE_SECONDS
     while (remaining := deadline - time.monotonic()) > 0:
@@ -261,7 +270,11 @@ def _listen_for_go(
 
 
 def _listen(member: Member) -> socket.socket:
-    """On all addresses, as JAX's coordinator does later; for a run on one machine, on loopback."""
+    """Listen on all addresses, as JAX's coordinator does later, or on loopback for a local run.
+
+    Raises:
+      RunError: the port cannot be used.
+    """
     host, port = member.host_and_port()
     try:
         if is_loopback(host):

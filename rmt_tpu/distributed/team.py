@@ -4,7 +4,7 @@ import time
 
 import jax
 
-# See `processes`.
+# See `processes` for this private import.
 from jax._src.distributed import global_state
 
 from rmt_tpu.distributed import processes
@@ -16,37 +16,38 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.02, 1.0  # between looks
 class ProcessTeam:
     """All processes that `processes.initialize` joined; a `Team` of `rmt_tpu.data.prepare`.
 
-    Where a `Channel` gives up after a time, here one waits for another as long as that one lives:
-    shares of work may differ by hours. One that fails says so to all, and one that is killed is
-    noticed by JAX's coordination service; both end the others.
+    A `Channel` gives up after a time. Here a process waits for another as long as that one lives,
+    because shares of work may differ by hours. A process that fails reports it to all, and JAX's
+    coordination service notices one that is killed; both end the others.
     """
 
     def __init__(self, name: str):
-        """
+        """Make a team.
+
         Args:
-          name: the same on all processes, and of no other team.
+          name: the team's name, the same on all processes, and of no other team.
         """
         self._name, self._calls = name, 0
 
     @property
     def number(self) -> int:
-        """Of this process."""
+        """The number of this process."""
         return processes.process_id()
 
     @property
     def count(self) -> int:
-        """Of all processes."""
+        """The number of all processes."""
         return processes.num_processes()
 
     def gather(self, value: str, what: str) -> list[str]:
-        """The `value` of every process, in order; returns when all have come.
+        """Return the `value` of every process, in order, when all have come.
 
         Args:
-          value: of this process, short.
-          what: all do here, for the message.
+          value: a short text of this process.
+          what: what all processes do here, for the message.
 
         Raises:
-          RunError: process 0, which holds what they say, is gone.
+          RunError: process 0, which holds the values, is gone.
         """
         if self.count == 1:
             return [value]
@@ -54,7 +55,7 @@ class ProcessTeam:
         folder, seconds = f"rmt/team/{self._name}/{self._calls}/", _FIRST_SECONDS
         try:
             global_state.client.key_value_set(f"{folder}{self.number}", value)
-            # Looks, and no wait within the client, which no signal would end.
+            # The code polls, because no signal would end a wait within the client.
             while len(found := global_state.client.key_value_dir_get(folder)) < self.count:
                 time.sleep(seconds)
                 seconds = min(2 * seconds, _LONGEST_SECONDS)

@@ -284,7 +284,7 @@ class Run:
         *,
         first: Index | None = None,
     ) -> tuple[tuple[Bank, Row], Stacked]:
-        """Return the cotangents of the bank and of the running sum before, and of the parameters."""
+        """Return the cotangents of the bank, of the running sum before, and of the parameters."""
 
         def run(carry, start, layers, of_cores):
             given = (of_stack, kept, of_cores, bank, context, d_aux)
@@ -341,7 +341,7 @@ class Run:
     def _begin(
         self, of_stack: Stacked, bank: Bank, start: Index, layers: int, first: Index | None
     ) -> tuple[Index, Index, Any, Bank | None]:
-        """Return what a group begins with: its first sublayer and row, its prior and its own rows."""
+        """Return what a group begins with: its first sublayer and row, its prior, its own rows."""
         at = (self.first if first is None else first) + start * self.period
         first_row = self.mixer.first_row(at)
         scores = _sites(stacks.run_of(of_stack.scores, start, layers))

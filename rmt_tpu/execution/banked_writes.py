@@ -122,6 +122,9 @@ class FromKept:
 def write_kept(
     store: Keeping, current: Row, y: Slot, writer: Writer, place: At, *, in_place: bool = True
 ) -> Row:
-    """Return the running sum of a closed group with y in it; the group's first write finds it empty."""
+    """Return the running sum of a closed group with y in it.
+
+    The sum is empty before the first write of the group.
+    """
     empty = place.sublayer == place.group
     return store.write_kept(current, y, writer[...], empty=empty, in_place=in_place)

@@ -289,7 +289,7 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
         return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
     def rows_backward(of_chunk, _, index, bank, given, d_bank, d_aux):
-        """Return the gradients of the stacked parameters and, added to `d_bank`, of earlier rows."""
+        """Return the gradients of the stacked parameters and, added to `d_bank`, of the rows."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
         kept = banked.Kept()
         if run.grouping.open:

@@ -14,8 +14,8 @@ way:
       alpha_j = alpha0_j + s_a tanh(Xn_j w_m)       beta_j = beta0_j + s_b tanh(Xn_j w_b)
       A_ij = A0_ij + s_a tanh(Xn_j W_r)_i
 
-- mHC (Xie et al. 2025): with `x = rmsnorm(vec X)` over all m D numbers, and W in R^{mD x m (m +
-  2)},
+- mHC (Xie et al. 2025): with `x = rmsnorm(vec X)` over all m D numbers, and a matrix W in R^{mD x m
+  (m + 2)},
 
       alpha = s(a_pre x W_pre + b_pre)              beta = 2 s(a_post x W_post + b_post)
       A = Sinkhorn(a_res x W_res + b_res)

@@ -1,8 +1,8 @@
-"""Where files lie: a `Folder` on a local file system or in a bucket of Google Cloud Storage.
+"""Places for files: a `Folder` on a local file system or in a bucket of Google Cloud Storage.
 
-A folder is what holds small files whole (configs, manifests, COMMITs, pictures). Arrays in it are
-read and written by tensorstore, which `Folder.kvstore` and `Folder.context` tell where and how.
-Files of any size in a bucket are found by `find_objects` and read as streams by `open_object`.
+A folder reads and writes small files whole (configs, manifests, COMMITs, pictures). Arrays in a
+folder are read and written by tensorstore, which uses `Folder.kvstore` and `Folder.context`. Files
+of any size in a bucket are found by `find_objects` and read as streams by `open_object`.
 """
 
 from rmt_tpu.storage.folder import Fault, Folder, Found, Object, Unavailable, faults, join

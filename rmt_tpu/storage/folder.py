@@ -1,4 +1,4 @@
-"""What every folder can do."""
+"""The interface of every folder."""
 
 import contextlib
 import re
@@ -11,13 +11,13 @@ import tensorstore as ts
 
 from rmt_tpu.errors import RunError, UsageError
 
-# Names come from manifests too, which anybody may have written.
+# Names are checked because manifests contain names too, and anybody may have written those.
 _SAFE_PART = re.compile(r"(?!\.{1,2}$)[^\x00-\x1f\x7f\\:\ud800-\udfff]+")
 
-SMALL = 64 * 2**20  # bytes, more than any of the small files has
+SMALL = 64 * 2**20  # bytes; none of the small files has as many
 
 
-# Of tensorstore's errors, which begin with their kind.
+# The kinds of tensorstore's errors, with which its messages begin, that leave the content unknown.
 _NO_ANSWER = (
     "CANCELLED",
     "DEADLINE_EXCEEDED",
@@ -29,15 +29,15 @@ _NO_ANSWER = (
 
 
 class Fault(RunError):
-    """Something in a folder could not be read or written; the message says what and why."""
+    """A file or folder could not be read or written; the message says what and why."""
 
 
 class Unavailable(Fault):
-    """The store did not answer or gives no access: what is in it is not known, and may be whole."""
+    """The store did not answer or gives no access, so the content is unknown and may be whole."""
 
 
 class Found(NamedTuple):
-    """A file's bytes, and which of the files that ever had its name it is."""
+    """A file's bytes, and its generation, which tells it from other files that had its name."""
 
     data: bytes
     generation: Any
@@ -48,9 +48,9 @@ class Object(NamedTuple):
 
     Attributes:
       url: `gs://bucket/name`.
-      size: in bytes, as it is stored.
-      crc32c: of these, in base64.
-      generation: which of the objects that ever had its name it is.
+      size: the bytes of the file as it is stored.
+      crc32c: the checksum of these bytes, in base64.
+      generation: the number that tells the file from others that had its name.
       encoding: its Content-Encoding, or "".
     """
 
@@ -64,12 +64,12 @@ class Object(NamedTuple):
 class Folder(ABC):
     """A folder, which need not exist before something is written into it.
 
-    Every method but `check` raises `Fault`, in one line, if the store does not answer or refuses.
-    A name is relative, with `/` between its parts; `..` and other ways out are a UsageError.
+    Every method but `check` raises `Fault`, in one line, if the store does not answer or refuses. A
+    name is relative, with `/` between its parts; `..` and other ways out are a UsageError.
 
     Attributes:
-      url: as it was given, for messages.
-      local_path: where it is on the local file system, or None.
+      url: the folder's location as it was given, for messages.
+      local_path: the path on the local file system, or None.
     """
 
     url: str
@@ -80,80 +80,86 @@ class Folder(ABC):
 
     @property
     def name(self) -> str:
-        """The last part of its name, as a label."""
+        """The last part of the folder's path, as a label."""
         return self.url.rstrip("/").rpartition("/")[2] or self.url
 
     @abstractmethod
     def child(self, name: str) -> "Folder":
-        """A folder in this one."""
+        """Return a folder in this one."""
 
     @abstractmethod
     def check(self, *, write: bool = False) -> None:
-        """Looks within ten seconds whether it can be read, and written to if `write`.
+        """Check within ten seconds that the folder can be read, and if `write` written to.
 
         Raises:
-          UsageError: it cannot be; for its bucket is not there, say, or credentials are missing.
+          UsageError: it cannot be, for example because its bucket does not exist or credentials are
+            missing.
         """
 
     @abstractmethod
     def kvstore(self) -> dict[str, Any]:
-        """The folder as tensorstore writes it; `path` ends with a slash."""
+        """Return the folder as a kvstore spec of tensorstore; `path` ends with a slash."""
 
     @abstractmethod
     def context(self) -> ts.Context:
-        """How tensorstore is to use it."""
+        """Return the context in which tensorstore accesses the folder."""
 
     @abstractmethod
     def read(self, name: str, *, limit: int = SMALL) -> Found | None:
-        """A whole file, or None if there is none. One of more than `limit` bytes is a Fault."""
+        """Return a whole file, or None if there is none.
+
+        Raises:
+          Fault: the file has more than `limit` bytes.
+        """
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """A whole file, in place of the one before: readers see the old one or the new one."""
+        """Write a whole file in place of the one before; readers see the old or the new one."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """A whole file, if there is none yet; of several writers exactly one succeeds.
+        """Write a whole file if there is none yet; exactly one of several writers succeeds.
 
         Returns:
-          Whether the file is there with this very content. So it is right also when a write is
-          repeated because its answer was lost.
+          Whether the file is there with exactly this content. The answer is therefore right also
+          when a
+          write is repeated because its response was lost.
         """
 
     @abstractmethod
     def replace(self, name: str, data: bytes, *, generation: Any) -> bool:
-        """A whole file in place of the one of this generation, which was read before.
+        """Write a whole file in place of the one of this generation, which was read before.
 
         Returns:
-          Whether the file is there with this very content: False if another writer was quicker.
+          Whether the file is there with exactly this content: False if another writer was quicker.
         """
 
     @abstractmethod
     def append(self, name: str, data: bytes) -> None:
-        """More bytes at the end of a file, all or none of them. One writer at a time."""
+        """Append bytes to a file, all or none of them, with one writer at a time."""
 
     @abstractmethod
     def delete(self, name: str, *, generation: Any = None) -> bool:
-        """Deletes a file, with `generation` only if it is still that one.
+        """Delete a file; given `generation`, only if the file still has that generation.
 
         Returns:
-          Whether it is gone.
+          Whether the file is gone.
         """
 
     @abstractmethod
     def names(self, name: str = "") -> list[str]:
-        """What lies directly in the folder `name` of this one, sorted; folders end with a slash."""
+        """Return the direct contents of the folder `name`, sorted; folders end with a slash."""
 
     @abstractmethod
     def delete_folder(self, name: str) -> None:
-        """Deletes all that is below the folder `name` of this one."""
+        """Delete everything below the folder `name` of this one."""
 
 
 def join(*names: str) -> str:
-    """One name of several parts.
+    """Join several parts to one name.
 
     Raises:
-      UsageError: it would lead out of the folder, or cannot be a name everywhere.
+      UsageError: the name would lead out of the folder, or is not legal everywhere.
     """
     name = "/".join(names)
     if not all(_SAFE_PART.fullmatch(part) for part in name.split("/")):
@@ -166,11 +172,12 @@ def join(*names: str) -> str:
 
 @contextlib.contextmanager
 def faults(where: str = "", kind: type[Exception] = Fault) -> Iterator[None]:
-    """Turns tensorstore's errors, which are all ValueErrors, into errors of one line."""
+    """Turn tensorstore's errors, which are all ValueErrors, into errors of one line."""
     try:
         yield
     except ValueError as error:
-        # What follows is the whole spec of the array, or the whole answer of the service.
+        # The rest of the message is the whole spec of the array, or the whole answer of the
+        # service.
         reason = re.split(r" \[(?:tensorstore_spec|http_response_body)=", str(error))[0]
         if kind is Fault and reason.startswith(_NO_ANSWER):
             kind = Unavailable

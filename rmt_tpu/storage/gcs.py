@@ -1,7 +1,7 @@
 """A folder in a bucket of Google Cloud Storage.
 
-google-cloud-storage says what there is and moves small files, with conditions on generations where
-two writers might meet. Arrays are tensorstore's: it has its own client, and finds the same
+google-cloud-storage lists objects and transfers small files, with conditions on generations where
+two writers might meet. Tensorstore transfers arrays: it has its own client, and finds the same
 credentials by itself (Application Default Credentials).
 """
 
@@ -38,21 +38,22 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Object, Unavailable, faults, join
 
 _BUCKET = re.compile(r"(?!goog)[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-_CHECK_SECONDS = 9.0  # that a first look may take, with all its repetitions
-_SECONDS = 120.0  # that any later request may
+_CHECK_SECONDS = 9.0  # the most that a first check may take, with all its retries
+_SECONDS = 120.0  # the most that any later request may take
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 _KEY_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
-_TAIL = re.compile(r"\.tail-[0-9a-f]{8}$")  # what an append that was killed leaves
+_TAIL = re.compile(r"\.tail-[0-9a-f]{8}$")  # the remains of an append that was killed
 
 
 class GcsFolder(Folder):
-    """Objects whose names begin alike, seen as a folder."""
+    """Objects whose names have one prefix, seen as a folder."""
 
     def __init__(self, bucket: str, prefix: str):
-        """
+        """Make a folder of the objects of a bucket with a prefix.
+
         Args:
-          bucket: its name.
-          prefix: of all names; empty, or with a slash at its end.
+          bucket: the bucket's name.
+          prefix: the prefix of all names; empty, or with a slash at its end.
         """
         self.url = f"gs://{bucket}/{prefix}".rstrip("/")
         self._bucket_name, self._prefix = bucket, prefix
@@ -60,7 +61,8 @@ class GcsFolder(Folder):
 
     @classmethod
     def open(cls, url: str) -> "GcsFolder":
-        """
+        """Return the folder of a `gs://` URL.
+
         Raises:
           UsageError: `url` names no bucket, or an impossible one; or there are no credentials.
         """
@@ -101,11 +103,12 @@ class GcsFolder(Folder):
             blob = self._bucket.get_blob(self._key(name), **_patience())
             if blob is None:
                 return None
-            # Before memory is taken.
+            # The size is checked before memory is allocated.
             if blob.size > limit:
                 raise Fault(f"{self._of(name)} has {blob.size} bytes, more than {limit}")
             try:
-                # Raw: what was stored compressed would have more bytes than it said.
+                # The download is raw, because decompression could yield more bytes than the stated
+                # size.
                 data = blob.download_as_bytes(
                     if_generation_match=blob.generation, raw_download=True, **_patience()
                 )
@@ -150,7 +153,8 @@ class GcsFolder(Folder):
                 longer.compose([whole, tail], if_generation_match=whole.generation, **_patience())
             except (NotFound, PreconditionFailed):
                 now = self._bucket.get_blob(self._key(name), **_patience())
-                # An answer was lost, and the repeated request refused because of its own success.
+                # The size is right if an answer was lost, and the retried request was refused
+                # because the first had succeeded.
                 if now is None or now.size != whole.size + len(data):
                     raise Fault(f"{self._of(name)}: another writer appends to it") from None
             finally:
@@ -179,7 +183,7 @@ class GcsFolder(Folder):
 
     def delete_folder(self, name: str) -> None:
         with _told(self._of(name)):
-            # tensorstore's `delete_range` deletes nothing, silently, where listing is forbidden.
+            # tensorstore's `delete_range` silently deletes nothing where listing is forbidden.
             listing = self._client.list_blobs(
                 self._bucket_name, prefix=self._key(name) + "/", **_patience()
             )
@@ -209,17 +213,17 @@ class GcsFolder(Folder):
 
 
 def find_objects(url: str) -> list[Object]:
-    """See `rmt_tpu.storage.find_objects`."""
+    """Return the objects of a name or glob: see `rmt_tpu.storage.find_objects`."""
     bucket, pattern = _parts(url)
     client = _client(url)
     with _told(url, UsageError):
-        # Before globbing: a name may have brackets in it.
+        # The exact name is tried before globbing, because a name may have brackets in it.
         patience = _patience(_CHECK_SECONDS / 2)
         look = lambda: client.bucket(bucket).get_blob(pattern, **patience) if pattern else None
         if (blob := _within(_CHECK_SECONDS, look)) is not None:
             return [_object(bucket, blob)]
         parts, prefix = pattern.split("/"), re.split(r"[*?\[]", pattern)[0]
-        # A glob of names alone need not look into the folders beside them.
+        # A glob in the last part alone does not need the contents of other folders.
         flat = not any(re.search(r"[*?\[]", part) for part in parts[:-1]) and parts[-1] != "**"
         listed = client.list_blobs(
             bucket, prefix=prefix, delimiter="/" if flat else None, **_patience()
@@ -228,8 +232,8 @@ def find_objects(url: str) -> list[Object]:
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
-    """Whether the parts of a name are of a glob, part by part; `**` is any number of them."""
-    if not parts or not pattern or not parts[0]:  # the object of a folder itself ends with a slash
+    """Return whether a name matches a glob, part by part; `**` matches any number of parts."""
+    if not parts or not pattern or not parts[0]:  # a folder's own object ends with a slash
         return parts == pattern
     if pattern[0] == "**":
         visible = not parts[0].startswith(".")
@@ -249,7 +253,7 @@ def _object(bucket: str, blob: Any) -> Object:
 
 
 class ObjectReader(io.RawIOBase):
-    """See `rmt_tpu.storage.open_object`."""
+    """The stream of an object's bytes: see `rmt_tpu.storage.open_object`."""
 
     def __init__(self, url: str, size: int, generation: int):
         bucket, name = _parts(url)
@@ -288,18 +292,18 @@ class ObjectReader(io.RawIOBase):
                 end=self._at + count - 1,
                 if_generation_match=self._generation,
                 raw_download=True,
-                checksum=None,  # that of the whole object
+                checksum=None,  # the checksum is of the whole object
                 retry=None,
                 timeout=_patience()["timeout"],
             )
         except GoogleAPICallError as error:
             if error.response is not None:
-                error.response.close()  # unread, it would hold its connection
+                error.response.close()  # if unread, it would hold its connection
             raise
 
 
 def _parts(url: str) -> tuple[str, str]:
-    """Bucket and name.
+    """Return the bucket and the name of a URL.
 
     Raises:
       UsageError: there is no bucket, or an impossible one.
@@ -314,19 +318,19 @@ def _parts(url: str) -> tuple[str, str]:
 
 
 def _client(url: str) -> Any:
-    """The process's client.
+    """Return the process's client.
 
     Args:
-      url: what it is to open, for the message.
+      url: the URL that the client will open, for the message.
 
     Raises:
-      UsageError: it finds no credentials.
+      UsageError: the client finds no credentials.
     """
-    # A request for telemetry that nobody asked for, and that may be forbidden.
+    # This turns off a telemetry request that the user did not ask for, and that may be forbidden.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     emulator = os.environ.get(_EMULATOR)
     if emulator:
-        # Both clients or none: half of a run must not go to the real service.
+        # Both clients use the emulator or none: half of a run must not go to the real service.
         os.environ["TENSORSTORE_GCS_HTTP_URL"] = emulator
         os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
     try:
@@ -341,7 +345,7 @@ def _client_of(emulator: str | None) -> Any:
         if emulator:
             client = storage.Client(project="emulator", credentials=AnonymousCredentials())
         else:
-            # Without credentials it asks for a machine's own, which may be a while in coming.
+            # Without credentials the client asks for the machine's own, which may take a while.
             client = _within(_CHECK_SECONDS, lambda: storage.Client(project=None))
     except (GoogleAuthError, TimeoutError):
         file = os.environ.get(_KEY_FILE)
@@ -355,18 +359,19 @@ def _client_of(emulator: str | None) -> Any:
 
 
 def _patience(seconds: float = _SECONDS) -> dict[str, Any]:
-    """How long a request is repeated.
+    """Return the options for how long a request is retried.
 
-    All that is done here can be repeated: writes put the same bytes under the same name, and
-    conditional ones look at what is there when they are refused.
+    All requests made here can be repeated: writes put the same bytes under the same name, and
+    conditional ones check what is there when they are refused.
     """
     return {"retry": DEFAULT_RETRY.with_timeout(seconds), "timeout": min(seconds, 60.0)}
 
 
 def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What `function` returns or raises; or a TimeoutError, while it goes on as the process does.
+    """Return or raise what `function` does, or raise TimeoutError while it continues.
 
-    Not all that the client waits for (names of hosts, say) can be told when to stop.
+    After a timeout the function's thread runs on until the process ends. The deadline is needed
+    because not everything that the client waits for, such as host names, takes a timeout.
     """
     outcome = concurrent.futures.Future()
 
@@ -376,14 +381,14 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
         except BaseException as error:
             outcome.set_exception(error)
 
-    # An executor's thread would be waited for when the process ends.
+    # The process would wait at its end for an executor's thread.
     threading.Thread(target=call, daemon=True).start()
     return outcome.result(seconds)
 
 
 @contextlib.contextmanager
 def _told(what: str, kind: type[Exception] = Fault) -> Iterator[None]:
-    """Turns the client's errors into one line that names no credentials."""
+    """Turn the client's errors into one line that names no credentials."""
     try:
         yield
     except RetryError as error:
@@ -418,7 +423,7 @@ def _reason(error: Any, what: str) -> str:
 
 
 def _message(error: Any) -> str:
-    """What the service says, without the request: the URL of an upload is a credential itself."""
+    """Return the service's message without the request, because an upload's URL is a credential."""
     try:
         message = error.response.json()["error"]["message"]
     except (AttributeError, ValueError, LookupError, TypeError):

@@ -15,13 +15,15 @@ from rmt_tpu.storage.folder import SMALL, Fault, Folder, Found, Unavailable, fau
 
 
 class LocalFolder(Folder):
-    """Files are written by tensorstore's `file` driver: beside, fsynced, and renamed when whole.
+    """A local folder whose files tensorstore's `file` driver writes.
 
-    It is also what makes `create` and a conditional `delete` exclusive, by a lock file.
+    The driver writes a file next to its target, fsyncs it, and renames it when it is whole. By a
+    lock file it also makes `create` and a conditional `delete` exclusive.
     """
 
     def __init__(self, url: str):
-        """
+        """Make a folder of a local path.
+
         Raises:
           UsageError: Python and tensorstore would not mean the same path.
         """
@@ -66,7 +68,7 @@ class LocalFolder(Folder):
 
     def read(self, name: str, *, limit: int = SMALL) -> Found | None:
         with self._told(name):
-            # Before memory is taken.
+            # The size is checked before memory is allocated.
             path = self.local_path / join(name)
             if path.is_file() and (size := path.stat().st_size) > limit:
                 raise Fault(f"{self._of(name)} has {size} bytes, more than {limit}")
@@ -106,13 +108,13 @@ class LocalFolder(Folder):
                     left = memoryview(data)
                     while left:
                         left = left[file.write(left) :]
-                except OSError:  # a full disk, say
+                except OSError:  # for example a full disk
                     file.truncate(before)
                     raise
 
     def delete(self, name: str, *, generation: Any = None) -> bool:
         with self._told(name):
-            # tensorstore would make the folder of a file that is not there.
+            # tensorstore would create the folder of a file that does not exist.
             if not os.path.lexists(self.local_path / join(name)):
                 return True
             if generation is None:
@@ -129,14 +131,15 @@ class LocalFolder(Folder):
                     found = [e.name + "/" * e.is_dir() for e in entries]
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        # An object store has neither empty folders nor tensorstore's lock files.
+        # Empty folders and tensorstore's lock files are left out, because an object store has
+        # neither.
         return sorted(n for n in found if not n.endswith(".__lock"))
 
     def delete_folder(self, name: str) -> None:
         folder = self.local_path / join(name)
         with self._told(name):
             while os.path.lexists(folder):
-                # Of two who delete the same, each finds files gone.
+                # If two processes delete the same folder, each finds files gone.
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(folder)
 

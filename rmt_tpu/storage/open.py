@@ -1,4 +1,4 @@
-"""From what a person writes to a folder."""
+"""Functions that open a folder or a file at a location given as text."""
 
 import io
 import os
@@ -11,17 +11,17 @@ from rmt_tpu.storage.folder import Folder, Object
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
-Location = str | os.PathLike | Folder  # what a folder may be given as
+Location = str | os.PathLike | Folder  # the types that a folder may be given as
 
 
 def open_folder(url: Location) -> Folder:
-    """The folder at a local path or a `gs://bucket/path`, of which nothing is touched yet.
+    """Return the folder at a local path or a `gs://bucket/path`, without touching it yet.
 
     A Folder is returned as it is.
 
     Raises:
-      UsageError: it is no text, is of another scheme, or no such bucket or path can be; or what
-        `gs://` needs is not installed or has no credentials.
+      UsageError: the location is not text, has another scheme, or is no legal bucket or path; or
+        what `gs://` needs is not installed or has no credentials.
     """
     if isinstance(url, Folder):
         return url
@@ -42,7 +42,7 @@ def open_folder(url: Location) -> Folder:
 
 
 def open_parent(location: str) -> tuple[Folder, str]:
-    """The folder of a file, local or gs://, and the file's name in it, "" if it names none.
+    """Return the folder of a file, local or gs://, and the file's name in it, "" if none.
 
     Raises:
       UsageError: see `open_folder`.
@@ -52,10 +52,10 @@ def open_parent(location: str) -> tuple[Folder, str]:
 
 
 def find_objects(url: str) -> list[Object]:
-    """The object of a `gs://` name, or those that it matches as a glob, sorted; maybe none.
+    """Return the object of a `gs://` name, or those that match it as a glob, sorted.
 
-    In a glob `*`, `?` and `[...]` stay within a folder and match no dot at the beginning of a name,
-    as in a shell, and `**` is any depth.
+    The list may be empty. In a glob `*`, `?` and `[...]` stay within a folder and match no dot at
+    the beginning of a name, as in a shell, and `**` matches any depth.
 
     Raises:
       UsageError: the bucket cannot be read, or see `open_folder`.
@@ -64,15 +64,16 @@ def find_objects(url: str) -> list[Object]:
 
 
 def open_object(url: str, size: int, generation: int) -> io.RawIOBase:
-    """The bytes of an object, by ranges, each of which is a request.
+    """Open the bytes of an object, to be read by ranges, each of which is a request.
 
     Args:
       url: `gs://bucket/name`.
-      size: in bytes.
-      generation: what is read is of this one.
+      size: the object's size in bytes.
+      generation: the generation of the object that is read.
 
     Returns:
-      What raises Fault if the object is replaced or deleted, or the service does not answer.
+      A stream, which raises Fault if the object is replaced or deleted, or the service does not
+      answer.
     """
     return _gcs(url).ObjectReader(url, size, generation)
 
