@@ -27,8 +27,9 @@ class Banked(Pipeline):
     Args:
       first: `first(of_first, context) -> row 0`.
       chunk: `chunk(of_chunk, shared, index, bank, context) -> rows, terms` of chunk `index`; rows
-        are [chunk_rows, ...] and depend on the rows before them, those below `1 + index *
-        chunk_rows`. The other rows of the bank are those of an earlier microbatch, or zeros.
+        are [chunk_rows, ...] and depend on the rows before them, those below
+        `1 + index * chunk_rows`. The other rows of the bank are those of an earlier microbatch, or
+        zeros.
       last: `last(of_last, bank, context) -> terms`, or anything. All stages run it at the same
         time, and the bank is complete only on the last stage: see `on_last`.
       schedule: the schedule of the stages.

@@ -1,4 +1,4 @@
-"""Errors that users see as one line, and texts for such lines; this module imports nothing else."""
+"""Errors that users see as one line, and texts for such lines; standard library only."""
 
 import math
 

@@ -139,8 +139,7 @@ class Schedule:
 
         Returns:
           [C]. The sum is C (C - 1) / 2 for "none"; P (P - 1) / 2 + (V - 1) P^2 for "received" (Kimi
-          Team
-          2026, section 4.1); and (V - 1) P less for "all".
+          Team 2026, section 4.1); and (V - 1) P less for "all".
         """
         so_far = np.arange(1, self.chunks + 1)
         lacked = {"none": self.chunks, "received": self.stages, "all": self.stages - 1}[caching]

@@ -338,7 +338,7 @@ class Checkpointer:
         return self._find(step).arrays
 
     def identity(self, step: int | None = None) -> tuple[int, str]:
-        """Return a step, as for `arrays`, and the name of its attempt, which is unique to a save."""
+        """Return a step, as for `arrays`, and the name of its attempt, unique to the save."""
         found = self._find(step)
         return found.step, found.attempt
 

@@ -250,7 +250,7 @@ class Attention(Core):
         return self.core.kv_heads == self.core.num_heads
 
     def _turned(self, z, context):
-        """Return queries, keys and values of own heads; queries and keys normed and rotated."""
+        """Return queries, keys and values of own heads, with norms and positions applied."""
         q, k, v = (apart(x, context) for x in self._own_heads(z))
         if self.query_gain is not None:
             norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": z.dtype}

@@ -39,7 +39,7 @@ class Context(NamedTuple):
       segment_ids: the documents of tokens, which see only their own; None is one document a row.
       mask: an explicit mask in place of "causal within segments", where the caller gives positions
         that are not the order in the row.
-      lengths: the lengths of rows that are padded at their ends; None if none is.
+      lengths: the lengths of rows that are padded at their ends; None if no row is padded.
       start: how many tokens the caches hold of each row; None without caches, or if they are new.
     """
 
@@ -150,7 +150,7 @@ def ring_axis(heads: int, axes: tuple[str, ...]) -> str | None:
 
 
 def own_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
-    """Return a device's own tokens of x, which all devices have for all tokens."""
+    """Return this device's own tokens of x, which has all tokens on every device."""
     return x if ring is None else sharding.own_part(x, ring, axis=1)
 
 
@@ -196,8 +196,7 @@ class Core(nnx.Module):
 
         Returns:
           The stack of `to` with y in its slot, the core's scalars, and what `pull_back` needs
-          besides z and
-          y.
+          besides z and y.
         """
         y, aux = self.with_aux(z, context, index)
         if not choices.outputs_in_place(target()).value:

@@ -8,9 +8,9 @@ For one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek
 
 Scores and weights are at least float32. The bias b of an expert affects only which experts are
 chosen. It has no gradient and is not a weight: it follows how tokens were spread, by
-`config.Balance`. The spread is passed on the way gradients are: the loss contains `load_e (b_e -
-b_e)`, which is 0 and has the load as its derivative, so that every schedule and mesh adds loads up
-with the gradients.
+`config.Balance`. The spread is passed on the way gradients are: the loss contains
+`load_e (b_e - b_e)`, which is 0 and has the load as its derivative, so that every schedule and mesh
+adds loads up with the gradients.
 
 On a mesh the axis `expert` divides experts and, outside this core, sequences. Here its devices
 gather each other's tokens, compute what was chosen of their own experts, and sum the results back

@@ -11,10 +11,10 @@ Norms are RMS norms with a gain. Queries without a rank have no norm, and neithe
 "rope" parts are rotated by position if the config says so; otherwise order is known only from other
 layers.
 
-Training expands keys and values. Decoding keeps only c and k_rope and absorbs W_kvb: with `q_c =
-W_uk^T q_nope`, scores are `q_c . c + q_rope . k_rope`, and `y = W_uv (softmax c)`. A part of a
-prompt attends to expanded keys instead. The keys before the part are expanded in pieces of as many
-tokens as the part has.
+Training expands keys and values. Decoding keeps only c and k_rope and absorbs W_kvb: with
+`q_c = W_uk^T q_nope`, scores are `q_c . c + q_rope . k_rope`, and `y = W_uv (softmax c)`. A part of
+a prompt attends to expanded keys instead. The keys before the part are expanded in pieces of as
+many tokens as the part has.
 """
 
 import functools

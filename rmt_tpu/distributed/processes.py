@@ -125,7 +125,7 @@ def is_first() -> bool:
 
 
 class Channel:
-    """Points where all processes agree, in an order of their own.
+    """A series of points where all processes agree, in an order of its own.
 
     All processes make the same calls of a channel in the same order. Each thread that communicates
     with its counterparts has its own channel, so that calls by other threads in between do not
@@ -245,7 +245,7 @@ def finish(timeout: int | float = 3600.0) -> None:
 
 
 def fail(line: str, code: int) -> NoReturn:
-    """End a run that failed: print a line to standard error, and end the other processes.
+    """Print a line to standard error, and end this process and the others.
 
     The process exits at once, because JAX's own shutdown waits for processes that may never come.
 

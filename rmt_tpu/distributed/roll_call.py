@@ -82,7 +82,7 @@ def hold(member: Member, versions: str, timeout: int | float, tables: Tables = _
 
     Raises:
       RunError: some processes are missing when the time is over, or do not fit together; or process
-        0 cannot listen, or cannot be reached. All processes that are there raise it.
+        0 cannot listen, or cannot be reached. All processes that are there get an error.
     """
     deadline = time.monotonic() + timeout
     hello = {

@@ -42,9 +42,9 @@ def preferred(config: cfg.ModelConfig) -> Iterator[None]:
 
 
 def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of a decoder, and more, to run within `preferred` of its config.
+    """Decorate a function whose first argument is a decoder to run within `preferred`.
 
-    The function raises a one-line error where it is differentiated in forward mode.
+    Forward-mode differentiation of the function raises a one-line error.
     """
 
     @functools.wraps(function)

@@ -111,8 +111,7 @@ def run_layers(
 
     Returns:
       This stage's part of the rows that the last stage has read, so that stages share further work;
-      and
-      the scalars of this stage's own cores for all rows.
+      and the scalars of this stage's own cores for all rows.
 
     Raises:
       MeshError: see `check`.

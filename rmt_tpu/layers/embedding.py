@@ -69,7 +69,8 @@ class Unembedding(nnx.Module):
         output_multiplier = getattr(config.parametrization, "output_multiplier", 1.0)
         self.multiplier = output_multiplier / config.width_ratio
         # In muP the initial standard deviation is that of the base model, because the multiplier
-        # already divides by the width ratio, which would otherwise scale the learning rate.
+        # already divides the logits by the width ratio. Otherwise the learning rate would have to
+        # be divided by it.
         base_width = config.width / config.width_ratio
         # The kernel is one 2-D matrix, because with a separate axis of vectors the compiler
         # transposes it.

@@ -22,8 +22,8 @@ class Seed(NamedTuple):
 
     Weights of one name, place and shape are therefore the same in all models of a seed, whatever
     else these models contain and however their layers are stacked. A name is the path of attributes
-    that leads to the parameter from the model or, within layers, from its sublayer: `seed / "core"
-    / "w_1"`.
+    that leads to the parameter from the model or, within layers, from its sublayer:
+    `seed / "core" / "w_1"`.
 
     Attributes:
       base: the key made from the run's seed and from the numbers folded in so far.
@@ -146,7 +146,7 @@ def stack(
 def metadata(module: nnx.Module, name: str) -> dict:
     """Return the metadata `name` ("role", "axes", ...) of each parameter, as a pure dict of `nnx`.
 
-    A parameter without a `fan_in` has 1, and one that does not say so counts as exact.
+    A parameter without `fan_in` counts as 1, and one without `exact` as exact.
     """
     state = nnx.state(module, nnx.Param)
     default = {"fan_in": 1, "exact": True}

@@ -1,8 +1,8 @@
 """Highway Transformer: a self-gating unit (SDU) parallel to every sublayer.
 
-Chai, Jin and Hou (2020), in the pre-norm form of their code. With the sublayer's own output `y_l =
-f_l(norm_l(h_{l-1}))`, gate `T = act(x W_1)` and value `v = x W_2`, where x is `norm_l(h_{l-1})` or
-the raw `h_{l-1}`:
+Chai, Jin and Hou (2020), in the pre-norm form of their code. With the sublayer's own output
+`y_l = f_l(norm_l(h_{l-1}))`, gate `T = act(x W_1)` and value `v = x W_2`, where x is
+`norm_l(h_{l-1})` or the raw `h_{l-1}`:
 
     add      h_l = h_{l-1} + y_l + T * v
     carry    h_l = (1 - T) * h_{l-1} + y_l + T * v

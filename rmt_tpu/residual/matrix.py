@@ -29,7 +29,7 @@ class Site(nnx.Module):
       gain: the gain of the norm, [D_k, D_v].
       read_keys: r_Q, r_K, r_V as [3 H, D_k] before heads, and r_FF or r_U, [R, D_k], where the next
         core reads the whole residual.
-      stacked: the stack of which this site is a slice, and its index; None where it is not known.
+      stacked: the stack that has this site as a slice, and its index; None where it is unknown.
       whole: whether what is written, and what is read, has no heads.
     """
 
@@ -74,12 +74,12 @@ class Site(nnx.Module):
 def start_of_keys(config: cfg.ModelConfig, count: int, *, writes: bool) -> float:
     """Return muP's factor on the base model's standard deviation of keys; 1 without muP.
 
-    The largest singular value of a matrix [m, n] of draws of standard deviation s is `s (sqrt(m) +
-    sqrt(n))`. The layers before a matrix learn along its largest singular vectors. If the output is
-    to move as much as the input does, that value must be `sqrt(out / in)` (Yang, Simon and
-    Bernstein 2023), so s must be `1 / sqrt(in) / (1 + sqrt(in / out))`. The last factor stays
-    constant where all sizes grow together. R and D_k may grow alone, and keys then behave more and
-    more like an unembedding.
+    The largest singular value of a matrix [m, n] of draws of standard deviation s is
+    `s (sqrt(m) + sqrt(n))`. The layers before a matrix learn along its largest singular vectors. If
+    the output is to move as much as the input does, that value must be `sqrt(out / in)` (Yang,
+    Simon and Bernstein 2023), so s must be `1 / sqrt(in) / (1 + sqrt(in / out))`. The last factor
+    stays constant where all sizes grow together. R and D_k may grow alone, and keys then behave
+    more and more like an unembedding.
     """
     base = config.base_model
 
@@ -293,10 +293,8 @@ class Store(nnx.Module):
 
         Returns:
           The residual that `add_and_read` was given, the cotangents of residual, y and site, and,
-          if
-          `before` gives the site before with its norm's statistics, what that site read of the
-          residual
-          (otherwise None).
+          if `before` gives the site before with its norm's statistics, what that site read of the
+          residual (otherwise None).
         """
         store_keys, gain, read_keys = _in_place(site)
         again = None

@@ -119,8 +119,7 @@ class Invertible(Store, Protocol):
 
         Returns:
           The rebuilt residual, the cotangents of residual, y and site, and what the site before
-          read of
-          the rebuilt residual (None without `before`).
+          read of the rebuilt residual (None without `before`).
         """
 
 
@@ -190,8 +189,7 @@ class Merging(Store, Protocol):
 
         Returns:
           The mixes and the running sum for later use, as `pallas_kernels.depth_attention_merge`
-          returns
-          them, and what the site reads.
+          returns them, and what the site reads.
         """
 
 
@@ -232,7 +230,7 @@ class Carried(Protocol):
     ) -> tuple[Any, Written]:
         """Return the state before the first write, and that write.
 
-        The arguments are what `Store.start` returns.
+        `state` and `y` are what `Store.start` returns.
         """
 
     def advance(
@@ -386,8 +384,7 @@ class Banked(Protocol):
 
         Returns:
           What the unembedding reads, and for each site the weights over depth of the sources that
-          it sees,
-          oldest first; no weights where they do not depend on tokens.
+          it sees, oldest first; no weights where they do not depend on tokens.
         """
 
     def depth_weights(

@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
         return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 
     def factor(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
-        """Return r x, padded: a factor of a vector that is divided by its root mean square."""
+        """Return r x, padded, for x that multiplies a vector divided by its root mean square."""
         held = self.held > self.size
         return self.widened(x * math.sqrt(self.size / self.held)) if held else x
 
@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 
 
 def as_they_are(module: nnx.Module) -> nnx.Module:
-    """Return a store or a mixer that has `tiles` with these set to no padding; others unchanged.
+    """Return a copy of a store or mixer whose `tiles` do not pad; others are returned unchanged.
 
     Kernels for a few tokens take vectors of any size, and XLA would spend time on padding them.
     """

@@ -122,8 +122,7 @@ class Folder(ABC):
 
         Returns:
           Whether the file is there with exactly this content. The answer is therefore right also
-          when a
-          write is repeated because its response was lost.
+          when a write is repeated because its response was lost.
         """
 
     @abstractmethod

@@ -112,7 +112,7 @@ class GcsFolder(Folder):
                 data = blob.download_as_bytes(
                     if_generation_match=blob.generation, raw_download=True, **_patience()
                 )
-            except (NotFound, PreconditionFailed):  # deleted, or replaced, in between
+            except (NotFound, PreconditionFailed):  # it was deleted or replaced in between
                 return self.read(name, limit=limit)
         return Found(data, blob.generation)
 
@@ -125,7 +125,7 @@ class GcsFolder(Folder):
             try:
                 self._upload(self._blob(name), data, if_generation_match=0)
                 return True
-            except PreconditionFailed:  # perhaps by itself, after an answer was lost
+            except PreconditionFailed:  # by this very call, if its answer was lost
                 found = self.read(name)
                 return found is not None and found.data == data
 
@@ -134,7 +134,7 @@ class GcsFolder(Folder):
             try:
                 self._upload(self._blob(name), data, if_generation_match=generation)
                 return True
-            except PreconditionFailed:  # perhaps by itself, after an answer was lost
+            except PreconditionFailed:  # by this very call, if its answer was lost
                 found = self.read(name)
                 return found is not None and found.data == data
 
@@ -158,7 +158,7 @@ class GcsFolder(Folder):
                 if now is None or now.size != whole.size + len(data):
                     raise Fault(f"{self._of(name)}: another writer appends to it") from None
             finally:
-                with contextlib.suppress(Exception):  # garbage of a few bytes
+                with contextlib.suppress(Exception):  # it is only a few bytes of garbage
                     tail.delete(**_patience())
 
     def delete(self, name: str, *, generation: Any = None) -> bool:

@@ -64,7 +64,7 @@ def find_objects(url: str) -> list[Object]:
 
 
 def open_object(url: str, size: int, generation: int) -> io.RawIOBase:
-    """Open the bytes of an object, to be read by ranges, each of which is a request.
+    """Open the bytes of an object, to be read by ranges with one request each.
 
     Args:
       url: `gs://bucket/name`.
