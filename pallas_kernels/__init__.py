@@ -1,4 +1,7 @@
-"""Fused ops for residual streams, with their references. Imports jax only and knows no model."""
+"""Fused ops for residual streams, with their reference implementations.
+
+The package depends on JAX, not on `rmt_tpu`, and knows nothing about models.
+"""
 
 from pallas_kernels.arguments import Slot, placed, taken
 from pallas_kernels.causal_attention import (

@@ -1,4 +1,7 @@
-"""What the ops ask of their arguments: one line that names what does not fit, and what is legal."""
+"""Checks of the ops' arguments, and `Slot`, an argument that names one slice of a stack.
+
+An error message is one line that names the argument that does not fit and says what is legal.
+"""
 
 import math
 import numbers
@@ -13,9 +16,10 @@ FRACTION_BITS_RANGE = range(0, 21)
 
 
 class Slot(NamedTuple):
-    """One of a stack of arrays, `stack[index]`: kernels of loops use it where it lies.
+    """The slice `stack[index]` of a stack of arrays, which a kernel uses in place.
 
-    It is given to an op in place of an array; only a kernel makes a difference of it.
+    A slot can be passed to an op instead of an array. The result is the same; a kernel then reads
+    the slice where it lies in the stack, for example within a loop.
     """
 
     stack: Float[Array, "count *shape"]
@@ -23,7 +27,7 @@ class Slot(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the one."""
+        """Shape of the selected slice."""
         return self.stack.shape[1:]
 
     @property
@@ -36,14 +40,14 @@ class Slot(NamedTuple):
 
 
 def placed(x: Array, to: Slot | None) -> Array:
-    """The stack with x in a slot of it; without one x itself."""
+    """Write x into its slot and return the updated stack; return x if `to` is None."""
     if to is None:
         return x
     return jax.lax.dynamic_update_index_in_dim(to.stack, x.astype(to.dtype), to.index, 0)
 
 
 def taken(x: Any) -> Any:
-    """A tree with the arrays that slots are in place of."""
+    """Return the tree with every slot replaced by the array that it selects."""
     is_slot = lambda x: isinstance(x, Slot)
 
     def take(x: Any) -> Any:
@@ -55,13 +59,16 @@ def taken(x: Any) -> Any:
 
 
 def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None:
-    """Raises ValueError if `x` is no array of floats with these axes.
+    """Check that `x` is an array of floats with these axes.
 
     Args:
-      name: of the argument.
-      x: what was given.
-      axes: names, as in "P K"; "..." is any number of them.
+      name: the argument's name, for the error message.
+      x: the value that was passed.
+      axes: the names of the axes, as in "P K"; "..." stands for any number of axes.
       or_int16: whether int16 is legal too.
+
+    Raises:
+      ValueError: `x` is not such an array.
     """
     names = axes.split()
     legal = f"{name} [{', '.join(names)}] must be an array of floats"
@@ -77,12 +84,12 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
         raise ValueError(f"{legal} with {count}, but is of shape {x.shape}")
     if not (jnp.issubdtype(x.dtype, jnp.floating) or (or_int16 and x.dtype == jnp.int16)):
         raise ValueError(f"{legal}, but is {x.dtype}")
-    if x.dtype.itemsize < 2:  # JAX promotes no others with them
+    if x.dtype.itemsize < 2:  # JAX does not promote narrower floats with other dtypes.
         raise ValueError(f"{legal}, but is {x.dtype}; legal: floats of 16 bits or more")
 
 
 def check_tokens(**counts: Any) -> None:
-    """Raises ValueError if a number of tokens is but a name, as `jax.export` allows of shapes."""
+    """Raise ValueError if a number of tokens is symbolic, as `jax.export` allows in shapes."""
     for name, count in counts.items():
         if not isinstance(count, int):
             raise ValueError(
@@ -92,7 +99,7 @@ def check_tokens(**counts: Any) -> None:
 
 
 def check_epsilon(name: str, value: Any) -> None:
-    """Raises ValueError if a norm's epsilon is no finite number from 0 on."""
+    """Raise ValueError if a norm's epsilon is not a finite number of at least 0."""
     if isinstance(value, jax.Array):
         raise ValueError(f"{name} must be a number, which an array or a traced value is not")
     if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:  # NaN is neither

@@ -1,4 +1,4 @@
-"""What all kernels share: a Pallas call with everything by name, and the sizes of a TPU."""
+"""Pallas calls with named operands, which all kernels use, and helpers for sizes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from pallas_kernels.target import target
 LANES = 128
 
 
-# An array, or the shape of one that is to be made.
+# An array, or the shape of an output that is yet to be computed.
 Shaped = Array | jax.ShapeDtypeStruct
 Blocked = Mapping[str, tuple[Shaped | Slot, pl.BlockSpec]]
 
@@ -41,22 +41,26 @@ def tpu_call(
     prefetch: Mapping[str, Array | np.ndarray] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> dict[str, Array]:
-    """`kernel(inputs, outputs, scratch)` over the grid, each a dict of refs; the outputs by name.
+    """Run `kernel(inputs, outputs, scratch)` over a grid on a TPU and return the outputs by name.
+
+    The kernel gets three dicts of refs.
 
     Args:
       kernel: the body of a grid step.
-      name: of the kernel in the compiled program.
-      inputs, outputs: by name, an array (or its shape) and its block; of inputs also a slot, whose
-        blocks are taken where it lies.
-      scratch: by name.
-      grid, semantics: steps along each dimension, and how they may be ordered.
-      flops, moved, transcendentals: the estimate of its cost for XLA; `moved` in bytes, None is
-        every input and output once, of a stack of which blocks leave out the first axis one, and
-        nothing of what lies anywhere where blocks are chosen: a chosen one is put into it.
-      aliased: of inputs, the output that is written over each.
-      prefetch: int32 arrays [n] that blocks are chosen by: their index functions are given them
-        last, in the order of their names, and the kernel among the inputs.
-      interpret: whether to run it in plain JAX; or how, by an interpreter that knows more of TPUs.
+      name: the kernel's name in the compiled program.
+      inputs, outputs: for each name an array (or its shape) and its block spec. An input may also
+        be a slot, whose blocks are then read from the stack in place.
+      scratch: the scratch shapes by name.
+      grid, semantics: the number of steps along each grid dimension, and how these may be ordered.
+      flops, moved, transcendentals: the cost estimate for XLA; `moved` is in bytes. The default of
+        `moved` counts every input and output once. It counts one slice of a stack whose blocks
+        leave out the first axis. If blocks are chosen by prefetched arrays, it does not count
+        arrays in memory space ANY, because a chosen block is written into them.
+      aliased: for the name of an input, the name of the output that overwrites it.
+      prefetch: int32 arrays [n] that choose blocks. The index functions get them as last arguments,
+        in the order of their names; the kernel gets them among its inputs.
+      interpret: whether to run the kernel in plain JAX, or the parameters of the interpreter that
+        models more of a TPU.
     """
     inputs, tables = _in_stacks(inputs, prefetch or {})
     if moved is None:
@@ -91,7 +95,8 @@ def tpu_call(
         cost_estimate=_cost(flops, moved, transcendentals, arrays, shapes),
         interpret=interpret,
     )
-    # What is not in blocks has no axis of the grid that one more could be; nor what chooses them.
+    # A vmap adds an axis to the grid. Arrays without blocks, and arrays that choose blocks, cannot
+    # follow such an axis, so calls that map one of them are mapped by a loop.
     whole = lambda blocked: {k: spec.block_shape is None for k, (_, spec) in blocked.items()}
     alone = [True] * len(tables), whole(inputs)
     if any(whole(outputs).values()):
@@ -103,15 +108,15 @@ def tpu_call(
 
 
 def _mapped(run: Callable[..., Any], alone: Any) -> Callable[..., Any]:
-    """A kernel's call that `jax.vmap` maps by one more axis of the grid, or else by a loop.
+    """Return a kernel call that `jax.vmap` maps by another grid axis, or else by a loop.
 
     Args:
       run: the call.
-      alone: which arguments can only be mapped by a loop, in a tree as they are.
+      alone: a tree like the arguments, True for each argument that only a loop can map.
     """
 
     def narrow(*args: Any) -> Any:
-        # A map is traced again, and maybe where `jax_enable_x64` is on.
+        # The mapped call is traced again, possibly where `jax_enable_x64` is on.
         with jax.enable_x64(False):
             return run(*args)
 
@@ -151,13 +156,14 @@ def gpu_call(
     aliased: Mapping[str, str] | None = None,
     interpret: bool = False,
 ) -> dict[str, Array]:
-    """`kernel(refs)` over the grid, with whole arrays as `refs.<name>`; the outputs by name.
+    """Run `kernel(refs)` over a grid on a GPU and return the outputs by name.
 
-    `refs.barrier()` waits for the program's other threads. `warps` are of a program, `stages` the
-    depth of its loads' pipeline; the rest as for `tpu_call`.
+    The kernel finds each whole array as `refs.<name>`; `refs.barrier()` waits for the program's
+    other threads. `warps` is the number of warps of a program, `stages` the depth of its load
+    pipeline. The other arguments are those of `tpu_call`.
     """
     names = (*inputs, *outputs)
-    # Programs are interpreted by one thread, which has nobody to wait for.
+    # The interpreter runs a program in one thread, which never has to wait.
     barrier = (lambda: None) if interpret else triton.plgpu.debug_barrier
 
     def body(*refs):
@@ -182,7 +188,7 @@ def gpu_call(
 
 
 def _in_stacks(inputs: Blocked, prefetch: Mapping[str, Any]):
-    """With stacks in place of slots; and all that blocks are chosen by, sorted by name."""
+    """Return the inputs with stacks instead of slots, and all arrays that choose blocks by name."""
     slots = {name: x.index for name, (x, _) in inputs.items() if isinstance(x, Slot)}
     of_slots = {f"slot_{k}": jnp.asarray(i, jnp.int32).reshape(1) for k, i in slots.items()}
     tables = dict(sorted((prefetch | of_slots).items()))
@@ -209,7 +215,7 @@ def nbytes(x: Shaped) -> int:
 
 
 def widen(column: Array, width: int) -> Array:
-    """[.., 128] of equal columns to [.., width]."""
+    """Widen a column that is repeated over 128 lanes, [.., 128], to [.., width]."""
     return jnp.concatenate([column] * (width // LANES), axis=-1)
 
 
@@ -236,7 +242,7 @@ def _cost(flops, moved, transcendentals, inputs, outputs) -> pl.CostEstimate:
 
 
 def _declared(outputs: Mapping[str, Shaped], given: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of outputs, which vary in all mesh axes that something given varies in."""
+    """Return the outputs' shapes, varying in all mesh axes in which an array of `given` varies."""
     varies = jax.sharding.ManualAxisType(varying=varies_in(given))
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies)
     return {name: shape(x) for name, x in outputs.items()}

@@ -1,4 +1,4 @@
-"""Operands of TPU kernels as `call.tpu_call` takes them: an array and how it is cut into blocks."""
+"""Operands of TPU kernels in the form that `call.tpu_call` takes: an array and its block spec."""
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -9,23 +9,23 @@ from pallas_kernels.call import Shaped
 
 
 def constant(x: Shaped | Slot) -> tuple[Shaped | Slot, pl.BlockSpec]:
-    """All of it, brought once."""
+    """Return x with one block that holds all of it and is copied once."""
     spec = pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
     return x, spec
 
 
 def in_smem(x: Array) -> tuple[Array, pl.BlockSpec]:
-    """Numbers that are read one by one, [n] or one alone."""
+    """Return x as numbers [n] in SMEM, which a kernel reads one by one; x may be a scalar."""
     return x.reshape(-1), pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
 def anywhere(x: Shaped) -> tuple[Shaped, pl.BlockSpec]:
-    """Where it is: what the kernel copies itself, or what is written over."""
+    """Return x where it lies in memory, for arrays that a kernel copies itself or overwrites."""
     return x, pl.BlockSpec(memory_space=pl.ANY)
 
 
 def of_stack(spec: pl.BlockSpec) -> pl.BlockSpec:
-    """These blocks, of that of a stack which the one prefetched array names."""
+    """Return `spec` for a stacked operand, whose slice the one prefetched array selects."""
 
     def index(*ids_and_chosen):
         *ids, chosen = ids_and_chosen

@@ -1,15 +1,15 @@
-"""One traced program, and for each platform it may be lowered for the implementation that fits.
+"""Choice of the implementation that fits each platform a traced program is lowered for.
 
-What is chosen depends on the platform being *lowered for*, never on the machine that traces: a step
-compiled for a TPU on a machine without one has the TPU's kernels.
+The choice depends on the platform that the program is *lowered for*, never on the machine that
+traces it: a step compiled for a TPU on a machine without one has the TPU's kernels.
 
-A program that `jax.export` lowers for several platforms at once has the kernels of each. JAX
-exports none for a GPU unless `disabled_checks` name its calls; `implementation="xla"` and
-`taking_plain` do without.
+A program that `jax.export` lowers for several platforms at once contains the kernels of each. JAX
+does not export GPU kernels unless `disabled_checks` names their custom calls; with
+`implementation="xla"` or `taking_plain` a program has no kernels.
 
-An op has a gradient in reverse mode, once. Kernels have no derivatives of their own, so what an
-implementation computes is not differentiated further where a kernel may be it; plain JAX
-(`implementation="xla"`) can be.
+An op has one derivative, in reverse mode. Kernels have no derivatives of their own, so the result
+of an implementation that may be a kernel cannot be differentiated further; the result of plain JAX
+(`implementation="xla"`) can.
 """
 
 import contextlib
@@ -42,14 +42,15 @@ def choose(
     *args: Any,
     refused: Mapping[Platform, str | None],
 ) -> Any:
-    """`kernels[platform](*args)` where there is one, and `portable(*args)` elsewhere.
+    """Run `kernels[platform](*args)` on platforms with a kernel, and `portable(*args)` elsewhere.
 
     Args:
-      kernels: by platform.
-      portable: for every platform without a kernel.
-      args: arrays, or trees of them.
-      refused: by platform, why its kernel cannot serve this call; said once in a warning when the
-        call is lowered for that platform, and `portable` takes its place.
+      kernels: the kernels by platform.
+      portable: the function for every platform without a kernel.
+      args: arrays, or trees of arrays.
+      refused: for each platform the reason why its kernel cannot serve this call, or None. When the
+        call is lowered for a platform with a reason, `portable` is used and one warning gives the
+        reason.
     """
     refused = {platform: why for platform, why in refused.items() if why is not None}
     branches = {
@@ -67,7 +68,7 @@ def choose(
 
 
 Implementation = Literal["xla", "mosaic_tpu", "triton", "pallas"]
-# Of kernels, by their names.
+# The platform of each kernel implementation.
 _PLATFORMS: dict[str, Platform] = {"mosaic_tpu": "tpu", "triton": "cuda", "cudnn": "cuda"}
 
 
@@ -79,7 +80,7 @@ _preferred = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def preferring(implementation: str) -> Iterator[None]:
-    """Within, None is this implementation, of the ops that have it."""
+    """Make implementation=None mean this implementation in the context, for ops that have it."""
     with _preferred(implementation):
         yield
 
@@ -89,7 +90,7 @@ _plain = jax.make_user_context(default_value=())
 
 @contextlib.contextmanager
 def taking_plain(ops: Iterable[str]) -> Iterator[None]:
-    """Within, None is "xla" of the ops of these names (`Implementations.name`), before all else."""
+    """Make None mean "xla" for ops with these `Implementations.name`s; takes precedence."""
     with _plain(tuple(sorted({*_plain.value, *ops}))):
         yield
 
@@ -98,11 +99,11 @@ class Called(NamedTuple):
     """A call that a kernel serves.
 
     Attributes:
-      name: of the ops that are taken together, as `taking_plain` has it.
-      op: of these, which.
-      platforms: whose kernels serve it.
-      args: shapes and dtypes, in trees; of a stack's slot that of the array in it.
-      options: by name.
+      name: the name of the group of ops, as in `taking_plain`.
+      op: the op of that group.
+      platforms: the platforms whose kernels serve the call.
+      args: shapes and dtypes, in trees; a slot is described by the slice that it selects.
+      options: the keyword arguments.
     """
 
     name: str
@@ -117,7 +118,7 @@ _collectors = threading.local()
 
 @contextlib.contextmanager
 def collecting_calls() -> Iterator[list[Called]]:
-    """What this thread traces within that a kernel serves, on one platform or another."""
+    """Collect all calls that this thread traces in the context and that a kernel serves."""
     calls: list[Called] = []
     before = getattr(_collectors, "lists", ())
     _collectors.lists = (*before, calls)
@@ -132,9 +133,9 @@ _interpreted = jax.make_user_context(default_value=False)
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Within, where a TPU would run a kernel, this machine interprets it: to check it without one.
+    """Interpret kernels on this machine in the context where a TPU would run them, to check them.
 
-    A backward pass is traced where the gradient is taken, and has to be within too.
+    A backward pass is traced where the gradient is taken, so that has to be in the context too.
     """
     with _interpreted(True):
         yield
@@ -142,15 +143,15 @@ def interpreting() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Implementations:
-    """The implementations of an op: modules, or objects with their functions.
+    """The implementations of an op: modules, or objects with the same functions.
 
     Attributes:
-      portable: for any platform.
-      kernels: by name, one for a platform; each has `unsupported(op, *args) -> why, in a line, or
-        None`, and where it is not taken by default `wins(op, *args)`, whether a table says that it
-        is faster.
-      by_default: platforms whose kernels are shown to be faster, and so taken unasked.
-      name: of the ops together, for `taking_plain`.
+      portable: the implementation for any platform.
+      kernels: the kernel implementations by name, one for a platform. Each has `unsupported(op,
+        *args)`, which returns the reason in one line or None. If it is not used by default it also
+        has `wins(op, *args)`, which says whether a table lists it as faster.
+      by_default: the platforms whose kernels are known to be faster and are used by default.
+      name: the name of the group of ops, for `taking_plain`.
     """
 
     portable: Any
@@ -160,7 +161,7 @@ class Implementations:
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
-        """What can be asked for, and the platforms whose kernels each takes."""
+        """The implementation names that can be requested, and the platforms of their kernels."""
         alone = {name: (_PLATFORMS[name],) for name in self.kernels}
         return {"xla": (), **alone, "pallas": tuple(self._on)}
 
@@ -170,12 +171,12 @@ class Implementations:
         return {_PLATFORMS[name]: kernel for name, kernel in self.kernels.items()}
 
     def run(self, implementation: str | None, op: str, *args: Any, **options: Any) -> Any:
-        """`module.op(*args, **options)` with the module of the implementation that is asked for.
+        """Run `module.op(*args, **options)` with the module of the requested implementation.
 
         Raises:
-          UnsupportedImplementation: it is unknown, or cannot serve this call, or (when the program
-            is lowered) is not for the platform lowered for.
-          TypeError: what it computes is differentiated, and may be a kernel.
+          UnsupportedImplementation: the implementation is unknown, or cannot serve this call, or
+            (when the program is lowered) is not for the platform lowered for.
+          TypeError: the result is differentiated, although it may come from a kernel.
         """
         if implementation is None and self.name in _plain.value:
             implementation = "xla"
@@ -189,7 +190,7 @@ class Implementations:
         platforms = (
             self._unasked(op, args) if implementation is None else self.names[implementation]
         )
-        # Where all is zero, a norm with an epsilon of 0 would divide by it.
+        # A norm with an epsilon of 0 would divide by zero where all entries are zero.
         options |= {k: max(x, _LEAST) for k, x in options.items() if k in _EPSILONS}
         run = lambda module: functools.partial(getattr(module, op), **options)
         portable = run(self.portable)
@@ -225,7 +226,7 @@ class Implementations:
                 calls.append(called)
 
     def _unasked(self, op: str, args: tuple) -> tuple[Platform, ...]:
-        """Those by default, and those of which a table says that the kernel wins."""
+        """Return the default platforms, and those where a table says that the kernel is faster."""
         if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)) or _symbolic(args):
             return self.by_default
         others = {p: kernel for p, kernel in self._on.items() if p not in self.by_default}
@@ -234,16 +235,17 @@ class Implementations:
 
 
 def _symbolic(args: tuple) -> str | None:
-    """Why kernels cannot serve shapes of `jax.export` that have names for sizes, or None."""
+    """Return why kernels cannot serve symbolic shapes of `jax.export`; None if none is symbolic."""
     shapes = (jnp.shape(leaf) for leaf in jax.tree.leaves(args))
     unknown = next((s for s in shapes if not all(isinstance(size, int) for size in s)), None)
     return None if unknown is None else f"an array of the symbolic shape {unknown}"
 
 
 def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel traced as without `jax_enable_x64`, for it counts and shifts in 32 bits.
+    """Return the kernel traced with `jax_enable_x64` off, because it counts and shifts in 32 bits.
 
-    Results vary over a mesh as its arguments do: those of a library's kernel do not say that.
+    The results are marked as varying over the mesh axes of the arguments, which a library's kernel
+    does not do itself.
     """
 
     def narrow(x: Any) -> Any:
@@ -261,7 +263,7 @@ def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_first(identity: Callable[[Any], Any], args: tuple) -> tuple:
-    """`args` with `identity` applied to the first array."""
+    """Return `args` with `identity` applied to the first array."""
     first, *others = jax.tree.leaves(args)
     return jax.tree.unflatten(jax.tree.structure(args), [identity(first), *others])
 
@@ -275,7 +277,7 @@ def _identity(name: str) -> Primitive:
     return primitive
 
 
-# An identity whose only effect is a warning when it is lowered for a platform that lost its kernel.
+# An identity that warns when it is lowered for a platform whose kernel cannot serve the call.
 _fallback_p = _identity("kernel_fallback")
 
 
@@ -293,15 +295,15 @@ def _warn_on(platform: Platform):
 _warn_on("tpu")
 _warn_on("cuda")
 
-# An identity that can be lowered for the platform of the implementation that was named, alone.
+# An identity that can only be lowered for the platform of the implementation that was named.
 _only_p = _identity("kernel_platform")
 
 
 def only_on(platform: Platform, implementation: str, x: Any) -> Any:
-    """x, in programs that are lowered for this platform alone; it is not to be differentiated.
+    """Return x in a program that may be lowered for this platform only, and not differentiated.
 
     Raises:
-      UnsupportedImplementation: (when the program is lowered) it is for another one.
+      UnsupportedImplementation: (when the program is lowered) it is for another platform.
     """
     return _only_p.bind(x, platform=platform, implementation=implementation)
 
@@ -344,8 +346,8 @@ def _refuse_derivative(primals, tangents, *, op):
 ad.primitive_jvps[_operand_p] = _refuse_derivative
 
 
-# A kernel, which is lowered for its platform alone in a program for several at once: JAX lowers a
-# branch that is for one of them as if it were for all.
+# A kernel call that is lowered only for its own platform in a program for several platforms. JAX
+# would lower a branch that belongs to one of them as if it were for all.
 _kernel_p = Primitive("kernel")
 _kernel_p.multiple_results = True
 _kernel_p.def_abstract_eval(lambda *_, jaxpr, platform: jaxpr.out_avals)
@@ -357,7 +359,7 @@ def _run_kernel(*args, jaxpr, platform):
 
 
 def _for_one(platform: Platform, kernel: Callable[..., Any], *args: Any) -> Any:
-    """`kernel(*args)`, in a branch that is taken on this platform."""
+    """Run `kernel(*args)` in a branch that is taken on this platform."""
     leaves, tree = jax.tree.flatten(args)
     flat = lambda *leaves: kernel(*tree.unflatten(leaves))
     jaxpr, results = jax.make_jaxpr(flat, return_shape=True)(*leaves)
@@ -374,7 +376,7 @@ def _map_kernel(args, axes, *, jaxpr, platform):
 def _lower_kernel(context, *args, jaxpr, platform):
     module = context.module_context
     if len(module.platforms) > 1:
-        # What is kept of it for the same calls elsewhere is for all platforms.
+        # The cached lowerings of equal calls elsewhere are for all platforms.
         module = module.replace(cached_primitive_lowerings={})
         context = context.replace(module_context=module, platforms=(platform,))
     return mlir.lower_fun(jax.extend.core.jaxpr_as_fun(jaxpr))(context, *args)
@@ -385,9 +387,9 @@ mlir.register_lowering(_kernel_p, _lower_kernel)
 
 
 def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with a `jax.custom_vjp` inside that says in a line that it has no forward mode.
+    """Wrap a function with a `jax.custom_vjp` inside, so that forward mode fails with a clear line.
 
-    Its gradients are right in a `jax.shard_map` that checks what varies, too: see `vary_alike`.
+    The gradients are also right in a `jax.shard_map` that checks what varies: see `vary_alike`.
     """
 
     @functools.wraps(op)
@@ -401,7 +403,7 @@ def reverse_mode(op: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def reverse_mode_alone(name: str) -> Iterator[None]:
-    """Within, JAX's error about forward mode is one line about the function of this name."""
+    """Replace JAX's error about forward mode by one line that names this function."""
     try:
         yield
     except TypeError as error:
@@ -414,10 +416,11 @@ def reverse_mode_alone(name: str) -> Iterator[None]:
 
 
 def vary_alike(given: Any) -> Any:
-    """A tree with each array of floats varying over all mesh axes that one of its arrays varies in.
+    """Make each array of floats in a tree vary over all mesh axes in which any array varies.
 
-    What is derived from some of these varies in all of their axes, and a gradient of one's own must
-    vary as its primal does. JAX sums up the gradient of what is made to vary.
+    A result computed from several arrays varies in all of their axes, and the cotangent of a
+    custom gradient must vary as its primal does. JAX sums the gradient of an array that was made
+    to vary.
     """
     varies = varies_in(given)
     if not varies:
@@ -432,19 +435,19 @@ def vary_alike(given: Any) -> Any:
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The array, varying over these mesh axes too."""
+    """Return the array, varying over these mesh axes too."""
     missing = tuple(sorted(axes - varies_in(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varies_in(given: Any) -> frozenset[str]:
-    """The mesh axes that an array of a tree varies in, where `jax.shard_map` checks it."""
+    """Return the mesh axes in which any array of a tree varies, if `jax.shard_map` checks it."""
     of = lambda x: jax.typeof(x).manual_axis_type.varying
     return frozenset().union(*(of(x) for x in jax.tree.leaves(given) if isinstance(x, jax.Array)))
 
 
 def checks_varying() -> str | None:
-    """Why a kernel that does not say how its results vary cannot be traced here, or None."""
+    """Return why a kernel that does not declare how its results vary cannot be traced, or None."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes or not varies_in(jax.lax.axis_index(axes[0])):
         return None

@@ -1,4 +1,4 @@
-"""Products of tiles, and the numbers of their softmaxes, for the TPU kernels."""
+"""Products of tiles, and constants of softmaxes, for the TPU kernels."""
 
 import functools
 import math
@@ -11,9 +11,14 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 def dot(a, b, over=(1, 0), of_each=()):
-    """The product over an axis of each, with float32 sums; float32 is not rounded for it.
+    """Contract one axis of each operand, accumulating in float32.
 
-    `of_each`: an axis of both, of which each has its own product.
+    Float32 operands are multiplied at full precision.
+
+    Args:
+      a, b: the operands.
+      over: the axis of a and the axis of b that are contracted.
+      of_each: batch axes, the same in a and b.
     """
     narrow = a.dtype == b.dtype == jnp.bfloat16
     return jax.lax.dot_general(

@@ -1,7 +1,7 @@
-"""Sizes of the ops, those of models by name, and the shapes of operands at a size.
+"""Sizes of the ops, sizes of models by name, and the shapes of operands at a size.
 
-Reports, the search for block sizes and tests take them from here; to place operands on a device
-they give an `array(dtype, *shape)` of their own.
+Reports, the search for block sizes and the tests use these shapes. A caller that needs operands on
+a device passes its own `array(dtype, *shape)`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, Par
 from pallas_kernels.key_vector.interface import Again, Backward, Site, Statistics
 
 Array = Callable[..., jax.ShapeDtypeStruct]
-# Of a step: 8192, in sequences as the RMT paper's.
+# Tokens of a step: 8192, in sequences as long as in the RMT paper.
 TOKENS = (16, 512)
 
 
@@ -22,7 +22,7 @@ def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 class KeyVector(NamedTuple):
-    """A residual of K x V; R vectors are stored and P retrieved, or none."""
+    """A residual of K x V with R stored and P retrieved vectors; R or P may be 0."""
 
     K: int
     V: int
@@ -40,7 +40,7 @@ class KeyVector(NamedTuple):
         return Site(array(residual or data, *tokens, K, V), *stored, *read)
 
     def backward(self, tokens, data="bfloat16", residual=None, array: Array = array) -> Backward:
-        """Of the whole site, or of what there is of it."""
+        """Return the operands of the backward pass, without those of a half that is missing."""
         K, V, R, P = self
         site = self.site(tokens, data, residual, array)
         dtype = data if residual in (None, "int16") else residual
@@ -51,7 +51,7 @@ class KeyVector(NamedTuple):
         return Backward(site, _statistics(tokens, array), d_residual, d_retrieved)
 
     def again(self, tokens, array: Array = array) -> Again:
-        """A read of what is rebuilt, of P vectors."""
+        """Return the operands of a read of P vectors from a residual that is rebuilt."""
         read = array("float32", self.K, self.V), array("float32", self.P, self.K)
         return Again(*read, _statistics(tokens, array))
 
@@ -62,14 +62,14 @@ def _statistics(tokens, array: Array) -> Statistics:
 
 
 class Heads(NamedTuple):
-    """Of attention, or of linear attention."""
+    """The number and size of heads of attention or linear attention."""
 
     heads: int
     size: int
 
 
 class Depth(NamedTuple):
-    """S sites over N sources of D numbers a token."""
+    """S sites that read N sources with D numbers per token."""
 
     S: int
     N: int
@@ -82,12 +82,12 @@ class Depth(NamedTuple):
         return Partial(*sources, mixed if prior else None)
 
     def scored(self, tokens, dtype="bfloat16", *, array: Array = array) -> Scored:
-        """With the gradients that those of the sources are added to."""
+        """Return backward operands, with the gradients to which those of the sources are added."""
         sums, sources = array("float32", self.S, *tokens), array(dtype, self.N, *tokens, self.D)
         return Scored(sums, sums, array(dtype, self.S, *tokens, self.D), sources)
 
     def merge(self, tokens, dtype="bfloat16", *, array: Array = array) -> Merge:
-        """Of one of the sites."""
+        """Return the operands of a merge at one of the sites."""
         parameter, token = array("float32", self.D), array(dtype, *tokens, self.D)
         mixed, sums = array(dtype, self.S, *tokens, self.D), array("float32", *tokens)
         site, active = array("int32"), array("bool")
@@ -98,7 +98,7 @@ class Depth(NamedTuple):
         return given, MergeCotangents(given.current, given.mixed, given.current)
 
 
-# Before attention; of the RMT paper's Table 9, and with four times the keys.
+# Sites before attention: the sizes of the RMT paper's Table 9, and one with four times the keys.
 RMT_46M = KeyVector(32, 32, 12, 36)
 RMT_134M = KeyVector(32, 64, 12, 36)
 RMT_206M = KeyVector(48, 64, 14, 42)
@@ -107,7 +107,7 @@ RMT_LARGE = KeyVector(256, 64, 16, 48)
 
 GPT2_160M, GPT2_405M, KIMI_48B = Heads(12, 64), Heads(16, 64), Heads(32, 128)
 
-# Over all blocks, of two widths, or over all sublayers; and all sites of a block.
+# One site over all blocks (of two widths) or over all sublayers, and all sites of a block at once.
 OVER_BLOCKS, OVER_WIDE, OVER_SUBLAYERS = Depth(1, 9, 2048), Depth(1, 9, 7168), Depth(1, 33, 1024)
 ONE_SITE = OVER_BLOCKS, OVER_WIDE, OVER_SUBLAYERS
 ALL_SITES = Depth(8, 9, 2048)

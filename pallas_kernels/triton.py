@@ -1,4 +1,8 @@
-"""Pallas's Triton backend. JAX says since 0.11 that it will go: the portable forms then serve."""
+"""Access to Pallas's Triton backend.
+
+JAX announces since version 0.11 that the backend will be removed; then the portable implementations
+serve GPUs.
+"""
 
 import warnings
 
@@ -14,7 +18,7 @@ except ImportError:
 else:
 
     class CompilerParams(plgpu.CompilerParams):
-        """Of this package's kernels, which are lowered without a warning that JAX gives of each."""
+        """Parameters of this package's kernels, which lower without JAX's deprecation warning."""
 
     def _lower(ctx, *operands, **params):
         from jax._src.pallas.triton.pallas_call_registration import pallas_call_lowering
@@ -28,15 +32,15 @@ else:
 
 
 def no_triton() -> str | None:
-    """Why there are no kernels for GPUs at all; None if there are."""
+    """Return why no kernels for GPUs are available; None if they are."""
     return "this version of jax has no Triton backend for Pallas" if plgpu is None else None
 
 
 def dot(a, b, *, transpose_a=False, transpose_b=False):
-    """`a b` with float32 sums, on tensor cores.
+    """Multiply a and b on tensor cores with float32 sums.
 
-    A float32 is the sum of three bfloat16. The products of parts left out are as small as float32's
-    own rounding; small ones are added first.
+    A float32 operand is split into three bfloat16 terms. The products of terms that are left out
+    are as small as float32's own rounding. Smaller products are added first.
     """
     dimensions = (((0 if transpose_a else 1,), (1 if transpose_b else 0,)), ((), ()))
     multiply = lambda a, b: jax.lax.dot_general(
@@ -50,10 +54,11 @@ def dot(a, b, *, transpose_a=False, transpose_b=False):
 
 
 def _thirds(x):
-    """Three bfloat16, of falling size, that sum to the float32 exactly."""
+    """Split x into three bfloat16 terms of falling size whose sum is exactly the float32 x."""
     parts = []
     for _ in range(3):
-        # Cut off by its bits: a compiler may take a cast there and back for nothing.
+        # The low bits are cut off directly, because a compiler may remove a cast to bfloat16 and
+        # back.
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
         part = jax.lax.bitcast_convert_type(bits, jnp.float32)
         parts.append(part.astype(jnp.bfloat16))
