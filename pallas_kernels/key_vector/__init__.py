@@ -1,25 +1,28 @@
 """Key-vector ops: write outer products into a residual matrix, normalise it, read it with keys.
 
 Mak and Flanigan (2025), "Residual Matrix Transformers", equations 12, 13 and 18 to 27. Between two
-sublayers the residual matrix is written by the one and read by the next; `store_norm_retrieve` is
-that whole span, so that an implementation can touch the big state once in and once out.
+sublayers the first one's output is written to the residual matrix and the second one's input is
+read from it. `store_norm_retrieve` computes both at once, so that an implementation can read and
+write the large residual only once.
 
-Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (TPU kernels), "triton" (GPU kernels) and
-"pallas" (the kernels of whatever platform the program is lowered for, plain JAX on others). None is
-"xla", but the TPU kernels on a TPU; GPU kernels have to be asked for until they are measured.
+Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (TPU kernels), "triton" (GPU
+kernels) and "pallas" (the kernels of the platform that the program is lowered for, plain JAX on
+other platforms). The default, None, means the TPU kernels on a TPU and "xla" elsewhere; GPU kernels
+have to be requested until they are measured.
 
 `store_norm_retrieve`, `store` and `norm_retrieve` have gradients of every array in reverse mode:
-jax.grad, jax.vjp, jax.jacrev. These are differentiated again only with "xla", and nothing is in
-forward mode first (jax.jvp, jax.jacfwd): a TypeError says so. The others have no gradient; those
-for a backward pass of one's own are in `rebuilding`.
+jax.grad, jax.vjp, jax.jacrev. The gradients can be differentiated again only with "xla". Forward
+mode first (jax.jvp, jax.jacfwd) raises a TypeError that says so. The other ops have no gradient;
+the ops for a backward pass that a caller writes itself are in `rebuilding`.
 
-With a `key_axis` an op is what one device does in `jax.shard_map(.., check_vma=False)`, K being
-divided over that mesh axis of n devices. The residual is then that of the B = n b rows of all the
-axis' devices and of the own slice of K: [B, N, K / n, V]; keys and gain are own slices; data and
-retrieved vectors, and their cotangents, are of the own b rows: [b, N, .., V]. Gradients of keys and
-gain are complete for the own slice and these rows. A site costs an all-gather of the data, a
-reduce-scatter of what is retrieved and an all-gather of two float32 a token; its backward pass an
-all-gather of the cotangents, a reduce-scatter, and an all-gather as small. See `sharded`.
+With a `key_axis` an op is the work of one device in `jax.shard_map(.., check_vma=False)`, where K
+is divided over that mesh axis of n devices. The residual then holds the B = n b rows of all devices
+of the axis and the device's own slice of K: [B, N, K / n, V]. Keys and gain are the device's own
+slices. Data, retrieved vectors and their cotangents belong to the device's own b rows:
+[b, N, .., V]. Gradients of keys and gain are complete for the own slice and these rows. A site
+costs an all-gather of the data, a reduce-scatter of the retrieved vectors and an all-gather of two
+float32 per token. Its backward pass costs an all-gather of the cotangents, a reduce-scatter and an
+equally small all-gather. See `sharded`.
 """
 
 import functools
@@ -90,34 +93,35 @@ def store_norm_retrieve(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Shaped[Array, "*tokens K V"], Float[Array, "*own_tokens P V"]]:
-    """`X' = X + sum_r w_r (x) y_r`, and `z_p = r_p . (gain * norm(X'))`: one site of an RMT.
+    """Compute `X' = X + sum_r w_r (x) y_r` and `z_p = r_p . (gain * norm(X'))`: a site of an RMT.
 
     Args:
-      residual: X, one `K x V` matrix a token, any leading token axes; any float dtype, or int16
-        fixed point, whose writes `undo` takes back exactly. A token reads NaN if its int16 residual
-        leaves the range, or spreads over less than two steps.
-      store_keys: w, the key vectors of the R data vectors written.
+      residual: X, one `K x V` matrix per token, with any leading token axes; any float dtype, or
+        int16 fixed point, whose writes `undo` reverts exactly. A token reads NaN if its int16
+        residual leaves the range or spreads over less than two steps.
+      store_keys: w, the key vectors of the R data vectors that are written.
       data: y, the R data vectors of each token.
       gain: the norm's gain; the norm runs over all `K * V` entries of a token together.
-      read_keys: r, the key vectors of the P data vectors retrieved.
+      read_keys: r, the key vectors of the P data vectors that are retrieved.
       norm: "layernorm" subtracts the mean first, "rmsnorm" does not.
-      epsilon: added to the variance (layernorm) or mean square (rmsnorm); 0 or above.
-      fraction_bits: of an int16 residual: steps of `2^-fraction_bits`, up to 2^15 of them either
-        way; 1/512 and 64 for the default of 9. The same for all calls on a residual.
-      key_axis: the mesh axis over which K is divided, if any; there are exactly two token axes
-        then, and data and z are of the own rows (see the module's docstring).
-      implementation: None picks what is best on the platform that the program is lowered for.
+      epsilon: the number added to the variance (layernorm) or mean square (rmsnorm); at least 0.
+      fraction_bits: the fraction bits of an int16 residual. Its step is `2^-fraction_bits` and its
+        range 2^15 steps to either side: 1/512 and 64 for the default of 9. All calls on a residual
+        must use the same number.
+      key_axis: the mesh axis over which K is divided, or None. With an axis there are exactly two
+        token axes, and data and z belong to the device's own rows (see the module's docstring).
+      implementation: None picks the best one for the platform that the program is lowered for.
 
     Returns:
       `X'` in the residual's dtype, and z in the data's dtype. Statistics and sums are at least
       float32; z is read from X' as rounded to the residual's dtype.
 
     Raises:
-      UnsupportedImplementation: a named implementation cannot serve this call, or an int16
-        residual is differentiated: JAX has no gradients of integers (`undo` gives them).
+      UnsupportedImplementation: a named implementation cannot serve this call, or an int16 residual
+        is differentiated: JAX has no gradients of integers (`undo` gives them).
       ValueError: shapes or dtypes do not fit, the norm is unknown, or epsilon is negative.
-      TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
-      NameError: `key_axis` is no axis of a `jax.shard_map` around.
+      TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
+      NameError: `key_axis` is not an axis of an enclosing `jax.shard_map`.
     """
     site = Site(residual, store_keys, data, gain, read_keys)
     call = calls.checked(Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
@@ -140,23 +144,24 @@ def store_norm_retrieve_at(
     size_major: tuple[bool, bool] = (False, False),
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
-    """`store_norm_retrieve` of a few tokens, as in decoding, at a layer of stacked keys and gains.
+    """Compute `store_norm_retrieve` for a few tokens at one layer of stacked keys and gains.
 
-    The TPU's kernel takes the layer's where they lie, and its time grows with each token; from 128
-    in a sequence on the other op's is faster. With "xla" alone it is differentiable.
+    The op serves decoding. The TPU's kernel reads the layer's keys and gain where they lie in the
+    stacks. Its time grows with each token: from 128 tokens in a sequence on, `store_norm_retrieve`
+    is faster. The op is differentiable only with "xla".
 
     Args:
-      layer: which of the L.
-      residual, data, norm, epsilon: as of `store_norm_retrieve`; no int16, no `key_axis`.
-      store_keys, gain, read_keys: of all layers.
-      size_major: whether data, and what is retrieved, lie in memory as [V, R] and [V, P], as in a
-        feed-forward network's vectors: the outcome is the same.
-      implementation: as there; "triton" is none of this op.
+      layer: the index of the layer, below L.
+      residual, data, norm, epsilon: as in `store_norm_retrieve`, but without int16 residuals.
+      store_keys, gain, read_keys: the parameters of all layers.
+      size_major: whether data and the retrieved vectors lie in memory as [V, R] and [V, P], like
+        the vectors of a feed-forward network. It does not change the result.
+      implementation: as in `store_norm_retrieve`, but this op has no "triton".
 
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or epsilon is negative.
-      TypeError: what may be a kernel is differentiated.
+      TypeError: the op is differentiated where it may be a kernel.
     """
     check_array("residual", residual, "... K V")
     for name, x, axes in (
@@ -187,7 +192,7 @@ def store(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "*tokens K V"]:
-    """The writing half of `store_norm_retrieve`: `X + sum_r w_r (x) y_r` (equations 18 to 23)."""
+    """Compute the write of `store_norm_retrieve`: `X + sum_r w_r (x) y_r` (equations 18 to 23)."""
     call = Call("layernorm", 0.0, implementation, None, key_axis, fraction_bits)
     call = calls.checked(call, Site(residual, store_keys, data), reads=False)
     return _store(call, Site(_flat(residual), store_keys, _flat(data))).reshape(residual.shape)
@@ -206,7 +211,7 @@ def norm_retrieve(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*own_tokens P V"]:
-    """The reading half: `r_p . (gain * norm(X))` (equations 22, 25, 27), in `dtype` or X's."""
+    """Compute the read: `r_p . (gain * norm(X))` (equations 22, 25, 27), in `dtype` or X's."""
     site = Site(residual, gain=gain, read_keys=read_keys)
     call = calls.checked(Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
     call = call._replace(dtype=jnp.dtype(dtype or residual.dtype))
@@ -227,7 +232,7 @@ def _store_norm_retrieve(call, site):
 
 def _store_norm_retrieve_forward(call, site):
     _refuse_integers(site.residual)
-    # Not in place: where this is differentiated, the residual before is often needed as well.
+    # The write is not in place: a differentiated caller often needs the old residual as well.
     site = site._replace(data=sharded.gather(site.data, call.key_axis))
     stored, retrieved, statistics, read = calls.forward(call, False, site)
     return (stored, retrieved), (site._replace(residual=stored), statistics, read)
@@ -240,7 +245,7 @@ def _store_norm_retrieve_backward(call, saved, cotangents):
 
 
 def _of_parameters(site, d_residual, d_data, g):
-    """The cotangents of a site, those of its keys and its gain in their dtypes."""
+    """Return the cotangents of a site, with keys and gain in their parameters' dtypes."""
     own = lambda d, x: None if x is None else d.astype(x.dtype)
     return Site(
         d_residual,
@@ -268,7 +273,7 @@ def _store_all(call, in_place, site):
 def _store_forward(call, site):
     _refuse_integers(site.residual)
     site = site._replace(data=sharded.gather(site.data, call.key_axis))
-    # Not in place, as above.
+    # The write is not in place, for the same reason as in `_store_norm_retrieve_forward`.
     return _store_all(call, False, site), site._replace(residual=None)
 
 
@@ -311,7 +316,7 @@ def _refuse_integers(residual):
 
 
 def _flat(x: Array) -> Array:
-    """Exactly two token axes."""
+    """Reshape x to exactly two token axes."""
     *lead, a, b = x.shape
     if len(lead) < 2:
         return x.reshape(1, *(lead or (1,)), a, b)

@@ -1,4 +1,4 @@
-"""How the TPU kernels cut their work into blocks, and whether it then fits VMEM."""
+"""Block sizes of the TPU kernels, and the check that a block fits VMEM."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -9,13 +9,13 @@ from pallas_kernels import tuned
 from pallas_kernels.call import LANES, divisors, round_up
 from pallas_kernels.target import target
 
-# MiB of 60 that `vmem_bytes` may come to: it does not know every temporary of the compiler.
+# MiB (of 60) that `vmem_bytes` may reach; it does not count every temporary of the compiler.
 _BUDGET = 58
-# Rows times tokens of the largest intermediate: all of it is unrolled into one loop body.
+# The most rows times tokens of an intermediate, all of which is unrolled into one loop body.
 _LARGEST_INTERMEDIATE = 2**20
-# The same, of the body of a loop: independent products hide each other's latency.
+# The most rows times tokens of a loop body: independent products hide each other's latency.
 _UNROLLED = 2**21
-# Cost of a token relative to the best tile: products of fewer tokens wait longer for their results.
+# Cost per token relative to the best tile: products of fewer tokens wait longer for their results.
 _TILES = {512: 1.0, 256: 1.15, 128: 1.5}
 
 Op = Literal["forward", "backward", "rebuild"]
@@ -24,9 +24,9 @@ _NAME = "key_vector_"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a kernel is specialised to: numbers, not arrays. R, P or A is 0 where there is none.
+    """The numbers that a kernel is specialised to. R, P or A is 0 if there is no such operand.
 
-    A: vectors that are read again.
+    A is the number of vectors that are read again from a rebuilt residual.
     """
 
     K: int
@@ -38,7 +38,7 @@ class Sizes:
     A: int = 0
 
     def padded(self, rows: int) -> int:
-        """Of data, as whole tiles."""
+        """Round a number of data rows up to whole tiles."""
         return round_up(rows, sublanes(self.data_dtype))
 
     @property
@@ -51,17 +51,21 @@ class Sizes:
 
     @property
     def keeps_operand(self) -> bool:
-        """Whether a store leaves the read its operand, which takes long to make of int16 again."""
+        """Whether a store keeps the read's operand, which is slow to compute again from int16."""
         kept = self.residual_dtype == "int16" and self.data_dtype == "bfloat16"
         return kept and self.R > 0 and self.P > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """`tokens`: of a tile, a multiple of 128. `slab`: values of v in VMEM at a time.
+    """The block sizes of a kernel.
 
-    It divides V. `store_unroll` and `read_unroll`: values of v in the body of a loop. `keep`:
-    backward of a single slab, an intermediate of the residual's size, else computed twice.
+    Attributes:
+      tokens: the tokens of a tile, a multiple of 128.
+      slab: the values of v that are in VMEM at a time; it divides V.
+      store_unroll, read_unroll: the values of v in the body of a loop that stores or reads.
+      keep: whether a backward pass with a single slab keeps an intermediate as large as the
+        residual instead of computing it twice.
     """
 
     tokens: int
@@ -72,7 +76,7 @@ class BlockSizes:
 
 
 def choose_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
-    """A table's for the device lowered for, else the rule's; None if nothing fits VMEM."""
+    """Return the tuned sizes for the device lowered for, else the default; None if none fits."""
     default = default_block_sizes(op, sizes, N)
     if default is None:
         return None
@@ -80,7 +84,7 @@ def choose_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
 
 
 def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
-    """By rule; None if nothing fits VMEM."""
+    """Return the sizes that a rule chooses; None if none fits VMEM."""
 
     def cost(tokens):
         return -(-N // tokens) * tokens * _TILES[tokens]
@@ -100,7 +104,7 @@ def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
 
 
 def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
-    """What a grid step needs, about: what moves twice for the pipeline, the rest once."""
+    """Estimate the bytes of a grid step: moved blocks count twice for the pipeline, others once."""
     s, tokens, slab = sizes, blocks.tokens, blocks.slab
     item = jnp.dtype(s.data_dtype).itemsize
     residual = slab * round_up(s.K, sublanes(s.residual_dtype)) * tokens
@@ -108,7 +112,7 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     data = slab * s.R_padded * tokens * item
     retrieved = s.P_padded * tokens * item
     of_lanes = lambda rows, columns: round_up(rows, 8) * round_up(columns, LANES)
-    # Keys and gains as given, with the gains once more in rows of v.
+    # Keys and gains as they are given, and the gains a second time in rows of v.
     keys = 4 * (of_lanes(s.R, s.K) + of_lanes(s.P, s.K) + 2 * of_lanes(s.K, s.V))
     padded = data if s.R_padded != s.R else 0
     if op == "forward":
@@ -122,7 +126,7 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
 
 
 def of_slab(sizes: Sizes, tokens: int, slab: int) -> BlockSizes | None:
-    """None if what a loop computes at a time is too large."""
+    """Return the sizes for a slab; None if a loop's intermediate would be too large."""
     if tokens * sizes.K > _LARGEST_INTERMEDIATE:
         return None
     unroll = min(64, max(1, _UNROLLED // (sizes.K * tokens)))
@@ -130,7 +134,7 @@ def of_slab(sizes: Sizes, tokens: int, slab: int) -> BlockSizes | None:
 
 
 def sublanes(dtype) -> int:
-    """Rows of a tile of this dtype."""
+    """Return the number of rows of a tile of this dtype."""
     return 32 // jnp.dtype(dtype).itemsize
 
 

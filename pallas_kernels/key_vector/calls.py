@@ -1,7 +1,8 @@
-"""A call of a key-vector op: its checks, what runs it, and what devices exchange that divide keys.
+"""Calls of key-vector ops: their checks, their dispatch, and the exchange between devices.
 
-`data` here is that of all rows, the retrieved vectors are those of the own; without a key axis
-these are the same, and `read` is None.
+Devices that divide keys exchange data and cotangents. In this module `data` belongs to the rows of
+all devices, and the retrieved vectors to a device's own rows. Without a key axis both are the same,
+and `read` is None.
 """
 
 from typing import NamedTuple
@@ -20,14 +21,14 @@ from pallas_kernels.key_vector import mosaic_tpu, sharded, triton_gpu, xla
 from pallas_kernels.key_vector.interface import FRACTION_BITS, Backward, Gradients, Site
 from pallas_kernels.platform import Implementations
 
-# A kernel becomes the default where it is shown to be faster: see docs/benchmarks/kernels.md.
+# A kernel becomes the default once it is measured to be faster: see docs/benchmarks/kernels.md.
 _IMPLEMENTATIONS = Implementations(
     xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",), name="key_vector"
 )
 
 
 class Call(NamedTuple):
-    """What a call is beside its arrays."""
+    """The parameters of a call that are not arrays."""
 
     norm: Norm
     epsilon: int | float
@@ -38,12 +39,12 @@ class Call(NamedTuple):
 
 
 def run(call: Call, op: str, *operands, **options):
-    """The op of the implementation that is asked for, or of the best."""
+    """Run the op with the requested implementation, or with the best one."""
     return _IMPLEMENTATIONS.run(call.implementation, op, *operands, **options)
 
 
 def checked(call: Call, site: Site, *, reads: bool = True) -> Call:
-    """With a key axis of None if it divides nothing."""
+    """Check a call's operands and return it with a key axis of None if the axis divides nothing."""
     residual, store_keys, data, gain, read_keys = site
     check_norm(call.norm)
     check_fraction_bits(call.fraction_bits)
@@ -91,7 +92,7 @@ def _check_store(residual, store_keys, data, key_axis) -> None:
 
 
 def of_all_rows(site: Site, key_axis: str | None) -> Site:
-    """With the data of all devices along the axis, if there is one."""
+    """Return the site with the data of all devices along the axis, if there is an axis."""
     if key_axis is None:
         return site
     site = taken(site)
@@ -99,7 +100,7 @@ def of_all_rows(site: Site, key_axis: str | None) -> Site:
 
 
 def read_options(call: Call) -> dict:
-    """Of a forward pass that reads."""
+    """Return the options of a forward pass that reads."""
     return {
         "norm": call.norm,
         "epsilon": call.epsilon,
@@ -109,19 +110,19 @@ def read_options(call: Call) -> dict:
 
 
 def forward(call: Call, in_place: bool, site: Site):
-    """Of a whole site: the stored residual, what is retrieved, statistics, and `read`."""
+    """Run a whole site and return the stored residual, retrieved vectors, statistics and `read`."""
     out = run(call, "forward", site, in_place=in_place, **read_options(call))
     return out.residual, *_of_all_slices(call, site, out)
 
 
 def read(call: Call, site: Site):
-    """Of a read alone: what is retrieved, statistics, and `read`."""
+    """Run a read alone and return the retrieved vectors, the statistics and `read`."""
     out = run(call, "forward", site, dtype=call.dtype, **read_options(call))
     return _of_all_slices(call, site, out)
 
 
 def _of_all_slices(call, site, out):
-    """What is retrieved and the statistics of all of K, and what `backward` takes as `read`."""
+    """Return retrieved vectors and statistics over all of K, and the `read` of `backward`."""
     if call.key_axis is None:
         return out.retrieved, out.statistics, None
     args = (out.retrieved, out.statistics, site.gain, site.read_keys, call.key_axis)
@@ -132,7 +133,7 @@ def _of_all_slices(call, site, out):
 
 
 def backward(call: Call, given: Backward, read, *, rebuild=False) -> Gradients:
-    """Of a whole site; its means are taken here if they are those of all slices."""
+    """Run the backward pass of a whole site; over a key axis, compute all slices' means first."""
     of_all = to_all_slices(call, given.site.residual, read, given.d_retrieved)
     given = given._replace(d_retrieved=of_all[0], means=of_all[1])
     options = {"rebuild": rebuild, "fraction_bits": call.fraction_bits}
@@ -141,7 +142,7 @@ def backward(call: Call, given: Backward, read, *, rebuild=False) -> Gradients:
 
 
 def to_all_slices(call: Call, residual, read, d_retrieved):
-    """The cotangents of all rows, and the means for them if they are not those of the slice."""
+    """Return the cotangents of all rows, and their means over all slices; None without an axis."""
     if read is None:
         return d_retrieved, None
     K = residual.shape[2] * sharded.size(call.key_axis)

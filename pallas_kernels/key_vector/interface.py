@@ -1,30 +1,31 @@
-"""What every implementation of the key-vector ops gives and takes.
+"""The functions, operands and results of every implementation of the key-vector ops.
 
 An implementation is a module with these functions over arrays with exactly two token axes, a batch
-B and a sequence N; the public ops reshape to that, choose, and differentiate:
+B and a sequence N. The public ops reshape to that, choose an implementation and differentiate:
 
     forward(Site, Statistics | None = None, empty=False, *, norm, epsilon, dtype, scale=True,
             fraction_bits, in_place) -> Outcome
     backward(Backward, *, norm, rebuild, fraction_bits) -> Gradients
-    unsupported(op, *operands) -> why these cannot be served, in a line, or None: asked first
+    unsupported(op, *operands) -> why these cannot be served, in a line, or None: called first
 
 The residual given to `backward` is the stored one. With n = norm(X') and a = gain * r^T dz:
 
     dX = dX' + rstd (a - mean(a) - n mean(a n))     dy = w dX         dw = sum y dX^T
     dgain = sum (r^T dz) n                          dr = sum dz (gain n)^T
 
-With R stored and P retrieved vectors a site is both halves; without keys to store or to read with
-it is the other half alone, and what the missing one would give, or needs, is None. Of a store alone
-the backward pass needs no residual. Statistics are given to a read alone that had them before, and
-need not be taken again; so is a read of what a backward pass rebuilds, `again`. What a site has
-`retrieved` gives the means too.
+A site with R stored and P retrieved vectors has two halves, a store and a read. Without keys to
+store with, or without keys to read with, it is only the other half; operands and results of the
+missing half are None. The backward pass of a store alone needs no residual. A read alone may be
+given statistics from an earlier read, which are then not computed again; the read of a residual
+that a backward pass rebuilds, `again`, has them too. The vectors that a site has `retrieved` also
+give the means.
 
-A kernel may write the new residual over the old one (`in_place`); XLA does what is best. Where a
-store alone is told that the old one is `empty`, a scalar, it counts as zeros whatever it holds.
+A kernel may write the new residual over the old one (`in_place`); XLA decides this itself. If a
+store alone gets `empty`, a scalar that is true, the old residual counts as zeros whatever it holds.
 
-Where these are a slice of longer keys: without `scale`, what is retrieved lacks the factor rstd,
-and then sums of that are taken over slices; `backward` is given the statistics and the `Means` of
-the whole, where else it takes the means itself.
+If keys, gain and residual are a slice of longer keys, the read is done without `scale`: the
+retrieved vectors then lack the factor rstd, and the caller sums them over slices. `backward` is
+then given the statistics and the `Means` of the whole; otherwise it computes the means itself.
 """
 
 from typing import NamedTuple
@@ -34,15 +35,15 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments import Slot
 
-# An int16 residual holds X * 2^fraction_bits rounded: with 9 in steps of 1/512, up to 64. So writes
-# are sums of integers, which can be taken back without error.
+# An int16 residual holds X * 2^fraction_bits rounded: with 9 bits the step is 1/512 and the range
+# 64. Writes are then sums of integers, which can be undone without error.
 FRACTION_BITS = 9
-# A token's spread in steps, below which what it reads is mostly what rounding made of it.
+# The least spread of a token, in steps. Below it, rounding dominates what the token reads.
 LEAST_STEPS = 2.0
 
 
 class Site(NamedTuple):
-    """What is written to a residual, and what it is read with."""
+    """The residual of a site, the operands of its write and the operands of its read."""
 
     residual: Shaped[Array, "B N K V"] | None
     store_keys: Float[Array, "R K"] | Slot | None = None
@@ -60,11 +61,11 @@ class Site(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of each token's stored residual, in its own units: all that the backward pass needs saved.
+    """Each token's statistics of the stored residual, the only ones that a backward pass needs.
 
-    `mean` is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`, or NaN for a token whose
-    int16 residual has left its range, or (with `scale`) spreads over less than LEAST_STEPS steps.
-    Kernels write and read them side by side, so that is how they are kept.
+    They are in the units of X. `mean` is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`,
+    or NaN for a token whose int16 residual has left its range or (with `scale`) spreads over less
+    than LEAST_STEPS steps. Both are one array because kernels write and read them together.
     """
 
     both: Float[Array, "B 2 N"] | Slot
@@ -83,9 +84,12 @@ class Statistics(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The stored residual in its dtype; what was retrieved, in `dtype` or else the data's.
+    """The results of a forward pass.
 
-    And its statistics, unless they were given.
+    Attributes:
+      residual: the stored residual in its dtype.
+      retrieved: the retrieved vectors, in `dtype` or else the data's dtype.
+      statistics: the statistics of the residual, or None if they were given.
     """
 
     residual: Shaped[Array, "B N K V"] | None
@@ -94,9 +98,10 @@ class Outcome(NamedTuple):
 
 
 class Means(NamedTuple):
-    """Over the entries of a token's residual, with `a = gain * r^T dz` and `n = norm(X)`.
+    """Means over the entries of a token's residual, with `a = gain * r^T dz` and `n = norm(X)`.
 
-    Of a, which is None for rmsnorm, and of a n: `dX = dX' + rstd (a - mean(a) - n mean(a n))`.
+    `a` is mean(a), or None for rmsnorm; `an` is mean(a n). They enter the gradient as
+    `dX = dX' + rstd (a - mean(a) - n mean(a n))`.
     """
 
     a: Float[Array, "B N"] | None
@@ -104,7 +109,7 @@ class Means(NamedTuple):
 
 
 class Again(NamedTuple):
-    """A read of the residual that a backward pass rebuilds, with the statistics that it had."""
+    """A read of the residual that a backward pass rebuilds, with that residual's statistics."""
 
     gain: Float[Array, "K V"] | Slot
     read_keys: Float[Array, "A K"] | Slot
@@ -112,10 +117,10 @@ class Again(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What a backward pass is given: see above of what is None, or may be.
+    """The operands of a backward pass; the module's docstring says which may be None.
 
-    The site has the stored residual, of which the `statistics` are; `d_residual` is the cotangent
-    of that residual. What was `retrieved` of it may serve for its means.
+    The site holds the stored residual, to which `statistics` belong, and `d_residual` is that
+    residual's cotangent. The vectors that were `retrieved` from it can be used for its means.
     """
 
     site: Site
@@ -128,12 +133,17 @@ class Backward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents of a site.
+    """The cotangents of a site.
 
-    `residual` has the dtype of the cotangent given (of a read alone, of the residual), `data` the
-    data's, those of parameters are at least float32. `rebuilt` is the residual before the store, if
-    asked for: exact for int16, up to rounding for floats. `retrieved` is what it was read as
-    `again`, in the data's dtype; of a slice of longer keys its share.
+    Attributes:
+      residual: the residual's cotangent, in the dtype of the cotangent that was given (for a read
+        alone, of the residual).
+      data: the data's cotangent, in the data's dtype.
+      store_keys, gain, read_keys: the parameters' cotangents, at least float32.
+      rebuilt: the residual before the store, if requested: exact for int16, up to rounding for
+        floats.
+      retrieved: the vectors that `again` reads from it, in the data's dtype; for a slice of longer
+        keys only the slice's share.
     """
 
     residual: Float[Array, "B N K V"]

@@ -1,23 +1,24 @@
-"""The key-vector ops as TPU kernels: the residual crosses HBM once in and once out.
+"""TPU kernels of the key-vector ops, which read and write the residual in HBM once.
 
-Inside, tokens lie in the lanes and rows are v-major: residual [B, V, K, N], data [B, V, R, N],
-retrieved [B, V, P, N]. That is the layout which XLA itself gives a carried [B, N, K, V] array, so
-the transposes at the edge cost nothing; nothing is padded, no sum crosses lanes, and every product
-contracts over rows.
+Inside the kernels, tokens lie in the lanes and rows are v-major: residual [B, V, K, N], data
+[B, V, R, N], retrieved [B, V, P, N]. XLA itself gives this layout to a carried [B, N, K, V] array,
+so the transposes around a kernel cost nothing. Nothing is padded, no sum crosses lanes, and every
+product contracts over rows.
 
-- Store and read are a product of short keys for each v: its rows are what a matrix unit holds, and
-  the keys stream through it. Several v down a block diagonal stream as many rows, half of them 0.
-- The statistics are summed while storing, around a per-token shift, so that a mean that is large
-  beside the spread does not cancel them.
+- Store and read are a product with short keys for each v. The product's rows are held by the matrix
+  unit and the keys stream through it. Several v in a block diagonal would stream as many rows, half
+  of them 0.
+- The statistics are summed while storing, around a shift for each token, so that they do not cancel
+  where the mean is large compared to the spread.
 - Gain and norm fold into the keys and the result: with `G[v] = r * gain[:, v]` rounded to the
   data's dtype, `z = rstd (G (X' - s) - (mean - s) sum_k G)` for any shift s.
 
-What of a tile of tokens does not fit VMEM is taken in slabs of v: no more traffic forward (but the
-keys `G` once a tile), while the backward pass then has to read the residual twice.
+If a tile of tokens does not fit VMEM, it is processed in slabs of v. The forward pass then moves no
+more bytes (except the keys `G` once per tile), but the backward pass reads the residual twice.
 
-For T tokens of size E bytes an entry: store_norm_retrieve takes `2 T (R + P) K V` FLOPs and
-`E T V (2 K + R + P)` bytes; backward `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes, and
-`2 T R K V` and `E T K V` more to rebuild.
+For T tokens with E bytes per entry, store_norm_retrieve takes `2 T (R + P) K V` FLOPs and
+`E T V (2 K + R + P)` bytes. The backward pass takes `4 T (R + P) K V` FLOPs and
+`E T V (3 K + 2 R + P)` bytes, and to rebuild the residual `2 T R K V` and `E T K V` more.
 """
 
 import dataclasses
@@ -61,9 +62,9 @@ from pallas_kernels.platform import UnsupportedImplementation
 
 
 def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
-    """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    """Return why the kernels cannot serve the op with these arrays, in a line; None if they can."""
     site, *others = given if isinstance(given, Backward) else (given, *others)
-    # Of a store alone, backward, the cotangent is all there is.
+    # The backward pass of a store alone has only the cotangent.
     residual = given.d_residual if site.residual is None else site.residual
     arrays = jax.tree.leaves((site[1:], others), is_leaf=lambda x: isinstance(x, Slot))
     N, K = residual.shape[1:3]
@@ -80,7 +81,7 @@ def unsupported(op: str, given: Site | Backward, *others: Any) -> str | None:
         dtype = given.d_retrieved.dtype
     sizes = _sizes_of(site, residual, dtype, given.again if op == "backward" else None)
     needed = ("forward",)
-    if op == "backward":  # in slabs it reads forward too
+    if op == "backward":  # In slabs, the backward pass also runs a forward read.
         needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
     if any(default_block_sizes(each, sizes, N) is None for each in needed):
         return f"K={K}, V={sizes.V}, R={sizes.R}, P={sizes.P}: a tile of tokens does not fit VMEM"
@@ -101,9 +102,11 @@ def forward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Outcome:
-    """See `interface`. `2 T (R + P) K V` FLOPs; `E T V (2 K + R + P)` bytes, of a read `K + P`.
+    """Run the forward pass: see `interface`.
 
-    `in_place` writes X' over X, which a caller that still needs X pays for with a copy.
+    It takes `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)` bytes; a read has `K + P` in place
+    of the sum in brackets. `in_place` writes X' over X, which costs a copy if a caller still needs
+    X.
     """
     compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     sizes = _sizes_of(site, site.residual, compute)
@@ -122,11 +125,13 @@ def backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """See `interface`. `dG[v] = sum dz n` gives both the gain's and the read keys' gradients.
+    """Run the backward pass: see `interface`.
 
-    `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes for T tokens of E bytes an entry, of a
-    read `2 K + P`, of a store `K + 2 R`; `2 T R K V` and `E T K V` more to rebuild, `2 T A K V` and
-    `E T A V` to read A vectors again. With `means` given, a is computed once and not kept.
+    `dG[v] = sum dz n` gives the gradients of both the gain and the read keys. For T tokens with E
+    bytes per entry it takes `4 T (R + P) K V` FLOPs and `E T V (3 K + 2 R + P)` bytes; a read has
+    `2 K + P` and a store `K + 2 R` in place of the sum in brackets. Rebuilding takes `2 T R K V`
+    and `E T K V` more, reading A vectors again `2 T A K V` and `E T A V`. If `means` are given, a
+    is computed once and not kept.
     """
     site = given.site
     if site.residual is None:
@@ -145,7 +150,7 @@ def backward(
 
 
 def _sizes_of(site: Site, residual, dtype, again: Again | None = None) -> Sizes:
-    """`dtype`: of what is retrieved, where nothing is stored."""
+    """Return the sizes of a site; `dtype` is that of retrieved vectors if nothing is stored."""
     K, V = residual.shape[2:]
     R = site.store_keys.shape[0] if site.stores else 0
     P = site.read_keys.shape[0] if site.reads else 0
@@ -158,7 +163,7 @@ def _blocks(given: BlockSizes | None, op: str, sizes: Sizes, residual, interpret
     blocks = given or choose_block_sizes(op, sizes, residual.shape[1])
     if blocks is None:
         raise UnsupportedImplementation(f"no block sizes fit VMEM for {sizes}; use 'xla'")
-    if interpret:  # which unrolled takes long to compile and no less to run
+    if interpret:  # Unrolled loops take long to compile and run no faster in the interpreter.
         return dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
     return blocks
 
@@ -171,7 +176,7 @@ def _forward(
     *,
     in_place: bool = True,
 ) -> Outcome:
-    """The forward kernel with what there is of its two halves."""
+    """Run the forward kernel with whichever of the two halves the site has."""
     s, blocks = call.sizes, call.blocks
     residual, store_keys, data, gain, read_keys = site
     B, N = residual.shape[:2]
@@ -227,7 +232,7 @@ def _forward(
 
 
 def _store_operands(call: Call, by_slab, store_keys, data):
-    """Inputs and scratch of a store."""
+    """Return the inputs and the scratch of a store."""
     s, blocks = call.sizes, call.blocks
     inputs = {
         "store_keys": store_operand(call, store_keys),
@@ -333,7 +338,7 @@ def _backward(call: Call, rebuild: bool, given: Backward) -> Gradients:
 
 
 def _means(call: Call, given: Backward) -> Means:
-    """`mean(a)`, and `mean(a n) = mean(dz z)`; z from a read of its own if it is not given."""
+    """Compute `mean(a)` and `mean(a n) = mean(dz z)`; z is read here if it is not given."""
     site, statistics, retrieved = given.site, given.statistics, given.retrieved
     sizes = dataclasses.replace(call.sizes, R=0, A=0)
     if retrieved is None:
@@ -360,7 +365,7 @@ def _spec(tokens: int, count: int, index, rows: int) -> pl.BlockSpec:
 
 
 def _tokens_last(x: Array | Slot) -> Array | Slot:
-    """[B, N, rows, V] to [B, V, rows, N]."""
+    """Transpose [B, N, rows, V] to [B, V, rows, N]."""
     if isinstance(x, Slot):
         return x._replace(stack=_tokens_last(x.stack))
     return jnp.swapaxes(x, -3, -1)

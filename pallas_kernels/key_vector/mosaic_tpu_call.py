@@ -1,4 +1,4 @@
-"""What is fixed while the TPU kernels are traced, and the order in which they take their tiles."""
+"""Static parameters of the TPU kernels, and the order in which they process their tiles."""
 
 import dataclasses
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from pallas_kernels.target import target
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is fixed while tracing."""
+    """The parameters of a kernel that are fixed while it is traced."""
 
     sizes: Sizes
     blocks: BlockSizes
@@ -27,7 +27,7 @@ class Call:
 
     @property
     def unit(self) -> float:
-        """What 1 in the residual's array means."""
+        """The value of 1 in the residual's array."""
         return 2.0**-self.fraction_bits if self.integer else 1.0
 
     @property
@@ -36,9 +36,10 @@ class Call:
 
     @property
     def shifted(self) -> bool:
-        """Whether products take the residual less a shift: it may not fit bfloat16 otherwise.
+        """Whether products take the residual less a shift, because it may not fit bfloat16 itself.
 
-        A bfloat16 residual is an exact operand as it is, and its mean is taken off the result.
+        A bfloat16 residual is an exact operand without a shift; its mean is subtracted from the
+        result.
         """
         return self.centred and self.sizes.residual_dtype != "bfloat16"
 
@@ -48,7 +49,7 @@ class Call:
 
 
 class Tail(NamedTuple):
-    """Of the last tile along N: how many tokens exist, and where it is; core None is every core."""
+    """The number of tokens in the last tile along N, and its place; core None means every core."""
 
     tokens: int
     core: int | None
@@ -56,9 +57,10 @@ class Tail(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The tiles of tokens [B, N] of a backward pass: for two cores, if there are and these divide.
+    """The order of a backward pass over the tiles of tokens [B, N].
 
-    Each core sums the parameters' gradients on its own.
+    The tiles are divided over two cores if there are two and the tiles divide evenly. Each core
+    sums the parameters' gradients on its own.
     """
 
     cores: int
@@ -75,13 +77,13 @@ class Walk(NamedTuple):
         return cls(2, B, tiles // 2, False) if tiles % 2 == 0 else cls(1, B, tiles, False)
 
     def tile(self, c, i, j):
-        """The sequence and the tile in it."""
+        """Return the index of the sequence and of the tile in it."""
         if self.by_batch:
             return c * self.batches + i, j
         return i, c * self.tiles_each + j
 
     def tail(self, N: int, tokens: int) -> Tail | None:
-        """None if every tile of so many tokens is full."""
+        """Return the last, partial tile; None if every tile of this number of tokens is full."""
         if N % tokens == 0:
             return None
         last_core = None if self.by_batch or self.cores == 1 else self.cores - 1

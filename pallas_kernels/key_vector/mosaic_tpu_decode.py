@@ -1,11 +1,12 @@
-"""A site of a few tokens as one TPU kernel: what decoding asks for at each layer, once a row.
+"""A TPU kernel that computes a site of a few tokens, as decoding needs it once per layer.
 
-With tokens in the lanes (`mosaic_tpu`) 128 of them would be computed where there is one. Here a
-token's matrix lies as the model has it, [K, V] with V in the lanes, and all of the site is done
-while it is in VMEM. Keys and gain are those of all layers: the kernel takes its layer's where they
-are, for slices of some KB cost XLA as much as what is computed with them.
+With tokens in the lanes (`mosaic_tpu`), 128 tokens would be computed where there is one. Here a
+token's matrix lies as in the model, [K, V] with V in the lanes, and the whole site is computed
+while the matrix is in VMEM. Keys and gain are those of all layers, and the kernel reads its layer's
+where they lie: for XLA, slices of some KB cost as much as the computation with them.
 
-For T tokens of size E bytes an entry: `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)` bytes.
+For T tokens with E bytes per entry it takes `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)`
+bytes.
 """
 
 import dataclasses
@@ -22,15 +23,15 @@ from pallas_kernels.key_vector.interface import Site
 from pallas_kernels.products import dot, dot_rows
 from pallas_kernels.target import target
 
-# MiB of 60 for a grid step's matrices, in and out.
+# MiB (of 60) for the matrices of a grid step, inputs and outputs.
 _LARGEST = 8
-# Rows that are computed beside each other, for one by itself mostly waits.
+# Rows that are computed together, because a single one mostly waits for its results.
 _TOGETHER = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is fixed while tracing."""
+    """The parameters of the kernel that are fixed while it is traced."""
 
     norm: Norm
     epsilon: int | float
@@ -39,7 +40,7 @@ class _Call:
 
 
 def unsupported(op: str, site: Site, layer: Int[Array, ""]) -> str | None:
-    """Why the kernel cannot serve the named op with these arrays, in a line; None if it can."""
+    """Return why the kernel cannot serve the op with these arrays, in a line; None if it can."""
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in site):
         return "arrays that are neither bfloat16 nor float32"
     if _row_bytes(site.residual) > target().vmem_part(_LARGEST):
@@ -56,10 +57,11 @@ def at_layer(
     size_major: tuple[bool, bool] = (False, False),
     interpret: bool = False,
 ) -> tuple[Float[Array, "T K V"], Float[Array, "T P V"]]:
-    """See `xla.at_layer`. The residual is written over the one that is given.
+    """Run the kernel: see `xla.at_layer`. The new residual overwrites the one that is given.
 
-    Of one token, vectors that lie in the minor axis are turned here: XLA takes longer for that than
-    for all else. Of several it lays them out anew in either case.
+    For a single token, size-major vectors are transposed in the kernel, because XLA takes longer
+    for the transpose than for the rest. For several tokens XLA copies them to a new layout in
+    either case.
     """
     size_major = size_major if len(site.residual) == 1 else (False, False)
     residual, store_keys, data, gain, read_keys = site

@@ -1,4 +1,4 @@
-"""The bodies of the TPU kernels: one tile of tokens each, in VMEM. See `mosaic_tpu`.
+"""Bodies of the TPU kernels, each for one tile of tokens in VMEM. See `mosaic_tpu`.
 
 Every array is [V, rows, tokens]: tokens in the lanes, v-major.
 """
@@ -16,15 +16,16 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import Keys, store_columns, store
 from pallas_kernels.products import dot, dot_columns, dot_rows
 
 _LARGEST = 2**15 - 1
-# Added to a float32 it leaves no bits for a fraction: the sum's low bits are the rounded integer.
+# Adding this to a float32 leaves no bits for a fraction: the sum's low bits are the rounded
+# integer.
 _ROUND = 1.5 * 2.0**23
 _ROUND_BITS = 0x4B400000
 
 
 def forward(inputs, outputs, scratch, *, call: Call):
-    """Store if there are `store_keys`, then norm and read if there are `read_keys`.
+    """Store if there are `store_keys`, then normalise and read if there are `read_keys`.
 
-    A read is with the `statistics` among the inputs, where they are.
+    The read uses the `statistics` among the inputs if they are given.
     """
     s, blocks = call.sizes, call.blocks
     stores, reads = "store_keys" in inputs, "read_keys" in inputs
@@ -48,13 +49,13 @@ def forward(inputs, outputs, scratch, *, call: Call):
         if stores:
             x = x + _written(call, *write, v)
         if steps:
-            # Numbers are `_ROUND_BITS` more here: the bits of what is `_ROUND` more.
+            # The integers are larger by `_ROUND_BITS` here; as floats they are larger by `_ROUND`.
             value = jax.lax.bitcast_convert_type(x, jnp.float32)
             if not reads:
                 x = jnp.clip(value, _ROUND - _LARGEST, _ROUND + _LARGEST)
                 _put(stored, v, jax.lax.bitcast_convert_type(x, jnp.int32))
                 return sums
-            # What leaves the range is not held, and its token reads NaN.
+            # Values that leave the range are not clipped; their token reads NaN.
             _put(stored, v, x)
             least = functools.reduce(jnp.minimum, _by_eight(value), sums[2])
             most = functools.reduce(jnp.maximum, _by_eight(value), sums[3])
@@ -135,14 +136,14 @@ def forward(inputs, outputs, scratch, *, call: Call):
 
 
 def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
-    """All cotangents, from the residual as stored; of one half, if only its keys are given.
+    """Compute all cotangents from the stored residual, or those of the half whose keys are given.
 
     With a = G^T dz, rstd folded into dz, and n = norm(X):
-    `dX = dX' + a - mean(a) - rstd n mean(a n)`. The two means need all of a token first: they are
-    given as `means`, without rstd, or a first pass over VMEM takes them, and keeps a if there is
-    room.
+    `dX = dX' + a - mean(a) - rstd n mean(a n)`. The two means need all entries of a token first.
+    They are given as `means`, without rstd, or a first pass over VMEM computes them, and keeps a if
+    there is room.
 
-    `tail` is None where every tile is full.
+    `tail` is None if every tile is full.
     """
     s, blocks = call.sizes, call.blocks
     core, slab, i, j = (pl.program_id(axis) for axis in range(4))
@@ -183,7 +184,7 @@ def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
 
     def take_back(v, _):
         x = _values(inputs["residual"], v, jnp.int32 if call.integer else jnp.float32)
-        # Of an int16 residual's `_ROUND_BITS` the low bits are 0.
+        # The cast to int16 removes `_ROUND_BITS`, whose low 16 bits are 0.
         _put(outputs["rebuilt"], v, x - _written(call, columns, data, v))
 
     _loop(blocks.slab, take_back, None, blocks.store_unroll)
@@ -198,7 +199,7 @@ def _of_again(refs):
 
 
 def _read_again(statistics, keys: Keys, residual, retrieved, first):
-    """A read of a residual of before, with the statistics of then, to the values from `first`."""
+    """Read an earlier residual with its own statistics and write the values from `first` on."""
     call = keys.call
     mean, rstd = statistics[0, 0:1] / call.unit, statistics[0, 1:2]
 
@@ -212,11 +213,11 @@ def _read_again(statistics, keys: Keys, residual, retrieved, first):
 
 
 def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
-    """Adds to the gradients of read keys and gain; what gives `dX - dX'` of a v."""
+    """Add to the gradients of read keys and gain; return the function v -> `dX - dX'` of v."""
     keys = Keys(call, inputs, scratch, first)
     s, blocks = call.sizes, call.blocks
     residual, d_scaled = inputs["residual"], scratch["d_scaled"]
-    # In the units of the residual's array.
+    # The mean is in the units of the residual's array.
     mean = inputs["statistics"][0, 0:1] / call.unit
     rstd = inputs["statistics"][0, 1:2]
     shift = mean if call.shifted else None
@@ -236,7 +237,7 @@ def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
 
     def folded_and_sums(v, sums):
         dz = d_scaled[0, v]
-        # Made of the residual's numbers, the operand and these are worked out once.
+        # Computed from the same shifted values, the operand and the sums share that work.
         x = None if as_it_is else _shifted(call, residual, v, shift)
         d_folded = dot_columns(dz, _operand(call, residual, v, shift, exists, x))
         if call.centred and not call.shifted:
@@ -266,8 +267,8 @@ def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
 
     slope = -(rstd * rstd * call.unit) * mean_an
     offset = -mean_a if call.centred else jnp.zeros_like(mean_an)
-    # Of float32 numbers the mean may be so large that only they less it are exact; of steps, 2^15
-    # of them, it is not.
+    # A float32 residual's mean may be so large that only differences from it are exact. An int16
+    # residual's mean is at most 2^15 steps, which is not too large.
     less_mean = call.shifted and not call.integer
     if not less_mean:
         offset = offset - slope * mean
@@ -281,31 +282,32 @@ def _read_backward(call: Call, inputs, outputs, scratch, first, exists):
     return through_read
 
 
-# What a token's residual was given, and its statistics --------------------------------------
+# Values written to a token's residual, and its statistics -----------------------------------
 
 
 def _written(call, keys, data, v):
-    """`sum_r w_r (x) y_r` in the residual's units.
+    """Compute `sum_r w_r (x) y_r` in the residual's units.
 
-    For an int16 residual rounded, as int32 and `_ROUND_BITS` more.
+    For an int16 residual the sum is rounded, as int32, and larger by `_ROUND_BITS`.
     """
     y = data[0, v]
     if not call.integer:
         return dot(keys, y)
-    # 128 tokens at a time whatever the tile is: taken back, it has to be the same product.
+    # The product is over 128 tokens at a time whatever the tile is: to be undone exactly, it has to
+    # be the same product again.
     of_tokens = [y[:, t : t + LANES] for t in range(0, y.shape[1], LANES)]
     if y.dtype == jnp.bfloat16:
         return _low_bits(jnp.concatenate([dot(keys, part) for part in of_tokens], axis=1))
-    # A float32 product is a sum of several. Of a tile of one part the compiler adds `_ROUND` to the
-    # first of them, so that every one is rounded; it does so with no subtraction.
+    # A float32 product is a sum of several. For a tile of one part the compiler would add `_ROUND`
+    # to the first of them, so that each one is rounded. It does not do so with a subtraction.
     parts = [_ROUND - dot(-keys, part) for part in of_tokens]
     return jax.lax.bitcast_convert_type(jnp.concatenate(parts, axis=1), jnp.int32)
 
 
 def _shift(call, residual, write):
-    """Near the mean, of each token: the mean of v = 0 as stored. [1, tokens]
+    """Return a number near each token's mean: the mean of v = 0 as stored. [1, tokens]
 
-    Of an int16 residual a whole number.
+    For an int16 residual it is a whole number.
     """
     x = _values(residual, 0)
     if not call.centred:
@@ -323,7 +325,7 @@ def _add_to_sums(sums, x):
 
 
 def _statistics(call, sums, shift):
-    """Mean and rstd in the residual's own numbers, and the mean less what an operand lacks."""
+    """Return the mean in X's units, the mean relative to the operands' shift, and rstd."""
     count = call.sizes.K * call.sizes.V
     total, squares = sums[0] / count, sums[1] / count
     above = total if call.centred else jnp.zeros_like(total)
@@ -331,8 +333,8 @@ def _statistics(call, sums, shift):
     variance = jnp.maximum(spread, 0) * call.unit**2
     rstd = jax.lax.rsqrt(variance + call.epsilon)
     if call.integer:
-        # A NaN fails both comparisons. It may not be in the variance: not every chip's maximum of
-        # NaN and a number is NaN.
+        # A NaN fails both comparisons. The NaN cannot go into the variance instead: on some chips
+        # the maximum of NaN and a number is not NaN.
         held = spread >= LEAST_STEPS**2 if call.scale else spread > -jnp.inf
         if len(sums) > 2:
             held &= sums[2] == 0
@@ -346,13 +348,13 @@ def _is_operand(call, ref):
 
 
 def _shifted(call, ref, v, shift):
-    """A value's rows, less the shift where products take them so."""
+    """Return a value's rows, less the shift if products take them so."""
     x = _values(ref, v)
     return x - shift if call.shifted else x
 
 
 def _operand(call, ref, v, shift, exists=None, x=None):
-    """`_shifted`, or x, for a product: [K, tokens] in the data's dtype."""
+    """Return `_shifted`, or x, as an operand of a product: [K, tokens] in the data's dtype."""
     if exists is None and _is_operand(call, ref):
         return ref[0, v]
     x = _shifted(call, ref, v, shift) if x is None else x
@@ -363,29 +365,29 @@ def _operand(call, ref, v, shift, exists=None, x=None):
 
 
 def _values(ref, v, dtype=jnp.float32):
-    """Of a block [1, V, rows, tokens], in 32 bits."""
+    """Return the rows of v in a block [1, V, rows, tokens], in 32 bits."""
     rows = ref[0, v]
     return (rows.astype(jnp.int32) if rows.dtype == jnp.int16 else rows).astype(dtype)
 
 
 def _put(ref, v, value):
-    """To a block, its first rows; whole numbers to int16."""
+    """Write to the first rows of v in a block; for int16 the value is rounded."""
     if ref.dtype == jnp.int16 and value.dtype == jnp.float32:
         value = _low_bits(value)
     ref[0, v] = value[: ref.shape[2]].astype(ref.dtype)
 
 
 def _low_bits(x):
-    """`_ROUND_BITS` more than x rounded, of which the low 16 bits are 0, for |x| < 2^22.
+    """Round x and return it as int32, larger by `_ROUND_BITS` (low 16 bits 0), for |x| < 2^22.
 
-    Beyond that, and for NaN, what is left after `_ROUND_BITS` are taken off is still no
-    int16. A conversion takes longer, and XLA would drop an addition of `_ROUND` that is undone.
+    Beyond that range, and for NaN, the result less `_ROUND_BITS` does not fit int16 either. A
+    conversion takes longer, and XLA would drop an addition of `_ROUND` that is undone.
     """
     return jax.lax.bitcast_convert_type(x + _ROUND, jnp.int32)
 
 
 def _aligned(ref, padded):
-    """A block whose rows are whole tiles, the ones past the data zero."""
+    """Return a block whose rows are whole tiles, with zeros in the rows past the data."""
     if padded is None:
         return ref
     padded[...] = jnp.zeros_like(padded)
@@ -395,9 +397,10 @@ def _aligned(ref, padded):
 
 
 def _zero_tail(call, inputs, tail, core, j):
-    """What lies past the last token is anything, and sums over tokens are taken: which exist.
+    """Zero the inputs past the last token, and return a mask of the tokens that exist.
 
-    Not of inputs that are outputs too: those would be written.
+    The memory past the last token holds anything, and sums over tokens would include it. Inputs
+    that are also outputs are not zeroed, because that would be written to them.
     """
     last = j == tail.tile
     if tail.core is not None:
@@ -417,14 +420,14 @@ def _zero_tail(call, inputs, tail, core, j):
 
 
 def _fold(x):
-    """The sum of rows, in 8: without crossing sublanes."""
+    """Sum rows into 8 rows, without crossing sublanes."""
     if x.shape[0] % 8:
         return jnp.sum(x, axis=0, keepdims=True)
     return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)
 
 
 def _by_eight(x):
-    """Rows in eights, or one by one."""
+    """Split rows into groups of eight, or into single rows if eight does not divide them."""
     rows = 1 if x.shape[0] % 8 else 8
     return [x[i : i + rows] for i in range(0, x.shape[0], rows)]
 

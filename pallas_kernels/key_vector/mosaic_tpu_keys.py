@@ -1,8 +1,8 @@
 """Keys and gain in the TPU kernels, which take them as they are given and use them value by value.
 
-Of a value v a product takes `G[v] = r * gain[:, v]`, rounded once to the data's dtype. It is made
-where it is used: the matrix units leave the vector unit room for it, and what XLA would make around
-each kernel, a dozen small arrays, takes a tenth of the kernel's time.
+For a value v a product takes `G[v] = r * gain[:, v]`, rounded once to the data's dtype. It is
+computed where it is used, because the matrix units leave the vector unit time for it. The dozen
+small arrays that XLA would compute around each kernel instead take a tenth of the kernel's time.
 """
 
 from collections.abc import Mapping
@@ -24,18 +24,18 @@ def store_operand(call: Call, store_keys: Array | Slot) -> tuple[Array | Slot, p
 
 
 def store_rows(call: Call, store_keys):
-    """`w`, rounded as products take it. [R, K]"""
+    """Return `w`, rounded as products take it. [R, K]"""
     return store_keys[...].astype(call.sizes.data_dtype)
 
 
 def store_columns(call: Call, store_keys):
-    """`w^T`, times the steps of a fixed-point residual. [K, R]"""
+    """Return `w^T`, divided by the step of a fixed-point residual. [K, R]"""
     columns = store_rows(call, store_keys).astype(jnp.float32).T / call.unit
     return columns.astype(call.sizes.data_dtype)
 
 
 def read_operands(call: Call, gain, read_keys):
-    """Inputs and scratch of a read."""
+    """Return the inputs and the scratch of a read."""
     s = call.sizes
     inputs = {
         "gain": operand.constant(_whole(gain, s.K)),
@@ -45,7 +45,7 @@ def read_operands(call: Call, gain, read_keys):
 
 
 class Keys:
-    """Those of a read, in a kernel; `first` is the first v of its slab."""
+    """The keys and the gain of a read, in a kernel; `first` is the first v of its slab."""
 
     def __init__(self, call: Call, inputs, scratch, first):
         self.call, self.read_keys, self.gain = call, inputs["read_keys"], scratch["gain_rows"]
@@ -56,15 +56,15 @@ class Keys:
         return self.gain[pl.ds(self.first + v, 1)]
 
     def folded(self, v):
-        """`G` of the slab's value v. [P, K]"""
+        """Return `G` of the slab's value v. [P, K]"""
         return (self.read_keys[...] * self.of_gain(v)).astype(self.call.sizes.data_dtype)
 
     def sums(self, v):
-        """Of `G` over K. [P, 1]"""
+        """Return the sums of `G` over K. [P, 1]"""
         return jnp.sum(self.folded(v).astype(jnp.float32), axis=1, keepdims=True)
 
     def add_gradients(self, outputs, v, d_folded):
-        """`dr += dG[v] * gain[:, v]` and `dgain[:, v] += sum_p dG[v] * r`."""
+        """Add `dr += dG[v] * gain[:, v]` and `dgain[:, v] += sum_p dG[v] * r`."""
         d = d_folded * self.call.unit
         outputs["d_read_keys"][0] += d * self.of_gain(v)
         d_gain = jnp.sum(d * self.read_keys[...], axis=0, keepdims=True)
@@ -72,7 +72,7 @@ class Keys:
 
 
 def gradient_outputs(call: Call, cores: int) -> Blocked:
-    """Gradients of keys and gain, of each core: the gain's in rows of v."""
+    """Return the outputs for each core's gradients of keys and gain; the gain's in rows of v."""
     s = call.sizes
     shapes = {"d_gain": (cores, s.V, s.K), "d_read_keys": (cores, s.P_padded, s.K)}
     return {
@@ -85,12 +85,12 @@ def gradient_outputs(call: Call, cores: int) -> Blocked:
 
 
 def read_gradients(call: Call, out: Mapping[str, jax.Array]):
-    """Those of the gain and of the read keys."""
+    """Return the gradients of the gain and of the read keys, summed over cores."""
     return jnp.sum(out["d_gain"], axis=0).T, jnp.sum(out["d_read_keys"], axis=0)[: call.sizes.P]
 
 
 def _whole(x: Array | Slot, rows: int) -> Array | Slot:
-    """With so many rows, the last ones of zeros; what has them stays where it is."""
+    """Return x in float32 with `rows` rows, padded with zeros; x itself if it already has both."""
     if x.dtype == jnp.float32 and x.shape[0] == rows:
         return x
     x = taken(x).astype(jnp.float32)

@@ -1,6 +1,7 @@
-"""Key-vector ops for a backward pass of one's own, which rebuilds the residual or keeps writes.
+"""Key-vector ops for a backward pass that a caller writes itself and that rebuilds the residual.
 
-They have no gradients, and give what such a pass needs: statistics, slots of stacks, cotangents.
+These ops have no gradients. They return what such a backward pass needs, like statistics and
+cotangents, and take slots of stacks. A backward pass that keeps the writes uses them too.
 """
 
 import jax
@@ -31,10 +32,10 @@ def store_forward(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N K V"]:
-    """`store` of what may lie in a stack, for a backward pass of one's own: see `store_backward`.
+    """Compute `store` with data that may lie in a stack; its backward pass is `store_backward`.
 
-    Where it is `empty` the residual counts as zeros, whatever it holds. `in_place` may write over
-    it, which a caller that still needs it pays for with a copy.
+    If `empty` is true, the residual counts as zeros whatever it holds. `in_place` may overwrite the
+    residual, which costs a copy if the caller still needs it.
     """
     call = Call("layernorm", 0.0, implementation, None, key_axis)
     call = calls.checked(call, Site(residual, store_keys, data), reads=False)
@@ -51,9 +52,10 @@ def store_backward(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "R K"], Float[Array, "b N R V"]]:
-    """Cotangents of a store's keys and data, from that of the residual, which is also that before.
+    """Return the cotangents of a store's keys and data, from the stored residual's cotangent.
 
-    `dw = sum y dX^T` and `dy = w dX`.
+    `dw = sum y dX^T` and `dy = w dX`. The cotangent of the residual before the store equals that of
+    the stored one.
     """
     call = Call("layernorm", 0.0, implementation, None, key_axis)
     call = calls.checked(call, Site(d_stored, store_keys, data), reads=False)
@@ -75,7 +77,7 @@ def store_norm_retrieve_with_statistics(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Shaped[Array, "B N K V"], Float[Array, "b N P V"], Statistics]:
-    """`store_norm_retrieve`, and the statistics that `undo` takes: of all B rows."""
+    """Compute `store_norm_retrieve`, and the statistics of all B rows that `undo` takes."""
     site = Site(residual, store_keys, data, gain, read_keys)
     call = calls.checked(Call(norm, epsilon, implementation, None, key_axis, fraction_bits), site)
     return calls.forward(call, True, calls.of_all_rows(site, call.key_axis))[:3]
@@ -94,10 +96,10 @@ def norm_retrieve_again(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "b N P V"]:
-    """What `store_norm_retrieve_with_statistics` retrieved of the residual that it left.
+    """Return what `store_norm_retrieve_with_statistics` retrieved from the residual it returned.
 
-    With its statistics, which cost a pass over the residual; but for a `key_axis`, where they are
-    of the whole and a slice is read about its own mean.
+    The given statistics save a pass over the residual. With a `key_axis` they are not used, because
+    they belong to the whole residual, while a slice is read about its own mean.
     """
     site, dtype = Site(residual, gain=gain, read_keys=read_keys), jnp.dtype(dtype)
     call = calls.checked(Call(norm, epsilon, implementation, dtype, key_axis, fraction_bits), site)
@@ -124,15 +126,17 @@ def undo(
     again: Again | None = None,
     implementation: Implementation | None = None,
 ) -> Gradients:
-    """The cotangents of `store_norm_retrieve` and, in the same pass, the residual before it.
+    """Return the cotangents of `store_norm_retrieve` and the residual before it, in the same pass.
 
     `residual` is the residual *after* the store; `Gradients.rebuilt` is `X = X' - w^T y`, exact for
-    an int16 residual, so that a backward pass needs no stored residuals. That is then read `again`,
-    with the statistics that were taken of it: `Gradients.retrieved`, of the own rows.
+    an int16 residual, so that a backward pass needs no saved residuals. If `again` is given, the
+    rebuilt residual is also read with the statistics in `again`: `Gradients.retrieved` holds the
+    result for the device's own rows.
 
-    With a `key_axis`, what was `retrieved` with these statistics is needed too, of the own rows;
-    the data are gathered again, and for layernorm P V numbers are summed over devices. Without a
-    `key_axis` it saves kernels that work in slabs a read of the residual.
+    With a `key_axis`, `retrieved` is required: the vectors of the own rows that were retrieved with
+    these statistics. The data are gathered again, and for layernorm P V numbers are summed over
+    devices. Without a `key_axis`, `retrieved` saves a read of the residual in kernels that work in
+    slabs.
 
     Raises:
       ValueError: the shapes do not fit, the norm is unknown, or `retrieved` is missing.
@@ -150,7 +154,7 @@ def undo(
         read = sharded.Read(retrieved, sums)
     site = calls.of_all_rows(site, key_axis)
     given = Backward(site, statistics, d_residual, d_retrieved, None, again)
-    if key_axis is None:  # else its means are those of all slices
+    if key_axis is None:  # With an axis, `calls.backward` takes the means over all slices.
         given = given._replace(retrieved=retrieved)
     g = calls.backward(call, given, read, rebuild=True)
     if again is None:

@@ -1,9 +1,9 @@
-"""Plain JAX reference of the key-vector ops: what every other implementation is tested against.
+"""Plain JAX reference of the key-vector ops, against which every implementation is tested.
 
 Statistics and sums are float32 (float64 for float64 inputs), whatever the inputs are.
 
 Cost of `store_norm_retrieve` for T tokens, R stored and P retrieved vectors of size V:
-`2 * T * (R + P) * K * V` FLOPs; the ideal traffic is the residual once in and once out, the data
+`2 * T * (R + P) * K * V` FLOPs. The ideal traffic is the residual once in and once out, the data
 once in and the retrieved vectors once out: `T * (2 * K * V + R * V + P * V)` elements.
 """
 
@@ -23,7 +23,7 @@ def store(
     store_keys: Float[Array, "R K"],
     data: Float[Array, "*tokens R V"],
 ) -> Float[Array, "*tokens K V"]:
-    """`X + sum_r w_r (x) y_r`, in the residual's dtype."""
+    """Compute `X + sum_r w_r (x) y_r`, in the residual's dtype."""
     dtype = _accumulator(residual, store_keys, data)
     written = jnp.einsum("rk,...rv->...kv", store_keys.astype(dtype), data.astype(dtype))
     return (residual.astype(dtype) + written).astype(residual.dtype)
@@ -38,7 +38,7 @@ def norm_retrieve(
     epsilon: float,
     dtype: DTypeLike,
 ) -> Float[Array, "*tokens P V"]:
-    """`r_p . (gain * norm(X))` over all K * V entries of a token together, in `dtype`."""
+    """Compute `r_p . (gain * norm(X))` over all K * V entries of a token together, in `dtype`."""
     accumulator = _accumulator(residual, gain, read_keys)
     x = residual.astype(accumulator)
     if norm == "layernorm":
@@ -58,7 +58,7 @@ def store_norm_retrieve(
     norm: Norm,
     epsilon: float,
 ) -> tuple[Float[Array, "*tokens K V"], Float[Array, "*tokens P V"]]:
-    """`store`, then `norm_retrieve` of the stored (rounded) residual, in the data's dtype."""
+    """Compute `store`, then `norm_retrieve` of the rounded stored residual in the data's dtype."""
     residual = store(residual, store_keys, data)
     retrieved = norm_retrieve(
         residual, gain, read_keys, norm=norm, epsilon=epsilon, dtype=data.dtype

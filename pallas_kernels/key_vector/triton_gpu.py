@@ -1,20 +1,21 @@
 """GPU kernels of the key-vector ops, in Pallas through Triton, for compute capability 8.0 and up.
 
 A program serves one token after another. It keeps a token's residual in registers between store and
-read, so that the residual crosses memory once in and once out; one too big for that is handled in
-chunks of keys, which it reads again from the cache right after writing them. The parameters stay on
-chip. For T tokens
+read, so that the residual is read and written once. A residual too big for that is handled in
+chunks of keys, which the program reads again from the cache right after writing them. The
+parameters stay on chip. For T tokens
 
     forward    2 T (R + P) K V FLOPs       T (2 K V + R V + P V) elements
     backward   4 T (R + P) K V FLOPs       T (3 K V + 2 R V + P V) elements, one K V more to rebuild
 
 and the statistics. The backward pass sums parameter gradients in each program's registers, and
-those of the programs in a fixed order: no atomics, so the same bits every time. A residual too big
-for that takes a second pass over X' and dX (5 K V in all). The backward passes of a store or a read
-alone are plain JAX.
+then the programs' sums in a fixed order. It uses no atomics, so the result has the same bits every
+time. A residual too big for registers takes a second pass over X' and dX (5 K V in all). The
+backward passes of a store alone and of a read alone are plain JAX.
 
-Products are of the data's dtype with float32 sums: bfloat16 on tensor cores, or float32 in full.
-Triton multiplies blocks whose sides are powers of two, 16 at least: others are padded on chip.
+Products are in the data's dtype with float32 sums: bfloat16 on tensor cores, or float32 in full.
+Triton multiplies blocks whose sides are powers of two of at least 16; other sizes are padded on
+chip.
 """
 
 import functools
@@ -50,19 +51,22 @@ from pallas_kernels.key_vector.triton_gpu_kernels import (
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.triton import no_triton
 
-# Of a token's data and retrieved vectors: what still compiles with 99 KiB of shared memory.
+# The most bytes of a token's data and retrieved vectors that still compile with 99 KiB of shared
+# memory.
 _MOST_BYTES = 128 * 1024
 _DATA = (jnp.bfloat16, jnp.float32)
 _RESIDUAL = (jnp.bfloat16, jnp.float32, jnp.int16)
 
 
 class Blocks(NamedTuple):
-    """How a kernel is cut up.
+    """The block sizes and launch parameters of a kernel.
 
-    keys: rows of the residual in a tile, a power of two, 16 at least; fewer than K means chunks.
-    warps: of 32 threads, in a program.
-    stages: depth of the loads' pipeline.
-    programs: in the grid; each serves every `programs`-th token.
+    Attributes:
+      keys: rows of the residual in a tile, a power of two and at least 16; a number below K means
+        chunks.
+      warps: warps of 32 threads in a program.
+      stages: the depth of the load pipeline.
+      programs: programs in the grid; each serves every `programs`-th token.
     """
 
     keys: int
@@ -72,7 +76,7 @@ class Blocks(NamedTuple):
 
 
 def unsupported(op: str, given: Site | Backward, *others) -> str | None:
-    """Why these kernels cannot serve the op named, called with these; None if they can."""
+    """Return why these kernels cannot serve the op with these operands; None if they can."""
     site, *others = given if isinstance(given, Backward) else (given, *others)
     if why := no_triton():
         return why
@@ -100,7 +104,7 @@ def unsupported(op: str, given: Site | Backward, *others) -> str | None:
         if not 0 < count <= 256:
             return f"{count} key vectors are not 1 to 256"
     for array in data:
-        width = 2 if array.dtype == jnp.bfloat16 else 6  # A float32 is three bfloat16.
+        width = 2 if array.dtype == jnp.bfloat16 else 6  # A float32 is split into three bfloat16.
         size = sum(map(padded, counts)) * padded(V) * width
         if size > _MOST_BYTES:
             return f"a token's vectors, padded, take {size} bytes on chip, more than {_MOST_BYTES}"
@@ -108,7 +112,7 @@ def unsupported(op: str, given: Site | Backward, *others) -> str | None:
 
 
 def wins(op: str, given: Site | Backward, *others) -> bool:
-    """Whether a table says that the kernel of the op named is the fastest, called with these."""
+    """Return whether a table lists the op's kernel as the fastest for these operands."""
     site = given.site if isinstance(given, Backward) else given
     if _is_plain(op, site) or unsupported(op, given, *others) is not None:
         return False
@@ -125,12 +129,12 @@ def wins(op: str, given: Site | Backward, *others) -> bool:
 
 
 def _is_plain(op: str, site: Site) -> bool:
-    """Whether it is a backward pass of half a site, of which there is no kernel."""
+    """Return whether this is the backward pass of half a site, for which there is no kernel."""
     return op == "backward" and not (site.stores and site.reads)
 
 
 def _name(site: Site) -> str:
-    """Of the forward kernel."""
+    """Return the name of the forward kernel."""
     halves = {(True, True): "forward", (True, False): "store", (False, True): "read"}
     return f"key_vector_{halves[site.stores, site.reads]}"
 
@@ -138,21 +142,21 @@ def _name(site: Site) -> str:
 def default_blocks(
     kernel: str, *, K: int, V: int, R: int, P: int, dtype: DTypeLike, tokens: int
 ) -> Blocks:
-    """Blocks that compile without spilled registers, by rule.
+    """Return blocks, chosen by rule, that compile without spilled registers.
 
-    32 values of a tile a thread in the forward kernels, 16 in the backward ones, which hold sums
-    and cotangents too. The grid fills every multiprocessor of today's largest GPUs (about 150)
-    twice over and more; the backward one is smaller, as each program writes sums of its own.
+    Forward kernels have 32 values of a tile per thread, backward kernels 16, because they hold sums
+    and cotangents too. The grid fills every multiprocessor of today's largest GPUs (about 150) more
+    than twice. The backward grid is smaller, because each program writes its own sums.
     """
     columns, narrow = padded(V), jnp.dtype(dtype) == jnp.bfloat16
     backward_ = kernel.startswith("key_vector_backward")
-    # Each thread's share of a tile; a float32 takes three registers' worth of tensor core operands.
+    # This is a thread's share of a tile. A float32 takes three registers of tensor core operands.
     largest, wide = (4096 if narrow else 1024), columns
     if kernel == "key_vector_backward_sums":
         largest, wide = largest // 2, columns + padded(R) + padded(P)
     keys = max(16, min(padded(K), pl.next_power_of_2(largest // wide + 1) // 2))
     warps = 4 if narrow and not backward_ else 8
-    # The next token's vectors are fetched ahead where shared memory can hold two tokens'.
+    # The next token's vectors are fetched ahead if shared memory can hold two tokens' vectors.
     vectors = (padded(R) + padded(P)) * columns * (2 if narrow else 6)
     stages = 2 if vectors <= 80 * 1024 else 1
     return Blocks(keys, warps, stages, min(264 if backward_ else 1056, tokens))
@@ -175,10 +179,12 @@ def forward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Outcome:
-    """See `interface`; statistics are taken again, which costs this kernel next to nothing.
+    """Run the forward pass: see `interface`.
+
+    Statistics that are given are computed again, which costs this kernel next to nothing.
 
     Raises:
-      UnsupportedImplementation: of a read alone for any `dtype` but bfloat16 and float32.
+      UnsupportedImplementation: a read alone has a `dtype` other than bfloat16 and float32.
     """
     if not site.stores and dtype not in _DATA:
         raise UnsupportedImplementation(f"dtype={dtype} is not bfloat16 or float32")
@@ -220,7 +226,10 @@ def backward(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Gradients:
-    """See `interface`; of half a site by plain JAX, and a read `again` by a kernel of its own."""
+    """Run the backward pass: see `interface`.
+
+    The pass of half a site is plain JAX, and the read `again` is a kernel of its own.
+    """
     if _is_plain("backward", given.site):
         return xla.backward(given, norm=norm, fraction_bits=fraction_bits)
     site, statistics, d_residual, d_retrieved, means, again, *_ = taken(given)
@@ -290,7 +299,7 @@ def backward(
 
 
 def _again(rebuilt, again: Again, interpret, *, norm, dtype, fraction_bits):
-    """About the mean that is given, where the kernel reads about this residual's own."""
+    """Read the rebuilt residual about the given mean; the kernel reads about its own mean."""
     site = Site(rebuilt, gain=again.gain, read_keys=again.read_keys)
     options = {"norm": norm, "dtype": dtype, "fraction_bits": fraction_bits}
     read = forward(site, scale=False, interpret=interpret, **options)

@@ -1,4 +1,4 @@
-"""The bodies of the GPU kernels of the key-vector ops; see `triton_gpu` for what they compute."""
+"""Bodies of the GPU kernels of the key-vector ops; `triton_gpu` says what they compute."""
 
 import functools
 from typing import NamedTuple
@@ -16,7 +16,7 @@ _LARGEST = 2**15 - 1
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call; R or P is 0 where it stores or reads nothing."""
+    """The sizes of a call; R is 0 if nothing is stored, P is 0 if nothing is read."""
 
     T: int
     K: int
@@ -35,25 +35,26 @@ class Sizes(NamedTuple):
 
     @property
     def steps(self) -> float:
-        """Of an int16 residual, in 1."""
+        """The number of steps of an int16 residual in 1."""
         return 2.0**self.fraction_bits
 
     def groups(self, count) -> list[tuple[int, int]]:
-        """(first, size) of groups of key vectors, few enough for one product."""
+        """Return (first, size) of groups of key vectors, each small enough for one product."""
         most = (16384 // self.dtype.itemsize) // padded(self.V)
         size = min(64, most, padded(count))
         return [(first, size) for first in range(0, count, size)]
 
 
 def padded(size):
-    """A side of a block that Triton can multiply."""
+    """Return a block side that Triton can multiply: a power of two of at least 16."""
     return max(16, pl.next_power_of_2(size))
 
 
 def _index(shape, rows, columns):
-    """Indices of a block, (first, size) each way, in a matrix of `shape`; a mask if it sticks out.
+    """Return row and column indices of a block in a matrix, and a mask if the block sticks out.
 
-    A block that starts at a multiple of its size stays within a shape that its size divides.
+    `rows` and `columns` are (first, size). A block that starts at a multiple of its size stays
+    within a shape that its size divides.
     """
     (row, height), (column, width) = rows, columns
     i = row + jnp.arange(height)[:, None]
@@ -67,7 +68,7 @@ def _index(shape, rows, columns):
 
 
 def _load(ref, lead, rows, columns, *, transposed=False):
-    """Block of the matrix `ref[*lead]`, or of its transpose; zero outside of it."""
+    """Load a block of the matrix `ref[*lead]`, or of its transpose, with zeros outside of it."""
     shape = ref.shape[-2:]
     if transposed:
         j, i, mask = _index(shape[::-1], rows, columns)
@@ -83,7 +84,7 @@ def _save(ref, lead, rows, columns, block):
 
 
 def _each_token(site, body):
-    """`carry = body(token, carry)` over this program's tokens."""
+    """Return a function that runs `carry = body(token, carry)` over this program's tokens."""
     program, programs = pl.program_id(0), pl.num_programs(0)
 
     def run(carry):
@@ -94,27 +95,27 @@ def _each_token(site, body):
 
 
 def _each_chunk(chunks, body, carry):
-    """`carry = body(chunk, carry)`; without a loop where there is one chunk."""
+    """Run `carry = body(chunk, carry)` over all chunks, without a loop if there is one chunk."""
     return body(0, carry) if chunks == 1 else jax.lax.fori_loop(0, chunks, body, carry)
 
 
 def _values(site, block):
-    """In float32, of what the residual's dtype holds."""
+    """Return a block's values in float32, converted from the steps of an int16 residual."""
     values = block.astype(jnp.float32)
     return values / site.steps if block.dtype == jnp.int16 else values
 
 
 def _written(store_keys, data):
-    """`sum_r w_r (x) y_r` of one chunk of keys.
+    """Compute `sum_r w_r (x) y_r` for one chunk of keys.
 
-    Forward and rebuild sum the same products in the same order, so that an int16 residual is
-    rebuilt without error.
+    Forward pass and rebuilding sum the same products in the same order, so that an int16 residual
+    is rebuilt without error.
     """
     return sum(dot(w, y) for w, y in zip(store_keys, data, strict=True))
 
 
 def _steps(site, written):
-    """Rounded to steps of an int16 residual, as int32; NaN becomes out of range."""
+    """Round to the steps of an int16 residual, as int32; NaN becomes a number out of range."""
     # Adding 1.5 * 2^23 leaves no bits for a fraction, so it rounds, ties to even.
     limit, shifter = 2.0**21, 1.5 * 2.0**23
     steps = site.steps * written
@@ -137,13 +138,13 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
     load_read_keys = lambda c: [_load(ref.read_keys, (), group, rows(c)) for group in reads]
     load_gain = lambda c: _load(ref.gain, (), rows(c), columns).astype(jnp.float32)
     if chunks == 1:
-        # Once, for all of the program's tokens.
+        # The parameters are loaded once for all of the program's tokens.
         load_store_keys = _always(load_store_keys(0))
         if site.P:
             load_read_keys, load_gain = _always(load_read_keys(0)), _always(load_gain(0))
 
     def stored_chunk(t, c):
-        """Values of the chunk as stored, and the largest magnitude there was to store."""
+        """Store a chunk; return its values as stored and the largest magnitude before clipping."""
         x = _load(ref.residual, (t,), rows(c), columns)
         if not site.R:
             return _values(site, x), 0
@@ -209,10 +210,10 @@ def _always(value):
 
 
 def _add_moments(site, moments, values, c, rows):
-    """A shift, and the sums of differences from it and of their squares, over chunks up to `c`.
+    """Add a chunk to a shift, the sum of differences from it, and the sum of their squares.
 
-    The shift is the first chunk's mean: E[x^2] - E[x]^2 would cancel where the mean is large, and
-    about the mean of a part of the token it does not.
+    The shift is the first chunk's mean. E[x^2] - E[x]^2 would cancel where the mean is large; sums
+    about the mean of a part of the token do not.
     """
     shift, total, squares = moments
     if site.norm == "layernorm":
@@ -237,7 +238,7 @@ def _mean_and_variance(site, moments):
 
 
 def _normalised(site, ref, t, rows, columns, mean, rstd):
-    """`norm(X')` of a block, 0 outside of the residual, and the block as stored."""
+    """Return `norm(X')` of a block, 0 outside of the residual, and the block as stored."""
     x = _load(ref.stored, (t,), rows, columns)
     n = (_values(site, x) - mean) * rstd
     _, _, inside = _index((site.K, site.V), rows, columns)
@@ -245,12 +246,12 @@ def _normalised(site, ref, t, rows, columns, mean, rstd):
 
 
 def _given_means(site, ref, t):
-    """Of a, where the norm needs it, and of a n, of a token whose means are given."""
+    """Return a token's given means of a (None for rmsnorm) and of a n."""
     return (ref.mean_a[t] if site.norm == "layernorm" else None), ref.mean_an[t]
 
 
 def _d_stored(site, d_stored, a, n, rstd, means):
-    """`dX' + rstd (a - mean(a) - n mean(a n))`."""
+    """Compute `dX' + rstd (a - mean(a) - n mean(a n))`."""
     mean_a, mean_an = means
     through_norm = a - n * mean_an
     if site.norm == "layernorm":
@@ -265,12 +266,12 @@ def _taken_back(site, stored, written):
 
 
 def backward_kernel(site, blocks, ref):
-    """All of the backward pass, with a whole token in registers."""
+    """Compute the whole backward pass, with a whole token in registers."""
     rows, columns = (0, blocks.keys), (0, padded(site.V))
     stores, reads = (0, padded(site.R)), (0, padded(site.P))
     store_keys = _load(ref.store_keys, (), stores, rows)
     read_keys = _load(ref.read_keys, (), reads, rows)
-    # From the cache for every token, as there are no registers to keep it in.
+    # The gain is read from the cache for every token, because there are no registers to keep it in.
     load_gain = lambda: _load(ref.gain, (), rows, columns).astype(jnp.float32)
 
     def token(t, sums):
@@ -307,7 +308,7 @@ def backward_kernel(site, blocks, ref):
 
 
 def _d_scaled(ref, t, reads, rows, columns):
-    """`r^T dz` of a chunk of keys."""
+    """Compute `r^T dz` for a chunk of keys."""
     return sum(
         dot(
             _load(ref.read_keys, (), rows, group, transposed=True),
@@ -318,7 +319,7 @@ def _d_scaled(ref, t, reads, rows, columns):
 
 
 def backward_tokens_kernel(site, blocks, ref):
-    """What the backward pass gives for each token, in chunks of keys."""
+    """Compute the backward pass's results for each token, in chunks of keys."""
     columns = (0, padded(site.V))
     chunks = pl.cdiv(site.K, blocks.keys)
     rows = lambda c: (c * blocks.keys, blocks.keys)
@@ -369,7 +370,7 @@ def backward_tokens_kernel(site, blocks, ref):
 
 
 def backward_sums_kernel(site, blocks, ref):
-    """Sums over a program's tokens for one chunk of the parameters, from dX."""
+    """Sum the parameter gradients of one chunk of keys over a program's tokens, from dX."""
     rows, columns = (pl.program_id(1) * blocks.keys, blocks.keys), (0, padded(site.V))
     stores, reads = site.groups(site.R), site.groups(site.P)
     gain = _load(ref.gain, (), rows, columns).astype(jnp.float32)

@@ -1,12 +1,13 @@
-"""The portable form of the key-vector ops: plain JAX that a compiler fuses well on any platform.
+"""Portable implementation of the key-vector ops: plain JAX that compilers fuse well anywhere.
 
-Three things keep the big residual from crossing memory more often than it must:
-- the statistics are taken from the residual as stored, in the pass that stores it;
+Three things keep the large residual from crossing memory more often than it must:
+- the statistics are computed from the residual as stored, in the pass that stores it;
 - norm and gain are elementwise on the way into the read's product, so no normalised copy is made;
-- the backward pass needs the stored residual and two numbers a token, and nothing else saved.
+- the backward pass needs only the stored residual and two numbers per token.
 
 For T = 8192 tokens, K = V = 64, R = 16, P = 48 in bfloat16 a forward op is 4.3 GFLOP and its ideal
-traffic 201 MB; the TPU's compiler makes two fusions of it, 268 MB: the second reads X' again.
+traffic 201 MB. The TPU's compiler makes two fusions of it with 268 MB, because the second reads X'
+again.
 """
 
 import functools
@@ -32,7 +33,7 @@ _LARGEST = 2**15 - 1
 
 
 class _Stored(NamedTuple):
-    """A stored residual, as its dtype holds it and in numbers."""
+    """A stored residual: the array in its dtype, its values, and whether a token is in range."""
 
     residual: Array
     values: Array
@@ -51,7 +52,7 @@ def forward(
     in_place: bool = True,
     fraction_bits: int = FRACTION_BITS,
 ) -> Outcome:
-    """See `interface`."""
+    """Run the forward pass: see `interface`."""
     site, statistics = taken((site, statistics))
     residual, store_keys, data, gain, read_keys = site
     options = (gain, read_keys, norm, epsilon, dtype or data.dtype, scale, fraction_bits)
@@ -67,7 +68,8 @@ def forward(
     stored = _store(residual, store_keys, data, fraction_bits)
     if not site.reads:
         return Outcome(stored.residual)
-    # From a slice of the inputs: taken from the stored residual it would need a pass of its own.
+    # The shift is computed from a slice of the inputs, because computing it from the stored
+    # residual would need another pass.
     first = _store(residual[..., :1], store_keys, data[..., :1], fraction_bits).values
     return Outcome(stored.residual, *_read(stored, jnp.mean(first, axis=(-2, -1)), *options))
 
@@ -80,7 +82,7 @@ def at_layer(
     epsilon: int | float,
     size_major: tuple[bool, bool] = (False, False),
 ) -> tuple[Float[Array, "T K V"], Float[Array, "T P V"]]:
-    """`forward` of T tokens, [T, K, V] and [T, R, V], at a layer of stacked keys and gains."""
+    """Run `forward` for T tokens, [T, K, V] and [T, R, V], at a layer of stacked parameters."""
     of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
     residual, store_keys, data, *of_read = site
     one = Site(residual[:, None], of_layer(store_keys), data[:, None], *map(of_layer, of_read))
@@ -95,7 +97,7 @@ def backward(
     rebuild: bool = False,
     fraction_bits: int = FRACTION_BITS,
 ) -> Gradients:
-    """See `interface`."""
+    """Run the backward pass: see `interface`."""
     site, statistics, d_residual, d_retrieved, means, again, _ = taken(given)
     residual, store_keys, data, *_ = site
     if not site.reads:
@@ -131,7 +133,7 @@ def backward(
 def to_fixed_point(
     residual: Float[Array, "*shape"], fraction_bits: int = FRACTION_BITS
 ) -> Int16[Array, "*shape"]:
-    """Numbers as an int16 residual holds them; those beyond its range become the nearest."""
+    """Return numbers as an int16 residual holds them; those beyond its range are clipped."""
     steps = jnp.round(2.0**fraction_bits * residual.astype(_accumulator(residual, residual.dtype)))
     return jnp.clip(steps, -_LARGEST, _LARGEST).astype(jnp.int16)
 
@@ -145,7 +147,7 @@ def _norm_backward(
     norm: Norm,
     fraction_bits: int,
 ) -> tuple[Float[Array, "B N K V"], Float[Array, "K V"], Float[Array, "P K"]]:
-    """Cotangents of a read: of the residual, the gain and the keys, at least float32."""
+    """Return a read's cotangents of residual, gain and keys, at least float32."""
     residual, _, _, gain, read_keys = site
     dtype = d_retrieved.dtype
     accumulator = _accumulator(residual, dtype)
@@ -153,7 +155,7 @@ def _norm_backward(
     mean, rstd = both[:, 0], both[:, 1]
     n = (_values(residual, accumulator, fraction_bits) - mean) * rstd
     gain = gain.astype(accumulator)
-    # Rounded: two passes read it, and in float32 it would be the largest array of them all.
+    # This is rounded because two passes read it, and in float32 it would be the largest array.
     d_scaled = _einsum("pk,bnpv->bnkv", read_keys.astype(dtype), d_retrieved).astype(dtype)
     a = d_scaled * gain
     mean_a, mean_an = means or (None, None)
@@ -190,19 +192,19 @@ def _take_back(residual, store_keys, data, fraction_bits):
 
 
 def _written(residual, store_keys, data, fraction_bits):
-    """`sum_r w_r (x) y_r`; for an int16 residual rounded to its steps, as int32."""
+    """Compute `sum_r w_r (x) y_r`; for an int16 residual rounded to its steps, as int32."""
     written = _einsum("rk,bnrv->bnkv", store_keys.astype(data.dtype), data)
     if residual.dtype != jnp.int16:
         return written
-    # Clipped: what is beyond int32 is undefined when converted.
+    # The steps are clipped because converting numbers beyond int32 is undefined.
     steps = jnp.clip(jnp.round(2.0**fraction_bits * written), -(2.0**24), 2.0**24)
-    # A NaN written must be seen too, and no integer is one.
+    # A written NaN has to be detected too, but no integer is NaN, so it becomes out of range.
     return jnp.where(jnp.isnan(steps), 2**24, steps).astype(jnp.int32)
 
 
 def _read(stored: _Stored, shift, gain, read_keys, norm, epsilon, dtype, scale, fraction_bits):
     values, count = stored.values, gain.size
-    # Around a shift near the mean: E[x^2] - E[x]^2 would cancel where the mean is large.
+    # The sums are around a shift near the mean: E[x^2] - E[x]^2 cancels where the mean is large.
     shift = shift if norm == "layernorm" else jnp.zeros_like(shift)
     shifted = values - shift[..., None, None]
     total = jnp.sum(shifted, axis=(-2, -1))
@@ -229,7 +231,7 @@ def _retrieved(values, mean, rstd, gain, read_keys, dtype):
 
 
 def least_variance(fraction_bits: int) -> float:
-    """What a token's int16 residual has to have at least."""
+    """Return the variance below which a token of an int16 residual reads NaN."""
     return (LEAST_STEPS / 2.0**fraction_bits) ** 2
 
 
@@ -245,7 +247,7 @@ def _accumulator(residual, dtype) -> jnp.dtype:
 
 
 def _einsum(spec, *operands):
-    """At least float32 sums; products of float32 in full, of bfloat16 as they are."""
+    """Contract with sums of at least float32; float32 operands are multiplied at full precision."""
     narrow = all(operand.dtype == jnp.bfloat16 for operand in operands)
     return jnp.einsum(
         spec,
