@@ -1,32 +1,33 @@
-"""Depth attention: a sublayer reads a softmax over what earlier sublayers, or blocks, produced.
+"""Depth attention: a sublayer reads a softmax over the outputs of earlier sublayers or blocks.
 
-Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1. Keys are the sources,
-normalised; values are the sources themselves; the query is learned and the same for every token:
+Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1. Keys are the normalised
+sources, values are the sources themselves, and the query is learned and the same for every token:
 
     logit_i = <gain * query, v_i> / sqrt(mean(v_i^2) + epsilon)
     h = sum_i softmax(logit)_i v_i
 
-`depth_attention` is one site. In the *two-phase* schedule, `depth_attention_partial` takes all S
-sites of a block over the sealed sources at once, reading them once, and `depth_attention_merge`
-adds the running partial sum at each site.
+`depth_attention` is one site. In the *two-phase* schedule, `depth_attention_partial` computes all S
+sites of a block over the sealed sources in one pass that reads them once, and
+`depth_attention_merge` adds the running partial sum at each site.
 
-Implementations: as of `key_vector`. Every op but `depth_attention_partial_backward` has gradients
-of its arrays of floats in reverse mode, once; twice with "xla" alone, forward mode never: a
-TypeError says so.
+Implementations have the same names as in `key_vector`. Every op except
+`depth_attention_partial_backward` has gradients of its arrays of floats in reverse mode, once.
+Differentiating twice works only with "xla" and forward mode never; a TypeError says so.
 
-A source may be a residual matrix `K x V` in place of a vector: queries are then [S, K, V] and
-sources [N, ..., K, V]. Mean and product are over all its entries. It is only on a TPU that this is
-more than a reshape: there, matrices lie with tokens in the lanes (see `mosaic_tpu_matrices`).
-`depth_attention_merge_read` reads what it mixes with keys at once, as an RMT does.
+A source may be a residual matrix `K x V` instead of a vector: queries are then [S, K, V] and
+sources [N, ..., K, V]. Mean and product are over all its entries. This differs from a reshape only
+on a TPU, where matrices lie with tokens in the lanes (see `mosaic_tpu_matrices`).
+`depth_attention_merge_read` also reads the mix with keys, as an RMT does.
 
 `depth_attention_partial`, its backward pass and `depth_attention` take a `key_axis`: the mesh axis
-over whose n devices D is divided, the tokens being the same on all of them; the op is then what one
-device does in `jax.shard_map(.., check_vma=False)`. Sources, mixes, queries and gains, and their
+over whose n devices D is divided, with the same tokens on all of them. The op is then the work of
+one device in `jax.shard_map(.., check_vma=False)`. Sources, mixes, queries and gains, and their
 cotangents, are own slices [.., D / n], and gradients of queries and gains are complete for the own
-slice. Logarithms of sums are the same on all devices, and the cotangents of them are each device's
-own part of a sum over the axis, in and out: what JAX's transposes give where each device
-differentiates its own share of a loss. Plain JAX serves these, with one all-reduce of `(S + 1) N`
-float32 a token forward, and one of `2 S N + N + S` backward.
+slice. Logarithms of sums are the same on all devices. Their cotangents, both those given and those
+returned, are each device's own part of a sum over the axis. JAX's transposes give the same where
+each device differentiates its own share of a loss. Plain JAX serves these ops, with one all-reduce
+of `(S + 1) N` float32 per token in the forward pass and one of `2 S N + N + S` in the backward
+pass.
 """
 
 import functools
@@ -77,10 +78,10 @@ __all__ = [
 
 
 class PartialGradients(NamedTuple):
-    """Cotangents of the inputs of `depth_attention_partial`; `prior` is None if there was none.
+    """The cotangents of the inputs of `depth_attention_partial`.
 
-    `queries` are those of `gain * query`: multiply by the gain for the query, by the query for the
-    gain.
+    `queries` holds the cotangents of `gain * query`: multiply them by the gain for the query's
+    cotangent and by the query for the gain's. `prior` is None if there was no prior.
     """
 
     queries: Float[Array, "S *D"]
@@ -100,7 +101,7 @@ def depth_attention(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*tokens D"]:
-    """The mix h that one site reads: `depth_attention_partial` of one query."""
+    """Return the mix h that one site reads: `depth_attention_partial` with one query."""
     check_array("query", query, "D")
     if gain is not None:
         check_array("gain", gain, "D")
@@ -135,28 +136,28 @@ def depth_attention_partial(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "S *tokens_D"], Float[Array, "S *tokens"]]:
-    """All S sites over the same sources, in one pass over them.
+    """Compute all S sites over the same sources, in one pass over them.
 
     Args:
-      queries: w, one of each site.
-      sources: v, any token axes; any float dtype.
-      gains: of the norm of the keys; folded into the queries.
-      count: how many sources there are; the rows from there on are empty and are not looked at.
-      prior: the results of another call over other sources, to be counted in.
-      epsilon: added to the mean square of a source; 0 or above.
-      key_axis: the mesh axis over which D is divided, if any (see the module's docstring).
-      implementation: None picks what is best on the platform that the program is lowered for.
+      queries: w, one query for each site.
+      sources: v, with any token axes and any float dtype.
+      gains: the gains of the keys' norm, which are folded into the queries.
+      count: the number of sources; rows from there on are empty and are not read.
+      prior: the results of another call over other sources, to be included.
+      epsilon: the number added to the mean square of a source; at least 0.
+      key_axis: the mesh axis over which D is divided, or None (see the module's docstring).
+      implementation: None picks the best one for the platform that the program is lowered for.
 
     Returns:
       The mix of each site in the sources' dtype, and the logarithm of its softmax's sum, at least
-      float32. Scores and sums are at least float32. One source alone is returned bit for bit.
+      float32. Scores and sums are at least float32. A single source is returned bit for bit.
 
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call.
-      ValueError: shapes or dtypes do not fit, count is no integer or more than the sources, or
-        epsilon is negative.
-      TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
-      NameError: `key_axis` is no axis of a `jax.shard_map` around.
+      ValueError: shapes or dtypes do not fit, count is not an integer or exceeds the number of
+        sources, or epsilon is negative.
+      TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
+      NameError: `key_axis` is not an axis of an enclosing `jax.shard_map`.
     """
     given, *_ = _checked(queries, sources, gains, count, prior, epsilon)
     call = _Call(epsilon, implementation, key_axis=_dividing(key_axis))
@@ -181,10 +182,10 @@ def depth_attention_partial_backward(
     key_axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> PartialGradients:
-    """The gradients of `depth_attention_partial`, those of the sources added to `accumulate`.
+    """Return the gradients of `depth_attention_partial`; the sources' are added to `accumulate`.
 
-    What a block's S sites give to the sources is so added once, where differentiating with JAX
-    would add once a site.
+    The gradients that a block's S sites give to the sources are thus added once, whereas
+    differentiating with JAX would add them once per site.
     """
     given, rows, per_token = _checked(queries, sources, gains, count, prior, epsilon)
     d_queries, d_sources, d_prior = _partial_backward(
@@ -217,25 +218,26 @@ def depth_attention_merge(
     norm_epsilon: int | float = 1e-6,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "S *tokens_D"], Float[Array, "*tokens_D"], Float[Array, "*tokens_D"]]:
-    """The second phase: the running partial sum beside the sealed sources, normed for the reader.
+    """Run the second phase: mix the running partial sum with the sealed sources, and normalise.
 
     Args:
-      mixed: of all sites, from `depth_attention_partial`.
-      log_sums: of this one.
-      site: which of them this is.
+      mixed: the mixes of all sites, from `depth_attention_partial`.
+      log_sums: the logarithms of sums of this site.
+      site: the index of this site.
       current: the running partial sum, one more source.
       query, gain: w and the gain of the keys' norm.
-      norm_gain: of the norm of what is read; None, with the norm, where there is none.
+      norm_gain: the gain of the output's norm; None if there is no norm.
       active: whether there is a partial sum; before a block's first sublayer there is none.
-      norm: "layernorm" or "rmsnorm", of what is read, or None: z is then h. Of matrices no kernel
-        has a norm: what reads them with keys has one.
-      epsilon, norm_epsilon: of the keys' norm and of the norm of what is read.
-      implementation: None picks what is best on the platform that the program is lowered for.
+      norm: the norm of the output, "layernorm" or "rmsnorm", or None: z is then h. No kernel has a
+        norm for matrices, because the read with keys that follows has one.
+      epsilon, norm_epsilon: the epsilons of the keys' norm and of the output's norm.
+      implementation: None picks the best one for the platform that the program is lowered for.
 
     Returns:
       `mixed` and `current`, to be used from here on, and `z = norm_gain * norm(h)` in the dtype of
-      `current`. The gradients of later uses so reach this one, which adds its own to that of
-      `current` in the same pass, and puts it in its row of that of `mixed`: a site is merged once.
+      `current`. Through them the gradients of later uses reach this op, which adds its own gradient
+      to that of `current` in the same pass and writes its own into its row of that of `mixed`. For
+      this reason a site may be merged only once.
     """
     check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
     axes = query.ndim
@@ -270,22 +272,23 @@ def depth_attention_merge_at(
     norm_epsilon: int | float = 1e-6,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*tokens D"]:
-    """z of `depth_attention_merge` for a few tokens, as in decoding: a TPU's kernel copies nothing.
+    """Return z of `depth_attention_merge` for a few tokens; the TPU kernel copies no operands.
 
-    With "xla" alone it is differentiable.
+    The op serves decoding. It is differentiable only with "xla".
 
     Args:
-      layer: which of the L.
-      parameters: of every layer the query, times the gain of the keys' norm, and the gain of the
-        norm of what is read.
-      mixed, log_sums: of all sites, from `depth_attention_partial`.
-      site, current, active, norm, epsilon, norm_epsilon: as of `depth_attention_merge`.
-      implementation: as there; "triton" is none of this op.
+      layer: the index of the layer, below L.
+      parameters: for every layer the query times the gain of the keys' norm, and the gain of the
+        output's norm.
+      mixed, log_sums: the mixes and logarithms of sums of all sites, from
+        `depth_attention_partial`.
+      site, current, active, norm, epsilon, norm_epsilon: as in `depth_attention_merge`.
+      implementation: as in `depth_attention_merge`, but this op has no "triton".
 
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
-      TypeError: what may be a kernel is differentiated.
+      TypeError: the op is differentiated where it may be a kernel.
     """
     *tokens, D = current.shape
     check_site(parameters[0, 0], None, current, parameters[0, 1], norm, epsilon, norm_epsilon)
@@ -306,7 +309,7 @@ def depth_attention_merge_at(
 
 
 class _Call(NamedTuple):
-    """What a call is beside its arrays."""
+    """The parameters of a call that are not arrays."""
 
     epsilon: int | float
     implementation: str | None
@@ -346,12 +349,12 @@ def _partial_backward(call, given, mixed, log_sums, d_mixed, d_log_sums, accumul
     delta = None if d_log_sums is None else -d_log_sums
     prior, d_prior = given.prior, None
     if prior is not None:
-        # The prior is one more source, of given logit.
+        # The prior is one more source, whose logit is given.
         weight = xla.prior_weights(prior[1], log_sums)
         entries = tuple(range(1 - given.queries.ndim, 0))
         g = jnp.sum(wide(d_mixed) * wide(prior[0]), axis=entries)
         delta = weight * g + (0 if delta is None else delta)
-    # A constant that is saved may come back as one of NumPy's.
+    # A saved constant may come back as a NumPy array.
     of_sources = given._replace(count=jnp.asarray(given.count), prior=None)
     scored = Scored(log_sums, delta, d_mixed, accumulate)
     d_queries, d_sources = _run(call, "partial_backward", of_sources, scored, **call.scores)
@@ -378,7 +381,7 @@ def _merge_forward(call, given):
 
 def _merge_backward(call, given, cotangents):
     d_mixed, d_current, d_z = cotangents
-    given = jax.tree.map(jnp.asarray, given)  # a constant may come back as one of NumPy's
+    given = jax.tree.map(jnp.asarray, given)  # A saved constant may come back as a NumPy array.
     cotangents = MergeCotangents(d_z, d_mixed, d_current)
     g = _run(call, "merge_backward", given, cotangents, **call.norms)
     return (Merge(g.query, g.mixed, g.log_sums, None, g.current, None, g.norm_gain),)
@@ -419,12 +422,12 @@ def _run(call: _Call, op: str, *operands, **options):
 
 
 def _dividing(key_axis: str | None) -> str | None:
-    """The axis, or None if it has but one device."""
+    """Return the axis, or None if it has only one device."""
     return key_axis if key_axis is not None and jax.lax.axis_size(key_axis) > 1 else None
 
 
 def _folded(queries, gains, sources):
-    """`gain * query`, at least float32: no normalised key is ever made."""
+    """Compute `gain * query`, at least float32, so that no normalised key is ever computed."""
     dtype = jnp.result_type(jnp.float32, sources)
     return queries.astype(dtype) if gains is None else queries.astype(dtype) * gains.astype(dtype)
 
@@ -434,15 +437,16 @@ def _count(count, sources):
 
 
 def _tokens(lead, axes: int) -> tuple[Any, ...]:
-    """The one token axis of vectors; the two of matrices."""
+    """Return the sizes of one token axis for vectors, or of two token axes for matrices."""
     if axes == 1:
         return (math.prod(lead),)
     return math.prod(lead[:-1]), (lead[-1] if lead else 1)
 
 
 def _checked(queries, sources, gains, count, prior, epsilon):
-    """What implementations are given; and what gives arrays [n, *tokens, *size] and [n, *tokens]
-    the token axes of `_tokens`.
+    """Check the arguments and return the implementations' operands and two reshapes.
+
+    The reshapes give arrays [n, *tokens, *size] and [n, *tokens] the token axes of `_tokens`.
     """
     check_sources(queries, sources, gains, count, prior, epsilon)
     size = queries.shape[1:]

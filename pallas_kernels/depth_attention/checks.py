@@ -1,4 +1,4 @@
-"""What the ops of depth attention are given, looked at before anything is traced."""
+"""Checks of the arguments of the depth-attention ops, before anything is traced."""
 
 import jax.numpy as jnp
 
@@ -65,7 +65,7 @@ def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> 
 
 
 def check_mixed(mixed, log_sums, current, axes: str, of_source: int) -> None:
-    """Of all sites, beside the running sum, whose last axes are of a source; and log sums."""
+    """Check the mixes and logarithms of sums against `current`, whose last axes are a source's."""
     check_array("mixed", mixed, "S ... D")
     check_array("log_sums", log_sums, axes)
     whole = mixed if axes.startswith("S") else current
@@ -77,5 +77,5 @@ def check_mixed(mixed, log_sums, current, axes: str, of_source: int) -> None:
 
 
 def _size(queries, before: int) -> str:
-    """The names of a source's axes: of a vector, or of a residual matrix."""
+    """Return the names of a source's axes: of a vector, or of a residual matrix."""
     return "K V" if getattr(queries, "ndim", 0) == before + 2 else "D"

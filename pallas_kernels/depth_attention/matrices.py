@@ -1,7 +1,7 @@
-"""Residual matrices as vectors, for implementations that know only these: [.., K, V] is [.., D].
+"""Residual matrices as vectors, for implementations that know only vectors: [.., K, V] is [.., D].
 
-Arrays have two token axes, `[.., B, T]`, and two of a matrix. The last axes, two and two, are so
-made one and one: of queries [S, K, V] and of logarithms of sums [S, B, T] alike.
+Arrays have two token axes, `[.., B, T]`, and the two axes of a matrix. The last axes are merged in
+pairs, which serves queries [S, K, V] and logarithms of sums [S, B, T] as well.
 """
 
 from types import ModuleType
@@ -21,7 +21,7 @@ from pallas_kernels.depth_attention.interface import (
 
 
 class OfVectors:
-    """An implementation for vectors, as one for matrices: see `interface`."""
+    """An implementation for matrices made from one for vectors: see `interface`."""
 
     def __init__(self, module: ModuleType):
         self._module = module

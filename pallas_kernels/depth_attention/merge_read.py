@@ -1,7 +1,7 @@
-"""Phase two of depth attention over residual matrices, and the read of what it mixes: one op.
+"""Phase two of depth attention over residual matrices and the read of its mix, as one op.
 
-It joins `depth_attention_merge` without a norm to `norm_retrieve`; a TPU has both in one kernel
-each way, so that what is mixed never leaves the chip.
+The op joins `depth_attention_merge` without a norm and `norm_retrieve`. A TPU has one kernel for
+both in the forward pass and one in the backward pass, so that the mix never leaves the chip.
 """
 
 import functools
@@ -36,15 +36,16 @@ def depth_attention_merge_read(
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "B T K V"], Float[Array, "B T P V"]]:
-    """`z_p = r_p . (norm_gain * norm(h))` of the mix h of sealed sources and running sum.
+    """Compute `z_p = r_p . (norm_gain * norm(h))`, h being the mix of sealed sources and current.
 
     Args:
-      mixed, log_sums, site, current, active: as of `depth_attention_merge`.
-      query: of the site, times the gain of the keys' norm.
-      norm_gain, read_keys, norm: as of `norm_retrieve`.
-      epsilon, norm_epsilon: of the keys' norm and of the norm of what is read.
-      dtype: of z; None is that of `current`.
-      implementation: None picks what is best on the platform that the program is lowered for.
+      mixed, log_sums, site, current, active: as in `depth_attention_merge`.
+      query: the query of the site, times the gain of the keys' norm.
+      norm_gain, read_keys, norm: the gain, the keys and the norm of the read, as in
+        `norm_retrieve`.
+      epsilon, norm_epsilon: the epsilons of the keys' norm and of the read's norm.
+      dtype: the dtype of z; None is that of `current`.
+      implementation: None picks the best one for the platform that the program is lowered for.
 
     Returns:
       `mixed` and `current`, to be used from here on as with `depth_attention_merge`, and z. h is
@@ -53,7 +54,7 @@ def depth_attention_merge_read(
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call.
       ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
-      TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
+      TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
     """
     check_norm(norm)
     check_epsilon("epsilon", epsilon)
@@ -81,7 +82,7 @@ def depth_attention_merge_read(
 
 
 class _Call(NamedTuple):
-    """What a call is beside its arrays."""
+    """The parameters of a call that are not arrays."""
 
     norm: Norm
     epsilon: int | float
@@ -105,7 +106,7 @@ def _forward(call, given):
 
 def _backward(call, saved, cotangents):
     d_mixed, d_current, d_z = cotangents
-    given, statistics = jax.tree.map(jnp.asarray, saved)  # a constant may be one of NumPy's
+    given, statistics = jax.tree.map(jnp.asarray, saved)  # A saved constant may be a NumPy array.
     run = functools.partial(_IMPLEMENTATIONS.run, call.implementation, "merge_read_backward")
     args = (given, statistics, MergeCotangents(d_z, d_mixed, d_current))
     g, d_read_keys = run(*args, norm=call.norm, epsilon=call.epsilon)
@@ -116,7 +117,7 @@ def _backward(call, saved, cotangents):
 
 _merge_read.defvjp(_forward, _backward)
 
-# Of a GPU there is no kernel that does both.
+# There is no GPU kernel that does both.
 _IMPLEMENTATIONS = Implementations(
     XLA, {"mosaic_tpu": mosaic_tpu_merge_read, "triton": XLA}, ("tpu",), name="merge_read"
 )

@@ -1,4 +1,4 @@
-"""`merge_read` as the two ops that it joins, one after the other."""
+"""`merge_read` computed as the two ops that it joins, one after the other."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ _NO_NORM = {"norm": None, "norm_epsilon": 0.0}
 
 
 class InTwo:
-    """Of an implementation of `merge` over matrices and one of the key-vector ops: `interface`.
+    """A `merge_read` from an implementation of `merge` over matrices and one of the key-vector ops.
 
-    `options` are of both.
+    `options` are passed to both. See `interface`.
     """
 
     def __init__(self, merges: Any, key_vector: Any):
@@ -48,7 +48,7 @@ class InTwo:
         epsilon: int | float,
         **options: Any,
     ) -> tuple[MergeGradients, Float[Array, "P K"]]:
-        """h is mixed again."""
+        """Compute the gradients; h is mixed again."""
         of_merge = {"epsilon": epsilon} | _NO_NORM | options
         h = self._merges.merge(given.merge, **of_merge)
         of_read = Backward(Site(h, None, None, *given[1:]), statistics, None, cotangents.z)
@@ -58,11 +58,11 @@ class InTwo:
         return g._replace(norm_gain=d_read.gain), d_read.read_keys
 
     def unsupported(self, op: str, *operands: Any) -> str | None:
-        """Nothing is, wherever it is lowered for."""
+        """Return None, because every call can be served on every platform."""
         return None
 
     def wins(self, op: str, *operands: Any) -> bool:
-        """Over itself it does not."""
+        """Return False, because the portable implementation is this one."""
         return False
 
 

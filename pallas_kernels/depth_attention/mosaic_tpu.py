@@ -1,21 +1,21 @@
-"""Depth attention as TPU kernels: every source crosses HBM once.
+"""TPU kernels of depth attention, which read every source from HBM once.
 
 Arrays stay as the model has them, [.., T, D] with D in the lanes; nothing is transposed. A tile of
-tokens of all active rows lies in VMEM at a time: their scores, the softmax over them and what is
-mixed from them all come from there.
+tokens of all active rows lies in VMEM at a time, and the scores, the softmax over them and the mix
+are all computed from it.
 
-- Scores and mixing are products on the matrix unit, whose time does not depend on S as long as its
-  rows are not full. Queries and weights are split into bfloat16 pieces, so that with bfloat16
-  sources scores are as exact as in float32, and weights to 16 bits.
-- The backward pass takes <d_mixed, v_i> along with the scores, and all of a source's gradient but
-  the part along itself as one more product.
-- Rows from `count` on are not read, and not written either where a gradient is accumulated.
+- Scores and mixing are products on the matrix unit, whose time does not depend on S until its rows
+  are full. Queries and weights are split into bfloat16 pieces, so that with bfloat16 sources scores
+  are as exact as in float32, and weights are exact to 16 bits.
+- The backward pass computes <d_mixed, v_i> together with the scores, and all of a source's gradient
+  except the part along the source itself as one more product.
+- Rows from `count` on are not read, and not written either if a gradient is accumulated.
 
-For T tokens, N active sources, E bytes an entry: `partial` takes `4 S N T D` FLOPs and
+For T tokens, N active sources, E bytes per entry: `partial` takes `4 S N T D` FLOPs and
 `E (N + S) T D` bytes; `partial_backward` `8 S N T D` FLOPs and `E (2 N + S) T D` bytes, `E N T D`
 more to accumulate; `merge` `E 3 T D` bytes and `merge_backward` `E 6 T D`.
 
-D is padded to a multiple of 128 and T to one of 16, which costs a copy where it is not one.
+D is padded to a multiple of 128 and T to a multiple of 16; padding costs a copy.
 """
 
 import dataclasses
@@ -50,11 +50,11 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.target import target
 
-# MiB of 60 that `vmem_bytes` may come to: it does not know every temporary of the compiler.
+# MiB (of 60) that `vmem_bytes` may reach; it does not count every temporary of the compiler.
 _BUDGET = 54
-# Sources, of which a group waits longer than it works.
+# With at most this many sources, a group of tokens waits longer than it works.
 _FEW = 4
-# Chips whose registers hold what mixes eight groups for many sites.
+# Chips with enough registers to mix eight groups for many sites.
 _NEWER = ("tpu_v6_lite", "tpu7x")
 _NAME = "depth_attention_"
 
@@ -66,7 +66,7 @@ def partial(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """See `interface`. `4 S N T D` FLOPs and `E (N + S) T D` bytes."""
+    """Compute `interface`'s `partial`: `4 S N T D` FLOPs and `E (N + S) T D` bytes."""
     if block_sizes is None and mosaic_tpu_decode.serves(given):
         return mosaic_tpu_decode.partial(given, epsilon=epsilon, interpret=interpret)
     queries, sources, count, prior = given
@@ -113,7 +113,10 @@ def partial_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """See `interface`. `8 S N T D` FLOPs, `E (2 N + S) T D` bytes, `E N T D` more to accumulate."""
+    """Compute `interface`'s `partial_backward`.
+
+    It takes `8 S N T D` FLOPs and `E (2 N + S) T D` bytes, and `E N T D` more to accumulate.
+    """
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
     call = _call_of("partial_backward", given, epsilon, block_sizes, interpret)
@@ -182,7 +185,7 @@ def merge(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """See `interface`. `E 3 T D` bytes, and about 15 FLOPs an element."""
+    """Compute `interface`'s `merge`: `E 3 T D` bytes, and about 15 FLOPs per element."""
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     call = _merge_call("merge", given, block_sizes, interpret, **options)
     token, inputs = _by_token(call), _merge_inputs(call, given)
@@ -210,7 +213,7 @@ def merge_backward(
     block_sizes: BlockSizes | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """See `interface`. `E 6 T D` bytes, and about 40 FLOPs an element."""
+    """Compute `interface`'s `merge_backward`: `E 6 T D` bytes, and about 40 FLOPs per element."""
     options = {"norm": norm, "epsilon": epsilon, "norm_epsilon": norm_epsilon}
     call = _merge_call("merge_backward", given, block_sizes, interpret, **options)
     token, of_site, current = _by_token(call), _by_site(call), given.current
@@ -253,7 +256,7 @@ def merge_backward(
 
 
 def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
-    """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    """Return why the kernels cannot serve the op with these arrays, in a line; None if they can."""
     floats = [a for a in jax.tree.leaves((given, others)) if jnp.issubdtype(a.dtype, jnp.floating)]
     if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in floats):
         return "arrays that are neither bfloat16 nor float32"
@@ -287,7 +290,7 @@ def _call_of(op, given: Partial, epsilon, blocks, interpret) -> Call:
 
 
 def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
-    """No larger than T; unrolled, it would take long to interpret and be no faster."""
+    """Limit tiles to T; do not unroll for the interpreter, where it only costs compile time."""
     unroll = 1 if interpret else blocks.unroll
     return dataclasses.replace(blocks, tokens=min(blocks.tokens, round_up(T, GROUP)), unroll=unroll)
 
@@ -321,7 +324,7 @@ def _rows_scratch(call: Call, *names: str):
 
 
 def _score_scratch(call: Call):
-    """What is between a bank and the weights of its sources."""
+    """Return the scratch of a kernel that computes the weights of a bank's sources."""
     products = [call.mixed_by_product(n) for _, n in call.chunks]
     rows = call.S * GROUP * call.weight_pieces
     scratch = {
@@ -345,7 +348,7 @@ def _score_scratch(call: Call):
 
 
 def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
-    """A table's for the device lowered for, else the rule's; None if nothing fits VMEM."""
+    """Return the tuned sizes for the device lowered for, else the default; None if none fits."""
     default = default_block_sizes(op, N, S, T, D, dtype)
     if default is None:
         return None
@@ -354,17 +357,18 @@ def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> B
 
 
 def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
-    """By rule, of the device lowered for; None if nothing fits VMEM."""
+    """Return the sizes that a rule chooses for the device lowered for; None if none fits VMEM."""
     tokens = round_up(T, GROUP)
-    # Groups hide each other's waiting, all of a tile at once, the more the less each has to do.
+    # Groups of tokens hide each other's latency. The less work a group has, the more of a tile's
+    # groups are in one loop body.
     if op in ("merge", "merge_backward"):
         sizes, unroll = (256, 128, 64, 32, 16), 16
     elif S <= 2 and N <= _FEW:
         sizes, unroll = (256, 128, 96, 64, 48, 32, 16), 16
     else:
         sizes = (128, 96, 64, 48, 32, 16)
-        # But where many sites are mixed registers run out, on newer chips later; and compiling
-        # takes long.
+        # Where many sites are mixed, registers run out (later on newer chips) and compiling takes
+        # long, so fewer groups are unrolled.
         newer = target().slug in _NEWER
         unroll = 4 if op == "partial" and S > (8 if newer else 2) else 8
     fitting = [
@@ -378,7 +382,7 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
 
 
 def vmem_bytes(op: str, N: int, S: int, D: int, dtype: str, tokens: int) -> int:
-    """What a grid step needs, about: what moves twice for the pipeline, the rest once."""
+    """Estimate the bytes of a grid step: moved blocks count twice for the pipeline, others once."""
     item = jnp.dtype(dtype).itemsize
     width = round_up(D, LANES)
     row, lanes = tokens * width, round_up(N, 8) * GROUP
@@ -402,7 +406,7 @@ def _refused(
 ) -> str | None:
     op = kernel.removeprefix(_NAME)
     rule = default_block_sizes(op, T=tokens, **key)
-    # These round otherwise.
+    # Other numbers of lanes or pieces would round differently from the rule's.
     same = rule and (blocks.lanes, blocks.weight_pieces) == (rule.lanes, rule.weight_pieces)
     if not same:
         return f"{blocks.lanes} lanes at a time and weights of {blocks.weight_pieces} pieces"
@@ -425,13 +429,13 @@ KERNELS = tuned.register(
 
 
 def _queries(call: Call, queries):
-    """The queries as rows of a product: three pieces, one below the other, if they are bfloat16."""
+    """Return the queries as rows of a product; bfloat16 ones as three pieces below each other."""
     rows = pieces(queries) if call.narrow else [queries]
     return _rows_padded(call, rows, call.query_rows)
 
 
 def _right_rows(call: Call, queries):
-    """What is below d_mixed on the right of `left`'s product: for the sources, and for `shrink`."""
+    """Return the rows below d_mixed in the right operand for `left`, and the rows for `shrink`."""
     if call.narrow:
         q1, q2, _ = pieces(queries)
         rows, shrinks = [q1, q2, q1], 3
@@ -452,14 +456,14 @@ def _rows_padded(call: Call, rows, total: int):
 
 
 def _aligned(x):
-    """[.., T, D] with T a multiple of 16 and D of 128."""
+    """Pad [.., T, D] so that T is a multiple of 16 and D of 128."""
     T, D = x.shape[-2:]
     missing = ((0, 0), (0, round_up(T, GROUP) - T), (0, round_up(D, LANES) - D))
     return jnp.pad(x, missing) if any(map(any, missing)) else x
 
 
 def _bank(call: Call):
-    """Two tiles of all rows."""
+    """Return scratch for two tiles of all rows."""
     return pltpu.VMEM((2, call.N, call.blocks.tokens, call.width), call.dtype)
 
 
@@ -472,7 +476,7 @@ def _by_tile(call: Call):
 
 
 def _whole(call: Call, x):
-    """[.., T, D] with D a multiple of 128; T too in whole tiles where aliasing takes no others."""
+    """Pad D of [.., T, D] to a multiple of 128; if interpreted, T to whole tiles for aliasing."""
     T, D = x.shape[-2:]
     tokens = max(T, call.tiles * call.blocks.tokens) if call.interpret else T
     missing = ((0, 0),) * (x.ndim - 2) + ((0, tokens - T), (0, call.width - D))
@@ -480,7 +484,7 @@ def _whole(call: Call, x):
 
 
 def _by_site(call: Call):
-    """A tile of the row that the prefetched site names."""
+    """Return the block of a tile in the row that the prefetched site selects."""
     return operand.of_stack(_by_token(call))
 
 
@@ -490,13 +494,13 @@ def _by_token(call: Call):
 
 
 def _parameter(call: Call, x):
-    """[D] as rows of a group: loads are cheaper than spreading a row."""
+    """Repeat [D] over the rows of a group, because loading them is cheaper than spreading a row."""
     row = jnp.pad(x.astype(jnp.float32), (0, call.width - call.size))
     return jnp.broadcast_to(row, (GROUP, call.width))
 
 
 def _tiled(call: Call, x):
-    """[S, T] float32 by tile, [tiles, S, tokens], and its block; None is for a result's shape."""
+    """Return [S, T] as float32 tiles [tiles, S, tokens] and their block; for None, the shape."""
     tokens = call.blocks.tokens
     shape = (call.tiles, call.S, tokens)
     spec = pl.BlockSpec((1, *shape[1:]), lambda c, j, *_: (c * call.tiles_each + j, 0, 0))

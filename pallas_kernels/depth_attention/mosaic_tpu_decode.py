@@ -1,12 +1,12 @@
-"""Depth attention of a few tokens as TPU kernels: what decoding asks for at each layer, once a row.
+"""TPU kernels that compute depth attention of a few tokens, as decoding needs it once per layer.
 
-Where tokens are fewer than those of a tile, what is around the kernels of `mosaic_tpu` takes longer
-than they do: rows are filled up, parameters are spread over the rows of a group, slices are taken.
-Here arrays stay as the model has them, parameters are those of all sites, of which a kernel takes
-its own, and sums are on the vector unit in float32.
+With fewer tokens than a tile has, the work around the kernels of `mosaic_tpu` takes longer than the
+kernels: rows are padded, parameters are spread over the rows of a group, slices are copied. Here
+arrays stay as the model has them, a kernel picks its own parameters among those of all sites, and
+sums are on the vector unit in float32.
 
-For T tokens, N sources, E bytes an entry: `partial` takes `4 S N T D` FLOPs and `E (N + S) T D`
-bytes, `merge_at` `E 3 T D`.
+For T tokens, N sources, E bytes per entry: `partial` takes `4 S N T D` FLOPs and `E (N + S) T D`
+bytes, `merge_at` `E 3 T D` bytes.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ from pallas_kernels.call import LANES, round_up, tpu_call
 from pallas_kernels.depth_attention.interface import MergeAt, Partial
 from pallas_kernels.target import target
 
-# Of the products of `partial`: all of them are unrolled.
+# The most products of `partial`, all of which are unrolled.
 _MOST = 128
-# Tokens of a grid step: what is between its passes stays in registers, or near them.
+# Tokens of a grid step, so few that intermediates between its passes stay in or near registers.
 _TOKENS = 32
-# Tokens that are whole tiles of any dtype, and MiB of 60 for all rows of a step in two buffers.
+# Tokens that are whole tiles in any dtype, and MiB (of 60) for all rows of a step in two buffers.
 _TILE, _BUDGET = 16, 58
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is fixed while tracing."""
+    """The parameters of a kernel that are fixed while it is traced."""
 
     epsilon: int | float
     norm: Norm = "rmsnorm"
@@ -41,13 +41,13 @@ class _Call:
 
 
 def serves(given: Partial) -> bool:
-    """Whether `partial` here is to be taken for what `mosaic_tpu` can do too."""
+    """Return whether this module's `partial` is to be used for a call that `mosaic_tpu` gets."""
     S, (N, T, _) = given.queries.shape[0], given.sources.shape
     return given.prior is None and T < LANES and N * S <= _MOST and _tokens(given) is not None
 
 
 def _tokens(given: Partial) -> int | None:
-    """Of a grid step; None if VMEM has no room for a tile of them."""
+    """Return the tokens of a grid step; None if a tile of them does not fit VMEM."""
     S, (N, T, D) = given.queries.shape[0], given.sources.shape
     each = 2 * (N + S) * D * jnp.dtype(given.sources.dtype).itemsize
     fitting = (
@@ -59,7 +59,7 @@ def _tokens(given: Partial) -> int | None:
 def partial(
     given: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """See `interface`; without a prior."""
+    """Compute `interface`'s `partial`, without a prior."""
     queries, sources, count, _ = given
     S, (N, T, D) = queries.shape[0], sources.shape
     tokens = _tokens(given)
@@ -110,7 +110,7 @@ def _partial(inputs, outputs, scratch, *, call: _Call):
 
 
 def unsupported(op: str, given: MergeAt) -> str | None:
-    """Why the kernel cannot serve the named op with these arrays, in a line; None if it can."""
+    """Return why the kernel cannot serve the op with these arrays, in a line; None if it can."""
     floats = [x for x in given if jnp.issubdtype(x.dtype, jnp.floating)]
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in floats):
         return "arrays that are neither bfloat16 nor float32"
@@ -125,7 +125,7 @@ def merge_at(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """See `xla.merge_at`. `E 3 T D` bytes."""
+    """Compute `xla.merge_at` in `E 3 T D` bytes."""
     parameters, layer, mixed, log_sums, site, current, active = given
     T, D = current.shape
     tokens = min(T, _TOKENS)

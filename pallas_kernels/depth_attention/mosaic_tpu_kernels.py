@@ -1,11 +1,11 @@
-"""The bodies of the TPU kernels: a tile of tokens each, in VMEM. See `mosaic_tpu`.
+"""Bodies of the TPU kernels, each for a tile of tokens in VMEM. See `mosaic_tpu`.
 
-Rows of the bank come and go by DMAs of the kernel's own, so that empty rows cost nothing; a tile's
-DMAs run while the tile before it is computed. Products take GROUP tokens of a chunk of sources at a
-time: a value [sources * GROUP, D] whose rows are (source, token), and products whose lanes are the
-same. Of a product with rows (site, token), only what is of the same token on both sides is meant:
-it lies on the diagonal of each GROUP x GROUP square. Weights in that form, 0 off the diagonals, mix
-sources as one product.
+The kernels copy rows of the bank by DMAs of their own, so that empty rows cost nothing; a tile's
+DMAs run while the previous tile is computed. Products take GROUP tokens of a chunk of sources at a
+time: a value [sources * GROUP, D] whose rows are (source, token), and products whose lanes are
+(source, token) too. In a product with rows (site, token), only entries with the same token on both
+sides are meaningful: they lie on the diagonal of each GROUP x GROUP square. Weights in that form, 0
+off the diagonals, mix sources as one product.
 """
 
 import dataclasses
@@ -22,17 +22,21 @@ from pallas_kernels.products import dot
 
 # Tokens of a product: the rows of a bfloat16 tile.
 GROUP = 16
-# Sources of a product. As many as fill two of the smaller matrix units, one of the larger.
+# Sources of a product: enough to fill two of the smaller matrix units, or one of the larger.
 CHUNK = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """`tokens`: of a tile, a multiple of 16. `lanes`: of a source in one step of a product.
+    """The block sizes of a kernel.
 
-    `unroll`: groups of tokens in the body of a loop. `weight_pieces`: bfloat16 pieces of a weight
-    that multiplies bfloat16: 2 for 16 bits of it. Their time shows where there are many sites; 1
-    rounds weights to bfloat16, as attention kernels do.
+    Attributes:
+      tokens: the tokens of a tile, a multiple of 16.
+      lanes: the lanes of a source in one step of a product.
+      unroll: the groups of tokens in the body of a loop.
+      weight_pieces: the bfloat16 pieces of a weight that multiplies bfloat16: 2 pieces keep 16
+        bits, 1 rounds weights to bfloat16, as attention kernels do. A second piece takes noticeable
+        time where there are many sites.
     """
 
     tokens: int
@@ -43,7 +47,10 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is fixed while tracing. `size` is D, `width` the lanes it is padded to."""
+    """The parameters of a kernel that are fixed while it is traced.
+
+    `size` is D, `width` the number of lanes to which D is padded.
+    """
 
     N: int
     S: int
@@ -63,7 +70,7 @@ class Call:
 
     @property
     def cores(self) -> int:
-        """For two cores, where it divides; each sums the queries' gradients on its own."""
+        """Two if the tiles divide evenly, else one; each core sums d_queries on its own."""
         return 2 if self.tiles % 2 == 0 else 1
 
     @property
@@ -76,13 +83,13 @@ class Call:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """First source and number of sources of each."""
+        """The first source and the number of sources of each chunk."""
         return [(i, min(CHUNK, self.N - i)) for i in range(0, self.N, CHUNK)]
 
     def mixed_by_product(self, sources: int) -> int:
-        """Of a chunk's sources, how many a product mixes: one or two more would take as long as 8.
+        """Return how many of a chunk's sources are mixed by a product.
 
-        The vector unit takes those.
+        One or two more than a multiple of 8 would take as long as 8, so the vector unit mixes them.
         """
         return sources - sources % 8 if sources % 8 in (1, 2) else sources
 
@@ -96,12 +103,12 @@ class Call:
 
     @property
     def query_rows(self) -> int:
-        """Rows of the operand that holds the queries."""
+        """Number of rows of the operand that holds the queries."""
         return round_up(self.S * (3 if self.narrow else 1), GROUP)
 
     @property
     def left_rows(self) -> int:
-        """Rows of what the sources' gradients are a product of; see `_weigh_backward`."""
+        """Rows of the operand whose product gives the sources' gradients; see `_weigh_backward`."""
         weights = self.S * GROUP * self.weight_pieces
         return weights + round_up((3 * self.S + 3) if self.narrow else self.S + 1, GROUP)
 
@@ -112,7 +119,10 @@ class Call:
 
 
 def pieces(x, count: int = 3):
-    """bfloat16 arrays whose sum is x, to 8 bits each: by truncation, which no compiler undoes."""
+    """Split x into bfloat16 arrays of 8 bits each that sum to x.
+
+    The bits are truncated, because a compiler may undo a conversion.
+    """
     out = []
     for _ in range(count):
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
@@ -126,7 +136,7 @@ def pieces(x, count: int = 3):
 
 
 def partial(inputs, outputs, scratch, *, call: Call):
-    """`mixed` and `log_sums` of a tile."""
+    """Compute `mixed` and `log_sums` of a tile."""
     count = inputs["count"][0]
     tile = Tile(call)
     bank = scratch["sources"]
@@ -159,7 +169,7 @@ def partial(inputs, outputs, scratch, *, call: Call):
 
     mix = functools.partial(_mix, call, count, bank, scratch, write)
     if prior is None:
-        # A weight of 1 need not come out as exactly 1.
+        # A single source is copied, because its computed weight need not be exactly 1.
         pl.when(count == 1)(lambda: each_group(call, copy))
         pl.when(count != 1)(mix)
     else:
@@ -167,7 +177,7 @@ def partial(inputs, outputs, scratch, *, call: Call):
 
 
 def _score(call, count, bank, inputs, outputs, scratch):
-    """From the sources of a tile to their weights."""
+    """Compute the weights of a tile's sources."""
     queries = inputs["queries"]
     for c, (first, sources) in enumerate(call.chunks):
 
@@ -181,7 +191,7 @@ def _score(call, count, bank, inputs, outputs, scratch):
 
 
 def _weigh(call, count, group, inputs, outputs, scratch):
-    """Softmax over the sources of a group of tokens, into `weights` and `columns`."""
+    """Compute the softmax over the sources of a group of tokens, into `weights` and `columns`."""
     for s in range(call.S):
         logits = [
             jnp.where(
@@ -222,11 +232,11 @@ def _weigh(call, count, group, inputs, outputs, scratch):
 
 
 def _mix(call, count, bank, scratch, write):
-    """`write(group, lanes, s, h)` of what each site mixes; `sums` is for several chunks."""
+    """Call `write(group, lanes, s, h)` with each site's mix; `sums` is used for several chunks."""
     sums = scratch.get("sums")
 
     def products(group, c, lanes):
-        """[S, GROUP, lanes]"""
+        """Mix the sources of a chunk. [S, GROUP, lanes]"""
         first, sources = call.chunks[c]
         by_product = call.mixed_by_product(sources)
         mixed = 0
@@ -274,7 +284,7 @@ def _mix(call, count, bank, scratch, write):
 
 
 def partial_backward(inputs, outputs, scratch, *, call: Call):
-    """`d_sources` of a tile; adds to `d_queries`, in rows of pieces as the queries come in."""
+    """Compute `d_sources` of a tile; add to `d_queries`, in rows of pieces like `queries`."""
     count = inputs["count"][0]
     tile = Tile(call)
     adds = "accumulate" in inputs
@@ -359,14 +369,15 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
 
 
 def _weigh_backward(call, count, tile, inputs, scratch, group):
-    """What the gradients of a group of tokens are products of.
+    """Compute the operands of the products that give the gradients of a group of tokens.
 
     With W the weights, a = d_logit * rstd and c = -rstd^2 / D * sum_s d_logit * logit, the sources'
-    gradients are `W d_mixed + a queries + c v`. `left` is [W, a, c] transposed, in pieces where
-    operands are bfloat16: W in `weight_pieces`, a and q so that their products lack 2^-16 only.
+    gradients are `W d_mixed + a queries + c v`. `left` is [W, a, c] transposed. If operands are
+    bfloat16 they are in pieces: W in `weight_pieces`, a and q in so many that their products have
+    an error of only 2^-16.
     """
     weights, d_logits = {}, {}
-    # Past the last token, d_mixed is anything.
+    # Past the last token, d_mixed may hold anything.
     exist = (tile.at(0) * call.groups + group) * GROUP < call.tokens
 
     def meant(first, sources):
@@ -387,7 +398,7 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
             d = jnp.where(meant(first, sources), weights[c, s] * (g - total), 0)
             d_logits[c, s] = jnp.sum(d, axis=0, keepdims=True)
     for c, (first, sources) in enumerate(call.chunks):
-        # Of empty rows, these may be left from anything.
+        # Scratch of empty rows may hold anything.
         active = _active(call, first, sources, count)
         rstd = jnp.where(active, scratch["rstd"][c][group], 0)
         shrink = jnp.zeros_like(rstd)
@@ -420,7 +431,7 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
 
 
 class Tile:
-    """Which tile of tokens a grid step has, and which of the two buffers."""
+    """The tile of tokens of a grid step, and its buffer out of two."""
 
     def __init__(self, call: Call):
         self._start = pl.program_id(0) * call.tiles_each
@@ -434,7 +445,7 @@ class Tile:
 
 
 def _copy_rows(call, array, buffer, semaphores, rows, tile, slot, action, out=False):
-    """Start, or wait for, the DMAs of a tile's tokens of the first `rows` rows of the bank."""
+    """Start, or wait for, the DMAs of a tile's tokens in the first `rows` rows of the bank."""
     tokens, tail = call.blocks.tokens, call.tokens % call.blocks.tokens
 
     def copy(tokens_here):
@@ -456,7 +467,7 @@ def _copy_rows(call, array, buffer, semaphores, rows, tile, slot, action, out=Fa
 
 
 def _clear(call, buffer, count):
-    """Zeros where no DMA will write: 0 times what lies there must be 0."""
+    """Write zeros where no DMA will write, because 0 times the values there must be 0."""
     first = 0 if call.tokens % call.blocks.tokens else count
 
     def row(i, _):
@@ -468,7 +479,7 @@ def _clear(call, buffer, count):
 
 
 def _when_any(call, c, count, body):
-    """If a chunk has a source; the first always, for what it writes is read."""
+    """Run body if a chunk has a source; the first always, because its results are read."""
     if c == 0:
         body()
     else:
@@ -489,7 +500,7 @@ def each_group(call, body):
 
 
 def _products(call, bank, first, sources, group, lhs):
-    """`lhs` times a group's sources, [.., sources * GROUP], and the rstd of these, [1, ..]."""
+    """Return `lhs` times a group's sources, [.., sources * GROUP], and these sources' rstd."""
     products, squares = None, jnp.zeros((sources * GROUP, LANES), jnp.float32)
     for lanes in call.lane_blocks:
         v = _values(bank, first, sources, group, lanes)
@@ -503,7 +514,7 @@ def _products(call, bank, first, sources, group, lhs):
 
 
 def _sum_pieces(call, products):
-    """The first rows of a product: those of each piece of the queries, together."""
+    """Return the first rows of a product, summed over the pieces of the queries."""
     S = call.S
     if not call.narrow:
         return products[:S]
@@ -511,7 +522,7 @@ def _sum_pieces(call, products):
 
 
 def _values(bank, first, sources, group, lanes):
-    """[sources * GROUP, lanes]"""
+    """Return a group's values of a chunk of sources. [sources * GROUP, lanes]"""
     values = bank[first : first + sources, group_rows(group), lanes]
     return values.reshape(sources * GROUP, -1)
 
@@ -521,12 +532,12 @@ def group_rows(group):
 
 
 def _operand_pieces(call, x):
-    """A weight as it multiplies."""
+    """Return a weight in the form in which products take it: in pieces or cast."""
     return pieces(x, 2) if call.weight_pieces == 2 else [x.astype(call.dtype)]
 
 
 def _padded(rows, total):
-    """Rows one below the other, and zeros."""
+    """Concatenate rows and pad them with rows of zeros."""
     rows = jnp.concatenate(rows, axis=0)
     missing = total - rows.shape[0]
     if not missing:
@@ -541,30 +552,30 @@ def _diagonal(sources):
 
 
 def _active(call, first, sources, count):
-    """Of a chunk's lanes: whether the source has a weight."""
+    """Return for each lane of a chunk whether its source is active."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, sources * GROUP), 1)
     return lane < (count - first) * GROUP
 
 
 def _own_lane(group, tokens):
-    """Of [GROUP, tokens]: where a row's token is the lane's."""
+    """Return a mask [GROUP, tokens], True where the token of the row is that of the lane."""
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, (GROUP, tokens), axis) for axis in (0, 1))
     return lane == row + group * GROUP
 
 
 def column_of(row, group):
-    """[1, tokens] of a tile to [GROUP, 1] of a group."""
+    """Convert [1, tokens] of a tile to [GROUP, 1] of a group."""
     own = _own_lane(group, row.shape[1])
     return jnp.sum(jnp.where(own, row, 0), axis=1, keepdims=True)
 
 
 def row_of(column, group, tokens):
-    """[GROUP, 1] of a group to [1, tokens] of the tile, 0 elsewhere."""
+    """Convert [GROUP, 1] of a group to [1, tokens] of the tile, with 0 elsewhere."""
     return jnp.sum(jnp.where(_own_lane(group, tokens), column, 0), axis=0, keepdims=True)
 
 
 def centre(call, h):
-    """Takes its mean off h [GROUP, D] in place, for layernorm; the rstd of what is left."""
+    """Subtract the mean of h [GROUP, D] in place for layernorm, and return the result's rstd."""
     zero = jnp.zeros((GROUP, LANES), jnp.float32)
     squares = zero
     if call.norm == "layernorm":
@@ -584,12 +595,12 @@ def centre(call, h):
 
 
 def fold_lanes(x):
-    """[rows, lanes] to [rows, 128]."""
+    """Sum [rows, lanes] to [rows, 128]."""
     return sum(x[:, d : d + LANES] for d in range(0, x.shape[1], LANES))
 
 
 def fold_rows(x):
-    """[rows, lanes] to [8, lanes]."""
+    """Sum [rows, lanes] to [8, lanes]."""
     return sum(x[r : r + 8] for r in range(0, x.shape[0], 8))
 
 
@@ -606,6 +617,6 @@ def _dot_transposed(call, a, b):
 
 
 def contract(call, a, b, axis):
-    if call.interpret:  # not every CPU product takes bfloat16
+    if call.interpret:  # Not every CPU product takes bfloat16.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return dot(a, b, (1, axis))

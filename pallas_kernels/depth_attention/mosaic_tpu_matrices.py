@@ -1,20 +1,21 @@
-"""Depth attention over residual matrices as TPU kernels: nothing is transposed around them.
+"""TPU kernels of depth attention over residual matrices, with nothing transposed around them.
 
 A matrix store's bank [N, B, T, K, V] lies as the key-vector kernels leave a residual: v-major rows
-and tokens in the lanes, [N, B, V K, T]. These kernels take it as it lies; through those of
-`mosaic_tpu`, whose D is in the lanes, every array would be transposed twice.
+and tokens in the lanes, [N, B, V K, T]. These kernels take it in that layout. The kernels of
+`mosaic_tpu`, with D in the lanes, would need two transposes of every array.
 
-- `partial` has a tile of all sources in VMEM, each an operand of its own: of an empty row the same
-  block is named at every step, which is no traffic. What does not fit is taken in parts, the ones
-  before being the prior of the next; sites are taken in parts too.
-- `partial_backward` is two kernels: one takes <d_mixed, v> and the scores of all sources, the other
-  makes of these the gradient of one source at a time.
-- `merge` here has no norm: what reads a matrix norms it.
+- `partial` has a tile of all sources in VMEM, each as an operand of its own. For an empty row the
+  same block is named at every step, which moves no bytes. Sources that do not fit are processed in
+  parts, where the result of the earlier parts is the prior of the next; sites are processed in
+  parts too.
+- `partial_backward` is two kernels: one computes <d_mixed, v> and the scores of all sources, the
+  other computes from these the gradient of one source at a time.
+- `merge` has no norm here, because the op that reads a matrix normalises it.
 
-For T tokens, N active sources, E bytes an entry, D = K V: `partial` takes `4 S N T D` FLOPs and
+For T tokens, N active sources, E bytes per entry, D = K V: `partial` takes `4 S N T D` FLOPs and
 `E (N + S) T D` bytes; `partial_backward` `8 S N T D` and `E (3 N + 2 S) T D`, `E N T D` more to
 accumulate; `merge` `E 3 T D` bytes and `merge_backward` `E 6 T D`. Scores are on the matrix unit,
-all else on the vector unit: `4 S N T D` and `8 S N T D` of its operations.
+the rest on the vector unit: `4 S N T D` and `8 S N T D` of its operations.
 """
 
 import dataclasses
@@ -42,18 +43,18 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import pieces
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import Call
 from pallas_kernels.target import target
 
-# MiB of 60 for blocks, twice for the pipeline; some is left to the compiler.
+# MiB (of 60) for blocks, which count twice for the pipeline; the rest is left to the compiler.
 _BUDGET = 44
-# The same of `merge_backward`, which has six arrays and cannot be cut.
+# The same budget for `merge_backward`, which has six arrays and cannot be divided.
 _LARGEST = 52
-# Sources of one kernel: each is an operand, and unrolled.
+# The most sources of one kernel: each is an operand, and the loop over them is unrolled.
 _MOST_SOURCES = 16
-# Sums of a step of rows that registers hold.
+# The most sites of one kernel: registers hold the sums of a step of rows for these.
 _MOST_SITES = 8
 
 
 def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
-    """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    """Return why the kernels cannot serve the op with these arrays, in a line; None if they can."""
     floats = [a for a in jax.tree.leaves((given, others)) if jnp.issubdtype(a.dtype, jnp.floating)]
     if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in floats):
         return "arrays that are neither bfloat16 nor float32"
@@ -74,7 +75,7 @@ def unsupported(op: str, given: Partial | Merge, *others: Any) -> str | None:
 def partial(
     given: Partial, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "S B T"]]:
-    """See `interface`. `4 S N T D` FLOPs and `E (N + S) T D` bytes."""
+    """Compute `interface`'s `partial`: `4 S N T D` FLOPs and `E (N + S) T D` bytes."""
     queries, sources, count, prior = given
     N, B, T, K, V = sources.shape
     bank, rows = tokens_last(sources), columns(queries)
@@ -96,7 +97,7 @@ def partial(
 
 
 def _partial(call: Call, queries, bank, first, count, prior):
-    """Of `call.N` sources from row `first`, over arrays as the kernels take them."""
+    """Compute `partial` over `call.N` sources from row `first`, with arrays in kernel layout."""
     N, S, B, T, D = call.N, call.S, call.batch, call.tokens, call.size
     of_sites, per_site = _of_sites(call), _per_token(call, S)
     inputs = _each_source(call, bank, first)
@@ -119,7 +120,7 @@ def _partial(call: Call, queries, bank, first, count, prior):
 
 
 def _over_tiles(call: Call, kernel, name, inputs, outputs, scratch, moved, count):
-    """A kernel that has a tile of all sources at a time; `moved` in sources."""
+    """Run a kernel that has a tile of all sources at a time; `moved` is in units of sources."""
     tokens = call.batch * call.tokens
     return tpu_call(
         functools.partial(kernel, call=call),
@@ -140,7 +141,10 @@ def _over_tiles(call: Call, kernel, name, inputs, outputs, scratch, moved, count
 def partial_backward(
     given: Partial, scored: Scored, *, epsilon: int | float, interpret: bool = False
 ) -> tuple[Float[Array, "S K V"], Float[Array, "N B T K V"]]:
-    """See `interface`. `8 S N T D` FLOPs, `E (3 N + 2 S) T D` bytes, `E N T D` to accumulate."""
+    """Compute `interface`'s `partial_backward`.
+
+    It takes `8 S N T D` FLOPs and `E (3 N + 2 S) T D` bytes, and `E N T D` more to accumulate.
+    """
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
     N, B, T, K, V = sources.shape
@@ -167,7 +171,7 @@ def partial_backward(
 
 
 def _measure(call: Call, queries, bank, first, count, d_mixed):
-    """Logits and <d_mixed, v> [B, N, S, T] and rstd [B, N, 1, T] of sources from row `first`."""
+    """Compute logits, <d_mixed, v> [B, N, S, T] and rstd [B, N, 1, T] for sources from `first`."""
     inputs = _each_source(call, bank, first)
     inputs |= {
         "queries": operand.constant(query_rows(call, queries)),
@@ -185,9 +189,9 @@ def _measure(call: Call, queries, bank, first, count, d_mixed):
 
 
 def _weigh(call: Call, count, logits, g, rstd, log_sums, delta):
-    """By source, what the sites' gradients, the queries and the source make up its gradient with.
+    """Return each source's factors of d_mixed, of the queries and of the source in its gradient.
 
-    See `interface`; a few numbers a token.
+    These are a few numbers per token. See `interface` for the equations.
     """
     active = jnp.arange(call.N)[:, None, None] < count
     by_token = lambda x: jnp.swapaxes(x, 0, 1)[:, None].astype(jnp.float32)
@@ -204,7 +208,11 @@ def _partial_backward(call: Call, queries, bank, count, of_sources, d_mixed, add
     N, S, D = call.N, call.S, call.size
 
     def row(c, j, n, count):
-        """One that is empty is neither read nor written, but zeros where there is nothing yet."""
+        """Return the block of a source's gradient.
+
+        An empty row is written with zeros if there is no gradient yet. If there is one to add to,
+        the row is neither read nor written.
+        """
         last = N - 1 if added is None else jnp.maximum(count[0] - 1, 0)
         b, t = call.tile(c, j)
         return jnp.minimum(n, last), b, 0, t
@@ -256,7 +264,7 @@ def merge(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> Float[Array, "B T K V"]:
-    """See `interface`. `E 3 T D` bytes."""
+    """Compute `interface`'s `merge` in `E 3 T D` bytes."""
     K, V = given.query.shape
     call = merge_call(given.current, epsilon, interpret)
     inputs = merge_inputs(call, _tile_of(call), given)
@@ -286,7 +294,7 @@ def merge_backward(
     norm_epsilon: int | float,
     interpret: bool = False,
 ) -> MergeGradients:
-    """See `interface`. `E 6 T D` bytes."""
+    """Compute `interface`'s `merge_backward` in `E 6 T D` bytes."""
     current = given.current
     call = merge_call(current, epsilon, interpret)
     inputs, outputs = merge_backward_operands(call, _tile_of(call), given, cotangents)
@@ -321,7 +329,10 @@ def _tile_of(call: Call):
 
 
 def merge_inputs(call: Call, index: Callable[..., Any], given: Merge) -> dict[str, Any]:
-    """`index`: of a grid step's tile of [B, rows, T]; the site is prefetched."""
+    """Return a merge's inputs; `index` maps a grid step to its tile of [B, rows, T].
+
+    The site is prefetched.
+    """
     D, lanes = call.size, call.lanes
 
     tile = pl.BlockSpec((1, D, lanes), index)
@@ -337,7 +348,7 @@ def merge_inputs(call: Call, index: Callable[..., Any], given: Merge) -> dict[st
 def merge_backward_operands(
     call: Call, index: Callable[..., Any], given: Merge, cotangents: MergeCotangents
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Inputs but for the cotangent of what is mixed, and outputs; `index` as above."""
+    """Return outputs and inputs without h's cotangent; `index` is as in `merge_inputs`."""
     inputs = merge_inputs(call, index, given)
     current = inputs["current"]
     inputs |= {
@@ -358,7 +369,7 @@ MERGE_ALIASED = {"d_current_in": "d_current", "d_mixed_in": "d_mixed"}
 
 
 def merge_gradients(call: Call, given: Merge, out: dict[str, Array]) -> MergeGradients:
-    """From these outputs."""
+    """Return the gradients from the outputs of the backward kernel."""
     K, V = given.query.shape
     return MergeGradients(
         query=query_gradient(call, out["d_query"]).reshape(V, K).T,
@@ -373,7 +384,7 @@ def merge_gradients(call: Call, given: Merge, out: dict[str, Array]) -> MergeGra
 
 
 def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
-    """Sources and sites of one kernel, as equal as they can be."""
+    """Return the sources and the sites of one kernel, so that parts are as equal as possible."""
     blocks = target().vmem_part(_BUDGET) // (2 * _block(D, dtype))
     sites = min(_MOST_SITES, max(1, blocks // 3))
     sites = -(-S // -(-S // sites))
@@ -382,7 +393,7 @@ def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
 
 
 def _block(D: int, dtype) -> int:
-    """Bytes of a tile of a source."""
+    """Return the bytes of a tile of a source."""
     return D * LANES * jnp.dtype(dtype).itemsize
 
 
@@ -394,10 +405,10 @@ def _joined(parts, axis=0):
 
 
 def _each_source(call: Call, bank, first):
-    """Rows of the bank from `first`, each an operand."""
+    """Return rows of the bank from `first` on, each as an operand."""
 
     def row(i, b, t, count):
-        """Of an empty one always the same block, which so is read once."""
+        """Return a row's block; for an empty row always the same, so that it is read only once."""
         active = i < count[0]
         return first + i, jnp.where(active, b, 0), 0, jnp.where(active, t, 0)
 
@@ -406,12 +417,12 @@ def _each_source(call: Call, bank, first):
 
 
 def _of_sites(call: Call):
-    """A tile of [S, B, D, T]."""
+    """Return the block of a tile of [S, B, D, T]."""
     return pl.BlockSpec((call.S, 1, call.size, LANES), lambda b, t, *_: (0, b, 0, t))
 
 
 def _per_token(call: Call, rows: int):
-    """A tile of [B, rows, T]."""
+    """Return the block of a tile of [B, rows, T]."""
     return pl.BlockSpec((1, rows, LANES), lambda b, t, *_: (b, 0, t))
 
 
@@ -419,40 +430,40 @@ def _per_token(call: Call, rows: int):
 
 
 def tokens_last(x):
-    """[.., B, T, K, V] to [.., B, V K, T]: of an array as it lies no move."""
+    """Convert [.., B, T, K, V] to [.., B, V K, T]; in the usual layout this moves no data."""
     *lead, T, K, V = x.shape
     axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
     return jnp.transpose(x, axes).reshape(*lead, V * K, T)
 
 
 def tokens_first(x, K: int, V: int):
-    """`tokens_last` undone."""
+    """Undo `tokens_last`."""
     *lead, _, T = x.shape
     axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
     return jnp.transpose(x.reshape(*lead, V, K, T), axes)
 
 
 def _whole_tiles(call: Call, x):
-    """Of [.., T] that is only written over; interpreted, in whole tiles: no others are aliased."""
+    """Return [.., T] for an output to overwrite; the interpreter aliases only whole tiles."""
     missing = call.tiles * call.lanes - x.shape[-1] if call.interpret else 0
     x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
     return operand.anywhere(x)
 
 
 def columns(queries):
-    """[S, K, V] to [S, V K] float32."""
+    """Convert [S, K, V] to [S, V K] in float32."""
     return jnp.swapaxes(queries, 1, 2).reshape(queries.shape[0], -1).astype(jnp.float32)
 
 
 def query_rows(call: Call, queries):
-    """As rows of a product with a source, a chunk of its rows after the other: pieces below."""
+    """Return queries as rows of products with chunks of a source's rows; pieces lie below."""
     rows = pieces(queries) if call.narrow else [queries]
     rows = _padded(call, rows).reshape(call.query_rows, call.chunks, call.rows)
     return jnp.swapaxes(rows, 0, 1)
 
 
 def query_columns(call: Call, queries):
-    """As columns of what gives the queries' part in a source's gradient; see `_query_gradients`."""
+    """Return queries as columns for their part in a source's gradient; see `_query_gradients`."""
     rows = [queries]
     if call.narrow:
         q1, q2, _ = pieces(queries)
@@ -467,14 +478,14 @@ def _padded(call: Call, rows):
 
 
 def query_sums(call: Call):
-    """The sums over tokens of `_query_gradients`, of each core."""
+    """Return the output for each core's sums over tokens of `_query_gradients`."""
     shape = (call.cores, call.chunks, call.query_rows, call.rows)
     spec = pl.BlockSpec((None, *shape[1:]), lambda c, *_: (c, 0, 0, 0))
     return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
 
 def query_gradient(call: Call, sums):
-    """[S, V K]"""
+    """Sum the queries' gradients over cores and pieces. [S, V K]"""
     S = call.S
     sums = jnp.swapaxes(jnp.sum(sums, axis=0), 0, 1).reshape(call.query_rows, call.size)
     if call.narrow:

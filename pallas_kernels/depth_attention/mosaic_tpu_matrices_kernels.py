@@ -1,8 +1,9 @@
-"""The bodies of the TPU kernels over residual matrices: a tile of 128 tokens each, in the lanes.
+"""Bodies of the TPU kernels over residual matrices, each for a tile of tokens in the lanes.
 
-A source of a tile is [D, 128], so that scores, weights and what else a token has are rows [1, 128]:
-no number has to cross lanes. Scores are products of the queries and a source; so is what the
-queries' gradients are, with tokens contracted. All else is element by element, STEP rows at a time.
+A tile has 128 tokens or a multiple of it. A source of a tile is [D, lanes], so that scores, weights
+and all other numbers of a token are rows [1, lanes], and no number has to cross lanes. Scores are
+products of the queries and a source; the queries' gradients are products too, with tokens
+contracted. The rest is elementwise, STEP rows at a time.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.call import LANES, largest_divisor, round_up
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import contract, pieces
 
-# Rows of a source in one step of the vector unit: as many as leave registers for the sites' sums.
+# Rows of a source in one step of the vector unit, so few that registers remain for the sites' sums.
 STEP = 32
 # Products in the body of a loop.
 UNROLL = 4
@@ -25,9 +26,10 @@ UNROLL = 4
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is fixed while tracing. `tokens` are of a sequence, `size` is D.
+    """The parameters of a kernel that are fixed while it is traced.
 
-    `dtype` is of the sources, `lanes` the tokens of a tile.
+    `tokens` is the length of a sequence, `size` is D, `dtype` that of the sources, and `lanes` the
+    number of tokens of a tile.
     """
 
     N: int
@@ -46,12 +48,12 @@ class Call:
 
     @property
     def tiles(self) -> int:
-        """Of a sequence."""
+        """The number of tiles of a sequence."""
         return -(-self.tokens // self.lanes)
 
     @property
     def cores(self) -> int:
-        """For two cores, where it divides; each sums the queries' gradients on its own."""
+        """Two if the tiles divide evenly, else one; each core sums d_queries on its own."""
         return 2 if self.batch * self.tiles % 2 == 0 else 1
 
     @property
@@ -60,7 +62,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Of a source in one product."""
+        """The number of rows of a source in one product."""
         return math.gcd(self.size, 256)
 
     @property
@@ -69,11 +71,11 @@ class Call:
 
     @property
     def query_rows(self) -> int:
-        """Rows of the operand that holds the queries."""
+        """The number of rows of the operand that holds the queries."""
         return round_up(self.S * (3 if self.narrow else 1), 16)
 
     def tile(self, core, j):
-        """The sequence and the tile in it of a core's step."""
+        """Return the sequence of a core's step and the tile in that sequence."""
         place, tiles = core * self.tiles_each + j, np.int32(self.tiles)
         return jax.lax.div(place, tiles), jax.lax.rem(place, tiles)
 
@@ -82,7 +84,7 @@ class Call:
 
 
 def partial(inputs, outputs, scratch, *, call: Call):
-    """`mixed` and `log_sums` of a tile."""
+    """Compute `mixed` and `log_sums` of a tile."""
     count, N, S = inputs["count"][0], call.N, call.S
     sources = [inputs[f"source_{i:02}"].at[0, 0] for i in range(N)]
     logits, weights = scratch["logits"], scratch["weights"]
@@ -113,7 +115,7 @@ def partial(inputs, outputs, scratch, *, call: Call):
             priors = [inputs["prior"][s, 0, rows].astype(jnp.float32) for s in range(S)]
             sums = [weights[N, s : s + 1] * prior for s, prior in enumerate(priors)]
         for i, values in enumerate(sources):
-            # Of an empty row, what lies there may be anything.
+            # An empty row may hold anything.
             x = jnp.where(i < count, values[rows].astype(jnp.float32), 0)
             for s in range(S):
                 part = weights[i, s : s + 1] * x
@@ -125,7 +127,7 @@ def partial(inputs, outputs, scratch, *, call: Call):
 
 
 def merge(inputs, outputs, scratch, *, call: Call):
-    """h of a tile: the site's row of what is mixed, and the running sum."""
+    """Compute h of a tile from the site's row of `mixed` and the running sum."""
 
     def write(i, h):
         outputs["h"][0, _step_rows(i, STEP)] = h.astype(outputs["h"].dtype)
@@ -134,7 +136,11 @@ def merge(inputs, outputs, scratch, *, call: Call):
 
 
 def mix(call: Call, inputs, write, step: int = STEP):
-    """`write(i, h)` of each `step` rows of `h = mixed + p (current - mixed)`; gives as `share`."""
+    """Call `write(i, h)` for each `step` rows of `h = mixed + p (current - mixed)`.
+
+    Returns:
+      The result of `share`.
+    """
     current, mixed = inputs["current"].at[0], inputs["mixed"].at[0]
     p, logit, rstd = share(call, inputs)
 
@@ -151,9 +157,9 @@ def mix(call: Call, inputs, write, step: int = STEP):
 
 
 def measure(inputs, outputs, scratch, *, call: Call):
-    """Of a tile: each source's logits, rstd and <d_mixed, v>, of which its gradient is made.
+    """Compute each source's logits, rstd and <d_mixed, v> for a tile, to get its gradient from.
 
-    Of an empty source nothing is written.
+    Nothing is written for an empty source.
     """
     d_mixed, zeros = inputs["d_mixed"], (jnp.zeros((8, LANES), jnp.float32),) * call.S
     for i in range(call.N):
@@ -173,7 +179,7 @@ def measure(inputs, outputs, scratch, *, call: Call):
 
 
 def partial_backward(inputs, outputs, scratch, *, call: Call):
-    """The gradient of one source of a tile; adds to those of the queries."""
+    """Compute the gradient of one source of a tile and add to the gradients of the queries."""
     count, n = inputs["count"][0], pl.program_id(2)
     values, d_mixed = inputs["sources"].at[0, 0], inputs["d_mixed"]
     d_values = outputs["d_sources"].at[0, 0]
@@ -202,7 +208,8 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
 
         _each_chunk(call, differentiate)
 
-    # An empty row has no gradient; one that the others are added to stays as it was.
+    # An empty row has a gradient of zero. If gradients are accumulated, its block is that of the
+    # last active row, which is already written; only if no row is active, row 0 has to be copied.
     @pl.when((n >= count) & ((n == 0) if adds else True))
     def _():
         zeros = jnp.zeros(d_values.shape, d_values.dtype)
@@ -210,7 +217,7 @@ def partial_backward(inputs, outputs, scratch, *, call: Call):
 
 
 def merge_backward(inputs, outputs, scratch, *, call: Call):
-    """Cotangents of a tile; adds to that of the query."""
+    """Compute the cotangents of a tile and add to that of the query."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -222,10 +229,10 @@ def merge_backward(inputs, outputs, scratch, *, call: Call):
 
 
 def differentiate_merge(call: Call, inputs, outputs, d_h, shared, exists):
-    """From the cotangent d_h of `h = mixed + p (current - mixed)`, and what `share` gave.
+    """Differentiate `h = mixed + p (current - mixed)`, given d_h and the result of `share`.
 
-    d_mixed = (1 - p) d_h, d_logit = p (1 - p) <d_h, current - mixed>, and current gets
-    p d_h + d_logit (rstd query - rstd^2 / D logit current).
+    d_mixed = (1 - p) d_h, d_logit = p (1 - p) <d_h, current - mixed>, and the gradient added to
+    current's is p d_h + d_logit (rstd query - rstd^2 / D logit current).
     """
     current, mixed, added = (inputs[k].at[0] for k in ("current", "mixed", "d_current_in"))
     d_mixed, d_current = (outputs[k].at[0] for k in ("d_mixed", "d_current"))
@@ -260,7 +267,7 @@ def differentiate_merge(call: Call, inputs, outputs, d_h, shared, exists):
 
 
 def share(call, inputs):
-    """The weight p of the running sum beside all else, its logit and its rstd: [1, lanes]."""
+    """Return the weight p of the running sum, its logit and its rstd: [1, lanes] each."""
     products, rstd = _score(call, inputs["queries"], inputs["current"].at[0])
     logit = products * rstd
     p = jax.nn.sigmoid(logit - inputs["log_sums"][0])
@@ -268,7 +275,7 @@ def share(call, inputs):
 
 
 def _score(call, queries, values):
-    """`<query, v>` of each site [S, lanes] and the rstd of v [1, lanes], of a source [D, lanes]."""
+    """Return each site's `<query, v>` [S, lanes] and rstd(v) [1, lanes] for a source [D, lanes]."""
 
     def add(chunk, sums):
         x = values[_chunk_rows(call, chunk)]
@@ -285,9 +292,10 @@ def _score(call, queries, values):
 
 
 def _query_gradients(call, inputs, exists, d_queries, values, d_products):
-    """`chunk -> sum_s d_product_s query_s`, which adds `sum_tokens d_product v` to `d_queries`.
+    """Return a function of a chunk that computes `sum_s d_product_s query_s`.
 
-    Both in pieces where operands are bfloat16; of the first, products lack 2^-16 only.
+    The function also adds `sum_tokens d_product v` to `d_queries`. If operands are bfloat16, both
+    products are in pieces, and the returned one has an error of only 2^-16.
     """
     if exists is not None:
         d_products = jnp.where(exists, d_products, 0)
@@ -309,13 +317,16 @@ def _query_gradients(call, inputs, exists, d_queries, values, d_products):
 
 
 def existing(call):
-    """Which tokens of a tile there are: past the last, everything is anything. None if all."""
+    """Return a mask of a tile's existing tokens, or None if all exist.
+
+    Memory past the last token may hold anything.
+    """
     _, tile = call.tile(pl.program_id(0), pl.program_id(1))
     return existing_of(call, tile)
 
 
 def existing_of(call, tile):
-    """The same of the tile of a sequence that is given."""
+    """Return the mask of `existing` for the given tile of a sequence."""
     if call.tokens % call.lanes == 0:
         return None
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, call.lanes), 1)
@@ -336,12 +347,12 @@ def _chunk_rows(call, chunk):
 
 
 def _each_chunk(call, body, carry=None):
-    """`body(chunk)`, or `carry = body(chunk, carry)`."""
+    """Run `body(chunk)`, or `carry = body(chunk, carry)`, over all chunks."""
     return _loop(call, call.chunks, UNROLL, body, carry)
 
 
 def each_step(call, body, carry=None):
-    """The same by `rows` of STEP rows."""
+    """Run `body(rows)`, or `carry = body(rows, carry)`, over all steps of STEP rows."""
     step = lambda i, *carry: body(_step_rows(i, STEP), *carry)
     return _loop(call, call.size // STEP, UNROLL, step, carry)
 
@@ -360,5 +371,5 @@ def _loop(call, count, unroll, body, carry):
 
 
 def _fold(x):
-    """Rows to 8: without crossing sublanes."""
+    """Sum rows into 8 rows, without crossing sublanes."""
     return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)

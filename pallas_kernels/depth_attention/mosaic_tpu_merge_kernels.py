@@ -1,7 +1,7 @@
-"""The bodies of the TPU kernels of `merge`: a group of tokens at a time, on the vector unit.
+"""Bodies of the TPU kernels of `merge`: a group of tokens at a time, on the vector unit.
 
-What several passes over D need is kept in VMEM in float32: stores are cheaper than taking apart and
-computing again.
+Intermediates that several passes over D need are kept in VMEM in float32, because storing them is
+cheaper than unpacking and computing them again.
 """
 
 import jax
@@ -25,7 +25,7 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
 
 
 def merge(inputs, outputs, scratch, *, call: Call):
-    """z of a tile."""
+    """Compute z of a tile."""
 
     def rows_of(group):
         rows = group_rows(group)
@@ -40,11 +40,12 @@ def merge(inputs, outputs, scratch, *, call: Call):
 
 
 def merge_backward(inputs, outputs, scratch, *, call: Call):
-    """Cotangents of a tile; adds to those of the parameters, 8 rows to be summed of each.
+    """Compute the cotangents of a tile and add to those of the parameters.
 
-    With n the normed h, a = norm_gain * d_z and d_h = rstd (a - mean(a) - n mean(a n)), without
-    mean(a) for rmsnorm: d_mixed = (1 - p) d_h, d_logit = p (1 - p) <d_h, current - mixed>, and
-    current gets p d_h + d_logit (rstd query - rstd^2 / D logit current).
+    Each parameter has 8 rows, which the caller sums. With n the normed h, a = norm_gain * d_z and
+    d_h = rstd (a - mean(a) - n mean(a n)), without mean(a) for rmsnorm: d_mixed = (1 - p) d_h,
+    d_logit = p (1 - p) <d_h, current - mixed>, and the gradient added to current's is
+    p d_h + d_logit (rstd query - rstd^2 / D logit current).
     """
     tile = Tile(call)
 
@@ -57,7 +58,7 @@ def merge_backward(inputs, outputs, scratch, *, call: Call):
     zero = jnp.zeros((GROUP, LANES), jnp.float32)
 
     def existing(x, group):
-        """Past the last token, everything is anything."""
+        """Zero x past the last token, where memory may hold anything."""
         if call.tokens % call.blocks.tokens == 0:
             return x
         token = jax.lax.broadcasted_iota(jnp.int32, (GROUP, 1), 0)
@@ -66,7 +67,7 @@ def merge_backward(inputs, outputs, scratch, *, call: Call):
 
     def rows_of(group):
         rows = group_rows(group)
-        # In turn h, n and d_h; current - mixed; a.
+        # `h` holds h, then n, then d_h; `difference` holds current - mixed.
         h, difference, a = (scratch[k].at[rows] for k in ("h", "difference", "a"))
         wide = lambda name, lanes: inputs[name][rows, lanes].astype(jnp.float32)
         p, logit, rstd = _mix(call, inputs, group, h, difference)
@@ -105,7 +106,7 @@ def merge_backward(inputs, outputs, scratch, *, call: Call):
 
 
 def _mix(call, inputs, group, h, difference=None):
-    """h of a group, and `current - mixed`; gives p, the logit and rstd of current, [GROUP, 1]."""
+    """Compute h and `current - mixed` of a group; return current's p, logit, rstd [GROUP, 1]."""
     rows = group_rows(group)
     squares = products = jnp.zeros((GROUP, LANES), jnp.float32)
     for lanes in call.lane_blocks:

@@ -1,12 +1,12 @@
-"""Phase two over residual matrices and the read of what it mixes, as one TPU kernel each way.
+"""TPU kernels for phase two over residual matrices and the read of its mix, one for each pass.
 
-A tile of h = mixed + p (current - mixed) lies in VMEM alone: it is mixed there, by the bodies of
-`mosaic_tpu_matrices`, and normed and read there, by those of the key-vector kernels, to which it is
-a residual. Backward it is mixed again, and its cotangent is in VMEM too.
+A tile of h = mixed + p (current - mixed) exists only in VMEM. The bodies of `mosaic_tpu_matrices`
+mix it there, and those of the key-vector kernels, for which it is a residual, normalise and read
+it there. The backward pass mixes it again, and its cotangent is in VMEM too.
 
-For T tokens of E bytes an entry: forward `2 T P K V` FLOPs and `E T V (2 K + P)` bytes, backward
-`4 T P K V` and `E T V (5 K + P)`; in two kernels it would be `E T V 4 K` and `E T V 8 K` and the
-vectors. Matrices that it does not take go that way.
+For T tokens of E bytes per entry: forward `2 T P K V` FLOPs and `E T V (2 K + P)` bytes, backward
+`4 T P K V` and `E T V (5 K + P)`. Two kernels would move `E T V 4 K` and `E T V 8 K` and the
+vectors; matrices that these kernels do not take are computed by two kernels.
 """
 
 import dataclasses
@@ -41,14 +41,14 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import (
 )
 from pallas_kernels.target import target
 
-# MiB of 60 that blocks and scratch may come to; some is left to the compiler.
+# MiB (of 60) that blocks and scratch may take; the rest is left to the compiler.
 _BUDGET = 46
-# Of what that has no room for.
+# Two kernels serve matrices that do not fit this budget.
 _IN_TWO = InTwo(matrices, key_vector)
 
 
 def unsupported(op: str, given: MergeRead, *others: Any) -> str | None:
-    """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    """Return why the kernels cannot serve the op with these arrays, in a line; None if they can."""
     site = Site(given.merge.current, None, None, *given[1:])
     return matrices.unsupported("merge", given.merge) or key_vector.unsupported(
         "forward", site, *others
@@ -64,7 +64,7 @@ def merge_read(
     dtype: DTypeLike,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T P V"], Statistics]:
-    """See `interface`. `2 T P K V` FLOPs and `E T V (2 K + P)` bytes."""
+    """Compute `interface`'s `merge_read`: `2 T P K V` FLOPs and `E T V (2 K + P)` bytes."""
     of_merge, norm_gain, read_keys = given
     current = of_merge.current
     call = matrices.merge_call(current, epsilon, interpret)
@@ -93,7 +93,7 @@ def merge_read(
         inputs,
         outputs,
         scratch | {"h": pltpu.VMEM((1, s.V, s.K, lanes), current.dtype)},
-        # The read's third axis is slabs of a residual that does not fit VMEM.
+        # The third axis exists because the read kernel has slabs of a residual there.
         grid=(B, call.tiles, 1),
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * B * T * call.size * s.P,
@@ -114,7 +114,7 @@ def merge_read_backward(
     epsilon: int | float,
     interpret: bool = False,
 ) -> tuple[MergeGradients, Float[Array, "P K"]]:
-    """See `interface`. `4 T P K V` FLOPs and `E T V (5 K + P)` bytes."""
+    """Compute `interface`'s `merge_read_backward`: `4 T P K V` FLOPs, `E T V (5 K + P)` bytes."""
     of_merge, norm_gain, read_keys = given
     current, d_retrieved = of_merge.current, cotangents.z
     call = matrices.merge_call(current, epsilon, interpret)
@@ -196,7 +196,7 @@ def _backward_kernel(inputs, outputs, scratch, *, call: Call, read: Read, walk: 
 
 
 def _mix(call: Call, read: Read, inputs, h):
-    """h of a tile, as a block of a residual [1, V, K, lanes]."""
+    """Compute h of a tile, as a block of a residual [1, V, K, lanes]."""
     step = math.gcd(read.sizes.K, kernels.STEP)
     of_v = np.int32(read.sizes.K // step)
 
@@ -211,12 +211,12 @@ def _mix(call: Call, read: Read, inputs, h):
 
 
 def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> Read | None:
-    """The read of a tile as large as VMEM has room for; None if there is none."""
+    """Return the read with the largest tile that fits VMEM; None if none fits."""
     K, V = current.shape[2:]
     compute = "bfloat16" if dtype == jnp.bfloat16 else "float32"
     s = Sizes(K, V, 0, read_keys.shape[0], current.dtype.name, compute)
     if K % sublanes(s.residual_dtype):
-        return None  # rows of all v are not rows of whole tiles
+        return None  # The rows of a v would not be whole tiles.
     for lanes in (512, 256, 128):
         blocks = of_slab(s, lanes, V) if lanes <= call.tokens else None
         if blocks is None:
@@ -224,14 +224,14 @@ def _read(op, call: Call, current, read_keys, dtype, norm, epsilon) -> Read | No
         for keep in (True, False) if op == "backward" else (False,):
             blocks = dataclasses.replace(blocks, keep=keep)
             if _vmem_bytes(op, s, blocks) <= target().vmem_part(_BUDGET):
-                if call.interpret:  # unrolled it takes long to compile
+                if call.interpret:  # Unrolled loops take long to compile.
                     blocks = dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
                 return Read(s, blocks, norm, epsilon, call.interpret)
     return None
 
 
 def _vmem_bytes(op: str, s: Sizes, blocks: BlockSizes) -> int:
-    """What a grid step needs, about: what moves twice for the pipeline, the rest once."""
+    """Estimate the bytes of a grid step: moved blocks count twice for the pipeline, others once."""
     size = s.K * s.V * blocks.tokens
     row, vectors = size * jnp.dtype(s.residual_dtype).itemsize, s.V * s.P_padded * blocks.tokens
     vectors *= jnp.dtype(s.data_dtype).itemsize

@@ -1,4 +1,4 @@
-"""Plain JAX reference of depth attention: what every other implementation is tested against.
+"""Plain JAX reference of depth attention, against which every implementation is tested.
 
 Everything is float32 (float64 for float64 inputs), whatever the inputs are; gradients are those
 that JAX derives. Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1.
@@ -13,13 +13,13 @@ from pallas_kernels.depth_attention.interface import Merge, Partial, wide
 
 
 def _logits(queries, sources, epsilon):
-    """[S, N, T]."""
+    """Return the logits [S, N, T]."""
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(sources), axis=-1) + epsilon)
     return jnp.einsum("sd,ntd->snt", queries, sources, precision="highest") * rstd
 
 
 def partial(given: Partial, *, epsilon: float) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """All S sites over the active sources, and over what `prior` stands for."""
+    """Compute all S sites over the active sources and over the sources that `prior` represents."""
     queries, sources, count, prior = given
     dtype = sources.dtype
     active = jnp.arange(sources.shape[0]) < count
@@ -44,7 +44,7 @@ def merge(
     epsilon: float,
     norm_epsilon: float,
 ) -> Float[Array, "T D"]:
-    """The running partial sum beside what the sealed sources gave, normed."""
+    """Mix the running partial sum with the sealed sources' mix, and normalise."""
     query, mixed, log_sums, site, current, active, norm_gain = given
     dtype = current.dtype
     mixed, current = wide(mixed[site]), wide(current)
@@ -61,7 +61,10 @@ def normalize(
     norm: Norm | None,
     epsilon: float,
 ) -> Float[Array, "T D"]:
-    """`gain * h / sqrt(mean(h^2) + epsilon)`, of `h - mean(h)` for layernorm; h without a norm."""
+    """Compute `gain * h / sqrt(mean(h^2) + epsilon)`; for layernorm with h - mean(h) in place of h.
+
+    Without a norm, return h.
+    """
     if norm is None:
         return h
     if norm == "layernorm":

@@ -1,7 +1,7 @@
 """GPU kernels of depth attention, in Pallas through Triton, for compute capability 8.0 and up.
 
-Everything here is bound by memory, so a source crosses it once: a program keeps all D entries of a
-token's source in registers, and its softmax goes on as sources come. For T tokens, in elements of
+All of these are bound by memory, so a source is read once: a program keeps all D entries of a
+token's source in registers and updates its softmax as sources arrive. For T tokens, in elements of
 the sources' dtype, N being the active sources:
 
     partial         (4 S + 2) N T D FLOPs    (N + S) T D read and written
@@ -9,15 +9,16 @@ the sources' dtype, N being the active sources:
     merge           20 T D FLOPs             3 T D
     merge_backward  40 T D FLOPs             6 T D
 
-Where S sites' accumulators do not fit in registers, `partial` has a program for each few of them,
-side by side so that they share the sources by way of the cache, and the backward pass is two
-kernels: one for what needs whole sources (their scores), and one in parts of D, which reads them
-again: (3 N + 2 S) T D. Where they do fit, it is one kernel, which reads a token's sources twice,
-the second time from the cache. Gradients of parameters are summed over a group of tokens in
-registers, and over the groups in a fixed order: no atomics, so the same bits every time.
+If the accumulators of S sites do not fit in registers, `partial` has one program for each few of
+them. These programs run at the same time, so that they share the sources through the cache. The
+backward pass is then two kernels: one for the scores, which need whole sources, and one in parts of
+D, which reads the sources again: (3 N + 2 S) T D. If the accumulators fit, it is one kernel, which
+reads a token's sources twice, the second time from the cache. Gradients of parameters are summed
+over a group of tokens in registers, and over the groups in a fixed order. There are no atomics, so
+the result has the same bits every time.
 
 Products, statistics and sums are float32, without tensor cores. With sources of up to 8192 entries
-no registers are spilled; beyond that some are.
+no registers are spilled; with longer ones some are.
 """
 
 import functools
@@ -51,21 +52,22 @@ from pallas_kernels.depth_attention.triton_gpu_kernels import (
 from pallas_kernels.triton import no_triton
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
-# Sites of one backward kernel; those of more are added by a further call.
+# The most sites of one backward kernel; further sites are added by another call.
 MOST_SITES = 16
 _MOST_SIZE = 16384
 
 
 class Blocks(NamedTuple):
-    """How a kernel is cut up.
+    """The block sizes and launch parameters of a kernel.
 
-    rows: sources in a tile, a power of two.
-    sites: of a program, whose accumulators are in registers; one program then reads a source once
-      for all of them.
-    tokens: of a program, one after another.
-    columns: entries of a source in a tile, a power of two; fewer than D only in the backward pass.
-    warps: of 32 threads, in a program.
-    ahead: tiles on their way while one is worked on, 1 at least.
+    Attributes:
+      rows: sources in a tile, a power of two.
+      sites: sites of a program, whose accumulators are in registers; the program reads a source
+        once for all of them.
+      tokens: tokens of a program, which it processes one after another.
+      columns: entries of a source in a tile, a power of two; below D only in the backward pass.
+      warps: warps of 32 threads in a program.
+      ahead: tiles that are being loaded while one is processed, at least 1.
     """
 
     rows: int
@@ -77,7 +79,7 @@ class Blocks(NamedTuple):
 
 
 def unsupported(op: str, given: Partial | Merge, *others) -> str | None:
-    """Why these kernels cannot serve the op named, called with these; None if they can."""
+    """Return why these kernels cannot serve the op with these operands; None if they can."""
     if why := no_triton():
         return why
     if isinstance(given, Merge) and given.norm_gain is None:
@@ -97,7 +99,7 @@ def unsupported(op: str, given: Partial | Merge, *others) -> str | None:
 
 
 def wins(op: str, given: Partial | Merge, *others) -> bool:
-    """Whether a table says that the kernel of the op named is the fastest, called with these."""
+    """Return whether a table lists the op's kernel as the fastest for these operands."""
     if unsupported(op, given, *others) is not None:
         return False
     if isinstance(given, Merge):
@@ -113,17 +115,18 @@ def wins(op: str, given: Partial | Merge, *others) -> bool:
 
 
 def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeLike) -> Blocks:
-    """Blocks that compile without spilled registers, by rule.
+    """Return blocks, chosen by rule, that compile without spilled registers.
 
-    16 entries of a source a thread, 8 where it holds vectors of several sites. Tokens are grouped
-    where parameter gradients are summed: about 1024 programs fill today's largest GPUs (some 150
-    multiprocessors) and leave little to be summed.
+    A thread has 16 entries of a source, or 8 if it holds vectors of several sites. Tokens are
+    grouped where parameter gradients are summed: about 1024 programs fill today's largest GPUs
+    (some 150 multiprocessors) and leave few sums to add up.
     """
     width = padded(D)
     warps = lambda entries, most=16: min(most, max(1, width // (32 * entries)))
     group = lambda parts: min(32, max(1, T * parts // 1024))
     rows = 1 if width > 4096 else 2
-    # Alike forward and backward: logits are then summed in the same order, to the same bits.
+    # The number is the same forward and backward, so that logits are summed in the same order and
+    # have the same bits.
     of_mix = warps(16 if S == 1 else 8)
     if kernel in ("depth_attention_partial", "depth_attention_scores"):
         groups = pl.cdiv(S, max(1, min(4, 16384 // width)))
@@ -131,7 +134,7 @@ def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeL
     if kernel == "depth_attention_backward":
         return Blocks(rows, S, group(1), width, of_mix)
     if kernel == "depth_attention_gradients":
-        # A part's row is as wide as the program, so that no sum over rows leaves a thread.
+        # A row of a part is as wide as the program, so that sums over rows stay within a thread.
         part = min(width, 512 if S <= 8 else 256)
         entries = 4 if S <= 8 else 2
         return Blocks(1, S, group(pl.cdiv(D, part)), part, max(1, part // (32 * entries)), 3)
@@ -150,7 +153,10 @@ def partial(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
-    """See `interface`. `(4 S + 2) N T D` FLOPs; `(N + S) T D` elements, and `S T D` of a prior."""
+    """Compute `interface`'s `partial`.
+
+    It takes `(4 S + 2) N T D` FLOPs and moves `(N + S) T D` elements, and `S T D` for a prior.
+    """
     queries, sources, count, prior = given
     call = _call_of(queries, sources, epsilon)
     name = "depth_attention_partial"
@@ -190,9 +196,10 @@ def partial_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S D"], Float[Array, "N T D"]]:
-    """See `interface`. `(9 S + 4) N T D` FLOPs; `(2 N + S) T D` elements, `N T D` to accumulate.
+    """Compute `interface`'s `partial_backward`.
 
-    And again `(N + S) T D` where the sites' vectors do not fit in registers.
+    It takes `(9 S + 4) N T D` FLOPs and moves `(2 N + S) T D` elements, and `N T D` to accumulate.
+    If the sites' vectors do not fit in registers, it moves `(N + S) T D` more.
     """
     queries, sources, count, _ = given
     log_sums, delta, d_mixed, accumulate = scored
@@ -276,7 +283,7 @@ def merge(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """See `interface`. About `20 T D` FLOPs and `3 T D` elements."""
+    """Compute `interface`'s `merge`: about `20 T D` FLOPs and `3 T D` elements."""
     current = given.current
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
     name = "depth_attention_merge"
@@ -306,7 +313,7 @@ def merge_backward(
     block_sizes: Blocks | None = None,
     interpret: bool = False,
 ) -> MergeGradients:
-    """See `interface`. About `40 T D` FLOPs and `6 T D` elements."""
+    """Compute `interface`'s `merge_backward`: about `40 T D` FLOPs and `6 T D` elements."""
     d_z, d_mixed, d_current = cotangents
     current = given.current
     call = Call(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
@@ -344,7 +351,7 @@ def merge_backward(
 
 
 def fits(S: int, D: int) -> bool:
-    """Whether the backward pass can hold its vectors of S sites: at most 16 entries a thread."""
+    """Return whether a backward program can hold S sites' vectors: 16 entries per thread."""
     return S * max(8, padded(D) // 512) <= 16
 
 
@@ -358,7 +365,7 @@ def _blocks_of(call: Call, kernel: str, sources: Array) -> Blocks:
     return tuned.look_up(KERNELS[kernel], key, call.T, default_blocks(kernel, T=call.T, **key))
 
 
-# Of these, logits are summed in the same order forward and backward.
+# In these kernels logits are summed in the same order, forward and backward.
 _ALIKE = ("depth_attention_partial", "depth_attention_scores", "depth_attention_backward")
 
 

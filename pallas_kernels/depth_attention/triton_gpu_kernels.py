@@ -1,4 +1,4 @@
-"""The bodies of the GPU kernels of depth attention; see `triton_gpu` for what they compute."""
+"""Bodies of the GPU kernels of depth attention; `triton_gpu` says what they compute."""
 
 import functools
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Entries of a vector, or of part of it: `width` of them, a power of two, from `first` on."""
+    """Entries of a vector or of a part of it: `width` of them, a power of two, from `first` on."""
 
     first: jax.Array | int
     width: int
@@ -35,21 +35,21 @@ class Columns(NamedTuple):
 
     @property
     def inside(self):
-        """None where no part sticks out: parts start at multiples of their width."""
+        """A mask of existing entries, or None if all exist; parts start at multiples of `width`."""
         return self.index < self.size if self.size % self.width else None
 
     def only(self, values):
-        """`values`, 0 where they stick out."""
+        """Return `values` with 0 at entries that do not exist."""
         return values if self.inside is None else jnp.where(self.inside, values, 0)
 
 
 def padded(size: int) -> int:
-    """Triton's blocks have powers of two as sides; below 32, threads would be idle anyway."""
+    """Return a block side for Triton: a power of two; below 32, threads would be idle anyway."""
     return max(32, pl.next_power_of_2(size))
 
 
 def _load(ref, lead, columns):
-    """The vector `ref[*lead, columns]` in float32, 0 outside."""
+    """Load the vector `ref[*lead, columns]` in float32, with 0 at entries that do not exist."""
     mask = columns.inside
     other = None if mask is None else jnp.zeros((), ref.dtype)
     return plgpu.load(ref.at[(*lead, columns.index)], mask=mask, other=other).astype(jnp.float32)
@@ -61,7 +61,7 @@ def _save(ref, lead, columns, values):
 
 
 def _at(ref, rows, most, t, columns):
-    """Of token t, the sources `rows` below `most`: a reference to them, and the mask."""
+    """Return a reference to the sources `rows` of token t, and the mask of those below `most`."""
     mask = (rows < most)[:, None]
     if columns.inside is not None:
         mask = mask & columns.inside[None, :]
@@ -69,7 +69,7 @@ def _at(ref, rows, most, t, columns):
 
 
 def _load_rows(ref, rows, most, t, columns):
-    """Sources of token t as they are held, [rows, columns]; 0, without a look, from `most` on."""
+    """Load sources of token t in their dtype, [rows, columns]; from `most` on 0, unread."""
     source, mask = _at(ref, rows, most, t, columns)
     mask = jnp.broadcast_to(mask, (rows.shape[0], columns.width))
     return plgpu.load(source, mask=mask, other=jnp.zeros((), ref.dtype))
@@ -80,10 +80,10 @@ def _count(call, ref):
 
 
 def _each_tile(blocks, rows, load, body, carry):
-    """`carry = body(rows, tile, carry)` over tiles of the first `rows` sources.
+    """Run `carry = body(rows, tile, carry)` over tiles of the first `rows` sources.
 
-    Those ahead are asked for before this one is worked on: the sums over a source are barriers,
-    which would otherwise each cost a trip to memory.
+    The next tiles are requested before a tile is processed, because the sums over a source are
+    barriers, each of which would otherwise wait for memory.
     """
     size, ahead = blocks.rows, blocks.ahead
     tile_rows = lambda i: i * size + jnp.arange(size)
@@ -99,7 +99,7 @@ def _each_tile(blocks, rows, load, body, carry):
 
 
 def _rstd(call, values):
-    """Of each row; what sticks out is 0."""
+    """Return the rstd of each row; entries that do not exist must be 0."""
     return jax.lax.rsqrt(jnp.sum(jnp.square(values), axis=-1) / call.D + call.epsilon)
 
 
@@ -107,14 +107,20 @@ def _rstd(call, values):
 
 
 class Mix(NamedTuple):
-    """A softmax so far: its largest logit, `sum exp(logit - largest)` and that sum over values."""
+    """A softmax over the sources so far.
+
+    Attributes:
+      largest: the largest logit.
+      total: `sum exp(logit - largest)`.
+      values: the same sum with each term multiplied by its source's values.
+    """
 
     largest: jax.Array
     total: jax.Array
     values: jax.Array
 
     def add(self, logits, values):
-        """With more sources: logits [rows], values [rows, ...]; a logit of -inf is none."""
+        """Add sources with logits [rows] and values [rows, ...]; a logit of -inf adds none."""
         largest = jnp.maximum(self.largest, jnp.max(logits))
         shift = jnp.where(largest == -jnp.inf, 0.0, largest)
         weights, kept = jnp.exp(logits - shift), jnp.exp(self.largest - shift)
@@ -137,7 +143,7 @@ def _nothing(shape):
 
 
 def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
-    """`mixes`, one of each query, with the sources of token t."""
+    """Add the sources of token t to `mixes`, one for each query."""
     load = functools.partial(_load_rows, sources, most=count, t=t, columns=columns)
 
     def tile(rows, values, mixes):
@@ -152,12 +158,14 @@ def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
 
 
 def _token_and_sites(call, blocks):
-    """Of a program that has one token and a group of sites."""
+    """Return the token and the sites of a program that has one token and a group of sites."""
     groups = pl.cdiv(call.S, blocks.sites)
-    # Site groups of a token side by side, so that all but the first find it in the cache.
+    # The site groups of a token run at the same time, so that all but the first find it in the
+    # cache.
     t = jax.lax.div(pl.program_id(0), jnp.int32(groups))
     first = (pl.program_id(0) - t * groups) * blocks.sites
-    # Where sites do not divide, the last one is done again, and the same is written again.
+    # If groups do not divide the sites, the last site is computed and written again, with the same
+    # result.
     return t, [jnp.minimum(first + s, call.S - 1) for s in range(blocks.sites)]
 
 
@@ -181,7 +189,10 @@ def partial_kernel(call, blocks, ref):
 
 
 def _queries(ref, sites, columns):
-    """What gives the queries: held where there is one, else from the cache for every tile."""
+    """Return a function that gives the queries.
+
+    A single query is held in registers; several are read from the cache for every tile.
+    """
     load = lambda: (_load(ref.queries, (s,), columns) for s in sites)
     if len(sites) > 1:
         return load
@@ -193,14 +204,14 @@ def _queries(ref, sites, columns):
 
 
 def _each_token(call, blocks, group, body, carry):
-    """`carry = body(token, carry)` over the tokens of a group."""
+    """Run `carry = body(token, carry)` over the tokens of a group."""
     first = group * blocks.tokens
     count = jnp.minimum(blocks.tokens, call.T - first)
     return jax.lax.fori_loop(0, count, lambda k, carry: body(first + k, carry), carry)
 
 
 def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
-    """Writes rstd, logits and `<d_mixed, v>`; gives each site's `sum_i weight_i <d_mixed, v_i>`."""
+    """Write rstd, logits and `<d_mixed, v>`; return each site's `sum_i weight_i <d_mixed, v_i>`."""
     load = functools.partial(_load_rows, ref.sources, most=count, t=t, columns=columns)
 
     def tile(rows, values, mixes):
@@ -219,7 +230,7 @@ def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
     mixes = _each_tile(blocks, count, load, tile, mixes)
     totals = [mix.mean for mix in mixes]
     if not hasattr(ref, "delta"):
-        # Then there are no others, and weights of these sources sum to 1: exactly so.
+        # Without delta there are no other sources, and these weights sum to exactly 1.
         return totals
     for k, (s, mix) in enumerate(zip(sites, mixes, strict=True)):
         share = jnp.where(mix.total == 0, 0.0, jnp.exp(mix.log_sum - ref.log_sums[s, t]))
@@ -228,11 +239,11 @@ def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
 
 
 def _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d_queries):
-    """Writes d_sources of token t; gives d_queries with what it adds.
+    """Write d_sources of token t and return d_queries with the token's part added.
 
     `dv = sum_s weight_s d_mixed_s + d_logit_s (rstd q_s - logit_s rstd^2 v / D)`
     """
-    # Empty rows: left as they are, or 0.
+    # Empty rows keep their values if gradients are accumulated; otherwise they get 0.
     accumulates = hasattr(ref, "accumulate")
     most = count if accumulates else call.N
     load = functools.partial(_load_rows, ref.sources, most=count, t=t, columns=columns)
@@ -266,7 +277,7 @@ def _gradients(call, blocks, ref, count, t, columns, queries, d_mixed, totals, d
 
 
 def backward_kernel(call, blocks, ref):
-    """All of the backward pass, with a whole source in registers, for a group of tokens."""
+    """Compute the whole backward pass of a group of tokens, with a whole source in registers."""
     group, columns = pl.program_id(0), Columns(0, blocks.columns, call.D)
     count, sites = _count(call, ref), range(call.S)
     queries = [_load(ref.queries, (s,), columns) for s in sites]
@@ -286,7 +297,7 @@ def backward_kernel(call, blocks, ref):
 
 
 def scores_kernel(call, blocks, ref):
-    """What of the backward pass needs whole sources, for one token and a group of sites."""
+    """Compute the part of the backward pass that needs whole sources: one token, some sites."""
     t, sites = _token_and_sites(call, blocks)
     columns = Columns(0, blocks.columns, call.D)
     d_mixed = lambda: (_load(ref.d_mixed, (s, t), columns) for s in sites)
@@ -298,7 +309,7 @@ def scores_kernel(call, blocks, ref):
 
 
 def gradients_kernel(call, blocks, ref):
-    """The rest, of part of the sources' entries, for a group of tokens."""
+    """Compute the gradients from the scores, for part of the sources' entries and some tokens."""
     parts = pl.cdiv(call.D, blocks.columns)
     group = jax.lax.div(pl.program_id(0), jnp.int32(parts))
     first = (pl.program_id(0) - group * parts) * blocks.columns
@@ -319,7 +330,7 @@ def gradients_kernel(call, blocks, ref):
 
 
 def _normed(call, columns, h):
-    """`norm(h)` without its gain, and 1 / its deviation."""
+    """Return `norm(h)` without its gain, and 1 / its deviation."""
     if call.norm == "layernorm":
         h = columns.only(h - jnp.sum(h) / call.D)
     rstd = jax.lax.rsqrt(jnp.sum(jnp.square(h)) / call.D + call.norm_epsilon)
@@ -331,7 +342,7 @@ def _load_merged(ref, t, columns):
 
 
 def _merged(call, ref, t, columns, query):
-    """What the merge of token t is made of."""
+    """Return mixed, current, and the rstd, logit and weight p of current, for token t."""
     mixed, current = _load_merged(ref, t, columns)
     rstd = _rstd(call, current)
     logit = jnp.sum(query * current) * rstd
@@ -356,8 +367,8 @@ def merge_backward_kernel(call, blocks, ref):
 
     def token(t, sums):
         d_query, d_gain = sums
-        # Parameters come from the cache for every token, and so does, again, what is needed after
-        # d_mixed is written: there are no registers to keep them in.
+        # Parameters, and values needed again after d_mixed is written, are read from the cache for
+        # every token, because there are no registers to keep them in.
         load_query = lambda: _load(ref.query, (), columns)
         mixed, current, rstd, logit, p = _merged(call, ref, t, columns, load_query())
         normed, norm_rstd = _normed(call, columns, mixed + p * (current - mixed))
