@@ -1,14 +1,14 @@
 """Causal attention within segments, with ALiBi and grouped queries, in the layouts of the residual.
 
-Implementations: "xla" (plain JAX, anywhere; by an online softmax where all logits would be too much
-memory: see `plain`), "mosaic_tpu" (TPU kernels for any length, which take
-ALiBi without a bias in memory; the one for short sequences reads and writes the key-vector kernels'
+Implementations: "xla" (plain JAX, on any platform; with an online softmax where all logits would
+take too much memory: see `plain`), "mosaic_tpu" (TPU kernels for any length, which take ALiBi
+without a bias in memory; the kernel for short sequences reads and writes the key-vector kernels'
 layout in place), "cudnn" (the library's kernels, on GPUs, in bfloat16 or float16; ALiBi and
-segments are more entries of queries and keys) and "pallas" (these where the program is lowered for
-a TPU or a GPU, plain JAX elsewhere). None is "pallas".
+segments become more entries of queries and keys) and "pallas" (these kernels where the program is
+lowered for a TPU or a GPU, plain JAX elsewhere). The default, None, means "pallas".
 
-`causal_attention` has a gradient of qkv in reverse mode, once; twice with "xla" alone, forward mode
-never: a TypeError says so.
+`causal_attention` has a gradient of qkv in reverse mode, once. Differentiating twice works only
+with "xla" and forward mode never; a TypeError says so.
 """
 
 import functools
@@ -49,32 +49,34 @@ def causal_attention(
     over: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H Dv"]:
-    """`softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment, every head.
+    """Compute `softmax_j(scale q_i . k_j - slope (i - j)) v_j` over `j <= i` in i's segment.
 
     Args:
-      qkv: `P = H + 2 G` data vectors a token: queries of all heads, then keys, then values.
-      scale: of the logits; no gradient.
-      slopes: of ALiBi, one a head; no gradient.
-      segment_ids: of each token; None is one segment a row.
-      kv_heads: G, heads of keys and of values, each for `H / G` neighbouring heads of queries;
-        None is as many as of queries.
-      kv: keys [B, N, G, D] and values [B, N, G, Dv], where these are arrays of their own; qkv is
-        the queries alone, and kv_heads is not asked for.
-      rows: the order of rows in the kernel's layout, [B, D, P, N] ("size_major", what the
-        key-vector kernels write) or [B, P, D, N] ("head_major", what a projection writes).
-      over: an axis of the mesh, within `jax.shard_map`, over whose devices tokens are divided: qkv
-        is this device's part, segment_ids are of all tokens, and keys go round in a ring.
-      implementation: None picks what is best on the platform that the program is lowered for.
+      qkv: `P = H + 2 G` data vectors per token: queries of all heads, then keys, then values.
+      scale: the factor of the logits; it has no gradient.
+      slopes: the slopes of ALiBi, one per head; they have no gradient.
+      segment_ids: the segment of each token; None means that a row is one segment.
+      kv_heads: G, the number of heads of keys and of values, each for `H / G` neighbouring heads of
+        queries; None means as many as heads of queries.
+      kv: keys [B, N, G, D] and values [B, N, G, Dv] if they are separate arrays. qkv then holds
+        only the queries, and kv_heads is not needed.
+      rows: the order of rows in the kernel's layout: [B, D, P, N] ("size_major", which the
+        key-vector kernels write) or [B, P, D, N] ("head_major", which a projection writes).
+      over: a mesh axis within `jax.shard_map` over whose devices tokens are divided. qkv is then
+        this device's part, segment_ids are those of all tokens, and keys are passed around in a
+        ring.
+      implementation: None picks the best one for the platform that the program is lowered for.
 
     Returns:
-      One data vector a head, in qkv's dtype; logits and softmax are at least float32.
+      One data vector per head, in qkv's dtype; logits and softmax are at least float32.
 
     Raises:
       UnsupportedImplementation: a named implementation cannot serve this call.
-      ValueError: qkv is not of `H + 2 G` data vectors of floats a token, kv is not of as many
-        tokens and of a divisor of the queries' heads, slopes are not of H, segment_ids not of all
-        tokens, or a divided sequence has an odd number on a device.
-      TypeError: it is differentiated in forward mode, or twice by what may be a kernel.
+      ValueError: qkv does not have `H + 2 G` data vectors of floats per token, kv does not have as
+        many tokens or its heads do not divide the queries' heads, slopes do not have shape [H],
+        segment_ids do not cover all tokens, or a device has an odd number of tokens of a divided
+        sequence.
+      TypeError: the op is differentiated in forward mode, or twice where it may be a kernel.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
     given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv)
@@ -94,9 +96,9 @@ def attention_forward(
     to: Slot | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """`causal_attention`, and the log sum of each softmax; with no gradient of its own.
+    """Compute `causal_attention` and the log sum of each softmax, without a gradient.
 
-    With a slot that the output is `to` be in, its stack with that in it is given.
+    If a slot is passed as `to`, the output is written into it and the slot's stack is returned.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
     given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids, kv, to)
@@ -117,7 +119,7 @@ def attention_backward(
     over: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N P D"]:
-    """The cotangent of qkv, from what `attention_forward` returned."""
+    """Return the cotangent of qkv, given the results of `attention_forward`."""
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
     given = Attention(qkv, jnp.asarray(scale), slopes, segment_ids)
     attended = Attended(out, log_sums, d_out)
@@ -135,21 +137,22 @@ def attention_after(
     rows: Rows = "size_major",
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N H D"]:
-    """`causal_attention` of tokens that also see those before them.
+    """Compute `causal_attention` of tokens that also see the tokens before them.
 
-    Its gradients of qkv and `before` are those of plain JAX, whatever the implementation.
+    The gradients of qkv and `before` are computed by plain JAX, whatever the implementation.
 
     Args:
-      qkv: of the new tokens.
-      before: keys of all G heads, then values, of the tokens before them in order.
-      filled: how many there are of each row; what is behind these is not seen.
-      scale, slopes, kv_heads, rows, implementation: as `causal_attention`.
+      qkv: queries, keys and values of the new tokens.
+      before: keys of all G heads, then values, of the earlier tokens in order.
+      filled: the number of earlier tokens in each row; entries of `before` after these are not
+        seen.
+      scale, slopes, kv_heads, rows, implementation: as in `causal_attention`.
 
     Returns:
-      One data vector a head, in qkv's dtype.
+      One data vector per head, in qkv's dtype.
 
     Raises:
-      UnsupportedImplementation, ValueError: as `causal_attention`.
+      UnsupportedImplementation, ValueError: as in `causal_attention`.
     """
     kv_heads = _check(qkv, slopes, None, kv_heads, None)
     check_tokens(before=before.shape[1])
@@ -165,7 +168,7 @@ def _attention_after(call, qkv, before, filled, scale, slopes):
     most = jnp.max(filled)
     q, kv = qkv[:, :, :heads], before.astype(qkv.dtype)
     out, sums = _part_forward(call, Part(q, kv, scale, most, slopes, segments))
-    if slopes is not None:  # to rows of fewer tokens all keys are that much nearer
+    if slopes is not None:  # In rows with fewer earlier tokens, all keys are nearer.
         sums = sums + slopes * (most - filled)[:, None, None]
     return merged(own, (out, sums))[0].astype(qkv.dtype)
 
@@ -179,18 +182,19 @@ def attention_to(
     rows: Rows = "size_major",
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
-    """Attention of all queries to those keys that are seen, and the log sum of each softmax.
+    """Compute attention of all queries to the keys that are seen, and each softmax's log sum.
 
-    What `merged` takes, to attend to many keys a part at a time; with no gradient of its own.
+    `merged` takes the results, so that a caller can attend to many keys one part at a time. The op
+    has no gradient.
 
     Args:
-      q: of every head.
-      before: keys of G heads, then values; or both apart.
-      seen: which keys are.
-      scale, rows, implementation: as `causal_attention`.
+      q: the queries of every head.
+      before: keys of G heads, then values; or a pair of both.
+      seen: whether each key is seen.
+      scale, rows, implementation: as in `causal_attention`.
 
     Raises:
-      UnsupportedImplementation, ValueError: as `causal_attention`.
+      UnsupportedImplementation, ValueError: as in `causal_attention`.
     """
     check_tokens(q=q.shape[1], seen=seen.shape[1])
     arrays, each = (before, 1) if isinstance(before, tuple) else ((before,), 2)
@@ -218,7 +222,7 @@ _after.defvjp(lambda call, *given: (_attention_after(call, *given), given), _aft
 
 
 def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=None) -> int:
-    """The number of heads of keys."""
+    """Check the arguments and return the number of heads of keys."""
     check_array("qkv", qkv, "B N P D")
     check_tokens(qkv=qkv.shape[1])
     if over is not None and qkv.shape[1] % 2:
@@ -313,7 +317,7 @@ def _backward(call, given, attended):
 
 
 def _ops(call):
-    """Of one device of those that have a part of the sequence each."""
+    """Return the ops of one device, for sequences divided over devices."""
     ops = _whole_forward, _whole_backward, _part_forward, _part_backward
     return divided.Ops(*(functools.partial(op, call) for op in ops))
 

@@ -1,6 +1,6 @@
-"""How the kernels over blocks cut their work, by rule and by table, and what fits in VMEM.
+"""Block sizes of the kernels over blocks, by rule and by table, and the check that they fit VMEM.
 
-Of "size_major" rows, [B, D, P, N], a step of the grid has heads that lie in whole tiles, or all.
+With "size_major" rows, [B, D, P, N], a grid step has as many heads as fill whole tiles, or all.
 """
 
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
 from pallas_kernels.target import target
 
-# MiB of 60 for what the kernels keep of all blocks of a sequence, or of a span of it.
+# MiB (of 60) for what the kernels keep of all blocks of a sequence or of a span of it.
 _KEPT = 32
-# Rows of a tile, of which a block has whole ones or all.
+# Rows of a tile; a block of size-major rows has whole tiles or all rows.
 _TILE = 8
-# Tokens of a block, and what an entry of its logits costs beside those of the best; see `_costs`.
+# Tokens of a block, and the cost of an entry of its logits relative to the best; see `_costs`.
 _BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.9, 128: 2.5}
-# Entries of the logits of heads at a time, about, and heads of queries.
+# About the most entries of the logits of heads processed together, and the most heads of queries.
 _ENTRIES = 2**21
 MOST_HEADS = 20
 
@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the work is cut: heads of queries and of keys, their sizes, and the order of rows."""
+    """How a kernel divides its work: heads, their sizes, the order of rows, and block sizes."""
 
     rows: Rows
     heads: int
@@ -45,12 +45,12 @@ class Cut(NamedTuple):
 
     @property
     def each(self) -> int:
-        """Heads of queries for one of keys."""
+        """The number of heads of queries for one of keys."""
         return self.heads // self.kv_heads
 
     @property
     def step(self) -> int:
-        """Heads of keys in a step of the grid."""
+        """The number of heads of keys in a grid step."""
         own, alike = self.blocks.heads, self.heads == self.kv_heads
         if self.rows == "head_major":
             return own
@@ -59,17 +59,17 @@ class Cut(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Blocks that a step has of size-major rows: queries, keys and values, or one of all."""
+        """Blocks of size-major rows in a step: queries, keys and values, or one of all rows."""
         return 3 if self.heads == self.kv_heads and self.step % _TILE == 0 else 1
 
     @property
     def block_rows(self) -> int:
-        """Size-major rows of a block of queries, keys or values, or of all."""
+        """Size-major rows of a block of queries, keys or values, or of a block of all rows."""
         return self.step if self.parts == 3 else self.heads + 2 * self.kv_heads
 
     @property
     def packed(self) -> int:
-        """Heads whose rows share a 32-bit word."""
+        """The number of heads whose rows share a 32-bit word."""
         return packed(self.dtype)
 
     @property
@@ -82,9 +82,11 @@ class Cut(NamedTuple):
         return self.blocks.queries * max(1, room // kept)
 
     def slots(self, queries: int, *, by_keys: bool) -> int:
-        """Blocks, of as many tokens, whose size-major heads stay in VMEM: all of them, or one.
+        """Return how many blocks keep their size-major heads in VMEM: all of a sequence, or one.
 
-        Those of the kind that comes again with every block of the other: of keys forward.
+        These are the blocks that come again with every block of the other kind: blocks of keys in
+        the forward pass, blocks of queries in the backward pass (`by_keys`). `queries` is the
+        length of the sequence.
         """
         heads, item = self.step * (self.each if by_keys else 1), jnp.dtype(self.dtype).itemsize
         count = -(-queries // self.blocks.queries)
@@ -92,14 +94,14 @@ class Cut(NamedTuple):
         return count if count * need <= target().vmem_part(_KEPT) else 1
 
     def has(self, tokens: int) -> bool:
-        """Whether the kernels read and write size-major rows of sequences of so many tokens."""
+        """Return whether the kernels take size-major rows of sequences with this many tokens."""
         queries, keys, _ = self.blocks
         paired = self.heads % self.packed == self.kv_heads % self.packed == 0
         fit = tokens <= self.span and self.vmem_bytes(tokens) <= target().vmem_limit
         return self.rows == "size_major" and paired and queries == keys and fit
 
     def vmem_bytes(self, tokens: int) -> int:
-        """Of the backward kernel, about: blocks in two buffers, sums, and some logits."""
+        """Estimate the backward kernel's bytes: blocks in two buffers, sums, and some logits."""
         queries, keys, _ = self.blocks
         item, of_queries = jnp.dtype(self.dtype).itemsize, self.step * self.each
         kept = self._bytes(of_queries, 4) * -(-min(tokens, self.span) // queries)
@@ -112,7 +114,7 @@ class Cut(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether of head-major rows VMEM has room for a block of queries' gradients, and all else.
+        """Whether VMEM has room for a block of head-major queries' gradients and for the rest.
 
         The span of queries is then as long as there is room for.
         """
@@ -126,7 +128,7 @@ class Cut(NamedTuple):
 
     @property
     def _moved(self) -> int:
-        """Those, and blocks of head-major rows in two buffers."""
+        """Bytes of `_sums` and of blocks of head-major rows in two buffers."""
         queries, keys, _ = self.blocks
         both, item = self.size + self.value_size, jnp.dtype(self.dtype).itemsize
         moved = self.step * self.each * queries * (both + self.size) + 2 * self.step * keys * both
@@ -148,9 +150,10 @@ def default_blocks(
     dtype: str,
     **others,
 ) -> Blocks:
-    """By rule, of the device lowered for; `others` of the key do not matter.
+    """Return the blocks that a rule chooses for the device lowered for.
 
-    Those of head-major rows fit VMEM if any do, which is `Cut.fits`.
+    Blocks of head-major rows fit VMEM if any do, which `Cut.fits` says. `others` in the key do not
+    matter.
     """
     each, (costs, alone) = heads // kv_heads, _costs(kernel, size)
 
@@ -161,7 +164,7 @@ def default_blocks(
         return rows == "size_major" or cut(blocks).fits
 
     def of(tokens: int) -> Blocks:
-        # Work on one head hides another's waiting; and all queries should fit, if they can.
+        # Work on one head hides another's latency, and all queries should fit if they can.
         most = min(MOST_HEADS, _ENTRIES // tokens**2)
         fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
         kept = [blocks for blocks in fitting if has_room(blocks) and cut(blocks).span >= N]
@@ -178,13 +181,13 @@ def default_blocks(
 
 
 def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
-    """`_BLOCKS` of a kernel, and how much dearer entries are of one head at a time.
+    """Return a kernel's `_BLOCKS`, and the relative cost of entries with one head at a time.
 
-    As compilers' schedules have it: docs/benchmarks/kernels.md.
+    The numbers come from compilers' schedules: docs/benchmarks/kernels.md.
     """
     backward = kernel.endswith("backward")
     of_256, alone = (1.6, 1.45) if backward else (_BLOCKS[256], 1.3)
-    if target().chip.unit == LANES:  # a short sequence has fewer entries in smaller blocks
+    if target().chip.unit == LANES:  # Smaller blocks compute fewer entries of a short sequence.
         of_256, alone = 1.2 if backward or size >= LANES else of_256, 1.15
     return _BLOCKS | {256: of_256}, alone
 

@@ -1,8 +1,9 @@
 """Causal attention by cuDNN's fused kernels, on NVIDIA GPUs from Ampere on.
 
-XLA knows them by the names of custom calls, as `jax.nn.dot_product_attention` has them; that one
-has to find a GPU and cuDNN when it is traced, gives no log sums, and has a bias of all pairs of
-tokens for what these kernels do not know: ALiBi and segments, which are `entries` here.
+XLA knows the kernels by the names of custom calls, which `jax.nn.dot_product_attention` uses too.
+That function needs a GPU and cuDNN when it is traced, returns no log sums, and takes a bias for all
+pairs of tokens in place of ALiBi and segments, which these kernels do not have. Here ALiBi and
+segments are expressed by `entries`.
 """
 
 import functools
@@ -18,7 +19,7 @@ from pallas_kernels.causal_attention import entries, reference
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 from pallas_kernels.target import target
 
-# Device kinds by compute capability; others are taken for Ampere's, whose limits later ones have.
+# Device kinds by compute capability. Other kinds count as Ampere, whose limits newer ones have too.
 _KINDS = {
     90: ("H100", "H200", "H800", "H20", "GH200"),
     100: ("B100", "B200", "GB200"),
@@ -28,16 +29,16 @@ _KINDS = {
 
 
 def capability_of(kind: str) -> int:
-    """The compute capability of a device kind, ten times over: 80 of one that is not known."""
+    """Return ten times the compute capability of a device kind; 80 if the kind is unknown."""
     found = (n for n, names in _KINDS.items() if any(name in kind for name in names))
     return next(found, 80)
 
 
 def most_entries(capability: int) -> int:
-    """Entries of a head, at most, forward and backward.
+    """Return the most entries of a head that serve both forward and backward.
 
-    On Blackwell the library's table (9.18) has 256 forward, and 128 backward: with 136 and more
-    a step would be refused when it runs.
+    On Blackwell the library's table (9.18) has 256 forward and 128 backward; a step with 136 or
+    more would be refused when it runs.
     """
     return 256 if capability // 10 == 9 else 128
 
@@ -52,16 +53,16 @@ def refused(
     length: int,
     dtype: jnp.dtype | str,
 ) -> str | None:
-    """Why cuDNN cannot serve heads of these sizes, in a line; None if it can.
+    """Return why cuDNN cannot serve heads of these sizes, in a line; None if it can.
 
     Args:
-      capability: the device's compute capability, ten times over: 80 is sm_80.
-      size: of queries and keys.
-      value_size: of values.
-      segments: whether rows have several.
+      capability: ten times the device's compute capability: 80 is sm_80.
+      size: the size of queries and keys.
+      value_size: the size of values.
+      segments: whether rows have several segments.
       alibi: whether there is ALiBi.
-      length: tokens of keys.
-      dtype: of queries.
+      length: the number of keys.
+      dtype: the dtype of queries.
     """
     if capability < 80:
         return f"cuDNN's fused attention on sm_{capability} (Ampere or later)"
@@ -80,7 +81,7 @@ def refused(
 
 
 def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
-    """Why cuDNN cannot serve the named op with these arrays, in a line; None if it can."""
+    """Return why cuDNN cannot serve the op with these arrays, in a line; None if it can."""
     qkv, keys = given[0], given[0]
     value_size = qkv.shape[3]
     if isinstance(given, Part):
@@ -106,7 +107,7 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major", interpret: bool = False
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """See `interface`."""
+    """Compute `interface`'s `attention_forward`."""
     out, log_sums = _forward(_whole(given, kv_heads), causal=True, interpret=interpret)
     return placed(out, given.to), log_sums
 
@@ -119,7 +120,7 @@ def attention_backward(
     rows: Rows = "size_major",
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """See `interface`."""
+    """Compute `interface`'s `attention_backward`."""
     attended = taken(attended)
     d_q, d_kv = _backward(_whole(given, kv_heads), attended, causal=True, interpret=interpret)
     return (d_q, d_kv) if given.kv is not None else (jnp.concatenate([d_q, d_kv], axis=2), None)
@@ -128,21 +129,21 @@ def attention_backward(
 def part_forward(
     given: Part, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """See `interface`."""
+    """Compute `interface`'s `part_forward`."""
     return _forward(given, causal=False, interpret=interpret)
 
 
 def part_backward(
     given: Part, attended: Attended, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
-    """See `interface`."""
+    """Compute `interface`'s `part_backward`."""
     gradients = _backward(given, attended, causal=False, interpret=interpret)
-    # To be added up with those of other parts.
+    # The caller adds these to the gradients of other parts, in float32.
     return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
 
 
 def _whole(given: Attention, kv_heads: int) -> Part:
-    """All of the sequence as a part of it, of which less is seen."""
+    """Return the whole sequence as a `Part`; the kernel's causal mask hides later keys."""
     q, kv = given.qkv, given.kv
     if kv is None:
         q, kv = jnp.split(q, [q.shape[2] - 2 * kv_heads], axis=2)
@@ -150,7 +151,7 @@ def _whole(given: Attention, kv_heads: int) -> Part:
 
 
 def _forward(given: Part, *, causal: bool, interpret: bool):
-    """The output, and log sums."""
+    """Return the output and the log sums."""
     run = _interpreted if interpret else _call
     out, sums = run("forward", causal, *_with_entries(given))
     sums = sums.swapaxes(1, 2)
@@ -160,7 +161,7 @@ def _forward(given: Part, *, causal: bool, interpret: bool):
 
 
 def _backward(given: Part, attended: Attended, *, causal: bool, interpret: bool):
-    """Cotangents of q and kv."""
+    """Return the cotangents of q and kv."""
     arrays = _with_entries(given)
     sums = attended.log_sums.astype(jnp.float32)
     if given.slopes is not None:
@@ -175,7 +176,7 @@ def _backward(given: Part, attended: Attended, *, causal: bool, interpret: bool)
 
 
 def _with_entries(given: Part):
-    """Queries, keys and values of one size, whose logits are those of ALiBi within segments."""
+    """Return queries, keys and values of one size, with ALiBi and segments as entries."""
     k, v = given.apart
     q, of_masks = (given.q * given.scale).astype(given.q.dtype), []
     if given.slopes is not None:
@@ -184,17 +185,17 @@ def _with_entries(given: Part):
         of_masks.append(entries.of_segments(*given.segments, q.dtype))
     q = entries.added(q, *(of_queries for of_queries, _ in of_masks))
     k = entries.added(k, *(of_keys for _, of_keys in of_masks))
-    size = max(q.shape[3], v.shape[3] + -v.shape[3] % 8)  # one for all
+    size = max(q.shape[3], v.shape[3] + -v.shape[3] % 8)  # All three have the same size.
     return tuple(entries.padded(x, size) for x in (q, k, v))
 
 
 def _of_positions(given: Part):
-    """What logits have too much in every entry of a softmax, for ALiBi's are `slope j`."""
+    """Return the surplus of each softmax's logits, whose ALiBi is `slope j` alone."""
     return given.slopes * (given.shift + jnp.arange(given.q.shape[1]))[:, None]
 
 
 def _interpreted(direction, causal, q, k, v, *saved):
-    """What cuDNN computes, in plain JAX."""
+    """Compute what cuDNN computes, in plain JAX."""
     length = k.shape[1]
     mask = reference.of_part(length, None)
     if causal:
@@ -209,7 +210,7 @@ def _interpreted(direction, causal, q, k, v, *saved):
 
 
 def _call(direction, causal, *arrays):
-    """cuDNN's kernel: out and log sums [B, H, N], or the cotangents of q, k and v."""
+    """Run cuDNN's kernel: return out and log sums [B, H, N], or the cotangents of q, k and v."""
 
     @custom_vmap
     def run(*arrays):
@@ -230,14 +231,14 @@ def _call(direction, causal, *arrays):
 
 def _custom_call(direction, causal, q, k, v, *saved):
     B, N, H, _ = q.shape
-    # Tokens before heads in memory, as the operands are; the size is that of all entries.
+    # Results have tokens before heads in memory, like the operands, and all of the entries.
     rows = lambda x: jax.ShapeDtypeStruct((B, x.shape[2], x.shape[1], x.shape[3]), x.dtype)
     if direction == "forward":
         name, results = "__cudnn$fmhaSoftmax", [rows(q)]
         others = [jax.ShapeDtypeStruct((B, H, N), jnp.float32)]
     else:
         name, results, others = "__cudnn$fmhaSoftmaxBackward", [rows(q), rows(k), rows(v)], []
-    # The last is where XLA puts what the kernel needs while it runs.
+    # The last result is the memory that the kernel needs while it runs.
     workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
     layouts = [(0, 2, 1, 3)] * len(results) + [None] * (len(others) + 1)
     run = jax.ffi.ffi_call(
@@ -252,7 +253,7 @@ def _custom_call(direction, causal, q, k, v, *saved):
     return tuple(tokens_first + found[len(results) :])
 
 
-# Dimensions over which products go, as XLA numbers them: contracted, then those of the batch.
+# Dimensions of products as XLA numbers them: the contracted ones, then the batch ones of each side.
 _PRODUCTS = {
     "forward": {
         "bmm1": ((3, 3), (0, 2), (0, 2)),
@@ -268,7 +269,7 @@ _PRODUCTS = {
 
 
 def _config(direction, causal, q, k):
-    """What XLA is told of the call, as jax tells it."""
+    """Return the backend config of the custom call, in the form in which JAX passes it to XLA."""
     B, N, H, _ = q.shape
     text = lambda numbers: [str(n) for n in numbers]
     products = {

@@ -1,4 +1,4 @@
-"""Which form of attention serves on an NVIDIA GPU, by the sizes of heads: docs/gpu_attention.md."""
+"""The form of attention for an NVIDIA GPU, by the sizes of heads: docs/gpu_attention.md."""
 
 from typing import Literal, NamedTuple
 
@@ -6,11 +6,11 @@ from pallas_kernels.causal_attention import cudnn
 
 
 class Form(NamedTuple):
-    """What serves, and why cuDNN does not.
+    """The form of attention that is used, and why it is not cuDNN.
 
     Attributes:
-      name: "cudnn", or "online": plain JAX, by an online softmax where logits are many.
-      why: in a line; None where cuDNN serves.
+      name: "cudnn", or "online": plain JAX, with an online softmax if there are many logits.
+      why: the reason in one line; None if cuDNN serves.
     """
 
     name: Literal["cudnn", "online"]
@@ -27,16 +27,16 @@ def form(
     length: int = 2048,
     dtype: str = "bfloat16",
 ) -> Form:
-    """The form that attention takes by default, forward and backward.
+    """Return the form that attention takes by default, forward and backward.
 
     Args:
-      capability: the device's compute capability, ten times over: 80 is sm_80.
-      size: of queries and keys.
-      value_size: of values.
-      segments: whether documents of a row are told apart, as in training.
+      capability: ten times the device's compute capability: 80 is sm_80.
+      size: the size of queries and keys.
+      value_size: the size of values.
+      segments: whether the documents of a row are separate segments, as in training.
       alibi: whether there is ALiBi.
-      length: tokens of a row.
-      dtype: of queries.
+      length: the number of tokens of a row.
+      dtype: the dtype of queries.
     """
     why = cudnn.refused(
         capability, size, value_size, segments=segments, alibi=alibi, length=length, dtype=dtype

@@ -1,7 +1,7 @@
-"""What every implementation of causal attention is given.
+"""The functions and operands of every implementation of causal attention.
 
-An implementation is a module with these functions; `kv_heads` is the number of heads of keys and of
-values, and `rows` the order that is best, if it has kernels for both:
+An implementation is a module with these functions. `kv_heads` is the number of heads of keys and of
+values, and `rows` the preferred order if the implementation has kernels for both orders:
 
     attention_forward(Attention, *, kv_heads, rows) -> (out [B, N, H, Dv], log_sums [B, N, H])
     attention_backward(Attention, Attended, *, kv_heads, rows) -> cotangents of qkv and kv
@@ -9,8 +9,8 @@ values, and `rows` the order that is best, if it has kernels for both:
     part_backward(Part, Attended) -> cotangents of q and kv, at least float32
     unsupported(op, *operands) -> why it cannot serve these, in a line, or None
 
-Outputs are in the dtype of queries, log sums are at least float32. An output that is `to` be in a
-slot is in its stack, which is then given in its place. Of weights p:
+Outputs are in the dtype of queries, log sums are at least float32. If `to` is a slot, the output is
+written into the slot and the stack is returned instead. With weights p:
 `ds = p (d_out v - sum(out d_out))`.
 """
 
@@ -24,7 +24,7 @@ from pallas_kernels.arguments import Slot
 Rows = Literal["size_major", "head_major"]
 Scale = Float[Array, ""] | int | float
 Segments = tuple[Int[Array, "B Q"], Int[Array, "B K"]]
-# Keys and values of a size of their own.
+# Keys and values as separate arrays, whose sizes may differ.
 Apart = tuple[Float[Array, "B K G D"], Float[Array, "B K G Dv"]]
 
 
@@ -33,11 +33,11 @@ class Attention(NamedTuple):
 
     Attributes:
       qkv: queries of all heads, then keys, then values; or queries alone.
-      scale: of the logits.
-      slopes: of ALiBi.
-      segment_ids: of each token.
-      kv: keys and values, if they are apart.
-      to: where the output is to be.
+      scale: the factor of the logits.
+      slopes: the slopes of ALiBi.
+      segment_ids: the segment of each token.
+      kv: keys and values, if they are separate arrays.
+      to: the slot that the output is written into, or None.
     """
 
     qkv: Float[Array, "B N P D"]
@@ -49,20 +49,20 @@ class Attention(NamedTuple):
 
     @property
     def segments(self) -> Segments | None:
-        """Of queries and of keys."""
+        """The segments of queries and of keys."""
         return None if self.segment_ids is None else (self.segment_ids, self.segment_ids)
 
 
 class Part(NamedTuple):
-    """Attention to an earlier part of the sequence: all keys are seen, of a query's segment.
+    """Attention to an earlier part of the sequence: a query sees all keys of its segment.
 
     Attributes:
       q: queries.
-      kv: keys of all heads, then values; or both apart.
-      scale: of the logits.
-      shift: of the first query's position over the first key's.
-      slopes: of ALiBi.
-      segments: of queries and of keys.
+      kv: keys of all heads, then values; or a pair of both.
+      scale: the factor of the logits.
+      shift: the first query's position minus the first key's.
+      slopes: the slopes of ALiBi.
+      segments: the segments of queries and of keys.
     """
 
     q: Float[Array, "B Q H D"]
@@ -74,16 +74,16 @@ class Part(NamedTuple):
 
     @property
     def apart(self) -> Apart:
-        """Keys and values."""
+        """Keys and values as separate arrays."""
         return self.kv if isinstance(self.kv, tuple) else tuple(jnp.split(self.kv, 2, axis=2))
 
     def like_kv(self, k: Array, v: Array) -> Array | Apart:
-        """Of keys and of values, as kv has both."""
+        """Return arrays of keys and of values in the form of `kv`."""
         return (k, v) if isinstance(self.kv, tuple) else jnp.concatenate([k, v], axis=2)
 
 
 class Attended(NamedTuple):
-    """What came of it, over all parts of the keys, and the cotangent of that."""
+    """Output and log sums of attention over all parts of the keys, and the output's cotangent."""
 
     out: Float[Array, "B Q H Dv"] | Slot
     log_sums: Float[Array, "B Q H"]

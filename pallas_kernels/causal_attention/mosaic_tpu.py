@@ -1,7 +1,8 @@
-"""Causal attention on TPU: a whole sequence at a time where that is faster, else blocks of it.
+"""Causal attention on TPU: over a whole sequence at a time if that is faster, else over blocks.
 
-Both read and write rows in either order. Of "size_major" rows that blocks cannot have (an odd
-number of heads in bfloat16, gradients of more queries than VMEM keeps), XLA makes "head_major".
+Both kernels read and write rows in either order. The kernels over blocks cannot take "size_major"
+rows with an odd number of heads in bfloat16, or if VMEM cannot keep the gradients of all queries;
+XLA then transposes them to "head_major".
 """
 
 import math
@@ -22,12 +23,12 @@ from pallas_kernels.causal_attention.block_sizes import Blocks, Cut
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 from pallas_kernels.causal_attention.mosaic_tpu_whole import tokens_first, tokens_last
 
-# Sequences up to which a step with all of one, and half of its logits masked, is faster.
+# Up to this length the whole-sequence kernel is faster, although half of its logits are masked.
 _WHOLE = 1024
 
 
 def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | None:
-    """Why the kernels cannot serve the named op with these arrays, in a line; None if they can."""
+    """Return why the kernels cannot serve the op with these arrays, in a line; None if they can."""
     if isinstance(given, Part):
         queries, keys = given.q.shape[1], given.apart[0].shape[1]
         if queries % LANES or keys % LANES:
@@ -49,7 +50,7 @@ def unsupported(op: str, given: Attention | Part, *attended: Attended) -> str | 
 
 
 def _heads(given: Attention | Part, *attended: Attended) -> tuple[int, int]:
-    """Of queries and of keys; as many, where one array has both and no more is known."""
+    """Return the heads of queries and of keys; assume equal numbers if one array holds both."""
     if isinstance(given, Part):
         return given.q.shape[2], given.apart[0].shape[2]
     rows = given.qkv.shape[2]
@@ -69,7 +70,7 @@ def attention_forward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """See `interface`; by `blocks` if given."""
+    """Compute `interface`'s `attention_forward`, with `blocks` if they are given."""
     if blocks is None and _is_whole(given, kv_heads, rows):
         return whole.attention_forward(given, rows=rows, interpret=interpret)
     cut = _Cut("attention_blocks_forward", given, kv_heads, rows, blocks)
@@ -86,7 +87,7 @@ def attention_backward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """See `interface`; by `blocks` if given."""
+    """Compute `interface`'s `attention_backward`, with `blocks` if they are given."""
     attended = attended._replace(d_out=attended.d_out.astype(given.qkv.dtype))
     if blocks is None and _is_whole(given, kv_heads, rows):
         return whole.attention_backward(given, attended, rows=rows, interpret=interpret), None
@@ -109,7 +110,7 @@ def attention_backward(
 def part_forward(
     given: Part, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """See `interface`."""
+    """Compute `interface`'s `part_forward`."""
     of_part, blocks = _part("attention_blocks_forward", given)
     out, sums = by_blocks.attention_forward(of_part, blocks=blocks, interpret=interpret)
     return tokens_first(out, "head_major"), sums[:, :, 0].swapaxes(1, 2)
@@ -118,14 +119,14 @@ def part_forward(
 def part_backward(
     given: Part, attended: Attended, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
-    """See `interface`."""
+    """Compute `interface`'s `part_backward`."""
     of_part, blocks = _part("attention_blocks_backward", given)
     attended = attended._replace(d_out=attended.d_out.astype(given.q.dtype))
     sums = (x.swapaxes(1, 2)[:, :, None] for x in (attended.log_sums, _delta(attended)))
     d_out = tokens_last(attended.d_out, "head_major")
     options = {"blocks": blocks, "interpret": interpret}
     d_q, d_k, d_v = by_blocks.attention_backward(of_part, *sums, d_out, **options)
-    # To be added up with those of other parts.
+    # The caller adds these to the gradients of other parts, in float32.
     gradients = (tokens_first(x.astype(jnp.float32), "head_major") for x in (d_q, d_k, d_v))
     d_q, *d_kv = gradients
     return d_q, given.like_kv(*d_kv)
@@ -137,14 +138,14 @@ def _delta(attended: Attended) -> Float[Array, "B Q H"]:
 
 
 def _part(kernel: str, given: Part) -> tuple[by_blocks.Given, Blocks]:
-    """What the blocks' kernels take; blocks divide both lengths."""
+    """Return the operands of the kernels over blocks, and blocks that divide both lengths."""
     k, v = given.apart
     heads, kv_heads = given.q.shape[2], k.shape[2]
     blocks = _blocks(kernel, given, _key(given, (heads, kv_heads), "head_major"))
     tokens = math.gcd(blocks.queries, blocks.keys, given.q.shape[1], k.shape[1])
     if isinstance(given.kv, tuple):
         kv = (by_blocks.Heads(tokens_last(x, "head_major")) for x in given.kv)
-    else:  # where they are
+    else:  # Both are rows of one array.
         rows = tokens_last(given.kv, "head_major")
         kv = by_blocks.Heads(rows), by_blocks.Heads(rows, kv_heads)
     of_part = by_blocks.Given(
@@ -161,7 +162,7 @@ def _part(kernel: str, given: Part) -> tuple[by_blocks.Given, Blocks]:
 
 
 def _key(given: Attention | Part, heads: tuple[int, int], rows: Rows) -> dict[str, Any]:
-    """What blocks are looked up by."""
+    """Return the key under which tables list block sizes."""
     return {
         "heads": heads[0],
         "kv_heads": heads[1],
@@ -175,7 +176,7 @@ def _key(given: Attention | Part, heads: tuple[int, int], rows: Rows) -> dict[st
 
 
 def _blocks(kernel: str, given: Attention | Part, key: dict[str, Any]) -> Blocks:
-    """Of the table of blocks."""
+    """Return the blocks of the table, else the default."""
     tokens = given[0].shape[1]
     default = block_sizes.default_blocks(kernel, tokens, **key)
     return tuned.look_up(KERNELS[kernel], key, tokens, default)
@@ -189,7 +190,7 @@ def _is_whole(given: Attention, kv_heads: int, rows: Rows) -> bool:
 
 
 class _Cut:
-    """Arrays in the blocks' layout, of whole blocks: what fills the last is behind all queries."""
+    """Arrays in the blocks' layout, padded to whole blocks; the padding lies after all queries."""
 
     def __init__(self, kernel: str, given: Attention, kv_heads: int, rows: Rows, blocks):
         _, self.length, P, D = given.qkv.shape

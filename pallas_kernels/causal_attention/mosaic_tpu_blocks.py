@@ -1,27 +1,29 @@
 """Causal attention of any length on TPU: a grid over blocks of queries and keys, online softmax.
 
-Tokens lie in the lanes, [D, N] a head: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The grid
-goes over the rows of the batch, heads of keys, and pairs of a block of queries and a block of keys
-it sees: a list that is known when the program is traced, so that nothing above the diagonal is
-copied or computed. A head of keys comes with all its heads of queries (Ainslie et al. 2023).
+Tokens lie in the lanes, [D, N] for a head: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The
+grid goes over the rows of the batch, heads of keys, and pairs of a block of queries and a block of
+keys that it sees. The list of pairs is known when the program is traced, so that nothing above the
+diagonal is copied or computed. A head of keys comes with all its heads of queries (Ainslie et al.
+2023).
 
-The order of rows is either "head_major", [B, heads, D, N], or, of queries, keys and values in one
-array and as long, "size_major", [B, D, P, N]: as the key-vector kernels write. Of the latter a
-block's heads are taken out once in VMEM, and kept there for all pairs that have the block.
+The order of rows is either "head_major", [B, heads, D, N], or "size_major", [B, D, P, N], as the
+key-vector kernels write it, if queries, keys and values are equally long and in one array. Heads
+of a block of size-major rows are extracted once in VMEM, and kept there for all pairs that have the
+block.
 
-Forward, a pair's weights are of the largest logit so far, and what was summed before is scaled when
-a larger one comes (Milakov and Gimelshein 2018; Dao et al. 2022). Backward, pairs go key block by
-key block: the gradients of a key block's keys and values are summed over its queries, and those of
-all queries are kept in VMEM until their last key block; where they do not fit, the queries go in
-spans. Weights are made again from the log sums: five products a pair in place of the seven of two
-kernels.
+In the forward pass, a pair's weights are relative to the largest logit so far, and earlier sums are
+scaled when a larger logit comes (Milakov and Gimelshein 2018; Dao et al. 2022). In the backward
+pass, pairs are ordered by key block. The gradients of a key block's keys and values are summed over
+its queries, and those of all queries are kept in VMEM until their last key block. If they do not
+fit, the queries are processed in spans. Weights are computed again from the log sums. This takes
+five products per pair instead of the seven of two kernels.
 
-Masks are applied to the pairs that need them alone: on the diagonal, or of several segments; pairs
-whose segments have no number in common are not computed.
+Masks are applied only to the pairs that need them: on the diagonal, or with several segments. Pairs
+whose ranges of segment numbers do not overlap are not computed.
 
-For T queries that see N keys each on average, H heads of size D, blocks of b queries and E bytes an
-entry: the forward kernel takes `4 T N H D` FLOPs and `2 E T D (H + G N / b)` bytes, the backward
-`10 T N H D` and about twice the bytes.
+For T queries that see N keys each on average, H heads of size D, blocks of b queries and E bytes
+per entry: the forward kernel takes `4 T N H D` FLOPs and `2 E T D (H + G N / b)` bytes, the
+backward kernel `10 T N H D` FLOPs and about twice the bytes.
 """
 
 import functools
@@ -42,22 +44,22 @@ from pallas_kernels.causal_attention.interface import Rows, Segments
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 
-# What a pair is, in bits: the first or the last of its block (of queries forward, of keys
-# backward), with keys that some of its queries are before, the first in which its queries are done;
-# the one whose other block is taken out of rows.
+# The properties of a pair, as bits: it is the first or the last pair of its block (of queries in
+# the forward pass, of keys in the backward pass); some of its queries lie before some of its keys;
+# it is the last pair of its queries; its other block has to be extracted from size-major rows.
 _FIRST, _LAST, _MASKED, _DONE, _NEW = 1, 2, 4, 8, 16
 
 
 class _Call(NamedTuple):
-    """What a kernel is compiled for; lengths are whole blocks."""
+    """The parameters that a kernel is compiled for; lengths are whole blocks."""
 
     cut: Cut
     queries: int
     keys: int
     alibi: bool
     segments: bool
-    offset: int | None  # query i is at position `offset + i`; None sees all keys
-    by_keys: bool  # backward: pairs go key block by key block
+    offset: int | None  # Query i is at position `offset + i`; with None it sees all keys.
+    by_keys: bool  # In the backward pass, pairs are ordered by key block.
 
     blocks = property(lambda self: self.cut.blocks)
     dtype = property(lambda self: self.cut.dtype)
@@ -74,12 +76,12 @@ class _Call(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """See `Cut`."""
+        """The result of `Cut.slots`."""
         return self.cut.slots(self.queries, by_keys=self.by_keys)
 
     @property
     def layout(self) -> Layout:
-        """Of a block of queries, keys or values, or of all, in size-major rows."""
+        """The layout of a block of queries, keys or values, or of all, in size-major rows."""
         return Layout(self.cut.block_rows, self.size, self.blocks.queries, self.dtype)
 
     @property
@@ -88,7 +90,7 @@ class _Call(NamedTuple):
 
     @property
     def tables(self) -> list[str]:
-        """Names of what blocks are chosen by, in the order in which Pallas has them."""
+        """Names of the arrays that choose blocks, in the order in which Pallas passes them."""
         others = ["fetched"] if self.size_major else ["done"] * self.by_keys
         return sorted(["keys", "kinds", "queries", *others])
 
@@ -101,18 +103,19 @@ class Heads(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What is attended with.
+    """The operands of attention over blocks.
 
     Attributes:
       q, k, v: [B, rows, D, N] each, or all rows of one array; N is whole blocks.
-      heads: of queries, and of keys.
-      scale: of the logits.
-      slopes: of ALiBi.
-      segments: of queries and of keys; they see those of the same number.
-      offset: position of the first query among the keys, each of which sees what is not behind it;
-        None sees all keys.
-      shift: what ALiBi takes for that position, and may be known on the device alone.
-      rows: with size-major rows, q, k and v are [B, D, P, N] and the same array, and offset is 0.
+      heads: the numbers of heads of queries and of keys.
+      scale: the factor of the logits.
+      slopes: the slopes of ALiBi.
+      segments: the segments of queries and of keys; a query sees keys of the same number.
+      offset: the position of the first query among the keys; a query sees no key after its own
+        position. With None, queries see all keys.
+      shift: the same position for ALiBi; it may be known only on the device.
+      rows: the order of rows. With size-major rows, q, k and v are [B, D, P, N] and the same array,
+        and offset is 0.
     """
 
     q: Heads
@@ -130,11 +133,11 @@ class Given(NamedTuple):
 def attention_forward(
     given: Given, *, blocks: Blocks, interpret: bool | pltpu.InterpretParams = False
 ) -> tuple[Float[Array, "B rows_or_Dv Dv_or_rows Nq"], Float[Array, "B H 1 Nq"]]:
-    """`softmax(scale q.k - slope (i - j)) v`, and the log of each softmax's sum in float32.
+    """Compute `softmax(scale q.k - slope (i - j)) v`, and the log of each softmax's sum in float32.
 
-    The first is in the order of rows that is given: [B, H, Dv, Nq], or [B, Dv, H, Nq]. Queries that
-    see no key have a sum whose log is below all others, so that their output counts for nothing
-    where parts of keys are added by their sums.
+    The first is in the given order of rows: [B, H, Dv, Nq], or [B, Dv, H, Nq]. Queries that see no
+    key have a log sum below all others, so that their output has no weight when results over parts
+    of the keys are merged by their log sums.
     """
     call = _call_of(given, blocks, by_keys=False)
     B, heads = given.q.array.shape[0], call.step * call.each
@@ -166,10 +169,12 @@ def attention_backward(
     blocks: Blocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B H D Nq"], Float[Array, "B G D Nk"], Float[Array, "B G Dv Nk"]]:
-    """Cotangents of q, k and v. With weights p: `ds = p (d_out v - delta)`.
+    """Return the cotangents of q, k and v. With weights p: `ds = p (d_out v - delta)`.
 
     Args:
+      given, log_sums, d_out: operands, log sums and the output's cotangent.
       delta: `sum(out d_out)` of each softmax.
+      blocks, interpret: as in `attention_forward`.
     """
     q, (heads, _), segments = given.q, given.heads, given.segments
     length, keys = q.array.shape[3], given.k.array.shape[3]
@@ -204,7 +209,7 @@ def attention_backward_of_rows(
     blocks: Blocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B D P N"]:
-    """The cotangent of size-major rows, where the kernels have these (`block_sizes.Cut.has`)."""
+    """Return the cotangent of size-major rows, which the kernels take if `Cut.has` says so."""
     call = _call_of(given, blocks, by_keys=True)
     B, rows = given.q.array.shape[0], given.q.array.shape[2]
     inputs = _inputs(call, given) | {
@@ -225,7 +230,7 @@ def attention_backward_of_rows(
 
 
 def _span_backward(given: Given, log_sums, delta, d_out, blocks, interpret):
-    """The same, of queries that fit."""
+    """Compute `attention_backward` for as many queries as fit VMEM."""
     call = _call_of(given, blocks, by_keys=True)
     B = given.q.array.shape[0]
     inputs = _inputs(call, given) | {
@@ -276,7 +281,7 @@ def _forward_kernel(call: _Call, ref):
     @pl.when(at.is_(_LAST))
     def _():
         for head in range(call.step * call.each):
-            # Where no block was seen, the output is 0.
+            # If no block was seen, the output is 0.
             total = jnp.maximum(ref["total"][head], jnp.finfo(jnp.float32).tiny)
             ref["out"][0, head] = (ref["sum"][head] / total).astype(call.dtype)
             largest = ref["largest"][head] - _left_out(call, ref, at, head)
@@ -334,7 +339,7 @@ def _backward_kernel(call: _Call, ref):
 
 
 class _Pair:
-    """The grid's step: blocks of queries and of keys, and what they are."""
+    """The blocks of queries and of keys of a grid step, and their properties as a pair."""
 
     def __init__(self, ref):
         self.group, self.step = pl.program_id(1), pl.program_id(2)
@@ -346,7 +351,7 @@ class _Pair:
 
 
 def _with_heads(call: _Call, ref, at: _Pair):
-    """All refs; of size-major rows with the pair's heads, which are taken out if they are new."""
+    """Return all refs; heads of size-major rows are extracted if the pair's blocks are new."""
     if not call.size_major:
         return ref
     own, others, slot = ("q",), ("k", "v"), at.key_block
@@ -360,7 +365,7 @@ def _with_heads(call: _Call, ref, at: _Pair):
 
 
 def _where_seen(call: _Call, ref, at: _Pair, attend) -> None:
-    """`attend(heads, masked)` of all heads, or of none where no query sees a key."""
+    """Run `attend(heads, masked)` for all heads, or not at all if no query sees a key."""
     attend = functools.partial(_in_parts, call, attend)
     some, every = call.offset is not None, _all_masked(call)
     if call.segments:
@@ -379,7 +384,7 @@ def _where_seen(call: _Call, ref, at: _Pair, attend) -> None:
 
 
 def _in_parts(call: _Call, attend, masked: bool) -> None:
-    """Of all heads of the step, each with its head of keys, so many at a time as blocks say."""
+    """Run `attend` for all heads of the step, as many at a time as the block sizes say."""
     count, each = call.blocks.heads, call.each
 
     def part(n, _):
@@ -394,7 +399,7 @@ def _in_parts(call: _Call, attend, masked: bool) -> None:
 
 
 def _logits(call: _Call, ref, at: _Pair, head, own, visible):
-    """Of the pair, [keys, queries], times log2(e), less what `_left_out` gives."""
+    """Return the pair's logits [keys, queries] times log2(e), larger by `_left_out`."""
     bq, bk, _ = call.blocks
     q, k = ref["q"][0, head], ref["k"][0, own]
     logits = dot_rows(k, q) * (ref["scalars"][0] * LOG2_E)
@@ -402,7 +407,7 @@ def _logits(call: _Call, ref, at: _Pair, head, own, visible):
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
     if call.alibi:
         slope = _slope(call, ref, at, head)
-        # Float32 is exact to 2^24, and int32 products are slow.
+        # Float32 is exact up to 2^24, and int32 products are slow.
         between = first_key.astype(jnp.float32) - first_query.astype(jnp.float32)
         between = between - ref["scalars"][1]
         if _is_exact(call):
@@ -415,12 +420,13 @@ def _logits(call: _Call, ref, at: _Pair, head, own, visible):
 
 
 def _visible(call: _Call, ref, at: _Pair):
-    """Which of the pair's keys which queries see."""
+    """Return a mask of the pair's keys that each query sees."""
     bq, bk, _ = call.blocks
     iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
     visible = None
     if call.offset is not None:
-        # Where it is known, so is which logits are masked, and these are not computed.
+        # If all masked pairs have the same distance, it is a constant. The compiler then knows
+        # which logits are masked and does not compute them.
         behind = {
             call.offset + i * bq - j * bk
             for i in range(call.queries // bq)
@@ -447,10 +453,11 @@ def _slope(call: _Call, ref, at: _Pair, head):
 
 
 def _left_out(call: _Call, ref, at: _Pair, head):
-    """What logits are too large by: a softmax over keys does not need ALiBi's share of the query.
+    """Return what the logits are too large by: the part of ALiBi that only depends on the query.
 
-    It is the slope times the place in the block, which in bfloat16 models is below what their
-    weights are rounded by; others have it in the logits.
+    A softmax over keys does not need that part. It is the slope times the query's place in the
+    block. In bfloat16 models the error of leaving it out is below the rounding of the weights;
+    float32 kernels include it in the logits.
     """
     if not call.alibi or _is_exact(call):
         return 0.0
@@ -465,7 +472,7 @@ def _call_of(given: Given, blocks: Blocks, *, by_keys: bool) -> _Call:
     (q, k, v), offset = (x.array for x in given[:3]), given.offset
     axis = 1 if given.rows == "size_major" else 2
     keys = k.shape[3]
-    if offset is not None:  # no query sees what is behind the last
+    if offset is not None:  # No query sees a key after the last query.
         seen = round_up(offset + q.shape[3], blocks.keys)
         keys = min(keys, seen)
     cut = Cut(given.rows, *given.heads, q.shape[axis], v.shape[axis], q.dtype, blocks)
@@ -481,7 +488,7 @@ def _call_of(given: Given, blocks: Blocks, *, by_keys: bool) -> _Call:
 
 
 def _seen(call: _Call, block: int) -> int:
-    """Blocks of keys that a block of queries sees."""
+    """Return the number of blocks of keys that a block of queries sees."""
     if call.offset is None:
         return call.keys // call.blocks.keys
     last = call.offset + (block + 1) * call.blocks.queries - 1
@@ -500,7 +507,7 @@ def _all_masked(call: _Call) -> bool:
 
 
 def _tables(call: _Call) -> dict[str, np.ndarray]:
-    """Of each pair in the order of the grid: its blocks and what it is; what is done or fetched."""
+    """Return each pair's blocks and kind in grid order, and the blocks that are done or fetched."""
     seen = [_seen(call, i) for i in range(call.queries // call.blocks.queries)]
     pairs = [(i, j) for i, count in enumerate(seen) for j in range(count)]
     if call.by_keys:
@@ -539,21 +546,21 @@ def _of_keys(call: _Call, size: int, first: int = 0) -> pl.BlockSpec:
 
 
 def _of_out(call: _Call, table: str) -> pl.BlockSpec:
-    """Size-major rows of what comes of queries."""
+    """Return the block of size-major rows of an output, or of its cotangent."""
     layout = call.layout_out
     index = lambda b, g, p, tables: (b, 0, g, tables[table][p])
     return _spec(call, (1, layout.size, layout.rows, layout.tokens), index)
 
 
 def _of_rows(call: _Call, part: int, table: str) -> pl.BlockSpec:
-    """Size-major rows of queries, keys or values, or of all."""
+    """Return the block of size-major rows of queries, keys or values, or of all rows."""
     layout = call.layout
     index = lambda b, g, p, tables: (b, 0, part, g, tables[table][p])
     return _spec(call, (1, layout.size, 1, layout.rows, layout.tokens), index)
 
 
 def _spec(call: _Call, shape, index) -> pl.BlockSpec:
-    """`index(b, g, p, tables)` as Pallas calls it, with the tables one by one."""
+    """Return a block whose `index(b, g, p, tables)` gets the prefetched tables as a dict."""
 
     def by_name(b, g, p, *tables):
         return index(b, g, p, dict(zip(call.tables, tables, strict=True)))
@@ -620,7 +627,7 @@ def _inputs(call: _Call, given: Given):
 
 
 def _ranges(ids: Int[Array, "B N"], block: int) -> tuple[Int[Array, "B 1 n"], pl.BlockSpec]:
-    """The least and the largest of each block, one after the other, a row's at a time."""
+    """Return the least and the largest id of each block, alternating, for one row at a time."""
     blocks = ids.reshape(ids.shape[0], -1, block)
     ends = jnp.stack([blocks.min(axis=-1), blocks.max(axis=-1)], axis=-1)
     ends = ends.reshape(ids.shape[0], 1, -1)

@@ -1,11 +1,11 @@
-"""Heads of size-major rows, [D, rows, tokens], taken out in VMEM and put back.
+"""Heads of size-major rows, [D, rows, tokens], extracted in VMEM and put back.
 
-Of the kernels over blocks: a step's block of rows is named "rows_q", and its heads, [heads, D,
-tokens] in scratch, are named "q"; so are those of others.
+In the kernels over blocks, a step's block of rows is named "rows_q" and its heads, [heads, D,
+tokens] in scratch, are named "q"; the other arrays are named in the same way.
 
-A head is every `rows`-th row. Strided loads reach rows that are 32-bit words in 128 lanes, so the
+A head is every `rows`-th row. Strided loads reach rows that are 32-bit words in 128 lanes. So the
 bfloat16 rows of two neighbouring heads are fetched together and split, and results are joined and
-scattered the same way.
+scattered in the same way.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import LANES, round_up
 
-# Words of an entry that a view shows, from a multiple of so many on.
+# Words of an entry that a view shows. A view starts at a multiple of this number.
 VIEWED = 4
 
 
 class Layout(NamedTuple):
-    """Of a block of rows, and of its words in scratch, where tiles of 128 tokens lie one by one."""
+    """The layout of a block of rows, and of its words in scratch, which has tiles of 128 tokens."""
 
     rows: int
     size: int
@@ -32,17 +32,17 @@ class Layout(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """Heads whose rows share a word."""
+        """The number of heads whose rows share a word."""
         return packed(self.dtype)
 
     @property
     def words(self) -> int:
-        """Of an entry of all heads."""
+        """The number of words of an entry of all heads."""
         return self.rows // self.packed
 
     @property
     def stride(self) -> int:
-        """Words from one entry of a head to the next."""
+        """The number of words from one entry of a head to the next."""
         return self.words if self.words in (1, 2, 4) else round_up(self.words, 8)
 
     @property
@@ -51,36 +51,37 @@ class Layout(NamedTuple):
         return pltpu.VMEM((self.tokens // LANES, self.size * self.stride, LANES), dtype)
 
     def fetch(self, block: Any, words: Any) -> None:
-        """The words of a block's rows."""
+        """Copy a block's rows to words in scratch."""
         for lanes, at, i in self._places():
             rows = block[i, :, lanes]
             words[at] = pltpu.bitcast(rows, jnp.int32) if self.packed == 2 else rows
 
     def deliver(self, words: Any, block: Any) -> None:
-        """`fetch` undone."""
+        """Undo `fetch`."""
         for lanes, at, i in self._places():
             rows = words[at]
             block[i, :, lanes] = pltpu.bitcast(rows, self.dtype) if self.packed == 2 else rows
 
     @property
     def direct(self) -> bool:
-        """Whether strided loads reach heads in blocks of 128 tokens as they are (`view`)."""
+        """Whether strided loads reach heads in blocks of 128 tokens in place (see `view`)."""
         return self.packed == 2 and self.words % 8 == 0
 
     def view(self, block: Any, first: Any) -> Any:
-        """A block of 128 tokens as `fetch` leaves a tile, but from the word `first` of `VIEWED` on.
+        """Return a block of 128 tokens as a tile of `fetch`, from the word `first` on.
 
-        What is not scratch lies in tiles of so many words, and a load's place in one must be known.
+        `first` has to be a multiple of `VIEWED`. Memory that is not scratch lies in tiles of so
+        many words, and the place of a load within a tile has to be known at compile time.
         """
         words = block.bitcast(jnp.int32).reshape(self.size * self.words, LANES)
         return words.at[pl.ds(first, (self.size - 1) * self.words + VIEWED)]
 
     def take(self, words: Any, row: Any) -> list[Float[Array, "D tokens"]]:
-        """The heads that share words, whose first word is this one of an entry's."""
+        """Return the heads that share words, given the index of their first word in an entry."""
         return self.take_from([words.at[tile] for tile in range(self.tokens // LANES)], row)
 
     def take_from(self, tiles: list[Any], row: Any) -> list[Float[Array, "D tokens"]]:
-        """The same, of the words of each 128 tokens."""
+        """Return the same heads, given the words of each tile of 128 tokens."""
         found = jnp.concatenate([words[self._of_head(row), :] for words in tiles], axis=1)
         if self.packed == 1:
             return [found]
@@ -88,7 +89,7 @@ class Layout(NamedTuple):
         return [as_float(found << 16), as_float(found & jnp.int32(-(2**16)))]
 
     def put(self, words: Any, row: Any, heads: list[Float[Array, "D tokens"]]) -> None:
-        """`take` undone; heads may be wider than rows."""
+        """Undo `take`; heads may have a wider dtype than rows."""
         found = heads[0].astype(self.dtype)
         if self.packed == 2:
             as_bits = lambda x: jax.lax.bitcast_convert_type(
@@ -110,12 +111,12 @@ class Layout(NamedTuple):
 
 
 def packed(dtype: jnp.dtype) -> int:
-    """Rows that share a 32-bit word."""
+    """Return the number of rows that share a 32-bit word."""
     return 2 if dtype == jnp.bfloat16 else 1
 
 
 def scratch(call: Any, **slots: int) -> dict[str, Any]:
-    """For the heads of so many blocks by the array's name, and for words."""
+    """Return scratch for words, and for the heads of this many blocks of each named array."""
     heads = {"k": call.step, "v": call.step}
     of_block = call.size, call.blocks.queries
     found = {
@@ -127,7 +128,7 @@ def scratch(call: Any, **slots: int) -> dict[str, Any]:
 
 
 def take_out(call: Any, ref, names: tuple[str, ...]) -> None:
-    """Heads of these arrays, of the blocks of rows that are there."""
+    """Extract the heads of these arrays from the blocks of rows that are in VMEM."""
     fetched = None
     for name in names:
         if name == "delta":
@@ -149,7 +150,7 @@ def take_out(call: Any, ref, names: tuple[str, ...]) -> None:
 
 
 def _sum_products(call: Any, ref) -> None:
-    """`delta`, of all heads at a time: rows of an entry lie side by side."""
+    """Compute `delta` for all heads at a time, because rows of an entry lie next to each other."""
     layout = call.layout_out
     for start in range(0, layout.tokens, LANES):
         lanes = slice(start, start + LANES)
@@ -166,18 +167,18 @@ _ALL_ROWS = {"q": "rows_q", "k": "rows_k", "v": "rows_k"}
 
 
 def _first_rows(call: Any) -> dict[str, int]:
-    """Of queries, keys and values among all rows."""
+    """Return the first rows of queries, keys and values among all rows."""
     return {"q": 0, "k": call.heads, "v": call.heads + call.kv_heads}
 
 
 def put_out(layout: Layout, ref) -> None:
-    """The heads of "out" as rows."""
+    """Write the heads of "out" as rows."""
     _put(layout, ref, ref["out"].at[0], 0)
     layout.deliver(ref["words"], ref["rows_out"].at[0])
 
 
 def put_gradients(call: Any, ref, d_q: Any, scale: Any) -> None:
-    """Of a block's queries, keys and values: sums, of which the first two are to be scaled."""
+    """Write a block's gradients: sums for queries, keys and values, the first two times `scale`."""
     parts = zip((d_q, ref["d_k_sum"], ref["d_v_sum"]), _first_rows(call).values(), strict=True)
     for part, (heads, first) in enumerate(parts):
         apart = call.cut.parts == 3
@@ -187,7 +188,7 @@ def put_gradients(call: Any, ref, d_q: Any, scale: Any) -> None:
 
 
 def _put(layout: Layout, ref, heads: Any, first: int, scale: Any = None) -> None:
-    """Into words, from a row on."""
+    """Write heads into words, from a row on."""
     packed = layout.packed
     for group in range(heads.shape[0] // packed):
         own = [heads[group * packed + n] for n in range(packed)]

@@ -4,14 +4,15 @@ Tokens lie in the lanes, so a head's queries, keys and values are [D, N] tiles a
 product over rows: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. Nothing is transposed in HBM.
 The order of rows is either
 
-- "size_major", [B, D, P, N]: as the key-vector kernels write reads; heads are taken out in VMEM;
+- "size_major", [B, D, P, N]: as the key-vector kernels write reads; heads are extracted in VMEM;
 - "head_major", [B, P, D, N]: as a plain Transformer's projection writes.
 
-One grid step holds a whole sequence in VMEM, all heads: logits exist for one block of queries of
-one head at a time, and key blocks above the diagonal are never computed.
+One grid step holds a whole sequence with all heads in VMEM. Logits exist for one block of queries
+of one head at a time, and key blocks above the diagonal are never computed.
 
-For T tokens in sequences of N, H heads of size D and E bytes an entry: the forward kernel takes
-`2 T N H D` FLOPs (causal) and `4 E T H D` bytes, the backward `5 T N H D` and `8 E T H D`.
+For T tokens in sequences of N, H heads of size D and E bytes per entry: the forward kernel takes
+`2 T N H D` FLOPs (causal) and `4 E T H D` bytes, the backward kernel `5 T N H D` FLOPs and
+`8 E T H D` bytes.
 """
 
 from typing import Any, NamedTuple
@@ -31,12 +32,12 @@ from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 from pallas_kernels.target import target
 
 _SUBLANES = 8
-# Heads whose work the compiler sees at a time, and blocks of logits that are made ahead.
+# Heads whose work the compiler sees together, and blocks of logits that are computed ahead.
 _TOGETHER, _AHEAD = 4, 2
 
 
 class _Call(NamedTuple):
-    """What a kernel is compiled for."""
+    """The parameters that a kernel is compiled for."""
 
     heads: int
     size: int
@@ -45,25 +46,25 @@ class _Call(NamedTuple):
     rows: Rows
     alibi: bool
     segments: bool
-    queries: int  # in a block
+    queries: int  # The number of queries in a block.
 
     @property
     def packed(self) -> int:
-        """Heads that are fetched together."""
+        """The number of heads that are fetched together."""
         return self.layout(1).packed if self.rows == "size_major" else 1
 
     @property
     def direct(self) -> bool:
-        """Whether heads are taken out of inputs in place, which come in tiles of 128 tokens."""
+        """Whether heads are extracted from inputs in place, which then are tiles of 128 tokens."""
         return self.rows == "size_major" and self.layout(self.heads).direct
 
     def layout(self, vectors: int) -> Layout:
-        """Of size-major rows."""
+        """Return the layout of size-major rows."""
         return Layout(vectors, self.size, self.length, self.dtype)
 
 
 def fits(qkv: Any, rows: Rows) -> bool:
-    """Whether the kernels serve as many heads of keys as of queries in this array."""
+    """Return whether the kernels serve this array, with as many heads of keys as of queries."""
     _, N, P, D = qkv.shape
     if N % LANES or (rows == "size_major" and qkv.dtype == jnp.bfloat16 and P % 2):
         return False
@@ -71,7 +72,7 @@ def fits(qkv: Any, rows: Rows) -> bool:
 
 
 def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
-    """Of the backward kernel: blocks in two buffers, scratch, and some logits."""
+    """Estimate the backward kernel's bytes: blocks in two buffers, scratch, and some logits."""
     row = round_up(heads, 8) * size * length * itemsize
     return 2 * 8 * row + 8 * row + 16 * length * LANES * 4
 
@@ -79,7 +80,7 @@ def _vmem_bytes(heads: int, size: int, length: int, itemsize: int) -> int:
 def attention_forward(
     given: Attention, *, rows: Rows, queries: int | None = None, interpret: bool = False
 ) -> tuple[Float[Array, "*count B N H D"], Float[Array, "B N H"]]:
-    """The output, and the logarithm of each softmax's sum in float32."""
+    """Return the output, and the logarithm of each softmax's sum in float32."""
     call = _call_of("attention_forward", given, rows, queries)
     B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
     inputs = _shared_inputs(call, given)
@@ -107,7 +108,7 @@ def attention_backward(
     queries: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N P D"]:
-    """The cotangent of qkv."""
+    """Return the cotangent of qkv."""
     call = _call_of("attention_backward", given, rows, queries)
     B, H, D, N = given.qkv.shape[0], call.heads, call.size, call.length
     inputs = _shared_inputs(call, given)
@@ -163,7 +164,8 @@ def _forward_kernel(call: _Call, ref):
         _each_ahead(call, len(heads), logits, mix)
         _put_each(call, ref, "out", 0, groups, [jnp.concatenate(x, axis=1) for x in outs])
         for (head, *_), parts in zip(heads, log_sums, strict=True):
-            # Whole rows: Mosaic knows no 128 tokens of a wider one that it has to find.
+            # Whole rows are written, because Mosaic cannot write 128 tokens at a dynamic place in a
+            # wider row.
             ref["log_sums"][0, pl.ds(head, 1)] = jnp.concatenate(parts, axis=1)
 
     _for_each_group(call, ref, attend)
@@ -206,7 +208,7 @@ def _backward_kernel(call: _Call, ref):
             d_v[n] += jnp.pad(dot_columns(d_out[:, start:end], narrow), rest)
 
         _each_ahead(call, len(heads), products, differentiate)
-        # In place of what was read: no later group reads it.
+        # The gradients overwrite the operands, which no later group reads.
         gradients = [jnp.concatenate(x, axis=1) for x in d_q], d_k, d_v
         for part, gradient in enumerate(gradients):
             _put_each(call, ref, "d_qkv", part, groups, gradient)
@@ -216,10 +218,10 @@ def _backward_kernel(call: _Call, ref):
 
 
 def _each_ahead(call: _Call, heads: int, make, use):
-    """`use(n, start, made)` for each head n and block of queries from `start`, in their order.
+    """Run `use(n, start, made)` for each head n and block of queries from `start`, in that order.
 
-    What `make(n, start)` gives is made two ahead, for the compiler keeps that order: so the matrix
-    units make the next logits while the vector unit has these.
+    `made` is the result of `make(n, start)`, which runs two units ahead. The compiler keeps that
+    order, so the matrix units compute the next logits while the vector unit processes these.
     """
     units = [(n, start) for n in range(heads) for start in range(0, call.length, call.queries)]
     made = [make(*unit) for unit in units[:_AHEAD]]
@@ -229,7 +231,7 @@ def _each_ahead(call: _Call, heads: int, make, use):
 
 
 def _logits(call: _Call, ref, head, q, k, start):
-    """Of a block of queries, [keys up to the diagonal, queries], times log2(e)."""
+    """Return logits of a block of queries, [keys up to the diagonal, queries], times log2(e)."""
     end = start + call.queries
     logits = dot_rows(k[:, :end], q[:, start:end]) * (ref["scale"][0] * LOG2_E)
     key = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
@@ -248,9 +250,9 @@ def _logits(call: _Call, ref, head, q, k, start):
 
 
 def _for_each_group(call: _Call, ref, attend):
-    """`attend(groups)`, with some groups of heads at a time.
+    """Run `attend(groups)` for all groups of heads, a few groups at a time.
 
-    A group's number is the sum of two, of which the second is known to the compiler.
+    A group's number is the sum of two numbers, the second of which the compiler knows.
     """
     if call.segments:
         ids = jnp.broadcast_to(ref["segment_rows"][0], (_SUBLANES, call.length))
@@ -268,19 +270,19 @@ def _for_each_group(call: _Call, ref, attend):
 
 
 def _fetch(call: _Call, ref, name: str, vectors: int):
-    """Size-major rows into scratch as words, where strided loads can reach them."""
+    """Copy size-major rows to words in scratch, where strided loads can reach them."""
     if call.rows == "size_major" and not call.direct:
         call.layout(vectors).fetch(ref[name].at[0], ref["words_" + name])
 
 
 def _deliver(call: _Call, ref, name: str, scratch: str, vectors: int):
-    """Scratch into a size-major output block."""
+    """Copy words in scratch to a size-major output block."""
     if call.rows == "size_major":
         call.layout(vectors).deliver(ref["words_" + scratch], ref[name].at[0])
 
 
 def _each_head(call: _Call, groups, *arrays, ref) -> list[tuple]:
-    """Of each head of the groups its number and, of arrays and their parts, its [D, N]."""
+    """Return for each head of the groups its number and the [D, N] of each array and part."""
     heads = []
     for group in groups:
         found = [_heads(call, ref, name, part, group) for name, part in arrays]
@@ -290,7 +292,7 @@ def _each_head(call: _Call, groups, *arrays, ref) -> list[tuple]:
 
 
 def _heads(call: _Call, ref, name: str, part: int, group):
-    """The [D, N] arrays of a group's heads; parts are queries, keys and values."""
+    """Return the [D, N] arrays of a group's heads; parts are queries, keys and values."""
     first, n = part * (call.heads // call.packed) + group[0], group[1]
     if call.rows == "head_major":
         return [ref[name][0, first + n]]
@@ -309,7 +311,7 @@ def _put_each(call: _Call, ref, name: str, part: int, groups, heads):
 
 
 def _put_heads(call: _Call, ref, name: str, part: int, group, arrays):
-    """The inverse, into an output's scratch; that of "d_qkv" is qkv's."""
+    """Undo `_heads`, into an output's scratch; "d_qkv" uses the scratch of qkv."""
     row = part * (call.heads // call.packed) + sum(group)
     if call.rows == "head_major":
         ref[name][0, row] = arrays[0].astype(call.dtype)
@@ -323,7 +325,7 @@ def _put_heads(call: _Call, ref, name: str, part: int, group, arrays):
 
 
 def _divisor(length: int, most: int) -> int:
-    """The largest multiple of LANES up to `most` that divides the length."""
+    """Return the largest multiple of LANES up to `most` that divides the length."""
     return LANES * largest_divisor(length // LANES, most // LANES)
 
 
@@ -349,14 +351,14 @@ def _call_of(kernel: str, given: Attention, rows: Rows, queries: int | None) -> 
 
 
 class Blocks(NamedTuple):
-    """`queries`: of a head that are attended with at a time."""
+    """`queries`: the number of queries of a head that attend at a time."""
 
     queries: int
 
 
 def default_blocks(kernel: str, N: int) -> Blocks:
-    """By rule, of the device lowered for."""
-    # Longer products hide a matrix unit's latency; smaller blocks skip more of what is masked.
+    """Return the blocks that a rule chooses for the device lowered for."""
+    # Longer products hide a matrix unit's latency; smaller blocks skip more of the masked logits.
     most = 512 if kernel == "attention_forward" else 256
     return Blocks(_divisor(N, most // 2 if target().chip.unit == LANES else most))
 
@@ -390,7 +392,7 @@ def _shared_inputs(call: _Call, given: Attention):
 
 
 def _read(call: _Call, name: str, rows, block: pl.BlockSpec) -> dict[str, Any]:
-    """The input of this name; or, where heads are taken out in place, one of each 128 tokens."""
+    """Return the named input; if heads are extracted in place, one input per 128 tokens."""
     if not call.direct:
         return {name: (rows, block)}
 
@@ -402,7 +404,7 @@ def _read(call: _Call, name: str, rows, block: pl.BlockSpec) -> dict[str, Any]:
 
 
 def _scratch(call: _Call, written: dict[str, int], **read: int) -> dict[str, Any]:
-    """With the words of size-major arrays of so many vectors: what is read may be in place."""
+    """Return scratch, with words for size-major arrays; arrays that are read may be in place."""
     scratch = {}
     if call.segments:
         scratch["segment_columns"] = pltpu.VMEM((call.length, _SUBLANES), jnp.int32)
@@ -413,13 +415,13 @@ def _scratch(call: _Call, written: dict[str, int], **read: int) -> dict[str, Any
 
 
 def tokens_last(x, rows: Rows):
-    """[.., N, P, D] as the kernels have it."""
+    """Transpose [.., N, P, D] to the kernels' order."""
     *lead, n, p, d = range(x.ndim)
     return x.transpose((*lead, d, p, n) if rows == "size_major" else (*lead, p, d, n))
 
 
 def tokens_first(x, rows: Rows):
-    """`tokens_last` undone."""
+    """Undo `tokens_last`."""
     *lead, a, b, n = range(x.ndim)
     return x.transpose((*lead, n, b, a) if rows == "size_major" else (*lead, n, a, b))
 
@@ -439,7 +441,7 @@ def _of_sums(call: _Call) -> pl.BlockSpec:
 
 
 def _of_slot(call: _Call, slot: Slot, vectors: int):
-    """A slot's stack in its blocks, and what these are chosen by."""
+    """Return a slot's stack with its block, and the prefetched index that chooses the block."""
     index = jnp.asarray(slot.index, jnp.int32).reshape(1)
     stack = tokens_last(slot.stack, call.rows), operand.of_stack(_block(call, vectors))
     return stack, {"slot": index}

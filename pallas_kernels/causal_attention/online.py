@@ -1,8 +1,9 @@
-"""Plain JAX causal attention by an online softmax: a block of queries and one of keys at a time.
+"""Plain JAX causal attention by an online softmax, over one pair of blocks at a time.
 
-No more logits exist at once than those of one pair of blocks, forward and backward; pairs above the
-diagonal are left out. One loop of a known length goes over the pairs, so that a GPU needs no word
-from its host between them. Backward computes the weights of each pair again, from the log sums.
+The logits of only one pair of a block of queries and a block of keys exist at once, forward and
+backward. Pairs above the diagonal are left out. One loop of a known length goes over the pairs, so
+that a GPU does not wait for its host between them. The backward pass computes the weights of each
+pair again, from the log sums.
 
 Milakov and Gimelshein 2018, Online normalizer calculation for softmax; Dao et al. 2022,
 FlashAttention; Rabe and Staats 2021, Self-attention Does Not Need O(n^2) Memory.
@@ -23,16 +24,16 @@ from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import Apart, Attended, Attention, Part, Rows
 from pallas_kernels.platform import vary_alike
 
-# Logits of all rows and heads that may exist at once: 128 MiB of float32.
+# The most logits of all rows and heads that may exist at once: 128 MiB of float32.
 LOGITS = 2**25
-# Tokens of a block: the most whose logits are so few, and the fewest that are worth a product.
+# Tokens of a block: the largest size with at most LOGITS logits is used, or the smallest size.
 _SIZES = (512, 256, 128)
 
 
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """See `interface`. At least float32 inside."""
+    """Compute `interface`'s `attention_forward`, in at least float32."""
     out, log_sums = _forward(True, _whole(given, kv_heads))
     return placed(out, given.to), log_sums
 
@@ -40,7 +41,7 @@ def attention_forward(
 def attention_backward(
     given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """See `interface`."""
+    """Compute `interface`'s `attention_backward`."""
     gradients = _backward(True, _whole(given, kv_heads), taken(attended))
     d_q, *d_kv = (x.astype(given.qkv.dtype) for x in gradients)
     if given.kv is not None:
@@ -49,33 +50,33 @@ def attention_backward(
 
 
 def part_forward(given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """See `interface`."""
+    """Compute `interface`'s `part_forward`."""
     return _forward(False, _apart(given))
 
 
 def part_backward(
     given: Part, attended: Attended
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
-    """See `interface`."""
+    """Compute `interface`'s `part_backward`."""
     d_q, d_k, d_v = _backward(False, _apart(given), attended)
     return d_q, given.like_kv(d_k, d_v)
 
 
 def _whole(given: Attention, kv_heads: int) -> Part:
-    """All of the sequence as a part of it, of which less is seen."""
+    """Return the whole sequence as a `Part`; a causal mask hides later keys."""
     q, *kv = reference.split(given, kv_heads)
     return _apart(Part(q, tuple(kv), given.scale, 0, given.slopes, given.segments))
 
 
 def _apart(given: Part) -> Part:
-    """The same with keys and values apart, and with arrays for numbers."""
+    """Return the part with separate keys and values, and with numbers as arrays."""
     scale = jnp.asarray(given.scale, jnp.result_type(given.q, jnp.float32))
     return given._replace(kv=given.apart, scale=scale, shift=jnp.asarray(given.shift, jnp.int32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _forward(causal: bool, given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """The output in q's dtype, and log sums, at least float32."""
+    """Return the output in q's dtype, and log sums in at least float32."""
     blocks = _Blocks(causal, given)
     q, k, v = blocks.of_queries(given.q), *map(blocks.of_keys, given.apart)
 
@@ -89,7 +90,7 @@ def _forward(causal: bool, given: Part) -> tuple[Float[Array, "B Q H Dv"], Float
         found = out / sums[..., None], largest + jnp.log(sums)
         return _put(state, i, merged(_at(state, i), found)), None
 
-    # Rows without a key yet have the least log sum: what is found first has all of the weight.
+    # Rows start with the least log sum, so that their first keys get all of the weight.
     rows = q.shape[:-1]
     state = blocks.zeros((*rows, v.shape[-1])), blocks.zeros(rows) + jnp.finfo(blocks.dtype).min
     (out, sums), _ = jax.lax.scan(step, state, blocks.pairs)
@@ -99,7 +100,7 @@ def _forward(causal: bool, given: Part) -> tuple[Float[Array, "B Q H Dv"], Float
 def _backward(
     causal: bool, given: Part, attended: Attended, d_sums: Float[Array, "B Q H"] | None = None
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K G D"], Float[Array, "B K G Dv"]]:
-    """Cotangents of q, k and v, at least float32, from those of the output and of log sums."""
+    """Return the cotangents of q, k and v, at least float32, from those of output and log sums."""
     blocks, (out, sums, d_out) = _Blocks(causal, given), attended
     delta = jnp.sum(out.astype(blocks.dtype) * d_out, axis=-1)
     if d_sums is not None:
@@ -145,7 +146,7 @@ _forward.defvjp(_forward_kept, _pulled_back)
 
 
 class _Blocks:
-    """Blocks of queries and of keys; `pairs` are those of which a query may see a key."""
+    """Blocks of queries and keys; `pairs` lists the pairs in which a query may see a key."""
 
     def __init__(self, causal: bool, given: Part):
         (B, Q, H, _), (K, G) = given.q.shape, given.apart[0].shape[1:3]
@@ -167,30 +168,30 @@ class _Blocks:
             )
 
     def of_queries(self, x: Float[Array, "B Q H *D"]) -> Float[Array, "T B G E q *D"]:
-        """Blocks of what queries have, by the heads of their keys."""
+        """Return blocks of arrays of queries, grouped by the heads of their keys."""
         x = self._cut(x, self._sizes[0])
         x = x.reshape(*x.shape[:3], *self._heads, *x.shape[4:])
         return jnp.moveaxis(x, 2, 4)
 
     def of_keys(self, x: Float[Array, "B K G D"]) -> Float[Array, "T B G k D"]:
-        """Blocks of keys, or of values."""
+        """Return blocks of keys, or of values."""
         return jnp.moveaxis(self._cut(x, self._sizes[1]), 2, 3)
 
     def queries_joined(self, x: Float[Array, "T B G E q *D"]) -> Float[Array, "B Q H *D"]:
-        """`of_queries` undone."""
+        """Undo `of_queries`."""
         x = jnp.moveaxis(x, 4, 2)
         return self._joined(x.reshape(*x.shape[:3], -1, *x.shape[5:]), self._lengths[0])
 
     def keys_joined(self, x: Float[Array, "T B G k D"]) -> Float[Array, "B K G D"]:
-        """`of_keys` undone."""
+        """Undo `of_keys`."""
         return self._joined(jnp.moveaxis(x, 3, 2), self._lengths[1])
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
-        """What a loop adds to: it varies over a mesh as the operands do."""
+        """Return the zeros that a loop adds to, varying over a mesh as the operands do."""
         return vary_alike((jnp.zeros(shape, self.dtype), self._given))[0]
 
     def product(self, spec: str, *operands: Array) -> Array:
-        """`jnp.einsum`, added up in at least float32."""
+        """Compute `jnp.einsum` with sums of at least float32."""
         return jnp.einsum(spec, *operands, preferred_element_type=self.dtype)
 
     def logits(
@@ -199,12 +200,12 @@ class _Blocks:
         k: Float[Array, "B G k D"],
         pair: tuple[Int[Array, ""], Int[Array, ""]],
     ) -> tuple[Float[Array, "B G E q k"], Bool[Array, "#B 1 1 q k"]]:
-        """Those of a pair of blocks, and which are of keys that are seen; -inf is not used."""
+        """Return a pair's logits, and a mask of the keys that are seen; -inf is not used."""
         given = self._given
         ranges = zip(pair, self._sizes, strict=True)
         queries, keys = (n * size + jnp.arange(size, dtype=jnp.int32) for n, size in ranges)
         distance = queries[:, None] - keys
-        # What fills the last blocks sees nothing, and is not seen.
+        # The padding of the last blocks sees nothing and is not seen.
         mask = (queries < self._lengths[0])[:, None] & (keys < self._lengths[1])
         if self._causal:
             mask = mask & (distance >= 0)
@@ -220,7 +221,7 @@ class _Blocks:
         return jnp.where(mask, logits, jnp.finfo(self.dtype).min).astype(self.dtype), mask
 
     def _cut(self, x: Array, size: int) -> Array:
-        """[blocks, B, size, ...] of [B, N, ...], with zeros where tokens are missing."""
+        """Reshape [B, N, ...] to [blocks, B, size, ...], padded with zeros."""
         x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
@@ -230,7 +231,7 @@ class _Blocks:
 
 
 def _even(length: int, most: int) -> int:
-    """Tokens of each of as few blocks as there can be, a multiple of 8."""
+    """Return the tokens per block, a multiple of 8, with as few blocks as possible."""
     return round_up(-(-length // -(-length // most)), 8)
 
 

@@ -1,8 +1,8 @@
-"""Plain JAX causal attention, for where no kernel serves.
+"""Plain JAX causal attention, for calls that no kernel serves.
 
-Two forms of it. `reference` has all logits of a block of queries in memory, which is few operations
-for short sequences. Where all logits of a call are more than `online.LOGITS`, which is what a
-block of `online` may have, that form takes its place: with 16 heads and one row past 1448 tokens.
+There are two forms. `reference` has all logits of a block of queries in memory, which takes few
+operations for short sequences. If a call has more logits than `online.LOGITS`, the limit of a block
+of `online`, that form is used instead: with 16 heads and one row from 1449 tokens on.
 """
 
 import math
@@ -14,9 +14,9 @@ from pallas_kernels.causal_attention.interface import Attended, Attention, Part
 
 
 def chosen(*sizes: Any) -> ModuleType:
-    """The module that attends, by the numbers of rows, heads, queries and keys.
+    """Return the module that attends, given the numbers of rows, heads, queries and keys.
 
-    Sizes that `jax.export` knows by names alone cannot be cut into blocks: all logits are made.
+    Symbolic sizes of `jax.export` cannot be divided into blocks, so all logits are computed.
     """
     if not all(isinstance(size, int) for size in sizes):
         return reference
@@ -24,25 +24,25 @@ def chosen(*sizes: Any) -> ModuleType:
 
 
 def attention_forward(given: Attention, *, kv_heads: int, **options: Any) -> Any:
-    """See `interface`."""
+    """Compute `interface`'s `attention_forward`."""
     return _whole(given, kv_heads).attention_forward(given, kv_heads=kv_heads, **options)
 
 
 def attention_backward(
     given: Attention, attended: Attended, *, kv_heads: int, **options: Any
 ) -> Any:
-    """See `interface`."""
+    """Compute `interface`'s `attention_backward`."""
     run = _whole(given, kv_heads).attention_backward
     return run(given, attended, kv_heads=kv_heads, **options)
 
 
 def part_forward(given: Part) -> Any:
-    """See `interface`."""
+    """Compute `interface`'s `part_forward`."""
     return _part(given).part_forward(given)
 
 
 def part_backward(given: Part, attended: Attended) -> Any:
-    """See `interface`."""
+    """Compute `interface`'s `part_backward`."""
     return _part(given).part_backward(given, attended)
 
 

@@ -1,6 +1,7 @@
-"""Plain JAX causal attention: the portable form, and what the kernels are tested against.
+"""Plain JAX causal attention: a portable form, and the reference that kernels are tested against.
 
-Long sequences go in blocks of queries, so that the logits of all queries never exist at once.
+Long sequences are processed in blocks of queries, so that the logits of all queries never exist at
+once.
 """
 
 import functools
@@ -20,14 +21,14 @@ from pallas_kernels.causal_attention.interface import (
     Segments,
 )
 
-# In a block, at most: queries, and logits of a head.
+# The most queries of a block, and the most logits of a head in a block.
 _QUERIES, _LOGITS = 1024, 2**23
 
 
 def visible(
     queries: Int[Array, " Q"], length: int, segment_ids: Int[Array, "B N"] | None
 ) -> Bool[Array, "B_or_1 Q N"]:
-    """Whether query i sees key j: `j <= i` in the same segment."""
+    """Return whether query i sees key j: `j <= i` in the same segment."""
     mask = (queries[:, None] >= jnp.arange(length)[None, :])[None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, queries, None] == segment_ids[:, None, :])
@@ -37,7 +38,7 @@ def visible(
 def attention_forward(
     given: Attention, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "*count B N H Dv"], Float[Array, "B N H"]]:
-    """See `interface`. At least float32 inside."""
+    """Compute `interface`'s `attention_forward`, in at least float32."""
     parts = split(given, kv_heads)
     out, log_sums = forward(*parts, given.scale, given.slopes, 0, _causal(given))
     return placed(out, given.to), log_sums
@@ -46,7 +47,7 @@ def attention_forward(
 def attention_backward(
     given: Attention, attended: Attended, *, kv_heads: int, rows: Rows = "size_major"
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """See `interface`."""
+    """Compute `interface`'s `attention_backward`."""
     arrays = *split(given, kv_heads), *taken(attended)
     gradients = backward(*arrays, given.scale, given.slopes, 0, _causal(given))
     gradients = [x.astype(given.qkv.dtype) for x in gradients]
@@ -56,7 +57,7 @@ def attention_backward(
 
 
 def part_forward(given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B Q H"]]:
-    """See `interface`."""
+    """Compute `interface`'s `part_forward`."""
     k, v = given.apart
     mask = of_part(k.shape[1], given.segments)
     return forward(given.q, k, v, given.scale, given.slopes, given.shift, mask)
@@ -65,7 +66,7 @@ def part_forward(given: Part) -> tuple[Float[Array, "B Q H Dv"], Float[Array, "B
 def part_backward(
     given: Part, attended: Attended
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | Apart]:
-    """See `interface`."""
+    """Compute `interface`'s `part_backward`."""
     k, v = given.apart
     mask = of_part(k.shape[1], given.segments)
     arrays = given.q, k, v, *attended
@@ -76,7 +77,7 @@ def part_backward(
 def split(
     given: Attention, kv_heads: int
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N G D"], Float[Array, "B N G Dv"]]:
-    """Queries, keys and values."""
+    """Return queries, keys and values."""
     if given.kv is not None:
         return given.qkv, *given.kv
     heads = given.qkv.shape[2] - 2 * kv_heads
@@ -98,7 +99,7 @@ def forward(q, k, v, scale, slopes, shift, mask):
 
 
 def backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask):
-    """Cotangents of q, k and v, at least float32."""
+    """Return the cotangents of q, k and v, at least float32."""
     dtype, kv_heads = jnp.result_type(q, jnp.float32), k.shape[2]
     k, v = _for_each_query(q, k), _for_each_query(q, v)
     einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
@@ -123,18 +124,18 @@ def backward(q, k, v, out, log_sums, d_out, scale, slopes, shift, mask):
 
 
 def _for_each_query(q, x):
-    """Heads of keys or values, one for each of queries."""
+    """Repeat heads of keys or values so that each head of queries has one."""
     each = q.shape[2] // x.shape[2]
     return jnp.repeat(x, each, axis=2) if each > 1 else x
 
 
 def _causal(given: Attention):
-    """The mask of queries."""
+    """Return the causal mask as a function of queries."""
     return functools.partial(visible, length=given.qkv.shape[1], segment_ids=given.segment_ids)
 
 
 def of_part(length: int, segments: Segments | None):
-    """The mask of queries: they see all keys of their segment; what fills a block sees none."""
+    """Return a mask in which queries see all keys of their segment; padding sees none."""
 
     def mask(queries):
         inside = jnp.broadcast_to((queries >= 0)[None, :, None], (1, len(queries), length))
@@ -147,7 +148,7 @@ def of_part(length: int, segments: Segments | None):
 
 
 def _logits(q, k, scale, slopes, positions, shift, mask):
-    """Of a block of queries at these positions, [B, H, queries, keys]; -inf is not used."""
+    """Return logits of queries at these positions, [B, H, queries, keys]; -inf is not used."""
     dtype = jnp.result_type(q, jnp.float32)
     logits = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k, preferred_element_type=dtype)
     if slopes is not None:
@@ -157,14 +158,14 @@ def _logits(q, k, scale, slopes, positions, shift, mask):
 
 
 def _over_blocks(block, carry, arrays, keys):
-    """`lax.scan` of `block(carry, (positions, *arrays))` over blocks of the sequence axis."""
+    """Run `lax.scan` of `block(carry, (positions, *arrays))` over blocks of the sequence axis."""
     length = arrays[0].shape[1]
     blocks = -(-length // min(_QUERIES, max(1, _LOGITS // max(1, keys))))
     if blocks <= 1:
         return block(carry, (jnp.arange(length), *arrays))
     size = -(-length // blocks)
     missing = blocks * size - length
-    # What fills the last block is at no position, sees no key and gives nothing.
+    # The padding of the last block has position -1, sees no key and adds nothing.
     positions = np.append(np.arange(length), np.full(missing, -1)).reshape(blocks, size)
 
     def split(x):
