@@ -1,12 +1,12 @@
-"""The gated delta rule: attention whose memory of all tokens is one matrix a head.
+"""The gated delta rule: attention whose memory of all tokens is one matrix per head.
 
-Kimi Team (2025), "Kimi Linear": Kimi Delta Attention. Of each head, with a state S of `K x V`, log
-decays g of its rows and a strength beta of each token's write:
+Kimi Team (2025), "Kimi Linear": Kimi Delta Attention. Each head has a state S of `K x V`, log
+decays g of the state's rows and a strength beta of each token's write:
 
     S' = Diag(e^g_t) S_(t-1)     S_t = S' + beta_t k_t (v_t - k_t^T S')^T     o_t = scale S_t^T q_t
 
-Implementations: "xla" (plain JAX, anywhere), "mosaic_tpu" (kernels for TPUs), "pallas" where there
-are kernels. None is "xla".
+Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (kernels for TPUs) and "pallas"
+(the kernels where there are any). The default, None, means the kernels on TPUs and "xla" elsewhere.
 """
 
 import functools
@@ -40,26 +40,30 @@ def delta_attention(
     segment_ids: Int[Array, "batch seq"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "batch seq heads V"], Float[Array, "batch heads K V"]]:
-    """`o_t = scale S_t^T q_t` of every head, and the state behind the last token.
+    """Compute `o_t = scale S_t^T q_t` of every head, and the state after the last token.
 
     Args:
       q, k: queries and keys; keys of length 1 keep the state bounded.
       v: values.
-      log_decay: g, at most 0: of each of the state's K rows, at each token, before it is written.
-      beta: how much of `v - k^T S` is written; 0, with a log decay of 0, leaves the state alone.
-      state: before the first token; None is an empty one.
-      scale: of what is read; no gradient.
-      segment_ids: a token whose id is not that of the token before it finds an empty state; None is
-        one segment a row. The state given is of the first token's segment.
-      implementation: None picks what is best on the platform that the program is lowered for.
+      log_decay: g, at most 0: the log decay of each of the state's K rows at each token, applied
+        before the token's write.
+      beta: the share of `v - k^T S` that is written; 0, with a log decay of 0, leaves the state
+        unchanged.
+      state: the state before the first token; None is an empty state.
+      scale: the factor of what is read; it has no gradient.
+      segment_ids: the segment of each token. A token whose id differs from the previous token's
+        finds an empty state. None means one segment per row. The given state belongs to the first
+        token's segment.
+      implementation: None picks the best one for the platform that the program is lowered for.
 
     Returns:
-      One data vector a head in v's dtype, and the state, which as all sums is at least float32.
+      One data vector per head in v's dtype, and the state. The state, like all sums, is at least
+      float32.
 
     Raises:
       UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
       ValueError: shapes or dtypes do not fit.
-      TypeError: it is differentiated in forward mode.
+      TypeError: the op is differentiated in forward mode.
     """
     _check(q, k, v, log_decay, beta, state, segment_ids)
     dtype = jnp.result_type(jnp.float32, log_decay, beta, v)
@@ -80,7 +84,7 @@ def delta_attention(
 
 
 class _Call(NamedTuple):
-    """What is fixed while tracing."""
+    """The parameters of a call that are fixed while it is traced."""
 
     scale: float
     implementation: str | None

@@ -1,14 +1,14 @@
-"""What every implementation of the gated delta rule gives and takes.
+"""The functions, operands and results of every implementation of the gated delta rule.
 
 An implementation is a module with these functions, which go through the tokens in chunks of C:
 
     forward(Operands, state, *, scale) -> (read, state', states)
     backward(Operands, states, d_read, d_state', *, scale) -> Gradients
 
-    read [B, T, H, V]: what tokens read, in v's dtype
-    state, state' [B, H, K, V]: before the first token and behind the last, at least float32
-    states [N, B, H, V, K]: before each chunk, transposed: all that the backward pass needs beside
-        operands
+    read [B, T, H, V]: the vectors that tokens read, in v's dtype
+    state, state' [B, H, K, V]: before the first token and after the last, at least float32
+    states [N, B, H, V, K]: before each chunk, transposed: all that the backward pass needs in
+        addition to the operands
 """
 
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from jaxtyping import Array, Float, Int
 
 
 class Operands(NamedTuple):
-    """Of at least one token.
+    """The operands of the gated delta rule for at least one token.
 
     Attributes:
       q, k, v: queries, keys and values.
-      log_decay: of the state's rows at each token, at least float32, at most 0.
-      beta: how much of what is missing a token writes, at least float32.
-      documents: counted from 0 in each row; a token sees only its own. The state before the first
-        token is of document 0.
+      log_decay: log decays of the state's rows at each token, at least float32, at most 0.
+      beta: the share of the missing part that a token writes, at least float32.
+      documents: the document of each token, counted from 0 in each row; a token sees only its own
+        document. The state before the first token belongs to document 0.
     """
 
     q: Float[Array, "B T H K"]
@@ -36,7 +36,7 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents, of the operands' shapes and dtypes; `state` is of that before the first token."""
+    """Cotangents in the operands' shapes and dtypes; `state` is that of the initial state."""
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
@@ -47,8 +47,9 @@ class Gradients(NamedTuple):
 
 
 def chunk_size(keys: int) -> int:
-    """Tokens in a chunk: states are kept, and products run one after the other, for each.
+    """Return the tokens in a chunk; a chunk keeps one state, and chunks are computed in sequence.
 
-    Half of what is computed between tokens grows with it; a state is worth it from 128 keys on.
+    Half of the work between tokens grows with the chunk. From 128 keys on, fewer states are worth
+    it.
     """
     return 128 if keys >= 128 else 64

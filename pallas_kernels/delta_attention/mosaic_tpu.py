@@ -1,12 +1,13 @@
-"""The gated delta rule on a TPU: a grid over rows, groups of heads, and chunks one after another.
+"""The gated delta rule on a TPU: a grid over rows, groups of heads, and chunks in sequence.
 
-A step is one chunk of tokens of a few heads, whose states stay in VMEM. Operands are
-`[B, H, T, K]`, as XLA lays them out where it may choose. The backward pass goes through the chunks
-from the last to the first, and computes each again from the state before it.
+A grid step is one chunk of tokens of a few heads, whose states stay in VMEM. Operands are
+`[B, H, T, K]`, the layout that XLA itself chooses if it may. The backward pass goes through the
+chunks from the last to the first, and computes each again from the state before it.
 
-For 8192 tokens of 32 heads on v6e (918 TFLOP/s, 1640 GB/s), in bfloat16: the forward kernel's least
-is 0.52 ms of the matrix units and 0.33 ms of HBM, the backward's 1.07 and 0.54. Estimates are 1.13
-and 2.52 ms (docs/benchmarks/kernels.md): vector arithmetic and registers limit both.
+For 8192 tokens of 32 heads on v6e (918 TFLOP/s, 1640 GB/s), in bfloat16, the lower bounds of the
+forward kernel are 0.52 ms of the matrix units and 0.33 ms of HBM, those of the backward kernel 1.07
+and 0.54 ms. Estimates are 1.13 and 2.52 ms (docs/benchmarks/kernels.md): vector arithmetic and
+registers limit both.
 """
 
 import functools
@@ -22,12 +23,12 @@ from pallas_kernels.call import LANES, largest_divisor, tpu_call
 from pallas_kernels.delta_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.delta_attention.interface import Gradients, Operands, chunk_size
 
-# Heads of a step: products of one hide the latency of another's.
+# Heads of a grid step: the products of one head hide the latency of another's.
 _FORWARD_HEADS, _BACKWARD_HEADS = 16, 8
 
 
 def unsupported(op: str, operands: Operands, *others) -> str | None:
-    """Why it cannot serve this call, in a line; None if it can."""
+    """Return why the kernels cannot serve this call, in a line; None if they can."""
     keys, values = operands.k.shape[-1], operands.v.shape[-1]
     if keys != LANES or values != LANES:
         return f"heads of {keys} keys and {values} values ({LANES} of each)"
@@ -46,7 +47,7 @@ def forward(
     scale: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
-    """See `interface`."""
+    """Compute `interface`'s `forward`."""
     call = _Call.of(operands, scale, _FORWARD_HEADS)
     B, T, H, G = call.rows, call.chunks * call.size, call.heads, call.group
     inputs, prefetch = _inputs(call, operands, lambda n: n)
@@ -71,7 +72,7 @@ def backward(
     scale: float,
     interpret: bool = False,
 ) -> Gradients:
-    """See `interface`."""
+    """Compute `interface`'s `backward`."""
     call = _Call.of(operands, scale, _BACKWARD_HEADS)
     B, seq, H, _ = operands.q.shape
     back = lambda n: call.chunks - 1 - n
@@ -125,7 +126,7 @@ def _backward_kernel(call: "_Call", inputs, outputs, scratch):
 
 
 def _load(call: "_Call", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]:
-    """Chunk n of the group's heads."""
+    """Load chunk n of the group's heads."""
     wide = lambda name: inputs[name][0].astype(jnp.float32)
     beta = inputs["beta"][0, 0]
     beta = jnp.stack([beta[:, head : head + 1] for head in range(call.group)])
@@ -145,13 +146,13 @@ def _load(call: "_Call", inputs, n) -> tuple[kernels.Chunk, kernels.Masks]:
 
 
 class _Call(NamedTuple):
-    """What a kernel is compiled for."""
+    """The parameters that a kernel is compiled for."""
 
     rows: int
     chunks: int
-    size: int  # of a chunk
+    size: int  # The number of tokens in a chunk.
     heads: int
-    group: int  # of heads in a step
+    group: int  # The number of heads in a grid step.
     dtype: jnp.dtype
     scale: float
 
@@ -165,7 +166,7 @@ class _Call(NamedTuple):
 
 
 def _inputs(call: _Call, operands: Operands, at):
-    """Operands as blocks; `at` says which chunk is a step's. Past the last token all is 0."""
+    """Return operands as blocks; `at` maps a step to its chunk. Past the last token all is 0."""
     tokens = _tokens(call, at)
     of_heads = ("q", "k", "v", "log_decay")
     inputs = {name: (_heads_first(call, getattr(operands, name)), tokens) for name in of_heads}
@@ -192,7 +193,7 @@ def _padded(call: _Call, x, **mode):
 
 
 def _heads_first(call: _Call, x):
-    """[B, T, H, K] as [B, H, T, K], to whole chunks."""
+    """Convert [B, T, H, K] to [B, H, T, K], padded to whole chunks."""
     return _padded(call, x).swapaxes(1, 2)
 
 

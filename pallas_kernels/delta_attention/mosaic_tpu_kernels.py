@@ -1,10 +1,10 @@
-"""What one chunk of tokens computes on a TPU, of some heads at once: the mathematics of `xla`.
+"""The computation of one chunk of tokens on a TPU, for several heads at once, as in `xla`.
 
-All arrays are of G heads, `[G, C, ..]`, and states lie transposed, `[G, V, K]`: their rows are
-decayed along the lanes. With x a power of two, tokens i > j meet at the level of the highest bit in
-which i and j differ: there `e^(G_i - G_j)` is the product of i's factor and j's, and each token has
-one factor a level, that of a row or that of a column. So a level is one exponential an element, one
-product of `[2 C, K]` with `[K, C]`, and a choice of the entries that are its own.
+All arrays hold G heads, `[G, C, ..]`, with C a power of two. States lie transposed, `[G, V, K]`, so
+that their rows are decayed along the lanes. Tokens i > j meet at the level of the highest bit in
+which i and j differ. There `e^(G_i - G_j)` is the product of i's factor and j's, and each token has
+one factor per level, either as a row or as a column. So a level takes one exponential per element,
+one product of `[2 C, K]` with `[K, C]`, and a selection of the level's own entries.
 """
 
 import functools
@@ -22,13 +22,13 @@ _SUBLANES, _TILE = 8, 16
 
 
 class Masks(NamedTuple):
-    """Who sees whom, of all heads alike.
+    """Masks of the tokens that see each other, the same for all heads.
 
     Attributes:
-      apart: `i xor j` of tokens i > j of one document, else 0: level n has what is from 2^n on and
-        below 2^(n+1).
+      apart: `i xor j` for tokens i > j of one document, else 0: level n has the numbers from 2^n on
+        and below 2^(n+1).
       sees: 1 for tokens that see the state before the chunk, else 0.
-      stays: 1 for tokens that are seen from behind the chunk, else 0.
+      stays: 1 for tokens that are seen from after the chunk, else 0.
     """
 
     apart: Int[Array, "C C"]
@@ -37,7 +37,7 @@ class Masks(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Operands of a chunk in float32, queries scaled."""
+    """The operands of a chunk in float32, with scaled queries."""
 
     q: Float[Array, "G C K"]
     k: Float[Array, "G C K"]
@@ -47,16 +47,16 @@ class Chunk(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What both passes compute of a chunk before they come to their own; products' operands narrow.
+    """Results of a chunk that both passes need; operands of products are in the narrow dtype.
 
     Attributes:
-      factors: of each level, `e` to what lies between a token and its level's middle.
-      keys, queries: times the factors.
+      factors: for each level, `e` to the sum of log decays between a token and its level's middle.
+      keys, queries: keys and queries times the factors of each level.
       of_keys: M, 0 on and above the diagonal.
       of_queries: P.
-      inverse: of `I + diag(beta) M`.
-      decay, left: of the state before, to each token, and of each token's write, to the chunk's
-        end; 0 where nothing is seen.
+      inverse: the inverse of `I + diag(beta) M`.
+      decay, left: the decay of the earlier state up to each token, and of each token's write up to
+        the chunk's end; 0 where nothing is seen.
       missing: `V - (k e^G) S`.
       written: U.
     """
@@ -77,7 +77,7 @@ class _Shared(NamedTuple):
 
 
 def masks(rows, columns, before, last, keys: int) -> Masks:
-    """Of documents as a row `[1, C]` and a column `[C, 1]`, and those of the tokens around."""
+    """Return masks from documents as a row `[1, C]`, as a column, and of the tokens around."""
     size = rows.shape[-1]
     i, j = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     apart = jnp.where(i > j, i ^ j, 0)
@@ -90,7 +90,7 @@ def masks(rows, columns, before, last, keys: int) -> Masks:
 def forward(
     chunk: Chunk, state: Float[Array, "G V K"], masks: Masks, narrow: jnp.dtype
 ) -> tuple[Float[Array, "G C V"], Float[Array, "G V K"]]:
-    """What the tokens read, and the state behind them."""
+    """Return what the tokens read, and the state after them."""
     narrow_state = state.astype(narrow)
     own = _shared(chunk, narrow_state, masks, narrow)
     read = _rows(own.decayed_q, narrow_state) + _plain(own.of_queries, own.written)
@@ -106,7 +106,7 @@ def backward(
     masks: Masks,
     narrow: jnp.dtype,
 ) -> tuple[Chunk, Float[Array, "G V K"]]:
-    """Cotangents of the chunk and the state, from those of what was read and the state behind."""
+    """Return the cotangents of the chunk and of the earlier state."""
     narrow_state, d_after = state.astype(narrow), d_state.astype(narrow)
     own = _shared(chunk, narrow_state, masks, narrow)
     q, k, v, _, beta = chunk
@@ -197,8 +197,10 @@ def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
 
 
 def _sums(x: Float[Array, "G C K"]) -> tuple[list[Array], Array, Array]:
-    """Of every level, what lies between a token and the middle of its block; then x up to each
-    token, and behind it. All are sums of smaller sums, and none knows of a later token.
+    """Return three kinds of sums of x, all made of smaller sums, none of which uses a later token.
+
+    The first are, for every level, the sums between a token and the middle of its block. The others
+    are the sum up to and including each token, and the sum after it.
     """
     before, behind, total, between = x, jnp.zeros_like(x), x, []
     for half in _halves(x.shape[1]):
@@ -226,12 +228,12 @@ def _halves(size: int) -> list[int]:
 
 
 def _lower(shape, half):
-    """Tokens in the second half of their block of `2 half`."""
+    """Return whether tokens are in the second half of their block of `2 half`."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, 1) & half != 0
 
 
 def _sibling(x, half):
-    """Of each token i, the row `i xor half`."""
+    """Return for each token i the row `i xor half`."""
     heads, size, width = x.shape
     if half >= _SUBLANES:
         x = x.reshape(heads * size // (2 * half), 2, half, width)
@@ -245,12 +247,12 @@ def _sibling(x, half):
 
 
 def _at(apart, level):
-    """The pairs of tokens that meet at a level, of every head."""
+    """Return a mask of the pairs of tokens that meet at a level, for every head."""
     return ((apart >= 1 << level) & (apart < 2 << level))[None]
 
 
 def _taken(x, level):
-    """Rows that may be of a level: of blocks of whole tiles the second halves, else all."""
+    """Return rows that may belong to a level: second halves of blocks of whole tiles, or all."""
     half, (heads, size, width) = 1 << level, x.shape
     if half < _TILE:
         return x
@@ -259,7 +261,7 @@ def _taken(x, level):
 
 
 def _put(x, rows, level):
-    """With what `_taken` took in place of it."""
+    """Return x with the rows that `_taken` selects replaced by `rows`."""
     half, (heads, size, width) = 1 << level, x.shape
     if half < _TILE:
         return rows
@@ -274,10 +276,10 @@ def _diagonal(apart):
 
 
 def _inverse(lower: Float[Array, "G C C"], apart, narrow) -> Float[Array, "G C C"]:
-    """`(I + lower)^-1`, block by block: of A, B with L below them, `-B^-1 L A^-1` below theirs.
+    """Compute `(I + lower)^-1` by blocks: `-B^-1 L A^-1` lies below blocks A, B with L below them.
 
-    In bfloat16 that is off by up to 5e-3 where keys are alike; one step of Newton's, with `lower`
-    as a sum of two numbers, makes 1e-5 of it.
+    In bfloat16 the error is up to 5e-3 where keys are alike. One step of Newton's method, with
+    `lower` as a sum of two numbers, reduces it to 1e-5.
     """
     unit = jnp.where(_diagonal(apart), 1.0, 0.0)
     inverse = (unit - jnp.where(_at(apart, 0), lower, 0)).astype(narrow)

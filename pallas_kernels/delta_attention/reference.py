@@ -1,7 +1,7 @@
-"""The gated delta rule as its recurrence: what every other implementation is tested against.
+"""The gated delta rule as a recurrence, against which every implementation is tested.
 
 Sums are float32 (float64 for float64 inputs), whatever the inputs are. A token and head cost
-`6 K V` FLOPs, one after the other: the state is read and written at every token.
+`6 K V` FLOPs, in sequence: the state is read and written at every token.
 """
 
 import jax
@@ -20,7 +20,7 @@ def delta_attention(
     scale: float,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, "batch seq heads V"], Float[Array, "batch heads K V"]]:
-    """What each token reads, in v's dtype, and the state behind the last: see the package."""
+    """Return what each token reads, in v's dtype, and the state after the last: see the package."""
     dtype = state.dtype
     fresh = jnp.zeros(q.shape[:2], bool)
     if segment_ids is not None:
@@ -46,10 +46,10 @@ def delta_step(
     *,
     scale: float,
 ) -> tuple[Float[Array, "batch heads V"], Float[Array, "batch heads K V"]]:
-    """The same of one token: `S' = e^g S`, `S'' = S' + beta k (v - k^T S')^T`, `scale q^T S''`."""
+    """Compute one token: `S' = e^g S`, `S'' = S' + beta k (v - k^T S')^T`, `scale q^T S''`."""
     q, k, values, log_decay, beta = (x.astype(state.dtype) for x in (q, k, v, log_decay, beta))
     state = jnp.exp(log_decay)[..., None] * state
-    # Products of one row are sums on the vector unit: exact, and the state is read once.
+    # Products with one row are sums on the vector unit, which are exact and read the state once.
     missing = values - jnp.sum(k[..., None] * state, axis=-2)
     state = state + (beta[..., None] * k)[..., None] * missing[..., None, :]
     return (scale * jnp.sum(q[..., None] * state, axis=-2)).astype(v.dtype), state

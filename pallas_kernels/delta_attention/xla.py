@@ -6,11 +6,12 @@ With G the sum of g from the chunk's first token to each, S the state before it,
     U = (I + diag(beta) M)^-1 diag(beta) (V - (k e^G) S)
     O = scale (q e^G) S + P U     S' = e^(G_C) S + (k e^(G_C - G))^T U
 
-`e^(G_i - G_j)` is a product, over halves of halves: rows of a lower half take e to the sum of g
-from its first row on, columns of the upper one e to the sum of what follows them there. Sums are
-made of smaller ones and never of differences, no exponent is above 0 whatever the gates are, and no
-token depends on a later one, not even by rounding. The inverse grows along the same halves, block
-by block: a series in powers of M would be off by orders of magnitude where keys are alike.
+`e^(G_i - G_j)` is a product, over halves of halves: rows of a lower half have the factor e to the
+sum of g from the half's first row on, columns of the upper half e to the sum of what follows them
+in that half. Sums are made of smaller sums and never of differences, no exponent is above 0
+whatever the gates are, and no token depends on a later one, not even by rounding. The inverse grows
+along the same halves, block by block: a series in powers of M would be off by orders of magnitude
+where keys are alike.
 
 A token and head cost about `6 K V + 2 C (K + V)` FLOPs. The backward pass keeps the state before
 each chunk, and computes the chunk again.
@@ -25,14 +26,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta_attention.interface import Gradients, Operands, chunk_size
 
-# The inverse of products rounded to bfloat16 would be off by percents where keys are alike.
+# With products rounded to bfloat16, the inverse would be off by percents where keys are alike.
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 def forward(
     operands: Operands, state: Float[Array, "B H K V"], *, scale: float
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
-    """See `interface`."""
+    """Compute `interface`'s `forward`."""
 
     def of_chunk(state, chunk):
         read, after = _chunk(chunk, state, scale)
@@ -50,7 +51,7 @@ def backward(
     *,
     scale: float,
 ) -> Gradients:
-    """See `interface`."""
+    """Compute `interface`'s `backward`."""
 
     def of_chunk(d_state, given):
         *chunk, documents, before, state, d_read = given
@@ -70,9 +71,9 @@ def backward(
 
 
 class _Chunks(NamedTuple):
-    """Operands in N chunks of C tokens, or one of them; and `before`: documents before each.
+    """Operands in N chunks of C tokens, or in a single chunk; `before` is the document before each.
 
-    Past the last token everything is 0, and the document the last one.
+    Past the last token everything is 0, and the document is the last one.
     """
 
     q: Float[Array, "*N B H C K"]
@@ -85,7 +86,7 @@ class _Chunks(NamedTuple):
 
 
 def _chunked(operands: Operands) -> _Chunks:
-    """In chunks, of the next power of two above a short sequence."""
+    """Divide operands into chunks; for a short sequence a chunk is the next power of two."""
     *floats, beta, documents = operands
     _, seq, _, keys = operands.q.shape
     size = min(chunk_size(keys), 1 << (seq - 1).bit_length())
@@ -97,20 +98,20 @@ def _chunked(operands: Operands) -> _Chunks:
 
 
 def _in_chunks(x, size):
-    """`[batch, seq, heads, ..]` as `[chunks, batch, heads, size, ..]`, zeros at the end."""
+    """Convert `[batch, seq, heads, ..]` to `[chunks, batch, heads, size, ..]`, zero-padded."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)))
     x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
     return jnp.transpose(x, (1, 0, 3, 2, 4))
 
 
 def _tokens(x, seq):
-    """`_in_chunks` undone."""
+    """Undo `_in_chunks`."""
     x = jnp.transpose(x, (1, 0, 3, 2, 4))
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :seq]
 
 
 def _chunk(chunk: _Chunks, state, scale):
-    """What the tokens of one chunk read, and the state behind it."""
+    """Return what the tokens of one chunk read, and the state after it."""
     q, k, v, log_decay, beta, documents, before = chunk
     dtype, narrow = state.dtype, v.dtype
     q, k = scale * q.astype(dtype), k.astype(dtype)
@@ -122,7 +123,7 @@ def _chunk(chunk: _Chunks, state, scale):
     of_queries, of_keys = jnp.where(same, products, 0)
     of_queries = of_queries + own[0][..., None] * jnp.eye(q.shape[-2], dtype=dtype)
 
-    # Of the state before, only tokens of its document see anything.
+    # Only tokens of the earlier state's document see that state.
     sees = (documents == before[:, None])[:, None, :, None]
     decay = jnp.where(sees, jnp.exp(total), 0)
     narrow_state = state.astype(narrow)
@@ -140,13 +141,13 @@ def _chunk(chunk: _Chunks, state, scale):
 
 
 def _scores(x, k, log_decay, narrow):
-    """Of several x `sum_c x_ic k_jc e^(G_ic - G_jc)` for i > j, 0 elsewhere; and that for i = j.
+    """Return `sum_c x_ic k_jc e^(G_ic - G_jc)` for i > j, 0 elsewhere, of several x; and for i = j.
 
-    Then G, and for each token the sum of g over those that follow it.
+    The third result is G, the fourth the sum of g over the tokens after each token.
     """
     size, width = k.shape[-2:]
     own = jnp.sum(x * k, axis=-1)
-    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # blocks of one token, then of twice as many
+    scores = jnp.zeros((*own.shape, 1, 1), k.dtype)  # Blocks of one token, later of more.
     before, behind = log_decay.astype(k.dtype), jnp.zeros_like(k)
     for half in (1 << n for n in range((size - 1).bit_length())):
         in_halves = (*k.shape[:-2], size // (2 * half), 2, half, width)
@@ -168,7 +169,7 @@ def _scores(x, k, log_decay, narrow):
 
 
 def _joined(blocks, lower_left):
-    """Pairs of blocks on a diagonal, `[.., 2 n, b, b]`, with what is below: `[.., n, 2 b, 2 b]`."""
+    """Join pairs of diagonal blocks, `[.., 2 n, b, b]`, with what is below: `[.., n, 2 b, 2 b]`."""
     size = blocks.shape[-1]
     blocks = blocks.reshape(*blocks.shape[:-3], -1, 2, size, size)
     first, second = blocks[..., 0, :, :], blocks[..., 1, :, :]
@@ -180,7 +181,7 @@ def _joined(blocks, lower_left):
 def solve(
     lower: Float[Array, "*heads C C"], right: Float[Array, "*heads C V"]
 ) -> Float[Array, "*heads C V"]:
-    """`(I + lower)^-1 right`, of a matrix that is 0 on and above its diagonal; C a power of two."""
+    """Compute `(I + lower)^-1 right`; lower is 0 on and above its diagonal, C a power of two."""
     return _solve_forward(lower, right)[0]
 
 
@@ -194,14 +195,14 @@ def _solve_backward(saved, d_solved):
     inverse, solved = saved
     d_right = jnp.einsum("...ij,...iv->...jv", inverse, d_solved, precision=_EXACT)
     d_lower = -jnp.einsum("...iv,...jv->...ij", d_right, solved, precision=_EXACT)
-    return d_lower, d_right  # only what is below the diagonal is anybody's
+    return d_lower, d_right  # Callers use only the part below the diagonal.
 
 
 solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _inverse(lower):
-    """`(I + lower)^-1`: of two blocks A, B with L below, A^-1 and B^-1 with -B^-1 L A^-1 below."""
+    """Invert `I + lower`: blocks A, B with L below give A^-1, B^-1 with -B^-1 L A^-1 below."""
     size = lower.shape[-1]
     dot = functools.partial(jnp.matmul, precision=_EXACT)
     inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)
