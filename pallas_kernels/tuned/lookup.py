@@ -1,7 +1,8 @@
-"""Which blocks a kernel is compiled with: those of a table for the device lowered for, or a rule's.
+"""Choice of the block sizes of a kernel: from a table for the device lowered for, or by a rule.
 
-Later tables win: the package's, the user's file, and those of `with tuned(table)`, the innermost
-first. Nothing is tuned here, and a table that cannot be used costs a warning and no more.
+Later tables win over earlier ones: the package's, the user's file, and those of
+`with tuned(table)`, where the innermost wins. This module does not tune, and a table that cannot be
+used costs only a warning.
 """
 
 import contextlib
@@ -23,22 +24,22 @@ from pallas_kernels.target import Platform, target
 from pallas_kernels.tuned.table import Entry, Items, Table, Value, items, parse
 
 VARIABLE = "RMT_TPU_TUNED"
-Blocks = Any  # of a kernel: a frozen dataclass or a NamedTuple of whole numbers and truths
+Blocks = Any  # A kernel's frozen dataclass or NamedTuple of integers and booleans.
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What can be tuned.
+    """A kernel that can be tuned.
 
     Attributes:
-      platform: of the devices that it is for.
-      name: of the kernel; one of a platform has it.
-      version: another number wherever blocks come to mean something else, or the kernel is
-        rewritten: entries of other versions are passed over.
-      blocks: their class.
-      key: names of what it is specialised to, but for tokens.
-      refused: `(key, tokens, blocks)`, why these cannot be compiled or would give other results, in
-        a few words; None if they can.
+      platform: the platform of the devices that it is for.
+      name: the kernel's name, unique on its platform.
+      version: a number that changes if blocks change their meaning or the kernel is rewritten;
+        entries of other versions are ignored.
+      blocks: the class of its blocks.
+      key: the names of the values that it is specialised to, except for tokens.
+      refused: a function of `(key, tokens, blocks)` that returns in a few words why these blocks
+        cannot be compiled or would give other results; None if they can be used.
     """
 
     platform: Platform
@@ -49,10 +50,10 @@ class Kernel:
     refused: Callable[[dict[str, Value], int, Blocks], str | None]
 
     def made(self, values: Mapping[str, Value]) -> Blocks:
-        """Blocks of their fields.
+        """Return blocks with these values as fields.
 
         Raises:
-          ValueError: these are not its fields, or of another type.
+          ValueError: the names or types are not those of the fields.
         """
         kinds = field_types(self.blocks)
         if values.keys() != kinds.keys():
@@ -64,16 +65,16 @@ class Kernel:
 
 
 def field_types(blocks: type) -> dict[str, type]:
-    """Of a class of blocks, by the names of its fields."""
+    """Return the types of the fields of a class of blocks, by name."""
     return dict(blocks.__annotations__)
 
 
 def fields(blocks: Blocks) -> dict[str, Value]:
-    """Blocks as a table has them."""
+    """Return blocks as a table lists them: a value for each field."""
     return {name: getattr(blocks, name) for name in field_types(type(blocks))}
 
 
-# Those of the packages that have been imported, by platform and name.
+# The kernels of the packages that have been imported, by platform and name.
 KERNELS: dict[tuple[str, str], Kernel] = {}
 
 
@@ -86,7 +87,7 @@ def register(
     *,
     version: int = 1,
 ) -> dict[str, Kernel]:
-    """Kernels of one package, by name; `refused` is given the name first, else as in `Kernel`."""
+    """Register one package's kernels; `refused` gets the name first, else it is as in `Kernel`."""
     made = {
         name: Kernel(platform, name, version, blocks, tuple(key), functools.partial(refused, name))
         for name in names
@@ -97,15 +98,15 @@ def register(
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What was asked for while something was traced, and the answer.
+    """A request for blocks while something was traced, and its answer.
 
     Attributes:
       device: the slug of the device kind lowered for.
-      kernel, key, tokens: what needed blocks.
-      default: the rule's.
-      chosen: the answer.
-      source: of it, as in an entry; "heuristic" is the rule.
-      table: the name of the table that has it, or "".
+      kernel, key, tokens: the kernel that needed blocks, its key and its number of tokens.
+      default: the blocks of the rule.
+      chosen: the blocks that were chosen.
+      source: the source of the chosen blocks, as in an entry; "heuristic" means the rule.
+      table: the name of the table that lists them, or "".
     """
 
     device: str
@@ -118,7 +119,7 @@ class Look:
     table: str = ""
 
     def entry(self) -> Entry:
-        """The answer as an entry."""
+        """Return the answer as an entry."""
         return Entry(
             self.device,
             self.kernel.name,
@@ -131,14 +132,14 @@ class Look:
         )
 
 
-# The values of a user context are a part of what jitted functions are kept under: a function that
-# was traced without a table is traced again with it.
+# The value of a user context is part of the cache key of jitted functions: a function that was
+# traced without a table is traced again with it.
 _overlays = jax.make_user_context(default_value=())
 
 
 @contextlib.contextmanager
 def tuned(*tables: Table) -> Iterator[None]:
-    """These come before all others, for what is traced within; of several the last."""
+    """Use these tables before all others for what is traced in the context; the last one first."""
     with _overlays((*(_overlays.value or ()), *tables)):
         yield
 
@@ -148,7 +149,10 @@ _collectors = threading.local()
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[Look]]:
-    """What this thread looks up within, each once, in order; what is traced already is not."""
+    """Collect this thread's look-ups in the context, each once, in order.
+
+    Functions that are already traced do not look up again.
+    """
     looks: list[Look] = []
     _collectors.lists = (*getattr(_collectors, "lists", ()), looks)
     try:
@@ -158,13 +162,14 @@ def collecting() -> Iterator[list[Look]]:
 
 
 def look_up(kernel: Kernel, key: Mapping[str, Value], tokens: int, default: Blocks) -> Blocks:
-    """The blocks to compile a kernel with.
+    """Return the blocks to compile a kernel with.
 
     Args:
-      kernel: that needs them.
-      key: what it is specialised to.
-      tokens: that it is for; of other numbers the nearest entry serves, if its blocks do here.
-      default: what a rule gives, if there is no entry.
+      kernel: the kernel that needs them.
+      key: the values that it is specialised to.
+      tokens: the number of tokens. An entry for another, nearby number is used if its blocks can be
+        compiled for this one.
+      default: the blocks of the rule, for when there is no entry.
     """
     device = target().slug
     if target().platform != kernel.platform:
@@ -189,9 +194,10 @@ def _looked_up(kernel: Kernel, key: dict[str, Value], tokens: int, default, devi
 
 
 def winner(kernel: Kernel, key: Mapping[str, Value], tokens: int) -> str | None:
-    """The implementation that a table says is the fastest on the device lowered for, if one does.
+    """Return the implementation that a table lists as the fastest on the device lowered for.
 
-    Without, and on a device that the kernel is for, a line of the log says how to find out: once.
+    Without an entry the result is None. On a device that the kernel is for, a line of the log then
+    says once how to find out.
     """
     device = target().slug
     if target().platform != kernel.platform:
@@ -214,9 +220,9 @@ def _tell_how(kind: str) -> None:
 
 
 def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | None:
-    """The entry's blocks, if the kernel can be compiled with them for so many tokens.
+    """Return the entry's blocks if the kernel can be compiled with them for this many tokens.
 
-    Those that it could not be compiled with even for the entry's own tokens are warned of, once.
+    A warning is given once if it cannot be compiled with them even for the entry's own tokens.
     """
     if not entry.blocks:
         return None
@@ -241,7 +247,7 @@ def usable(entry: Entry, kernel: Kernel, tokens: int, table: str) -> Blocks | No
 
 
 def tables(device: str, kernel: str) -> list[Table]:
-    """All that may have an entry, the first to look in first."""
+    """Return all tables that may have an entry, in the order in which to search them."""
     within = tuple(reversed(_overlays.value or ()))
     return [*within, user_table(), package_table(device, kernel)]
 
@@ -250,7 +256,7 @@ def tables(device: str, kernel: str) -> list[Table]:
 
 
 def user_path() -> str | None:
-    """Of the user's file: $RMT_TPU_TUNED, or one in the cache folder; None if that is "off"."""
+    """Return the user's file: $RMT_TPU_TUNED or one in the cache folder; None if that is "off"."""
     if given := os.environ.get(VARIABLE):
         return None if given == "off" else given
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")
@@ -258,24 +264,24 @@ def user_path() -> str | None:
 
 
 def user_table() -> Table:
-    """What is in the user's file when it is first asked for; empty if there is none.
+    """Return the user's table, read when it is first requested; empty if there is no file.
 
-    One that `RMT_TPU_TUNED` names and that cannot be read is warned of, once.
+    A file that `RMT_TPU_TUNED` names and that cannot be read gives a warning, once.
     """
     path = user_path()
     return Table("") if path is None else _read_table(path)
 
 
 def read_anew() -> None:
-    """Forgets what the files held."""
+    """Forget the contents of all files, so that they are read again."""
     _read_table.cache_clear()
     package_table.cache_clear()
     _warn.cache_clear()
     _tell_how.cache_clear()
 
 
-# How files with these schemes are read: `(url) -> bytes, or None if there is no such file`. What
-# raises an OSError or a ValueError is warned of.
+# Functions that read files with these schemes: `(url) -> bytes, or None if there is no such file`.
+# An OSError or a ValueError becomes a warning.
 READERS: dict[str, Callable[[str], bytes | None]] = {}
 
 
@@ -307,7 +313,7 @@ def _read_table(path: str) -> Table:
 
 @functools.cache
 def package_table(device: str, kernel: str) -> Table:
-    """What is shipped for a kernel on a device; empty if there is nothing."""
+    """Return the table that is shipped for a kernel on a device; empty if there is none."""
     name = f"pallas_kernels/tuned/{device}/{kernel}.json"
     file = importlib.resources.files(__package__).joinpath(device, f"{kernel}.json")
     try:
@@ -317,7 +323,7 @@ def package_table(device: str, kernel: str) -> Table:
 
 
 def shipped() -> Iterator[tuple[str, str]]:
-    """Device and kernel of every table in the package."""
+    """Yield the device and the kernel of every table in the package."""
     for folder in importlib.resources.files(__package__).iterdir():
         if folder.is_dir():
             for file in folder.iterdir():
@@ -326,12 +332,12 @@ def shipped() -> Iterator[tuple[str, str]]:
 
 
 def fingerprint() -> str:
-    """Of the package's tables and the user's: where it is equal, so are the blocks."""
+    """Return a hash of the package's and the user's tables; equal hashes mean equal blocks."""
     texts = [package_table(*where).text() for where in sorted(shipped())]
     return hashlib.sha256("".join((*texts, user_table().text())).encode()).hexdigest()[:12]
 
 
 @functools.cache
 def _warn(message: str) -> None:
-    """Once."""
+    """Give this warning once."""
     warnings.warn(message, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Tables of block sizes: JSON with one entry a line, read so that a bad entry costs only itself."""
+"""Tables of block sizes, as JSON with one entry per line; a bad entry costs only itself."""
 
 import dataclasses
 import json
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 Value = str | int | bool
-Items = tuple[tuple[str, Value], ...]  # a mapping, sorted by name
+Items = tuple[tuple[str, Value], ...]  # This is a mapping, sorted by name.
 Source = Literal["measured", "estimated", "heuristic"]
 
 _FORMAT = 1
-# Blocks of one number of tokens say little of ones that are further away than this factor.
+# Blocks for one number of tokens say little about numbers that differ by more than this factor.
 _NEAR = 4
 _SLUG = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 
@@ -27,19 +27,19 @@ class Entry:
 
     Attributes:
       device: the slug of the device kind.
-      kernel, kernel_version: what they are blocks of; they may mean other things to another
-        version.
-      key: what the kernel is specialised to, but for tokens.
-      tokens: that they were chosen for.
-      blocks: by name.
+      kernel, kernel_version: the kernel's name and version; blocks may mean something else in
+        another version.
+      key: the values that the kernel is specialised to, except for tokens.
+      tokens: the number of tokens that the blocks were chosen for.
+      blocks: the values of the blocks by name.
       source: "measured" on a device, "estimated" from compiled programs, or the "heuristic".
-      seconds, default_seconds: of a call by these blocks and by the heuristic's, every measurement
-        or the one estimate.
-      default_blocks: the heuristic's when this was found.
-      implementation: that wins here, where that is not the kernel that the entry is of; on a GPU.
-      versions: of what compiled and measured, by name.
-      date: of the search, as YYYY-MM-DD.
-      table: that it was taken from, where a run keeps it.
+      seconds, default_seconds: the times of a call with these blocks and with the heuristic's:
+        every measurement, or the one estimate.
+      default_blocks: the heuristic's blocks when this entry was found.
+      implementation: the fastest implementation, if that is not this entry's kernel; on a GPU.
+      versions: the versions of the software that compiled and measured, by name.
+      date: the date of the search, as YYYY-MM-DD.
+      table: the table that the entry was taken from, if a run keeps it.
     """
 
     device: str
@@ -59,7 +59,7 @@ class Entry:
 
     @property
     def identity(self) -> tuple[str, str, Items, int]:
-        """Of entries with the same a table has one."""
+        """The key of the entry; a table has one entry for each."""
         return self.device, self.kernel, self.key, self.tokens
 
     def json(self) -> dict[str, Any]:
@@ -77,10 +77,10 @@ class Table:
     """Entries, and where they come from.
 
     Attributes:
-      name: of the file or whatever it is, for messages.
-      entries: at most one of an identity.
-      exact: whether an entry serves its own number of tokens alone.
-      faults: what is wrong with entries that were left out, a line each.
+      name: the name of the file or other source, for messages.
+      entries: at most one entry for each identity.
+      exact: whether an entry serves only its own number of tokens.
+      faults: one line for each entry that was left out, which says what is wrong with it.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Table:
     faults: tuple[str, ...] = ()
 
     def candidates(self, device: str, kernel: str, key: Items, tokens: int) -> list[Entry]:
-        """Entries that may serve, the nearest in tokens first."""
+        """Return entries that may serve, sorted by how near their numbers of tokens are."""
         found = [e for e in self.entries if (e.device, e.kernel, e.key) == (device, kernel, key)]
         if self.exact:
             return [e for e in found if e.tokens == tokens]
@@ -97,12 +97,12 @@ class Table:
         return sorted((e for e in found if distance(e) <= math.log2(_NEAR)), key=distance)
 
     def merged(self, entries: Iterable[Entry]) -> "Table":
-        """With these in place of those of the same identity."""
+        """Return the table with these entries, which replace those of the same identity."""
         of = {e.identity: e for e in (*self.entries, *entries)}
         return dataclasses.replace(self, entries=tuple(sorted(of.values(), key=_order)))
 
     def text(self) -> str:
-        """The file's content."""
+        """Return the file's content."""
         lines = ",\n".join(
             json.dumps(e.json(), sort_keys=True) for e in sorted(self.entries, key=_order)
         )
@@ -114,7 +114,7 @@ def _order(entry: Entry) -> tuple[str, str, str, int]:
 
 
 def parse(content: str | bytes, name: str, *, exact: bool = False) -> Table:
-    """The table in a file's content; what cannot be read is in its `faults`, and nothing raises."""
+    """Parse a file's content into a table; unreadable parts become `faults` and do not raise."""
     try:
         values = json.loads(content)
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
