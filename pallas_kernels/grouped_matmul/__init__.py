@@ -1,10 +1,10 @@
-"""Products of rows with a matrix for each group of them: what experts compute of their tokens.
+"""Products of rows with a matrix for each group of rows, which experts compute of their tokens.
 
-Rows lie group by group, and `sizes` says how many each group has; those behind the last group are
-of none. Implementations: "xla" (`jax.lax.ragged_dot`, anywhere), "mosaic_tpu" (jax's megablox
-kernels), "triton" (GPUs), "pallas" where there is a kernel. None takes the kernels: XLA's gradient
-of the matrices on TPUs, and all that it computes on GPUs, is in jax 0.10 as dense as if every row
-were of every group. An implementation has
+Rows lie group by group, and `sizes` gives the number of rows of each group; rows after the last
+group belong to no group. Implementations: "xla" (`jax.lax.ragged_dot`, on any platform),
+"mosaic_tpu" (JAX's megablox kernels), "triton" (GPUs) and "pallas" (the kernels where there are
+any). The default, None, uses the kernels: in JAX 0.10, XLA's gradient of the matrices on TPUs, and
+all of its products on GPUs, are as dense as if every row were in every group. An implementation has
 
     product(rows, matrices, sizes, *, transposed=False) -> `rows[m] @ matrices[g]`, or transposed
         `matrices[g] @ rows[m]`, which gives the gradient of rows [M, K] from that of products
@@ -37,23 +37,23 @@ def grouped_matmul(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "M N"]:
-    """`rows[m] @ matrices[g]` for every row m of a group g, in the rows' dtype.
+    """Compute `rows[m] @ matrices[g]` for every row m of a group g, in the rows' dtype.
 
-    `2 M K N` FLOPs, and for its gradient twice that. Sums are at least float32.
+    The op takes `2 M K N` FLOPs, and its gradient twice as many. Sums are at least float32.
 
     Args:
-      rows: those of group 0, then those of group 1, and so on.
-      matrices: of the rows' dtype.
-      sizes: of the groups, any integers; together at most M.
-      implementation: None picks what is best on the platform that the program is lowered for.
+      rows: the rows of group 0, then those of group 1, and so on.
+      matrices: the groups' matrices, in the rows' dtype.
+      sizes: the numbers of rows of the groups, of any integer dtype; their sum is at most M.
+      implementation: None picks the best one for the platform that the program is lowered for.
 
     Returns:
-      Products. Rows of no group may be anything, NaN too, and so may their gradient.
+      The products. Rows of no group, and their gradient, may be anything, NaN included.
 
     Raises:
       UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
       ValueError: shapes or dtypes do not fit.
-      TypeError: it is differentiated in forward mode.
+      TypeError: the op is differentiated in forward mode.
     """
     check_array("rows", rows, "M K")
     check_array("matrices", matrices, "G K N")

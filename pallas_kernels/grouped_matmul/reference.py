@@ -1,4 +1,4 @@
-"""Grouped products, each row with its own group's matrix: every matrix is there once a row."""
+"""Reference of grouped products, with a copy of its group's matrix for each row."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 def grouped_matmul(
     rows: Float[Array, "M K"], matrices: Float[Array, "G K N"], sizes: Int[Array, " G"]
 ) -> Float[Array, "M N"]:
-    """`rows[m] @ matrices[g]`, and 0 of rows of no group. Sums are at least float32."""
+    """Compute `rows[m] @ matrices[g]`, and 0 for rows of no group, with at least float32 sums."""
     ends = jnp.cumsum(sizes)
     group = jnp.searchsorted(ends, jnp.arange(len(rows)), side="right")
     dtype = jnp.promote_types(rows.dtype, jnp.float32)

@@ -1,10 +1,10 @@
 """Grouped products on a GPU, in Pallas through Triton, for compute capability 8.0 and up.
 
-Each group's rows are cut into tiles of their own, and a program takes one of them and some columns;
-of a matrix's gradient it takes one tile, over all rows of the group. So no row meets another
-group's matrix, where XLA's op is on GPUs, in jax 0.10, as dense as if every row were of every
-group. On an H100 (989 TFLOP/s, 3352 GB/s) at M 65,536, K 2304, N 2048 and 256 groups in bfloat16:
-0.63 ms for the FLOPs, 0.72 ms for the matrices' bytes (2.4 GB) once.
+Each group's rows are divided into tiles of their own, and a program computes one tile and some
+columns. For the matrices' gradient, a program computes one tile of a matrix over all rows of the
+group. So no row meets another group's matrix, whereas XLA's op on GPUs, in JAX 0.10, is as dense as
+if every row were in every group. On an H100 (989 TFLOP/s, 3352 GB/s) at M 65,536, K 2304, N 2048
+and 256 groups in bfloat16: 0.63 ms for the FLOPs, 0.72 ms for the matrices' bytes (2.4 GB) once.
 
 Sums are float32; a float32 is multiplied as three bfloat16.
 """
@@ -21,10 +21,13 @@ from pallas_kernels.triton import dot, no_triton, plgpu
 
 
 class _Blocks(NamedTuple):
-    """Of a tile: rows and columns of what it adds up, and how many numbers of the sums at a time.
+    """The block sizes and launch parameters of a kernel.
 
-    warps: of 32 threads, in a program.
-    stages: depth of the loads' pipeline.
+    Attributes:
+      rows, columns: the size of a tile of sums.
+      depth: the number of terms of the sums in one step.
+      warps: warps of 32 threads in a program.
+      stages: the depth of the load pipeline.
     """
 
     rows: int
@@ -35,7 +38,7 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, columns: int, dtype: DTypeLike) -> "_Blocks":
-        """For tiles of at most so many rows and columns: powers of two, 16 at least."""
+        """Return blocks with at most this many rows and columns, powers of two and at least 16."""
         narrow = jnp.dtype(dtype) == jnp.bfloat16
         fit = lambda size, most: min(most, max(16, pl.next_power_of_2(size)))
         largest, depth, stages = (128, 64, 3) if narrow else (64, 32, 2)
@@ -44,7 +47,7 @@ class _Blocks(NamedTuple):
 
 
 def unsupported(op: str, rows, other, sizes) -> str | None:
-    """Why it cannot serve this call, in a line; None if it can."""
+    """Return why the kernels cannot serve this call, in a line; None if they can."""
     if why := no_triton():
         return why
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
@@ -63,7 +66,7 @@ def product(
     transposed: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "M _"]:
-    """See the package."""
+    """Compute the products: see the package."""
     (M, inner), groups = rows.shape, len(sizes)
     columns = matrices.shape[1 if transposed else 2]
     blocks = _Blocks.of(max(1, M // groups), columns, rows.dtype)
@@ -106,7 +109,7 @@ def of_matrices(
     *,
     interpret: bool = False,
 ) -> Float[Array, "G K N"]:
-    """See the package."""
+    """Compute the gradient of the matrices: see the package."""
     (M, K), N = rows.shape, d_products.shape[1]
     blocks = _Blocks.of(K, N, rows.dtype)
 
@@ -140,9 +143,9 @@ def of_matrices(
 
 
 def _tiles(sizes: Int[Array, " G"], rows: int, height: int) -> dict[str, Int[Array, " tiles"]]:
-    """Of each tile of rows its group, first row, and the row behind the group's last.
+    """Return for each tile of rows its group, its first row and the end of the group's rows.
 
-    There are as many as groups could need; those that are left over have no rows.
+    There are as many tiles as the groups could need; tiles that are left over have no rows.
     """
     needed = -(-sizes // height)
     behind, stop = jnp.cumsum(needed), jnp.cumsum(sizes)
@@ -155,7 +158,7 @@ def _tiles(sizes: Int[Array, " G"], rows: int, height: int) -> dict[str, Int[Arr
 
 
 def _load(ref, lead, rows, columns, stop=None):
-    """A block of the matrix `ref[*lead]`, each side (first, size); 0 outside and behind `stop`."""
+    """Load a block of `ref[*lead]`, each side (first, size), with 0 outside and from `stop` on."""
     at, mask = _block(ref, lead, rows, columns, stop)
     return plgpu.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
 

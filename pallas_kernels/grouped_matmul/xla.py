@@ -1,7 +1,7 @@
 """Grouped products by XLA's own op.
 
-On a CPU it is a dense product for each group; on a TPU it is a kernel of the compiler's, but for
-the gradient of the matrices in jax 0.10.
+On a CPU it is a dense product for each group. On a TPU it is a kernel of the compiler, except for
+the gradient of the matrices in JAX 0.10.
 """
 
 import jax
@@ -17,14 +17,14 @@ def product(
     *,
     transposed: bool = False,
 ) -> Float[Array, "M _"]:
-    """See the package."""
+    """Compute the products: see the package."""
     return _ragged(rows, matrices, sizes, ((1,), (2 if transposed else 1,)), groups=[0])
 
 
 def of_matrices(
     rows: Float[Array, "M K"], d_products: Float[Array, "M N"], sizes: Int[Array, " G"]
 ) -> Float[Array, "G K N"]:
-    """See the package."""
+    """Compute the gradient of the matrices: see the package."""
     return _ragged(rows, d_products, sizes, ((0,), (0,)), groups=[])
 
 

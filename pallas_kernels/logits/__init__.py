@@ -1,8 +1,9 @@
-"""Logits with what a loss needs of each row: its log-sum and the logit of its target.
+"""Logits, with the numbers that a loss needs of each row: its log-sum and its target's logit.
 
-Implementations: "xla" (anywhere), "mosaic_tpu", "pallas" where there is a kernel. None takes the
-kernel on TPUs for bfloat16: XLA reads all logits again for their sums. They are not differentiated:
-a loss makes its gradient of them by itself (`rmt_tpu/training/loss.py`).
+Implementations: "xla" (on any platform), "mosaic_tpu", and "pallas" (the kernel where there is
+one). The default, None, uses the kernel on TPUs for bfloat16, because XLA reads all logits again
+for their sums. The results cannot be differentiated: a loss computes its own gradient
+(`rmt_tpu/training/loss.py`).
 """
 
 from typing import Literal
@@ -29,21 +30,21 @@ def logits_with_sums(
     multiplier: int | float = 1.0,
     implementation: Implementation | None = None,
 ) -> Logits:
-    """`multiplier * x W_U`, at least float32, with `log sum exp` and the target's of each row.
+    """Compute `multiplier * x W_U`, and `log sum exp` and the target's logit of each row.
 
-    `2 tokens width vocab` FLOPs.
+    Logits are at least float32. The op takes `2 tokens width vocab` FLOPs.
 
     Args:
-      x: what the unembedding reads.
-      kernel: W_U, of x's dtype.
-      targets: below vocab; of another one `chosen` is 0.
-      multiplier: of the logits.
-      implementation: None picks what is best on the platform that the program is lowered for.
+      x: the input of the unembedding.
+      kernel: W_U, in x's dtype.
+      targets: token ids; if one is not below vocab, its `chosen` is 0.
+      multiplier: the factor of the logits.
+      implementation: None picks the best one for the platform that the program is lowered for.
 
     Raises:
       UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
       ValueError: shapes or dtypes do not fit.
-      TypeError: it is differentiated, and not by implementation "xla".
+      TypeError: the op is differentiated with an implementation other than "xla".
     """
     check_array("x", x, "tokens width")
     check_array("kernel", kernel, "width vocab")

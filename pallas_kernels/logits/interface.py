@@ -1,4 +1,4 @@
-"""What implementations of logits have in common:
+"""The functions and results of every implementation of logits.
 
 logits(x, kernel, targets, *, multiplier) -> Logits
 unsupported(op, x, kernel, targets) -> why it cannot serve these, in a line, or None
@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 
 
 class Logits(NamedTuple):
-    """Of every token, at least float32.
+    """The logits of every token and two numbers of each row, at least float32.
 
     Attributes:
       values: the logits.
-      log_sums: `log sum exp` of them.
-      chosen: that of the target.
+      log_sums: `log sum exp` of a token's logits.
+      chosen: the logit of a token's target.
     """
 
     values: Float[Array, "tokens vocab"]

@@ -1,7 +1,8 @@
-"""Logits on a TPU: sums are added up as the product is written, and nothing is read again.
+"""Logits on a TPU, whose sums are accumulated while the product is written.
 
-A grid over blocks of tokens and, within, of the vocabulary. Each of 128 lanes has a running maximum
-and sum of its own columns, as of an online softmax, so that lanes meet once, behind the last block.
+The grid goes over blocks of tokens and, within these, of the vocabulary. Each of 128 lanes has a
+running maximum and sum of its own columns, like an online softmax. So lanes are combined only once,
+after the last block, and no logits are read again.
 
 For T tokens of W numbers and V words: 2 T W V FLOPs and, in bfloat16, 4 T V bytes written and
 2 (T + V ceil(T / tokens of a block)) W read. At T 8192 (four calls), W 1024, V 50257 on v5e (197
@@ -20,17 +21,17 @@ from pallas_kernels.call import LANES, round_up, tpu_call
 from pallas_kernels.logits.interface import Logits
 from pallas_kernels.target import target
 
-# Columns of a block, at most. And MiB of 60: for x in one buffer, for the matrix and for logits in
-# two, and for the logits that are multiplied at a time.
+# The most columns of a block, and MiB (of 60) for x in one buffer, for the matrix and for logits in
+# two buffers each, and for the logits that are multiplied at a time.
 _COLUMNS, _OF_X, _OF_MATRIX, _OF_LOGITS, _OF_ROWS = 1024, 4, 32, 16, 2
-# Wider rows leave no room for a block of columns; fewer logits are not worth a kernel.
+# Wider rows leave no room for a block of columns; with fewer logits a kernel does not pay off.
 _WIDEST, _LEAST = 8192, 2**20
-# Below any logit, and its difference from any is a number.
+# A number below any logit, whose difference from any logit is finite.
 _NONE = -1e38
 
 
 def unsupported(op: str, x, kernel, targets) -> str | None:
-    """Why it cannot serve this call, in a line; None if it can."""
+    """Return why the kernel cannot serve this call, in a line; None if it can."""
     if x.dtype != jnp.bfloat16:
         return f"x of {x.dtype} (bfloat16)"
     if x.shape[1] > _WIDEST:
@@ -39,7 +40,7 @@ def unsupported(op: str, x, kernel, targets) -> str | None:
 
 
 def wins(op: str, x, kernel, targets) -> bool:
-    """Whether the kernel is faster, by the estimates."""
+    """Return whether the kernel is faster according to the estimates."""
     return unsupported(op, x, kernel, targets) is None and len(x) * kernel.shape[1] >= _LEAST
 
 
@@ -51,12 +52,12 @@ def logits(
     multiplier: int | float,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Logits:
-    """See the package."""
+    """Compute the logits: see the package."""
     (count, width), vocab = x.shape, kernel.shape[1]
     tokens, rows = _block(count, width)
     most = target().vmem_part(_OF_MATRIX) // (4 * width) // LANES * LANES
     columns = min(_COLUMNS, round_up(vocab, LANES), most)
-    # Of what is no word no lane has it, nor one behind the last word.
+    # An id outside of the vocabulary becomes -1, which no lane matches.
     words = jnp.where(targets < vocab, targets, -1).astype(jnp.int32)
     of_tokens = lambda *shape: pl.BlockSpec((tokens, *shape), lambda i, j: (i, 0))
     values = jax.ShapeDtypeStruct((count, vocab), jnp.float32)
@@ -87,7 +88,7 @@ def logits(
 
 
 def _block(count: int, width: int) -> tuple[int, int]:
-    """Tokens of a block, of which each core has one at least, and those multiplied at a time."""
+    """Return the tokens of a block, at least one block per core, and those multiplied at a time."""
     own = round_up(-(-count // target().chip.cores), 16)
     most = min(
         target().vmem_part(_OF_LOGITS) // (8 * _COLUMNS), target().vmem_part(_OF_X) // (2 * width)
@@ -110,14 +111,14 @@ def _kernel(inputs, outputs, _, *, multiplier, vocab, rows):
     starts, left = range(0, columns, LANES), vocab - block * columns
 
     def add(part: jax.Array, _: None):
-        """Logits of some tokens, to what each lane has of them."""
+        """Compute the logits of some tokens and add them to each lane's numbers."""
         at = pl.ds(pl.multiple_of(part * rows, rows), rows)
         values = multiplier * jnp.dot(
             inputs["x"][at, :], inputs["kernel"][...], preferred_element_type=jnp.float32
         )
         outputs["values"][at, :] = values
         pieces = [values[:, start : start + LANES] for start in starts]
-        if vocab % columns:  # what lies behind the last word is anything
+        if vocab % columns:  # Columns past the last word may hold anything.
             inside = [lane < left - start for start in starts]
             pieces = [jnp.where(*one, _NONE) for one in zip(inside, pieces, strict=True)]
         before = outputs["most"][at, :]
@@ -125,7 +126,7 @@ def _kernel(inputs, outputs, _, *, multiplier, vocab, rows):
         outputs["most"][at, :] = most
         sums = [jnp.exp(piece - most) for piece in pieces]
         outputs["sum"][at, :] = sum(sums, outputs["sum"][at, :] * jnp.exp(before - most))
-        # Of another block's it is no lane.
+        # No lane matches the word of another block.
         word = jnp.broadcast_to(inputs["words"][at, :] - block * columns, (rows, LANES))
         chosen = outputs["chosen"][at, :]
         for start, piece in zip(starts, pieces, strict=True):

@@ -1,4 +1,4 @@
-"""Logits and their sums, as they are written."""
+"""Reference of logits and their sums, computed by their definition."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,7 +13,7 @@ def logits(
     *,
     multiplier: int | float,
 ) -> Logits:
-    """At least float32; the sums overflow where logits are larger than about 88."""
+    """Compute logits in at least float32; sums overflow if logits are larger than about 88."""
     wide = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
     values = multiplier * (wide(x) @ wide(kernel))
     log_sums = jnp.log(jnp.sum(jnp.exp(values), axis=1))

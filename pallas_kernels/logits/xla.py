@@ -1,4 +1,4 @@
-"""Logits by XLA: a product, and sums over what it wrote."""
+"""Logits by XLA: a product, and sums over its result."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def logits(
     *,
     multiplier: int | float,
 ) -> Logits:
-    """See the package."""
+    """Compute the logits: see the package."""
     dtype = jnp.result_type(x, jnp.float32)
     values = multiplier * jnp.einsum("tw,wv->tv", x, kernel, preferred_element_type=dtype)
     is_target = jax.lax.broadcasted_iota(targets.dtype, values.shape, 1) == targets[:, None]

@@ -1,10 +1,10 @@
-"""A row for each choice of a token, and each token's sum of its rows: to experts, and back.
+"""Rows for the choices of tokens, and sums of each token's rows: the way to experts and back.
 
-Every token has as many choices; one may have a row, wherever that lies, or none. Implementations:
-"xla" (anywhere), "mosaic_tpu" (of sums), "pallas" where there is a kernel. None takes the kernel on
-TPUs where no more than half of all choices can have a row, as on a mesh that divides experts: XLA
-reads and adds a row for every choice. The two ops are each other's transposes, and so are their
-gradients, without a scatter.
+All tokens have the same number of choices, and a choice may have a row at any place, or none.
+Implementations: "xla" (on any platform), "mosaic_tpu" (for sums) and "pallas" (the kernel where
+there is one). The default, None, uses the kernel on TPUs if at most half of all choices can have a
+row, as on a mesh that divides experts, because XLA reads and adds a row for every choice. The two
+ops are each other's transposes, and so are their gradients, without a scatter.
 """
 
 import functools
@@ -32,18 +32,19 @@ def rows_of_tokens(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "rows width"]:
-    """The token of each row's choice: `x[order // each]`.
+    """Return for each row the vector of its choice's token: `x[order // each]`.
 
     Args:
-      x: of every token.
-      order: the choice in each row; the first ones of a token are 0 to each - 1, and so on.
-      places: the row of each choice, or `rows` if it has none; what `order` has behind those that
-        are of a choice is looked at by nobody, but has to be the number of a choice.
-      implementation: None picks what is best on the platform that the program is lowered for.
+      x: a vector of every token.
+      order: the choice of each row. Choices are numbered by token: the first token's are 0 to each
+        - 1, and so on.
+      places: the row of each choice, or `rows` if it has none. Entries of `order` after the rows of
+        choices are not used, but they have to be the number of a choice.
+      implementation: None picks the best one for the platform that the program is lowered for.
 
     Raises:
       UnsupportedImplementation: a named implementation is unknown or cannot serve the gradient.
-      TypeError: it is differentiated in forward mode.
+      TypeError: the op is differentiated in forward mode.
     """
     return _rows(implementation, len(places) // len(x), x, order, places)
 
@@ -57,16 +58,16 @@ def sums_of_rows(
     each: int,
     implementation: Implementation | None = None,
 ) -> Float[Array, "tokens width"]:
-    """The sum of every token's rows, in their dtype; sums are at least float32.
+    """Return the sum of every token's rows, in their dtype; sums are at least float32.
 
     Args:
-      rows: those that are of no choice may be anything, NaN too.
-      order, places, implementation: as of `rows_of_tokens`.
-      each: choices of a token.
+      rows: the rows; those of no choice may be anything, NaN included.
+      order, places, implementation: as in `rows_of_tokens`.
+      each: the number of choices of a token.
 
     Raises:
       UnsupportedImplementation: a named implementation is unknown or cannot serve this call.
-      TypeError: it is differentiated in forward mode.
+      TypeError: the op is differentiated in forward mode.
     """
     return _sums(implementation, each, rows, order, places)
 

@@ -1,4 +1,4 @@
-"""Sums of rows, row after row."""
+"""Reference of sums of rows, one row after another."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 def sums_of_rows(
     rows: Float[Array, "rows width"], places: Int[Array, " choices"], *, each: int
 ) -> Float[Array, "tokens width"]:
-    """Of every token, of its rows; `places` as of the package. Sums are at least float32."""
+    """Return the sum of every token's rows in at least float32; `places` is as in the package."""
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     total = jnp.zeros((len(places) // each, rows.shape[1]), dtype)
     has = (places < len(rows))[:, None]
