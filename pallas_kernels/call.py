@@ -55,7 +55,7 @@ def tpu_call(
       flops, moved, transcendentals: the cost estimate for XLA; `moved` is in bytes. The default of
         `moved` counts every input and output once. It counts one slice of a stack whose blocks
         leave out the first axis. If blocks are chosen by prefetched arrays, it does not count
-        arrays in memory space ANY, because a chosen block is written into them.
+        arrays in memory space ANY, because only a chosen block of them is written.
       aliased: for the name of an input, the name of the output that overwrites it.
       prefetch: int32 arrays [n] that choose blocks. The index functions get them as last arguments,
         in the order of their names; the kernel gets them among its inputs.
@@ -160,7 +160,7 @@ def gpu_call(
 
     The kernel finds each whole array as `refs.<name>`; `refs.barrier()` waits for the program's
     other threads. `warps` is the number of warps of a program, `stages` the depth of its load
-    pipeline. The other arguments are those of `tpu_call`.
+    pipeline. The other arguments are as in `tpu_call`.
     """
     names = (*inputs, *outputs)
     # The interpreter runs a program in one thread, which never has to wait.

@@ -149,7 +149,7 @@ class Implementations:
       portable: the implementation for any platform.
       kernels: the kernel implementations by name, one for a platform. Each has `unsupported(op,
         *args)`, which returns the reason in one line or None. If it is not used by default it also
-        has `wins(op, *args)`, which says whether a table lists it as faster.
+        has `wins(op, *args)`, which says whether it is faster, by a table or by estimates.
       by_default: the platforms whose kernels are known to be faster and are used by default.
       name: the name of the group of ops, for `taking_plain`.
     """
@@ -226,7 +226,7 @@ class Implementations:
                 calls.append(called)
 
     def _unasked(self, op: str, args: tuple) -> tuple[Platform, ...]:
-        """Return the default platforms, and those where a table says that the kernel is faster."""
+        """Return the default platforms, and the platforms whose kernel `wins`."""
         if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)) or _symbolic(args):
             return self.by_default
         others = {p: kernel for p, kernel in self._on.items() if p not in self.by_default}

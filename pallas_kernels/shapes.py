@@ -40,7 +40,7 @@ class KeyVector(NamedTuple):
         return Site(array(residual or data, *tokens, K, V), *stored, *read)
 
     def backward(self, tokens, data="bfloat16", residual=None, array: Array = array) -> Backward:
-        """Return the operands of the backward pass, without those of a half that is missing."""
+        """Return the operands of the backward pass; a half that is missing has none."""
         K, V, R, P = self
         site = self.site(tokens, data, residual, array)
         dtype = data if residual in (None, "int16") else residual
@@ -82,7 +82,7 @@ class Depth(NamedTuple):
         return Partial(*sources, mixed if prior else None)
 
     def scored(self, tokens, dtype="bfloat16", *, array: Array = array) -> Scored:
-        """Return backward operands, with the gradients to which those of the sources are added."""
+        """Return backward operands, with gradients that the sources' gradients are added to."""
         sums, sources = array("float32", self.S, *tokens), array(dtype, self.N, *tokens, self.D)
         return Scored(sums, sums, array(dtype, self.S, *tokens, self.D), sources)
 

@@ -107,7 +107,7 @@ class Target(NamedTuple):
 
     @property
     def unknown(self) -> str | None:
-        """Why kernels cannot serve a TPU of an unknown kind, in one line; None otherwise."""
+        """The reason why kernels cannot serve a TPU of an unknown kind, or None."""
         if not self.on_tpu or self.slug in _TPUS:
             return None
         return f"a TPU of kind {self.kind!r} is not known here; known: {', '.join(_TPUS)}"

@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a kernel divides its work: heads, their sizes, the order of rows, and block sizes."""
+    """A division of a kernel's work: heads, their sizes, the order of rows, and block sizes."""
 
     rows: Rows
     heads: int

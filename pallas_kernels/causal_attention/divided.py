@@ -62,7 +62,7 @@ def forward(
 def backward(
     ops: Ops, axis: str, given: Attention, attended: Attended, kv_heads: int
 ) -> tuple[Float[Array, "B N P D"], Apart | None]:
-    """Return the cotangents of qkv and kv; those of kv are passed around with kv, in float32."""
+    """Return the cotangents of qkv and kv; d_kv is passed around with kv, in float32."""
     ring = _Ring(axis, given)
     parts = jax.tree.map(ring.balanced, (given.qkv, given.kv))
     of_queries = [ring.balanced(x) for x in attended]

@@ -57,7 +57,7 @@ def code_size(length: int) -> int:
 
 
 def added(x: Float[Array, "B N H D"], *entries: Float[Array, "#B #N #H _"]) -> Array:
-    """Append these entries to those of x, and zeros up to a multiple of 8."""
+    """Append these entries to x's own, and zeros up to a multiple of 8."""
     entries = (jnp.broadcast_to(e, (*x.shape[:3], e.shape[-1])) for e in entries)
     return padded(jnp.concatenate([x, *entries], axis=-1))
 

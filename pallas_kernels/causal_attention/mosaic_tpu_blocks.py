@@ -14,9 +14,9 @@ block.
 In the forward pass, a pair's weights are relative to the largest logit so far, and earlier sums are
 scaled when a larger logit comes (Milakov and Gimelshein 2018; Dao et al. 2022). In the backward
 pass, pairs are ordered by key block. The gradients of a key block's keys and values are summed over
-its queries, and those of all queries are kept in VMEM until their last key block. If they do not
-fit, the queries are processed in spans. Weights are computed again from the log sums. This takes
-five products per pair instead of the seven of two kernels.
+its queries. The gradients of all queries are kept in VMEM until their last key block; if they do
+not fit, the queries are processed in spans. Weights are computed again from the log sums. This
+takes five products per pair instead of the seven of two kernels.
 
 Masks are applied only to the pairs that need them: on the diagonal, or with several segments. Pairs
 whose ranges of segment numbers do not overlap are not computed.
@@ -456,8 +456,8 @@ def _left_out(call: _Call, ref, at: _Pair, head):
     """Return what the logits are too large by: the part of ALiBi that only depends on the query.
 
     A softmax over keys does not need that part. It is the slope times the query's place in the
-    block. In bfloat16 models the error of leaving it out is below the rounding of the weights;
-    float32 kernels include it in the logits.
+    block. In bfloat16 models the rounding error of such larger logits is below the rounding of the
+    weights; float32 kernels include that part in the logits.
     """
     if not call.alibi or _is_exact(call):
         return 0.0

@@ -252,7 +252,7 @@ def _logits(call: _Call, ref, head, q, k, start):
 def _for_each_group(call: _Call, ref, attend):
     """Run `attend(groups)` for all groups of heads, a few groups at a time.
 
-    A group's number is the sum of two numbers, the second of which the compiler knows.
+    A group's number is the sum of two numbers; the compiler knows the second one.
     """
     if call.segments:
         ids = jnp.broadcast_to(ref["segment_rows"][0], (_SUBLANES, call.length))

@@ -100,7 +100,7 @@ def _forward(causal: bool, given: Part) -> tuple[Float[Array, "B Q H Dv"], Float
 def _backward(
     causal: bool, given: Part, attended: Attended, d_sums: Float[Array, "B Q H"] | None = None
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K G D"], Float[Array, "B K G Dv"]]:
-    """Return the cotangents of q, k and v, at least float32, from those of output and log sums."""
+    """Return the cotangents of q, k and v, at least float32, from the results' cotangents."""
     blocks, (out, sums, d_out) = _Blocks(causal, given), attended
     delta = jnp.sum(out.astype(blocks.dtype) * d_out, axis=-1)
     if d_sums is not None:

@@ -4,9 +4,9 @@ A grid step is one chunk of tokens of a few heads, whose states stay in VMEM. Op
 `[B, H, T, K]`, the layout that XLA itself chooses if it may. The backward pass goes through the
 chunks from the last to the first, and computes each again from the state before it.
 
-For 8192 tokens of 32 heads on v6e (918 TFLOP/s, 1640 GB/s), in bfloat16, the lower bounds of the
-forward kernel are 0.52 ms of the matrix units and 0.33 ms of HBM, those of the backward kernel 1.07
-and 0.54 ms. Estimates are 1.13 and 2.52 ms (docs/benchmarks/kernels.md): vector arithmetic and
+For 8192 tokens of 32 heads on v6e (918 TFLOP/s, 1640 GB/s), in bfloat16, the forward kernel takes
+at least 0.52 ms of the matrix units and 0.33 ms of HBM, the backward kernel at least 1.07 and
+0.54 ms. Estimates are 1.13 and 2.52 ms (docs/benchmarks/kernels.md): vector arithmetic and
 registers limit both.
 """
 

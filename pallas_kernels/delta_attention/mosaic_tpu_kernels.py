@@ -197,7 +197,7 @@ def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
 
 
 def _sums(x: Float[Array, "G C K"]) -> tuple[list[Array], Array, Array]:
-    """Return three kinds of sums of x, all made of smaller sums, none of which uses a later token.
+    """Return three kinds of sums of x, which are made of smaller sums and use no later token.
 
     The first are, for every level, the sums between a token and the middle of its block. The others
     are the sum up to and including each token, and the sum after it.

@@ -93,7 +93,7 @@ class Partial(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The operands of the backward pass of `partial` in addition to those of the forward pass."""
+    """The operands that the backward pass of `partial` needs in addition to `Partial`."""
 
     log_sums: Float[Array, "S *T"]
     delta: Float[Array, "S *T"] | None
@@ -142,7 +142,7 @@ class MergeRead(NamedTuple):
 
 
 class MergeGradients(NamedTuple):
-    """The cotangents of the inputs of `merge`; those of parameters are float32 sums over tokens.
+    """The cotangents of the inputs of `merge`; for parameters they are float32 sums over tokens.
 
     `mixed` holds the rows of all sites.
     """

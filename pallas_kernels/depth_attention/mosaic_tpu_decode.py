@@ -2,7 +2,7 @@
 
 With fewer tokens than a tile has, the work around the kernels of `mosaic_tpu` takes longer than the
 kernels: rows are padded, parameters are spread over the rows of a group, slices are copied. Here
-arrays stay as the model has them, a kernel picks its own parameters among those of all sites, and
+arrays stay as the model has them, a kernel picks its own parameters from the stack of all, and
 sums are on the vector unit in float32.
 
 For T tokens, N sources, E bytes per entry: `partial` takes `4 S N T D` FLOPs and `E (N + S) T D`

@@ -236,7 +236,7 @@ def _mix(call, count, bank, scratch, write):
     sums = scratch.get("sums")
 
     def products(group, c, lanes):
-        """Mix the sources of a chunk. [S, GROUP, lanes]"""
+        """Mix the sources of a chunk and return [S, GROUP, lanes]."""
         first, sources = call.chunks[c]
         by_product = call.mixed_by_product(sources)
         mixed = 0
@@ -373,8 +373,8 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
 
     With W the weights, a = d_logit * rstd and c = -rstd^2 / D * sum_s d_logit * logit, the sources'
     gradients are `W d_mixed + a queries + c v`. `left` is [W, a, c] transposed. If operands are
-    bfloat16 they are in pieces: W in `weight_pieces`, a and q in so many that their products have
-    an error of only 2^-16.
+    bfloat16 they are in pieces: W in `weight_pieces`, a and q in enough pieces that their
+    products have an error of only 2^-16.
     """
     weights, d_logits = {}, {}
     # Past the last token, d_mixed may hold anything.
@@ -522,7 +522,7 @@ def _sum_pieces(call, products):
 
 
 def _values(bank, first, sources, group, lanes):
-    """Return a group's values of a chunk of sources. [sources * GROUP, lanes]"""
+    """Return a group's values of a chunk of sources, [sources * GROUP, lanes]."""
     values = bank[first : first + sources, group_rows(group), lanes]
     return values.reshape(sources * GROUP, -1)
 

@@ -485,7 +485,7 @@ def query_sums(call: Call):
 
 
 def query_gradient(call: Call, sums):
-    """Sum the queries' gradients over cores and pieces. [S, V K]"""
+    """Sum the queries' gradients over cores and pieces, and return [S, V K]."""
     S = call.S
     sums = jnp.swapaxes(jnp.sum(sums, axis=0), 0, 1).reshape(call.query_rows, call.size)
     if call.narrow:

@@ -40,7 +40,7 @@ def merge(inputs, outputs, scratch, *, call: Call):
 
 
 def merge_backward(inputs, outputs, scratch, *, call: Call):
-    """Compute the cotangents of a tile and add to those of the parameters.
+    """Compute the cotangents of a tile and add to the parameters' cotangents.
 
     Each parameter has 8 rows, which the caller sums. With n the normed h, a = norm_gain * d_z and
     d_h = rstd (a - mean(a) - n mean(a n)), without mean(a) for rmsnorm: d_mixed = (1 - p) d_h,

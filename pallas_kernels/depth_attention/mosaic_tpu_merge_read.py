@@ -1,8 +1,8 @@
 """TPU kernels for phase two over residual matrices and the read of its mix, one for each pass.
 
 A tile of h = mixed + p (current - mixed) exists only in VMEM. The bodies of `mosaic_tpu_matrices`
-mix it there, and those of the key-vector kernels, for which it is a residual, normalise and read
-it there. The backward pass mixes it again, and its cotangent is in VMEM too.
+mix it there, and the bodies of the key-vector kernels, for which it is a residual, normalise and
+read it there. The backward pass mixes it again, and its cotangent is in VMEM too.
 
 For T tokens of E bytes per entry: forward `2 T P K V` FLOPs and `E T V (2 K + P)` bytes, backward
 `4 T P K V` and `E T V (5 K + P)`. Two kernels would move `E T V 4 K` and `E T V 8 K` and the

@@ -83,7 +83,7 @@ def _each_tile(blocks, rows, load, body, carry):
     """Run `carry = body(rows, tile, carry)` over tiles of the first `rows` sources.
 
     The next tiles are requested before a tile is processed, because the sums over a source are
-    barriers, each of which would otherwise wait for memory.
+    barriers, and each would otherwise wait for memory.
     """
     size, ahead = blocks.rows, blocks.ahead
     tile_rows = lambda i: i * size + jnp.arange(size)

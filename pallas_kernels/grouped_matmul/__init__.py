@@ -42,7 +42,7 @@ def grouped_matmul(
     The op takes `2 M K N` FLOPs, and its gradient twice as many. Sums are at least float32.
 
     Args:
-      rows: the rows of group 0, then those of group 1, and so on.
+      rows: the rows of group 0, then of group 1, and so on.
       matrices: the groups' matrices, in the rows' dtype.
       sizes: the numbers of rows of the groups, of any integer dtype; their sum is at most M.
       implementation: None picks the best one for the platform that the program is lowered for.

@@ -152,7 +152,8 @@ def store_norm_retrieve_at(
 
     Args:
       layer: the index of the layer, below L.
-      residual, data, norm, epsilon: as in `store_norm_retrieve`, but without int16 residuals.
+      residual, data, norm, epsilon: as in `store_norm_retrieve`, but without int16 residuals;
+        there is no `key_axis`.
       store_keys, gain, read_keys: the parameters of all layers.
       size_major: whether data and the retrieved vectors lie in memory as [V, R] and [V, P], like
         the vectors of a feed-forward network. It does not change the result.

@@ -61,9 +61,10 @@ class Site(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Each token's statistics of the stored residual, the only ones that a backward pass needs.
+    """Each token's statistics of the stored residual.
 
-    They are in the units of X. `mean` is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`,
+    A backward pass needs nothing else saved in addition to its operands. The numbers are in the
+    units of X. `mean` is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`,
     or NaN for a token whose int16 residual has left its range or (with `scale`) spreads over less
     than LEAST_STEPS steps. Both are one array because kernels write and read them together.
     """

@@ -2,7 +2,7 @@
 
 With tokens in the lanes (`mosaic_tpu`), 128 tokens would be computed where there is one. Here a
 token's matrix lies as in the model, [K, V] with V in the lanes, and the whole site is computed
-while the matrix is in VMEM. Keys and gain are those of all layers, and the kernel reads its layer's
+while the matrix is in VMEM. Keys and gain come for all layers, and the kernel reads its layer's
 where they lie: for XLA, slices of some KB cost as much as the computation with them.
 
 For T tokens with E bytes per entry it takes `2 T (R + P) K V` FLOPs and `E T V (2 K + R + P)`

@@ -136,7 +136,7 @@ def forward(inputs, outputs, scratch, *, call: Call):
 
 
 def backward(inputs, outputs, scratch, *, call: Call, tail: Tail | None):
-    """Compute all cotangents from the stored residual, or those of the half whose keys are given.
+    """Compute all cotangents from the stored residual, or only for the half whose keys are given.
 
     With a = G^T dz, rstd folded into dz, and n = norm(X):
     `dX = dX' + a - mean(a) - rstd n mean(a n)`. The two means need all entries of a token first.
@@ -299,13 +299,13 @@ def _written(call, keys, data, v):
     if y.dtype == jnp.bfloat16:
         return _low_bits(jnp.concatenate([dot(keys, part) for part in of_tokens], axis=1))
     # A float32 product is a sum of several. For a tile of one part the compiler would add `_ROUND`
-    # to the first of them, so that each one is rounded. It does not do so with a subtraction.
+    # to the first of them, so that each one is rounded. With a subtraction it does not do so.
     parts = [_ROUND - dot(-keys, part) for part in of_tokens]
     return jax.lax.bitcast_convert_type(jnp.concatenate(parts, axis=1), jnp.int32)
 
 
 def _shift(call, residual, write):
-    """Return a number near each token's mean: the mean of v = 0 as stored. [1, tokens]
+    """Return a number near each token's mean, the mean of v = 0 as stored: [1, tokens].
 
     For an int16 residual it is a whole number.
     """

@@ -24,12 +24,12 @@ def store_operand(call: Call, store_keys: Array | Slot) -> tuple[Array | Slot, p
 
 
 def store_rows(call: Call, store_keys):
-    """Return `w`, rounded as products take it. [R, K]"""
+    """Return `w` [R, K], rounded as products take it."""
     return store_keys[...].astype(call.sizes.data_dtype)
 
 
 def store_columns(call: Call, store_keys):
-    """Return `w^T`, divided by the step of a fixed-point residual. [K, R]"""
+    """Return `w^T` [K, R], divided by the step of a fixed-point residual."""
     columns = store_rows(call, store_keys).astype(jnp.float32).T / call.unit
     return columns.astype(call.sizes.data_dtype)
 
@@ -56,11 +56,11 @@ class Keys:
         return self.gain[pl.ds(self.first + v, 1)]
 
     def folded(self, v):
-        """Return `G` of the slab's value v. [P, K]"""
+        """Return `G` [P, K] of the slab's value v."""
         return (self.read_keys[...] * self.of_gain(v)).astype(self.call.sizes.data_dtype)
 
     def sums(self, v):
-        """Return the sums of `G` over K. [P, 1]"""
+        """Return the sums of `G` over K, [P, 1]."""
         return jnp.sum(self.folded(v).astype(jnp.float32), axis=1, keepdims=True)
 
     def add_gradients(self, outputs, v, d_folded):

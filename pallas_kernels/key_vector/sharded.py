@@ -32,7 +32,7 @@ from pallas_kernels.key_vector.interface import Means, Statistics
 
 
 class Read(NamedTuple):
-    """What the backward pass of a read needs in addition to the residual and the statistics.
+    """Results of a read that its backward pass needs, with the residual and the statistics.
 
     `retrieved` holds the vectors of the device's own rows. `sums` is `sum_k r_pk gain_kv` over all
     of K, or None for rmsnorm, which does not need it.
@@ -90,7 +90,7 @@ def all_slices(
 
     Returns:
       The retrieved vectors of the own rows, in the dtype of `retrieved`; and the statistics of the
-      whole residual, for all rows. A NaN in one slice's statistics is a NaN in those of the whole.
+      whole residual, for all rows. If one slice's statistics are NaN, so are the whole's.
     """
     mean, rstd = statistics.mean, statistics.rstd
     shape, tokens = mean.shape, mean.size

@@ -61,7 +61,7 @@ def sums_of_rows(
     """Return the sum of every token's rows, in their dtype; sums are at least float32.
 
     Args:
-      rows: the rows; those of no choice may be anything, NaN included.
+      rows: the rows; a row of no choice may be anything, NaN included.
       order, places, implementation: as in `rows_of_tokens`.
       each: the number of choices of a token.
 

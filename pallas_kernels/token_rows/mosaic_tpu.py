@@ -3,10 +3,10 @@
 The rows are brought into the order of their tokens, so that only existing rows are read, and are
 multiplied by JAX's megablox kernel for products with a group of rows each (Gale et al. 2023).
 
-For R rows of W numbers: 256 R W FLOPs, and 7 R W bytes in bfloat16 including the reordering (3 are
-read and written by the reordering, the rest by the kernel, with half as many tokens as rows). At
-R 131,072, W 2304 and 65,536 tokens on v5p (459 TFLOP/s, 2765 GB/s): 0.17 ms, 0.76 ms. XLA's form
-moves a row for each of 524,288 choices; estimates are in docs/benchmarks/kernels.md.
+For R rows of W numbers: 256 R W FLOPs, and 7 R W bytes in bfloat16: 4 R W to reorder the rows, and
+3 R W in the kernel with half as many tokens as rows. At R 131,072, W 2304 and 65,536 tokens on v5p
+(459 TFLOP/s, 2765 GB/s): 0.17 ms, 0.76 ms. XLA's form moves a row for each of 524,288 choices;
+estimates are in docs/benchmarks/kernels.md.
 """
 
 import jax

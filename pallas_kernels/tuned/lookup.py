@@ -1,6 +1,6 @@
 """Choice of the block sizes of a kernel: from a table for the device lowered for, or by a rule.
 
-Later tables win over earlier ones: the package's, the user's file, and those of
+Later tables win over earlier ones: the package's, the user's file, and the tables of
 `with tuned(table)`, where the innermost wins. This module does not tune, and a table that cannot be
 used costs only a warning.
 """
@@ -53,7 +53,7 @@ class Kernel:
         """Return blocks with these values as fields.
 
         Raises:
-          ValueError: the names or types are not those of the fields.
+          ValueError: the names or types do not match the fields.
         """
         kinds = field_types(self.blocks)
         if values.keys() != kinds.keys():

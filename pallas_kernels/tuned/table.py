@@ -97,7 +97,7 @@ class Table:
         return sorted((e for e in found if distance(e) <= math.log2(_NEAR)), key=distance)
 
     def merged(self, entries: Iterable[Entry]) -> "Table":
-        """Return the table with these entries, which replace those of the same identity."""
+        """Return the table with these entries, which replace entries of the same identity."""
         of = {e.identity: e for e in (*self.entries, *entries)}
         return dataclasses.replace(self, entries=tuple(sorted(of.values(), key=_order)))
 
