@@ -63,8 +63,7 @@ def causal_attention(
       rows: the order of rows in the kernel's layout: [B, D, P, N] ("size_major", which the
         key-vector kernels write) or [B, P, D, N] ("head_major", which a projection writes).
       over: a mesh axis within `jax.shard_map` over whose devices tokens are divided. qkv is then
-        this device's part, segment_ids cover all tokens, and keys are passed around in a
-        ring.
+        this device's part, segment_ids cover all tokens, and keys are passed around in a ring.
       implementation: None picks the best one for the platform that the program is lowered for.
 
     Returns:

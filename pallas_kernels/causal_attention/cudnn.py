@@ -231,7 +231,7 @@ def _call(direction, causal, *arrays):
 
 def _custom_call(direction, causal, q, k, v, *saved):
     B, N, H, _ = q.shape
-    # Results have tokens before heads in memory, like the operands, and all of the entries.
+    # Results have tokens before heads in memory, like the operands, and include added entries.
     rows = lambda x: jax.ShapeDtypeStruct((B, x.shape[2], x.shape[1], x.shape[3]), x.dtype)
     if direction == "forward":
         name, results = "__cudnn$fmhaSoftmax", [rows(q)]

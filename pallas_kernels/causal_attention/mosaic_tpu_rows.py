@@ -70,8 +70,8 @@ class Layout(NamedTuple):
     def view(self, block: Any, first: Any) -> Any:
         """Return a block of 128 tokens as a tile of `fetch`, from the word `first` on.
 
-        `first` has to be a multiple of `VIEWED`. Memory that is not scratch lies in tiles of so
-        many words, and the place of a load within a tile has to be known at compile time.
+        `first` has to be a multiple of `VIEWED`. Memory that is not scratch lies in tiles of
+        that many words, and the place of a load within a tile has to be known at compile time.
         """
         words = block.bitcast(jnp.int32).reshape(self.size * self.words, LANES)
         return words.at[pl.ds(first, (self.size - 1) * self.words + VIEWED)]

@@ -41,7 +41,7 @@ class _Call:
 
 
 def serves(given: Partial) -> bool:
-    """Return whether this module's `partial` is to be used for a call that `mosaic_tpu` gets."""
+    """Return whether this module's `partial` should serve a call that `mosaic_tpu` gets."""
     S, (N, T, _) = given.queries.shape[0], given.sources.shape
     return given.prior is None and T < LANES and N * S <= _MOST and _tokens(given) is not None
 

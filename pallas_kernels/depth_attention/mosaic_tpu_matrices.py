@@ -45,7 +45,7 @@ from pallas_kernels.target import target
 
 # MiB (of 60) for blocks, which count twice for the pipeline; the rest is left to the compiler.
 _BUDGET = 44
-# The same budget for `merge_backward`, which has six arrays and cannot be divided.
+# The budget in MiB (of 60) of `merge_backward`, which has six arrays and cannot be divided.
 _LARGEST = 52
 # The most sources of one kernel: each is an operand, and the loop over them is unrolled.
 _MOST_SOURCES = 16
