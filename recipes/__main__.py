@@ -1,4 +1,4 @@
-"""`python -m recipes`: which programs there are, a line each."""
+"""List the programs of `recipes`, one line each: `python -m recipes`."""
 
 import ast
 from pathlib import Path
@@ -19,7 +19,10 @@ def main() -> int:
 
 
 def _first_line(file: Path) -> str:
-    """Of a program's docstring: read, for its flags would be ours if it were imported."""
+    """Return the first line of a program's docstring.
+
+    The file is parsed, not imported: an import would define its flags in this process.
+    """
     return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))).partition("\n")[0]
 
 

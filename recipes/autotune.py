@@ -1,14 +1,15 @@
-"""Find block sizes for kernels: by the compiler of a device that is not there, or on this device.
+"""Find block sizes for kernels, with the compiler of an absent device or on this device.
 
     python -m recipes.autotune --from_preset=rmt-305m --target=v5e --dry_run
     python -m recipes.autotune --op=attention --target=v5e,v6e --out=tuned.json
     python -m recipes.autotune --from_preset=rmt-305m --device
 
-Candidates are compiled one by one in a process with a time limit. Without a device the longer of
-schedule and bytes ranks them (a GPU's: bytes, warps at a time and spilled registers), and with one
-the best are held to plain JAX and timed in turn. What is clearly faster than the default goes into
---out, which is by default the table that training looks into. Every candidate's fate is a line of
---out with .log.jsonl behind; the same command goes on where it was stopped.
+Candidates are compiled one by one in a process with a time limit. Without a device, candidates are
+ranked by the longer of their static schedule and their bytes (on a GPU: bytes, concurrent warps and
+spilled registers). With a device, the best ones are checked against plain JAX and timed in turn.
+Block sizes that are clearly faster than the default are written to --out, which is by default the
+table that training reads. The result of every candidate is a line of the file named --out plus
+.log.jsonl; the same command resumes where it was stopped.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from absl import flags
 from recipes import common, program
 from rmt_tpu.errors import RunError, UsageError, of_flag, unknown
 
-# Those of rmt_tpu.estimator.ops, which imports jax.
+# The ops of rmt_tpu.estimator.ops, repeated here because that module imports jax.
 _OPS = ("key_vector", "attention", "depth_attention")
 _OP = flags.DEFINE_list("op", None, f"kernels of the papers' sizes: {', '.join(_OPS)}, or all")
 _PRESET = flags.DEFINE_string(
@@ -58,7 +59,7 @@ common.define_list_presets()
 def main() -> int:
     targets, device = _targets()
     asked = _asked()
-    if not _DRY_RUN.value:  # before anything that takes long
+    if not _DRY_RUN.value:  # check before anything that takes long
         from rmt_tpu.analysis import autotune
 
         out = _out()
@@ -88,7 +89,7 @@ def main() -> int:
 
 
 def _tune(target, problems, device, out, log, seconds, done: list[Any]) -> None:
-    """The kernels of one target, added to `done` as they come."""
+    """Tune the kernels of one target, and append each result to `done` as it comes."""
     from rmt_tpu.analysis.autotune import Tuner
     from rmt_tpu.estimator.tuning import Compiler
 
@@ -106,7 +107,7 @@ def _tune(target, problems, device, out, log, seconds, done: list[Any]) -> None:
 
 
 def _targets() -> tuple[list[Any], Any]:
-    """What to compile for, and the device of this machine with --device."""
+    """Return the targets to compile for, and this machine's device if --device is given."""
     if _DEVICE.value == (_TARGET.value is not None):
         raise UsageError("give either --target=v5e,... or --device, for this machine's own")
     from rmt_tpu.estimator import DEVICES
@@ -134,7 +135,7 @@ def _targets() -> tuple[list[Any], Any]:
 
 
 def _asked() -> Any:
-    """A step, or names of ops."""
+    """Return the step of --from_preset, or the names of ops of --op."""
     if (_OP.value is None) == (_PRESET.value is None):
         raise UsageError(f"give either --op={','.join(_OPS)} or --from_preset=rmt-305m")
     if _PRESET.value is not None:

@@ -3,10 +3,11 @@
     python -m recipes.check_device
     python -m recipes.check_device --op=key_vector,attention --output=device.json
 
-Every kernel that programs take here is run at two sizes of models and compared with its equations
-in float32: results, every gradient, and to the bit what an undo of int16 gives back. A product and
-a copy are timed, and each kernel beside them. Exits 1 if anything differs or fails. On a CPU, which
-has no kernels, the plain forms are checked at small sizes.
+Every kernel that programs use on this device runs at two model sizes and is compared with its
+equations in float32: its results and every gradient, and bit for bit what an undo of int16
+restores. A matrix product and a copy are timed, and each kernel is timed next to them. The exit
+code is 1 if anything differs or fails. On a CPU, which has no kernels, the plain forms are checked
+at small sizes.
 """
 
 import json
@@ -66,10 +67,12 @@ def main() -> int:
 
 
 def _output() -> Path | None:
-    """A file that can be written, before anything that takes long.
+    """Return the path of --output after checking that it can be written, or None without one.
+
+    The check comes before anything that takes long.
 
     Raises:
-      UsageError: it cannot.
+      UsageError: the file cannot be written.
     """
     if _OUTPUT.value is None:
         return None

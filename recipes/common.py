@@ -1,4 +1,4 @@
-"""The flags of a run, and the RunConfig that they make up. No jax: see `program`."""
+"""The flags of a run, and the RunConfig that they make up. Imports no jax: see `program`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from recipes.program import Answer
 from rmt_tpu.config import BEGAN, RunConfig, overrides, presets
 from rmt_tpu.errors import ArgumentError, UsageError, of_flag, unknown
 
-# Flag, config path, type, help.
+# Flag, config path, type, help text.
 _RUN_FLAGS = [
     ("data", "data.source", str, "stdlib, a token store of recipes.prepare_data, or "
      "comma-separated .txt and .jsonl files and globs"),
@@ -39,18 +39,19 @@ _RUN_FLAGS = [
     ("tensorboard", "train.tensorboard", str, "auto (where tensorboardX is installed), on or off"),
 ]  # fmt: skip
 
-# Flags that a module of the recipes defines are those of the recipe that has it do so: see --help.
+# The flags defined here count as flags of the recipe that calls these functions, so that its --help
+# lists them.
 flags.disclaim_key_flags()
 
 
 def define_model_flags() -> None:
-    """Flags that say which run is meant: see `model_of_flags`."""
+    """Define the flags that select a run: see `model_of_flags`."""
     flags.DEFINE_string("preset", None, "a model, see --list_presets; default rmt-tiny")
     flags.DEFINE_string("config", None, "config.json of a run to take instead of a preset")
 
 
 def define_run_flags() -> None:
-    """Flags that make up a RunConfig, all but the preset. None is the preset's own value."""
+    """Define the flags that make up a RunConfig, except the preset. None keeps its value."""
     kinds = {
         int: flags.DEFINE_integer,
         float: flags.DEFINE_float,
@@ -64,7 +65,7 @@ def define_run_flags() -> None:
 
 
 def define_list_presets() -> None:
-    """A flag that lists the models there are."""
+    """Define a flag that lists the models."""
     flags.DEFINE_flag(Answer("list_presets", "say which models there are, and end", _presets))
 
 
@@ -82,13 +83,14 @@ def _presets() -> str:
 def model_of_flags(
     begun: Callable[[str], RunConfig | None] = lambda name: None,
 ) -> tuple[str, RunConfig]:
-    """The name and the run of --preset or --config, before the flags that change it.
+    """Return the name and the run of --preset or --config, before other flags change it.
 
     Args:
-      begun: given that name, the config of a run that goes on and no longer needs --init_from.
+      begun: a function of that name; returns the config of a run that already began in its folder,
+        which no longer needs the folder of --init_from, or None.
 
     Raises:
-      UsageError: both are given, or one is unknown or cannot be read.
+      UsageError: both flags are given, or a preset is unknown, or a config cannot be read.
     """
     preset, config = flags.FLAGS.preset, flags.FLAGS.config
     if config and preset:
@@ -102,14 +104,14 @@ def model_of_flags(
 
 
 def of_origin(base: RunConfig, begun: RunConfig | None = None) -> RunConfig:
-    """`base` with the tokenizer that --init_from has, and its vocabulary, which may be larger.
+    """Return `base` with the tokenizer of --init_from and its vocabulary size, which may be larger.
 
     Args:
-      base: the run without it.
-      begun: see `model_of_flags`.
+      base: the run before --init_from is applied.
+      begun: the config of a run that already began, or None; see `model_of_flags`.
 
     Raises:
-      UsageError: there is no model in that folder.
+      UsageError: the folder of --init_from has no model.
     """
     if begun is None and not flags.FLAGS.init_from:
         return base
@@ -124,7 +126,7 @@ def of_origin(base: RunConfig, begun: RunConfig | None = None) -> RunConfig:
 
 
 def _as(init_from: str) -> RunConfig:
-    """The run of the model of a run folder, or of a folder of the hub's form."""
+    """Return the run of the model in a run folder, or in a folder of the hub's form."""
     from rmt_tpu.hub.models import describe, is_hub
     from rmt_tpu.storage import open_folder
 
@@ -145,17 +147,19 @@ def _as(init_from: str) -> RunConfig:
         config = read_config(init_from)
     except ArgumentError as error:
         raise UsageError(f"--init_from={str(error).partition('=')[2]}") from None
-    # With what that run began is its own business.
+    # What that run itself began from does not matter to a run that begins from it.
     train = dataclasses.replace(config.train, init_from="", with_optimizer=False)
     return dataclasses.replace(config, train=train)
 
 
 def run_config(base: RunConfig) -> RunConfig:
-    """`base` with the flags of `define_run_flags`; another tokenizer brings its vocabulary.
-    With --init_from it does not: the vocabulary is that of the parameters (`of_origin`).
+    """Return `base` with the values of the flags of `define_run_flags`.
+
+    Another tokenizer also sets the vocabulary size. With --init_from it does not: the vocabulary is
+    that of the parameters (`of_origin`).
 
     Raises:
-      UsageError: a flag's value, or a path of --set, is not legal.
+      UsageError: the value of a flag, or a path of --set, is not legal.
     """
     given = {path: (name, getattr(flags.FLAGS, name)) for name, path, _, _ in _RUN_FLAGS}
     changes = {path: value for path, (_, value) in given.items() if value is not None}
@@ -168,7 +172,7 @@ def run_config(base: RunConfig) -> RunConfig:
         from rmt_tpu import data
 
         if data.is_store(source):
-            data.open_store(source)  # tells, before the tokenizer is looked for, if it is not whole
+            data.open_store(source)  # fails on an incomplete store before the tokenizer is read
             changes["data.tokenizer"] = source
     try:
         config = overrides.apply(base, changes)
@@ -181,10 +185,14 @@ def run_config(base: RunConfig) -> RunConfig:
 
 
 def _check_once(spelt: dict[str, str]) -> None:
-    """
+    """Check that --set does not set what another flag sets.
+
+    Args:
+      spelt: for each config path that a flag sets, how the flag is written.
+
     Raises:
-      UsageError: --set sets what a flag of `spelt` sets too: one of them is for nothing. The
-        kind of what a flag is part of may be set.
+      UsageError: --set and a flag of `spelt` both set a value, so that one would have no effect. A
+        string that selects the kind of the object which holds a flag's field is allowed.
     """
     for path, value in assigned().items():
         for own, flag in spelt.items():
@@ -194,25 +202,30 @@ def _check_once(spelt: dict[str, str]) -> None:
 
 
 def given_paths() -> dict[str, str]:
-    """The paths of the config that flags of a run set, with how each is written."""
+    """Return the config paths that flags of a run set, each with how its flag is written."""
     paths = {path: f"--{name}" for name, path, *_ in _RUN_FLAGS if flags.FLAGS[name].present}
     return paths | {path: f"--set={path}" for path in assigned()}
 
 
 def assigned() -> dict[str, Any]:
-    """The values of --set by their paths.
+    """Return the values of --set by their paths.
 
     Raises:
-      UsageError: one is no path=value.
+      UsageError: an assignment is not path=value.
     """
     return dict(overrides.parse_assignment(text) for text in flags.FLAGS.set)
 
 
 def changes_of(preset: str, presets: list[str], assignments: list[str]) -> dict[str, Any]:
-    """Of assignments like path=value, and preset:path=value for one of the presets: a preset's.
+    """Return the config changes of one preset, from assignments of a --set flag.
+
+    Args:
+      preset: the preset whose changes are returned.
+      presets: all presets of the command.
+      assignments: path=value for every preset, or preset:path=value for one of them.
 
     Raises:
-      UsageError: one is neither.
+      UsageError: an assignment has neither form.
     """
     changes = {}
     for text in assignments:
@@ -228,16 +241,16 @@ def changes_of(preset: str, presets: list[str], assignments: list[str]) -> dict[
 
 
 def _as_spelt(message: str, spelt: dict[str, str]) -> str:
-    """An error that begins with a path of the config, with the flag that gave its value."""
+    """Return an error message with its leading config path replaced by the flag that set it."""
     path = message.partition("=")[0].partition(" ")[0]
     return message.replace(path, spelt[path], 1) if path in spelt else message
 
 
 def base_config(preset: str, config_file: str | None) -> RunConfig:
-    """The run of a preset, or that of a config.json.
+    """Return the run of a preset, or of a config.json.
 
     Raises:
-      UsageError: there is no such preset, or the file cannot be read as a config.
+      UsageError: the preset does not exist, or the file cannot be read as a config.
     """
     if config_file is None:
         return _with_vocabulary(presets.run(preset))
@@ -254,7 +267,7 @@ def base_config(preset: str, config_file: str | None) -> RunConfig:
 
 
 def _with_vocabulary(config: RunConfig) -> RunConfig:
-    """`config` with as many tokens as its tokenizer has."""
+    """Return `config` with its tokenizer's vocabulary size."""
     from rmt_tpu import data
 
     vocab_size = data.load_tokenizer(config.data.tokenizer).vocab_size

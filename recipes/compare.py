@@ -3,10 +3,10 @@
     python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --workdir=runs/compare
     python -m recipes.compare --presets='*-tiny' --seeds=0,1,2 --workdir=runs/systems
 
-Each trains in <workdir>/<preset>, or with several seeds in <workdir>/<preset>/seed-<n>, and resumes
-there. Leaves comparison.png (loss against tokens and against FLOPs; of more than four presets, what
-each reached, and its curve in curves.png), comparison.md and comparison.json (every run). The
-batch, steps and data are those of the first preset.
+Each model trains in <workdir>/<preset>, or with several seeds in <workdir>/<preset>/seed-<n>, and
+resumes there. The command writes comparison.png (loss against tokens and against FLOPs; for more
+than four presets the final losses, with their curves in curves.png), comparison.md and
+comparison.json (every run). The batch, steps and data are those of the first preset.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ common.define_run_flags()
 def main() -> int:
     names = _names(_PRESETS.value)
     seeds = several.seeds()
-    # The first preset's batch, steps and data are everybody's.
+    # Every model trains with the batch, steps and data of the first preset.
     shared = common.base_config(names[0], None)
     with of_flag("workdir"):
         folder = open_folder(_WORKDIR.value)
@@ -68,7 +68,7 @@ def _train_and_compare(runs: dict[str, list[several.Trial]], folder: Folder) -> 
 
 
 def _names(given: list[str]) -> list[str]:
-    """The presets, with patterns as the names that match and have not been named."""
+    """Return the names of --presets, with each pattern replaced by its matches not yet named."""
     plain = [name for name in given if not _is_pattern(name)]
     if not given or len(set(plain)) < len(plain):
         raise UsageError(f"--presets={','.join(given)} must be different names, at least one")

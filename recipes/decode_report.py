@@ -1,14 +1,15 @@
-"""What a new token of each row of a batch costs: the least, and estimated for TPUs or timed here.
+"""Report what a decode step costs: its lower bound, and its time estimated or measured here.
 
     python -m recipes.decode_report --presets=gpt2-405m,rmt-305m --target=v5e --batch=1,32,256
     python -m recipes.decode_report --presets=gpt2-tiny,rmt-tiny --target=host --context=128
 
-For presets x batch x context: the bytes that no step can do without and their time at the full
-bandwidth, the step, the fraction of the bandwidth that this is, the step over that of the first
-preset, memory, and copies as large as the keys of a layer. For v5e, v5p and v6e the step is
-estimated from what the TPU compiler (`pip install 'jax[tpu]'`) makes of it; for "host", which is
-what is taken where there is a GPU or a TPU, the engine is timed with random weights. What does not
-fit is told and left out.
+A decode step makes one new token for each row of a batch. For each preset, batch and context the
+report has: the bytes that every step must move and their time at full bandwidth, the time of the
+step, the fraction of the bandwidth that it reaches, its ratio to the step of the first preset,
+memory, and copies as large as the keys of a layer. For v5e, v5p and v6e the step is estimated from
+what the TPU compiler (`pip install 'jax[tpu]'`) makes of it. For "host", the default where there is
+a GPU or a TPU, the engine is timed with random weights. Cases that do not fit are reported and left
+out.
 """
 
 import json
@@ -41,7 +42,7 @@ _PICTURE = flags.DEFINE_string("picture", None, "a .png file, local or gs://")
 common.define_list_presets()
 
 _HOST = "host"
-_MOST = 2**20  # rows, and tokens of a row
+_MOST = 2**20  # limit of rows, and of tokens of a row
 
 
 def main() -> int:
@@ -86,7 +87,7 @@ def _names() -> list[str]:
 
 
 def _numbers(flag: flags.FlagHolder) -> list[int]:
-    """Of a list of them, each once and the least first."""
+    """Return the numbers of a flag's list, without duplicates and in ascending order."""
     for text in flag.value:
         if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= _MOST):
             raise UsageError(
@@ -99,7 +100,7 @@ def _numbers(flag: flags.FlagHolder) -> list[int]:
 
 
 def _targets() -> list[Any]:
-    """Chips to estimate for, and "host" for this machine."""
+    """Return the chips to estimate for, and "host" for this machine."""
     import jax
 
     from rmt_tpu.estimator import TARGETS, TPUS
@@ -117,7 +118,11 @@ def _targets() -> list[Any]:
 
 
 def _check_positions(cases: list[Any]) -> None:
-    """A context that no model has is a mistake; one that some have not is told of these."""
+    """Check that at least one model has learned positions for each context, or needs none.
+
+    Raises:
+      UsageError: a context is beyond the learned positions of all models.
+    """
     for context in dict.fromkeys(case.context for case in cases):
         models = {case.preset: case.model("auto") for case in cases}
         learned = [model.learned_positions for model in models.values()]
@@ -130,7 +135,7 @@ def _check_positions(cases: list[Any]) -> None:
 
 
 def _opened(flag: flags.FlagHolder, ending: str) -> tuple[Any, str] | None:
-    """The folder and the name of a file to write; None if none is asked for."""
+    """Return the folder and the name of a file to write, or None if the flag is not given."""
     if flag.value is None:
         return None
     if not flag.value.endswith(ending):

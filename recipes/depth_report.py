@@ -2,8 +2,8 @@
 
     python -m recipes.depth_report --workdir=runs/compare/gpt2-tiny,runs/compare/attnres-tiny
 
-Over held-out text, into plots/depth.png of the first run folder (or --output), with the numbers
-beside it in depth.json:
+The report covers held-out text. It is written to plots/depth.png of the first run folder (or to
+--output), and its numbers to depth.json in the same folder:
 
 - for each run with weights over depth (Attention Residuals and its ablations, DenseFormer), a map
   of the mean weight with which each site reads each source (Figure 8 of Attention Residuals),
@@ -12,7 +12,7 @@ beside it in depth.json:
   the residual after it, and of the gradient of the loss by what was written, with the loss summed
   over tokens (Figure 5).
 
-Prints a short table.
+A short table is printed.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _picture(workdir: Folder) -> tuple[Folder, str]:
-    """Where it goes."""
+    """Return the folder and the file name of the picture."""
     if _OUTPUT.value is None:
         return workdir.child("plots"), "depth.png"
     folder, _, name = _OUTPUT.value.rpartition("/")

@@ -3,14 +3,14 @@
     python -m recipes.evaluate --workdir=runs/a --tasks=arc_easy,lambada_openai --data_dir=eval
     python -m recipes.evaluate --workdir=runs/a --text='books/*.txt' --against=runs/b
 
-Prompts and metrics are the harness's, by a scorer of our own. --data_dir has <task>.jsonl (.gz,
-.zst) in the form of the dataset on the hub, or with "query", "choices" and "gold"; or it is `hub`.
-Answers are kept in <workdir>/evaluation: the same command goes on where it was stopped, and what
-was answered is not asked again. Leaves evaluation.json, evaluation.md and plots/evaluation.png in
---output, by default the run folder.
+Prompts and metrics are those of the harness; the scorer is our own. --data_dir has <task>.jsonl
+(.gz, .zst) in the form of the dataset on the hub, or with "query", "choices" and "gold"; or it is
+`hub`. Answers are kept in <workdir>/evaluation: the same command resumes where it was stopped, and
+does not repeat what was answered. The command writes evaluation.json, evaluation.md and
+plots/evaluation.png to --output, by default the run folder.
 
 --against compares with another run folder, with `untrained` (the model before its first step) or
-`unigram` (tokens as often as in the training text), on the same documents.
+with `unigram` (token frequencies of the training text), on the same documents.
 """
 
 import sys
@@ -65,7 +65,7 @@ def main() -> int:
     with arguments_as_flags():
         asked = [_subject(source, flags.FLAGS.step)]
     trained.tell_start(asked[0].tokenizer)
-    if flags.FLAGS.init_from is not None:  # which may be others' to write to
+    if flags.FLAGS.init_from is not None:  # the hub folder may not be ours
         asked = [asked[0]._replace(folder=folder)]
     if _TEXT.value is not None:
         sources.append(documents.read_texts(_TEXT.value, asked[0].tokenizer))
@@ -124,7 +124,7 @@ def _check_flags() -> None:
 
 
 def _named(asked: list) -> dict:
-    """By names for tables: of folders whose last parts are alike more parts."""
+    """Return the subjects by short unique names: the folder's last part, or more if two collide."""
     from rmt_tpu.evaluation.subjects import UNIGRAM, UNTRAINED
 
     runs = [subject for subject in asked if subject.name not in (UNTRAINED, UNIGRAM)]

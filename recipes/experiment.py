@@ -1,4 +1,4 @@
-"""The papers' tables and figures, each by one command.
+"""Reproduce the papers' tables and figures, each with one command.
 
     python -m recipes.experiment --list
     python -m recipes.experiment rmt-moments
@@ -6,14 +6,14 @@
     python -m recipes.experiment attnres-scaling --scale=paper --data=gs://bucket/tokens \\
       --mesh=fsdp=-1 --workdir=gs://bucket/experiments
 
-What is trained has a run folder for each arm and seed, <workdir>/<scale>/runs/<arm>/seed-<n>, that
-experiments share, and for each point of a search and seed, <workdir>/<scale>/searches/<name>/
-<point>/seed-<n>. The same command goes on where it was; with --outcomes=FILE, which gets a line for
-each run that has ended, on another machine too. Flags of runs, like --data, are those of every run.
-Text that is no token store is made one first, <workdir>/<scale>/text, so that all seeds hold out
-the same part of it.
+Each arm and seed trains in a run folder, <workdir>/<scale>/runs/<arm>/seed-<n>, which experiments
+share. Each point of a search and seed trains in <workdir>/<scale>/searches/<name>/<point>/seed-<n>.
+The same command resumes where it was stopped; with --outcomes=FILE, which gets a line for each run
+that has ended, it resumes on another machine too. Flags of runs, like --data, apply to every run.
+Text that is not a token store is first made into one, <workdir>/<scale>/text, so that all seeds
+hold out the same part of it.
 
-Leaves <workdir>/<scale>/<experiment>/results.md, results.json and pictures.
+The command writes <workdir>/<scale>/<experiment>/results.md, results.json and pictures.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from rmt_tpu.experiments import catalog
 from rmt_tpu.experiments.plan import Experiment, Page, Plan, before_growth
 from rmt_tpu.storage import Folder, open_folder
 
-# So that a run is the same one on all machines.
+# Compute dtypes that replace "auto", so that a run is the same on all machines.
 _DTYPES = {"tiny": "float32", "paper": "bfloat16"}
 _NAME = flags.DEFINE_string("name", None, "the experiment; --name= may be left out")
 _SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "paper"], "sizes of what is trained")
@@ -66,7 +66,7 @@ def main() -> int:
     experiment = catalog.experiment(_NAME.value)
     with of_flag("workdir"):
         folder = open_folder(_WORKDIR.value).child(_SCALE.value)
-    _tasks(experiment)  # told before anything is trained
+    _tasks(experiment)  # fails before anything is trained
     if experiment.plan is not None:
         return _Trained(experiment, folder).run()
     if _ONLY.value is not None:
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 class _Trained:
-    """Trains what a plan has: first its searches, then its arms."""
+    """Trains the runs of a plan: first its searches, then its arms."""
 
     def __init__(self, experiment: Experiment, folder: Folder):
         self.experiment, self.folder = experiment, folder
@@ -87,7 +87,7 @@ class _Trained:
         if flags.FLAGS.seed is not None:
             raise UsageError(f"--seed={flags.FLAGS.seed}: each arm has several; legal: --seeds=0,1")
         several.check_sets("--seeds", "train.seed", "--set=", common.assigned())
-        # What cannot be is told before anything is trained.
+        # Errors in the flags and configs are raised before anything is trained.
         self._check_searched()
         for of in (*self.plan.arms, *self.plan.searches.values()):
             config = common.run_config(of.config)
@@ -105,7 +105,7 @@ class _Trained:
         def configured(config: RunConfig) -> RunConfig:
             config = common.run_config(config)
             changes = {"data.source": self.text.store}
-            if config.model.compute_dtype == "auto":  # which would differ from machine to machine
+            if config.model.compute_dtype == "auto":  # its choice depends on the machine
                 changes["model.compute_dtype"] = _DTYPES[_SCALE.value]
             return overrides.apply(config, changes)
 
@@ -113,9 +113,10 @@ class _Trained:
         self.matched = 0
 
     def _check_searched(self) -> None:
-        """
+        """Check that the flags do not collide with the searches of the plan.
+
         Raises:
-          UsageError: a flag sets what is searched, or a seed of an arm is one of a search.
+          UsageError: a flag sets what is searched, or an arm and a search use the same seed.
         """
         searches = self.plan.searches.values()
         for path in {path for search in searches for point in search.points for path in point}:
@@ -150,10 +151,10 @@ class _Trained:
         return code
 
     def _train(self, runs: list) -> int | None:
-        """Trains those that --only has, or all.
+        """Train the runs that match --only, or all runs without it.
 
         Returns:
-          None if they have ended, else the program's exit code.
+          None if all have ended, else the program's exit code.
         """
         if _ONLY.value is not None:
             runs = [r for r in runs if fnmatch.fnmatchcase(r.label, _ONLY.value)]
@@ -171,7 +172,7 @@ class _Trained:
         if _JOBS.value > 1:
             code = several.train_apart(trials, _JOBS.value)
             if self.runs.records is not None:
-                self.runs.records.read()  # what the processes have added
+                self.runs.records.read()  # read what the processes have added
             return code
         from rmt_tpu.experiments.runs import train
 
@@ -184,7 +185,7 @@ class _Trained:
         return several.train_all(trials, train_and_keep)
 
     def _commands(self, runs: list) -> None:
-        """Writes what is next; nothing, where nothing is left."""
+        """Write the commands of the next runs to the file of --commands."""
         from rmt_tpu.experiments.runs import write_commands
 
         script = Path(_COMMANDS.value)
@@ -214,7 +215,7 @@ class _Trained:
 
 
 def _outcomes_file(path: str) -> tuple[Folder, str]:
-    """The folder and the name of --outcomes."""
+    """Return the folder and the file name of --outcomes."""
     name = path.rpartition("/")[2]
     with of_flag("outcomes"):
         folder = open_folder(path.removesuffix(name) or ".")
@@ -250,14 +251,14 @@ def _write(experiment: Experiment, page: Page | None, folder: Folder, run_of) ->
 
 
 def _tasks(experiment: Experiment) -> list[str]:
-    """Those of it that there is data of."""
+    """Return the tasks of the experiment that have data in --data_dir."""
     from rmt_tpu.evaluation.documents import there
 
     return there(experiment.tasks, _DATA_DIR.value) if experiment.tasks else []
 
 
 def _report(command: list[str], experiment: Experiment) -> str:
-    """What another recipe says, under its command."""
+    """Run another recipe, and return its command and its output as Markdown."""
     recipe, *given = command
     if recipe == "evaluate":
         given += [f"--tasks={','.join(_tasks(experiment))}", f"--data_dir={_DATA_DIR.value}"]

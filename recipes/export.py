@@ -2,9 +2,9 @@
 
     python -m recipes.export --workdir=runs/llama-153m --output=llama-153m-hub
 
-Models with RMSNorm, RoPE, SwiGLU and the plain residual have that form (`llama-...` presets);
-others are refused with the field that has none. The folder opens in other programs, and here with
---init_from (train, generate, evaluate).
+The hub's form has models with RMSNorm, RoPE, SwiGLU and the plain residual (`llama-...` presets).
+Other models are refused, with the field that the form does not have. The folder opens in other
+programs, and here with --init_from (train, generate, evaluate).
 """
 
 from absl import flags

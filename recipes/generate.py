@@ -1,12 +1,12 @@
-"""Write text with a trained decoder: as it comes, or for a file of prompts.
+"""Write text with a trained decoder: on the terminal as it comes, or for a file of prompts.
 
     python -m recipes.generate --workdir=runs/rmt-tiny --prompt="def main("
     python -m recipes.generate --workdir=runs/rmt-tiny --prompts=in.jsonl --output=out.jsonl
 
-With --mesh weights and caches are divided over devices, and the tokens of a prompt: rows over
+With --mesh, devices share the weights, the caches and the tokens of a prompt: rows are divided over
 `data` and `fsdp`, tokens and heads over `key`, `sequence` and `tensor`.
-A file of prompts has one a line, or in .jsonl an object with "prompt" each. --output gets a line of
-JSON for each sample, when it has ended; the same command goes on where it was stopped.
+A file of prompts has one prompt a line, or in .jsonl an object with "prompt" a line. --output gets
+a line of JSON for each sample when it has ended; the same command resumes where it was stopped.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _load():
-    """The run's model, its weights as they multiply, and its tokenizer."""
+    """Return the run's model, with weights cast to the compute dtype, and its tokenizer."""
     import rmt_tpu
     from rmt_tpu.generation import cast_once
 
@@ -86,7 +86,7 @@ def _check_flags() -> None:
 
 
 def _one(decoder, tokenizer, sampling) -> int:
-    """Text on the terminal, as it comes."""
+    """Print one text on the terminal, as it comes."""
     from rmt_tpu.generation import fitting_tokens, generate
 
     with about_flag("prompt", "the text has"):
@@ -106,7 +106,7 @@ def _one(decoder, tokenizer, sampling) -> int:
 
 
 def _file(sampling) -> int:
-    """A line of JSON for each sample of each prompt."""
+    """Write a line of JSON for each sample of each prompt."""
     from rmt_tpu.generation import files
 
     with of_flag("prompts"):
@@ -128,7 +128,7 @@ def _file(sampling) -> int:
 
     trained.check_rows("batch_size", _BATCH_SIZE.value)
     decoder, tokenizer = _load()
-    for number in sorted({number for number, _ in left}):  # before any is written
+    for number in sorted({number for number, _ in left}):  # check all before any is written
         try:
             tokens = tokenizer.begun(tokenizer.encode(prompts[number]))
             fitting_tokens(decoder.config, len(tokens), 1)
@@ -159,7 +159,7 @@ def _file(sampling) -> int:
 
 
 class _Progress:
-    """Lines on standard error, now and then."""
+    """Progress of a file, printed on standard error every few seconds."""
 
     def __init__(self, count: int):
         self.count, self.texts, self.tokens = count, 0, 0

@@ -1,12 +1,12 @@
-"""lm-evaluation-harness's own command line, with the models of run folders.
+"""Run lm-evaluation-harness's own command line with the models of run folders.
 
     python -m recipes.lm_eval run --model_args workdir=runs/a --tasks gsm8k
     python -m recipes.lm_eval run --model_args workdir=runs/a --tasks arc_easy --data_dir eval
 
-All after `recipes.lm_eval` is the harness's (`run --help` says what there is); the model is
-`rmt_tpu`, with the arguments of `rmt_tpu.evaluation.harness.RmtTpu`. Two things are added:
---data_dir, for tasks of `recipes.evaluate` from its files, without a network; and that --use_cache
-has the checkpoint's identity in its name, so that another model's answers are not taken.
+All arguments after `recipes.lm_eval` are the harness's (see `run --help`). The model is `rmt_tpu`,
+with the arguments of `rmt_tpu.evaluation.harness.RmtTpu`. This recipe adds two things: --data_dir
+reads tasks of `recipes.evaluate` from its files, without a network; and the file name of
+--use_cache includes the checkpoint's identity, so that another model's answers are never used.
 """
 
 import argparse
@@ -20,9 +20,10 @@ from rmt_tpu.errors import UsageError, arguments_as_flags
 
 
 def main() -> None:
-    """
+    """Run the harness's command line.
+
     Raises:
-      UsageError: the extra is not installed, or an argument cannot be.
+      UsageError: the extra is not installed, or an argument is not legal.
     """
     try:
         from lm_eval._cli import HarnessCLI
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace, data_dir: str | None, scratch: Path) -> None:
-    """What the harness's `run` is given, with what is added."""
+    """Change the arguments of the harness's `run` for --data_dir and --use_cache."""
     from rmt_tpu.evaluation import documents, harness
 
     arguments.model = arguments.model or "rmt_tpu"
@@ -59,9 +60,9 @@ def _run(arguments: argparse.Namespace, data_dir: str | None, scratch: Path) -> 
 
 
 def _without_defaults() -> None:
-    """No task of the harness is looked up: to read the files of all takes many seconds.
+    """Keep the harness from looking up its own tasks: reading all their files takes many seconds.
 
-    Its command line makes the manager itself, and passes no `include_defaults`.
+    The harness's command line makes the task manager itself, and passes no `include_defaults`.
     """
     from lm_eval import tasks
 

@@ -1,4 +1,4 @@
-"""The flags by which several processes are one. No jax: see `program`."""
+"""The flags with which several processes run as one. Imports no jax: see `program`."""
 
 import sys
 
@@ -7,12 +7,13 @@ from absl import flags
 from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member, check
 from rmt_tpu.errors import UsageError
 
-# Flags that a module of the recipes defines are those of the recipe that has it do so: see --help.
+# The flags defined here count as flags of the recipe that calls these functions, so that its --help
+# lists them.
 flags.disclaim_key_flags()
 
 
 def define_distributed_flags() -> None:
-    """Flags by which several processes train as one."""
+    """Define the flags with which several processes train as one."""
     flags.DEFINE_bool(
         "distributed",
         False,
@@ -30,10 +31,10 @@ def define_distributed_flags() -> None:
 
 
 def check_member() -> Member | None:
-    """The process that --coordinator and the flags beside it say that this is, if they are given.
+    """Return the process that --coordinator, --num_processes and --process_id name, or None.
 
     Raises:
-      UsageError: they do not say which process this is, or it cannot be one.
+      UsageError: only some of these flags are given, or they cannot name a process.
     """
     given = {name: flags.FLAGS[name].value for name in ("coordinator", *Member._fields[1:])}
     missing = [f"--{name}" for name, value in given.items() if value is None]
@@ -47,14 +48,14 @@ def check_member() -> Member | None:
 
 
 def join_processes() -> bool:
-    """Joins the other processes, if the flags say that there are any; before devices are touched.
+    """Join the other processes, if the flags name any. Call this before devices are used.
 
     Returns:
-      Whether they do.
+      Whether this is one of several processes.
 
     Raises:
       UsageError: the flags do not say which process this is.
-      RunError: the processes are not all there, or do not fit together.
+      RunError: some processes are missing, or the processes do not fit together.
     """
     timeout = flags.FLAGS.distributed_timeout
     member, devices = check_member(), None
