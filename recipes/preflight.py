@@ -1,25 +1,26 @@
-"""Whether a run fits a pod, and what a step would cost there: without the pod.
+"""Check whether a run fits a pod, and estimate what a step costs there: without the pod.
 
     python -m recipes.preflight --preset=rmt-305m --topology=v5e:16x16 --mesh=data=-1 \
         --batch_size=1024
 
-Takes the flags of recipes.train and compiles its train step for all devices of a topology, which
-need not be there. Says whether it fits, what fills the memory, what the devices send to each other
-and, as an estimate, how long a step takes; when it does not fit, what to change. Exit code 1 if it
-does not fit, 2 for a command that is wrong. The step is that of recipes.train with the same flags,
-so that the vocabulary is that of --tokenizer (byte, if none is given), or --set=model.vocab_size.
+The command takes the flags of recipes.train and compiles its train step for all devices of a
+topology, which need not be there. It reports whether the step fits, what fills the memory, what the
+devices send to each other and, as an estimate, how long a step takes; if the step does not fit, it
+says what to change. The exit code is 1 if the step does not fit, and 2 for a command that is wrong.
+The step is that of recipes.train with the same flags, so the vocabulary is that of --tokenizer
+(byte, if none is given), or --set=model.vocab_size.
 
     python -m recipes.preflight --preset=llama-attnres-1.2b --topology=v5e:2x4 --mesh=tensor=8 \
         --prompt=131072
 
-compiles what recipes.generate runs with that mesh for a part of such a prompt, and with --decode=32
-for new tokens of 32 rows as long.
+compiles what recipes.generate runs with that mesh for a part of such a prompt. With --decode=32 it
+compiles a decode step of 32 rows of that length instead.
 
-Of several slices (--num_slices), whose devices the mesh has first along data, stage or fsdp, what
-goes over the data center's network is told apart.
+With several slices (--num_slices), the mesh has their devices first along data, stage or fsdp, and
+the traffic over the data center's network is reported by itself.
 
-Topologies: v5e:AxB, v5p:AxBxC, v6e:AxB, tpu7x:AxBxC need the TPU compiler (`pip install
-'jax[tpu]'`); h100:N and h200:N need jax's CUDA plugin, and give memory and collectives, no time.
+Topologies: v5e:AxB, v5p:AxBxC, v6e:AxB and tpu7x:AxBxC need the TPU compiler (`pip install
+'jax[tpu]'`); h100:N and h200:N need jax's CUDA plugin, and give memory and collectives but no time.
 """
 
 import contextlib

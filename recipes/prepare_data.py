@@ -4,10 +4,10 @@
         --output=stores/books
     python -m recipes.train --data=stores/books --workdir=runs/books
 
---input and --output may be gs://bucket/..., globs too. The same command again goes on where it was
-interrupted; an input that was edited since is told. The store has its own held-out part, and the
-tokenizer that it was made with. Should a store be damaged, delete its manifest.json: the same
-command then does the damaged parts again. On several hosts, the same command on each, with the
+--input and --output may be gs://bucket/...; --input may have globs. The same command resumes where
+it was interrupted, and reports an input that was edited since. The store has its own held-out part
+and the tokenizer that it was made with. If a store is damaged, delete its manifest.json: the same
+command then makes the damaged parts again. On several hosts, the same command on each, with the
 flags of recipes.train, makes the same store: docs/guides/data.md.
 """
 
@@ -36,7 +36,7 @@ members.define_distributed_flags()
 
 
 class _Progress(ProgressShown):
-    """Bytes of this process's share of the input."""
+    """Progress in bytes of this process's share of the input."""
 
     def __init__(self, *, line_seconds: float = 5.0, show: bool = True):
         super().__init__(
@@ -66,9 +66,9 @@ class _Progress(ProgressShown):
 def main() -> int:
     from rmt_tpu.data.prepare import Alone, prepare
 
-    # So that it too leaves neither processes nor semaphores.
+    # Other stop signals act like Ctrl-C, so that they too leave neither processes nor semaphores.
     for number in set(signals.STOPS.values()) - {signal.SIGINT}:
-        if signal.getsignal(number) is signal.SIG_DFL:  # and not ignored, as by nohup
+        if signal.getsignal(number) is signal.SIG_DFL:  # keep signals that are ignored, as by nohup
             signal.signal(number, signal.default_int_handler)
     team = Alone()
     if members.join_processes():

@@ -1,4 +1,7 @@
-"""How a recipe starts, fails and ends. No jax: `--help` and refused flags are answered at once."""
+"""How a recipe starts, fails and ends.
+
+This module does not import jax, so that `--help` and refused flags are answered at once.
+"""
 
 import contextlib
 import faulthandler
@@ -21,10 +24,10 @@ import rmt_tpu
 from rmt_tpu import streams
 from rmt_tpu.errors import RmtError, UsageError, shown, unknown
 
-# Exit codes as a shell gives them for SIGINT and SIGPIPE.
+# Exit codes that a shell gives for SIGINT and SIGPIPE.
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
-# What absl says of a flag, and what a person is told.
+# Patterns of absl's messages about flags, and the words that replace them.
 _REWORDED = [
     (r"=None: Flag --\w+ must have a value other than None\.", " is needed"),
     (r": invalid literal for int\(\).*", " must be a whole number in digits, like 1000"),
@@ -32,7 +35,7 @@ _REWORDED = [
     (r": could not convert string to float.*", " must be a number"),
     (r": \('Non-boolean argument to boolean flag'.*", " must be true or false"),
 ]
-# What other programs call our flags.
+# Names of other programs for our flags.
 _ELSEWHERE = {
     "lr": "learning_rate",
     "bs": "batch_size",
@@ -43,15 +46,16 @@ _ELSEWHERE = {
     "output": "workdir",
 }
 
-# An empty text is a text.
+# Flags whose value may be an empty text.
 _MAY_BE_EMPTY = ("prompt",)
 
-# Flags that a module of the recipes defines are those of the recipe that has it do so: see --help.
+# The flags defined here count as flags of the recipe that calls these functions, so that its --help
+# lists them.
 flags.disclaim_key_flags()
 
 
 class Answer(flags.BooleanFlag):
-    """A flag that prints something and ends the program well, whatever else is given."""
+    """A flag that prints an answer and ends the program with success, whatever else is given."""
 
     def __init__(self, name: str, text: str, say: Callable[[], str], **options):
         super().__init__(name=name, default=False, help=text, **options)
@@ -67,17 +71,17 @@ class Answer(flags.BooleanFlag):
 def start(
     main: Callable[[], int | None], *, operand: str | None = None, only_printed: bool = False
 ) -> NoReturn:
-    """Run a recipe: `main` after the flags are parsed; its return value is the exit code.
+    """Run a recipe: parse the flags, call `main`, and exit with the code that it returns.
 
-    An error that a person can act on is one line and exit code 2 (usage) or 1 (the run).
+    An error that a person can act on is one line, with exit code 2 (usage) or 1 (the run).
 
     Args:
       main: the recipe.
-      operand: a flag whose value may stand on the command line alone, without `--name=`.
-      only_printed: what it makes is nowhere but on standard output, so that it fails if that
-        cannot be written to. Another recipe goes on, and what cannot be told is dropped.
+      operand: a flag whose value may stand alone on the command line, without `--name=`.
+      only_printed: whether the recipe's results are only on standard output. Such a recipe fails if
+        standard output cannot be written; any other recipe goes on, and drops what it cannot print.
     """
-    # Of a program's own module absl knows the path.
+    # absl knows a program's main module by its path.
     module = sys.argv[0] if main.__module__ == "__main__" else main.__module__
     help_of = lambda: f"{sys.modules[main.__module__].__doc__}\nFlags:\n{_flags_of(module)}"
     flags.DEFINE_flag(Answer("help", "say this, and end", help_of, short_name="h"))
@@ -92,16 +96,16 @@ def start(
 
 
 def start_unparsed(main: Callable[[], int | None]) -> NoReturn:
-    """`start` of a recipe that parses its command line itself."""
+    """Run a recipe that parses its command line itself; see `start`."""
     _begin()
     sys.exit(_main(main, sys.argv[:1]))
 
 
 def _begin() -> None:
     streams.install()
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # of a stderr that is no file
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a stderr that is not a file
         faulthandler.enable()
-    # Libraries say much at INFO; what the recipes say themselves is printed.
+    # Libraries log much at INFO; what the recipes say themselves is printed.
     for library in ("jax", "matplotlib"):
         logging.getLogger(library).setLevel(logging.WARNING)
     _hush_libtpu()
@@ -120,21 +124,25 @@ def _version() -> str:
 
 
 def exit_code_of(stopped_by: signal.Signals) -> int:
-    """Of a run that a signal ended and that is saved: what sends SIGTERM expects nothing else."""
+    """Return the exit code of a run that a signal stopped and that is saved.
+
+    It is 0 for all signals but SIGINT: a scheduler that sends SIGTERM expects success.
+    """
     return INTERRUPTED if stopped_by == signal.SIGINT else 0
 
 
 def resume_command() -> str:
-    """The command line of this program, for a shell in the same folder."""
+    """Return the command line of this program, for a shell in the same folder."""
     program = Path(sys.argv[0])
     if program.suffix != ".py":  # a command like rmt-train
         return shlex.join(sys.argv)
-    # Not "python": this one may be of an environment that is not activated.
+    # "python" might be another one: this interpreter may belong to an environment that is not
+    # active.
     return shlex.join([sys.executable, "-m", f"recipes.{program.stem}", *sys.argv[1:]])
 
 
 def _hush_libtpu() -> None:
-    """An installed libtpu without a TPU (the tests use its compiler) would say so at length."""
+    """Silence an installed libtpu on a machine without a TPU, where the tests use its compiler."""
     if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
@@ -142,14 +150,15 @@ def _hush_libtpu() -> None:
 
 
 def hush_gloo() -> None:
-    """Gloo, by which CPUs talk, tells of its connections on C++'s stdout, where no errors go.
+    """Silence the connection messages of Gloo, the collectives library of CPUs.
 
-    To be called by each process when all have joined.
+    Gloo prints them on C++'s stdout, which is for results. Each process calls this when all have
+    joined.
     """
     import jax
 
     if jax.default_backend() != "cpu":
-        return  # NCCL tells on stdout what it is asked to tell
+        return  # NCCL prints on stdout only what it is asked to print
     sys.stdout.flush()
     ours = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
@@ -184,9 +193,9 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
 
 
 def _printing(say: Callable[[], int | None]) -> int | None:
-    """What `say` returns; a reader of its output who has seen enough, as `head`, is no error.
+    """Return what `say` returns, or BROKEN_PIPE if the reader of its output, like `head`, has gone.
 
-    It is told by its exit code if the output was all that the program is for.
+    Only programs whose output is all that they make see a broken pipe: see `start`.
     """
     try:
         code = say()
@@ -197,7 +206,7 @@ def _printing(say: Callable[[], int | None]) -> int | None:
 
 
 def _answered(say: Callable[[], None]) -> int | None:
-    """`_printing`, with an error as one line."""
+    """Call `_printing`, and print an error of ours as one line."""
     try:
         return _printing(say)
     except RmtError as error:
@@ -205,12 +214,12 @@ def _answered(say: Callable[[], None]) -> int | None:
 
 
 def _processes() -> ModuleType | None:
-    """`rmt_tpu.distributed.processes`, if the program has got as far as to load it."""
+    """Return `rmt_tpu.distributed.processes`, or None if the program has not imported it yet."""
     return sys.modules.get("rmt_tpu.distributed.processes")
 
 
 def _no_platform() -> str | None:
-    """What is wrong with JAX_PLATFORMS, if jax finds no device by it."""
+    """Return what is wrong with JAX_PLATFORMS if jax finds no device with it, else None."""
     jax = sys.modules.get("jax")
     wanted = jax and jax.config.jax_platforms
     if not wanted:
@@ -218,7 +227,7 @@ def _no_platform() -> str | None:
     try:
         jax.devices()
         return None
-    except (RuntimeError, AssertionError):  # the latter where a plugin is not installed
+    except (RuntimeError, AssertionError):  # AssertionError: a plugin is not installed
         jax.config.update("jax_platforms", None)
         there = dict.fromkeys([jax.default_backend(), "cpu"])
         return (
@@ -249,10 +258,10 @@ def _parse_flags(module: str) -> list[str]:
 
 
 def _check_apart(arguments: list[str]) -> None:
-    """
+    """Check that no flag's value, given as an argument of its own, is the next flag.
+
     Raises:
-      UsageError: the value of a flag, given apart from it, looks like a flag. It is one, behind a
-        shell variable that is empty.
+      UsageError: a value starts with "--". The real value was probably an empty shell variable.
     """
     left = iter(arguments)
     for argument in left:
@@ -266,10 +275,11 @@ def _check_apart(arguments: list[str]) -> None:
 
 
 def _check_empty() -> None:
-    """
+    """Check that no flag is empty.
+
     Raises:
-      UsageError: a flag is given without a value, or with a part of a list that is empty. Unset
-        variables of a shell are not the default.
+      UsageError: a flag has no value, or a list has an empty part. An unset shell variable does not
+        mean the default.
     """
     for name, flag in flags.FLAGS._flags().items():
         values = flag.value if isinstance(flag.value, list) else [flag.value]

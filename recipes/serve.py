@@ -2,7 +2,8 @@
 
     python -m recipes.serve --workdir=runs/rmt-tiny
 
-The first line is the URL that clients take as their base. SIGTERM and Ctrl-C finish what is open.
+The first line printed is the URL that clients take as their base. SIGTERM and Ctrl-C let open
+requests finish.
 """
 
 import sys
@@ -46,7 +47,7 @@ _COMPILE_FIRST = flags.DEFINE_bool(
 )
 _LOG_REQUESTS = flags.DEFINE_bool("log_requests", False, "says a line of each request")
 
-_STEPS = 4  # tokens a row between two looks at what clients want
+_STEPS = 4  # tokens per row between two looks at new requests and closed connections
 
 
 def main() -> int:
@@ -76,7 +77,7 @@ def main() -> int:
 
 
 def _front():
-    """The model, loaded, and with programs for short texts."""
+    """Return the front of a loaded model, with programs compiled for short texts."""
     import rmt_tpu
     from rmt_tpu.generation import Engine, cast_once
     from rmt_tpu.serving.app import Front

@@ -1,4 +1,4 @@
-"""Several runs, one after the other: the flag of their seeds, and their folders. No jax."""
+"""Several runs, one after the other: the flag of their seeds, and their folders. Imports no jax."""
 
 import contextlib
 import dataclasses
@@ -20,12 +20,13 @@ from rmt_tpu.errors import UsageError, shown
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import signals
 
-# Flags that a module of the recipes defines are those of the recipe that has it do so: see --help.
+# The flags defined here count as flags of the recipe that calls these functions, so that its --help
+# lists them.
 flags.disclaim_key_flags()
 
 
 class Trial(NamedTuple):
-    """A run, where it is, and what it is called while it goes on."""
+    """A run, its folder, and the label that its progress is shown with."""
 
     label: str
     folder: Folder
@@ -33,16 +34,16 @@ class Trial(NamedTuple):
 
 
 def define_seeds_flag() -> None:
-    """See `seeds`."""
+    """Define the flag --seeds: see `seeds`."""
     text = "train each once a seed, like 0,1,2; default --seed"
     flags.DEFINE_list("seeds", None, text)
 
 
 def seeds() -> list[int] | None:
-    """Those of --seeds; None if it is not given.
+    """Return the seeds of --seeds, or None if it is not given.
 
     Raises:
-      UsageError: they are no seeds, one is there twice, or --seed or --set sets the seed too.
+      UsageError: a seed is not legal, is given twice, or is set by --seed or --set too.
     """
     given = flags.FLAGS.seeds
     if given is None:
@@ -63,9 +64,16 @@ def seeds() -> list[int] | None:
 
 
 def check_sets(flag: str, path: str, other: str, paths: Iterable[str]) -> None:
-    """
+    """Check that two flags do not set the same part of the config.
+
+    Args:
+      flag: the flag that sets `path`, as it is written.
+      path: a path of the config.
+      other: the beginning of the other flag, before its path.
+      paths: the paths that the other flag sets.
+
     Raises:
-      UsageError: one of `paths`, which `other` sets, is or is part of `path`, which `flag` sets.
+      UsageError: one of `paths` is `path`, holds it, or is part of it.
     """
     for set_too in paths:
         if f"{set_too}.".startswith(f"{path}.") or f"{path}.".startswith(f"{set_too}."):
@@ -73,9 +81,11 @@ def check_sets(flag: str, path: str, other: str, paths: Iterable[str]) -> None:
 
 
 def begun_within(folder: Folder) -> Callable[[str], RunConfig | None]:
-    """For `common.model_of_flags`: of runs in `folder` with weights of --init_from, one's config.
+    """Return the argument `begun` of `common.model_of_flags` for the runs in `folder`.
 
-    They need the other's folder no more. Without jax for a folder that is not there.
+    If runs in `folder` have begun with weights of --init_from, the function returns the config of
+    one of them: they no longer need the folder of --init_from. It does not import jax if `folder`
+    does not exist.
     """
 
     def begun(name: str) -> RunConfig | None:
@@ -89,7 +99,7 @@ def begun_within(folder: Folder) -> Callable[[str], RunConfig | None]:
 
 
 def seeded(label: str, config: RunConfig, folder: Folder, seeds: list[int] | None) -> list[Trial]:
-    """The run of each seed; of several in folders of their own."""
+    """Return one trial per seed; several seeds have folders of their own in `folder`."""
     with_seed = lambda seed: dataclasses.replace(
         config, train=dataclasses.replace(config.train, seed=seed)
     )
@@ -104,16 +114,17 @@ def seeded(label: str, config: RunConfig, folder: Folder, seeds: list[int] | Non
 
 
 def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int | None = None):
-    """Trains them, with a line before each.
+    """Train the trials in turn, with a line printed before each.
 
     Args:
-      trials: in their order.
-      train: `training.trainer.train`, or what is done instead.
-      first: the number of the first one.
-      total: how many there are; None is those.
+      trials: the trials, in the order in which they train.
+      train: `training.trainer.train`, or a function that takes its place.
+      first: the number of the first trial in these lines.
+      total: how many trials these lines count; None is the number of `trials`.
 
     Returns:
-      None, or the program's exit code if a signal stopped one, which is told with how to go on.
+      None, or the program's exit code if a signal stopped a run; the command that resumes is then
+      printed.
     """
     total = len(trials) if total is None else total
     for number, trial in enumerate(trials, start=first):
@@ -127,13 +138,14 @@ def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int |
 
 
 def train_apart(trials: list[Trial], jobs: int) -> int | None:
-    """Trains them in processes of their own, `jobs` at a time, each with its part of the cores.
+    """Train the trials in processes of their own, `jobs` at a time, each on its share of the cores.
 
-    A process is this program with --only=<label> and --jobs=1. Its lines are told as they come.
+    A process runs this program with --only=<label> and --jobs=1. Its stderr is passed on as it
+    comes.
 
     Returns:
-      None, or the program's exit code if one failed or a signal came: what runs is then stopped, is
-      saved, and is told with how to go on.
+      None, or the program's exit code if a run failed or a signal came. The other runs are then
+      stopped and saved, and the command that resumes is printed.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     parts = [cores[i % max(len(cores), 1) :: jobs] for i in range(jobs)]
@@ -142,7 +154,7 @@ def train_apart(trials: list[Trial], jobs: int) -> int | None:
     before = {
         s: signal.signal(s, lambda number, _: stopped.append(number))
         for s in signals.STOPS.values()
-        if signal.getsignal(s) is not signal.SIG_IGN  # nohup's
+        if signal.getsignal(s) is not signal.SIG_IGN  # ignored, as by nohup
     }
     try:
         while queue or running:
@@ -174,7 +186,8 @@ def _process(trial: Trial, cores: list[int]) -> subprocess.Popen:
     process = subprocess.Popen(
         [*command, f"--only={glob.escape(trial.label)}"],
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # a terminal's Ctrl-C is for this process, which tells them
+        # a terminal's Ctrl-C goes to this process alone, which signals them
+        start_new_session=True,
     )
     if cores:
         os.sched_setaffinity(process.pid, cores)

@@ -1,16 +1,17 @@
-"""How long a checkpoint takes to save and to restore, beside Orbax, on this machine.
+"""Measure how long a checkpoint takes to save and restore, compared with Orbax, on this machine.
 
     python -m recipes.storage_report --folder=/mnt/disk/scratch --gigabytes=1 --output=reports
     python -m recipes.storage_report --store=/mnt/disk/books
 
 One state of float32 arrays, random as weights are, is saved and restored by `Checkpointer` and by
-Orbax's CheckpointManager in turn, each with and without compression. All begin the save, wait for
-its end, and restore the state into new arrays, which must be equal bit for bit. Tables say medians
-of --rounds. On gs:// only `Checkpointer` is measured. What was written may still be in the page
-cache when it is read. Leaves a table, JSON and a picture in --output.
+Orbax's CheckpointManager in turn, each with and without compression. Each one begins the save,
+waits for its end, and restores the state into new arrays, which must be equal bit for bit. Tables
+have medians of --rounds. On gs:// only `Checkpointer` is measured. Files that were just written may
+still be in the page cache when they are read. The command writes a table, JSON and a picture to
+--output.
 
-With --store it is how fast random windows of a token store are read, and how long a step that takes
-a million tokens a second waits for them.
+With --store it measures how fast random windows of a token store are read, and how long a step that
+takes a million tokens a second waits for them.
 """
 
 import contextlib
@@ -43,12 +44,13 @@ _OUTPUT = flags.DEFINE_string("output", "reports", "folder for table, JSON and p
 
 
 class Times(NamedTuple):
-    """Seconds of one save and restore, and the bytes that it took in the folder, if known.
+    """Seconds of one save and restore, and the bytes stored in the folder, if known.
 
     Attributes:
-      blocked: until the caller had the arrays to itself again.
-      save: from the call until the step is committed.
-      restore: until the arrays are there.
+      blocked: seconds until the caller had the arrays to itself again.
+      save: seconds from the call until the step is committed.
+      restore: seconds until the arrays are restored.
+      stored_bytes: the size of the files in the folder; None if it is not local.
     """
 
     blocked: float
@@ -58,13 +60,14 @@ class Times(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The medians of one kind."""
+    """The median times of one kind of checkpoint."""
 
     name: str
     times: Times
 
 
-# A kind: saves the state in a folder and restores it; returns seconds blocked, saved and restored.
+# A function that saves the state in a folder and restores it. It returns the seconds blocked, saved
+# and restored, and the restored state.
 Kind = Callable[[Any, str], tuple[float, float, float, Any]]
 
 
@@ -119,7 +122,8 @@ def _opened(flag: flags.FlagHolder) -> Any:
 
 
 def _check_space(path: Path | None) -> None:
-    needed = 2.2e9 * _GIGABYTES.value  # the largest copy, and for a moment the rest of another
+    # room for the largest copy, and for a moment the rest of another
+    needed = 2.2e9 * _GIGABYTES.value
     if path and (free := shutil.disk_usage(path).free) < needed:
         raise UsageError(
             f"--folder={_FOLDER.value} has {free / 1e9:.1f} GB free, and --gigabytes="
@@ -134,7 +138,7 @@ def _import_orbax() -> Any:
         raise UsageError(
             "Orbax is not installed; pip install orbax-checkpoint, or give --noorbax"
         ) from None
-    # Which it has raised; it tells of every step it takes.
+    # The import of Orbax has raised the verbosity, and Orbax logs every step that it takes.
     logging.set_verbosity(logging.WARNING)
     return orbax.checkpoint
 
@@ -142,7 +146,7 @@ def _import_orbax() -> Any:
 def _measure(kinds: dict[str, Kind], folder: Any) -> list[Row]:
     state = _state()
     found: dict[str, list[Times]] = {name: [] for name in kinds}
-    # In turn, so that what else the machine does is spread over all kinds.
+    # The kinds take turns, so that other work of the machine affects all of them.
     for number in range(_ROUNDS.value):
         for name, kind in kinds.items():
             scratch = f"storage-report-{uuid.uuid4().hex[:8]}"
@@ -277,7 +281,7 @@ def _draw(output: Any, rows: list[Row], where: str) -> str:
         bars = axes.barh([row.name for row in rows], seconds, color="tab:blue")
         axes.bar_label(bars, fmt="%.2f s", padding=3)
         axes.set(title=part, xlabel="seconds", xlim=(0, 1.25 * max(seconds)))
-    axes.invert_yaxis()  # of both
+    axes.invert_yaxis()  # both plots share the axis
     figure.suptitle(where, fontsize="small")
     return save_picture(figure, output, "storage_report.png")
 

@@ -1,20 +1,21 @@
-"""Search over values of a config: a grid, at random, or by successive halving, at several widths.
+"""Search over values of a config: a grid, random points or successive halving, at several widths.
 
     python -m recipes.sweep --preset=rmt-tiny --set=model.parametrization=mup --seeds=0,1 \\
       --sweep=train.optimizer.learning_rate=log:1e-3..1e-1:5 --workdir=runs/sweep \\
       --variant="x1" --variant="x2 model.attention.num_heads=8 model.feed_forward.hidden_dim=1024"
 
---sweep, once or more: a path of --set, with values (1e-3,1e-2), or a range (log:1e-4..1e-1:7,
-linear:0..0.2:5), whose last part is the number of points in a grid. Each --variant has a name and
-paths of its own, and is searched by itself; the first one is the base of the others in muP, if no
-base is given. Each trial is a run folder, <workdir>/<variant>/<values>, of several seeds with
-seed-<n> in it; by halving each rung is a run of its own, and has a whole schedule. The same command
-goes on where it was. A run that diverges is told and counts as the worst.
+--sweep, given once or more, is a path of --set with values (1e-3,1e-2) or a range
+(log:1e-4..1e-1:7, linear:0..0.2:5), whose last part is the number of points in a grid. Each
+--variant has a name and paths of its own, and is searched by itself; the first one is the base of
+the others in muP, if no base is given. Each trial is a run folder, <workdir>/<variant>/<values>,
+which has seed-<n> folders for several seeds. With halving each rung is a run of its own, with a
+whole schedule. The same command resumes where it was stopped. A run that diverges is reported and
+counts as the worst.
 
-Leaves sweep.md (every point, and what the first variant's best costs the others), sweep.json and
-sweep.png. With --coordinates nothing is swept: each variant trains a few steps on one random batch,
-and coordinates.md, .json and .png say how its activations move over width, and in the standard
-parametrisation.
+The command writes sweep.md (every point, and what the first variant's best costs the others),
+sweep.json and sweep.png. With --coordinates nothing is swept: each variant trains a few steps on
+one random batch, and coordinates.md, .json and .png show how its activations change with width,
+also in the standard parametrisation.
 """
 
 import dataclasses
@@ -59,7 +60,11 @@ def main() -> int:
 
 
 def _base_run(folder: Folder) -> RunConfig:
-    """That of the flags; where the origin is the model too, no trial's config is in its place."""
+    """Return the run of the flags.
+
+    If --init_from alone says which model is meant, a config of a begun trial does not take its
+    place.
+    """
     if flags.FLAGS.init_from and not (flags.FLAGS.preset or flags.FLAGS.config):
         return common.model_of_flags()[1]
     return common.model_of_flags(several.begun_within(folder))[1]
@@ -69,7 +74,7 @@ def _base_run(folder: Folder) -> RunConfig:
 
 
 def _variants(config: RunConfig) -> dict[str, RunConfig]:
-    """By name; without --variant the one that the other flags make."""
+    """Return the variants by name; without --variant, one made by the other flags."""
     found = {}
     changes = dict(map(_parsed_variant, _VARIANT.value)) or {"model": {}}
     if len(changes) < max(1, len(_VARIANT.value)):
@@ -96,7 +101,10 @@ def _parsed_variant(text: str) -> tuple[str, dict[str, Any]]:
 def _base(
     config: RunConfig, first: RunConfig, changes: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """In muP with no base: the first variant's values of what any of them changes in the model."""
+    """Return the muP base: the first variant's values of all that the variants change in the model.
+
+    It is empty without muP, or if a base is given.
+    """
     given = config.model.parametrization
     if not isinstance(given, MuP) or given.base:
         return {}
@@ -120,7 +128,7 @@ def _changed(config: RunConfig, changes: dict[str, Any], flag: str) -> RunConfig
 
 
 class _Sweep:
-    """Every rung of every variant."""
+    """All rungs of all variants."""
 
     def __init__(self, variants: dict[str, RunConfig], seeds: list[int] | None, folder: Folder):
         from rmt_tpu.analysis import sweep
@@ -144,7 +152,7 @@ class _Sweep:
         self.rungs = [(len(self.points), steps)]
         if _SEARCH.value == "halving":
             self.rungs = sweep.rungs(len(self.points), steps, _FACTOR.value)
-        for name in variants:  # what cannot be is told before anything is trained
+        for name in variants:  # errors in configs are raised before anything is trained
             self._trials(name, self.points, self.rungs[0][1])
 
     def run(self) -> int:
@@ -185,7 +193,7 @@ class _Sweep:
         return self.sweep.drawn(self.spaces, _TRIALS.value, _SEARCH_SEED.value)
 
     def _trials(self, variant: str, points: list, steps: int) -> list[list[several.Trial]]:
-        """Of each point, its seeds."""
+        """Return the trials of each point, one per seed."""
         base, folder = self.variants[variant], self.folder.child(variant)
         if _SEARCH.value == "halving":
             base = dataclasses.replace(base, train=dataclasses.replace(base.train, steps=steps))
@@ -210,14 +218,15 @@ class _Sweep:
 
 
 def _spelt(point: dict[str, Any]) -> str:
-    """The flags of a point."""
+    """Return the flags that set a point's values."""
     return " ".join(f"--sweep={path}={value}" for path, value in point.items())
 
 
 def _check_sets(swept: list[str], seeds: list[int] | None) -> None:
-    """
+    """Check that no other flag sets what is swept.
+
     Raises:
-      UsageError: another flag sets what is swept too, so that one of them is for nothing.
+      UsageError: another flag sets a swept path too, so that one of them would have no effect.
     """
     of_variants = dict(map(_parsed_variant, _VARIANT.value))
     for path in swept:

@@ -5,9 +5,9 @@
 The same command again resumes. The run folder, local or gs://bucket/path, gets config.json,
 metrics.jsonl, checkpoints/, plots/loss.png, samples.txt, starts.jsonl (command, versions and commit
 of each start), kernel_blocks.json (block sizes of its kernels, kept when tables change),
-kernels.json (ops that take their plain form, because a kernel of theirs differs on a device) and,
-if tensorboardX is installed, tensorboard/. On several hosts, the same command on each:
-docs/guides/pods.md.
+kernels.json (ops that use their plain form because one of their kernels gives wrong results on a
+device) and, if tensorboardX is installed, tensorboard/. On several hosts, run the same command on
+each: docs/guides/pods.md.
 """
 
 import threading
@@ -51,7 +51,7 @@ _CHECK_KERNELS = flags.DEFINE_enum(
 common.define_run_flags()
 members.define_distributed_flags()
 
-_joined = threading.Event()  # this process is one of several
+_joined = threading.Event()  # set when this process is one of several
 
 
 def main() -> int:
@@ -106,7 +106,10 @@ def _folder(name: str) -> Folder:
 
 
 def _begun(name: str) -> RunConfig | None:
-    """See `common.model_of_flags`; without jax for a folder that holds no run."""
+    """Return the config of a run that began in its folder, or None; see `common.model_of_flags`.
+
+    It does not import jax for a folder that holds no run.
+    """
     folder = _folder(name)
     if folder.local_path is not None and not (folder.local_path / "config.json").exists():
         return None
@@ -116,7 +119,7 @@ def _begun(name: str) -> RunConfig | None:
 
 
 def _end(line: str, code: int) -> None:
-    """Called by a thread of its own, which must not wait for an import of the main thread."""
+    """End the process. The calling thread must not wait for an import of the main thread."""
     if _joined.is_set():
         from rmt_tpu.distributed import processes
 

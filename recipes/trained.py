@@ -1,4 +1,4 @@
-"""The flags of a recipe that opens a trained model, and the mesh for it. No jax: see `program`."""
+"""The flags of a recipe that opens a trained model, and its mesh. Imports no jax: see `program`."""
 
 import os
 import sys
@@ -9,12 +9,13 @@ import sharding
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Folder
 
-# Flags that a module of the recipes defines are those of the recipe that has it do so: see --help.
+# The flags defined here count as flags of the recipe that calls these functions, so that its --help
+# lists them.
 flags.disclaim_key_flags()
 
 
 def define_source_flags() -> None:
-    """Flags that say which trained model is meant: see `source`."""
+    """Define the flags that select a trained model: see `source`."""
     flags.DEFINE_string("workdir", None, "a run folder of recipes.train, local or gs://")
     flags.DEFINE_string(
         "init_from", None, "in its place a folder of the hub's form: config.json and safetensors"
@@ -23,10 +24,10 @@ def define_source_flags() -> None:
 
 
 def source() -> str:
-    """The folder of --workdir or --init_from.
+    """Return the folder of --workdir or --init_from.
 
     Raises:
-      UsageError: neither or both are given, or --init_from is no such folder.
+      UsageError: neither or both are given, or --init_from is not a folder of the hub's form.
     """
     workdir, init_from = flags.FLAGS.workdir, flags.FLAGS.init_from
     if (workdir is None) == (init_from is None):
@@ -44,7 +45,7 @@ def source() -> str:
 
 
 def tell_start(tokenizer) -> None:
-    """A line on standard error if a model's texts have no start token before them."""
+    """Print a note on standard error if the tokenizer puts no start token before texts."""
     if not tokenizer.starts:
         print(
             "note: no start token is put before texts: the model's own tokenizer puts none",
@@ -53,17 +54,17 @@ def tell_start(tokenizer) -> None:
 
 
 def define_mesh_flag() -> None:
-    """A flag for the mesh that text is made on: see `check_mesh`."""
+    """Define the flag of the mesh that text is generated on: see `check_mesh`."""
     flags.DEFINE_string(
         "mesh", None, "device axes, like tensor=4 or key=2,sequence=2; -1 fills; default one device"
     )
 
 
 def check_mesh() -> str | None:
-    """The value of that flag.
+    """Return the value of --mesh.
 
     Raises:
-      MeshError: it is no mesh.
+      MeshError: the value is not a mesh.
     """
     mesh = flags.FLAGS.mesh
     if mesh is not None:
@@ -72,10 +73,14 @@ def check_mesh() -> str | None:
 
 
 def check_rows(flag: str, rows: int) -> None:
-    """Before the model is read, which may take long.
+    """Check that rows divide over the mesh, before the model is read, which may take long.
+
+    Args:
+      flag: the name of the flag that sets the number of rows.
+      rows: the number of rows.
 
     Raises:
-      MeshError: so many rows, by a flag, do not divide over the mesh.
+      MeshError: the rows do not divide over the devices of --mesh.
     """
     from rmt_tpu.generation import check_slots
 
@@ -84,7 +89,10 @@ def check_rows(flag: str, rows: int) -> None:
 
 
 def names(workdirs: list[Folder]) -> list[str]:
-    """Their last parts, or if these are alike, as those of seed-0 of several presets, more."""
+    """Return short unique names: the last parts of the folders, or more parts if two collide.
+
+    Two collide for example if they are seed-0 of two presets.
+    """
     names = [w.name for w in workdirs]
     if len(set(names)) == len(names):
         return names

@@ -1,8 +1,9 @@
-"""Tokens that go on from prompts, many at a time.
+"""Generation from many prompts at a time, in the slots of a batch.
 
 Each slot of a batch has a prompt; when its text has ended, the next prompt takes the slot. A new
-prompt is read by itself, in one pass, and then put into the slot. Programs are compiled for sizes
-that double, and for nothing else: lengths, how tokens are chosen, and what has ended are numbers.
+prompt is read by itself, in one pass, and then put into the slot. Programs are compiled only for
+sizes that double: lengths, the way tokens are chosen, and which rows have ended are run-time
+values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,17 +21,19 @@ from rmt_tpu.generation.layouts import lay_out
 from rmt_tpu.generation.programs import Asked, Chosen, Ends, Model, Rows, Scores, mesh_of
 from rmt_tpu.generation.sampling import Sampling, choice
 
-_LEAST = 32  # tokens that the smallest programs are for
+_LEAST = 32  # tokens that the smallest programs hold
 PART = 2048  # tokens of a prompt that are read at a time
-SLOTS = 8  # rows, where nobody says how many
+SLOTS = 8  # default number of rows
 
 
 class Request(NamedTuple):
-    """A prompt, as all tokens that are read, and how to go on; all that is asked for fits.
+    """A prompt and how to continue it; the prompt and all tokens asked for fit the model.
 
     Attributes:
-      ranked: whether to tell which tokens were the likeliest.
-      scored: whether to tell how likely the prompt's own tokens are.
+      tokens: all tokens of the prompt that are read.
+      sampling: how the new tokens are chosen, and how many there may be.
+      ranked: whether to report which tokens were the likeliest.
+      scored: whether to report how likely the prompt's own tokens are.
     """
 
     tokens: np.ndarray
@@ -40,16 +43,16 @@ class Request(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What has come of a request since the last time.
+    """The new tokens of a request since its last report.
 
     Attributes:
-      number: of the request.
-      tokens: the new ones, without the one that ended it.
-      scores: of these.
+      number: the number of the request.
+      tokens: the new tokens, without a stop token that ended the text.
+      scores: the scores of these tokens.
       ended: whether there will be no more.
-      stopped: whether a stop token ended it.
-      prompt: scores of the prompt's tokens but the first, with the first new token of a request
-        that asks for them.
+      stopped: whether a stop token ended the text.
+      prompt: scores of the prompt's tokens except the first; given with the first new token of a
+        request that asks for them.
     """
 
     number: int
@@ -61,21 +64,21 @@ class Said(NamedTuple):
 
 
 class Engine:
-    """Goes on from prompts, as many at a time as there are slots; one thread may use it.
+    """Generates from prompts, as many at a time as there are slots. Only one thread may use it.
 
     Args:
-      decoder: the model; where its parameters are divided over a mesh, so is all that it does. On
-        TPUs they are laid out anew: see `layouts`.
+      decoder: the model; where its parameters are divided over a mesh, so is all computation. On
+        TPUs its parameters change their layouts in place: see `layouts`.
       stop: the token that ends a text, or several, any of which does.
-      known: ids below this have a text, the others are never chosen; None is all.
-      gaps: ids below `known` that have none.
+      known: ids below this one have a text, and others are never chosen; None is all ids.
+      gaps: ids below `known` that have no text.
       slots: rows of the batch.
-      steps: tokens a row between two looks at what has come.
+      steps: tokens per row between two looks at the results.
       part: tokens of a prompt that are read at a time.
 
     Raises:
-      MeshError: the slots do not divide over the devices that rows are divided over, or these are
-        of several processes.
+      MeshError: the slots do not divide over the devices of the batch axes, or these axes have
+        devices of several processes.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Engine:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all requests, and makes the rows anew: whatever went wrong with them is gone."""
+        """Forget all requests and make the rows anew, so that no failed state remains."""
         self.waiting: dict[int, Request] = {}
         self.numbers: list[int | None] = [None] * self.slots
         self.requests = [Request(np.zeros(1, int), Sampling())] * self.slots
@@ -113,9 +116,9 @@ class Engine:
         self._empty()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Said]:
-        """What comes of each request, as it comes; they are numbered in order.
+        """Yield what comes of each request, as it comes; requests are numbered in order.
 
-        Closed early, its rows are free again.
+        If the iterator is closed early, its rows are free again.
         """
         requests = iter(requests)
         try:
@@ -131,22 +134,22 @@ class Engine:
                 self.forget(number)
 
     def compile(self, tokens: int, *, scored: bool = True) -> None:
-        """Makes the programs for texts of up to so many tokens; others are made when needed.
+        """Compile the programs for texts of up to `tokens` tokens; others are compiled when needed.
 
-        Those for rows that grow from one size to another or take a prompt of another size are among
-        them.
+        Programs that grow rows from one size to another, or put a prompt of another size into them,
+        are included.
 
         Args:
-          tokens: of a prompt and of what follows it.
-          scored: whether prompts are scored, too.
+          tokens: the most tokens of a prompt and its new tokens together.
+          scored: whether programs that score prompts are compiled too.
         """
         sizes = [bucket(1)]
         while sizes[-1] < tokens:
             sizes.append(2 * sizes[-1])
         kept, self.ends = self.ends, self.ends._replace(stop=np.full_like(self.ends.stop, -1))
-        try:  # nothing ends a text before its second token
+        try:  # no stop token ends a text before its second token
             lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
-            # Behind the longest prompt there are steps past its own size.
+            # The longest prompt is followed by steps that need room beyond the prompt's own size.
             for length in [*lengths, max(1, tokens - 1)]:
                 how = Sampling(max_tokens=2)
                 self.submit(Request(np.zeros(length, int), how, scored=scored))
@@ -157,7 +160,7 @@ class Engine:
         self._compile_moves(sorted({*map(self._size, sizes), self.capacity}))
 
     def _compile_moves(self, sizes: list[int]) -> None:
-        """From each size of the rows to each larger one, and of prompts into rows."""
+        """Compile the growth of rows to each larger size, and inserts of smaller prompts."""
         count = self.slots // self.model.devices("batch")
         for at, size in enumerate(sizes):
             rows = programs.empty_rows(self.model, self.params, count, size)
@@ -168,7 +171,7 @@ class Engine:
                 rows = programs.insert(self.model, rows, one, np.int32(0))
 
     def submit(self, request: Request) -> int:
-        """The number of a request, from 0. It waits for a slot; `step` says what comes of it.
+        """Queue a request and return its number, from 0; `step` reports what comes of it.
 
         Raises:
           UsageError: the model has no embedding for a token of the prompt.
@@ -179,10 +182,10 @@ class Engine:
         return number
 
     def step(self) -> list[Said]:
-        """Reads the prompt that waits longest, if there is a slot for it; else all rows go on.
+        """Read the prompt that has waited longest if a slot is free; otherwise advance all rows.
 
-        They go on, too, when as many prompts as there are slots were read one after the other:
-        requests that end at once do not keep the others waiting.
+        All rows also advance after as many prompts as there are slots were read in succession, so
+        that requests that end at once do not keep the others waiting.
         """
         free = self._free()
         rows_run = len(free) < self.slots
@@ -194,7 +197,7 @@ class Engine:
         return self._go_on() if rows_run else []
 
     def forget(self, number: int) -> None:
-        """Ends a request: nothing more comes of it, and its slot is free."""
+        """End a request: nothing more comes of it, and its slot is free."""
         self.waiting.pop(number, None)
         if number in self.numbers:
             slot = self.numbers.index(number)
@@ -202,25 +205,25 @@ class Engine:
 
     @property
     def open(self) -> list[int]:
-        """Requests that have not ended."""
+        """The numbers of the requests that have not ended."""
         return [*self.waiting, *(number for number in self.numbers if number is not None)]
 
     def _free(self) -> list[int]:
         return [slot for slot, number in enumerate(self.numbers) if number is None]
 
     def _empty(self) -> None:
-        """Rows with as little room as there can be."""
-        self.rows = None  # before there are others
+        """Replace the rows by empty ones of the least capacity."""
+        self.rows = None  # free the old rows before the new ones are made
         self.capacity = self._size(1)
         rows = self.slots // self.model.devices("batch")
         self.rows = programs.empty_rows(self.model, self.params, rows, self.capacity)
 
     def _begin(self, slot: int, number: int, request: Request) -> Said:
-        """Reads a prompt, and chooses its first token."""
+        """Read a prompt and choose its first new token."""
         length = len(request.tokens)
         one, chosen = self._read(request)
         if len(self._free()) == self.slots and self._size(length) < self.capacity:
-            self._empty()  # no step reads room that nobody needs any more
+            self._empty()  # steps should not read room that nobody needs any more
         self.lengths[slot], self.requests[slot] = length, request
         self._grow(length)
         self.rows = programs.insert(self.model, self.rows, one, np.int32(slot))
@@ -233,7 +236,7 @@ class Engine:
         return Said(number, chosen.token[new].tolist(), scores, ended, stopped, prompt)
 
     def _read(self, request: Request) -> tuple[Rows, Chosen]:
-        """A row of its own."""
+        """Read a prompt into a row of its own, in parts if it is long."""
         tokens, model = request.tokens, (self.model, self.params)
         asked = Asked(
             np.array([len(tokens)], np.int32),
@@ -261,21 +264,21 @@ class Engine:
         return scored.scores((slice(0, length - 1),), request.ranked)
 
     def _grow(self, tokens: int) -> None:
-        """Makes room for rows of so many tokens."""
+        """Make room for rows of `tokens` tokens."""
         if tokens > self.capacity:
             self.capacity = self._size(tokens)
             self.rows = programs.grown(self.model, self.params, self.rows, self.capacity)
 
     def _size(self, tokens: int) -> int:
-        """Of a program for so many tokens."""
+        """Return the size of the program for `tokens` tokens."""
         return self._divisible(bucket(tokens))
 
     def _divisible(self, tokens: int) -> int:
-        """At least so many, that divide over the devices."""
+        """Round `tokens` up to a multiple of the devices that tokens are divided over."""
         return tokens + -tokens % self.model.devices("tokens")
 
     def _go_on(self) -> list[Said]:
-        """Some tokens more of each row."""
+        """Generate some more tokens of each row."""
         used = np.array([number is not None for number in self.numbers])
         running = np.flatnonzero(used).tolist()
         self._grow(int(self.lengths[running].max()) + self.steps)
@@ -300,16 +303,19 @@ class Engine:
 
 
 def bucket(tokens: int) -> int:
-    """The least size of a program for so many tokens."""
+    """Return the least size of a program for `tokens` tokens."""
     return max(_LEAST, 1 << (tokens - 1).bit_length())
 
 
 def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
-    """Raises MeshError if rows lie on devices of other processes, where nobody here reads them.
+    """Check that no rows lie on devices of other processes, where this process cannot read them.
 
     Args:
-      processes: whose devices a mesh has.
-      sizes: of its axes.
+      processes: the processes whose devices the mesh has.
+      sizes: the sizes of the mesh's axes.
+
+    Raises:
+      MeshError: the batch is divided over devices of several processes.
     """
     rows = sharding.CACHE_RULES["batch"]
     if (count := len(processes)) > 1 and any(sizes[axis] > 1 for axis in rows):
@@ -320,7 +326,7 @@ def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
 
 
 def check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raises UsageError if a model of so many tokens has no embedding for one of these."""
+    """Raise UsageError if a token is outside the `vocab_size` embeddings of a model."""
     foreign = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if foreign.size:
         raise UsageError(
@@ -330,7 +336,7 @@ def check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
 
 
 def check_slots(name: str, slots: int, mesh: jax.sharding.Mesh | None) -> None:
-    """Raises MeshError unless so many rows, by a flag or argument, divide over a mesh."""
+    """Raise MeshError unless `slots` rows, set by a flag or argument, divide over a mesh."""
     if mesh is not None:
         sharding.check_divides(mesh, name, slots, "batch", rules=sharding.CACHE_RULES)
 
