@@ -1,4 +1,4 @@
-"""Files of prompts, and of what follows them."""
+"""Files of prompts, and files of the texts generated from them."""
 
 import dataclasses
 import json
@@ -11,10 +11,12 @@ from rmt_tpu.storage import Folder, open_parent
 
 
 def read_prompts(location: str) -> list[str]:
-    """Of a file, local or gs://: a line each, or in .jsonl an object with "prompt" each.
+    """Read the prompts of a file, local or gs://.
+
+    Each line is a prompt, or in a .jsonl file an object with "prompt".
 
     Raises:
-      UsageError: there is no such file, or it has something else.
+      UsageError: the file does not exist, is not UTF-8, or a line of a .jsonl file has no prompt.
     """
     folder, name = _split(location)
     found = folder.read(name, limit=2**30)
@@ -39,13 +41,13 @@ def read_prompts(location: str) -> list[str]:
 
 
 class Output:
-    """A file of lines of JSON that is added to; what it has already need not be done again.
+    """A file of numbered JSON lines that results are added to, so that none is made twice.
 
     Args:
-      location: local or gs://.
+      location: the path, local or gs://.
 
     Raises:
-      UsageError: it cannot be written to, or what it has are no such lines.
+      UsageError: the file cannot be written, or has JSON lines of another kind.
     """
 
     def __init__(self, location: str):
@@ -54,12 +56,12 @@ class Output:
         self._folder.check(write=True)
         found = self._folder.read(self._name, limit=2**32)
         text = found.data.decode(errors="replace") if found else ""
-        # The last line may be half of one.
+        # A run that was stopped may have written only a part of the last line.
         self._broken = text[text.rfind("\n") + 1 :] != ""
         self.lines = list(self._parsed(text[: text.rfind("\n") + 1]))
 
     def add(self, *lines: dict[str, Any]) -> None:
-        """Lines more, all at once."""
+        """Append lines, all at once."""
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         if self._broken:
             text, self._broken = "\n" + text, False
@@ -70,14 +72,14 @@ class Output:
             try:
                 value = json.loads(line)
             except ValueError:
-                continue  # half a line, which another run has gone on behind
+                continue  # a partial line, after which another run went on
             if not isinstance(value, dict) or "number" not in value:
                 raise UsageError(f"{self.location}:{number} is not of this command; name another")
             yield value
 
 
 def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tuple]:
-    """What need not be done again: (number of the prompt, sample) of each line.
+    """Return the samples that the output has, as (number of the prompt, sample) of each line.
 
     Raises:
       RunError: the lines are of other prompts or settings.
@@ -86,7 +88,7 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
     for line in output.lines:
         number = line["number"]
         same = number < len(prompts) and prompts[number] == line.get("prompt")
-        # A line from before there was a setting was made with its default.
+        # A line written before a setting existed was made with the setting's default.
         made = {name: line.get(name, getattr(Sampling, name)) for name in settings}
         if not same or made != settings:
             raise RunError(

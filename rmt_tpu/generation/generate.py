@@ -1,4 +1,4 @@
-"""Text that goes on from prompts."""
+"""Text that continues prompts."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,16 +16,17 @@ from rmt_tpu.generation.text import Text
 
 @dataclass
 class Completion:
-    """What came of a prompt.
+    """The text generated from a prompt.
 
     Attributes:
-      number: of the prompt, from 0.
-      text: that follows it.
-      tokens: of the text; with a stop string those too that made it.
-      log_probabilities: of these tokens by the model, before temperature: nats.
-      likeliest: where they stand, as in `Scores`.
-      finish: "stop" if the model ended the text or a stop string came, else "length"; None
-        before it has ended.
+      number: the number of the prompt, from 0.
+      text: the text that follows the prompt.
+      tokens: the tokens of the text, and those of a stop string that ended it.
+      log_probabilities: the log-probabilities of these tokens by the model, before temperature, in
+        nats.
+      likeliest: for each of these tokens, the likeliest tokens in its place, as in `Scores`.
+      finish: "stop" if the model ended the text or a stop string came, else "length"; None before
+        the text has ended.
     """
 
     number: int
@@ -36,7 +37,7 @@ class Completion:
     finish: str | None = None
 
     def add(self, more: "Completion") -> None:
-        """What has come since."""
+        """Add what has come since."""
         self.text += more.text
         self.tokens += more.tokens
         self.log_probabilities += more.log_probabilities
@@ -45,11 +46,11 @@ class Completion:
 
 
 class Draft:
-    """A completion that is being made.
+    """The state of a completion while it is generated.
 
     Args:
-      number: of the prompt.
-      tokenizer: of the model.
+      number: the number of the prompt.
+      tokenizer: the model's tokenizer.
       stop: strings before any of which the text ends.
     """
 
@@ -57,7 +58,7 @@ class Draft:
         self.number, self.text = number, Text(tokenizer, stop)
 
     def more(self, said: Said) -> Completion:
-        """What comes of the request's next tokens, and of none behind a stop string."""
+        """Return the text of the request's next tokens, with nothing after a stop string."""
         told, count = "", 0
         for token in said.tokens:
             told, count = told + self.text.add([token]), count + 1
@@ -80,21 +81,26 @@ def generate(
     *,
     stop: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Pieces of text that follow `prompt`, until the model ends the document or the room is out.
+    """Yield pieces of text that follow `prompt`, until the model ends it or max_tokens is reached.
 
-    One new token costs one step: keys and values of earlier tokens are cached, and of the
-    residual only that of the newest token exists.
+    One new token costs one step: keys and values of earlier tokens are cached, and the residual
+    exists for the newest token alone.
 
     Args:
+      decoder: the model.
+      tokenizer: the model's tokenizer.
+      prompt: the text to continue.
+      sampling: how tokens are chosen, and how many there may be.
       stop: strings before any of which the text ends.
 
     Raises:
       UsageError: the prompt leaves no room in the model's learned positions, or has a token that
-        the model has not.
+        the model has no embedding for.
     """
     draft = Draft(0, tokenizer, stop)
     request = _request(decoder, tokenizer, prompt, sampling)
-    # One row, or as many as devices divide; a few tokens at a time: a person reads along.
+    # One row, or one per device that rows are divided over. Few steps at a time, so that a reader
+    # sees the text come.
     slots = Model.of(decoder)[0].devices("batch")
     engine = Engine(decoder, tokenizer.ends, **_texts(tokenizer), slots=slots, steps=4)
     for said in engine.run([request]):
@@ -113,12 +119,12 @@ def complete(
     stop: Sequence[str] = (),
     slots: int = SLOTS,
 ) -> Iterator[Completion]:
-    """What follows each prompt, in the order in which they end; `slots` of them at a time.
+    """Yield the text that follows each prompt, in the order in which they end; `slots` at a time.
 
-    A text depends on its own prompt, sampling and seed, and not on what is beside it.
+    A text depends on its own prompt, sampling and seed, and not on the other rows of the batch.
 
     Raises:
-      UsageError: as `generate`.
+      UsageError: see `generate`.
     """
     engine = Engine(decoder, tokenizer.ends, **_texts(tokenizer), slots=slots)
     open_ones: dict[int, tuple[Completion, Draft]] = {}
@@ -134,10 +140,12 @@ def complete(
 
 
 def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int) -> int:
-    """How many of `max_tokens` fit behind a prompt: learned positions end, others do not.
+    """Return how many of `max_tokens` new tokens fit after a prompt.
+
+    Only learned positions limit them.
 
     Raises:
-      UsageError: none do.
+      UsageError: there is room for none.
     """
     if config.learned_positions is None:
         return max_tokens
@@ -153,7 +161,7 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
 
 
 def _texts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Which tokens have a text, for an engine."""
+    """Return the arguments of an engine that say which tokens have a text."""
     return {"known": tokenizer.vocab_size, "gaps": tokenizer.gaps}
 
 

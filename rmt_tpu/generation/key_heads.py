@@ -1,8 +1,8 @@
-"""Heads of keys and values that several devices share: each has a copy of the one that it reads.
+"""Key and value heads that several devices share: each device has a copy of the head that it reads.
 
-A mesh divides a cache by heads. Of grouped queries there may be fewer heads of keys than devices:
-the model is then taken as the one with each of them as often as devices share it, which says the
-same, and of which every device has whole heads, in its weights as in its cache.
+A mesh divides a cache by heads. With grouped queries there may be fewer key heads than devices. The
+model is then replaced by an equivalent one that has each key head once for every device that shares
+it. Every device then has whole heads, in its weights and in its cache.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from rmt_tpu.generation.placement import parameter_shardings
 
 
 def repeated_model(model: cfg.ModelConfig, mesh: jax.sharding.Mesh) -> cfg.ModelConfig:
-    """The same model with as many heads of keys and values as the mesh divides them by, at least.
+    """Return the equivalent model whose key and value heads the mesh divides.
 
-    Queries must divide over it: see `placement.parameter_shardings`.
+    The query heads must divide over the mesh: see `placement.parameter_shardings`.
     """
     devices = math.prod(mesh.shape[axis] for axis in sharding.CACHE_RULES["tokens"])
     shared = lambda stack: tuple(core.sharing_heads(devices) for core in stack.cores)
@@ -32,7 +32,7 @@ def repeated_model(model: cfg.ModelConfig, mesh: jax.sharding.Mesh) -> cfg.Model
 
 
 def repeat_key_heads(decoder: Decoder, mesh: jax.sharding.Mesh) -> Decoder:
-    """A decoder of `repeated_model`, with the parameters of one that lies on the mesh."""
+    """Return a decoder of `repeated_model` with the parameters of a decoder on the mesh."""
     model = repeated_model(decoder.config, mesh)
     if model == decoder.config:
         return decoder
@@ -50,17 +50,17 @@ def repeat_key_heads(decoder: Decoder, mesh: jax.sharding.Mesh) -> Decoder:
 def _repeated(
     sublayer: dict[str, Any], old: cfg.Attention, new: cfg.Attention, wanted: dict[str, Any]
 ) -> dict[str, Any]:
-    """The parameters of a sublayer, on all layers of its stack."""
+    """Return a sublayer's parameters, for all layers of its stack, with key heads repeated."""
     heads, groups, times = old.num_heads, old.kv_heads, new.kv_heads // old.kv_heads
     site, core = dict(sublayer["site"]), dict(sublayer["core"])
 
     def of_rows(x: Array) -> Array:
-        """[layers, H + 2 G, ...], and maybe more behind."""
+        """Repeat key and value rows of [layers, H + 2 G, ...]; further rows stay as they are."""
         q, kv, others = jnp.split(x, [heads, heads + 2 * groups], axis=1)
         return jnp.concatenate([q, jnp.repeat(kv, times, axis=1), others], axis=1)
 
     def of_columns(x: Array) -> Array:
-        """[layers, 2, D, G * D_h]."""
+        """Repeat key and value columns of [layers, 2, D, G * D_h]."""
         x = jnp.repeat(x.reshape(*x.shape[:3], groups, -1), times, axis=3)
         return x.reshape(*x.shape[:3], -1)
 

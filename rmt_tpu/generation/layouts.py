@@ -1,9 +1,10 @@
-"""How weights lie in memory: as steps read them.
+"""Memory layouts of weights: as decode steps read them.
 
-XLA lays out an argument by its shape alone, and a program whose products want it otherwise turns it
-each time that it runs: of a width of 1264, no whole tiles, up to 0.5 GB in every dispatch of steps.
-So steps are compiled for the TPU to see what they turn, and all programs take it as turned.
-`Layout.AUTO` does not do: a program for the layouts that it gives may turn what that one does not.
+XLA lays out an argument by its shape alone. A program whose products need another layout transposes
+the argument each time that it runs: for a width of 1264, which is no whole number of tiles, up to
+0.5 GB in every dispatch of steps. Therefore steps are compiled for the TPU to see which weights
+they transpose, and all programs take these weights transposed. `Layout.AUTO` does not suffice: a
+program compiled for the layouts that it chose may transpose weights that the first one did not.
 """
 
 import re
@@ -21,10 +22,10 @@ from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.generation import programs
 from rmt_tpu.generation.programs import Model
 
-# Of the steps that are looked at; other sizes turn the same.
+# Cache capacity and number of the steps that are compiled; other sizes transpose the same weights.
 _CAPACITY, _COUNT = 1024, 8
 _ROUNDS = 4  # at most
-_PLATFORM = "tpu"  # others have one order
+_PLATFORM = "tpu"  # other platforms have one layout
 _MATRICES = ("embedding", "hidden", "unembedding")
 _ENTRY = "\nENTRY "
 _PARAMETER = re.compile(r"%(\S+) = \S+ parameter\((\d+)\)")
@@ -32,14 +33,14 @@ _TURNED = re.compile(r" = \w+\[[\d,]+\]\{([\d,]+)\S* (?:copy|transpose)\(%([^\s,
 
 
 def lay_out(decoder: Decoder, rows: int) -> None:
-    """Puts a decoder's parameters as steps of so many rows want them to lie, on TPUs.
+    """Put a decoder's parameters into the layouts that steps of `rows` rows read, on TPUs.
 
     They are replaced in the decoder itself, one by one, so that memory need not hold all of them
-    twice. A decoder may be of shapes that have the devices where they would be.
+    twice. The decoder may consist of shapes with shardings, so its devices need not be there.
     """
     params = nnx.state(decoder, nnx.Param)
     leaves, tree = jax.tree.flatten(params)
-    where = getattr(leaves[0], "sharding", None)  # of an array of NumPy there is none
+    where = getattr(leaves[0], "sharding", None)  # NumPy arrays have no sharding
     if where is None or any(device.platform != _PLATFORM for device in where.device_set):
         return
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves)
@@ -54,13 +55,13 @@ def lay_out(decoder: Decoder, rows: int) -> None:
 def lower_steps(
     model: Model, params: nnx.State, rows: int, capacity: int, count: int
 ) -> jax.stages.Lowered:
-    """A dispatch of steps that each take the likeliest token, of weights as they lie.
+    """Lower a dispatch of greedy steps, for weights in the layouts that they have.
 
     Args:
-      model, params: from `Model.of`, of shapes that have the devices where they would be.
-      rows: on all devices.
+      model, params: from `Model.of`, as shapes with shardings; the devices need not be there.
+      rows: the rows on all devices together.
       capacity: tokens that the cache has room for; it is donated.
-      count: steps.
+      count: steps of the dispatch.
     """
     of_rows = model.over(sharding.CACHE_RULES["batch"])
     one = jax.tree.leaves(params)[0].sharding
@@ -86,7 +87,7 @@ def lower_steps(
 def _likeliest(
     count: int, decoder: Decoder, token: Int[Array, " batch"], cache: Cache
 ) -> tuple[tuple[Array, Cache], Int[Array, "steps batch"]]:
-    """The newest tokens with the cache, and all of them."""
+    """Run `count` greedy steps; return the newest tokens with the cache, and all tokens."""
 
     def step(carry, _):
         token, cache = carry
@@ -101,13 +102,13 @@ def _likeliest(
 def _chosen(
     model: Model, tree: jax.tree_util.PyTreeDef, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int
 ) -> dict[int, tuple[int, ...]]:
-    """The order of the axes, from major to minor, of each parameter that steps read.
+    """Return the axis order, major to minor, of each parameter that steps read.
 
-    They are named by their places in the tree.
+    Parameters are named by their places in the tree.
     """
     params, orders = tree.unflatten(shapes), {}
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    # With one matrix turned another may be.
+    # A transposed matrix may cause another one to be transposed.
     for _ in range(_ROUNDS):
         steps = lower_steps(model, params, rows, _CAPACITY, _COUNT).compile()
         layouts = [given.layout for given in jax.tree.leaves(steps.input_formats[0][0])]
@@ -124,12 +125,12 @@ def _chosen(
 
 
 def turned(text: str, given: list[tuple[int, ...] | None]) -> dict[int, tuple[int, ...]]:
-    """Arrays that a compiled program turns before anything else, and to what order of axes.
+    """Return the arguments that a compiled program transposes first, with the axis order they get.
 
     Args:
-      text: of the program.
-      given: the order of the axes of its first arguments; None of one that it does not read, and
-        that is no parameter of it.
+      text: the HLO of the program.
+      given: the axis order of each of its first arguments; None for an argument that the program
+        does not read, which is then not among its parameters.
     """
     read = [place for place, order in enumerate(given) if order is not None]
     entry = text[text.index(_ENTRY) :]

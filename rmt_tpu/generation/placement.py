@@ -1,4 +1,4 @@
-"""Where a model's parameters lie on a mesh that text is generated on."""
+"""The sharding of a model's parameters on a mesh that text is generated on."""
 
 import math
 from typing import Any
@@ -14,10 +14,12 @@ from rmt_tpu.layers.parameters import metadata
 
 
 def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
-    """Of each parameter, in the tree of `nnx.to_pure_dict`; the decoder may be of shapes alone.
+    """Return the sharding of each parameter, in the tree of `nnx.to_pure_dict`.
+
+    The decoder may consist of shapes alone.
 
     Raises:
-      MeshError: the model cannot be divided so, or caches cannot.
+      MeshError: the mesh cannot divide the model or its caches.
     """
     _check(decoder.config, mesh)
     shapes = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
@@ -26,7 +28,7 @@ def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
         for k, core in enumerate(stack.cores):
             site = axes["stacks"][s][k]["site"]
             if "read_fewer" in site and core.kv_heads % mesh.shape["tensor"]:
-                # Whole until each device has its own of them: see `key_heads`.
+                # Replicated over `tensor` until each device gets its own heads: see `key_heads`.
                 site["read_fewer"] = (*site["read_fewer"][:-1], "shared")
     specs = sharding.parameter_specs(mesh, axes, shapes)
     return jax.tree.map(lambda spec: NamedSharding(mesh, sharding.used_axes(mesh, spec)), specs)
@@ -44,7 +46,7 @@ def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
     devices = math.prod(mesh.shape[axis] for axis in axes)
     for core in model.cores:
         for name, heads in core.divided_heads.items():
-            # Devices may share a head of keys: see `key_heads`.
+            # Devices may share a key head: see `key_heads`.
             if heads % devices and name != "num_kv_heads":
                 raise sharding.MeshError(
                     f"--mesh: {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)} divides "

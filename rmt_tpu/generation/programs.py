@@ -1,9 +1,9 @@
-"""What an engine compiles: each function once for each size, on one device or for those of a mesh.
+"""The compiled functions of an engine: each once per size, on one device or on a mesh.
 
-On a mesh every device has its rows and its heads of the cache, and its part of each parameter;
-tokens of a prompt are divided, and so are those of a step, one of each row. Where `data` and `fsdp`
-divide rows, one row that is read by itself is on each of these devices, and the slot's own keeps
-it.
+On a mesh every device has its rows and its heads of the cache, and its shard of each parameter. The
+tokens of a prompt are divided over devices, and so are those of a step, one of each row. Where
+`data` and `fsdp` divide rows, a single row that is read by itself is computed on each of these
+devices, and the device that owns the slot keeps it.
 """
 
 from collections.abc import Callable
@@ -22,20 +22,20 @@ from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.generation.sampling import Choice, penalized, sample
 
-RANKS = 5  # likeliest tokens that can be told of each place
-_SCORED = 64  # tokens of a prompt whose logits are there at a time
+RANKS = 5  # the number of likeliest tokens that can be reported for each place
+_SCORED = 64  # tokens of a prompt whose logits are in memory at a time
 
 _BATCH, _TOKENS = sharding.CACHE_RULES["batch"], sharding.CACHE_RULES["tokens"]
 _WHOLE = PartitionSpec()
 
 
 class Scores(NamedTuple):
-    """Of some tokens in a row, by the model itself, before temperature: nats.
+    """The model's own scores of tokens in a row, before temperature, in nats.
 
     Attributes:
-      log_probabilities: of each token.
-      likeliest: for each place, the RANKS likeliest tokens, from the likeliest on, with their
-        log-probabilities; [] if this was not asked for.
+      log_probabilities: the log-probability of each token.
+      likeliest: for each place, the RANKS likeliest tokens in descending order, with their
+        log-probabilities; [] if they were not asked for.
     """
 
     log_probabilities: list[float]
@@ -43,12 +43,13 @@ class Scores(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A token of each row.
+    """The chosen token of each row.
 
     Attributes:
-      log_probability: by the model itself.
-      likeliest: tokens; 0 if they are not asked for.
-      log_probabilities: of the likeliest.
+      token: the chosen tokens.
+      log_probability: their log-probabilities by the model itself.
+      likeliest: the likeliest tokens in their places; 0 if they are not asked for.
+      log_probabilities: the log-probabilities of the likeliest tokens.
     """
 
     token: Int[Array, "*steps batch"]
@@ -57,19 +58,20 @@ class Chosen(NamedTuple):
     log_probabilities: Float[Array, "*steps batch ranks"]
 
     def scores(self, at: tuple, ranked: bool) -> Scores:
-        """Of the tokens of one row, on the host."""
+        """Return the scores of one row's tokens, at the index `at`, on the host."""
         values = [np.asarray(x[at]).tolist() for x in self[1:]]
         likeliest = [dict(zip(*ranks, strict=True)) for ranks in zip(*values[1:], strict=True)]
         return Scores(values[0], likeliest if ranked else [])
 
 
 class Rows(NamedTuple):
-    """A batch in the middle of its texts.
+    """The state of a batch in the middle of its texts.
 
     Attributes:
-      token: the newest of each row, which is not in the cache yet.
+      cache: the cache of all rows.
+      token: the newest token of each row, which is not in the cache yet.
       left: how many tokens each row may still have; 0 if it has ended.
-      seen: which tokens its prompt and text have.
+      seen: which tokens each row's prompt and text have.
     """
 
     cache: Cache
@@ -79,12 +81,12 @@ class Rows(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What ends a text, and what may be in it.
+    """The tokens that end a text, and the tokens that may be in one.
 
     Attributes:
-      stop: tokens, any of which ends it.
-      known: only tokens below this have a text; a model may have more, which are never chosen.
-      gaps: tokens below `known` that have no text either, and end none.
+      stop: tokens, any of which ends a text.
+      known: only tokens below this one have a text; a model may have more, which are never chosen.
+      gaps: tokens below `known` that have no text and end no text.
     """
 
     stop: Int[Array, " stops"]
@@ -92,18 +94,18 @@ class Ends(NamedTuple):
     gaps: Int[Array, " gaps"] = np.zeros(0, np.int32)
 
     def at(self, token: Int[Array, " batch"]) -> Bool[Array, " batch"]:
-        """Whether each row's text ends with its token."""
+        """Return whether each row's text ends with its token."""
         return jnp.any(token[:, None] == self.stop, axis=-1)
 
     def possible(self, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-        """Without those of tokens that have no text and end none."""
+        """Return the logits with -inf for tokens that have no text and do not end one."""
         tokens = jnp.arange(logits.shape[-1])
         logits = jnp.where((tokens < self.known) | self.at(tokens), logits, -jnp.inf)
         return logits.at[:, self.gaps].set(-jnp.inf) if len(self.gaps) else logits
 
 
 class Asked(NamedTuple):
-    """Of a prompt: its length, how tokens are chosen, and how many there may be."""
+    """A prompt's length, how its tokens are chosen, and how many there may be."""
 
     lengths: Int[Array, "1"]
     how: Choice
@@ -113,7 +115,7 @@ class Asked(NamedTuple):
 
 
 def mesh_of(decoder: Decoder) -> Mesh | None:
-    """The devices that a decoder's parameters are divided over; None if that is one."""
+    """Return the mesh that a decoder's parameters are divided over; None for one device."""
     placed = [getattr(x, "sharding", None) for x in jax.tree.leaves(nnx.state(decoder))]
     if all(isinstance(s, NamedSharding) and s.mesh.size > 1 for s in placed):
         return placed[0].mesh
@@ -121,13 +123,15 @@ def mesh_of(decoder: Decoder) -> Mesh | None:
 
 
 class Model(NamedTuple):
-    """What programs are compiled for, beside sizes; on one device all but the first are empty.
+    """The key that programs are compiled for, in addition to sizes.
+
+    On one device all fields but the first are empty.
 
     Attributes:
-      graphdef: of the decoder.
-      mesh: of the devices.
-      parameters: over which of its axes each is divided, in the order of their tree.
-      cache: the same of each array of a cache.
+      graphdef: the graph definition of the decoder.
+      mesh: the mesh of the devices.
+      parameters: how the mesh divides each parameter, in the order of their tree.
+      cache: how the mesh divides each array of a cache.
     """
 
     graphdef: nnx.GraphDef
@@ -137,7 +141,7 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, decoder: Decoder) -> tuple["Model", nnx.State]:
-        """Of a decoder whose parameters lie where they are to be used."""
+        """Return the model and parameters of a decoder whose parameters lie where they are used."""
         graphdef, params = nnx.split(decoder)
         if (mesh := mesh_of(decoder)) is None:
             return cls(graphdef), params
@@ -147,21 +151,21 @@ class Model(NamedTuple):
 
     @property
     def rows(self) -> Rows | None:
-        """Over which axes of the mesh those of a `Rows` are divided."""
+        """The partition specs of a `Rows`."""
         return self.mesh and Rows(self.cache, *3 * [self.over(_BATCH)])
 
     def over(self, *axes: tuple[str, ...] | None) -> PartitionSpec | None:
-        """Of an array that is divided over axes of the mesh."""
+        """Return the partition spec of an array whose axes are divided over `axes` of the mesh."""
         return self.mesh and sharding.used_axes(self.mesh, axes)
 
     def devices(self, axis: str) -> int:
-        """That divide a logical axis."""
+        """Return how many devices divide a logical axis."""
         if self.mesh is None:
             return 1
         return int(np.prod([self.mesh.shape[name] for name in sharding.CACHE_RULES[axis]]))
 
     def placed(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """A function that every device runs on its shards."""
+        """Return `function` as one that every device runs on its shards."""
         if self.mesh is None:
             return function
         return sharding.per_device(function, self.mesh, in_specs, out_specs, tokens=_TOKENS)
@@ -169,7 +173,7 @@ class Model(NamedTuple):
     def run(
         self, function: Callable, params: nnx.State, given: tuple, in_specs: tuple, out_specs: Any
     ) -> Any:
-        """`function(decoder, *given)`, by every device on its shards."""
+        """Call `function(decoder, *given)` on every device, with its shards."""
         leaves, tree = jax.tree.flatten(params)
 
         def merged(leaves, *given):
@@ -182,14 +186,14 @@ class Model(NamedTuple):
 
 @partial(jax.jit, static_argnames=("model", "rows", "capacity"))
 def empty_cache(model: Model, params: nnx.State, rows: int, capacity: int) -> Cache:
-    """Of so many rows a device."""
+    """Return an empty cache with `rows` rows per device."""
     make = lambda decoder: decoder.empty_cache(rows, capacity)
     return model.run(make, params, (), (), model.cache)
 
 
 @partial(jax.jit, static_argnames=("model", "rows", "capacity"))
 def empty_rows(model: Model, params: nnx.State, rows: int, capacity: int) -> Rows:
-    """So many a device, which have all ended."""
+    """Return `rows` rows per device, all of which have ended."""
 
     def make(decoder):
         zeros = jnp.zeros(rows, jnp.int32)
@@ -206,13 +210,13 @@ def prefill(
     tokens: Int[Array, "1 seq"],
     asked: Asked,
 ) -> tuple[Rows, Chosen]:
-    """A row that has read its prompt, and has its first token."""
+    """Read a prompt in one pass, and return its row and its first new token."""
 
     def read(decoder, tokens, asked):
         cache = decoder.empty_cache(1, tokens.shape[1])
         logits, cache = decoder.prefill(tokens, asked.lengths, cache)
         of_prompt = jnp.arange(tokens.shape[1]) < asked.lengths[0]
-        # What fills it up is put behind the last token, which is nowhere.
+        # Padding gets an index outside the vocabulary, where nothing is written.
         places = jnp.where(of_prompt, tokens[0], logits.shape[1])
         seen = jnp.zeros(logits.shape, bool).at[0, places].set(True, mode="drop")
         return _begun(logits, cache, seen, asked)
@@ -229,7 +233,7 @@ def extend(
     lengths: Int[Array, "1"],
     cache: Cache,
 ) -> tuple[Float[Array, "rows vocab"], Cache]:
-    """Logits behind a part of a prompt, and the cache with it."""
+    """Return the logits after a part of a prompt, and the cache with that part."""
     specs = (_WHOLE, _WHOLE, model.cache), (model.over(_BATCH), model.cache)
     return model.run(Decoder.extend, params, (tokens, lengths, cache), *specs)
 
@@ -242,7 +246,7 @@ def first(
     seen: Bool[Array, "1 vocab"],
     asked: Asked,
 ) -> tuple[Rows, Chosen]:
-    """A row with the first token behind its prompt."""
+    """Return the row of a prompt that was read in parts, and its first new token."""
     of_rows = model.over(_BATCH)
     specs = (of_rows, model.cache, _WHOLE, _WHOLE), (model.rows, of_rows)
     return model.placed(_begun, *specs)(logits, cache, seen, asked)
@@ -262,9 +266,10 @@ def score(
     lengths: Int[Array, "1"],
     ranked: Bool[Array, ""],
 ) -> Chosen:
-    """How likely each token of a prompt was behind those before it, but the first: it is not told.
+    """Return how likely each token of a prompt but the first is, given the tokens before it.
 
-    The logits of few tokens are there at a time. The last place is not to be used.
+    Place i has the score of token i + 1, so the last place has no meaning. Only few tokens have
+    their logits in memory at a time.
     """
 
     def scored(decoder, tokens, lengths, ranked):
@@ -284,7 +289,7 @@ def score(
 
 @partial(jax.jit, static_argnames="model", donate_argnames="rows")
 def insert(model: Model, rows: Rows, one: Rows, slot: Int[Array, ""]) -> Rows:
-    """A row in place of the one that had the slot."""
+    """Put a row into a slot, in place of the row that had it."""
 
     def put(rows, one, slot):
         count = len(rows.token)
@@ -307,7 +312,7 @@ def insert(model: Model, rows: Rows, one: Rows, slot: Int[Array, ""]) -> Rows:
 
 @partial(jax.jit, static_argnames=("model", "capacity"))
 def grown(model: Model, params: nnx.State, rows: Rows, capacity: int) -> Rows:
-    """With room for so many tokens."""
+    """Return the rows with a cache for `capacity` tokens."""
 
     def grow_one(kept, like):
         return jnp.pad(kept, [(0, n - m) for m, n in zip(kept.shape, like.shape, strict=True)])
@@ -331,12 +336,13 @@ def steps(
     ranked: Bool[Array, ""],
     count: int,
 ) -> tuple[Rows, Chosen]:
-    """So many tokens more of the rows that are used; -1 where a row has ended before."""
+    """Generate `count` more tokens of the rows in `used`; the token is -1 where a row has ended."""
 
     def run(decoder, rows, used, how, ends, ranked):
         def step(rows, _):
             running = rows.left > 0
-            # What has ended reads again at its beginning: past its end there may be no position.
+            # A row that has ended decodes at position 0: past its end there may be no learned
+            # position.
             start = jnp.where(running, rows.cache.length, 0)
             logits, cache = decoder.decode(rows.token[:, None], rows.cache._replace(length=start))
             length = rows.cache.length + running
@@ -364,7 +370,7 @@ def _chosen(
     logits: Float[Array, "batch vocab"], token: Int[Array, " batch"], ranked: Bool[Array, ""]
 ) -> Chosen:
     logits = logits.astype(jnp.float32)
-    # Not the logarithms of all tokens, which would be as many numbers again.
+    # The log-probabilities of all tokens would be another array as large as the logits.
     log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     of_token = (jnp.take_along_axis(logits, token[:, None], axis=-1) - log_sum)[:, 0]
     ranks = min(RANKS, logits.shape[-1])
@@ -374,5 +380,5 @@ def _chosen(
         values, tokens = jax.lax.top_k(logits, ranks)
         return tokens.astype(jnp.int32), values - log_sum
 
-    # Seldom asked for, and to look through a whole vocabulary takes long.
+    # The ranks are seldom asked for, and top_k over a whole vocabulary takes long.
     return Chosen(token, of_token, *jax.lax.cond(ranked, best, lambda: none))

@@ -1,4 +1,4 @@
-"""Which token comes next."""
+"""The choice of the next token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from rmt_tpu.config.checks import (
     Share,
 )
 
-_LEAST = 2.0**-126  # float32 has no smaller number that devices do not take for 0
+_LEAST = 2.0**-126  # the smallest float32 that devices do not flush to 0
 _Penalty = Annotated[float, Range("positive, at most 3.4e+38, at least 1.2e-38", _LEAST, 3.4e38)]
-# The cache holds keys and values of all of them.
+# The cache has room for the keys and values of all new tokens.
 _NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
 
 
@@ -31,13 +31,15 @@ class Sampling(Checked):
 
     Attributes:
       temperature: divides the logits; 0 always takes the likeliest token.
-      top_k: only so many of the likeliest tokens; 0 is all.
-      top_p: only the likeliest tokens that together reach this probability; the likeliest always.
-      min_p: only tokens at least so likely as this times the likeliest; 0 is all.
-      repetition_penalty: divides the logits of tokens that the prompt or the text has, those below
-        0 multiplied (Keskar et al., 2019, section 4.1); 1 is none.
-      max_tokens: to generate at most.
-      seed: of the draws.
+      top_k: keep only this many of the likeliest tokens; 0 keeps all.
+      top_p: keep only the likeliest tokens that together reach this probability; the likeliest
+        token is always kept.
+      min_p: keep only tokens whose probability is at least this share of the likeliest token's; 0
+        keeps all.
+      repetition_penalty: for tokens of the prompt or the text, positive logits are divided by it
+        and negative ones multiplied (Keskar et al., 2019, section 4.1); 1 changes nothing.
+      max_tokens: how many tokens are generated at most.
+      seed: the seed of the draws.
     """
 
     temperature: NonNegative = 1.0
@@ -50,7 +52,7 @@ class Sampling(Checked):
 
 
 class Choice(NamedTuple):
-    """The `Sampling` of each row, as numbers: one program serves all."""
+    """The `Sampling` of each row as arrays, so that one program serves all."""
 
     temperature: Float[Array, " batch"]
     top_k: Int[Array, " batch"]
@@ -61,10 +63,10 @@ class Choice(NamedTuple):
 
 
 def choice(rows: Sequence[Sampling]) -> Choice:
-    """Of a batch; in NumPy."""
-    # More than there are tokens is all of them, and so is 0.
+    """Return the choice of a batch, in NumPy."""
+    # A count above the vocabulary size keeps all tokens, as 0 does.
     bounded = lambda count: min(count, np.iinfo(np.int32).max)
-    # Some devices take a smaller number for 0, and others do not.
+    # Some devices flush a smaller number to 0, and others do not.
     normal = lambda value: value if value >= _LEAST else 0.0
     return Choice(
         np.array([normal(s.temperature) for s in rows], np.float32),
@@ -79,10 +81,10 @@ def choice(rows: Sequence[Sampling]) -> Choice:
 def penalized(
     logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"], how: Choice
 ) -> Float[Array, "batch vocab"]:
-    """With the logits of tokens that a row has seen made smaller, by its `repetition_penalty`."""
+    """Return the logits with those of seen tokens lowered by the row's `repetition_penalty`."""
     penalty = how.repetition_penalty[:, None]
     smaller = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    # Two that are infinite could not be told apart, and what they differ by is no number.
+    # Infinite logits could not be told apart, and their difference would be NaN.
     largest = jnp.finfo(logits.dtype).max
     smaller = jnp.clip(smaller, -largest, largest)
     return jnp.where(seen & (penalty != 1), smaller, logits)
@@ -91,21 +93,21 @@ def penalized(
 def sample(
     logits: Float[Array, "batch vocab"], positions: Int[Array, " batch"], how: Choice
 ) -> Int[Array, " batch"]:
-    """A token for each row, drawn from what temperature, top-k, top-p and min-p leave.
+    """Draw a token for each row from those that temperature, top-k, top-p and min-p keep.
 
-    A draw depends on the row's seed and the token's position alone, and not on other rows.
+    A draw depends only on the row's seed and the token's position, and not on other rows.
     """
     likeliest = jnp.argmax(logits, axis=-1)
 
     def drawn():
-        # The likeliest is 0, however small the temperature is.
+        # The likeliest token's value is 0, however small the temperature is.
         below = logits - jnp.max(logits, axis=-1, keepdims=True)
         scaled = below / jnp.where(how.temperature > 0, how.temperature, 1)[:, None]
-        some = jnp.any((how.top_k > 0) | (how.top_p < 1))  # to sort them all takes long
+        some = jnp.any((how.top_k > 0) | (how.top_p < 1))  # a sort of all tokens takes long
         scaled = jax.lax.cond(
             some, lambda: jnp.where(_kept(scaled, how), scaled, -jnp.inf), lambda: scaled
         )
-        # In whatever order: what top-k and top-p leave out changes no ratio to the likeliest.
+        # min_p may come last: top-k and top-p change no ratio to the likeliest token.
         least = jnp.max(scaled, axis=-1) + jnp.log(how.min_p)
         scaled = jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
         tokens = jnp.argmax(scaled + _noise(how.seed, positions, scaled), axis=-1)
@@ -115,7 +117,10 @@ def sample(
 
 
 def _noise(seeds, positions, logits):
-    """Gumbel's, with which the largest logit is a draw; by token, whatever else is left out."""
+    """Return Gumbel noise; the argmax of logits plus noise is a draw.
+
+    A token's noise does not depend on which other tokens are left out.
+    """
 
     def of_row(seed, position):
         key = jax.random.fold_in(jax.random.key(seed), position)
@@ -125,7 +130,10 @@ def _noise(seeds, positions, logits):
 
 
 def _kept(logits, how: Choice) -> Bool[Array, "batch vocab"]:
-    """By place in the order and not by value, so that equal logits do not let in more."""
+    """Return which tokens top-k and top-p keep.
+
+    They are kept by rank and not by value, so that tokens with equal logits do not exceed top-k.
+    """
     order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
     top_k = jnp.where(how.top_k > 0, how.top_k, logits.shape[-1])
     within = jnp.arange(logits.shape[-1]) < top_k[:, None]
@@ -133,6 +141,6 @@ def _kept(logits, how: Choice) -> Bool[Array, "batch vocab"]:
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     within &= (before < how.top_p[:, None]) | (how.top_p[:, None] >= 1)
-    within |= jnp.arange(logits.shape[-1]) == 0  # the likeliest, where top_p is 0 in float32
+    within |= jnp.arange(logits.shape[-1]) == 0  # keep the likeliest, even if top_p is 0 in float32
     rows = jnp.arange(logits.shape[0])[:, None]
     return jnp.zeros_like(within).at[rows, order].set(within, unique_indices=True)

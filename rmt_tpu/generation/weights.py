@@ -1,4 +1,4 @@
-"""A decoder's weights as products take them."""
+"""A decoder's weights in the dtype that it computes in."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -7,12 +7,13 @@ from rmt_tpu.decoder import Decoder
 
 
 def cast_once(decoder: Decoder) -> Decoder:
-    """The same model with its matrices in the dtype that it computes in: the same logits.
+    """Return the same model with its matrices cast to the dtype that it computes in.
 
-    Cast where they multiply, they are read in float32 and written again for each few tokens; an
-    embedding is cast as a whole, for XLA does so before it takes rows. What is computed with in
-    float32 (gains, key vectors, what mixers learn, an embedding with a multiplier) stays as it is,
-    and is shared.
+    The logits stay the same. Without this cast, matrices are cast where they multiply: they are
+    read in float32 and written again for every few tokens, and an embedding is cast as a whole,
+    because XLA casts it before it takes rows. Parameters that are used in float32 (gains, key
+    vectors, parameters of mixers, an embedding with a multiplier) stay as they are, and are shared
+    with `decoder`.
     """
     roles = ["hidden", "unembedding"]
     if decoder.embedding.multiplier == 1:

@@ -1,5 +1,5 @@
-"""A model behind HTTP, as OpenAI's completions have it.
+"""A model behind HTTP, in the form of OpenAI's completions.
 
-`protocol` and `answers` are functions of their arguments alone, `worker` is the thread that has the
-device, `app` and `server` are the front, which need starlette and uvicorn.
+`protocol` and `answers` are pure functions of their arguments, `worker` is the thread that uses the
+device, and `app` and `server` are the front end, which needs starlette and uvicorn.
 """

@@ -1,4 +1,4 @@
-"""Where a server can be reached. No jax: an address that is refused is told at once."""
+"""The address of a server. Imports no jax, so that a refused address is reported at once."""
 
 import contextlib
 import errno
@@ -10,10 +10,10 @@ from rmt_tpu.errors import UsageError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for the address, which nobody can connect to yet.
+    """Return a socket bound to the address, which nobody can connect to yet.
 
     Raises:
-      UsageError: the host is no address of this machine, or the port is not to be had.
+      UsageError: the host is not an address of this machine, or the port is not available.
     """
     try:
         family, kind, number, _, address = socket.getaddrinfo(
@@ -33,10 +33,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(opened: socket.socket) -> str:
-    """Clients can connect from now on. Returns the URL.
+    """Let clients connect from now on, and return the URL.
 
     Raises:
-      UsageError: another server has taken the port meanwhile.
+      UsageError: another server has taken the port in the meantime.
     """
     host, port = opened.getsockname()[:2]
     with _told(host, port):
@@ -45,7 +45,7 @@ def listen(opened: socket.socket) -> str:
 
 
 def is_loopback(opened: socket.socket) -> bool:
-    """Whether only this machine can connect."""
+    """Return whether only this machine can connect."""
     return ipaddress.ip_address(opened.getsockname()[0]).is_loopback
 
 

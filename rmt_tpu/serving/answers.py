@@ -1,4 +1,4 @@
-"""What clients are told: OpenAI's form of completions, whole or in chunks."""
+"""Answers to clients in OpenAI's form of completions, whole or in chunks."""
 
 import codecs
 import math
@@ -10,13 +10,13 @@ from rmt_tpu.serving.protocol import Ask, Served
 
 
 class Answer:
-    """To one request. What a stream is told adds up to what others are told at once.
+    """The answer to one request. The chunks of a stream add up to the answer sent at once.
 
     Args:
       ask: the request.
       served: the model.
-      name: of the answer.
-      created: when: seconds since 1970.
+      name: the id of the answer.
+      created: the time of the request, in seconds since 1970.
     """
 
     def __init__(self, ask: Ask, served: Served, name: str, created: int):
@@ -33,12 +33,13 @@ class Answer:
         self._tokens = 0
 
     def add(self, index: int, more: Completion, prompt: Scores | None) -> dict[str, Any]:
-        """What has come of a text, as a chunk.
+        """Add what has come of a text, and return it as a chunk.
 
         Args:
-          index: of the text.
-          more: of it.
-          prompt: scores of its prompt, with the first of it, if they are wanted.
+          index: the index of the text.
+          more: what has come of the text.
+          prompt: the scores of its prompt, given with the first part of the text, if they are
+            wanted.
         """
         if self._ask.silent:
             more = Completion(more.number, finish="length")
@@ -53,16 +54,16 @@ class Answer:
         return self._head | {"choices": [piece]} | usage
 
     def whole(self) -> dict[str, Any]:
-        """All that was told."""
+        """Return the whole answer."""
         return self._head | {"choices": self._told, "usage": self._usage()}
 
     def usage(self) -> dict[str, Any]:
-        """The chunk that ends a stream."""
+        """Return the chunk that ends a stream."""
         return self._head | {"choices": [], "usage": self._usage()}
 
     @property
     def ended(self) -> bool:
-        """Whether all of its texts have."""
+        """Whether all of its texts have ended."""
         return all(told["finish_reason"] for told in self._told)
 
     def _usage(self) -> dict[str, int]:
@@ -75,15 +76,15 @@ class Answer:
 
 
 class _Choice:
-    """One of the texts."""
+    """One text of an answer."""
 
     def __init__(self, ask: Ask, index: int, tokenizer: Tokenizer):
         self.ask, self.index, self.tokenizer = ask, index, tokenizer
         self.prompt = ask.prompts[index // ask.n]
         self.begun = False
-        self.told = 0  # characters
-        self.offset = 0  # of the next token, in characters
-        self.held: list[tuple] = []  # tokens whose text is not told yet
+        self.told = 0  # characters of the text so far
+        self.offset = 0  # where the next token's text begins, in characters
+        self.held: list[tuple] = []  # tokens whose text is not sent yet
         self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def empty(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class _Choice:
         likeliest = more.likeliest or [{}] * len(more.tokens)
         for given in zip(more.tokens, more.log_probabilities, likeliest, strict=True):
             self._hold(*given)
-        # Of what a stop string was made of, nothing is told; nor ever before the text itself.
+        # Tokens are sent once their text is: those of a stop string never are.
         count = sum(offset < self.told for *_, offset in self.held)
         if more.finish == "length":
             count = len(self.held)
@@ -117,7 +118,7 @@ class _Choice:
         if scores is None:
             return
         start = len(self.prompt.tokens) - self.prompt.own
-        # Nothing is before the start token, if the client has given it.
+        # No token precedes the start token, so it has no score, if the client has given it.
         before = [None] * (1 - start)
         logs = before + scores.log_probabilities
         likeliest = before + (scores.likeliest or [{}] * len(scores.log_probabilities))
@@ -127,7 +128,7 @@ class _Choice:
         self.characters.reset()
 
     def _hold(self, token: int, log: float | None, likeliest: dict[int, float] | None) -> None:
-        """A token, its logarithm, those of the likeliest and its own, and where its text begins."""
+        """Hold a token's text, its log-probability, the likeliest tokens and its text's offset."""
         top = None
         if likeliest is not None:
             best = list(likeliest.items())[: self.ask.logprobs]
@@ -137,7 +138,10 @@ class _Choice:
             self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
 
     def _text(self, token: int) -> str:
-        """A part of a character is told as its bytes, and what no text has by its number."""
+        """Return a token's text, its bytes if they are a part of a character, or its number.
+
+        The number stands for a token without text.
+        """
         if token >= self.tokenizer.vocab_size:
             return f"token:{token}"
         content = self.tokenizer.decode_bytes([token])
@@ -154,5 +158,5 @@ def _logprobs(tokens: list[tuple]) -> dict[str, list]:
 
 
 def _finite(log: float | None) -> float | None:
-    """JSON has no other numbers."""
+    """Return None for a number that JSON does not have."""
     return log if log is not None and math.isfinite(log) else None

@@ -1,4 +1,4 @@
-"""The front: HTTP on one side, the worker on the other. Needs starlette."""
+"""The front end: HTTP on one side, the worker on the other. Needs starlette."""
 
 import asyncio
 import contextlib
@@ -21,24 +21,25 @@ from rmt_tpu.serving.protocol import Ask, Refusal, Served, parse
 from rmt_tpu.serving.worker import Job, Piece, Worker
 from rmt_tpu.streams import say
 
-_RETRY_AFTER = 1  # seconds
-_BODY_SECONDS = 60  # for all of a request to come
-_READ_ON = 8  # times the largest body: who is refused only while sending may not read why
+_RETRY_AFTER = 1  # seconds that a refused client is asked to wait
+_BODY_SECONDS = 60  # seconds for a whole request to arrive
+# multiple of max_body that is still read: a client refused while it sends may not read why
+_READ_ON = 8
 
 
 class Front:
-    """What clients are answered by.
+    """The ASGI front end that answers clients.
 
     Args:
-      worker: that goes on with texts.
+      worker: the thread that generates texts.
       served: the model.
-      max_body: bytes of a request.
-      log: whether a line is told of each request.
+      max_body: the most bytes of a request's body.
+      log: whether a line is logged for each request.
 
     Attributes:
-      app: for an ASGI server.
-      texts: how many are open.
-      draining: whether new requests are refused, for the server is about to end.
+      app: the application for an ASGI server.
+      texts: how many texts are open.
+      draining: whether new requests are refused, because the server is about to end.
     """
 
     def __init__(self, worker: Worker, served: Served, *, max_body: int, log: bool = False):
@@ -62,22 +63,22 @@ class Front:
         )
 
     def open(self, requests: list) -> asyncio.Queue:
-        """Where pieces of so many texts come."""
+        """Open the texts of `requests`, and return the queue that their pieces come into."""
         self.texts += len(requests)
         self._waiting.add(pieces := asyncio.Queue())
         return pieces
 
     def close(self, pieces: asyncio.Queue, texts: int) -> None:
-        """Nobody waits for these any more."""
+        """Close texts that nobody waits for any more."""
         self.texts -= texts
         self._waiting.discard(pieces)
 
     def end_all(self) -> None:
-        """Ends what is open: those who wait are told so."""
+        """End all open texts, and tell the clients that wait for them."""
         for pieces in self._waiting:
             pieces.put_nowait(Refusal("the server is ending", status=503, code="ending"))
         for limit in self._reading:
-            limit.reschedule(0)  # is long past
+            limit.reschedule(0)  # a deadline that is long past
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -106,9 +107,9 @@ class Front:
         try:
             body = await self._body(request)
         except ClientDisconnect:
-            return Response(status_code=400)  # to nobody
+            return Response(status_code=400)  # nobody is there to read it
         self._check_open()
-        # A long prompt takes a while to become tokens.
+        # Tokenising a long prompt takes a while.
         ask = await asyncio.to_thread(parse, body, self.served, secrets.randbelow(2**32))
         self._check_open(len(ask.prompts) * ask.n)
         reply = _Reply(self, ask, request.receive)
@@ -144,7 +145,7 @@ class Front:
         return b"".join(parts)
 
     def _check_open(self, texts: int = 0) -> None:
-        """Whether there is room for so many more."""
+        """Raise Refusal if the server is draining, or has no room for `texts` more texts."""
         if self.draining:
             raise Refusal(
                 "the server is ending, and takes nothing new",
@@ -166,16 +167,18 @@ class Front:
         return JSONResponse(refusal.to_json(), refusal.status, headers)
 
     def say(self, line: str) -> None:
-        """For who looks after the server, if they want to know."""
+        """Log a line for the server's operator, if they want lines."""
         if self._log:
             say(line)
 
 
 class _Reply:
-    """Texts that a client waits for: they have their slots until it is closed.
+    """The texts that one client waits for; they keep their slots until `close`.
 
     Args:
-      receive: tells when the client has gone.
+      front: the front end.
+      ask: the request.
+      receive: the ASGI function that reports when the client has gone.
     """
 
     def __init__(self, front: Front, ask: Ask, receive: Receive):
@@ -195,10 +198,10 @@ class _Reply:
         front.worker.submit(self._job)
 
     async def chunks(self) -> AsyncIterator[dict]:
-        """As they come.
+        """Yield the chunks as they come.
 
         Raises:
-          Refusal: something went wrong meanwhile.
+          Refusal: the model failed, the server is ending, or the client has gone.
         """
         while not self.answer.ended:
             piece = await self._pieces.get()
@@ -226,14 +229,14 @@ class _Reply:
 
 
 class _Events:
-    """A response of chunks as they come, in the form of server-sent events."""
+    """An ASGI response that sends chunks as they come, as server-sent events."""
 
     def __init__(self, reply: _Reply):
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        with contextlib.closing(self._reply), contextlib.suppress(OSError):  # a client goes
+        with contextlib.closing(self._reply), contextlib.suppress(OSError):  # a client may go
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 async for chunk in self._reply.chunks():
@@ -252,7 +255,7 @@ async def _event(send: Send, data: str) -> None:
 
 
 async def _no_such(request: Request, error: HTTPException) -> Response:
-    """A path or a method that there is not."""
+    """Answer a request for a path or method that does not exist."""
     path = f"{request.method} {request.url.path}"
     legal = "POST /v1/completions, GET /v1/models, GET /healthz"
     refusal = Refusal(f"{path[:200]} is not there; legal: {legal}", status=error.status_code)
@@ -260,7 +263,7 @@ async def _no_such(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """What should not be."""
+    """Answer a request that failed unexpectedly."""
     traceback.print_exception(error)
     refusal = Refusal("the server failed; its log says why", status=500, code="failed")
     return JSONResponse(refusal.to_json(), 500)

@@ -1,4 +1,4 @@
-"""What clients ask for: the body of a request to OpenAI's /v1/completions, and what is legal."""
+"""Requests of clients: the body of OpenAI's /v1/completions, and which values are legal."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -12,18 +12,18 @@ from rmt_tpu.errors import UsageError, shown, unknown
 from rmt_tpu.generation import RANKS, Request, Sampling
 
 _MAX_STOPS, _LONGEST_STOP = 4, 256
-_USUAL_TOKENS = 16  # OpenAI's
+_USUAL_TOKENS = 16  # OpenAI's default
 
 
 class Refusal(Exception):
-    """What is told to a client instead of an answer.
+    """An error that a client gets instead of an answer.
 
     Args:
-      message: one line: the field, its value and what is legal.
+      message: one line with the field, its value and what is legal.
       param: the field.
-      status: of HTTP.
-      code: for programs.
-      retry_after: seconds after which to try again; None is never.
+      status: the HTTP status.
+      code: a code of the error for programs.
+      retry_after: seconds after which the client may try again; None is never.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Refusal(Exception):
         self.retry_after = retry_after
 
     def to_json(self) -> dict[str, Any]:
-        """As OpenAI tells it."""
+        """Return the error in OpenAI's form."""
         kinds = {429: "rate_limit_error"}
         usual = "invalid_request_error" if self.status < 500 else "server_error"
         kind = kinds.get(self.status, usual)
@@ -54,12 +54,13 @@ class Served:
     """A model as clients see it.
 
     Attributes:
-      name: of the model.
-      tokenizer: of the model.
-      max_length: tokens that are read of a prompt and of what follows it, a start token among them.
-      max_tokens: that a text may have behind its prompt.
-      max_texts: that may be open at a time, of all clients.
-      vocab_size: of the model; None is as many as the tokenizer has.
+      name: the name of the model.
+      tokenizer: the tokenizer of the model.
+      max_length: the most tokens of a prompt and its text together, with a start token, that are
+        read.
+      max_tokens: the most new tokens of a text.
+      max_texts: the most texts of all clients that may be open at a time.
+      vocab_size: the vocabulary size of the model; None is the tokenizer's.
     """
 
     name: str
@@ -71,23 +72,23 @@ class Served:
 
     @property
     def with_start(self) -> str:
-        """Beside a number of tokens, for messages."""
+        """Words that follow a number of tokens in messages."""
         return " (with the start token)" if self.tokenizer.starts else ""
 
     @property
     def legal_tokens(self) -> int:
-        """Ids below this have a text and an embedding."""
+        """The bound of legal ids: ids below it have a text and an embedding."""
         known = self.tokenizer.vocab_size
         return known if self.vocab_size is None else min(known, self.vocab_size)
 
 
 class Prompt(NamedTuple):
-    """What a text goes on from.
+    """A prompt that a text continues.
 
     Attributes:
-      tokens: with the start token, where texts have it.
-      own: how many of them, from the end, the client knows of.
-      text: of these.
+      tokens: the tokens, with a start token if the tokenizer has one.
+      own: how many tokens, counted from the end, the client knows of.
+      text: the text of these.
     """
 
     tokens: np.ndarray
@@ -97,16 +98,17 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Ask:
-    """A request that is legal.
+    """A request whose values are legal.
 
     Attributes:
-      prompts: at least one.
+      prompts: the prompts, at least one.
       n: texts for each prompt.
-      sampling: of the first text; the others have the seeds that follow.
+      sampling: the sampling of the first text; the others have the seeds that follow its seed.
       stop: strings before any of which a text ends.
-      logprobs: how many of the likeliest tokens are told for each token; None is no token either.
+      logprobs: how many of the likeliest tokens are reported in each place; None reports no
+        log-probabilities at all.
       echo: whether a text begins with its prompt.
-      silent: whether nothing is wanted behind the prompts.
+      silent: whether no new tokens are wanted.
       stream: whether pieces are sent as they come.
       include_usage: whether a stream ends with the numbers of tokens.
     """
@@ -122,7 +124,7 @@ class Ask:
     include_usage: bool
 
     def requests(self) -> list[Request]:
-        """A text each: all of the first prompt, then all of the next."""
+        """Return a request for each text: those of the first prompt, then those of the next."""
         ranked, scored = bool(self.logprobs), self.echo and self.logprobs is not None
         return [
             Request(self.prompts[index // self.n].tokens, self._with_seed(index), ranked, scored)
@@ -133,7 +135,7 @@ class Ask:
         return replace(self.sampling, seed=(self.sampling.seed + index) % 2**32)
 
 
-# What can be left out or have the value that changes nothing; anything else is not supported.
+# Fields that may be left out or have this value, which changes nothing; no other is supported.
 _NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "suffix": ""}
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 _FIELDS = (
@@ -143,13 +145,15 @@ _FIELDS = (
 
 
 def parse(body: bytes, served: Served, fresh_seed: int) -> Ask:
-    """The request of a body.
+    """Return the request of a body.
 
     Args:
-      fresh_seed: of a request that has none.
+      body: the body, in JSON.
+      served: the model.
+      fresh_seed: the seed of a request that has none.
 
     Raises:
-      Refusal: it is not legal.
+      Refusal: the request is not legal.
     """
     values = _object(body)
     if "model" in values:
@@ -186,7 +190,7 @@ def parse(body: bytes, served: Served, fresh_seed: int) -> Ask:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """The fields that are given, of those that there are; null is as if left out."""
+    """Return the fields that the body sets; a field that is null counts as left out."""
     try:
         values = parse_json(body.decode())
     except ValueError as error:  # UnicodeDecodeError is one
@@ -217,9 +221,9 @@ def _check_model(values: Mapping[str, Any], served: Served) -> None:
 def _sampling(
     values: Mapping[str, Any], served: Served, echo: bool, fresh_seed: int
 ) -> tuple[int, Sampling]:
-    """How many tokens are wanted at most, and how they are chosen."""
+    """Return how many tokens are wanted at most, and how they are chosen."""
     usual = min(_USUAL_TOKENS, served.max_tokens)
-    # To read the prompt alone makes sense where it is told.
+    # No new token makes sense only if the prompt is echoed.
     max_tokens = _whole(values, "max_tokens", usual, 0 if echo else 1, served.max_tokens)
     given = {name: values[name] for name in _SAMPLING if name in values}
     for name, value in given.items():
@@ -235,7 +239,7 @@ def _sampling(
 
 
 def _as_float(value: int | float) -> float:
-    """Of a whole number that is beyond all floats, infinity."""
+    """Return the float of a number; infinity for a whole number beyond all floats."""
     try:
         return float(value)
     except OverflowError:
@@ -243,7 +247,7 @@ def _as_float(value: int | float) -> float:
 
 
 def _prompts(values: Mapping[str, Any], n: int, served: Served) -> list[Prompt]:
-    """Text, tokens, or a list of one of them; without any, the beginning of a document."""
+    """Return the prompts: text, tokens, or a list of either; an empty text without any."""
     given = values.get("prompt", "")
     many = isinstance(given, list) and not all(map(_is(int), given))
     given = given if many else [given]
@@ -279,13 +283,13 @@ def _prompt(given: Any, served: Served) -> Prompt:
             legal += ", but for ids that the tokenizer leaves out" if tokenizer.gaps else ""
             raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
     tokens = np.array(given, np.int64)
-    # What is read begins with the start token once, as what was trained on does.
+    # The tokens that are read begin with exactly one start token, as texts in training do.
     whole = tokens if tokens[0] == tokenizer.bos else tokenizer.begun(tokens)
     return Prompt(whole, len(tokens), tokenizer.decode(tokens))
 
 
 def _room(number: int, prompts: list[Prompt], served: Served) -> int:
-    """How many tokens fit behind a prompt; the last one is never read."""
+    """Return how many tokens fit after a prompt; the last one is never read."""
     tokens = len(prompts[number].tokens)
     room = served.max_length + 1 - tokens
     if room < 1:
@@ -337,5 +341,5 @@ def _given(
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
-    """Of exactly these types: true is no number."""
+    """Return a check that a value has exactly one of these types; a bool is no int."""
     return lambda value: type(value) in kinds
