@@ -1,5 +1,6 @@
-"""What a model knows: tasks of lm-evaluation-harness and perplexity of texts.
+"""Evaluation of a model: tasks of lm-evaluation-harness, and perplexity of texts.
 
-A `Scorer` answers requests in tokens, `documents` makes them of tasks (`tasks`) and texts,
-`evaluate` asks and keeps the answers, `metrics` says what they come to, `report` tells it.
+A `Scorer` answers requests in tokens; `documents` makes the requests from tasks (`tasks`) and
+texts; `evaluate` asks them and keeps the answers; `metrics` computes results from the answers;
+`report` writes the results.
 """

@@ -1,4 +1,4 @@
-"""Documents of tasks and of texts, as requests of tokens."""
+"""Documents of tasks and texts, as requests in tokens."""
 
 import contextlib
 import hashlib
@@ -22,14 +22,14 @@ _ENDINGS = ("", ".gz", ".zst")
 
 
 class Source(NamedTuple):
-    """What is to be asked.
+    """The documents of a task or a text that a model is asked.
 
     Attributes:
-      name: of the task; "text" for files and stores.
+      name: the name of the task; "text" for files and stores.
       kind: see `Task`.
-      documents: in order.
-      digest: of the data that they are made of, and of how.
-      task: None for texts.
+      documents: the documents, in order.
+      digest: a digest of the data that the documents are made of, and of how they are made.
+      task: the task; None for texts.
     """
 
     name: str
@@ -40,12 +40,14 @@ class Source(NamedTuple):
 
 
 def find_tasks(names: Iterable[str], flag: str = "tasks") -> list[Task]:
-    """
+    """Return the tasks of these names.
+
     Args:
-      flag: that names them, for messages.
+      names: the names of the tasks.
+      flag: the flag that names them, for messages.
 
     Raises:
-      UsageError: there is no such task, or one is named twice.
+      UsageError: a task does not exist, or is named twice.
     """
     names = list(names)
     for name in names:
@@ -59,16 +61,17 @@ def find_tasks(names: Iterable[str], flag: str = "tasks") -> list[Task]:
 def read_task(
     task: Task, data_dir: str, limit: int | None = None, flag: str = "data_dir"
 ) -> Source:
-    """The documents of a task.
+    """Read the documents of a task.
 
     Args:
+      task: the task.
       data_dir: a folder, local or gs://, with `<task>.jsonl`, plain, .gz or .zst; or "hub".
-      limit: the first so many; None is all.
-      flag: that names the folder, for messages.
+      limit: how many documents are read, from the first; None is all.
+      flag: the flag that names the folder, for messages.
 
     Raises:
       UsageError: there is no such file, or a line of it is not of the task.
-      RunError: the hub does not give it.
+      RunError: the hub does not provide the data.
     """
     if data_dir == HUB:
         digest, lines = f"hub/{'/'.join(map(str, task.hub))}", _from_hub(task)
@@ -89,10 +92,10 @@ def read_task(
 
 
 def there(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[str]:
-    """Those of the tasks that a folder has data of; all of them on the hub.
+    """Return the names of the tasks that a folder has data for; all of them on the hub.
 
     Raises:
-      UsageError: it has none.
+      UsageError: the folder has data for none of them.
     """
     names = list(names)
     if data_dir == HUB:
@@ -129,7 +132,7 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
     path, name, split = task.hub
     try:
         found = datasets.load_dataset(path, name, split=split)
-    except Exception as error:  # of many libraries: no network, no such dataset, no access
+    except Exception as error:  # errors of many libraries: no network, no such dataset, no access
         raise RunError(
             f"--data_dir={HUB}: {path} cannot be had: {one_line(error)[:200]}; a folder of files "
             "needs no network"
@@ -138,10 +141,10 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
-    """Files of text, as `--data` of training has them, or the held-out part of a token store.
+    """Read files of text, as `--data` of training does, or the held-out part of a token store.
 
     Raises:
-      UsageError: there is no text, or the store is of another tokenizer.
+      UsageError: there is no text, or the store was made with another tokenizer.
     """
     if data.is_store(source):
         store = data.open_store(source)
@@ -165,11 +168,12 @@ def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
 
 
 class Asked(NamedTuple):
-    """A source in tokens.
+    """A source as requests in tokens.
 
     Attributes:
-      requests: of all documents.
-      owners: of each request, its document.
+      source: the source.
+      requests: the requests of all its documents.
+      owners: the number of each request's document.
     """
 
     source: Source
@@ -178,18 +182,20 @@ class Asked(NamedTuple):
 
 
 def ask(source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int | None) -> Asked:
-    """The requests of all documents, each text behind the start token if the tokenizer has it so.
+    """Return the requests of all documents, with the start token if the tokenizer puts one.
 
-    As in the harness something stands before what is scored: without a context, and in --text,
-    always the start token.
+    As in the harness, at least one token precedes what is scored: without a context, and in --text,
+    it is always the start token.
 
     A context and its continuation are encoded together, as the harness does: spaces that end the
     context belong to the continuation.
 
     Args:
+      source: the documents.
+      tokenizer: the tokenizer of the model.
       max_length: tokens that are read at a time.
-      stride: of windows over texts: how many tokens are scored in each after the first, behind as
-        many as fit; None is `max_length`.
+      stride: how many tokens each window over a text scores after the first window, with as much
+        context as fits; None is `max_length`.
 
     Raises:
       UsageError: a text cannot be encoded.
@@ -231,10 +237,11 @@ def _moved(context: str, continuation: str) -> tuple[str, str]:
 
 
 def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Request]:
-    """Windows of up to `max_length` inputs in which each token but the first is scored once.
+    """Yield windows of up to `max_length` inputs in which each token but the first is scored once.
 
-    The first scores all its tokens; each other one `stride` more, behind as many as there is room
-    for. With a stride of `max_length`: those of the harness.
+    The first window scores all its tokens. Each later one scores `stride` more, after as many
+    tokens of context as there is room for. With a stride of `max_length` the windows are those of
+    the harness.
     """
     stop = min(len(tokens), max_length + 1)
     if stop > 1:
@@ -250,7 +257,7 @@ def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Reques
 
 
 class Total(NamedTuple):
-    """Of a request: the log-probability of its continuation, and whether all of it is greedy."""
+    """The log-probability of a request's continuation, and whether all of it is greedy."""
 
     log_probability: float
     greedy: bool
@@ -263,7 +270,10 @@ class Total(NamedTuple):
 
 
 def _of_texts(asked: Asked, nats: np.ndarray) -> list[Metric]:
-    """Perplexities, in the three units that are about; a single text is as many as its windows."""
+    """Return the perplexities of texts per word, byte and token, and the bits per byte.
+
+    The windows of a single text count as documents, so that there is a standard error.
+    """
     documents = asked.source.documents
     lengths = np.array([len(request.continuation) for request in asked.requests], float)
     if len(documents) == 1:
@@ -283,10 +293,10 @@ def _of_texts(asked: Asked, nats: np.ndarray) -> list[Metric]:
 
 
 def metrics(asked: Asked, totals: list[Total]) -> list[Metric]:
-    """Those of a task, as the harness has them, from the totals of all its requests.
+    """Return the metrics of a source, as the harness defines them, from the totals of its requests.
 
-    Of choices also the bits for each byte of the right one, which tells small models apart before
-    they choose any better than chance.
+    A task with choices also gets the bits per byte of the right choice, which tell small models
+    apart while their choices are no better than chance.
     """
     documents, kind = asked.source.documents, asked.source.kind
     logs = np.array([total.log_probability for total in totals])

@@ -1,4 +1,4 @@
-"""How the texts of lm-evaluation-harness's requests are drawn, from its `gen_kwargs`."""
+"""Sampling of texts for lm-evaluation-harness's requests, from their `gen_kwargs`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,20 +7,21 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import Sampling
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-# What else the harness knows, or what says of greedy search what it does anyway.
+# Other arguments that the harness uses, and arguments whose value changes nothing here.
 _READ = {"until", "max_gen_toks", "do_sample"}
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "length_penalty": 1.0}
 
 
 def sampling_of(how: Mapping[str, Any], ordinal: int) -> Sampling:
-    """How a request's text is drawn.
+    """Return how a request's text is drawn.
 
     Args:
-      how: its arguments, as the harness normalizes them.
-      ordinal: of the request. Seeds follow one another, so that repeats are different draws.
+      how: the request's arguments, as the harness normalizes them.
+      ordinal: the number of the request. It is added to the seed, so that repeats are different
+        draws.
 
     Raises:
-      UsageError: one is not legal; the message has its name, its value and what is.
+      UsageError: an argument is not legal; the message has its name, its value and what is legal.
     """
     given = {name: how[name] for name in SAMPLED if how.get(name) is not None}
     seed = given.pop("seed", 0)
@@ -37,7 +38,7 @@ def sampling_of(how: Mapping[str, Any], ordinal: int) -> Sampling:
 
 
 def unknown_of(how: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a request's arguments that would change its text, and do not here."""
+    """Return the arguments of a request that would change its text, but are not supported here."""
     known = _READ | {*SAMPLED}
     return {
         name: value

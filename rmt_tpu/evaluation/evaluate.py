@@ -1,4 +1,4 @@
-"""Sources asked of a model: every answer is kept at once, and asked for only once."""
+"""Evaluation of sources: every answer is stored as it comes, and asked for only once."""
 
 import hashlib
 import json
@@ -24,15 +24,16 @@ _SECONDS = 5.0  # between additions to a file of answers
 
 
 class Subject(NamedTuple):
-    """Who is asked.
+    """A model that is evaluated.
 
     Attributes:
-      name: for tables.
-      scorer: that answers.
-      tokenizer: of it.
-      identity: all that its answers depend on, as JSON.
-      folder: where they are kept.
-      decoder: with its matrices in the dtype that it computes in; None is no such model.
+      name: the name for tables.
+      scorer: the scorer that answers requests.
+      tokenizer: the tokenizer of the model.
+      identity: all that the answers depend on, as JSON.
+      folder: the folder in which answers are kept.
+      decoder: the decoder with its matrices in the dtype that it computes in; None for a subject
+        without one.
     """
 
     name: str
@@ -45,13 +46,18 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What a source gave.
+    """The result of one source.
 
     Attributes:
-      cut: requests whose context's beginning was left out, for it was too long.
-      tokens: that were scored.
-      seconds: its share of the time, in which `answered` of its requests were.
-      by_position: of texts: nats and tokens by how many tokens stood before in the window.
+      source: the source.
+      metrics: its metrics.
+      identity: all that the answers depend on, as JSON.
+      requests: how many requests it has.
+      cut: how many requests lost the beginning of a context that was too long.
+      tokens: how many tokens were scored.
+      answered: how many requests were answered by this call.
+      seconds: the source's share of the time that these took.
+      by_position: for texts, sums of nats and of tokens by how many tokens precede in the window.
     """
 
     source: Source
@@ -85,9 +91,11 @@ class Result:
 def evaluate(
     subject: Subject, sources: Iterable[Source], stride: int | None = None
 ) -> list[Result]:
-    """Asks all that was not answered before.
+    """Ask all requests that were not answered before.
 
     Args:
+      subject: the model that is evaluated.
+      sources: the sources that it is asked.
       stride: see `documents.ask`.
 
     Raises:
@@ -113,11 +121,12 @@ def evaluate(
 
 
 class _Open:
-    """A source, and what is known of it: all lines by number, which are in its file or will be.
+    """A source and its answers.
 
     Attributes:
-      left: numbers of requests that had no answer.
-      seconds: that others took.
+      kept: all answered lines by number; they are in the source's file or will be.
+      left: the numbers of the requests that had no answer.
+      seconds: the time that their answers have taken.
     """
 
     def __init__(self, subject: Subject, asked: Asked, stride: int | None):
@@ -135,20 +144,20 @@ class _Open:
         self.cut = subject.scorer.cut(self.requests)
 
     def put(self, number: int, answer: Answer, seconds: float) -> None:
-        """What took so many seconds; in the file only with `add`."""
+        """Keep an answer and its share of the time; `add` writes it to the file."""
         line = {"number": number, **_line(answer, self.of_text)}
         self.kept[number] = line
         self._new.append(line)
         self.seconds += seconds
 
     def add(self) -> None:
-        """New lines to the file, at once: in a bucket each addition is a file."""
+        """Add new lines to the file, all at once: in a bucket each addition is a file."""
         if self._new:
             self._output.add(*self._new)
         self._new = []
 
     def result(self) -> Result:
-        """When all is answered."""
+        """Return the result, when all requests have an answer."""
         lines = (self.kept[number] for number in range(len(self.requests)))
         totals = [Total(line["log_probability"], line["greedy"]) for line in lines]
         return Result(
@@ -165,9 +174,9 @@ class _Open:
 
 
 def _answer(scorer: Scorer, sources: list[_Open], progress: "_Progress") -> None:
-    """All that is left of all sources together, so that batches are full.
+    """Answer the open requests of all sources together, so that batches are full.
 
-    Lines are in their files after some seconds, or with an error at once.
+    Lines are written to their files every few seconds, and at once if there is an error.
     """
     left = [(source, number) for source in sources for number in source.left]
     last = added = time.monotonic()
@@ -189,17 +198,17 @@ def _answer(scorer: Scorer, sources: list[_Open], progress: "_Progress") -> None
 
 
 def _line(answer: Answer, each: bool) -> dict[str, Any]:
-    """The answer as it is kept; with `each` token's own, of which positions are told."""
+    """Return the line of an answer, with each token's log-probability if `each` is true."""
     total = Total.of(answer)
     line = {"log_probability": total.log_probability, "greedy": total.greedy}
     if each:
-        # As few digits as tell these numbers apart.
+        # Write as few digits as identify each float32.
         line["log_probabilities"] = [float(str(x)) for x in answer.log_probabilities]
     return line
 
 
 def _by_position(asked: Asked, kept: dict[int, dict[str, Any]]) -> np.ndarray:
-    """[2, positions]: sums of nats, and tokens, by how many tokens of the window stood before."""
+    """Return sums of nats and of tokens, [2, positions], by preceding tokens in the window."""
     longest = max(request.length for request in asked.requests) + 1
     sums = np.zeros((2, longest))
     for number, request in enumerate(asked.requests):
@@ -211,7 +220,7 @@ def _by_position(asked: Asked, kept: dict[int, dict[str, Any]]) -> np.ndarray:
 
 
 class _Progress(ProgressShown):
-    """Requests that have an answer."""
+    """Progress in requests that have an answer."""
 
     def __init__(self, label: str, total: int):
         super().__init__(
@@ -226,7 +235,7 @@ class _Progress(ProgressShown):
         self._label, self._total, self._done = label, total, 0
 
     def add(self, count: int) -> None:
-        """So many more have one."""
+        """Count more answered requests."""
         self._done += count
         line = f"{self._label}: {self._done:,} of {self._total:,} requests"
         self.show(lambda: line, completed=self._done)

@@ -1,4 +1,4 @@
-"""Models of run folders in lm-evaluation-harness, which has all tasks there are.
+"""Models of run folders in lm-evaluation-harness, which provides its tasks.
 
 from rmt_tpu.evaluation import harness
 
@@ -6,7 +6,7 @@ args = {"workdir": "runs/a"}
 kept = harness.cache_path("cache", **args)
 lm_eval.simple_evaluate("rmt_tpu", args, tasks=["gsm8k"], use_cache=kept)
 
-Needs the extra `lm_eval`; nothing here imports torch.
+This module needs the extra `lm_eval`; it does not import torch.
 """
 
 import hashlib
@@ -36,19 +36,19 @@ _TOLD = logging.getLogger("rmt_tpu")
 class RmtTpu(TemplateLM):
     """A trained model, for `simple_evaluate` and the command line.
 
-    Each text of a run has the start token before it, as in training, and each of a folder of the
-    hub's form if its tokenizer puts it there. Every answer goes to the harness's
-    cache as soon as it is there: with `use_cache` a run goes on where it was stopped.
+    Each text of a run's model has the start token before it, as in training; each text of a model
+    in the hub's form has it if its tokenizer puts it there. Every answer goes to the harness's
+    cache as it comes: with `use_cache` an evaluation resumes where it was stopped.
 
     Args:
       workdir: a run folder of `recipes.train`, local or gs://, or a folder of the hub's form.
-      step: of the checkpoint; None is the last good one.
-      mesh: of devices, with `;` for each comma where commas separate arguments.
+      step: the step of the checkpoint; None is the last good one.
+      mesh: the mesh, with `;` for each comma where commas separate arguments.
       max_length: tokens that are read at a time; None is as many as in training.
-      batch_tokens: read at once by each device that rows are divided over.
-      max_gen_toks: of a text, if a task does not say.
+      batch_tokens: tokens read at once by each device that rows are divided over.
+      max_gen_toks: the most tokens of a generated text, if a task does not say.
       batch_size: texts that are generated at a time; "auto" is 8.
-      max_batch_size, device: what the harness also passes; not used.
+      max_batch_size, device: arguments that the harness also passes; not used.
 
     Raises:
       UsageError: there is no such run or step.
@@ -90,7 +90,7 @@ class RmtTpu(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """Tokens of a text, if a task does not say."""
+        """The most tokens of a generated text, if a task does not say."""
         return self._max_gen_toks
 
     @property
@@ -105,13 +105,13 @@ class RmtTpu(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's caches of prompts."""
+        """The key of the harness's caches of prompts."""
         return self._tokenizer.fingerprint()
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokens of a text, without the start token, which `_loglikelihood_tokens` puts there."""
+        """Return a text's tokens without the start token, which `_loglikelihood_tokens` adds."""
         del add_special_tokens, kwargs
         return self._tokenizer.encode(string).tolist()
 
@@ -150,7 +150,7 @@ class RmtTpu(TemplateLM):
         return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, in windows that each score what is new."""
+        """Return the log-probability of each whole text, in windows that each score new tokens."""
         del disable_tqdm
         asked, owners = [], []
         for number, request in enumerate(requests):
@@ -167,10 +167,10 @@ class RmtTpu(TemplateLM):
         return totals
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """What follows each prompt, cut before the first of its stop strings.
+        """Return the text that follows each prompt, cut before the first of its stop strings.
 
-        The seeds of requests follow one another, from `seed` of their arguments on: a request that
-        is repeated has another text each time.
+        The seeds of requests follow one another, starting with `seed` of their arguments, so that a
+        request that is repeated gets another text each time.
         """
         del disable_tqdm
         by_stops, unknown = defaultdict(list), set()
@@ -198,7 +198,7 @@ class RmtTpu(TemplateLM):
         return texts
 
     def _fitting(self, prompt: str, how: dict[str, Any]) -> str:
-        """The end of a prompt behind which there is room for the text."""
+        """Return the end of a prompt after which there is room for the text."""
         learned = self._decoder.config.learned_positions
         tokens = self._tokenizer.encode(prompt)
         if learned is None or len(tokens) + how["max_gen_toks"] < learned.max_length:
@@ -208,11 +208,13 @@ class RmtTpu(TemplateLM):
 
 
 def cache_path(path: str, workdir: str, step: int | None = None, **others: Any) -> str:
-    """A path for `use_cache` of a model's own, for the harness's keys name texts and no model.
+    """Return a path for `use_cache` that no other model has.
+
+    The harness's keys name texts but no model, so models need files of their own.
 
     Args:
-      path: to which the checkpoint's identity is added.
-      workdir, step, others: as of `RmtTpu`.
+      path: the path to which the checkpoint's identity is added.
+      workdir, step, others: the arguments of `RmtTpu`.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
@@ -223,12 +225,12 @@ def cache_path(path: str, workdir: str, step: int | None = None, **others: Any) 
 
 
 def write_tasks(sources: list[Source], folder: Path) -> None:
-    """Task files of the harness for documents that are here: no network is needed.
+    """Write the harness's task files for documents that were read, so that no network is needed.
 
-    `TaskManager(include_path=folder, include_defaults=False)` finds them, under their own names.
+    `TaskManager(include_path=folder, include_defaults=False)` finds the tasks by their own names.
 
     Raises:
-      UsageError: one is a text, which the harness counts words of in its own way.
+      UsageError: a source is a text, whose words the harness counts in its own way.
     """
     for source in sources:
         if source.kind == "text":
@@ -244,12 +246,12 @@ def write_tasks(sources: list[Source], folder: Path) -> None:
             "metadata": {"version": source.task.version},
             **fields,
         }
-        # JSON is YAML.
+        # JSON is also YAML.
         (folder / f"{source.name}.yaml").write_text(json.dumps(task), encoding="utf-8")
 
 
 def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Lines of data, and which of their fields is what."""
+    """Return lines of data, and the task fields that say how the harness reads them."""
     metrics = lambda *names: {
         "metric_list": [
             {
@@ -271,7 +273,7 @@ def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             "doc_to_target": "word",
             **metrics("perplexity", "acc"),
         }
-    if not source.documents[0].lengths:  # one ending of several beginnings
+    if not source.documents[0].lengths:  # several beginnings with one ending
         lines = [
             {"beginnings": [b for b, _ in d.pairs], "ending": d.pairs[0][1][1:], "gold": d.gold}
             for d in source.documents

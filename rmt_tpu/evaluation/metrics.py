@@ -1,4 +1,4 @@
-"""What a task gives, with its error, and how far two models are apart on the same documents."""
+"""Metrics of a task with their errors, and differences of two models on the same documents."""
 
 import math
 from dataclasses import dataclass
@@ -12,14 +12,15 @@ Told = Literal["share", "perplexity", "bits"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A ratio of sums over documents, `rate = sum(total) / sum(weight)`, and what is told of it.
+    """A ratio of sums over documents, `rate = sum(total) / sum(weight)`, and how it is reported.
 
     Attributes:
-      name: as the harness has it.
-      unit: that it is per.
-      told: the rate itself; its exponential, of nats; or it divided by ln 2.
-      total: of each document.
-      weight: of each document; ones for a mean.
+      name: the harness's name of the metric.
+      unit: the unit that the rate is per.
+      told: how the rate is reported: "share" as it is, "perplexity" as the exponential of nats,
+        "bits" divided by ln 2.
+      total: the numerator of each document.
+      weight: the denominator of each document; ones for a mean.
     """
 
     name: str
@@ -45,9 +46,9 @@ class Metric:
 
     @property
     def error(self) -> float | None:
-        """The standard error of the value, as far as documents are drawn at random; of one: None.
+        """The standard error of the value for randomly drawn documents; None for one document.
 
-        Of a mean it is that of the mean; of the others it is to first order.
+        It is exact for a mean, and to first order otherwise.
         """
         error = _error(self.influence)
         if error is None:
@@ -67,14 +68,14 @@ def _error(influence: Float[np.ndarray, " documents"]) -> float | None:
 
 
 class Difference(NamedTuple):
-    """Of one model's rate from another's, on the same documents: shares, or nats.
+    """The difference of two models' rates on the same documents, in shares or nats.
 
     Attributes:
-      value: one less the other.
-      error: the standard error of the differences of documents.
-      unpaired: what it would be of other documents for each.
-      p: how likely so large a difference is, where there is none: of answers that are right or
-        wrong by McNemar's exact test, of others by the normal distribution.
+      value: the rate of one model less the rate of the other.
+      error: the standard error, from the differences of documents.
+      unpaired: the standard error if each model had documents of its own.
+      p: how likely so large a difference is if there is none: by McNemar's exact test for answers
+        that are right or wrong, by the normal distribution for others.
     """
 
     value: float
@@ -84,10 +85,10 @@ class Difference(NamedTuple):
 
 
 def difference(one: Metric, other: Metric) -> Difference:
-    """Of two models' metrics of the same documents.
+    """Return the difference of two models' metrics on the same documents.
 
     Raises:
-      ValueError: they are of other documents.
+      ValueError: the metrics are of different documents.
     """
     if one.name != other.name or len(one.total) != len(other.total):
         raise ValueError("two models are compared by the same metric of the same documents")

@@ -16,12 +16,12 @@ FILE, TABLE, PICTURE = "evaluation.json", "evaluation.md", "plots/evaluation.png
 
 
 def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
-    """Writes evaluation.json, .md and plots/evaluation.png; returns the table.
+    """Write evaluation.json, .md and plots/evaluation.png, and return the table.
 
     Args:
-      results: by name, of the first one, and of those that it is compared with, of the same
-        sources.
-      folder: for the three files.
+      results: the results by model name: first the model's, then those that it is compared with,
+        all of the same sources.
+      folder: the folder of the three files.
     """
     first, *others = results
     text = table(results[first])
@@ -42,7 +42,7 @@ def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: a row for each metric; beside it what the RMT paper prints of its two models."""
+    """Return a Markdown table with a row for each metric, and the RMT paper's values next to it."""
     lines = [
         "| task | metric | value | standard error | documents | per | paper: 405M Transformer, "
         "305M RMT | seconds |",
@@ -62,7 +62,7 @@ def table(results: Sequence[Result]) -> str:
 def comparison(
     name: str, results: Sequence[Result], other_name: str, others: Sequence[Result]
 ) -> str:
-    """Markdown: differences on the same documents, and what their errors would be on others."""
+    """Return a Markdown table of differences on the same documents, with their errors."""
     lines = [
         f"| task | metric | {name} | {other_name} | difference | its error | unpaired | p | "
         "paper: 405M Transformer, 305M RMT |",
@@ -84,7 +84,7 @@ def comparison(
 
 def _differences(one: Result, other: Result) -> list[tuple[Metric, Metric, Difference]]:
     pairs = zip(one.metrics, other.metrics, strict=True)
-    # Tokens of two tokenizers are no common unit.
+    # Two tokenizers have different tokens, which are no common unit.
     same = one.identity["tokenizer"] == other.identity["tokenizer"]
     return [(a, b, difference(a, b)) for a, b in pairs if same or a.unit != "token"]
 
@@ -126,7 +126,7 @@ def _paper(result: Result, metric: Metric) -> str:
 
 
 def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
-    """Shares with their errors, and, of texts, nats by position."""
+    """Draw shares with their errors and, for texts, nats by position."""
     from matplotlib.figure import Figure
 
     shares = _bars(results)
@@ -150,7 +150,7 @@ def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
 
 
 def _bars(results: Mapping[str, list[Result]]) -> dict[tuple[str, str], list[Metric]]:
-    """Of each task and metric that is a share: of each model."""
+    """Return, for each task and metric that is a share, the metrics of all models."""
     found: dict[tuple[str, str], list[Metric]] = {}
     for of_name in results.values():
         for result in of_name:
@@ -191,7 +191,7 @@ def _draw_positions(axes: Any, texts: Mapping[str, Result]) -> None:
 
 
 def by_position(sums: np.ndarray) -> tuple[list[float], list[float]]:
-    """Nats a token where so many stood before, in ranges that widen by the square root of two."""
+    """Return nats per token by preceding tokens, in ranges that widen by the square root of two."""
     edges = np.unique(np.round(2 ** np.arange(0, np.log2(sums.shape[1]) + 0.5, 0.5)).astype(int))
     centers, nats = [], []
     for start, stop in zip(edges, [*edges[1:], sums.shape[1]], strict=True):

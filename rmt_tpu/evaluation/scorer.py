@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations, many at a time, in rows of few lengths."""
+"""Log-probabilities of continuations, computed in batches of rows with few different lengths."""
 
 import hashlib
 import json
@@ -23,15 +23,15 @@ from rmt_tpu.generation import check_tokens, mesh_of
 from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.residual.fixed_point import in_floats
 
-BATCH_TOKENS = 16384  # of a device that rows are divided over
+BATCH_TOKENS = 16384  # for each device that rows are divided over
 _LEAST = 32
 
 
 class Request(NamedTuple):
-    """Tokens to score behind others.
+    """A continuation to score after a context.
 
     Attributes:
-      context: at least one token, the start token of a text, say.
+      context: at least one token, such as the start token of a text.
       continuation: at least one token.
     """
 
@@ -40,27 +40,27 @@ class Request(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens that the model reads."""
+        """How many tokens the model reads."""
         return len(self.context) + len(self.continuation) - 1
 
 
 class Answer(NamedTuple):
-    """Of the tokens of a continuation, in nats."""
+    """The scores of a continuation's tokens, in nats, and whether each token is greedy."""
 
     log_probabilities: Float[np.ndarray, " scored"]
     greedy: Bool[np.ndarray, " scored"]
 
 
 class Scorer(NamedTuple):
-    """What answers requests.
+    """A model that answers requests.
 
     Attributes:
-      scores: of rows [batch, seq] and targets, on the devices.
-      max_length: tokens that are read at most.
-      rows: multiples of which a batch has.
-      tokens: multiples of which a row has.
-      batch_tokens: about as many are read at a time.
-      vocab_size: ids below this are known; None is all.
+      scores: a function of rows [batch, seq] and their targets that computes scores on the devices.
+      max_length: the most tokens that are read.
+      rows: the number of rows of a batch is a multiple of this.
+      tokens: the number of tokens of a row is a multiple of this.
+      batch_tokens: about how many tokens are read at a time.
+      vocab_size: ids below this are known; None is all ids.
     """
 
     scores: Callable[[Any, Any], TokenScores]
@@ -72,9 +72,9 @@ class Scorer(NamedTuple):
 
     @classmethod
     def of(cls, decoder: Decoder, max_length: int, batch_tokens: int = BATCH_TOKENS) -> "Scorer":
-        """By a decoder, on the devices that its parameters lie on.
+        """Return the scorer of a decoder, on the devices that its parameters lie on.
 
-        An answer does not depend on the requests beside it: experts drop nothing.
+        An answer does not depend on other requests of its batch: experts drop no tokens.
 
         Raises:
           UsageError: the model's learned positions end before `max_length`.
@@ -98,7 +98,7 @@ class Scorer(NamedTuple):
         run = sharding.per_device(
             partial(_scores, graphdef), mesh, (specs, given, given), TokenScores(over, over)
         )
-        # Every process has them.
+        # The result is replicated, so that every process has it.
         compiled = jax.jit(run, out_shardings=sharding.replicated(mesh))
         put = partial(jax.device_put, device=NamedSharding(mesh, given))
         rows = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
@@ -107,15 +107,15 @@ class Scorer(NamedTuple):
             lambda *given: compiled(params, *map(put, given)),
             max_length,
             rows,
-            2 * tokens if tokens > 1 else 1,  # a ring has two parts of a row on each device
+            2 * tokens if tokens > 1 else 1,  # with a ring, each device has two parts of a row
             batch_tokens * rows,
             vocab_size,
         )
 
     def answers(self, requests: Sequence[Request]) -> Iterator[dict[int, Answer]]:
-        """Answers by the requests' numbers, as they come, those of the longest first.
+        """Yield answers by the requests' numbers, as they come, the longest requests first.
 
-        Of a context that is too long its beginning is cut; see `check`.
+        A context that is too long loses its beginning; see `check`.
 
         Raises:
           UsageError: the model has no embedding for a token.
@@ -133,7 +133,7 @@ class Scorer(NamedTuple):
         )
         before = None
         for size, numbers in batches:
-            # The next batch is made while the devices are at this one.
+            # The host makes the next batch while the devices compute this one.
             begun = numbers, self._begin(size, [requests[number] for number in numbers])
             if before is not None:
                 yield _answers(*before, requests)
@@ -142,7 +142,7 @@ class Scorer(NamedTuple):
             yield _answers(*before, requests)
 
     def check(self, name: str, requests: Sequence[Request]) -> None:
-        """Raises UsageError if a continuation, of a task of this name, is too long."""
+        """Raise UsageError if a continuation is too long; `name` is the task's, for the message."""
         longest = max(len(request.continuation) for request in requests)
         if longest > self.max_length:
             raise UsageError(
@@ -151,18 +151,18 @@ class Scorer(NamedTuple):
             )
 
     def cut(self, requests: Sequence[Request]) -> int:
-        """Requests whose context is too long."""
+        """Return how many requests have a context that is too long."""
         return sum(request.length > self.max_length for request in requests)
 
     def _size(self, length: int) -> int:
-        """Of the rows for so many tokens: a power of two, or one and a half of it."""
+        """Return the row size for `length` tokens: a power of two, or 3/4 of one."""
         size = max(_LEAST, 1 << (length - 1).bit_length())
         if length <= size * 3 // 4 and size > _LEAST:
             size = size * 3 // 4
         return min(size + -size % self.tokens, self.max_length)
 
     def _rows(self, size: int) -> int:
-        """Of a batch of rows of a size."""
+        """Return how many rows of a size a batch has."""
         return max(self.batch_tokens // size // self.rows, 1) * self.rows
 
     def _begin(self, size: int, requests: list[Request]) -> TokenScores:
@@ -177,7 +177,7 @@ class Scorer(NamedTuple):
 
 
 def check_length(model: Any, max_length: int) -> None:
-    """Raises UsageError unless a model reads so many tokens."""
+    """Raise UsageError unless the model can read `max_length` tokens."""
     learned = model.learned_positions
     if learned is not None and max_length > learned.max_length:
         raise UsageError(
@@ -187,7 +187,7 @@ def check_length(model: Any, max_length: int) -> None:
 
 
 def fingerprint(decoder: Decoder) -> str:
-    """Hexadecimal, of the parameters' names, shapes and bits, the same on any mesh."""
+    """Return a hash of the parameters' names, shapes and bits in hex, the same on any mesh."""
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
     sums = jax.jit(partial(jax.tree.map, _digest))(params)
     flat, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(sums))
@@ -200,7 +200,7 @@ def fingerprint(decoder: Decoder) -> str:
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """A sum modulo 2^32 over bits, each with a weight of its place: in any order the same."""
+    """Return a sum of bits modulo 2^32, each weighted by its place; order does not matter."""
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):

@@ -1,4 +1,4 @@
-"""How likely tokens are: what an evaluation asks of a model, without all its logits."""
+"""Log-probabilities of tokens for an evaluation, without all logits in memory."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,19 +13,20 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import concatenate
 
-# Logits held at a time, of at least so many tokens: 2^25 float32 are 128 MB.
+# The most logits in memory at a time (2^25 in float32 are 128 MB), and the fewest tokens of a
+# chunk.
 _LOGITS, _LEAST = 2**25, 64
 
-# In place of a target that is not asked for.
+# The target of a place that is not scored.
 NONE = -1
 
 
 class TokenScores(NamedTuple):
-    """Of each target that was asked for; 0 and False of the others.
+    """The scores of each target that was asked for; 0 and False elsewhere.
 
     Attributes:
       log_probability: `log softmax(logits)[target]`, in nats.
-      greedy: whether the target is the likeliest token, the first one of equals.
+      greedy: whether the target is the likeliest token, the first of several equal ones.
     """
 
     log_probability: Float[Array, "rows seq"]
@@ -33,7 +34,7 @@ class TokenScores(NamedTuple):
 
 
 def dropless(model: cfg.ModelConfig) -> cfg.ModelConfig:
-    """The same model, whose experts take all that chooses them: no answer depends on another."""
+    """Return the same model with experts that take every token: no answer affects another."""
 
     def free(core: cfg.Core) -> cfg.Core:
         return core if getattr(core, "capacity", None) is None else replace(core, capacity=None)
@@ -49,17 +50,19 @@ def token_scores(
     targets: Int[Array, "batch seq"],
     schedule: sharding.Schedule | None = None,
 ) -> TokenScores:
-    """How likely each target is behind the tokens of its row up to its place.
+    """Return how likely each target is, given the tokens of its row up to its place.
 
-    Only what is asked for is unembedded, in chunks, and logits are at least float32. What fills a
-    row up at its end is seen by nothing before it.
+    Only places that are asked for are unembedded, in chunks, and logits are at least float32.
+    Padding at the end of a row is not seen by the tokens before it.
 
-    In per-device code (see `sharding.per_device`): of this device's own tokens, and with a
-    `schedule` of stages of its part of their rows.
+    In per-device code (see `sharding.per_device`) the scores are those of this device's own tokens,
+    and with a `schedule` of stages those of the stage's part of the rows.
 
     Args:
-      tokens: rows.
-      targets: that follow the tokens, or NONE.
+      decoder: the model.
+      tokens: the rows.
+      targets: the token that follows each token, or NONE.
+      schedule: the schedule of pipeline stages, if there are any.
     """
     z, _ = decoder.features(tokens, schedule=schedule)
     targets = sharding.own_part(targets, "stage", axis=0)
@@ -70,7 +73,7 @@ def token_scores(
     chunk = min(targets.size, max(_LOGITS // kernel.shape[1], _LEAST))
     dtype = jnp.result_type(x, jnp.float32)
 
-    # Places that are asked for, one after the other; behind them there are none.
+    # The places that are asked for come first; out-of-range places fill the rest.
     room = targets.size + -targets.size % chunk
     places = jnp.nonzero(wanted >= 0, size=room, fill_value=targets.size)[0]
 

@@ -1,4 +1,4 @@
-"""Who can be asked: a trained model, and two that know less, to compare it with."""
+"""Models that are evaluated: a trained one, and two that know less, for comparison."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from rmt_tpu.runs.workdir import load_step, read_config
 from rmt_tpu.storage import Location, open_folder
 
 UNTRAINED, UNIGRAM = "untrained", "unigram"
-_COUNTED = 2**24  # tokens of the training text
+_COUNTED = 2**24  # tokens of the training text that are counted
 
 
 def of_run(
@@ -29,18 +29,19 @@ def of_run(
     max_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Subject:
-    """The model of a run folder, or of one of the hub's form, where its answers are kept.
+    """Return the model of a run folder, or of a folder of the hub's form, which keeps its answers.
 
     Args:
-      step: of the checkpoint; None is the last good one.
+      workdir: the folder.
+      step: the step of the checkpoint; None is the last good one.
       mesh: see `rmt_tpu.load`.
       max_length: tokens that are read at a time; None is as many as in training.
-      batch_tokens: read at once by each device that rows are divided over, about.
+      batch_tokens: about how many tokens each device that rows are divided over reads at once.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
-      UsageError: the model does not read so many tokens.
-      MeshError: there are not so many devices, or the model does not divide over them.
+      UsageError: the model cannot read `max_length` tokens.
+      MeshError: there are fewer devices than the mesh has, or the model does not divide over them.
     """
     decoder, tokenizer, step, seq_len = load_step(workdir, step, mesh=mesh)
     folder = open_folder(workdir)
@@ -53,7 +54,7 @@ def of_run(
 
 
 def untrained(workdir: Location, subject: Subject) -> Subject:
-    """The model of a run before its first step, asked as that after it."""
+    """Return the model of a run before its first step, evaluated like `subject`."""
     config = read_config(workdir)
     decoder = Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     identity = subject.identity | {"weights": fingerprint(decoder), "step": 0}
@@ -63,14 +64,14 @@ def untrained(workdir: Location, subject: Subject) -> Subject:
 
 
 def unigram(workdir: Location, subject: Subject) -> Subject:
-    """Tokens as often as they are in a run's training text, whatever stands before them."""
+    """Return a model that predicts tokens by their frequency in a run's training text."""
     config, tokenizer = read_config(workdir), subject.tokenizer
     batch = dataclasses.replace(config.train, batch_size=1, accumulate=1)
     stream = load_datasets(dataclasses.replace(config, train=batch), tokenizer).train.stream
     read = stream.read(np.zeros(1, np.int64), min(len(stream), _COUNTED))[0]
     counts = (
         np.bincount(read, minlength=tokenizer.vocab_size) + 1.0
-    )  # one of each that is not there
+    )  # add one to each, so that no count is 0
     logs, likeliest = np.log(counts) - math.log(counts.sum()), int(np.argmax(counts))
 
     def scores(tokens: np.ndarray, targets: np.ndarray) -> TokenScores:
@@ -83,7 +84,7 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
 
 
 def _read(tokenizer: Tokenizer, scorer: Scorer) -> dict[str, object]:
-    """How texts are read."""
+    """Return the part of the identity that says how texts are read."""
     starts = {} if tokenizer.starts else {"starts": False}
     return starts | {
         "tokenizer": tokenizer.fingerprint(),

@@ -1,4 +1,4 @@
-"""How a server begins and ends. Needs starlette and uvicorn."""
+"""The start and the end of a server. Needs starlette and uvicorn."""
 
 import asyncio
 import signal
@@ -14,22 +14,26 @@ from rmt_tpu.errors import RunError, one_line
 from rmt_tpu.serving.app import Front
 from rmt_tpu.streams import say
 
-_SLOW_READERS = 5  # seconds for clients to take what is told, when all has been said
-_HEADERS = 30  # seconds for the headers of a request to come, from the first look for them on
-_CONNECTIONS = 1000  # beyond which requests are answered with 503: files of a process are limited
-_LOOK = 0.05  # seconds between two looks at what is open
+_SLOW_READERS = 5  # seconds for clients to receive what was sent to them before the end
+_HEADERS = 30  # seconds for the headers of a request to arrive, from when the server waits for them
+# connections beyond which a request is answered with 503: a process has a limit of files
+_CONNECTIONS = 1000
+_LOOK = 0.05  # seconds between two looks at open texts
 
 
 def serve(
     front: Front, opened: socket.socket, *, drain_seconds: float, ready: Callable[[], None]
 ) -> None:
-    """Answers until SIGTERM or SIGINT; then what is open is finished first.
+    """Answer requests until SIGTERM or SIGINT, then finish the open ones and return.
 
-    A second signal ends at once. In another thread than the main one signals are not looked at.
+    A second signal ends the server at once. Signals are handled only in the main thread.
 
     Args:
-      drain_seconds: for what is open; the rest is told that the server ends.
-      ready: is called when signals are looked at.
+      front: the front end that answers.
+      opened: the socket that clients connect to.
+      drain_seconds: seconds to finish open texts; later ones get an error that the server is
+        ending.
+      ready: called when signals are handled.
 
     Raises:
       RunError: the worker has failed, and could not begin anew.
@@ -43,9 +47,9 @@ def serve(
 
 
 class Protocol(h11_impl.H11Protocol):
-    """uvicorn's, but for a connection whose headers do not come: it is closed after a while.
+    """uvicorn's protocol, which also closes a connection whose headers do not arrive in time.
 
-    A connection that is idle between two requests is closed by uvicorn itself, sooner.
+    uvicorn itself closes a connection that is idle between two requests, and sooner.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -63,7 +67,7 @@ class Protocol(h11_impl.H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """More bytes of the same headers give no more time."""
+        """Start the deadline of headers; more bytes of the same headers do not extend it."""
         if self.conn.their_state is not h11_impl.h11.IDLE:
             self._forget()
         elif self._deadline is None:
@@ -76,7 +80,7 @@ class Protocol(h11_impl.H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but for how it ends."""
+    """uvicorn's server, with another way to end."""
 
     def __init__(self, front: Front, drain_seconds: float, ready: Callable[[], None]):
         config = uvicorn.Config(
@@ -87,7 +91,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # what clients do wrong is not told, and what fails is by the app
+            log_level="critical",  # errors of clients are not logged, and the app logs failures
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_SLOW_READERS,
@@ -105,7 +109,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or not self.front.worker.is_alive()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of a signal, in the midst of whatever the loop does."""
+        """Handle a signal, at any point of what the loop does."""
         if self.front.draining:
             self._end_at_once = True
         self.front.draining = True

@@ -1,4 +1,4 @@
-"""The thread that has the device: it goes on with what clients wait for, all of them together."""
+"""The thread that uses the device: it generates the texts of all clients together."""
 
 import queue
 import threading
@@ -14,7 +14,13 @@ from rmt_tpu.streams import say
 
 
 class Piece(NamedTuple):
-    """What has come of a text: `more` of it, and the scores of its prompt with the first of it."""
+    """What has come of a text.
+
+    Attributes:
+      index: the index of the text in its job.
+      more: the new part of the text.
+      prompt: the scores of its prompt, given with the first part if they are wanted.
+    """
 
     index: int
     more: Completion
@@ -22,12 +28,13 @@ class Piece(NamedTuple):
 
 
 class Job:
-    """Texts that one client waits for.
+    """The texts that one client waits for.
 
     Args:
-      requests: a text each.
+      requests: a request for each text.
       stop: strings before any of which a text ends.
-      tell: takes what has come of them, or why nothing more comes; called by the worker's thread.
+      tell: takes what has come of the texts, or why nothing more comes; called by the worker's
+        thread.
     """
 
     def __init__(
@@ -41,10 +48,10 @@ class Job:
 
 
 class Worker(threading.Thread):
-    """Has an engine, which no other thread may use.
+    """The thread that has an engine, which no other thread may use.
 
     Attributes:
-      error: why it ended, if nobody wanted it to.
+      error: why the thread ended, if it was not stopped.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer):
@@ -52,18 +59,19 @@ class Worker(threading.Thread):
         self.error: Exception | None = None
         self._engine, self._tokenizer = engine, tokenizer
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._open: dict[int, tuple[Job, int, Draft]] = {}  # by the engine's number
+        # keyed by the engine's number of the request
+        self._open: dict[int, tuple[Job, int, Draft]] = {}
 
     def submit(self, job: Job) -> None:
-        """Its texts wait for slots from now on."""
+        """Let the texts of a job wait for slots."""
         self._orders.put(lambda: self._begin(job))
 
     def cancel(self, job: Job) -> None:
-        """Nobody waits for it any more: its slots are free after the step that is under way."""
+        """Cancel a job that nobody waits for; its slots are free after the current step."""
         self._orders.put(lambda: self._forget(job))
 
     def stop(self) -> None:
-        """Ends the thread after the step that is under way."""
+        """End the thread after the current step."""
         self._orders.put(None)
         self.join()
 
@@ -71,12 +79,16 @@ class Worker(threading.Thread):
         try:
             while self._take_orders():
                 self._step()
-        except Exception as error:  # it could not even begin anew
+        except Exception as error:  # the engine could not even be reset
             self.error = error
             self._fail(error)
 
     def _take_orders(self) -> bool:
-        """Those that are there; if nothing else is to be done, the next one is waited for."""
+        """Run the orders in the queue, and wait for one if nothing else is to be done.
+
+        Returns:
+          False when the thread is to end.
+        """
         while True:
             try:
                 order = self._orders.get(block=not self._engine.open)
@@ -118,7 +130,7 @@ class Worker(threading.Thread):
         job.tell(Piece(index, more, said.prompt))
 
     def _fail(self, error: Exception) -> str:
-        """Tells all who wait; returns what they are told."""
+        """Report an error to all jobs, and return the reason that they get."""
         reason = "out of memory" if memory.is_out(error) else one_line(error)
         jobs = {id(job): job for job, _, _ in self._open.values()}
         self._open.clear()
