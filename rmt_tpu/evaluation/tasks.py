@@ -1,4 +1,4 @@
-"""Tasks that are scored by log-probabilities, with the prompts of lm-evaluation-harness 0.4.13."""
+"""Tasks scored by log-probabilities, with the prompts of lm-evaluation-harness 0.4.13."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,17 +9,17 @@ from rmt_tpu.errors import shown
 
 
 class Malformed(Exception):
-    """What is wrong with a line; whoever knows where it is adds that."""
+    """An error in a line of data; the caller, who knows where the line is, adds its place."""
 
 
 class Document(NamedTuple):
     """One question, or one text.
 
     Attributes:
-      pairs: context and continuation of each request; of a text alone ("", text).
-      gold: the right one of them.
-      lengths: of the choices in characters, by which `acc_norm` divides; () has none.
-      words, bytes: of a text, as it was before it was made ready.
+      pairs: the context and continuation of each request; ("", text) for a text.
+      gold: the index of the right pair.
+      lengths: the choices' lengths in characters, by which `acc_norm` divides; () for none.
+      words, bytes: the size of a text, before it was prepared for scoring.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -42,16 +42,18 @@ Kind = Literal["choices", "last_word", "text"]
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and how it is told.
+    """A task: its questions and its metrics.
 
     Attributes:
-      kind: the likeliest of choices; a word that is to be continued by; or a whole text.
-      document: makes one of a line of the data.
-      fields: of a line, for messages.
-      hub: where the data is.
-      version: of the prompt, the harness's number.
-      chance: how often a choice that is drawn is right.
-      papers: metric to what the RMT paper prints of its Transformer and of its RMT.
+      name: the harness's name of the task.
+      kind: "choices" asks for the likeliest choice, "last_word" for the word that follows, "text"
+        scores a whole text.
+      document: makes a document of a line of the data.
+      fields: the fields of a line, for messages.
+      hub: the dataset on the hub.
+      version: the harness's version number of the prompt.
+      chance: how often a random choice is right.
+      papers: for each metric, the RMT paper's values of its Transformer and of its RMT.
     """
 
     name: str
@@ -98,7 +100,7 @@ def _listed(line: Mapping[str, Any], name: str = "choices") -> list[str]:
 
 
 def _query(line: Mapping[str, Any], ending: str = "") -> Document:
-    """A line that is made ready: "query", "choices" and "gold"."""
+    """Return the document of a line that has "query", "choices" and "gold"."""
     choices = _listed(line)
     gold = _index(line, "gold", len(choices))
     return _choices(_text(line, "query") + ending, choices, gold)
@@ -122,7 +124,7 @@ def _arc(line: Mapping[str, Any]) -> Document:
 
 
 def _without_marks(text: str) -> str:
-    """As the harness reads text of WikiHow."""
+    """Return a text of WikiHow as the harness cleans it."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
@@ -146,7 +148,7 @@ def _piqa(line: Mapping[str, Any]) -> Document:
 
 
 def _winogrande(line: Mapping[str, Any]) -> Document:
-    """Which of two beginnings makes the rest of the sentence likelier."""
+    """Return the document that asks which beginning makes the rest of a sentence likelier."""
     sentence, answer = _text(line, "sentence"), line.get("answer")
     before, blank, after = sentence.partition("_")
     if not blank:
@@ -197,7 +199,7 @@ _WIKITEXT = [
 
 
 def whole_text(text: str, ready: str | None = None) -> Document:
-    """A text whose words and bytes are counted as it is, and scored as it was made ready."""
+    """Return the document of a text: scored as `ready`, its words and bytes counted in `text`."""
     pairs = (("", text if ready is None else ready),)
     return Document(pairs, words=len(re.split(r"\s+", text)), bytes=len(text.encode()))
 

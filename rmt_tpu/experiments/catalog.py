@@ -1,4 +1,4 @@
-"""Every experiment there is."""
+"""The list of all experiments."""
 
 from rmt_tpu import cost
 from rmt_tpu.errors import UsageError, unknown
@@ -7,12 +7,12 @@ from rmt_tpu.experiments.plan import Experiment, Plan, Scale
 
 _RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
 
-# Kernels and steps are estimated for this chip.
+# The chip that kernels and steps are estimated for.
 _TARGET = "--targets=v5e"
 
 
 def _steps(vector: str, other: str, *more: str) -> list[list[str]]:
-    """Time of a step by parts, and memory, of two presets."""
+    """Return the commands that report two presets' steps by parts, and their memory."""
     report = ["kernel_report", "--step", f"--presets={other},{vector}", _TARGET, *more]
     memory = [["preflight", f"--preset={n}", "--topology=v5e:2x2", *more] for n in (vector, other)]
     return [report, *memory]
@@ -64,7 +64,8 @@ def _smallest(scale: Scale) -> Plan:
 def _tasks(scale: Scale, run_of) -> list[list[str]]:
     vector, matrix = (run_of(arm.name) for arm in _largest(scale).arms)
     command = ["evaluate", f"--workdir={matrix}", f"--against={vector}"]
-    # Tasks in bytes are longer than a tiny model's windows; its ALiBi has no last position.
+    # Tokens are bytes, so tasks are longer than a tiny model's windows; its ALiBi has no last
+    # position.
     return [[*command, "--max_length=512"] if scale == "tiny" else command]
 
 
@@ -209,24 +210,24 @@ EXPERIMENTS = {
 
 
 def experiment(name: str) -> Experiment:
-    """The one of that name.
+    """Return the experiment of a name.
 
     Raises:
-      UsageError: there is none.
+      UsageError: there is no such experiment.
     """
     if name not in EXPERIMENTS:
         raise UsageError(unknown("experiment", name, EXPERIMENTS))
     return EXPERIMENTS[name]
 
 
-# Chips that hours are said of, and the share of their peak that is assumed.
+# Chips that hours are reported for, and the share of their peak that is assumed.
 _CHIPS, _SHARE = {"v5p": "TPU v5", "H100": "NVIDIA H100"}, 0.4
-# FLOP/s of two CPU cores on models this small: of the ladder in docs/results.md.
+# FLOP/s of two CPU cores on models this small, from the ladder in docs/results.md.
 _CPU = 1.2e10
 
 
 def table() -> str:
-    """Lists all experiments as Markdown, with runs, tokens, FLOPs and hours."""
+    """Return a Markdown table of all experiments, with runs, tokens, FLOPs and hours."""
     lines = ["| experiment | shows | source | scale | runs | tokens | FLOPs | takes |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for e in EXPERIMENTS.values():

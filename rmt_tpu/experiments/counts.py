@@ -1,4 +1,4 @@
-"""What Mak and Flanigan (2025) count, by `rmt_tpu.cost`: Figure 1, Tables 4 and 7 to 9."""
+"""Counts of Mak and Flanigan (2025) by `rmt_tpu.cost`: Figure 1, Tables 4 and 7 to 9."""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -21,7 +21,10 @@ _PRINTED = {
 
 @dataclass(frozen=True)
 class Point:
-    """One model: size of its residual, parameters, and forward FLOPs a token with embeddings."""
+    """The size of a model's residual, its parameters, and its forward FLOPs per token.
+
+    Parameters and FLOPs include the embeddings.
+    """
 
     residual_size: int
     parameters: int
@@ -29,7 +32,7 @@ class Point:
 
 
 def point(config: ModelConfig) -> Point:
-    """Parameters and FLOPs, embeddings counted, at the figure's sequence length."""
+    """Return a model's counts, with embeddings, at the figure's sequence length."""
     return Point(
         config.residual_size,
         sum(cost.parameters(config).values()),
@@ -38,7 +41,10 @@ def point(config: ModelConfig) -> Point:
 
 
 def resource_scaling() -> dict[str, list[Point]]:
-    """GPT-2-medium shapes with residuals of 1024 numbers and more, by vector and by matrix."""
+    """Return the counts of GPT-2-medium shapes with residuals of 1024 numbers and more.
+
+    The curves are one of vector residuals, and one of matrix residuals.
+    """
     transformer, rmt = preset("gpt2-405m"), preset("rmt-305m")
     _, vector_dim = rmt.data_shape
     return {
@@ -48,7 +54,7 @@ def resource_scaling() -> dict[str, list[Point]]:
 
 
 def page() -> Page:
-    """Figure 1, and what is printed beside what the formulas give."""
+    """Return Figure 1, and tables of the printed counts next to the computed ones."""
     curves = resource_scaling()
     parts = ["Figure 1, with embeddings, of windows of 512 tokens:", _curves_table(curves)]
     parts += ["Table 4, training FLOPs on 6.04e9 tokens, without embeddings:", _flops_table()]

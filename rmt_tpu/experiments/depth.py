@@ -1,9 +1,10 @@
-"""Does attention over depth learn more, and the more the deeper a model is?
+"""Does attention over depth learn more, and is the gain larger in a deeper model?
 
-Models of one width and different depth read the same tokens. Each system has its own search over
-the common rate and the factor of what weighs sources over depth (`train.depth_rate`), at 4 and 16
-layers, with two seeds that are not used again; 8 layers take the geometric mean, 32 what 16 have.
-One difference a depth was chosen beforehand to be tested: Block AttnRes minus the Transformer.
+Models of one width and different depth read the same tokens. Each system has its own search, with
+two seeds that are not used again, at 4 and 16 layers. The search is over the common learning rate
+and the factor for parameters that weigh sources over depth (`train.depth_rate`). At 8 layers the
+geometric mean of both results is used, at 32 layers the result of 16. One difference per depth was
+chosen beforehand to be tested: Block AttnRes minus the Transformer.
 """
 
 from dataclasses import dataclass, replace
@@ -16,13 +17,13 @@ _LAYERS = (4, 8, 16, 32)
 _SEARCHED = (4, 16)
 _SEEDS, _SEARCH_SEEDS = tuple(range(10)), (100, 101)
 _FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
-# A logit on a matrix is a sum of four times as many terms.
+# A logit on a matrix residual is a sum of four times as many terms.
 _OF_MATRIX = tuple(factor / 4 for factor in _FACTORS)
 
 
 @dataclass(frozen=True)
 class _Size:
-    """Sizes, text and rates that all depths of a scale share."""
+    """The sizes, text and rates that all depths of a scale share."""
 
     heads: int
     head_dim: int
@@ -41,7 +42,7 @@ _SIZES = {
     "paper": _Size(8, 64, 256, 1024, 4000, (1e-3, 2e-3, 4e-3)),
 }
 
-# Sublayers a block: of four layers four blocks, of more eight.
+# Sublayers of a block, by layers: models of 4 layers have four blocks, deeper ones eight.
 _BLOCK = {4: 2, 8: 2, 16: 4, 32: 8}
 
 
@@ -54,7 +55,7 @@ def _mixer(system: str, layers: int) -> Mixer:
 
 
 def _config(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
-    """Makes the run of a system; `changes` are by path."""
+    """Return the run of a system; `changes` are values by config path."""
     size = _SIZES[scale]
     matrix = system.startswith("rmt")
     base = run("rmt-tiny" if matrix else "gpt2-tiny")
@@ -72,7 +73,7 @@ def _config(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
         "train.steps": size.steps,
         "train.optimizer.final_fraction": 0.0,
         "train.eval_every": 0,
-        "train.eval_tokens": 2**20,  # all that is held out
+        "train.eval_tokens": 2**20,  # all held-out text
         "train.checkpoint_every": 0,
         "train.sample_tokens": 0,
         "train.log_every": 20,
@@ -94,13 +95,13 @@ def _search(scale: Scale, system: str, layers: int) -> Search:
 
 
 def _searches(system: str, layers: int) -> tuple[str, ...]:
-    """The names of those that an arm takes its values from."""
+    """Return the names of the searches that an arm takes its values from."""
     if layers == 8:
         return tuple(f"{system}-{at}-layers" for at in _SEARCHED)
     return (f"{system}-{min(layers, max(_SEARCHED))}-layers",)
 
 
-_SYSTEMS = {  # by what each is compared with
+_SYSTEMS = {  # the system that each one is compared with
     "transformer": None,
     "attnres": "transformer",
     "attnres-full": "transformer",
@@ -111,8 +112,10 @@ _DEEPEST = ("transformer", "attnres", "rmt")
 
 
 def plan(scale: Scale) -> Plan:
-    """Plans the runs. Neither paper varies the depth alone: at their scale the sizes are those of
-    small runs that others published.
+    """Return the plan of the runs.
+
+    Neither paper varies the depth alone, so the sizes at their scale are those of small runs that
+    others published.
     """
     size = _SIZES[scale]
     searches = {
@@ -133,7 +136,7 @@ def plan(scale: Scale) -> Plan:
         for system, against in _SYSTEMS.items()
         if layers < max(_LAYERS) or system in _DEEPEST
     ]
-    # The same run with sums in another order: how far rounding alone moves a loss.
+    # The same runs with sums in another order show how far rounding alone moves a loss.
     arms += [
         Arm(
             f"{system}-16-layers-again",

@@ -1,7 +1,7 @@
-"""Tables 1 and 2 of Mak and Flanigan (2025): moments of what is written and read at the start.
+"""Tables 1 and 2 of Mak and Flanigan (2025): moments of writes and reads at initialization.
 
-A weight is drawn with Xavier's variance 2 / (in + out). With x of variance 1, and gradients of
-variance 1 behind,
+A weight is drawn with Xavier's variance 2 / (in + out). For x of variance 1, and output gradients
+of variance 1,
 
     storage of an RMT     X = sum_h w^h (x) x^h     Var X = R Var w       Var dx = D_k Var w
     retrieval of an RMT   z^p = w^p . X             Var z = D_k Var w     Var dX = P Var w
@@ -24,10 +24,10 @@ class Site(NamedTuple):
     """An operation of a layer.
 
     Attributes:
-      layer, operation, model: as Table 2 names them.
-      out_of, into: fan-in and fan-out of its weight; for key vectors how many numbers, or data
-        vectors, are summed forward and backward.
-      printed: Table 2's ratios of variances, forward and backward.
+      layer, operation, model: the names in Table 2.
+      out_of, into: fan-in and fan-out of its weight; for key vectors, how many numbers, or data
+      vectors, are summed forward and backward.
+      printed: the ratios of variances in Table 2, forward and backward.
     """
 
     layer: str
@@ -38,7 +38,7 @@ class Site(NamedTuple):
     printed: tuple[float, float]
 
     def formula(self) -> tuple[float, float]:
-        """Table 1's, at Xavier's variance."""
+        """Return the ratios by Table 1's formulas, at Xavier's variance."""
         variance = 2 / (self.out_of + self.into)
         return self.out_of * variance, self.into * variance
 
@@ -56,9 +56,9 @@ SITES = (
 
 
 class Simulated(NamedTuple):
-    """Over draws of weights: means of the output and of the input's gradient, and variances.
+    """Means and variances of the output and of the input's gradient, over draws of weights.
 
-    Each with the standard error of its mean.
+    Each is a mean with its standard error.
     """
 
     mean: tuple[float, float]
@@ -68,7 +68,10 @@ class Simulated(NamedTuple):
 
 
 def simulate(site: Site, *, draws: int = _DRAWS, seed: int = 0) -> Simulated:
-    """Draws weights, inputs of mean 1/2 and second moment 1, and gradients, and looks."""
+    """Draw weights, inputs and gradients, and return the moments.
+
+    Inputs have mean 1/2 and second moment 1.
+    """
     import jax
     import numpy as np
 
@@ -90,7 +93,7 @@ def simulate(site: Site, *, draws: int = _DRAWS, seed: int = 0) -> Simulated:
 
 
 def _operation(site: Site) -> tuple[Callable, tuple[int, ...]]:
-    """What multiplies a weight [into, out_of] with a token's input, and the input's shape."""
+    """Return the function of a weight [into, out_of] and tokens, and a token's input shape."""
     import jax.numpy as jnp
 
     if site.model == "Transformer":
@@ -100,7 +103,7 @@ def _operation(site: Site) -> tuple[Callable, tuple[int, ...]]:
 
 
 def page() -> Page:
-    """Formula, simulation and print, side by side."""
+    """Return the table of formula, simulation and printed values."""
     lines = [
         "| layer | operation | model | forward: formula | simulated | printed | backward: formula "
         "| simulated | printed |",
@@ -112,7 +115,7 @@ def page() -> Page:
         variances = found.variance, found.gradient_variance
         cells = []
         for expected, (value, error), printed in zip(formula, variances, site.printed, strict=True):
-            # Printed figures are rounded, some to one digit.
+            # Printed values are rounded, some to one digit.
             wrong = abs(printed - expected) > 0.05
             cells += [f"{expected:.3f}", f"{value:.3f} ± {error:.3f}"]
             cells.append(f"**{printed:g}**" if wrong else f"{printed:g}")

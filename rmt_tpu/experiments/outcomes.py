@@ -1,8 +1,8 @@
-"""What trained arms reached, compared seed by seed, and fits with intervals.
+"""Outcomes of trained arms, compared seed by seed, and fits with intervals.
 
-All runs of a seed read the same text in the same order and begin with the same values of all
-weights that they have in common: systems are compared seed by seed. Intervals are of 95%, of the
-mean over seeds, by Student's t.
+All runs of a seed read the same text in the same order, and begin with the same values of all
+weights that they have in common. Systems can therefore be compared seed by seed. Intervals are 95%
+intervals of the mean over seeds, by Student's t.
 """
 
 import math
@@ -19,7 +19,7 @@ from rmt_tpu.experiments.records import Record
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and half of its interval; the half of one seed is not a number."""
+    """A mean over seeds and half of its interval, which is NaN for one seed."""
 
     mean: float
     half: float
@@ -29,12 +29,12 @@ class Estimate(NamedTuple):
 
     @property
     def sure(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return abs(self.mean) > self.half
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Of one value a seed."""
+    """Return the estimate of one value per seed."""
     from scipy import stats
 
     count = len(values)
@@ -47,14 +47,15 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs of an arm reached.
+    """The results of an arm's runs.
 
     Attributes:
-      arm: with the rate that it had.
-      parameters, weights: all of them, and those outside of embedding and unembedding.
-      flops, tokens: of training one.
-      losses: held out, at the end, in nats a token, a seed; None where the run diverged.
-      curves: of each seed, tokens and held-out losses at them.
+      arm: the arm, with the rate that it had.
+      parameters, weights: the number of all parameters, and of those outside of embedding and
+      unembedding.
+      flops, tokens: the FLOPs and tokens of training one run.
+      losses: the final held-out loss per seed, in nats per token; None where the run diverged.
+      curves: for each seed, tokens and the held-out losses at them.
     """
 
     arm: Arm
@@ -67,7 +68,7 @@ class Outcome:
 
     @property
     def mean(self) -> float:
-        """Of the losses."""
+        """The mean of the losses."""
         return math.fsum(self.losses) / len(self.losses)
 
     @property
@@ -77,7 +78,7 @@ class Outcome:
 
 
 def outcome(arm: Arm, records: Sequence[Record]) -> Outcome:
-    """Makes the outcome of an arm from the records of its runs, one a seed."""
+    """Return the outcome of an arm from the records of its runs, one per seed."""
     counted = cost.parameters(arm.config.model)
     total = sum(counted.values())
     per_step = arm.config.train.batch_size * arm.config.data.seq_len
@@ -93,9 +94,9 @@ def outcome(arm: Arm, records: Sequence[Record]) -> Outcome:
 
 
 def differences(one: Outcome, other: Outcome) -> list[float]:
-    """Losses of `one` minus those of `other`, seed by seed; empty if a run diverged.
+    """Return losses of `one` minus losses of `other`, seed by seed; empty if a run diverged.
 
-    Where one has fewer seeds, they are the first of the other's.
+    If one of them has fewer seeds, they are the first seeds of the other.
     """
     if not (one.complete and other.complete):
         return []
@@ -103,13 +104,13 @@ def differences(one: Outcome, other: Outcome) -> list[float]:
 
 
 class Test(NamedTuple):
-    """Whether a mean of paired differences is 0, by Student's t, two-sided.
+    """A two-sided t-test of whether a mean of paired differences is 0.
 
     Attributes:
-      estimate: of the mean.
-      deviation: of one pair, estimated.
-      p: the chance of a mean so far from 0, were it 0.
-      detectable: the difference that so many pairs would find with a power of 0.8, at 5%.
+      estimate: the mean with its interval.
+      deviation: the estimated standard deviation of one pair.
+      p: the probability of a mean at least this far from 0 if the true mean is 0.
+      detectable: the difference that this number of pairs detects with a power of 0.8, at 5%.
     """
 
     estimate: Estimate
@@ -119,17 +120,18 @@ class Test(NamedTuple):
 
 
 def test_of(found: Sequence[float]) -> Test:
-    """Tests paired differences, two or more, against 0."""
+    """Test two or more paired differences against 0."""
     from scipy import optimize, stats
 
     count, of = len(found), estimate(found)
     s = float(np.std(found, ddof=1))
     freedom, edge = count - 1, stats.t.ppf(0.975, count - 1)
-    t = abs(of.mean) / max(s / math.sqrt(count), 1e-300)  # of differences that are all alike
+    # avoid a division by 0 for equal differences
+    t = abs(of.mean) / max(s / math.sqrt(count), 1e-300)
     p = float(2 * stats.t.sf(t, freedom)) if of.mean else 1.0
 
     def lacks(shift: float) -> float:
-        """Returns the power, less 0.8, where the mean is so many standard errors above 0."""
+        """Return the power less 0.8 for a mean of `shift` standard errors."""
         return stats.nct.sf(edge, freedom, shift) - 0.8  # the other tail is below 1e-8 there
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
@@ -137,7 +139,10 @@ def test_of(found: Sequence[float]) -> Test:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Adjusts p-values: that any below 5% is false has then a chance of 5% (Holm 1979)."""
+    """Return Holm's adjusted p-values (Holm 1979).
+
+    With them, the probability that any value below 5% is false is at most 5%.
+    """
     adjusted, least = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         least = max(least, min(1.0, (len(ps) - rank) * ps[index]))
@@ -146,10 +151,10 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def share_of_tokens(one: Outcome, other: Outcome) -> float | None:
-    """Of the tokens that `other` read, what `one` needs for its loss (Table 3 of the RMT paper).
+    """Return the share of `other`'s tokens that `one` needs to reach `other`'s loss.
 
-    Between evaluations by straight lines over log tokens; the mean over seeds. None if a seed does
-    not get there.
+    This is Table 3 of the RMT paper. Losses between evaluations are interpolated linearly over log
+    tokens; the result is the mean over seeds. It is None if a seed does not reach the loss.
     """
     shares = []
     for (tokens, losses), goal in zip(one.curves, other.losses, strict=False):
@@ -171,20 +176,20 @@ def share_of_tokens(one: Outcome, other: Outcome) -> float | None:
 
 
 class Fit(NamedTuple):
-    """`loss = exp(intercept) * x^slope`, of each seed."""
+    """Fits of `loss = exp(intercept) * x^slope`, one per seed."""
 
     slopes: list[float]
     intercepts: list[float]
 
     def at(self, x: int | float) -> list[float]:
-        """The loss there, of each seed."""
+        """Return the loss at `x` by each seed's fit."""
         return [
             math.exp(b + a * math.log(x))
             for a, b in zip(self.slopes, self.intercepts, strict=True)
         ]  # fmt: skip
 
     def reaching(self, losses: Sequence[float]) -> list[float]:
-        """Where each seed's fit has its loss."""
+        """Return the x at which each seed's fit reaches its loss."""
         return [
             math.exp((math.log(loss) - b) / a)
             for loss, a, b in zip(losses, self.slopes, self.intercepts, strict=True)
@@ -192,10 +197,10 @@ class Fit(NamedTuple):
 
 
 def fit(outcomes: Sequence[Outcome], x: str) -> Fit | None:
-    """By least squares over logarithms, of each seed by itself; None of fewer than three points.
+    """Fit each seed by least squares over logarithms; None for fewer than three points.
 
     Args:
-      outcomes: of one system.
+      outcomes: the outcomes of one system.
       x: a field of Outcome, "flops" or "weights".
     """
     outcomes = [o for o in outcomes if o.complete]
@@ -207,7 +212,7 @@ def fit(outcomes: Sequence[Outcome], x: str) -> Fit | None:
 
 
 def by_system(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """In the order in which they come."""
+    """Return the outcomes by system, in the order in which systems first come."""
     found: dict[str, list[Outcome]] = {}
     for o in outcomes:
         found.setdefault(o.arm.system, []).append(o)

@@ -1,4 +1,4 @@
-"""A folder of the hub's form: its decoder and tokenizer, and one written for a model of ours."""
+"""Folders of the hub's form: read as a decoder and a tokenizer, and written for our models."""
 
 import json
 from pathlib import Path
@@ -28,15 +28,16 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 
 
 def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.Tokenizer]:
-    """A folder's decoder and its tokenizer.
+    """Read a folder's decoder and its tokenizer.
 
     Args:
+      folder: a local folder in the hub's form.
       mesh: see `rmt_tpu.load`.
 
     Raises:
       UsageError: the folder has no such model, or no tokenizer, or tensors that do not fit.
       RunError: a file is damaged, or a weight is not finite.
-      MeshError: there are not so many devices, or the model does not divide over them.
+      MeshError: there are fewer devices than the mesh has, or the model does not divide over them.
     """
     described = describe(folder)
     model = described.model
@@ -49,7 +50,7 @@ def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.
 
 
 def _read(folder: Path, described: Description, shapes: Any, placed: Any | None) -> Any:
-    """The tree of `nnx.to_pure_dict`: each device reads its part of each parameter."""
+    """Read the parameters, in the tree of `nnx.to_pure_dict`: each device reads its shards."""
     tensors = weights.Tensors(folder)
     by_path = weights.of_parameters(tensors, described)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -71,17 +72,20 @@ def export(
     max_length: int,
     dtype: str = "float32",
 ) -> None:
-    """Writes a model of Llama's family in the hub's form, with its tokenizer.
+    """Write a model of Llama's family in the hub's form, with its tokenizer.
 
-    Which tokens start and end a text is in config.json, generation_config.json and, where tokens
-    have names, tokenizer_config.json.
+    The tokens that start and end a text are written to config.json, generation_config.json and,
+    where tokens have names, tokenizer_config.json.
 
     Args:
-      max_length: tokens that it was trained on at a time.
-      dtype: of the tensors, one of DTYPES.
+      decoder: the model.
+      tokenizer: its tokenizer.
+      folder: a new local folder.
+      max_length: tokens that the model was trained on at a time.
+      dtype: the dtype of the tensors, one of DTYPES.
 
     Raises:
-      UsageError: the model has no form on the hub, or the folder cannot be written.
+      UsageError: the hub's form does not have the model, or the folder cannot be written.
     """
     path, model = Path(folder), decoder.config
     values = values_of(model, max_length=max_length, bos=tokenizer.bos, ends=tokenizer.ends)

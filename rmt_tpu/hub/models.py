@@ -1,4 +1,4 @@
-"""The hub's config.json of Llama's family as a model of ours, and back. No jax."""
+"""The hub's config.json of Llama's family as a model of ours, and back. Imports no jax."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError, shown, unknown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-# Of each kind: whether queries, keys and values have a bias, and queries and keys a norm.
+# For each kind: whether queries, keys and values have a bias, and queries and keys a norm.
 KINDS = {
     "llama": (False, False),
     "mistral": (False, False),
     "qwen2": (True, False),
     "qwen3": (False, True),
 }
-# What transformers takes where a key is not there at all; null is another thing.
+# The defaults of transformers for a key that is absent; a key that is null is another case.
 _ABSENT: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
@@ -43,13 +43,14 @@ _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 
 
 class Description(NamedTuple):
-    """What config.json says.
+    """The content of a config.json.
 
     Attributes:
-      max_length: tokens that the model was made for.
-      tied: W_U is the embeddings, and may have no tensor of its own.
-      ends: tokens, any of which ends a text; none if the folder does not say.
-      usual_end: the token that ends one where a model of its kind does not say.
+      model: the model that it describes.
+      max_length: the most tokens that the model was made for.
+      tied: whether W_U is the embedding matrix, and may have no tensor of its own.
+      ends: tokens, any of which ends a text; empty if the folder does not name any.
+      usual_end: the token that ends a text by default for models of this kind, or None.
     """
 
     model: cfg.ModelConfig
@@ -60,12 +61,13 @@ class Description(NamedTuple):
 
 
 def is_hub(folder: str | Path | None) -> bool:
-    """Whether a local folder has a model in the hub's form; None is not local."""
+    """Return whether a local folder has a model in the hub's form; None is not local."""
     return folder is not None and "model_type" in (values_in(Path(folder) / CONFIG) or {})
 
 
 def describe(folder: str | Path) -> Description:
-    """
+    """Read the description of the model in a folder of the hub's form.
+
     Raises:
       UsageError: the folder has no such model, or one that no core here computes.
     """
@@ -82,13 +84,13 @@ def describe(folder: str | Path) -> Description:
 
 
 def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With what a model of its kind has where a key is not there."""
+    """Return the fields with the defaults of the model's kind for absent keys."""
     kind = values.get("model_type")
     return {**_ABSENT.get(kind if isinstance(kind, str) else "", {}), **values}
 
 
 def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Of generation_config.json first, as transformers has it."""
+    """Return the end tokens, first from generation_config.json, as transformers does."""
     later = values_in(folder / GENERATION)
     if later is None and (folder / GENERATION).exists():
         raise UsageError(f"{folder / GENERATION} is damaged; legal: an object of JSON, or no file")
@@ -99,7 +101,7 @@ def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int
 
 
 def values_in(file: Path) -> Mapping[str, Any] | None:
-    """The object of JSON in a file; None if there is none."""
+    """Return the JSON object in a file, or None if there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -108,11 +110,11 @@ def values_in(file: Path) -> Mapping[str, Any] | None:
 
 
 class Fields:
-    """The fields of a config.json, read one by one.
+    """The fields of a config.json, read one by one with checks.
 
     Args:
-      values: of the file.
-      where: for messages.
+      values: the object in the file.
+      where: the name of the file, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str):
@@ -131,7 +133,7 @@ class Fields:
         return value
 
     def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One token or several."""
+        """Return the tokens of a field that has one token or a list."""
         value = self._values.get(name)
         several = value if isinstance(value, list) else [value]
         if not several or any(type(v) is not int or not 0 <= v < vocab_size for v in several):
@@ -157,26 +159,29 @@ class Fields:
         return value
 
     def only(self, name: str, *legal: object) -> None:
-        """Refuses what changes the function in a way that no core here has."""
+        """Check that a field has one of the values that the cores here can compute."""
         value = self._values.get(name, legal[0])
         if value not in legal:
             raise self.wrong(name, value, " or ".join(dict.fromkeys(map(json.dumps, legal))))
 
     def only_each(self, name: str, legal: str) -> None:
-        """Refuses a list, of which there may be none, with anything else in it."""
+        """Check that a field is absent, or a list with no other value than `legal`."""
         value = self._values.get(name) or []
         if not isinstance(value, list) or any(one != legal for one in value):
             raise self.wrong(name, value, f"a list of {legal!r}")
 
     def group(self, name: str) -> "Fields":
-        """Fields within a field, of which there may be none; not groups of their own."""
+        """Return the fields within a field, which may be absent; they have no groups inside."""
         value = self._values.get(name) or {}
         if not isinstance(value, dict) or any(isinstance(one, dict) for one in value.values()):
             raise self.wrong(name, value, "null, or one group of plain values")
         return Fields(value, f"{self._where}: {name}")
 
     def rope(self) -> cfg.Rope:
-        """`rope_theta` and `rope_scaling`, or `rope_parameters` of later files, which have both."""
+        """Return the RoPE of `rope_theta` and `rope_scaling`, or of `rope_parameters`.
+
+        Later files have `rope_parameters`, which holds both.
+        """
         later, scaling = self.group("rope_parameters"), None
         for group in (later, self.group("rope_scaling")):
             scaling = group._scaling(self) or scaling
@@ -186,7 +191,10 @@ class Fields:
         return cfg.Rope(base=base, scaling=scaling)
 
     def _scaling(self, model: "Fields") -> cfg.Llama3Scaling | None:
-        """Of a group of a model's fields; of its length before scaling that may be silent."""
+        """Return the scaling in this group of a model's fields, or None.
+
+        Without a length before scaling, it is the model's `max_position_embeddings`.
+        """
         for name in ("rope_type", "type"):
             self.only(name, "default", cfg.Llama3Scaling.kind)
         if cfg.Llama3Scaling.kind not in (self._values.get("rope_type"), self._values.get("type")):
@@ -201,10 +209,10 @@ class Fields:
 
 
 def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
-    """The model that a config.json of the hub describes, with the plain residual.
+    """Return the model that a config.json of the hub describes, with the plain residual.
 
     Raises:
-      UsageError: it is of another family, or has what no core here has.
+      UsageError: the model is of another family, or has what no core here computes.
     """
     written, values = values, _completed(values)
     given = Fields(values, where)
@@ -247,15 +255,16 @@ def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
 def values_of(
     model: cfg.ModelConfig, *, max_length: int, bos: int, ends: Sequence[int]
 ) -> dict[str, Any]:
-    """The hub's config.json of a model.
+    """Return the fields of the hub's config.json for a model.
 
     Args:
+      model: a model of Llama's family.
       max_length: tokens that it was trained on at a time.
       bos: the token that starts a text.
-      ends: tokens, any of which ends one.
+      ends: tokens, any of which ends a text.
 
     Raises:
-      UsageError: the model is none of Llama's family; the message has the field.
+      UsageError: the model is not of Llama's family; the message names the field.
     """
     attention, feed_forward = _sublayers(model)
     kinds = {flags: kind for kind, flags in reversed(KINDS.items())}
@@ -286,12 +295,12 @@ def values_of(
 
 
 def special_tokens(bos: int, ends: Sequence[int]) -> dict[str, Any]:
-    """Fields of config.json and of generation_config.json; of several ends a list."""
+    """Return the fields of start and end tokens in config.json and generation_config.json."""
     return {"bos_token_id": bos, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
 
 
 def _sublayers(model: cfg.ModelConfig) -> tuple[cfg.Attention, cfg.FeedForward]:
-    """The two cores of all layers of a model of Llama's family."""
+    """Return the two cores of the layers of a model of Llama's family."""
     if not isinstance(model.store, cfg.VectorStore):
         raise _not_of_hub("model.store", model.store.kind, "vector")
     if not isinstance(model.mixer, cfg.Sum):

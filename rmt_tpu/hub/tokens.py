@@ -1,4 +1,4 @@
-"""A hub folder's tokenizer, with what its files say of the start and the end of texts. No jax."""
+"""A hub folder's tokenizer, and the start and end tokens of its texts. Imports no jax."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +12,13 @@ CONFIG = "tokenizer_config.json"
 
 
 def tokenizer_of(folder: str | Path, described: Description) -> data.Tokenizer:
-    """The tokenizer of a folder, whose texts start and end as transformers has them.
+    """Read a folder's tokenizer, whose texts start and end as in transformers.
 
-    A text starts with BOS where the template of tokenizer.json puts it, whatever `add_bos_token` of
-    tokenizer_config.json says. What ends a text: see `_ends`.
+    A text starts with BOS if the template of tokenizer.json puts it there, whatever `add_bos_token`
+    of tokenizer_config.json is. For the end of a text, see `_ends`.
 
     Raises:
-      UsageError: there is none, or a file is damaged.
+      UsageError: the folder has no tokenizer, or a file is damaged.
     """
     tokenizer = data.load_tokenizer(str(folder))
     path = Path(folder) / CONFIG
@@ -31,7 +31,7 @@ def tokenizer_of(folder: str | Path, described: Description) -> data.Tokenizer:
 
 
 def config_of(tokenizer: data.Tokenizer, max_length: int) -> dict[str, Any]:
-    """The tokenizer_config.json of a model of ours; empty where tokens have no names."""
+    """Return the tokenizer_config.json of one of our models; empty if tokens have no names."""
     names = [tokenizer.spelled(token) for token in (tokenizer.bos, tokenizer.ends[0])]
     if None in names:
         return {}
@@ -47,10 +47,11 @@ def config_of(tokenizer: data.Tokenizer, max_length: int) -> dict[str, Any]:
 def _ends(
     tokenizer: data.Tokenizer, described: Description, values: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Tokens of `eos_token_id`; else `eos_token`; else the one usual for the kind; else BOS.
+    """Return the tokens that end a text.
 
-    The usual one counts only where the tokenizer has no text for it: of another vocabulary it is a
-    word.
+    They are the first that exist of: `eos_token_id`; `eos_token`; the usual end token of the
+    model's kind; the tokenizer's own. The usual one counts only if the tokenizer has no text for
+    it: in another vocabulary it is a word.
     """
     if described.ends:
         return described.ends

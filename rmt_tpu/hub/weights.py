@@ -1,4 +1,4 @@
-"""Tensors of the hub's Llama family as parameters of ours, and back, one at a time."""
+"""Tensors of the hub's Llama family as our parameters, and back, one at a time."""
 
 import contextlib
 import json
@@ -15,19 +15,19 @@ from rmt_tpu.hub.models import Description
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16", "F64")
-_SHARD = 5 * 10**9  # bytes, as the hub's own tools have it
+_SHARD = 5 * 10**9  # bytes of a shard, as in the hub's own tools
 
 Index = tuple[slice, ...]
 
 
 class Piece(NamedTuple):
-    """A tensor of the hub, and what of a parameter it is.
+    """A tensor of the hub, and the part of a parameter that it is.
 
     Attributes:
-      name: of the tensor.
-      path: of the parameter, in the tree of `nnx.to_pure_dict`.
-      at: from where to where on each of the parameter's axes.
-      transposed: whether the tensor has the other axis first.
+      name: the name of the tensor.
+      path: the path of the parameter, in the tree of `nnx.to_pure_dict`.
+      at: the start and the stop on each of the parameter's axes.
+      transposed: whether the tensor has the last two axes the other way round.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Piece(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """On the parameter's axes."""
+        """The sizes of the part on the parameter's axes."""
         return tuple(stop - start for start, stop in self.at)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """The shape of the tensor."""
         *_, before, last = (1, *self.sizes)
         if self.name.endswith((".bias", "norm.weight")):
             return (math.prod(self.sizes),)
@@ -50,10 +50,10 @@ class Piece(NamedTuple):
 
 
 def pieces(model: cfg.ModelConfig) -> list[Piece]:
-    """All tensors of a model of Llama's family with the plain residual.
+    """Return all tensors of a model of Llama's family with the plain residual.
 
-    Heads lie side by side and RoPE turns a head's halves, there and here. Biases are of queries,
-    keys and values, and norms of queries and keys, where the model has them.
+    In both forms heads lie side by side, and RoPE rotates the two halves of a head. Queries, keys
+    and values have biases, and queries and keys norms, where the model has them.
     """
     attention, feed_forward = model.cores
     dim, vocab, hidden = model.store.dim, model.vocab_size, feed_forward.hidden_dim
@@ -104,13 +104,13 @@ def pieces(model: cfg.ModelConfig) -> list[Piece]:
 
 
 class Tensors:
-    """The tensors of a folder, which are read when they are asked for.
+    """The tensors of a folder, each read when it is asked for.
 
     Args:
-      folder: with model.safetensors, or with shards and their index.
+      folder: a folder with model.safetensors, or with shards and their index.
 
     Raises:
-      UsageError: there are none, or safetensors is not installed.
+      UsageError: the folder has no tensors, or safetensors is not installed.
       RunError: a file is damaged.
     """
 
@@ -123,22 +123,23 @@ class Tensors:
                 self._names |= dict.fromkeys(opened.keys(), file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, by name."""
+        """Return the shapes of all tensors, by name."""
         return {n: tuple(self._of(n).get_slice(n).get_shape()) for n in self._names}
 
     def dtypes(self) -> dict[str, str]:
-        """Of all tensors, by name, as safetensors has them."""
+        """Return safetensors' names of the dtypes of all tensors, by name."""
         return {n: self._of(n).get_slice(n).get_dtype() for n in self._names}
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in its dtype."""
+        """Read a tensor in its dtype."""
         with _whole(self.folder / self._names[name]):
             return self._of(name).get_tensor(name)
 
     def check_finite(self, name: str, values: np.ndarray) -> None:
-        """
+        """Check that the values of a tensor are finite in float32.
+
         Raises:
-          RunError: a number of a tensor is none, or is none in float32.
+          RunError: a value is not finite, or overflows float32.
         """
         if not np.isfinite(values).all():
             raise RunError(
@@ -151,11 +152,11 @@ class Tensors:
 
 
 def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, ...], list[Piece]]:
-    """The pieces of each parameter, by its path: where embeddings are tied, W_U is theirs too.
+    """Return the pieces of each parameter, by its path; W_U of tied embeddings is the embedding.
 
     Raises:
-      UsageError: tensors are missing, unknown, of other shapes or of no float; each is told, the
-        first ones of many, with both shapes or its dtype.
+      UsageError: tensors are missing, unknown, of other shapes or not floats. The message has the
+        first 8 of them, with both shapes or the dtype.
     """
     there, problems, wanted = tensors.shapes(), [], pieces(described.model)
     dtypes = tensors.dtypes()
@@ -172,7 +173,7 @@ def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, .
             legal = ", ".join(_DTYPES)
             problems.append(f"{piece.name} has dtype {dtypes[piece.name]}; legal: {legal}")
     known = {piece.name for piece in wanted}
-    # Frequencies of RoPE, which older files have.
+    # Older files also have the frequencies of RoPE, which are not parameters.
     strange = [n for n in there if n not in known and not n.endswith("rotary_emb.inv_freq")]
     problems += [f"{name} {list(there[name])} is of no model here" for name in strange]
     if problems:
@@ -188,9 +189,9 @@ def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, .
 
 
 def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Callable[[Index], Any]:
-    """What reads any part of a parameter, in float32, from the pieces that it is made of.
+    """Return a function that reads any part of a parameter from its pieces, in float32.
 
-    What it reads raises RunError where a number is not finite.
+    The function raises RunError if a value is not finite.
     """
 
     def read(index: Index) -> np.ndarray:
@@ -211,7 +212,8 @@ def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Call
                     slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, ranges, strict=True)
                 )
                 there = tuple(there)
-                with np.errstate(over="ignore"):  # of float64, which is looked at next
+                # a float64 that overflows is found by the next line
+                with np.errstate(over="ignore"):
                     part[there] = value[tuple(inside)]
                 tensors.check_finite(piece.name, part[there])
         return part
@@ -241,7 +243,7 @@ def _whole(path: Path) -> Iterator[None]:
         yield
     except MemoryError:
         raise
-    except Exception as error:  # the library also raises what NumPy does of a dtype it has not
+    except Exception as error:  # the library also raises NumPy's errors about unknown dtypes
         raise RunError(f"{path} cannot be read: {error}") from None
 
 
@@ -262,12 +264,13 @@ def _library() -> Any:
 def write(
     folder: Path, wanted: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any
 ) -> None:
-    """Files of the hub's form: of more than 5 GB in shards, with an index.
+    """Write the files of the hub's form; more than 5 GB are written as shards with an index.
 
     Args:
+      folder: the folder.
       wanted: all tensors.
-      value: the part of the parameter that is a piece.
-      dtype: that they are written in.
+      value: returns the part of the parameter that a piece describes.
+      dtype: the dtype of the tensors.
 
     Raises:
       UsageError: safetensors is not installed.
