@@ -1,1 +1,1 @@
-"""What a model costs, computed and not measured."""
+"""Costs of a model, computed or measured."""

@@ -1,4 +1,4 @@
-"""Which form the attention of a model takes on a device, and why it is not the device's kernel."""
+"""The form that a model's attention takes on a device, and why it is not the device's kernel."""
 
 import dataclasses
 from types import ModuleType
@@ -17,14 +17,14 @@ _KERNELS = {"tpu": ("mosaic_tpu", mosaic_tpu), "cuda": ("cudnn", cudnn)}
 
 @dataclasses.dataclass(frozen=True)
 class Attends:
-    """How one kind of heads is attended with.
+    """The form of attention for one kind of heads.
 
     Attributes:
-      core: its kind.
-      size: of queries and keys.
-      form: "mosaic_tpu" or "cudnn", or "xla": plain JAX, by an online softmax where logits are
-        many.
-      why: the kernel does not serve, in a line; None where it does.
+      core: the kind of the core.
+      size: the size of queries and keys.
+      form: "mosaic_tpu", "cudnn" or "xla"; "xla" is plain JAX, with an online softmax where there
+        are many logits.
+      why: why the kernel is not used, in a line; None where it is.
     """
 
     core: str
@@ -36,13 +36,14 @@ class Attends:
 def attention_forms(
     model: cfg.ModelConfig, target: Target, length: int, segments: bool = True
 ) -> tuple[Attends, ...]:
-    """Those of the different softmax attentions of a model, in the order of depth.
+    """Return the forms of a model's different softmax attentions, in the order of depth.
 
     Args:
-      model: whose compute dtype "auto" is taken for bfloat16, as on an accelerator.
+      model: the model; its compute dtype "auto" counts as bfloat16, as on an accelerator.
       target: the device.
       length: tokens of a row, or keys of a prompt.
-      segments: whether documents of a row, or what a cache has and has not, are told apart.
+      segments: whether attention has segment ids, for documents in a row or for unused cache
+        entries.
     """
     name, kernel = _KERNELS[target.platform]
     found = []
@@ -61,7 +62,7 @@ def attention_forms(
 
 
 def _refusal(kernel: ModuleType, target: Target, given: Attention) -> str | None:
-    """Why the kernel does not serve what is traced with such arrays; None if it does."""
+    """Return why the kernel does not take these arrays, or None if it does."""
     told = []
 
     def ask(given):
@@ -74,7 +75,7 @@ def _refusal(kernel: ModuleType, target: Target, given: Attention) -> str | None
 
 
 def _given(model: cfg.ModelConfig, core: cfg.Core, length: int, segments: bool) -> Attention | None:
-    """What attention would be given, of one row; None of another kind of core."""
+    """Return the arguments of attention for one row; None for a core without softmax attention."""
     dtype = jnp.dtype("bfloat16" if model.compute_dtype == "auto" else model.compute_dtype)
     array = lambda heads, size: jax.ShapeDtypeStruct((1, length, heads, size), dtype)
     if (softmax := core.softmax) is None:

@@ -1,4 +1,4 @@
-"""Tune kernels one after the other: with a log of every candidate, into a table."""
+"""Tuning of kernels in turn, with a log of every candidate and a table of the results."""
 
 import contextlib
 import dataclasses
@@ -22,13 +22,13 @@ Time = Callable[[Problem, Sequence[tuned.Blocks]], Mapping[tuned.Blocks, Timing]
 
 
 class Tuned(NamedTuple):
-    """What became of a kernel.
+    """The result of tuning one kernel.
 
     Attributes:
       problem: the kernel and its size.
-      result: of the search; None if it was left out.
-      entry: that the table has now, from this search or from before; None is the rule.
-      note: why it was left out, or that its entry is old.
+      result: the result of the search; None if the kernel was left out.
+      entry: the table's entry, from this search or an earlier one; None means the default rule.
+      note: why the kernel was left out, or that its entry is old.
     """
 
     problem: Problem
@@ -39,17 +39,17 @@ class Tuned(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-    """How kernels are tuned.
+    """Options of tuning.
 
     Attributes:
       out: the table, local or gs://.
-      log: every trial.
-      rate: by a compiler.
-      timer: of candidates on a device; None if there is none.
-      top: how many candidates to time.
-      refresh: tune again what the table has already.
-      progress: is told of each candidate.
-      clock: seconds.
+      log: the log of every trial.
+      rate: rates candidates by a compiler.
+      timer: times candidates on a device; None without a device.
+      top: how many candidates are timed.
+      refresh: whether kernels that the table has are tuned again.
+      progress: is called with a line for each candidate.
+      clock: the clock, in seconds.
     """
 
     out: str
@@ -62,7 +62,7 @@ class Tuner:
     clock: Callable[[], float] = time.monotonic
 
     def run(self, problems: Sequence[Problem], seconds: float) -> Iterator[Tuned]:
-        """Each kernel when it is done, and what it came to is in the table; all in so much time.
+        """Tune the kernels within a time, and yield each one when its result is in the table.
 
         Raises:
           RunError: the table cannot be written.
@@ -73,7 +73,7 @@ class Tuner:
             yield self.tune(problem, now + (end - now) / (len(problems) - number))
 
     def tune(self, problem: Problem, until: float) -> Tuned:
-        """One kernel, until then on the clock."""
+        """Tune one kernel until a time on the clock."""
         found = self._found(problem)
         if found is not None and not self.refresh:
             old = "" if dict(found.versions) == _versions() else " by other versions: --refresh"
@@ -107,7 +107,7 @@ class Tuner:
         return Tuned(problem, result, entry)
 
     def _found(self, problem: Problem) -> tuned.Entry | None:
-        """The table's, if it is of this version of the kernel."""
+        """Return the table's entry for this version of the kernel, or None."""
         identity = problem.entry(problem.default(), "heuristic").identity
         for entry in kernel_tables.read(self.out).entries:
             if entry.identity == identity and entry.kernel_version == problem.of.version:
@@ -117,9 +117,10 @@ class Tuner:
 
 
 def check_table(out: str) -> None:
-    """
+    """Check that tuning can write its table.
+
     Raises:
-      UsageError: no table can be written there, or what is there is none.
+      UsageError: no table can be written there, or the file that exists is not a table.
     """
     folder, name = open_parent(out)
     if not name:
@@ -148,7 +149,10 @@ def _entry(problem: Problem, result: Result) -> tuned.Entry:
 
 
 def _implementation(problem: Problem, result: Result) -> str | None:
-    """What is the fastest on a GPU, where kernels are taken only if it is they; None elsewhere."""
+    """Return the fastest implementation on a GPU, where kernels are used only if they win.
+
+    It is None on other devices.
+    """
     if problem.platform != "cuda" or not result.plain:
         return None
     return "triton" if result.beats_plain else "xla"
@@ -159,7 +163,7 @@ def _versions() -> dict[str, str]:
 
 
 def changed(default: tuned.Blocks, blocks: tuned.Blocks) -> str:
-    """What of a candidate is other than the rule's, for a line of text."""
+    """Return the fields in which a candidate differs from the default, as text."""
     before, now = tuned.fields(default), tuned.fields(blocks)
     different = [f"{name}={now[name]}" for name in now if now[name] != before[name]]
     return " ".join(different) or "default"
@@ -177,14 +181,14 @@ def _told(problem: Problem, trials: Sequence[Trial], number: int, count: int) ->
 
 
 class Log:
-    """Every trial, a line each, beside the table that it leads to.
+    """A log of every trial, one line each, next to the table.
 
     Args:
       out: the table's location.
-      resume: whether what is in the log counts; else it begins anew.
+      resume: whether earlier lines of the log count; otherwise the log begins anew.
 
     Raises:
-      RunError: it cannot be read or written.
+      RunError: the log cannot be read or written.
     """
 
     def __init__(self, out: str, resume: bool):
@@ -196,21 +200,22 @@ class Log:
             self._folder.delete(self.name)
 
     def known(self, problem: Problem) -> dict[tuned.Blocks, Trial]:
-        """Trials of a problem by this version of the kernel and of the compiler.
+        """Return the trials of a problem by this version of the kernel and of the compiler.
 
-        Times on a device are left out: those of another hour say little beside those of this one.
+        Times on a device are left out, because times of another hour cannot be compared with
+        today's.
         """
         head, found = _head(problem), {}
         for line in self._lines:
             if {name: line.get(name) for name in head} == head:
-                # Of older code, or mended by hand.
+                # A line may be of older code, or edited by hand.
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     trial = _trial(problem, line)
                     found[trial.blocks] = trial
         return found
 
     def write(self, problem: Problem, *trials: Trial) -> None:
-        """Adds trials."""
+        """Append trials."""
         head, names = _head(problem), [f.name for f in dataclasses.fields(Trial)]
         lines = []
         for trial in trials:
@@ -221,7 +226,7 @@ class Log:
 
 
 def _parsed(content: bytes) -> Iterator[dict[str, Any]]:
-    """Lines that are whole."""
+    """Yield the lines that are complete."""
     for text in content.decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             line = json.loads(text)

@@ -1,4 +1,4 @@
-"""What tuning came to: a table, JSON and a picture."""
+"""Results of tuning as a table, JSON and a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from rmt_tpu.estimator.calibration import error_bar
 
 
 def table(done: Sequence[Tuned]) -> str:
-    """Markdown: a line a kernel."""
+    """Return a Markdown table with a line per kernel."""
     lines = [
         "| device | kernel | default us | best us | gain | spread | best, where not the default "
         "| source |",
@@ -45,7 +45,7 @@ def _us(seconds: float | None) -> str:
 
 
 def summary(done: Sequence[Tuned], out: str) -> str:
-    """A line or two of what there is now."""
+    """Return a line or two about the result."""
     searched = [each for each in done if each.result is not None]
     gained = [each for each in searched if each.entry is not None]
     late = sum(each.result.late for each in searched)
@@ -66,7 +66,7 @@ def summary(done: Sequence[Tuned], out: str) -> str:
 
 
 def values(done: Sequence[Tuned]) -> list[dict[str, Any]]:
-    """As JSON."""
+    """Return the results as JSON values."""
     return [_values(each) for each in done]
 
 
@@ -96,10 +96,13 @@ def _values(each: Tuned) -> dict[str, Any]:
 
 
 def draw(done: Sequence[Tuned], path: Path) -> bool:
-    """The time of every candidate over that of the default, a row a kernel; False if there is none.
+    """Draw the time of every candidate relative to the default, a row per kernel.
+
+    Returns:
+      False if there is nothing to draw.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the picture cannot be written.
     """
     import matplotlib.pyplot as plt
 

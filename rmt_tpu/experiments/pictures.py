@@ -1,4 +1,4 @@
-"""Pictures of what was trained."""
+"""Pictures of trained arms."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from rmt_tpu.runs.plots import line_style
 
 
 def draw(plan: Plan, outcomes: Sequence[Outcome]):
-    """A matplotlib figure of a ladder, of losses over a size, or of differences, as the plan is."""
+    """Draw a ladder, losses over a size, or differences, as the plan needs; return the figure."""
     how = _draw_ladder if plan.fits else (_draw_over_x if plan.x else _draw_differences)
     return how(plan, outcomes)
 
 
 def _draw_ladder(plan: Plan, outcomes: Sequence[Outcome]):
-    """Loss over FLOPs and weights with fits, and differences to the first system."""
+    """Draw loss over FLOPs and weights with fits, and differences to the first system."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.8), layout="constrained")
@@ -56,7 +56,7 @@ def _draw_ladder(plan: Plan, outcomes: Sequence[Outcome]):
 
 
 def _draw_over_x(plan: Plan, outcomes: Sequence[Outcome]):
-    """Differences to the arm that others are compared with over x, the paper's losses beside."""
+    """Draw losses over x, differences to the arms' bases over x, and the paper's losses."""
     from matplotlib.figure import Figure
 
     printed = [o for o in outcomes if o.arm.paper is not None and o.arm.x is not None]
@@ -96,7 +96,7 @@ def _draw_over_x(plan: Plan, outcomes: Sequence[Outcome]):
 
 
 def _draw_differences(plan: Plan, outcomes: Sequence[Outcome]):
-    """A row an arm: its difference with an interval, and beside it what the paper prints."""
+    """Draw a row per arm: its difference with an interval, and the paper's difference."""
     from matplotlib.figure import Figure
 
     by_name = {o.arm.name: o for o in outcomes}

@@ -1,4 +1,4 @@
-"""What an experiment is: arms that are trained once a seed, or numbers that are computed."""
+"""Experiments: arms that are trained once per seed, or numbers that are computed."""
 
 import itertools
 import math
@@ -20,12 +20,12 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Search:
-    """Points that are tried for a system, each with the same seeds; the least mean loss wins.
+    """Points that are tried for a system, with the same seeds each; the least mean loss wins.
 
     Attributes:
-      config: with any values at the paths of the points.
-      points: all over the same paths.
-      seeds: of each point's runs.
+      config: the run, with any values at the paths of the points.
+      points: the points, all over the same paths.
+      seeds: the seeds of each point's runs.
     """
 
     config: RunConfig
@@ -38,16 +38,16 @@ class Arm:
     """One model of an experiment.
 
     Attributes:
-      name: of its row and of its folder.
-      config: with any seed; with the rate that is taken where none is searched.
-      system: whose fit it is a point of, and whose search it takes its values from.
-      searches: from which it takes them instead: of several the geometric mean.
-      against: the arm whose loss its own is compared with, seed by seed; None is none.
-      x: where the picture has it, of an experiment that varies one size.
+      name: the name of its row and of its folder.
+      config: the run with any seed, and with the rate that is used if none is searched.
+      system: the system whose fit it is a point of, and whose search gives its values.
+      against: the arm that its loss is compared with, seed by seed; None for no comparison.
+      x: its place on the picture's axis, in an experiment that varies one size.
       paper: the loss that the paper prints for it.
-      grows_from: D_k for the first quarter of its steps, which are at the peak rate; None is that
-        of the config.
-      num_seeds: it is trained with the first so many seeds only; None is all.
+      grows_from: D_k for the first quarter of its steps, which are at the peak rate; None is the
+        config's D_k for all steps.
+      searches: the searches that give its values instead; with several, the geometric mean is used.
+      num_seeds: how many of the plan's first seeds it is trained with; None is all.
     """
 
     name: str
@@ -63,17 +63,18 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained at one scale.
+    """The runs of an experiment at one scale.
 
     Attributes:
-      arms: in the order of the table.
-      searches: by name, most often a system's; arms of others keep the values of their configs.
-      seeds: of its arms where the command names none.
-      registered: arms whose difference to another was chosen to be tested before anything was
-        trained, all of them together by Holm's procedure; other differences are exploratory.
-      x: what `Arm.x` is; "" is nothing.
-      fits: whether losses are fitted over FLOPs and parameters, a system at a time.
-      notes: lines for the page: what differs from the paper.
+      arms: the arms, in the order of the table.
+      searches: the searches by name, mostly a system's; arms without one keep their configs'
+        values.
+      seeds: the seeds of the arms, if the command names none.
+      registered: arms whose difference was chosen to be tested before anything was trained; all are
+        tested together by Holm's procedure, and other differences are exploratory.
+      x: the name of `Arm.x`; "" if the experiment varies no size.
+      fits: whether losses are fitted over FLOPs and parameters, for each system.
+      notes: lines for the page, such as differences from the paper.
     """
 
     arms: tuple[Arm, ...]
@@ -85,13 +86,19 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def searches_of(self, arm: Arm) -> tuple[str, ...]:
-        """The names of those that an arm takes its values from."""
+        """Return the names of the searches that an arm takes its values from."""
         return arm.searches or tuple(name for name in self.searches if name == arm.system)
 
 
 @dataclass(frozen=True)
 class Page:
-    """Results: `text` is Markdown, `numbers` is JSON, `draw` makes pictures by their file names."""
+    """The results of an experiment.
+
+    Attributes:
+      text: the results as Markdown.
+      numbers: the results as JSON values.
+      pictures: functions that draw the pictures, by their file names.
+    """
 
     text: str
     numbers: object
@@ -100,18 +107,18 @@ class Page:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One of the papers' tables or figures, or a question that neither asks.
+    """One of the papers' tables or figures, or a question that neither paper asks.
 
     Attributes:
-      name: on the command line.
-      shows: in a line.
-      source: where it is in which paper.
-      plan: of what is trained, by scale; None if nothing is.
-      compute: its page, of what is computed; None if nothing is.
-      reports: other recipes with their flags, whose output goes on the page, by the scale and the
-        folder of an arm's first run; None if there are none.
-      tasks: what `recipes.evaluate` among the reports asks.
-      takes: how long, of what is not trained.
+      name: its name on the command line.
+      shows: its subject, in a line.
+      source: the paper, and the place in it.
+      plan: returns the plan of its runs by scale; None if nothing is trained.
+      compute: returns its page if it is computed; None if nothing is.
+      reports: returns other recipes with their flags, whose output goes on the page, from the scale
+        and a function that gives the folder of an arm's first run; None if there are none.
+      tasks: the tasks that `recipes.evaluate` asks in the reports.
+      takes: how long it takes, if nothing is trained.
     """
 
     name: str
@@ -125,12 +132,12 @@ class Experiment:
 
 
 def with_rate(config: RunConfig, rate: float) -> RunConfig:
-    """The run with another peak learning rate."""
+    """Return the run with another peak learning rate."""
     return overrides.apply(config, {RATE: rate})
 
 
 def points(**values: Sequence[float]) -> tuple[Point, ...]:
-    """Every combination of rates and factors: `points(rate=..., depth_rate=...)`."""
+    """Return all combinations of rates and factors: `points(rate=..., depth_rate=...)`."""
     paths = {"rate": RATE, "depth_rate": DEPTH_RATE}
     return tuple(
         dict(zip([paths[name] for name in values], point, strict=True))
@@ -139,7 +146,7 @@ def points(**values: Sequence[float]) -> tuple[Point, ...]:
 
 
 def between(found: Sequence[Point]) -> Point:
-    """The geometric mean of points over the same paths."""
+    """Return the geometric mean of points over the same paths."""
     mean = lambda values: math.exp(math.fsum(map(math.log, values)) / len(values))
     if len(found) == 1:
         return found[0]
@@ -147,9 +154,9 @@ def between(found: Sequence[Point]) -> Point:
 
 
 def before_growth(config: RunConfig, key_dim: int) -> RunConfig:
-    """The first quarter of a run whose residual then grows: after the warm-up at its peak rate.
+    """Return the first quarter of a run whose residual then grows, with the peak rate to its end.
 
-    The warm-up is as many steps long as the whole run's.
+    Its warm-up has as many steps as the whole run's.
 
     Raises:
       UsageError: the run has fewer than four steps.
@@ -163,18 +170,18 @@ def before_growth(config: RunConfig, key_dim: int) -> RunConfig:
 
 
 def tokens(config: RunConfig) -> int:
-    """Number of tokens that a run reads."""
+    """Return the number of tokens that a run reads."""
     return config.train.steps * config.train.batch_size * config.data.seq_len
 
 
 def flops(config: RunConfig) -> float:
-    """FLOPs of training a run, forward and backward, by `rmt_tpu.cost`."""
+    """Return the FLOPs of training a run, forward and backward, by `rmt_tpu.cost`."""
     forward = cost.flops_per_token(config.model, config.data.seq_len)
     return float(cost.train_flops(forward, tokens(config)))
 
 
 def all_runs(plan: Plan) -> Iterator[RunConfig]:
-    """Every run of a plan, searches too."""
+    """Yield every run of a plan, including those of its searches."""
     for search in plan.searches.values():
         yield from [search.config] * (len(search.points) * len(search.seeds))
     for arm in plan.arms:

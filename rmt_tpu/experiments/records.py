@@ -1,8 +1,8 @@
-"""Reads what ended runs reached, from their folders or from a file with one JSON line a run.
+"""Records of ended runs, read from their folders or from a file with one JSON line per run.
 
 The file is small and can be kept with the code, so that the same command on another machine trains
-only what is left. A line knows its run by a digest of the text and of all in the config that
-changes a number; it says with which versions and commit the run was made.
+only what is left. A line identifies its run by a digest of the text and of all config values that
+change a number. It also has the versions and the commit that the run was made with.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from rmt_tpu.storage import Fault, Folder
 from rmt_tpu.training import depth_rate
 from rmt_tpu.training.run import resolved
 
-# What a resumed run may change freely, and yet says how much text its loss is of.
+# Fields that a resumed run may change freely, but that set how much text its loss is measured on.
 _MEASURED = ("train.eval_tokens", "train.eval_batches")
-_WAITS = (0.3, 1.0, 3.0)  # seconds; a bucket's file has one writer at a time
+_WAITS = (0.3, 1.0, 3.0)  # seconds between attempts; a bucket's file has one writer at a time
 
 
 class Record(NamedTuple):
-    """Held-out losses of an ended run, in nats a token.
+    """Held-out losses of an ended run, in nats per token.
 
     Attributes:
-      steps: at which they were taken.
-      losses: as many.
-      loss: at the last step; None of a run that diverged.
+      steps: the steps at which they were measured.
+      losses: the loss at each of these steps.
+      loss: the loss at the last step; None for a run that diverged.
     """
 
     steps: list[int]
@@ -40,17 +40,17 @@ class Record(NamedTuple):
 
 
 def of_folder(folder: Folder) -> Record:
-    """Reads the record of a settled run from its folder."""
+    """Read the record of a settled run from its folder."""
     return Record(*series(read_metrics(folder), "eval/loss"), sweep.held_out_loss(folder))
 
 
 class Records:
-    """The records in a file, by the runs that they are of.
+    """The records in a file, found by the runs that they belong to.
 
     Args:
-      folder: that the file is in.
-      name: of the file, which need not be there.
-      text: checksum of the tokens that are trained on.
+      folder: the folder of the file.
+      name: the name of the file, which need not exist.
+      text: the checksum of the tokens that are trained on.
 
     Raises:
       RunError: a line cannot be read.
@@ -62,7 +62,7 @@ class Records:
         self.read()
 
     def read(self) -> None:
-        """Reads the file again, to which other processes may have added.
+        """Read the file again, because other processes may have added to it.
 
         Raises:
           RunError: a line cannot be read.
@@ -81,10 +81,10 @@ class Records:
             self._found[digest] = record
 
     def find(self, config: RunConfig, grows_from: int | None = None) -> Record | None:
-        """Returns the record of a run, or None.
+        """Return the record of a run, or None.
 
         Args:
-          config: of the run.
+          config: the config of the run.
           grows_from: see `plan.Arm`.
         """
         return self._found.get(self._digest(config, grows_from))
@@ -92,10 +92,10 @@ class Records:
     def add(
         self, label: str, config: RunConfig, record: Record, grows_from: int | None = None
     ) -> None:
-        """Appends a line; where another process does so at this moment, after it.
+        """Append a line; if another process is writing at this moment, wait for it.
 
         Raises:
-          RunError: the file cannot be written to.
+          RunError: the file cannot be written.
         """
         known = describe()
         line = {
@@ -124,14 +124,14 @@ class Records:
             for path, value in _leaves(overrides.to_json(config))
             if path in _MEASURED or resume_rule(config, path) != "free"
         }
-        # Of what is null in the config and follows from a rule, the rule's numbers.
+        # The factors stand for a null in the config, whose value follows from a rule.
         told = [values, depth_rate.factors(config), self._text, grows_from]
         told = json.dumps(told, sort_keys=True)
         return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
 
 
 def _parsed(line: bytes) -> tuple[str, Record]:
-    """Reads the digest of a line's run, and its record."""
+    """Return the digest of a line's run, and its record."""
     value = json.loads(line)
     loss = value["loss"]
     losses = list(map(float, value["losses"]))

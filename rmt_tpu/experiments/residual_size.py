@@ -1,7 +1,7 @@
-"""Plans that vary the number of slots D_k of a residual matrix, and that grow it in training.
+"""Plans that vary the number of slots D_k of a residual matrix, or grow it in training.
 
-Tiny models are in the standard parametrisation with rates searched at their own D_k: muP divides
-the rate of read keys by D_k, which would change what is compared.
+Tiny models use the standard parametrisation, with rates searched at their own D_k: muP divides the
+rate of read keys by D_k, which would change what is compared.
 """
 
 from rmt_tpu.config import RunConfig, overrides
@@ -10,7 +10,7 @@ from rmt_tpu.experiments.plan import Arm, Plan, Scale, with_rate
 from rmt_tpu.experiments.trained import HEAD_DIM, HEADS, SEEDS, TINY_NOTE, searched_for, tiny
 
 _WIDTH = HEADS * HEAD_DIM
-# Slots whose rates are searched; between two of them the geometric mean is taken.
+# The numbers of slots whose rates are searched; between two of them, the geometric mean is used.
 _SEARCHED = (HEADS, 4 * HEADS, 16 * HEADS)
 _NOTE = (
     f"All at width {_WIDTH} in the standard parametrisation; rates are searched with D_k "
@@ -28,7 +28,7 @@ def _config(key_dim: int) -> RunConfig:
 
 
 def _searches(key_dim: int) -> tuple[str, ...]:
-    """Names of the nearest that are searched: below, above, or itself."""
+    """Return the names of the nearest searches: below and above, or the one of `key_dim`."""
     if key_dim in _SEARCHED:
         return (_name(key_dim),)
     below = [size for size in _SEARCHED if size < key_dim][-1:]
@@ -37,7 +37,7 @@ def _searches(key_dim: int) -> tuple[str, ...]:
 
 
 def rmt_key_dim(scale: Scale) -> Plan:
-    """Figure 6: larger residuals at the same weights and FLOPs."""
+    """Return the plan of Figure 6: larger residuals at the same weights and FLOPs."""
     axis = "numbers in a token's residual, D_k D_v"
     if scale == "tiny":
         plain = f"transformer-{_WIDTH}-standard"
@@ -70,9 +70,10 @@ def rmt_key_dim(scale: Scale) -> Plan:
 
 
 def growth(scale: Scale) -> Plan:
-    """D_k that grows by four after a quarter of the steps.
+    """Return the plan of a D_k that becomes four times as large after a quarter of the steps.
 
-    Beside it are small and large ones from the start, and a small one with its schedule.
+    For comparison it has small and large D_k from the start, and a small one with the growing arm's
+    schedule.
     """
     if scale == "tiny":
         small, large, name = HEADS, 4 * HEADS, _name

@@ -1,4 +1,4 @@
-"""The page of what was trained: its tables."""
+"""The tables on the page of a plan."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,13 @@ from rmt_tpu.experiments.plan import RATE, Arm, Page, Plan, between
 def page(
     plan: Plan, seeds: Sequence[int], outcomes: Sequence[Outcome], rows: Sequence[Row]
 ) -> Page:
-    """Writes the page of a plan whose runs have ended.
+    """Return the page of a plan whose runs have ended.
 
     Args:
-      plan: what was trained.
-      seeds: of each arm's runs.
-      outcomes: of its arms.
-      rows: of its searches; `variant` is the name of one.
+      plan: the plan.
+      seeds: the seeds of each arm's runs.
+      outcomes: the outcomes of its arms.
+      rows: the rows of its searches; `variant` is the name of a search.
     """
     parts = [*plan.notes, arms_table(outcomes, seeds, bold=not plan.registered)]
     if plan.registered:
@@ -67,14 +67,14 @@ _TESTS = (
 
 
 def tests_table(plan: Plan, outcomes: Sequence[Outcome]) -> str:
-    """A row for each difference that is tested."""
+    """Return a Markdown table with a row for each difference that is tested."""
     by_name = {o.arm.name: o for o in outcomes}
     tests = {}
     for name in plan.registered:
         one = by_name[name]
         found = differences(one, by_name[one.arm.against])
         tests[name] = test_of(found) if len(found) > 1 else None
-    # What has no result stays one of the family.
+    # A difference without a result still counts in Holm's procedure.
     adjusted = holm([1.0 if test is None else test.p for test in tests.values()])
     lines = [
         "| tested | minus | difference | deviation | p | adjusted | detectable |",
@@ -94,7 +94,10 @@ def tests_table(plan: Plan, outcomes: Sequence[Outcome]) -> str:
 
 
 def arms_table(outcomes: Sequence[Outcome], seeds: Sequence[int], *, bold: bool = True) -> str:
-    """A row an arm; differences whose interval leaves out 0 are bold where that is wanted."""
+    """Return a Markdown table with a row per arm.
+
+    With `bold`, differences whose interval excludes 0 are bold.
+    """
     printed = any(o.arm.paper is not None for o in outcomes)
     by_name = {o.arm.name: o for o in outcomes}
     head = ["arm", "weights", "FLOPs", "tokens", "rate", "held out", "minus", "difference",
@@ -155,7 +158,10 @@ def _against(o: Outcome, other: Outcome | None, bold: bool) -> list[str]:
 
 
 def fits_table(outcomes: Sequence[Outcome]) -> str:
-    """Exponents of each system, and what the first system needs for the loss of its largest."""
+    """Return a Markdown table of each system's exponents.
+
+    Its last columns are what the first system needs for the loss of the system's largest model.
+    """
     systems = by_system(outcomes)
     first = next(iter(systems))
     lines = [
@@ -193,7 +199,7 @@ def _plain(of: Estimate) -> str:
 
 
 def searches_table(rows: Sequence[Row]) -> str:
-    """A row a search and what else is searched, a column a rate."""
+    """Return a Markdown table of searches: a column per rate, a row per search and other values."""
     rates = list(dict.fromkeys(row.point[RATE] for row in rows))
     lines = ["| search | " + " | ".join(f"{rate:.3g}" for rate in rates) + " |"]
     lines.append("|---" * (len(rates) + 1) + "|")
@@ -223,11 +229,7 @@ def searches_table(rows: Sequence[Row]) -> str:
 def with_best(
     config: RunConfig, plan: Plan, arm: Arm, rows: Mapping[str, Sequence[Row]]
 ) -> RunConfig:
-    """An arm's run with what is best in its searches, the geometric mean of several.
-
-    Raises:
-      RunError: every point of a search diverged.
-    """
+    """Return an arm's run with the best point of its searches, or the geometric mean of several."""
     taken = {name: best(rows[name])[0] for name in plan.searches_of(arm)}
     for name, row in taken.items():
         if not math.isfinite(row.loss):

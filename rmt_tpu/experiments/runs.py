@@ -1,4 +1,4 @@
-"""The runs of a plan: which there are, which have ended, and what they reached."""
+"""The runs of a plan: which exist, which have ended, and their results."""
 
 import json
 import shlex
@@ -22,12 +22,12 @@ from rmt_tpu.training.trainer import Outcome
 
 
 class Run(NamedTuple):
-    """One of a plan.
+    """One run of a plan.
 
     Attributes:
-      label: what it is called while it goes on.
-      folder: of the run.
-      config: with its seed.
+      label: the name that its progress is shown with.
+      folder: the folder of the run.
+      config: the config, with its seed.
       grows_from: see `plan.Arm`.
     """
 
@@ -37,15 +37,15 @@ class Run(NamedTuple):
     grows_from: int | None
 
 
-_TEXT = "text.json"  # the checksum of what all runs in a folder read
+_TEXT = "text.json"  # the checksum of the text that all runs in a folder read
 
 
 class Text:
     """The token store that all runs read, so that all seeds hold out the same part of it.
 
     Args:
-      config: of one of the runs.
-      folder: of the store that is made of text which is none yet.
+      config: the config of one of the runs.
+      folder: the folder of the store, if the text is not a store yet.
     """
 
     def __init__(self, config: RunConfig, folder: Folder):
@@ -55,7 +55,7 @@ class Text:
         self._is_there = is_store
 
     def prepare(self) -> None:
-        """Makes the store, if it is not there.
+        """Make the store, unless it is there.
 
         Raises:
           UsageError, RunError: see `data.prepare.prepare`.
@@ -70,15 +70,15 @@ class Text:
             self._is_there = True
 
     def checksum(self) -> int:
-        """Returns the checksum of the tokens to train on."""
+        """Return the checksum of the tokens to train on."""
         self.prepare()
         return data.open_store(self.store).train.checksum()
 
     def check(self, runs: Folder) -> None:
-        """Checks that the runs in a folder read this text, if there are any.
+        """Check that the runs in a folder, if there are any, read this text.
 
         Raises:
-          UsageError: they read another one, or an older version made them.
+          UsageError: the runs read another text, or an older version made them.
         """
         if (found := runs.read(_TEXT)) is None:
             if runs.names("runs") or runs.names("rates"):
@@ -93,12 +93,12 @@ class Text:
             )
 
     def mark(self, runs: Folder) -> None:
-        """Writes into a folder which text its runs read, before the first of them."""
+        """Write into a folder which text its runs read, before the first of them begins."""
         runs.write(_TEXT, json.dumps(self.checksum()).encode())
 
 
 def _of_data(message: str, source: str) -> str:
-    """Words a message of `prepare` about --input or --output for --data and --workdir."""
+    """Return a message of `prepare` with --data and --workdir in place of --input and --output."""
     if not message.startswith("--output="):
         return message.replace("--input=", "--data=", 1)
     what = message.partition(": ")[2].partition(". ")[0]
@@ -112,11 +112,11 @@ class Runs:
     """The runs of a plan, in a folder that other plans of the same scale share.
 
     Args:
-      plan: its arms and searches.
-      seeds: of its arms.
-      configured: what is changed in each config of the plan.
-      folder: that the run folders are in.
-      records: of runs that have ended here or elsewhere; None if none are kept.
+      plan: the plan, with its arms and searches.
+      seeds: the seeds of its arms.
+      configured: changes each config of the plan.
+      folder: the folder that the run folders are in.
+      records: the records of runs that have ended here or elsewhere; None if none are kept.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class Runs:
         }
 
     def of_searches(self) -> list[Run]:
-        """All runs of all searches."""
+        """Return all runs of all searches."""
         return [run for name in self._searches for _, runs in self._points(name) for run in runs]
 
     def rows(self) -> dict[str, list[Row]]:
-        """Returns what came of the searches that have ended, by name."""
+        """Return the results of the searches that have ended, by name."""
         found = {}
         for name, search in self._searches.items():
             points = list(self._points(name))
@@ -157,7 +157,7 @@ class Runs:
         return found
 
     def of_arms(self, rows: Mapping[str, Sequence[Row]]) -> list[tuple[Arm, list[Run]]]:
-        """The arms whose searches have ended, with what was best there, and the runs of each."""
+        """Return the arms whose searches have ended, with the best values, and the runs of each."""
         found = []
         for arm in self.plan.arms:
             if not rows.keys() >= {*self.plan.searches_of(arm)}:
@@ -170,7 +170,10 @@ class Runs:
         return found
 
     def settled(self, run: Run) -> bool:
-        """Returns whether a run has ended, here or by its record; one that ended here gets one."""
+        """Return whether a run has ended, here or by its record.
+
+        A run that ended here gets a record.
+        """
         if self.records is not None and self.records.find(run.config, run.grows_from):
             return True
         if not sweep.settled(run.config, run.folder):
@@ -179,12 +182,12 @@ class Runs:
         return True
 
     def keep(self, run: Run) -> None:
-        """Writes the record of a run that has ended here."""
+        """Write the record of a run that has ended here."""
         if self.records is not None:
             self.records.add(run.label, run.config, of_folder(run.folder), run.grows_from)
 
     def record(self, run: Run) -> Record:
-        """Returns the record of a run that has ended."""
+        """Return the record of a run that has ended."""
         known = None
         if self.records is not None:
             known = self.records.find(run.config, run.grows_from)
@@ -214,7 +217,7 @@ def _seeded(
 
 
 def train(run: Run) -> Outcome | None:
-    """Trains a run, or goes on with it; None if it diverged. See `sweep.try_run`."""
+    """Train a run, or resume it; return None if it diverged. See `sweep.try_run`."""
     if run.grows_from is None:
         return sweep.try_run(run.config, run.folder, label=run.label)
     if not sweep.begun(run.config, run.folder):
@@ -228,15 +231,16 @@ def train(run: Run) -> Outcome | None:
 
 
 def write_commands(runs: Sequence[Run], script: Path) -> None:
-    """Writes a shell script that trains runs by recipes.train, one after the other.
+    """Write a shell script that trains runs with recipes.train, one after the other.
 
-    Their configs are beside it, in a folder of its name. What the script is given goes on to each
-    command, like `--distributed` on every host of a pod. A run that fails, as by diverging, ends
-    with 1, and the next one begins; a signal or a wrong flag ends the script.
+    Their configs are written to a folder next to it that has its name. The script's arguments are
+    passed on to each command, such as `--distributed` on every host of a pod. A run that fails, for
+    example by diverging, ends with 1, and the next one begins; a signal or a wrong flag ends the
+    script.
 
     Args:
-      runs: in their order; none of them grows.
-      script: a local file, which may be there.
+      runs: the runs, in their order; none of them grows.
+      script: a local file, which may exist.
     """
     configs = script.absolute().with_suffix(".configs")
     configs.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""What experiments train: arms at the papers' sizes, and at those that two CPU cores can afford.
+"""Plans of what is trained: arms at the papers' sizes, and at sizes for two CPU cores.
 
 A tiny arm is a preset of four layers with heads of 8 numbers, on bytes of Python's standard
-library; it reads 20 tokens for each weight that the Transformer of its shape has outside of
-embeddings, as the RMT paper's models do for their own. Two arms of one name are one run.
+library. It reads 20 tokens for each weight that the Transformer of its shape has outside of
+embeddings, as the RMT paper's models do for their own weights. Two arms with one name are one run.
 """
 
 from collections.abc import Iterable
@@ -21,15 +21,16 @@ from rmt_tpu.config.presets import run
 from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points, with_rate
 
 HEAD_DIM = 8
-# Number of heads, R; the second is searched for rates, and the third is where one size is enough.
+# Numbers of heads, R. Rates are searched at the second; the third is used where one size is enough.
 _LADDER = (2, 3, 4, 6)
 _SEARCHED, HEADS = _LADDER[1:3]
 RATES = (5e-3, 1.2e-2, 2.8e-2, 6.7e-2, 1.6e-1)
-# Of what weighs sources over depth; where a logit adds up more terms, all are smaller.
+# Factors of the rate for parameters that weigh sources over depth. `searched_for` makes them
+# smaller where a logit adds up more terms.
 _FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
 SEEDS, _SEARCH_SEEDS = tuple(range(10)), (100, 101)
 
-_SYSTEMS = {  # by the name that pages have: the preset's
+_SYSTEMS = {  # the preset by the system's name on pages
     "transformer": "gpt2-tiny",
     "rmt": "rmt-tiny",
     "attnres": "attnres-tiny",
@@ -43,7 +44,7 @@ _SYSTEMS = {  # by the name that pages have: the preset's
 
 
 def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
-    """A system's run at a size; `changes` by path."""
+    """Return a system's run at a size; `changes` are values by config path."""
     width, matrix = heads * HEAD_DIM, "rmt" in system
     base = run(_SYSTEMS[system])
     sizes = _sizes(matrix, heads)
@@ -58,18 +59,18 @@ def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
         "data.seq_len": 64,
         "train.steps": steps,
         "train.eval_every": max(1, steps // 5),
-        "train.eval_tokens": 2**20,  # all that is held out
+        "train.eval_tokens": 2**20,  # all held-out text
         "train.checkpoint_every": 0,
         "train.sample_tokens": 0,
         "train.log_every": 10,
     }
     if "none" in base.model.mixer.remats:
-        values["model.remat"] = "none"  # memory is no matter here
+        values["model.remat"] = "none"  # memory does not matter at this size
     return overrides.apply(base, values | changes)
 
 
 def _sizes(matrix: bool, heads: int) -> dict[str, int]:
-    """A residual of four times what the Transformer has, as rmt-305m's."""
+    """Return the sizes of a model; a matrix residual is four times as large, as in rmt-305m."""
     store = {"store.key_dim": 4 * heads} if matrix else {"store.dim": heads * HEAD_DIM}
     hidden = {"feed_forward.hidden_dim": 4 * heads * HEAD_DIM}
     return store | {"attention.num_heads": heads} | hidden
@@ -81,9 +82,9 @@ def _tiny_plan(arms: Iterable[Arm], searched: tuple[str, ...], **options) -> Pla
 
 
 def searched_for(config: RunConfig, rates: tuple[float, ...] = RATES) -> Search:
-    """A search over the rate, and the factor of what weighs sources over depth, if there is such.
+    """Return a search over the rate and, if sources are weighed over depth, over their factor.
 
-    Where a logit adds up more terms than one of a vector store's query, factors are smaller.
+    Where a logit adds up more terms than one of a vector store's query, the factors are smaller.
     """
     size, tried = config.model.residual_size, {"rate": rates}
     if terms := config.model.mixer.logit_terms(size):
@@ -124,7 +125,7 @@ def _preset(name: str, system: str, against: str | None = None, **options) -> Ar
     return Arm(name, run(name), system, against, **options)
 
 
-# RMT paper, C.2.1: the models on which rates were searched.
+# The models on which the RMT paper searched rates (C.2.1).
 _TRIAL = {"num_layers": 4, "attention.num_heads": 8, "attention.head_dim": 32}
 _TRIAL_BASE = {"attention.num_heads": 8, "attention.head_dim": 32, "feed_forward.hidden_dim": 1024}
 _TRIAL_STORE = {"transformer": {"store.dim": 256}, "rmt": {"store.key_dim": 32}}
@@ -146,7 +147,7 @@ def _trial(system: str) -> RunConfig:
 
 
 def rmt_scaling(scale: Scale) -> Plan:
-    """Figures 2 and 3, Tables 3, 4, 8 and 9."""
+    """Return the plan of Figures 2 and 3, Tables 3, 4, 8 and 9."""
     if scale == "tiny":
         return _tiny_ladder("transformer", "rmt")
     pairs = ("49m", "46m"), ("160m", "134m"), ("260m", "206m"), ("405m", "305m")
@@ -180,7 +181,7 @@ _TABLE_2 = {  # Kimi Team (2026): validation losses of plain, Block, Full, mHC-l
 
 
 def attnres_scaling(scale: Scale) -> Plan:
-    """Table 2 and Figure 4."""
+    """Return the plan of Table 2 and Figure 4."""
     if scale == "tiny":
         return _tiny_ladder("transformer", "attnres", "attnres-full", "mhc-lite")
     arms = []
@@ -209,7 +210,7 @@ def _with_mixer(config: RunConfig, mixer: Mixer) -> RunConfig:
 
 
 def ladder(scale: Scale) -> Plan:
-    """What neither paper has: both systems, and both together, over sizes."""
+    """Return the plan of both systems and their combination over sizes, which no paper has."""
     if scale == "tiny":
         return _tiny_ladder("transformer", "rmt", "attnres", "rmt-attnres")
     arms = []
@@ -228,7 +229,7 @@ def ladder(scale: Scale) -> Plan:
 
 
 def rmt_variants(scale: Scale) -> Plan:
-    """Figure 5 and Table 10."""
+    """Return the plan of Figure 5 and Table 10."""
     printed = {
         "transformer": 3.43, "rmt": 3.38, "hierarchical": 3.47, "depth-lstm": 3.54, "highway": 3.41
     }  # fmt: skip
@@ -267,7 +268,7 @@ _BLOCKS = {1: 1.737, 2: 1.746, 4: 1.746, 8: 1.748, 16: 1.753, 32: 1.757}
 
 
 def attnres_block_size(scale: Scale) -> Plan:
-    """Figure 6: sublayers a block."""
+    """Return the plan of Figure 6: sublayers per block."""
     axis = "sublayers a block, S"
     if scale == "tiny":
         plain, arms = f"transformer-{HEADS * HEAD_DIM}", []
@@ -287,13 +288,13 @@ def attnres_block_size(scale: Scale) -> Plan:
 
 
 def _mixed(name: str, mixer: Mixer, system: str, plain: str, **options) -> Arm:
-    """At tiny size the Transformer with another mixer, at the rate of `system`."""
+    """Return a tiny Transformer with another mixer, at the rate of `system`."""
     config = _with_mixer(tiny("attnres", HEADS), mixer)
     return Arm(f"{name}-{HEADS * HEAD_DIM}", config, system, plain, **options)
 
 
 def _ablations(size: int, window: int) -> dict[str, tuple[Mixer, float]]:
-    """Table 4's, with its losses; `size`: S of its Block rows."""
+    """Return the mixers of Table 4 with its losses; `size` is S of its Block rows."""
     block = {"sublayers_per_block": size}
     return {
         "denseformer": (Dense(), 1.767),
@@ -317,7 +318,7 @@ _EACH = (
 
 
 def attnres_ablations(scale: Scale) -> Plan:
-    """Table 4."""
+    """Return the plan of Table 4."""
     notes = ("Table 4's mHC is mHC-lite here.",)
     if scale == "tiny":
         plain = f"transformer-{HEADS * HEAD_DIM}"
@@ -338,7 +339,7 @@ def attnres_ablations(scale: Scale) -> Plan:
 
 
 def all_systems(scale: Scale) -> Plan:
-    """Loss of every residual system at equal tokens, with its FLOPs and bytes of weights."""
+    """Return the plan of every residual system at equal tokens."""
     if scale == "tiny":
         plain = f"transformer-{HEADS * HEAD_DIM}"
         arms = (
@@ -362,7 +363,7 @@ def all_systems(scale: Scale) -> Plan:
 
 
 def today(scale: Scale) -> Plan:
-    """Both residuals under the cores that are trained today: Llama's, and Kimi Linear's."""
+    """Return the plan of both residuals with today's cores: Llama's, and Kimi Linear's."""
     size = {"tiny": ("tiny", "tiny", "tiny"), "paper": ("153m", "134m", "194m")}[scale]
     vector, matrix, kimi = size
     plain, first = f"llama-{vector}", "kimi-tiny" if scale == "tiny" else f"prenorm-kimi-{kimi}"
@@ -380,19 +381,19 @@ def today(scale: Scale) -> Plan:
 
 
 def largest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
-    """The largest arm of each of some systems of a ladder, with the searches that they need."""
+    """Return a plan of the largest arm of some systems of a ladder, with their searches."""
     last = {arm.system: arm for arm in plan.arms}
     return _row(plan, [last[system] for system in systems])
 
 
 def smallest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
-    """The smallest arm of each of some systems of a ladder."""
+    """Return a plan of the smallest arm of some systems of a ladder."""
     first = {arm.system: arm for arm in reversed(plan.arms)}
     return _row(plan, [first[system] for system in systems])
 
 
 def _row(plan: Plan, arms: list[Arm]) -> Plan:
-    """Returns a plan of some arms of one size, whose differences are tested."""
+    """Return a plan of some arms of one size, whose differences are tested."""
     systems = {arm.system for arm in arms}
     return replace(
         plan,
