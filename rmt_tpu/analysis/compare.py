@@ -1,4 +1,4 @@
-"""Runs on the same tokens, side by side: one table and one picture."""
+"""Comparisons of runs on the same tokens, in one table and one picture."""
 
 import json
 import math
@@ -12,13 +12,17 @@ from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.runs.workdir import read_config
 from rmt_tpu.storage import Folder, Location, open_folder
 
-# More curves than this in one picture, and they would hide one another.
+# With more curves than this, curves in one picture would hide one another.
 _CURVES_IN_ONE = 4
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run cost and reached. Losses are nats per token; FLOPs forward and backward."""
+    """The cost and the losses of a run.
+
+    Losses are in nats per token; FLOPs are forward and backward. `train_loss` is a mean over the
+    last tenth of the steps.
+    """
 
     name: str
     seed: int
@@ -32,9 +36,9 @@ class Result:
 
 
 def result(name: str, workdir: Location) -> Result:
-    """The numbers of a complete run.
+    """Return the numbers of a complete run.
 
-    `train_loss` is the mean over the last tenth of the steps: single steps are noisy.
+    `train_loss` is the mean over the last tenth of the steps, because single steps are noisy.
     """
     config, rows = read_config(workdir), read_metrics(workdir)
     _, losses = series(rows, "train/loss")
@@ -59,14 +63,14 @@ def result(name: str, workdir: Location) -> Result:
 def write_comparison(
     runs: dict[str, list[Location]], folder: Location, *, by_loss: bool = False
 ) -> str:
-    """Writes comparison.png, .md and .json of complete runs; returns the table.
+    """Write comparison.png, .md and .json of complete runs, and return the table.
 
-    Of more than four systems, comparison.png has what they reached and curves.png how.
+    For more than four systems, comparison.png has the final losses and curves.png the curves.
 
     Args:
-      runs: run folders by the name of their system, one a seed; the same seeds for all.
-      folder: for the three files.
-      by_loss: the best held-out loss first, and not in the order given.
+      runs: run folders by the name of their system, one per seed; all systems have the same seeds.
+      folder: the folder of these files.
+      by_loss: whether the best held-out loss comes first, instead of the given order.
     """
     results = {name: [result(name, w) for w in workdirs] for name, workdirs in runs.items()}
     if by_loss:
@@ -86,7 +90,7 @@ def write_comparison(
 
 
 def markdown(results: dict[str, list[Result]]) -> str:
-    """A Markdown table with a row a system, and beneath it what its numbers are over seeds."""
+    """Return a Markdown table with a row per system, and a line about its seeds."""
     lines = [
         "| preset | parameters | residual | tokens | FLOPs | seconds | train loss | held out |",
         "|---|---|---|---|---|---|---|---|",
@@ -118,7 +122,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def notes(configs: dict[str, RunConfig]) -> str:
-    """What differs between systems beside what their names say, a line for each kind of them."""
+    """Return a list of differences between systems beyond their names, one line per kind."""
     systems: dict[str, list[str]] = {}
     for name, config in configs.items():
         systems.setdefault(_note(config.model), []).append(name)
@@ -143,7 +147,7 @@ def _note(config: ModelConfig) -> str:
 def over_seeds(
     workdirs: Sequence[Location], metric: str
 ) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Steps that all runs have of a metric, and its mean, least and greatest value at each."""
+    """Return the steps at which all runs have a metric, and its mean, minimum and maximum there."""
     curves = [dict(zip(*series(read_metrics(w), metric), strict=True)) for w in workdirs]
     steps = sorted(set.intersection(*map(set, curves)))
     at_steps = [[curve[step] for curve in curves] for step in steps]
@@ -161,7 +165,7 @@ def _draw(
 
 
 def draw_results(results: dict[str, list[Result]], folder: Folder) -> str:
-    """Draws comparison.png of many systems: the loss of each seed, and beside it the FLOPs."""
+    """Draw comparison.png of many systems: the loss of each seed, and the FLOPs."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -181,7 +185,7 @@ def draw_results(results: dict[str, list[Result]], folder: Folder) -> str:
         )  # fmt: skip
     by_flops.barh(rows, [results[name][0].flops for name in names], 0.6, color="0.7")
     by_loss.set_yticks(rows, names)
-    by_loss.invert_yaxis()  # of both
+    by_loss.invert_yaxis()  # both panels share the axis
     by_loss.margins(x=0.12)
     seeds = "; dots: seeds, bar: their mean" if len(results[names[0]]) > 1 else ""
     by_loss.set(xlabel=f"held-out loss at the end (nats per token){seeds}")
@@ -195,7 +199,7 @@ def draw_results(results: dict[str, list[Result]], folder: Folder) -> str:
 
 
 def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
-    """Draws curves.png: the held-out loss of each system in a panel of its own, over the others."""
+    """Draw curves.png: each system's held-out loss in its own panel, over the other systems'."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -217,7 +221,7 @@ def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
         axes.xaxis.set_major_formatter(EngFormatter())
     for axes in panels.flat[len(runs) :]:
         axes.set_axis_off()
-    # The fall of the first steps is the same for all and would take most of the height.
+    # The steep fall of the first steps is the same for all, and would take most of the height.
     panels.flat[0].set_ylim(top=max(mean[0] for _, mean, *_ in curves.values()) + 0.5)
     figure.supxlabel("tokens; band: min to max over seeds; grey: the other systems", fontsize=9)
     figure.supylabel("held-out loss", fontsize=9)
@@ -251,7 +255,7 @@ def _draw_curves(runs: dict[str, list[Location]], folder: Folder) -> None:
             axes.plot(scaled, losses, color=style["color"], alpha=0.35, linewidth=1)
     by_tokens.set(xlabel="tokens", ylabel="loss (nats per token)")
     by_flops.set(xlabel="training FLOPs (analytic, without embedding look-ups)")
-    # The fall of the first steps is the same for all and would take most of the height.
+    # The steep fall of the first steps is the same for all, and would take most of the height.
     by_tokens.set_ylim(top=max(first_held_out) + 0.5)
     for axes in (by_tokens, by_flops):
         axes.xaxis.set_major_formatter(EngFormatter())

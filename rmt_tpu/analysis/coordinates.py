@@ -1,16 +1,18 @@
-"""Coordinate checks of a parametrisation: how activations move in a few steps, over width.
+"""Coordinate checks of a parametrisation: how far activations move in a few steps, by width.
 
-After Yang et al. (2022), appendix D.1. A model trains on one batch, over and over. Before the first
-step and after each, the layers run one by one (`depth.unrolled`), and of each quantity
+The check follows Yang et al. (2022), appendix D.1. A model trains on the same batch at every step.
+Before the first step and after each, the layers run one by one (`depth.unrolled`). The quantities
+are
 
-- read: what a site has read for its sublayer,
+- read: what a site reads for its sublayer,
 - written: what a sublayer writes to the residual,
-- residual: it, after each write (with attention over depth the sum of a block),
-- logits
+- residual: the residual after each write (with attention over depth, the sum of a block),
+- logits.
 
-there is the root mean square of its entries, and that of how far they are from before the first
-step; both over tokens, and means (of squares) over sites. In the maximal update parametrisation the
-latter does not depend on width; in the standard one it grows with it.
+For each quantity the check takes the root mean square of its entries, and that of their change
+since before the first step. Both are over tokens, and mean squares are averaged over sites. In the
+maximal update parametrisation the change does not depend on width; in the standard one it grows
+with width.
 """
 
 import json
@@ -36,14 +38,19 @@ QUANTITIES = ("read", "written", "residual", "logits")
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Root mean squares of one model, by quantity: a value before the first step and after each."""
+    """Root mean squares of one model by quantity, before the first step and after each step.
+
+    Attributes:
+      size: the root mean square of the entries.
+      moved: the root mean square of their change since before the first step.
+    """
 
     size: dict[str, list[float]]
     moved: dict[str, list[float]]
 
 
 def measure(config: RunConfig, batch: Batch, *, steps: int = 4) -> Coordinates:
-    """Trains a model for some steps on one batch, by the optimizer and schedule of its run."""
+    """Train a model for some steps on one batch, with its run's optimizer and schedule."""
     batch = jax.tree.map(jnp.asarray, batch)
     run = prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))
 
@@ -90,17 +97,18 @@ def _sizes(activations: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
 
 
 def growth(by_width: dict[int | float, Coordinates], quantity: str) -> float:
-    """By what power of width a quantity has moved in the last step: 0 is flat.
+    """Return the power of width by which a quantity has moved in the last step; 0 is flat.
 
-    Of a line by least squares through its logarithm over that of width.
+    It is the slope of a least-squares line through the logarithm of the movement over that of
+    width.
     """
     widths = np.log(list(by_width))
     moved = np.log([found.moved[quantity][-1] for found in by_width.values()])
-    return round(float(np.polyfit(widths, moved, 1)[0]), 4) + 0.0  # not -0
+    return round(float(np.polyfit(widths, moved, 1)[0]), 4) + 0.0  # turn -0 into 0
 
 
 def random_batch(vocab_size: int, *, rows: int = 8, seq: int = 16, seed: int = 0) -> Batch:
-    """Tokens of one document a row, those of low numbers more often, as in text."""
+    """Return rows of random tokens, one document each; low numbers are more frequent."""
     rng = np.random.default_rng(seed)
     stream = np.minimum(rng.zipf(1.3, (rows, seq + 1)) - 1, vocab_size - 1).astype(np.int32)
     ones = np.ones((rows, seq), np.int32)
@@ -109,12 +117,12 @@ def random_batch(vocab_size: int, *, rows: int = 8, seq: int = 16, seed: int = 0
 
 # Showing -------------------------------------------------------------------------------------
 
-# By what is measured, and by width over the least.
+# Coordinates by kind of parametrisation, and by width relative to the first.
 Found = dict[str, dict[int | float, Coordinates]]
 
 
 def table(found: Found) -> str:
-    """Powers of width, a row for each model, as Markdown."""
+    """Return a Markdown table of the powers of width, a row per model."""
     lines = [f"| what | widths | {' | '.join(QUANTITIES)} |", "|---" * (2 + len(QUANTITIES)) + "|"]
     for name, by_width in found.items():
         powers = [f"{growth(by_width, quantity):+.2f}" for quantity in QUANTITIES]
@@ -124,7 +132,7 @@ def table(found: Found) -> str:
 
 
 def write_check(found: Found, folder: Folder) -> str:
-    """Writes coordinates.png, .md and .json; returns the table."""
+    """Write coordinates.png, .md and .json, and return the table."""
     rows = [
         {"what": name, "width": width} | asdict(one)
         for name, by_width in found.items()

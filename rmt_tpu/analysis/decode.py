@@ -1,9 +1,9 @@
-"""What a decode step costs: a new token of each row of a batch, read with those in its cache.
+"""The cost of a decode step, which reads and makes a new token for each row of a batch.
 
-The least is what its bytes take at the full bandwidth of a device, or its products at the peak if
-that is longer: weights as they multiply and the cache are read once, and nothing else is moved.
-Beside it stand a dispatch of steps, compiled for a TPU that need not be there and estimated as
-train steps are (see `step_cost`), or the engine's, timed here.
+The lower bound is the time of a step's bytes at the full bandwidth of a device, or of its products
+at the peak if that is longer: weights in the compute dtype and the cache are read once, and nothing
+else is moved. It is compared with a dispatch of steps, compiled for a TPU that need not be there
+and estimated as train steps are (see `step_cost`), or with the engine's steps, timed here.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ from rmt_tpu.generation.engine import bucket
 from rmt_tpu.generation.layouts import lay_out, lower_steps
 from rmt_tpu.generation.programs import Model
 
-STEPS = 8  # tokens a row in a dispatch, as the engine has them
-_MOST = 64  # tokens a row in one repeat of a measurement
+STEPS = 8  # tokens per row in a dispatch, as in the engine
+_MOST = 64  # tokens per row in one repeat of a measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Which step.
+    """A decode step of a model, with its sizes.
 
     Attributes:
-      preset: of the model.
-      batch: rows.
-      context: tokens of each row, the new one among them.
+      preset: the preset of the model.
+      batch: the number of rows.
+      context: tokens of each row, including the new one.
       changes: values at dotted paths of the preset's config.
     """
 
@@ -54,7 +54,7 @@ class Case:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def model(self, dtype: str) -> ModelConfig:
-        """Computing in a dtype, if no change says otherwise.
+        """Return the model, with a compute dtype that a change may replace.
 
         Raises:
           UsageError: the preset or a change is not legal.
@@ -65,19 +65,21 @@ class Case:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a program's cache has room for."""
+        """How many tokens the program's cache has room for."""
         return bucket(self.context)
 
 
 @dataclasses.dataclass(frozen=True)
 class Least:
-    """What no step can do without.
+    """The lower bounds of a step.
 
     Attributes:
-      weights: bytes of them that are read: of an embedding a row for each token, of experts as many
-        as the rows choose on average if all are as likely, else all.
-      cache: bytes of it that are read, of earlier tokens, or written, of the new ones.
-      held: bytes in memory: of all weights, and of a cache of a program's capacity.
+      weights: bytes of weights that are read: one row of an embedding for each token; of experts
+        the expected share that the rows choose if all experts are equally likely; all other
+        weights.
+      cache: bytes of the cache that are read for earlier tokens or written for the new ones.
+      held: bytes in memory of all weights and of a cache of the program's capacity.
+      flops: FLOPs by `rmt_tpu.cost`.
       flops: as `rmt_tpu.cost` counts them.
     """
 
@@ -87,21 +89,24 @@ class Least:
     flops: int
 
     def seconds(self, bandwidth: float, peak_flops: int | float) -> float:
-        """The longer of bytes at the bandwidth (bytes/s) and products at the peak."""
+        """Return the longer of the bytes' time at the bandwidth (bytes/s) and the products'."""
         return max((self.weights + self.cache) / bandwidth, self.flops / peak_flops)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What became of a case on a device.
+    """The result of a case on a device.
 
     Attributes:
-      device: what it was estimated for or timed on.
-      least_seconds: None where the device's bandwidth is not known.
-      timed: whether it was to be timed.
-      cost: of a dispatch of STEPS steps; None if it was timed, or there is none.
-      copies: moves in it from HBM to HBM of as much as a layer's keys: how many, and bytes.
-      times: measured seconds a step, of each repeat.
+      case: the case.
+      device: the device that it was estimated for or timed on.
+      least: its lower bounds.
+      least_seconds: the lower bound of its time; None where the device's bandwidth is not known.
+      timed: whether the step is timed and not estimated.
+      cost: the cost of a dispatch of STEPS steps; None if the step is timed, or failed.
+      copies: in the dispatch, the number and the bytes of moves from HBM to HBM that are at least
+        as large as a layer's keys.
+      times: measured seconds per step, one for each repeat.
       fault: why there is no step, in a line.
     """
 
@@ -117,14 +122,18 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step: the median if it was timed; estimated, never less than its bytes take."""
+        """The seconds of a step, or None.
+
+        They are the median if the step was timed; an estimate is never less than the time of its
+        bytes.
+        """
         if self.times:
             return statistics.median(self.times)
         return self.cost and self._of_cycles(self.cost.cycles)
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """Least and most seconds: of repeats, or by the models of cost."""
+        """The least and most seconds, over repeats or over the models of cost."""
         if self.times:
             return min(self.times), max(self.times)
         if self.cost is None:
@@ -137,13 +146,13 @@ class Row:
 
     @property
     def of_bandwidth(self) -> float | None:
-        """Fraction of the full bandwidth: the least time over that of the step."""
+        """The fraction of the full bandwidth: the least time divided by that of the step."""
         if self.seconds is None or self.least_seconds is None:
             return None
         return self.least_seconds / self.seconds
 
     def json(self) -> dict[str, Any]:
-        """All figures, in bytes and seconds."""
+        """Return all figures, in bytes and seconds."""
         return dataclasses.asdict(dataclasses.replace(self, cost=None)) | {
             "capacity": self.case.capacity,
             "steps": STEPS,
@@ -155,11 +164,7 @@ class Row:
 
 
 def least(case: Case, dtype: str) -> Least:
-    """From shapes alone.
-
-    Raises:
-      UsageError: see `Case.model`.
-    """
+    """Return the lower bounds of a case, from shapes alone."""
     decoder = _abstract(case.model(dtype))
     read = held = 0
     for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
@@ -171,7 +176,8 @@ def least(case: Case, dtype: str) -> Least:
         elif "expert" in axes:
             _, stack, sublayer, *_ = path
             experts = decoder.config.stacks[stack].cores[sublayer]
-            idle = 1 - experts.top_k / experts.num_experts  # of a row
+            # share of the experts that one row does not choose
+            idle = 1 - experts.top_k / experts.num_experts
             size = round(size * (1 - idle**case.batch))
         read += size
     cache = lambda capacity: _bytes(_cache(decoder, case.batch, capacity).cores)
@@ -182,7 +188,7 @@ def least(case: Case, dtype: str) -> Least:
 def estimate(
     cases: Sequence[Case], target: Target, progress: Callable[[str], None] | None = None
 ) -> list[Row]:
-    """Each on a chip that need not be there; `progress` is told of each that is compiled.
+    """Estimate each case on a chip that need not be there; report each compiled one to `progress`.
 
     Raises:
       UsageError: a preset or a change is not legal.
@@ -213,13 +219,13 @@ def _compiled(row: Row, outcome: Program | Failure) -> Row:
 
 
 def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
-    """A dispatch as the engine's, for a device that need not exist; see `layouts.lower_steps`.
+    """Lower a dispatch like the engine's for a device that need not exist.
 
-    The likeliest token is taken: other choices are branches, of which it is not known how often
-    they are gone.
+    See `layouts.lower_steps`. Steps take the likeliest token: other choices are branches, and the
+    estimate does not know how often they are taken.
 
     Args:
-      device: of a topology.
+      device: a device of a topology.
       **case: the fields of a Case.
     """
     case = Case(**case)
@@ -227,16 +233,16 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
     decoder = nnx.merge(graphdef, jax.tree.map(placed, params))
-    # Block sizes are looked up by the device of the mesh in use.
+    # Block sizes are looked up by the device of the mesh that is active.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh), warnings.catch_warnings():
-        # Some kernels are for many tokens alone.
+        # Some kernels serve only calls with many tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, case.batch)
         return lower_steps(*Model.of(decoder), case.batch, case.capacity, STEPS)
 
 
 def copies(module: Module, least_bytes: int) -> tuple[int, int]:
-    """Moves from HBM to HBM of at least so many bytes in a run: how many, and bytes of all."""
+    """Return the number and bytes of HBM-to-HBM moves of at least `least_bytes` in a run."""
     calls = moved = 0
     for ran in module.run():
         instruction = ran.instruction
@@ -244,7 +250,7 @@ def copies(module: Module, least_bytes: int) -> tuple[int, int]:
         if not (starts or module.moves_only(instruction)):
             continue
         written = sum(array.bytes for array in instruction.arrays if array.space == 0)
-        # Of what is updated in place, a part alone is read and written.
+        # An update in place reads and writes only a part of the array.
         size = min(written, module.traffic(ran.computation, instruction).hbm // 2)
         if size >= least_bytes:
             calls, moved = calls + ran.times, moved + ran.times * size
@@ -254,10 +260,11 @@ def copies(module: Module, least_bytes: int) -> tuple[int, int]:
 def measure(
     cases: Iterable[Case], repeats: int, progress: Callable[[str], None] | None = None
 ) -> Iterator[Row]:
-    """Each on this machine's first device, by the engine; random weights, prompts and choices.
+    """Time each case on this machine's first device with the engine.
 
-    Rows grow to the case's context. A repeat's time is that of its median round of steps: neither
-    prompts nor, as there is one repeat more than is told, compiling are in it.
+    Weights, prompts and choices of tokens are random. Rows grow to the case's context. A repeat's
+    time is that of its median round of steps. It includes neither prompts nor compilation, because
+    a first repeat is left out.
 
     Raises:
       UsageError: a preset or a change is not legal.
@@ -293,25 +300,26 @@ def _times(case: Case, repeats: int) -> Iterator[float]:
     prompts = np.random.default_rng(0).integers(
         config.vocab_size, size=(case.batch, max(1, case.context - new))
     )
-    # One token comes of the prompt.
+    # One more token comes from reading the prompt.
     requests = [Request(p, Sampling(max_tokens=new + 1, seed=n)) for n, p in enumerate(prompts)]
     for repeat in range(1 + repeats):
         ends = []
         for number, _ in enumerate(engine.run(requests)):
             if number % case.batch == case.batch - 1:
                 ends.append(time.perf_counter())
-        if repeat:  # ends[0] is that of the prompts, and the first round may still make room
+        if repeat:  # ends[0] is the prompts', and the first round may still enlarge the cache
             yield float(np.median(np.diff(ends[1:]))) / STEPS
 
 
 def _random(config: ModelConfig) -> Decoder:
     draw = lambda: nnx.state(cast_once(Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
     graphdef, _ = nnx.split(_abstract(config), nnx.Param)
-    return nnx.merge(graphdef, jax.jit(draw)())  # as a whole: much faster than one by one
+    # one program is much faster than one for each array
+    return nnx.merge(graphdef, jax.jit(draw)())
 
 
 def _fault(case: Case, needs: Least, limit: int | float) -> str:
-    """Why there can be no step, in a line; "" if there may be."""
+    """Return why there can be no step, in a line; "" if there may be one."""
     learned = case.model("auto").learned_positions
     if learned and learned.max_length < case.context:
         return f"has {learned.max_length} learned positions"
@@ -322,17 +330,17 @@ def _fault(case: Case, needs: Least, limit: int | float) -> str:
 
 
 def _abstract(config: ModelConfig) -> Decoder:
-    """A decoder of shapes, with its weights as products take them."""
+    """Return a decoder of shapes, with its matrices in the compute dtype."""
     return nnx.eval_shape(lambda: cast_once(Decoder(config, rngs=nnx.Rngs(0))))
 
 
 def _cache(decoder: Decoder, batch: int, capacity: int) -> Cache:
-    """Of shapes."""
+    """Return a cache of shapes."""
     return jax.eval_shape(lambda: decoder.empty_cache(batch, capacity))
 
 
 def _of_layer(cache: Cache) -> int:
-    """Bytes of the largest array of one layer: of its keys, say."""
+    """Return the bytes of the cache's largest array for one layer, such as its keys."""
     return max(_bytes(leaf) // leaf.shape[0] for leaf in jax.tree.leaves(cache.cores))
 
 

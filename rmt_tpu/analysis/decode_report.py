@@ -11,17 +11,17 @@ from rmt_tpu.estimator import MODELS
 from rmt_tpu.estimator.calibration import error_bar
 from rmt_tpu.runs.plots import line_style
 
-# Of a step's parts, those that a decode step has; as `step_cost` names them, and as they are here.
+# The parts of a decode step: names of `step_cost`, and the names shown here.
 _PARTS = {part: part for part in PARTS if part != "optimizer"} | {"loss": "unembedding"}
 
 
 def text(rows: Sequence[Row], versions: str, largest: int = 0) -> str:
-    """Markdown: how it was got, a table of each device and of the parts of its estimated steps.
+    """Return a Markdown report: its method, a table per device, and parts of estimated steps.
 
     Args:
-      rows: of all devices.
-      versions: of what made the figures.
-      largest: how many instructions of each estimated step to list, the dearest first.
+      rows: the rows of all devices.
+      versions: the versions of what made the figures.
+      largest: how many instructions of each estimated step are listed, the most expensive first.
     """
     parts = ["# A decode step\n", *(f"{line}\n" for line in how(rows)), f"{versions}.\n"]
     parts += [_tables(device, of) for device, of in _by_device(rows)]
@@ -35,7 +35,7 @@ def text(rows: Sequence[Row], versions: str, largest: int = 0) -> str:
 
 
 def how(rows: Sequence[Row]) -> list[str]:
-    """What the figures are, and what they are worth: a paragraph each."""
+    """Return paragraphs on how the figures were made, and on their error."""
     told = []
     if chips := list(dict.fromkeys(row.device for row in rows if not row.timed)):
         told += [
@@ -53,7 +53,7 @@ def how(rows: Sequence[Row]) -> list[str]:
 
 
 def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Time of each preset's step over that of the first preset's, on the same device."""
+    """Return the time of each preset's step relative to the first preset's on the same device."""
     found = []
     for row in rows:
         over = _over(row, rows)
@@ -72,7 +72,7 @@ def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def figure(rows: Sequence[Row], versions: str) -> Any:
-    """Fraction of bandwidth over the batch, or milliseconds where none is known, as a picture."""
+    """Draw the fraction of bandwidth over the batch, or milliseconds if it is not known."""
     from matplotlib.figure import Figure
 
     devices = _by_device(rows)
@@ -139,7 +139,7 @@ def _figures(row: Row, rows: Sequence[Row], several: bool) -> list[str]:
 
 
 def _over(row: Row, rows: Iterable[Row]) -> float | None:
-    """Its time over that of the first preset in the same case, if both have one."""
+    """Return the row's time relative to the first preset's in the same case, if both have one."""
     rows = list(rows)
     same = lambda other: (other.device, other.case.batch, other.case.context)
     first = rows[0].case.preset

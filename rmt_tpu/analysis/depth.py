@@ -1,23 +1,23 @@
-"""What happens over depth in a trained model: Figures 5 and 8 of the Attention Residuals paper.
+"""Measurements over depth of a trained model: Figures 5 and 8 of the Attention Residuals paper.
 
-Over tokens of held-out text, for each of the `2L + 1` writes (the embedding, then what every
-sublayer writes to the residual):
+They are taken over tokens of held-out text, for each of the `2L + 1` writes (the embedding, then
+what every sublayer writes to the residual):
 
 - output: the root mean square, over tokens and features, of what was written;
-- residual: the same of the residual that it was added to, the write included. With attention over
-  depth that is the running sum of a block, which starts anew after each (with Full AttnRes, at
-  each write);
+- residual: the root mean square of the residual after this write. With attention over depth it is
+  the running sum of a block, which starts anew after each block (with Full AttnRes, at each write);
 - gradient: the root mean square of `dLoss / d(write)`, with the cross-entropy summed over a batch's
   tokens (nats), so that its size does not depend on the batch's.
 
-And for each site of a mixer with weights over depth, the mean over tokens and heads of the weight
-of each source: `alpha` of Attention Residuals, `a_ij` of DenseFormer. Where tokens have weights of
+For each site of a mixer with weights over depth, they include the mean over tokens and heads of the
+weight of each source: `alpha` of Attention Residuals, `a_ij` of DenseFormer. Where each token has
+its own weights, of n sources, each site with two or more sources also has:
 their own, of n sources, also for each site that has two or more:
 
-- entropy: of the weights over `log n`, the mean over tokens and heads: 1 is a plain mean, 0 one
-  source. (Of weights that do not add up to 1, of their shares.)
-- spread: the largest `log(largest weight / least weight)` of any token and head: of a softmax, how
-  far logits are apart. Weights too small for the dtype count as its least normal number.
+- entropy: the entropy of the weights divided by `log n`, averaged over tokens and heads: 1 is a
+  plain mean, 0 one source. (Weights that do not add up to 1 are normalized first.)
+- spread: the largest `log(largest weight / least weight)` of any token and head; for a softmax, the
+  range of the logits. Weights too small for the dtype count as its least normal number.
 
 The layers run one by one, in float32 or more and without kernels for the mixing over depth. A zero
 is added to every write, and its gradient is that of the write.
@@ -49,17 +49,18 @@ from rmt_tpu.training.loss import Loss, next_token_loss
 
 @dataclass(frozen=True)
 class DepthProfile:
-    """What was measured of one model; lists are by write.
+    """The measurements of one model; lists are by write.
 
     Attributes:
-      tokens: how many the means are over.
-      loss: nats per token.
-      writes: "E", "A1", "F1", "A2", ...
-      output, gradient: root mean squares.
-      residual: of the residual after each write; None where the mixer is no plain sum.
-      weights: None where the mixer has none.
-      entropy, spread: by site as `weights` has them, None at those with one source; None where
-        tokens have no weights of their own.
+      tokens: the number of tokens that means are taken over.
+      loss: the loss, in nats per token.
+      writes: the names of the writes: "E", "A1", "F1", "A2", ...
+      output, gradient: root mean squares of each write and of its gradient.
+      residual: root mean squares of the residual after each write; None where the mixer is not a
+        plain sum.
+      weights: the mean weights over depth; None where the mixer has none.
+      entropy, spread: values by site, as in `weights`, and None at sites with one source; None in
+      all where tokens do not have their own weights.
     """
 
     tokens: int
@@ -74,15 +75,15 @@ class DepthProfile:
 
 
 class Trace(NamedTuple):
-    """What one pass over the layers wrote, site by site.
+    """The writes and reads of one pass over the layers, site by site.
 
     Attributes:
       z: what the unembedding reads.
       written: `2L + 1` arrays in the order of the writes.
-      residuals: the residual after each; none where the mixer does not add to one.
-      reads: what each site has read, the last one's for the unembedding; none where the mixer does
-        not read by the store.
-      weights: of attention over depth, by site: of the sources that it sees, oldest first.
+      residuals: the residual after each write; empty where the mixer does not add to one.
+      reads: what each site has read, the last one for the unembedding; empty where the mixer does
+        not read through the store.
+      weights: weights of attention over depth, by site, of the sources that it sees, oldest first.
     """
 
     z: Float[Array, "batch seq vectors size"]
@@ -96,7 +97,7 @@ class Trace(NamedTuple):
 
 
 def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
-    """Runs the batches, forward and backward; one token of them must have a target at least."""
+    """Measure a model on batches, forward and backward; at least one token must have a target."""
     graphdef, params = nnx.split(in_full_precision(decoder), nnx.Param)
     run = jax.jit(partial(_sums, graphdef))
     total, spreads = None, []
@@ -121,13 +122,13 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
 
 
 def _of_several(total: dict[str, Any], values: list[float]) -> list[float | None] | None:
-    """Returns values by site, None at sites with one source; None if there is no site."""
+    """Return values by site, None at sites with one source; None if there is no site."""
     counts = [len(w) for w in total["weights"]]
     return [v if n > 1 else None for n, v in zip(counts, values, strict=True)] or None
 
 
 def in_full_precision(decoder: Decoder) -> Decoder:
-    """The decoder with its parameters and a config in which nothing is narrower than float32."""
+    """Return the decoder with a config that has nothing narrower than float32."""
     dtype = jnp.promote_types(decoder.dtype, jnp.float32).name
     store = replace(decoder.config.store, dtype=dtype)
     config = replace(decoder.config, compute_dtype=dtype, remat="full", store=store)
@@ -140,7 +141,7 @@ def in_full_precision(decoder: Decoder) -> Decoder:
 def tapped_loss(
     decoder: Decoder, batch: Batch, taps: Sequence[Float[Array, "batch seq *shape"]]
 ) -> tuple[Float[Array, ""], tuple[Loss, Trace]]:
-    """The cross-entropy summed over a batch, with `taps[k]` added to write k."""
+    """Return the cross-entropy summed over a batch, with `taps[k]` added to write k."""
     trace = unrolled(decoder, batch.inputs, taps=taps, segment_ids=batch.segment_ids)
     unembedding = decoder.unembedding
     loss = next_token_loss(
@@ -154,14 +155,14 @@ def tapped_loss(
 
 
 def no_taps(decoder: Decoder, batch: int, seq: int) -> list[Float[Array, "batch seq *shape"]]:
-    """Zeros for `tapped_loss`."""
+    """Return taps of zeros for `tapped_loss`."""
     config = decoder.config
     zeros = jnp.zeros((batch, seq, *config.residual_shape), decoder.dtype)
     return [zeros] * (config.num_sublayers + 1)
 
 
 def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
-    """Sums over the tokens of a batch that have a target."""
+    """Return sums over the tokens of a batch that have a target."""
     decoder = nnx.merge(graphdef, params)
     counts = batch.weights > 0
     taps = no_taps(decoder, *batch.inputs.shape)
@@ -188,7 +189,7 @@ def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
 def _entropy(
     weights: Float[Array, "sources batch seq heads"],
 ) -> Float[Array, "batch seq heads"]:
-    """Computes the entropy over sources, over that of equal weights; 0 of one source."""
+    """Return the entropy over sources relative to that of equal weights; 0 for one source."""
     share = weights / jnp.sum(weights, axis=0)
     return -jnp.sum(jax.scipy.special.xlogy(share, share), axis=0) / np.log(max(2, len(share)))
 
@@ -196,7 +197,7 @@ def _entropy(
 def _spread(
     weights: Float[Array, "sources batch seq heads"],
 ) -> Float[Array, "batch seq heads"]:
-    """Computes `log(largest weight / least weight)`."""
+    """Return `log(largest weight / least weight)`."""
     logs = jnp.log(jnp.maximum(weights, jnp.finfo(weights.dtype).tiny))
     return jnp.max(logs, axis=0) - jnp.min(logs, axis=0)
 
@@ -212,13 +213,13 @@ def unrolled(
     taps: Sequence[Float[Array, "batch seq *shape"]] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Trace:
-    """What `decoder.features` does, layer by layer and with a record of it.
+    """Do what `decoder.features` does, layer by layer, and return a record of it.
 
     Args:
-      decoder: not with an int16 residual; see `in_full_precision`.
-      tokens: below the vocabulary's size.
-      taps: what is added to each write, of the residual's shape and dtype.
-      segment_ids: which document a token is of; None is one a row.
+      decoder: the decoder, without an int16 residual; see `in_full_precision`.
+      tokens: tokens below the vocabulary's size.
+      taps: arrays to add to each write, with the residual's shape and dtype.
+      segment_ids: the document of each token; None means one document per row.
     """
     context = causal(tokens.shape[1], None, segment_ids)
     embedded = decoder.embedding(tokens, context.query_positions, decoder.dtype)
@@ -237,7 +238,7 @@ def unrolled(
 class _TappedStore:
     """A store that records every write and adds a tap to it.
 
-    Stepwise if the store itself is.
+    It is stepwise if the wrapped store is.
     """
 
     def __init__(self, store: Store, taps: Sequence[Array] | None):
@@ -287,7 +288,7 @@ def _sublayers(decoder, context) -> list[Unstacked]:
 
 
 def _advance(decoder, sublayers, store, state, y):
-    """The decoder's loop over sites."""
+    """Run the decoder's loop over sites."""
     mixer = decoder.mixer
     state, y = mixer.start(store, state, y)
     for index, (site, core, _) in enumerate(sublayers):
@@ -300,7 +301,7 @@ def _advance(decoder, sublayers, store, state, y):
 
 
 def _names(config: cfg.ModelConfig) -> list[str]:
-    """Of the sublayers."""
+    """Return the names of the sublayers."""
     return [f"{core.letter}{1 + k // 2}" for k, core in enumerate(config.sublayers)]
 
 
@@ -314,10 +315,11 @@ def _depth_weights(decoder: Decoder, means: list[np.ndarray]) -> DepthWeights | 
 
 
 def table(profiles: dict[str, DepthProfile]) -> str:
-    """The ends of the curves as a Markdown table, a row a run.
+    """Return a Markdown table with the first and last values of the curves, a row per run.
 
-    Weights are means over sites with more than one source, of the newest source (in a block: its
-    running sum) and of the embedding, and of their entropy; the spread is the largest of any site.
+    Weights are means over sites with more than one source: that of the newest source (in a block:
+    its running sum), that of the embedding, and that of their entropy. The spread is the largest of
+    any site.
     """
     lines = [
         "| run | loss | output: first, last sublayer | gradient: first, last sublayer | "
@@ -347,12 +349,12 @@ def _summary(weights: DepthWeights) -> tuple[str, str]:
 
 
 def write_report(profiles: dict[str, DepthProfile], folder: Folder, picture: str) -> str:
-    """Draws the profiles, writes their numbers beside the picture as .json; returns the table.
+    """Draw the profiles, write their numbers as .json next to the picture, and return the table.
 
     Args:
-      profiles: by the runs' names.
-      folder: for both.
-      picture: its name, which ends in .png.
+      profiles: the profiles by the runs' names.
+      folder: the folder of both files.
+      picture: the name of the picture, which ends in .png.
     """
     rows = [{"run": name} | asdict(profile) for name, profile in profiles.items()]
     numbers = json.dumps(rows, indent=1) + "\n"

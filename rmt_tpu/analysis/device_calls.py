@@ -1,8 +1,8 @@
-"""The cases that hold a program's own calls of kernels to their equations, at the sizes it has.
+"""Cases that check a program's own calls of kernels against their equations, at its sizes.
 
-At most 8192 tokens of a call are taken, of experts as many rows, and of logits 2048: rows of a
-batch are left out first, then the end of a sequence. A call whose op has no case here is not
-checked.
+Cases have at most 8192 of a call's tokens, 8192 rows of experts, and 2048 tokens of logits: rows of
+a batch are left out first, then the end of a sequence. A call is not checked if its op has no case
+here.
 """
 
 import math
@@ -21,11 +21,12 @@ _TOKENS, _LOGITS = 8192, 2048
 
 
 def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[Case]]:
-    """Cases by the name of the ops (`Called.name`), each once.
+    """Return the cases by the name of the op (`Called.name`), each case once.
 
     Args:
-      calls: that were collected.
-      platform: of the device, "tpu" or "cuda"; calls that its kernels do not serve are left out.
+      calls: the calls that were collected.
+      platform: the device's platform, "tpu" or "cuda"; calls that its kernels do not serve are left
+        out.
     """
     found: dict[str, dict[tuple[str, str], Case]] = {}
     for call in calls:
@@ -36,7 +37,7 @@ def cases_of(calls: Iterable[Called], platform: str) -> dict[str, list[Case]]:
 
 
 def _capped(tokens: tuple[int, ...], most: int = _TOKENS) -> tuple[int, int]:
-    """Rows and tokens of each; of one axis of tokens a single row."""
+    """Return the number of rows and of tokens in each; a single axis of tokens is one row."""
     batch, seq = (1, *tokens)[-2:] if len(tokens) < 3 else (math.prod(tokens[:-1]), tokens[-1])
     seq = min(seq, most)
     return max(1, min(batch, most // max(seq, 1))), seq
@@ -57,7 +58,7 @@ def _key_vector(call: Called) -> Iterator[Case]:
     norm = {"norm": call.options["norm"]} if P and call.options.get("norm") else {}
     given = KeyVector(K, V, R, P), _capped(tuple(tokens)), dtype
     if whole.dtype == jnp.int16 or call.options.get("rebuild"):
-        # Both have a store and a read; what has a store as well is no read again.
+        # Both `undo` and `again` need a store and a read. A call that has a store is an undo.
         given = KeyVector(K, V, R or 1, P or 1), *given[1:]
         yield (residual.undo if R else residual.again)(*given, **norm)
     elif R and P:
@@ -82,7 +83,7 @@ def _depth(call: Called) -> Iterator[Case]:
         dtype = given.current.dtype
     matrix = tuple(entries) if len(entries) > 1 else None
     size = Depth(S, N, math.prod(entries))
-    # Sources are as many times as large.
+    # The sources are S or N times as large as the tokens.
     tokens = _capped(tuple(tokens), max(1, _TOKENS // max(S, N)))
     yield make(size, tokens, matrix, str(dtype))
 

@@ -1,4 +1,4 @@
-"""A call of an op that a device's kernels are checked with, and what its inputs are drawn from."""
+"""A call of an op with which a device's kernels are checked, and random inputs for it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -17,15 +17,15 @@ class Case:
     """A call of an op.
 
     Attributes:
-      op: its name.
-      size: in words.
-      function: `function(implementation, **inputs)`, results by name.
-      inputs: makes them, by name.
-      flops: of the forward pass.
+      op: the name of the op.
+      size: the sizes, in words.
+      function: the op as `function(implementation, **inputs)`; it returns results by name.
+      inputs: makes the inputs, by name.
+      flops: FLOPs of the forward pass.
       gradients: whether the floating inputs have gradients; all results are then floats.
-      reference: `reference(**inputs)`, the equations as they are written; None is the plain form.
-      exact: results that are an input again, to the bit: the input, by the result.
-      wide: results that nothing is rounded for to less than float32, whatever the inputs are.
+      reference: the equations as they are written, `reference(**inputs)`; None is the plain form.
+      exact: for each result that must equal an input bit for bit, the name of the input.
+      wide: results for which nothing is rounded below float32, whatever the inputs are.
       cancels: results with rows that may cancel to nothing.
     """
 
@@ -42,18 +42,18 @@ class Case:
 
 
 def normal(seed: int, dtype: jax.typing.DTypeLike, *shape: int, scale: float = 1.0) -> jax.Array:
-    """Numbers of a normal distribution, drawn on the host: nothing is compiled for them."""
+    """Return normally distributed numbers, drawn on the host so that nothing is compiled."""
     drawn = np.random.default_rng(seed).standard_normal(shape, np.float32)
     return jnp.asarray(scale * drawn if scale != 1 else drawn, dtype)
 
 
 def in_words(tokens: tuple[int, ...], dtype: str = "bfloat16", **sizes: int) -> str:
-    """A size as a table has it; bfloat16 is not said."""
+    """Return a size as a table shows it; bfloat16 is left out."""
     named = [f"{name}={value}" for name, value in sizes.items()]
     return " ".join(["x".join(map(str, tokens)), *named, *([] if dtype == "bfloat16" else [dtype])])
 
 
 def only(inputs: Callable[[], Arrays], names) -> Arrays:
-    """Those of the inputs that an op takes."""
+    """Return the inputs of these names."""
     made = inputs()
     return {name: made[name] for name in names}

@@ -1,7 +1,4 @@
-"""Calls of every op that a device's kernels are checked with: two sizes each, and what is wanted.
-
-A new op is a function here that yields its cases, and its name in `OPS`.
-"""
+"""Cases of every op that a device's kernels are checked with, at two sizes each."""
 
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -16,7 +13,10 @@ Scale = Literal["real", "small"]
 
 
 def cases(scale: Scale) -> list[Case]:
-    """Of all ops: as in models, or as small as the kernels allow, in odd numbers of tokens."""
+    """Return the cases of all ops, at sizes of models or at the least sizes of kernels.
+
+    Some have an odd number of tokens.
+    """
     return [case for op in OPS.values() for case in op(scale)]
 
 
@@ -57,7 +57,8 @@ def _depth(scale: Scale) -> Iterator[Case]:
 
 def _attention(scale: Scale) -> Iterator[Case]:
     if scale == "small":
-        # In whole blocks and not; of one head of keys; of a head that no kernel's lanes divide.
+        # Cases have whole blocks and partial ones, one key head, and a head size that no lanes
+        # divide.
         whole = [
             (Heads(2, 16), (1, 128), {}),
             (Heads(2, 16), (2, 131), {"kv_heads": 1, "alibi": True}),
@@ -71,7 +72,8 @@ def _attention(scale: Scale) -> Iterator[Case]:
             (shapes.GPT2_160M, (4, 1023), {}),
             (Heads(16, 128), (1, 4096), {}),
             (shapes.GPT2_405M, (2, 2100), {"kv_heads": 4, "alibi": True}),
-            # Sizes of heads that cuDNN takes or not, whose segments take entries of their own.
+            # Some of these head sizes are ones that cuDNN takes; with segments they have tuned
+            # entries of their own.
             *[(Heads(4, size), (2, 512), {}) for size in (64, 120, 128, 256)],
         ]
         after = [(shapes.GPT2_405M, (2, 512), 2048), (Heads(16, 128), (1, 255), 1001)]
