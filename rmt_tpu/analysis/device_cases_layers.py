@@ -1,4 +1,4 @@
-"""Calls of the ops of layers, at any size: attention, linear attention, experts and logits."""
+"""Cases of the ops of layers, at any size: attention, linear attention, experts and logits."""
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,17 @@ def attention(
     order: Rows = "size_major",
     dtype: str = "bfloat16",
 ) -> Case:
-    """`causal_attention` of whole sequences.
+    """Return the case of `causal_attention` on whole sequences.
 
     Args:
-      size: of queries.
-      tokens: rows, and tokens of each.
-      kv_heads: of keys and values, where they are fewer.
-      alibi: whether logits have its slopes.
-      segments: whether each row is of two documents.
-      values: size of the values, where these and the keys are apart from the queries.
-      order: of rows in the kernel's layout.
-      dtype: of data vectors.
+      size: the heads of the queries.
+      tokens: the number of rows, and of tokens in each.
+      kv_heads: the number of key and value heads; None is as many as the queries have.
+      alibi: whether logits have ALiBi's slopes.
+      segments: whether each row has two documents.
+      values: the head size of the values, if keys and values are separate from the queries.
+      order: the order of rows in the kernel's layout.
+      dtype: the dtype of data vectors.
     """
     heads, D = size
     G = heads if kv_heads is None else kv_heads
@@ -73,12 +73,16 @@ def attention(
     words += "" if order == "size_major" else f" {order}"
     words += "" if segments else " of one document"
     flops = 2 * tokens[0] * tokens[1] ** 2 * heads * D
-    cancels = frozenset({"d_qkv", "d_k"})  # those of a query that sees one key, and of that key
+    # the gradients of a query that sees one key, and of that key
+    cancels = frozenset({"d_qkv", "d_k"})
     return Case("causal_attention", words, function, inputs, flops, cancels=cancels)
 
 
 def attention_after(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> Case:
-    """Attention of tokens that see those before them too; its gradients are the plain form's."""
+    """Return the case of attention that also sees earlier tokens.
+
+    Its gradients are the plain form's.
+    """
     heads, D = size
 
     def function(implementation, qkv, before, filled):
@@ -98,7 +102,7 @@ def attention_after(size: Heads, tokens: Tokens, before: int, dtype: str = "bflo
 
 
 def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16") -> Case:
-    """Attention to keys that are seen, as in decoding; it has no gradient."""
+    """Return the case of attention to given keys, as in decoding; it has no gradient."""
     heads, D = size
 
     def function(implementation, q, before, seen):
@@ -119,16 +123,19 @@ def attention_to(size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat1
 
 
 def _filled(batch: int, before: int) -> jax.Array:
-    """How many tokens there are before each row: a few less for each."""
+    """Return the number of earlier tokens of each row; rows differ by one token."""
     return jnp.arange(before - batch, before, dtype=jnp.int32)
 
 
 def delta(tokens: Tokens, size: Heads, dtype: str = "bfloat16", *, stepwise: bool = False) -> Case:
-    """Linear attention by a gated delta rule.
+    """Return the case of linear attention by a gated delta rule.
 
     Args:
-      stepwise: whether it is held to its recurrence, which keeps every state, and not to the plain
-        form in chunks.
+      tokens: the number of rows, and of tokens in each.
+      size: the heads.
+      dtype: the dtype of data vectors.
+      stepwise: whether it is compared with its recurrence, which keeps every state, and not with
+        the plain form in chunks.
     """
     heads, D = size
     rows = *tokens, heads
@@ -169,11 +176,18 @@ def delta(tokens: Tokens, size: Heads, dtype: str = "bfloat16", *, stepwise: boo
 def grouped(
     M: int, K: int, N: int, G: int, dtype: str = "bfloat16", *, rowwise: bool = False
 ) -> Case:
-    """M rows with the matrix of their group; some are of none, and one group is empty.
+    """Return the case of M rows times their group's matrix.
+
+    Some rows belong to no group, and one group is empty.
 
     Args:
-      rowwise: whether it is held to a product for every row, which takes a matrix for each of them,
-        and not to the plain form.
+      M: the number of rows.
+      K: the size of a row.
+      N: the size of a product.
+      G: the number of groups.
+      dtype: the dtype of rows and matrices.
+      rowwise: whether it is compared with a product for every row, which needs a matrix for each,
+        and not with the plain form.
     """
 
     def inputs():
@@ -188,7 +202,7 @@ def grouped(
         given = jnp.where(_of_a_group(rows, sizes), rows, 0)
         options = {"implementation": implementation}
         products = pallas_kernels.grouped_matmul(given, matrices, sizes, **options)
-        # What there is of other rows may be anything.
+        # The products of rows without a group are undefined.
         return {"products": jnp.where(_of_a_group(rows, sizes), products, 0)}
 
     def by_rows(rows, matrices, sizes):
@@ -204,13 +218,16 @@ def _of_a_group(rows, sizes):
 
 
 def token_rows(tokens: int, each: int, count: int, width: int, dtype: str = "bfloat16") -> Case:
-    """`count` rows of the tokens' choices, of which each has as many; and their sums by token."""
+    """Return the case of `count` rows of the tokens' choices, and of their sums by token.
+
+    Each token has `each` choices.
+    """
 
     def inputs():
         order = np.random.default_rng(50).permutation(tokens * each)[:count].astype(np.int32)
         places = np.full(tokens * each, count, np.int32)
         places[order] = np.arange(len(order))
-        order = np.pad(order, (0, count - len(order)))  # rows of no choice
+        order = np.pad(order, (0, count - len(order)))  # rows that belong to no choice
         return {
             "rows": normal(51, dtype, count, width),
             "x": normal(52, dtype, tokens, width),
@@ -234,13 +251,13 @@ def token_rows(tokens: int, each: int, count: int, width: int, dtype: str = "bfl
 
 
 def _of_choices(rows, places):
-    """Zeros in those rows that are of no choice."""
+    """Return the rows, with zeros in those that belong to no choice."""
     there = jnp.zeros(len(rows), bool).at[places].set(True, mode="drop")
     return jnp.where(there[:, None], rows, 0)
 
 
 def logits(tokens: int, width: int, vocab: int, dtype: str = "bfloat16") -> Case:
-    """Logits, and what a loss takes of them; its kernels have no gradient."""
+    """Return the case of logits and the sums that a loss needs; its kernels have no gradient."""
 
     def inputs() -> Arrays:
         targets = np.random.default_rng(62).integers(vocab, size=tokens, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Calls of the ops of residual streams, at any size: key-vector ops and depth attention."""
+"""Cases of the ops of residual streams, at any size: key-vector ops and depth attention."""
 
 import functools
 
@@ -17,14 +17,14 @@ Tokens = tuple[int, int]
 
 # Key-vector ops -------------------------------------------------------------------------------
 
-# Sums over all keys of what was rounded, of a store or its gradient.
+# Results that are sums over all keys of rounded values, of a store or its gradient.
 _CANCELS = frozenset({"retrieved", "first", "again", "undone", "d_data"})
 
 
 def site(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> Case:
-    """`store_norm_retrieve`, and its gradients."""
+    """Return the case of `store_norm_retrieve` with its gradients."""
     options = {"norm": norm, "epsilon": EPSILON}
 
     def function(implementation, **given):
@@ -52,7 +52,7 @@ def site(
 
 
 def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> Case:
-    """The half that writes."""
+    """Return the case of the half of a site that writes."""
     made = functools.partial(_site_inputs, size, tokens, dtype)
     return Case(
         "store",
@@ -69,7 +69,7 @@ def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> Case:
 def norm_retrieve(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> Case:
-    """The half that reads."""
+    """Return the case of the half of a site that reads."""
     options = {"norm": norm, "epsilon": EPSILON}
     made = functools.partial(_site_inputs, size, tokens, dtype)
     return Case(
@@ -94,9 +94,9 @@ def norm_retrieve(
 def undo(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> Case:
-    """What a reversible backward pass does: store in int16, and take that back with all cotangents.
+    """Return the case of a reversible backward pass: a store in int16, and its undo.
 
-    These are the gradients; they have none of their own.
+    Its results include the gradients; it has no gradients of its own.
     """
 
     def function(implementation, d_stored, d_retrieved, residual, **given):
@@ -126,7 +126,10 @@ def undo(
 def again(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> Case:
-    """An undo that reads again what it rebuilt, and that read as an op; they have no gradient."""
+    """Return the case of an undo that reads what it rebuilt, and of the same read as an op.
+
+    They have no gradient.
+    """
 
     def function(implementation, d_stored, d_retrieved, residual, **given):
         options = {"norm": norm, "implementation": implementation}
@@ -166,12 +169,15 @@ def again(
 
 
 def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> Case:
-    """A site of one of two layers, of one token each row; its kernels have no gradient."""
+    """Return the case of a site of one of two layers, with one token per row.
+
+    Its kernels have no gradient.
+    """
     tokens = (batch, 1)
 
     def inputs():
         made = _site_inputs(size, tokens, dtype)
-        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # the second is read
+        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # the second layer is used
         return made | {k: of_layers(made[k]) for k in ("store_keys", "gain", "read_keys")}
 
     def function(implementation, **given):
@@ -225,11 +231,11 @@ def _undo_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:
 
 # Depth attention ------------------------------------------------------------------------------
 
-_READ = 12  # vectors of a read after a merge
+_READ = 12  # data vectors that are read after a merge
 
 
 def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> Case:
-    """One site over all sources."""
+    """Return the case of one site over all sources."""
     _, N, D = size
     return Case(
         "depth_attention",
@@ -250,7 +256,7 @@ def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> Cas
 def partial(
     size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
 ) -> Case:
-    """All sites over their sources: of vectors, or of matrices K x V."""
+    """Return the case of all sites over their sources, which are vectors, or matrices K x V."""
 
     def function(implementation, queries, sources):
         mixed, log_sums = pallas_kernels.depth_attention_partial(
@@ -271,7 +277,10 @@ def partial(
 def merge(
     size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
 ) -> Case:
-    """The last of the sites with its current source; vectors are normed as they are read."""
+    """Return the case of a merge of the last site with its current source.
+
+    Vectors are normed as they are read.
+    """
 
     def function(implementation, mixed, log_sums, current, query, norm_gain=None):
         given = mixed, log_sums, len(mixed) - 1, current, query, norm_gain
@@ -292,7 +301,7 @@ def merge(
 
 
 def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat16") -> Case:
-    """A merge of matrices whose norm is read at once."""
+    """Return the case of a merge of matrices whose norm is read in the same kernel."""
 
     def function(implementation, mixed, log_sums, current, **given):
         mixed, current, z = pallas_kernels.depth_attention_merge_read(
@@ -312,7 +321,10 @@ def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat
 
 
 def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> Case:
-    """A merge of one token each row, of one of two layers; kernels have no gradient."""
+    """Return the case of a merge of one token per row, in one of two layers.
+
+    Its kernels have no gradient.
+    """
     tokens = (batch, 1)
 
     def inputs():
@@ -376,6 +388,6 @@ def _merge_plainly(mixed, log_sums, current, query, norm_gain=None) -> Arrays:
         epsilon=EPSILON,
         norm_epsilon=EPSILON,
     )
-    # A site is merged once: its row has no later use, and so no other gradient.
+    # A site is merged once: its row has no later use, and therefore no other gradient.
     mixed = mixed.at[-1].set(jax.lax.stop_gradient(mixed[-1]))
     return {"mixed": mixed, "current": current, "z": z.reshape(current.shape)}

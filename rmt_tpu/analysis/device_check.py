@@ -1,7 +1,7 @@
-"""Whether a device's kernels compute what their equations say, and how long they take.
+"""The check of a device's kernels against their equations, and the time that they take.
 
-Every case of `device_cases` is run as a program would run it, and beside it the equations in
-float32: results, gradients of all floating inputs, and to the bit what an undo has to give back.
+Every case of `device_cases` runs as a program would run it, and is compared with the equations in
+float32: results, gradients of all floating inputs, and bit for bit what an undo has to restore.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from rmt_tpu.analysis.device_compare import compare
 from rmt_tpu.estimator.measure import placed, seconds_of, wall_seconds
 
 _ROUNDS = 3
-_LONG, _MOST_CALLS = 0.02, 256  # seconds of wall clock, and calls that it is taken of
-# What a compiled program says of its kernels.
+# the least wall-clock seconds of a measurement, and the most calls in it
+_LONG, _MOST_CALLS = 0.02, 256
+# Texts in a compiled program, and the kernels that they stand for.
 _CALLS = {
     "tpu_custom_call": "mosaic_tpu",
     "xla.gpu.triton": "triton",
@@ -34,22 +35,22 @@ _CALLS = {
 
 
 def wrong(differences: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
-    """The names of those that differ by more than is legal, or are not numbers."""
+    """Return the names of results that exceed their bounds, or are NaN."""
     return [name for name, d in differences.items() if not d <= bounds[name]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What became of a case.
+    """The result of a case.
 
     Attributes:
-      op, size: of the case.
-      implementation: that ran.
-      differences, bounds: of each result and gradient, as `device_compare.compare` gives them.
-      seconds: of a call, forward and backward; None if it was not timed.
-      bytes, flops: the least that the call has to move, and compute.
+      op, size: the op and the size of the case.
+      implementation: the implementation that ran.
+      differences, bounds: for each result and gradient, the values of `device_compare.compare`.
+      seconds: the time of a call, forward and backward; None if it was not timed.
+      bytes, flops: the least that the call has to move, and to compute.
       error: why it did not run, in a line.
-      note: why it took the plain form where there is a kernel, in a line.
+      note: why it used the plain form although there is a kernel, in a line.
     """
 
     op: str
@@ -65,7 +66,7 @@ class Row:
 
     @property
     def wrong(self) -> list[str]:
-        """Which results differ by more than is legal."""
+        """The results that exceed their bounds."""
         return wrong(self.differences, self.bounds)
 
     @property
@@ -74,7 +75,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """What became of it, in a line."""
+        """The verdict of the case, in a line."""
         if self.error:
             return f"failed: {self.error}"
         verdict = "differs: " + ", ".join(self.wrong) if self.wrong else "ok"
@@ -96,7 +97,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What this device does with nothing else to do: FLOPs and bytes in a second."""
+    """The FLOPs and bytes per second that this device reaches in a product and in a copy."""
 
     flops: float
     bytes: float
@@ -105,17 +106,18 @@ class Rates:
 def check(
     case: Case, implementation: str | None, *, interpret: bool = False, timed: bool = True
 ) -> Row:
-    """Run a case and compare it; what fails is a row that says why.
+    """Run a case and compare it; a failure gives a row that says why.
 
     Args:
-      case: what to run.
-      implementation: as the op takes it; None is what programs take on this device.
+      case: the case to run.
+      implementation: the implementation, as the op takes it; None is what programs use on this
+        device.
       interpret: whether to interpret the kernels of a TPU, on a machine without one.
-      timed: whether to time it too.
+      timed: whether to time the case too.
     """
     try:
         return _check(case, implementation, interpret, timed)
-    except Exception as error:  # a kernel that does not compile is what is looked for
+    except Exception as error:  # the check looks for kernels that do not compile
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return Row(case.op, case.size, implementation or "auto", error=words)
 
@@ -138,7 +140,7 @@ def _check(case: Case, implementation: str | None, interpret: bool, timed: bool)
 
 
 class Ran(NamedTuple):
-    """A case that ran: what it was given, what came of it and what was wanted, on the host."""
+    """A case that ran, with its inputs, its results and the wanted results on the host."""
 
     program: jax.stages.Compiled
     inputs: Arrays
@@ -150,7 +152,7 @@ class Ran(NamedTuple):
 
 
 def run(case: Case, implementation: str | None, *, interpret: bool = False) -> Ran:
-    """Compile a case, run it, and its equations; `check` has the arguments."""
+    """Compile and run a case, and run its equations; see `check` for the arguments."""
     inputs = case.inputs()
     cotangents = _cotangents(case, inputs)
     with contextlib.ExitStack() as stack:
@@ -171,7 +173,7 @@ def run(case: Case, implementation: str | None, *, interpret: bool = False) -> R
 
 
 def wanted(case: Case, inputs: Arrays, cotangents: Arrays) -> Arrays:
-    """Results and gradients by the equations, in float32 all through."""
+    """Return results and gradients by the equations, entirely in float32."""
     wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
     plain = lambda _, **given: case.reference(**given)
     exact = case if case.reference is None else dataclasses.replace(case, function=plain)
@@ -181,7 +183,7 @@ def wanted(case: Case, inputs: Arrays, cotangents: Arrays) -> Arrays:
 
 
 def measure_rates(*, small: bool = False) -> Rates:
-    """By a product of two square bfloat16 matrices, and by a copy of float32 numbers."""
+    """Measure a product of two square bfloat16 matrices, and a copy of float32 numbers."""
     n = 512 if small else 8192
     length = 2**22 if small else 2**28
     square = jnp.ones((n, n), "bfloat16")
@@ -192,7 +194,7 @@ def measure_rates(*, small: bool = False) -> Rates:
 
 
 def table(rows: Sequence[Row], rates: Rates | None) -> str:
-    """One line a case, in Markdown."""
+    """Return a Markdown table with one line per case."""
     lines = [
         "| op | size | implementation | largest difference | bound | time, ms | of the device | |",
         "|---|---|---|---|---|---|---|---|",
@@ -211,7 +213,7 @@ def table(rows: Sequence[Row], rates: Rates | None) -> str:
 
 
 def share(row: Row, rates: Rates | None) -> str:
-    """The larger of a call's bytes and FLOPs, over what the device copies and multiplies."""
+    """Return the larger of a call's shares of a copy's bandwidth and a product's FLOP/s."""
     if rates is None or not row.seconds:
         return ""
     bandwidth = row.bytes / row.seconds / rates.bytes
@@ -220,7 +222,7 @@ def share(row: Row, rates: Rates | None) -> str:
 
 
 def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict[str, Any]:
-    """What is sent of a machine, in JSON: numbers that are none are null."""
+    """Return the record of a machine as JSON values; numbers that are not finite become null."""
     number = lambda x: x if x is None or math.isfinite(x) else None
     names = lambda values: {name: number(x) for name, x in values.items()}
     of_row = lambda row: (
@@ -245,7 +247,7 @@ def record(rows: Sequence[Row], rates: Rates | None, device: jax.Device) -> dict
 def results_and_gradients(
     case: Case, implementation: str | None
 ) -> Callable[[Arrays, Arrays], Arrays]:
-    """Results by their names, and gradients by those of inputs with "d_" before."""
+    """Return a function that gives results by name, and gradients as "d_" and an input's name."""
 
     def both(inputs: Arrays, cotangents: Arrays) -> Arrays:
         function = functools.partial(case.function, implementation)
@@ -266,7 +268,7 @@ def _cotangents(case: Case, inputs: Arrays) -> Arrays:
 
 
 def abstract_cotangents(case: Case, inputs: Arrays) -> Arrays:
-    """Shapes and dtypes of its results, of which there are cotangents if it has gradients."""
+    """Return shapes and dtypes of the cotangents of a case's results; none without gradients."""
     if not case.gradients:
         return {}
     return jax.eval_shape(functools.partial(case.function, "xla"), **inputs)
@@ -279,7 +281,7 @@ def _seconds(program: jax.stages.Compiled, arguments: Sequence[Any]) -> float:
 
 
 def _wall_seconds(program: jax.stages.Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
-    """Of a call among as many as take long enough to be measured."""
+    """Return the seconds per call, with as many calls as can be measured."""
     calls, taken = 1, 0.0
     while (taken := wall_seconds(program, arguments, calls)) < _LONG and calls < _MOST_CALLS:
         calls *= 4

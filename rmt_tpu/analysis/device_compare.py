@@ -1,18 +1,18 @@
-"""How far what a device computed is from its equations, and how far it may be.
+"""The distance of a device's results from their equations, and the bounds on it.
 
-An error is measured against the size of its row, the last axis of an array (or last axes, of at
-least 16 entries together): one that is confined to rows of small values counts as much as one in
-the large. The size of a row is its largest value, and at least a sixteenth of the largest row's, or
-a quarter where rows may cancel: the gradient of a query that sees one key is nothing but what was
-rounded on the way to it. Beside the largest error there is the root mean square of all, over that
-of what is wanted, with a narrower bound: few errors of rounding are as large as they can be.
+An error is measured against the size of its row, the last axis of an array (or last axes, with at
+least 16 entries together): an error confined to rows of small values counts as much as one in rows
+of large values. The size of a row is its largest value, and at least 1/16 of the largest row's, or
+1/4 where rows may cancel: the gradient of a query that sees one key consists only of rounding
+errors. In addition to the largest error, the root mean square of all errors over that of the wanted
+values has a narrower bound, because few rounding errors are as large as they can be.
 
 Bounds follow from the dtype of the inputs and the length of a sum. An entry of bfloat16 is off by
-at most 2^-8 of itself when it is rounded. A result is rounded once, and up to five factors of it
-before, some of millions of entries all to one side: 6 * 2^-8 of a row, and 2 * 2^-8 of the root
-mean square. Float32 rounds by 2^-24, at each of the n terms of a sum to either side: 4 sqrt(n)
-2^-24, and eight times as much for exponentials and for products that a device makes of several of
-bfloat16.
+at most 2^-8 of itself when it is rounded. A result is rounded once, and up to five of its factors
+are rounded before it, some with millions of entries in the same direction: the bounds are 6 * 2^-8
+of a row, and 2 * 2^-8 of the root mean square. Float32 rounds by 2^-24, at each of the n terms of a
+sum in either direction: the bound is 4 sqrt(n) 2^-24, and eight times as much for exponentials and
+for products that a device makes of several bfloat16 products.
 """
 
 import math
@@ -28,13 +28,18 @@ from rmt_tpu.analysis.device_case import Arrays, Case
 _NARROW, _WIDE = 2.0**-8, 2.0**-24
 _OF_ROW, _OF_MEAN = 6.0, 2.0
 _FLOOR, _FLOOR_OF_CANCELLED = 1 / 16, 1 / 4
-_ROW = 16  # entries, at least
+_ROW = 16  # the least number of entries in a row
 _BLOCK = 2**22  # entries that are compared at a time
-MEAN = " (rms)"  # behind a name: of the root mean square
+MEAN = " (rms)"  # appended to a name for its root mean square
 
 
 class Error(NamedTuple):
-    """Of an array: the largest, over the size of its row; and the root mean square, over that."""
+    """The error of an array.
+
+    Attributes:
+      largest: the largest error, relative to the size of its row.
+      mean: the root mean square of the errors, relative to that of the wanted values.
+    """
 
     largest: float
     mean: float
@@ -43,10 +48,10 @@ class Error(NamedTuple):
 def compare(
     case: Case, inputs: Arrays, got: Arrays, want: Arrays
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Differences and their bounds by name, those of root mean squares as "name (rms)".
+    """Return the differences and their bounds by name; root mean squares are "name (rms)".
 
-    Of what has to be the same to the bit, the largest number of steps. NaN where one of two arrays
-    has what is not a number, or another shape.
+    The difference of a result that must be exact is its largest number of integer steps. A
+    difference is NaN where one of two arrays has NaN or infinity, or the shapes differ.
     """
     differences, bounds = {}, {}
     for name, x in got.items():
@@ -63,19 +68,22 @@ def compare(
 
 
 def bound(inputs: Mapping[str, Any], *, wide: bool = False) -> Error:
-    """What is legal of a result of these inputs; `wide` if nothing of it is rounded to theirs."""
+    """Return the bound on results of these inputs.
+
+    With `wide`, nothing in the result is rounded to the dtype of the inputs.
+    """
     if not wide and any(x.dtype in (jnp.bfloat16, jnp.float16) for x in inputs.values()):
         return Error(_OF_ROW * _NARROW, _OF_MEAN * _NARROW)
-    # No sum is longer than all of an array but its last axis, or this.
+    # No sum is longer than an array without its last axis, or than one axis.
     length = max(max(x.size // max(x.shape[-1], 1), *x.shape) for x in inputs.values() if x.ndim)
     most = 32 * math.sqrt(max(length, 1)) * _WIDE
     return Error(most, most / 2)
 
 
 def error(got: Any, want: Any, *, cancels: bool = False) -> Error:
-    """How far an array is from what is wanted; the values themselves where that is zero.
+    """Return the error of an array.
 
-    NaN if one of the two has what is no number, and where the shapes differ.
+    It is NaN if one of the two has NaN or infinity, or if the shapes differ.
     """
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:

@@ -1,4 +1,4 @@
-"""What a run would be, before it is one: checked as `train` checks it, with nothing computed."""
+"""The dry run of a training run: checked as `train` checks it, with nothing computed."""
 
 import json
 
@@ -23,12 +23,12 @@ def dry_run(
     change_config: bool = False,
     from_step: int | None = None,
 ) -> str:
-    """The config as it would be on these devices, and what it amounts to.
+    """Return the config of a run as it would be on these devices, and its sizes.
 
     Args:
-      config: of the run.
-      name: of its model.
-      folder: that it would be in; nothing is written there.
+      config: the config of the run.
+      name: the name of its model.
+      folder: the folder that it would be in; nothing is written there.
       change_config: see `runs.workdir.open_workdir`.
       from_step: see `runs.workdir.step_to_go_back_to`.
 
@@ -36,7 +36,7 @@ def dry_run(
       JSON of the config, and lines with parameters, FLOPs, memory, tokens and the execution plan.
 
     Raises:
-      UsageError, MeshError: `train` would refuse it.
+      UsageError, MeshError: `train` would refuse the run.
     """
     config = resolved(config, workdir.kept(folder))
     run = prepare(config, sharding.make_mesh(config.train.mesh))

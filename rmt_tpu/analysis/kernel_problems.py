@@ -1,4 +1,4 @@
-"""Which kernels programs take, at which sizes, on a device that need not be there."""
+"""The kernels that programs call, and their sizes, on a device that need not be there."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ from rmt_tpu.estimator.spaces import Problem, problem_of
 
 
 def of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
-    """Those of the ops' cases, both passes."""
+    """Return the kernels of the ops' cases, for both passes."""
 
     def trace() -> None:
         for op in ops:
@@ -29,10 +29,12 @@ def of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
 
 
 def of_preset(step: Step, target: Target) -> list[Problem]:
-    """Those of its train step, of reading a prompt as long as its sequences, and of a new token.
+    """Return the kernels of a preset: its train step, reading a prompt, and a decode step.
+
+    The prompt is as long as the step's sequences.
 
     Raises:
-      UsageError: there is no such preset.
+      UsageError: the preset does not exist.
       MeshError: a size does not divide.
     """
     config = step.config()
@@ -53,7 +55,7 @@ def of_preset(step: Step, target: Target) -> list[Problem]:
 
 def _problems(target: Target, trace: Callable[[], None]) -> list[Problem]:
     with lowering_for(target.kind), tuned.collecting() as looks:
-        if target.platform == "cuda":  # where kernels are taken only if they are asked for
+        if target.platform == "cuda":  # kernels are used there only on request
             with preferring("pallas"):
                 trace()
         else:

@@ -1,10 +1,10 @@
-"""Whether a run's train step fits the devices of a topology, and what it would cost there.
+"""A check of whether a train step fits the devices of a topology, and of what it costs there.
 
-The very step that `train` runs is compiled for all devices of a topology that need not exist; or
-what an engine runs for a part of a prompt. What is in memory comes from XLA's own assignment of
-buffers, which there is of a program that does not fit, too. Time is estimated: see `step_cost`;
-collectives take the bytes that a device sends over the bandwidth that the maker states for all of
-its links, or, between slices, for its share of the data center's network.
+The exact step that `train` runs, or what an engine runs for a part of a prompt, is compiled for all
+devices of a topology that need not exist. What is in memory comes from XLA's own buffer assignment,
+which exists even for a program that does not fit. Time is estimated: see `step_cost`. Collectives
+take the bytes that a device sends over the maker's bandwidth of all its links, or, between slices,
+over its share of the data center's network.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ from rmt_tpu.estimator import (
 )
 from rmt_tpu.training.run import resolved
 
-# What is in memory: arguments, what only a step needs, and the program itself.
+# The kinds of what is in memory: arguments, what only a step needs, and the program itself.
 KINDS = ("parameters", "optimizer", "cache", "batch", "activations", "temporaries", "program")
-# Parts of a step's time, and the parts of `step_cost` that they are made of.
+# The parts of a step's time, and the parts of `step_cost` that they consist of.
 GROUPS = {
     "cores": ("attention", "feed_forward", "projections"),
     "residual": ("residual",),
@@ -49,7 +49,7 @@ GROUPS = {
 _AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NO_MEMORY = "Ran out of memory on HBM"
-# Of an op_name: what JAX wraps around scopes, and what says nothing of the model.
+# In an op_name, JAX's wrappers of scopes, and parts that say nothing about the model.
 _WRAPPED = re.compile(r"^(?:transpose\()?(?:jvp|vmap)\(([\w/]*)\)\)?$")
 _PLUMBING = re.compile(
     r"^(jit\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation"
@@ -59,13 +59,13 @@ _PLUMBING = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A buffer when most memory is needed.
+    """A buffer at the moment when most memory is needed.
 
     Attributes:
       kind: one of KINDS.
-      name: what it is in the model.
-      shape: dtype and shape on a device.
-      bytes: with padding.
+      name: its meaning in the model.
+      shape: its dtype and shape on a device.
+      bytes: its size with padding.
     """
 
     kind: str
@@ -79,13 +79,13 @@ class Traffic:
     """Collectives of one kind along the same axes, in one step.
 
     Attributes:
-      kind: as XLA names it.
-      axes: of the mesh, joined by " x ".
-      instructions: in the program.
-      calls: of them in a step.
-      bytes: that a device sends.
-      overlapped: of `bytes`, what is sent beside other work.
-      between_slices: whether they go over the data center's network.
+      kind: XLA's name of the kind.
+      axes: the axes of the mesh, joined by " x ".
+      instructions: the number of instructions in the program.
+      calls: how often they run in a step.
+      bytes: the bytes that a device sends.
+      overlapped: the part of `bytes` that is sent during other work.
+      between_slices: whether they use the data center's network.
     """
 
     kind: str
@@ -102,13 +102,14 @@ class Time:
     """The estimated time of one step, in seconds.
 
     Attributes:
-      parts: by GROUPS, without collectives, by the best guess.
-      by_model: of all parts, by every one of `estimator.MODELS`.
-      collectives: of all of them, nothing hidden behind other work.
-      overlapped: of it, what may be hidden.
-      mfu: model FLOPs, attention by its causal half, over those of the devices at their peak, at
-        `total`.
-      unknown_loops: whose trip count could not be read, counted as running once.
+      parts: the time by GROUPS, without collectives, by the best guess.
+      by_model: the time of all parts, by each of `estimator.MODELS`.
+      collectives: the time of all collectives, if none is hidden behind other work.
+      overlapped: the part of it that may be hidden.
+      mfu: model FLOPs, with the causal half of attention, relative to the devices' peak, for a step
+        that takes `total`.
+      unknown_loops: the number of loops whose trip count could not be read; they count as running
+        once.
     """
 
     parts: dict[str, float]
@@ -124,22 +125,22 @@ class Time:
 
     @property
     def total(self) -> float:
-        """As if no collective were hidden."""
+        """The time if no collective were hidden."""
         return self.compute + self.collectives
 
     @property
     def least(self) -> float:
-        """As if every collective that can be were hidden."""
+        """The time if every collective that can be hidden were."""
         return self._hidden(self.compute)
 
     @property
     def range(self) -> tuple[float, float]:
-        """`least` by the model of cost that says least, `total` by that which says most."""
+        """The range from `least` by the lowest model of cost to `total` by the highest."""
         shortest, longest = min(self.by_model.values()), max(self.by_model.values())
         return self._hidden(shortest), longest + self.collectives
 
     def mfu_of(self, seconds: float) -> float:
-        """`mfu`, if a step takes so long."""
+        """Return the `mfu` of a step that takes `seconds`."""
         return self.mfu * self.total / seconds if seconds else 0.0
 
     def _hidden(self, compute: float) -> float:
@@ -148,22 +149,22 @@ class Time:
 
 @dataclasses.dataclass(frozen=True)
 class Preflight:
-    """What compiling a train step for a topology tells.
+    """The result of compiling a train step for a topology.
 
     Attributes:
-      config: of the run.
-      target: the device, and its topology.
-      mesh: sizes of the axes.
-      fits: whether the compiler accepts it.
-      limit: bytes of a device's memory that a program can have.
-      memory: bytes by KINDS, those of a device.
-      gaps: of the temporaries, what lies unused between them.
-      buffers: the largest first.
-      traffic: the most bytes first.
-      time: None for what does not fit, or where there is no model of time.
-      launches: of kernels and copies in a step, where each is one (on a GPU); else None.
-      compile_seconds: None for what does not fit.
-      prompt: that is read or added to in place of a train step, if one is.
+      config: the config of the run.
+      target: the device and its topology.
+      mesh: the sizes of the axes.
+      fits: whether the step fits in memory.
+      limit: bytes of a device's memory that a program can use.
+      memory: bytes of a device, by KINDS.
+      gaps: the part of the temporaries that lies unused between them.
+      buffers: the buffers, the largest first.
+      traffic: the collectives, those with most bytes first.
+      time: the estimated time; None if the step does not fit, or there is no model of time.
+      compile_seconds: the seconds of compilation; None if the step does not fit.
+      launches: on a GPU, how many kernels and copies a step launches; else None.
+      prompt: the prompt that is read or continued instead of a train step, or None.
     """
 
     config: RunConfig
@@ -182,20 +183,20 @@ class Preflight:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those of KINDS that there can be."""
+        """The KINDS that can occur."""
         others = {"cache"} if self.prompt is None else {"optimizer", "activations"}
         return tuple(kind for kind in KINDS if kind not in others)
 
     @property
     def tokens(self) -> int:
-        """That are read in a step."""
+        """How many tokens are read in a step."""
         if self.prompt is not None:
             return self.prompt.new_tokens
         return self.config.train.batch_size * self.config.data.seq_len
 
     @property
     def attention(self) -> tuple[Attends, ...]:
-        """The forms that attention takes; none where single tokens are decoded by other means."""
+        """The forms that attention takes; empty for decode steps, which use another attention."""
         if self.prompt is None:
             length = self.config.data.seq_len
         elif self.prompt.rows is None:
@@ -210,11 +211,11 @@ class Preflight:
 
     @property
     def used(self) -> int:
-        """Bytes of all kinds."""
+        """The bytes of all kinds."""
         return sum(self.memory.values())
 
     def json(self) -> dict[str, Any]:
-        """All of it, in bytes and seconds; times are estimates."""
+        """Return all results, in bytes and seconds; times are estimates."""
         time = self.time and dataclasses.asdict(self.time) | {
             "total": self.time.total,
             "least": self.time.least,
@@ -249,23 +250,24 @@ def preflight(
     progress: Callable[[str], None] | None = None,
     prompt: Prompt | None = None,
 ) -> Preflight:
-    """Compiles the train step of a run for all devices of a topology.
+    """Compile the train step of a run for all devices of a topology.
 
     Args:
-      config: of the run; what is "auto" is taken as on an accelerator.
-      target: from `parse_topology`.
-      progress: is told when it is compiled.
-      prompt: to read a part of or to add to, in place of a train step.
+      config: the config of the run; "auto" values are taken as on an accelerator.
+      target: the target, from `parse_topology`.
+      progress: is called with a line when the step is compiled.
+      prompt: a prompt to read a part of, or to continue, instead of a train step.
 
     Raises:
-      UsageError: the run's mesh or a size does not go with the topology.
+      UsageError: the run's mesh or a size does not fit the topology.
       CompilerError: there is no compiler.
-      RunError: the step does not compile, and not for its memory.
+      RunError: the step does not compile, for another reason than its memory.
     """
     if config.model.compute_dtype == "auto":
         config = overrides.apply(config, {"model.compute_dtype": "bfloat16"})
     if prompt is None:
-        # The residual's dtype follows from it, and would from what is advised in its place.
+        # Only remat is resolved here: the residual's dtype follows from it, and has to follow from
+        # another remat that is advised.
         config = overrides.apply(config, {"model.remat": resolved(config).model.remat})
     given, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
@@ -281,11 +283,11 @@ def preflight(
 def lower_run(
     devices: Sequence[jax.Device], config: dict[str, Any]
 ) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-    """The train step lowered for all devices of a topology, and `sizes_of` its mesh.
+    """Return the train step lowered for all devices of a topology, and `sizes_of` its mesh.
 
     Args:
-      devices: that need not exist.
-      config: a RunConfig as JSON.
+      devices: the devices, which need not exist.
+      config: a RunConfig as JSON values.
     """
     run = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(run.train.mesh, devices)
@@ -297,7 +299,7 @@ def _of_program(config: RunConfig, prompt: Prompt | None, program: Program) -> P
     memory, gaps, buffers = _memory(assignment_of(program))
     memory["program"] = program.memory["generated_code"]
     sent = collectives(program.module, mesh, program.info["ids"])
-    # A compiler for TPUs refuses what does not fit; one for GPUs does not.
+    # The TPU compiler refuses what does not fit; the GPU compiler does not.
     fits = target.platform == "tpu" or sum(memory.values()) <= target.hbm
     report = Preflight(
         config=config,
@@ -361,7 +363,7 @@ def _memory(assignment: Assignment) -> tuple[dict[str, int], int, tuple[Held, ..
 
 
 def _argument(path: str) -> str:
-    """The kind of an argument, by its path."""
+    """Return the kind of an argument, by its path."""
     names = re.findall(r"\w+", path)
     kinds = {"params": "parameters", "cache": "cache"}
     kinds |= dict.fromkeys(("optimizer", "copies"), "optimizer")
@@ -369,9 +371,9 @@ def _argument(path: str) -> str:
 
 
 def readable(op_name: str) -> str:
-    """An op_name without what JAX and XLA put around the model's scopes, or an argument's path."""
+    """Return an op_name without the wrappers of JAX and XLA, or an argument's path."""
     if _is_path(op_name):
-        path = re.sub(r'\["(.*)"\]', r"\1", op_name)  # a path that is a key itself
+        path = re.sub(r'\["(.*)"\]', r"\1", op_name)  # the path may be a key itself
         path = re.sub(r"\['([^']*)'\]", r".\1", path)
         return re.sub(r"^(args\[\d\]|state|batch)\.|\.value$", "", path)
     scopes = []
@@ -389,7 +391,7 @@ def readable(op_name: str) -> str:
 
 
 def _is_path(name: str) -> bool:
-    """Whether it is the path of an argument, and not an op_name."""
+    """Return whether a name is the path of an argument, and not an op_name."""
     return re.match(r"\w+(\[|\.\w)", name) is not None and "/" not in name
 
 

@@ -1,4 +1,4 @@
-"""What to change so that a train step fits that does not, each thing as the flags to give."""
+"""Advice on what to change if a train step does not fit, as flags for each change."""
 
 import contextlib
 import dataclasses
@@ -12,12 +12,12 @@ from rmt_tpu.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """A change that makes a step need less memory.
+    """A change with which a step needs less memory.
 
     Attributes:
-      flags: to give, instead of those given before.
-      why: what it does.
-      bytes: that a device would then need, estimated in proportion; None where that cannot be said.
+      flags: the flags to give, instead of those given before.
+      why: what the change does.
+      bytes: the bytes that a device would then need, estimated in proportion; None if unknown.
     """
 
     flags: str
@@ -25,28 +25,28 @@ class Advice:
     bytes: int | None
 
 
-# Of a device's memory: sizes in proportion are not sizes that the compiler gives.
+# The share of a device's memory to aim at: proportional estimates differ from the compiler's sizes.
 _ROOM = 0.95
 
 
 def advice(report: Preflight) -> list[Advice]:
-    """What makes a step fit that does not, the first thing to try first; legal for the model.
+    """Return legal changes that help a step to fit, the first thing to try first.
 
-    What would neither make it fit nor save a twentieth is left out.
+    A change is left out if it would neither make the step fit nor save a twentieth of the memory.
     """
     if report.prompt is not None:
         return _smaller_part(report)
     state = report.memory["parameters"] + report.memory["optimizer"]
     steps = [*_remat(report), *_parts(report), *_smaller_batch(report)]
     shards = _more_shards(report)
-    # Nothing that is done about activations makes room for a state that leaves none.
+    # If the state takes most of the memory, savings of activations do not suffice.
     ordered = [*shards, *steps] if state > report.limit // 2 else [*steps, *shards]
     helps = lambda size: size is None or size <= max(report.limit, _ROOM * report.used)
     return [step for step in [*ordered, *_more_chips(report)] if helps(step.bytes)]
 
 
 def _smaller_part(report: Preflight) -> list[Advice]:
-    """Of a prompt that is read: temporaries are in proportion to it."""
+    """Return advice to read a smaller part of a prompt: temporaries are proportional to it."""
     if report.prompt.rows is not None:
         return []
     part, work = report.prompt.part, report.memory["temporaries"]
@@ -57,7 +57,7 @@ def _smaller_part(report: Preflight) -> list[Advice]:
 
 
 def _enough(report: Preflight, sized: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """The first that fits with some room to spare, or else the last."""
+    """Return the first size that fits with some room to spare, or else the last."""
     fitting = (s for s in sized if s[1] <= _ROOM * report.limit)
     return next(fitting, sized[-1] if sized else None)
 
@@ -84,7 +84,7 @@ def _remat(report: Preflight) -> list[Advice]:
 
 
 def _rows(report: Preflight) -> int:
-    """Sequences of a batch that one device has."""
+    """Return the number of sequences of a batch on one device."""
     return report.config.train.batch_size // _batch_shards(report.mesh)
 
 
@@ -93,19 +93,22 @@ def _batch_shards(mesh: dict[str, int]) -> int:
 
 
 def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
-    """Bytes with that part of the tokens at a time; gradients stay as large as parameters."""
+    """Return the bytes with this fraction of the tokens at a time.
+
+    Gradients stay as large as the parameters.
+    """
     gradients = min(report.memory["parameters"], report.memory["temporaries"])
     work = report.memory["activations"] + report.memory["temporaries"] - gradients
     return int(report.used - work + work * part + extra)
 
 
 def _parts(report: Preflight) -> list[Advice]:
-    """More accumulation: the fewest parts that fit by proportion, or all that there can be."""
+    """Return advice to accumulate: the fewest parts that fit in proportion, or else the most."""
     if report.mesh.get("stage", 1) > 1:
         return _microbatches(report)
     now, rows = report.config.train.accumulate, _rows(report)
     more = [n for n in range(now + 1, rows + 1) if rows % n == 0]
-    # Accumulating keeps another gradient than the one that is added to it.
+    # Accumulation keeps another gradient in addition to the one that is added to it.
     extra = report.memory["parameters"] if now == 1 else 0
     chosen = _enough(report, [(n, _with_rows(report, now / n, extra)) for n in more])
     if chosen is None:
@@ -115,7 +118,10 @@ def _parts(report: Preflight) -> list[Advice]:
 
 
 def _microbatches(report: Preflight) -> list[Advice]:
-    """Of a pipeline, the fewest that fit by proportion: it keeps some at a time, of any number."""
+    """Return advice on a pipeline's microbatches: the fewest that fit in proportion.
+
+    A pipeline keeps a bounded number of them, whatever their total.
+    """
     stages, train = report.mesh["stage"], report.config.train
     now, rows = train.microbatches or stages, _rows(report) // train.accumulate
     kept = lambda count: sharding.Schedule(stages, train.virtual_stages, count).room() / count
@@ -143,7 +149,10 @@ def _mesh_flag(mesh: dict[str, int]) -> str:
 
 
 def _more_shards(report: Preflight) -> list[Advice]:
-    """More fsdp in place of data; more sequence, where a device has one row of the batch."""
+    """Return advice for more fsdp in place of data.
+
+    If a device has one row of the batch, more sequence is advised too.
+    """
     mesh, model = report.mesh, report.config.model
     state = report.memory["parameters"] + report.memory["optimizer"]
     found = []
@@ -168,7 +177,7 @@ def _more_shards(report: Preflight) -> list[Advice]:
 
 
 def _more_chips(report: Preflight) -> list[Advice]:
-    """Twice as many, for fsdp; all three sides of a pod stay even."""
+    """Return advice for twice as many chips, for fsdp; all three sides of a pod stay even."""
     target, train = report.target, report.config.train
     name, sides = target.topology.partition(":")[0], list(target.shape)
     if len(sides) > 1 and math.prod(sides) == 1:
