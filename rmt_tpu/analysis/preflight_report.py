@@ -1,4 +1,4 @@
-"""A preflight as text and as a picture."""
+"""Preflights as text and as pictures."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _FORMS = {
 
 
 def report_text(report: Preflight, name: str, count: int = 12) -> str:
-    """All of a preflight for a terminal; `count` buffers, the largest ones."""
+    """Return a whole preflight as text for a terminal, with its `count` largest buffers."""
     sections = [
         _heading(report, name),
         _attention(report),
@@ -39,11 +39,11 @@ def report_text(report: Preflight, name: str, count: int = 12) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-_THINNEST = 0.003  # of a bar's length
+_THINNEST = 0.003  # the least share of a bar's length that is shown
 
 
 def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
-    """Draws what a device's memory holds, as one bar stacked by kind, against what there is."""
+    """Draw what a device's memory holds as one bar, stacked by kind, and the memory's limit."""
     from matplotlib.figure import Figure
 
     unit, name_of_unit = _unit(report)
@@ -52,7 +52,7 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
     left = 0.0
     for i, kind in enumerate(report.kinds):
         size = report.memory[kind] / unit
-        # What is too thin to be seen has no place in the legend either.
+        # A kind that is too thin to be seen is left out of the legend too.
         label = f"{kind} {size:.2f}" if size > _THINNEST * _scale(report) / unit else "_"
         axes.barh([0], [size], 0.5, left=left, label=label, color=f"C{i}")
         left += size
@@ -68,13 +68,16 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
 
 
 def _unit(report: Preflight) -> tuple[int, str]:
-    """What amounts are written in: MiB where nothing reaches 0.1 GiB."""
+    """Return the unit of amounts and its name: MiB if no kind reaches 0.1 GiB."""
     small = max(report.memory.values()) < 0.1 * 2**30
     return (2**20, "MiB") if small else (2**30, "GiB")
 
 
 def _scale(report: Preflight) -> int:
-    """Bytes that are the whole length of a bar: where they are few, not the device's memory."""
+    """Return the bytes of a bar's full length.
+
+    They are the device's memory, or what is used if that is little.
+    """
     few = _unit(report)[1] == "MiB"
     return max(report.used, 1) if few else max(report.used, report.limit)
 
@@ -182,7 +185,7 @@ def _collectives(report: Preflight) -> str:
 def _launches(report: Preflight) -> str:
     if report.launches is None:
         return ""
-    # Work space of cuDNN is asked for when a GPU is there.
+    # The compiler asks for cuDNN's work space only when there is a GPU.
     return f"kernels and copies launched: {report.launches:,} a step; work space of cuDNN not known"
 
 
@@ -243,7 +246,7 @@ def _advice(report: Preflight) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Columns as wide as they need; those of numbers to the right."""
+    """Return a table with columns as wide as they need to be, and numbers aligned to the right."""
     columns = list(zip(heads, *rows, strict=True))
     lines = []
     for row in (heads, *rows):

@@ -1,4 +1,4 @@
-"""What all devices of a topology, which need not be there, do of a long text: read or add to it."""
+"""Programs that read or continue a long text on all devices of a topology that need not exist."""
 
 import dataclasses
 import warnings
@@ -28,12 +28,12 @@ _WHOLE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What is read, or has been.
+    """A prompt that is read, or rows of prompts that are continued.
 
     Attributes:
-      tokens: of the prompt, for which the cache has room.
-      part: of them that are read at a time.
-      rows: of such prompts that are given new tokens, in place of reading one; None of none.
+      tokens: the tokens of the prompt, for which the cache has room.
+      part: how many of them are read at a time.
+      rows: how many rows of such prompts get new tokens, instead of reading one; None reads one.
     """
 
     tokens: int
@@ -42,11 +42,11 @@ class Prompt:
 
     @property
     def new_tokens(self) -> int:
-        """That a program goes through."""
+        """How many tokens a program processes."""
         return self.part if self.rows is None else self.rows * STEPS
 
     def check(self, model: ModelConfig) -> None:
-        """Raises UsageError if a model has no positions for it."""
+        """Raise UsageError if the model has no positions for the prompt."""
         learned = model.learned_positions
         if learned is not None and learned.max_length < self.tokens:
             raise UsageError(
@@ -59,14 +59,17 @@ class Prompt:
 def lower_prompt(
     devices: Sequence[jax.Device], config: dict[str, Any], tokens: int, part: int, rows: int | None
 ) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-    """The engine's program for the last part of a prompt or for new ones, and `sizes_of` its mesh.
+    """Lower the engine's program for a part of a prompt or for new tokens.
 
     Args:
-      devices: that need not exist.
-      config: a RunConfig as JSON; of its `train` the mesh alone is looked at.
-      tokens: of the prompt.
-      part: of them that are read at a time.
-      rows: that are given STEPS new tokens each, in place of reading.
+      devices: the devices, which need not exist.
+      config: a RunConfig as JSON values; only the mesh of its `train` is used.
+      tokens: the tokens of the prompt.
+      part: how many of them are read at a time.
+      rows: how many rows get STEPS new tokens each, instead of reading; None reads.
+
+    Returns:
+      The lowered program, and `sizes_of` its mesh.
 
     Raises:
       MeshError: the mesh does not fit the devices, or the model or the rows do not divide over it.
@@ -84,7 +87,7 @@ def lower_prompt(
             f"multiples of {devices}"
         )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
-        # Some kernels are for many tokens alone, others for few.
+        # Some kernels serve only calls with many tokens, others only calls with few.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         lay_out(decoder, rows or SLOTS + -SLOTS % devices)
     model, params = programs.Model.of(decoder)
@@ -104,7 +107,7 @@ def lower_prompt(
 def _lowered_steps(
     model: programs.Model, params: nnx.State, mesh: Mesh, rows: int, capacity: int
 ) -> jax.stages.Lowered:
-    """A dispatch of STEPS tokens a row."""
+    """Lower a dispatch of STEPS tokens per row."""
     of_device = rows // model.devices("batch")
     make = lambda params: programs.empty_rows(model, params, of_device, capacity)
     placed = lambda x, spec=None: _at(x, mesh, spec or _WHOLE)
@@ -116,20 +119,20 @@ def _lowered_steps(
     ends = programs.Ends(shape((1,), jnp.int32), shape((), jnp.int32))
     given = of_rows, used, how, ends, shape((), jnp.bool_)
     with warnings.catch_warnings():
-        # Some kernels are for many tokens alone.
+        # Some kernels serve only calls with many tokens.
         warnings.filterwarnings("ignore", "no tpu kernel for this call")
         return programs.steps.lower(model, params, *given, STEPS)
 
 
 def sizes_of(mesh: Mesh) -> dict[str, Any]:
-    """Of its axes; and where there are several slices, the devices in their order."""
+    """Return the sizes of the mesh's axes, and its devices' ids if there are several slices."""
     devices = mesh.devices.flatten().tolist()
     several = len({getattr(device, "slice_index", 0) for device in devices}) > 1
     return {"mesh": dict(mesh.shape), "ids": [d.id for d in devices] if several else None}
 
 
 def placed_decoder(config: ModelConfig, mesh: Mesh) -> Decoder:
-    """A decoder of shapes, with its weights as products take them, where they lie."""
+    """Return a decoder of shapes in the compute dtype, with the shardings of the mesh."""
     config = repeated_model(config, mesh)
     abstract = nnx.eval_shape(lambda: cast_once(Decoder(config, rngs=nnx.Rngs(0))))
     graphdef, state = nnx.split(abstract, nnx.Param)

@@ -1,4 +1,4 @@
-"""How fast a token store is read, and whether a step would wait for it."""
+"""The speed of reading a token store, and whether a step would wait for it."""
 
 import time
 from typing import NamedTuple
@@ -8,14 +8,14 @@ from rmt_tpu.storage import Folder
 
 
 class ReadingReport(NamedTuple):
-    """How fast random windows come, and whether a step would wait for them.
+    """The speed of reading random windows, and the time that a step waits for them.
 
     Attributes:
-      tokens_per_second: as fast as they can be read, by two threads.
-      step_tokens_per_second: at which they were then consumed.
-      waited: share of the time in which the consumer waited.
-      batches: consumed.
-      seconds: that this took.
+      tokens_per_second: the tokens per second of two threads that read as fast as they can.
+      step_tokens_per_second: the tokens per second of the consumer.
+      waited: the share of time in which the consumer waited.
+      batches: how many batches were consumed.
+      seconds: how long this took.
     """
 
     tokens_per_second: float
@@ -34,14 +34,14 @@ def reading_report(
     seconds: int | float = 10.0,
     depth: int = 3,
 ) -> ReadingReport:
-    """Reads random windows as a run does: flat out, then with a consumer that computes in between.
+    """Read random windows as a run does: at full speed, then with a consumer that computes.
 
     Args:
-      source: of a store.
-      batch_size, seq_len: of the batches.
+      source: the location of the store.
+      batch_size, seq_len: the sizes of the batches.
       step_tokens_per_second: tokens that the consumer takes in a second; its steps are sleeps.
-      seconds: for each of the two.
-      depth: batches read ahead.
+      seconds: how long each of the two lasts.
+      depth: how many batches are read ahead.
 
     Raises:
       UsageError, RunError: the store cannot be read, or has less than a window.
@@ -63,7 +63,7 @@ def reading_report(
     flat_out = position * seq_len / elapsed
     waited, batches, step = 0.0, 0, tokens / step_tokens_per_second
     with Prefetcher(windows.batch_at, position, batch_size, depth=depth) as ahead:
-        ahead.next()  # the first is read while a run compiles
+        ahead.next()  # a run reads the first batch while it compiles
         started = time.monotonic()
         while (elapsed := time.monotonic() - started) < seconds:
             time.sleep(step)

@@ -1,12 +1,12 @@
-"""What one train step costs on a TPU, part by part, estimated without a TPU.
+"""The cost of a train step on a TPU, part by part, estimated without a TPU.
 
-The very step that `train` runs is compiled for one chip. An instruction takes the longer of its
+The exact step that `train` runs is compiled for one chip. An instruction takes the longer of its
 schedule and of its HBM bytes over the bandwidth, as often as the loops around it run. Copies
-between HBM and VMEM that run beside other work are counted in the bytes, not in the cycles.
-Collectives take no cycles here: what they take of the network is for `preflight` to say.
+between HBM and VMEM that overlap other work count in the bytes, not in the cycles. Collectives take
+no cycles here: `preflight` estimates their time on the network.
 
-All of these are estimates: `estimator.calibration` says how near such estimates came to times that
-others measured, and the other models of `estimator.cost.MODELS` give less and more.
+All of these are estimates: `estimator.calibration` compares such estimates with measured times that
+others published, and the other models of `estimator.cost.MODELS` give lower and higher ones.
 """
 
 import contextlib
@@ -50,7 +50,8 @@ PARTS = (
     "other",
 )
 
-# Words of an instruction's op_name, innermost last: names of scopes, and of kernels.
+# Words in an instruction's op_name, the innermost last, which are names of scopes and of kernels,
+# and the part that each belongs to.
 _PART_OF_WORD = {part: part for part in PARTS} | {
     "projection": "projections",
     "key_vector_store": "residual",
@@ -71,16 +72,16 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An instruction, and what all its calls in one step take.
+    """An instruction, and the cost of all its calls in one step.
 
     Attributes:
-      name: of the instruction, or of the first.
+      name: the name of the instruction.
       part: one of PARTS.
-      what: the end of its op_name, with a copy or transpose said to be one.
+      what: the end of its op_name.
       result: dtype and shape of its first result.
-      calls: in a step.
+      calls: how often it runs in a step.
       by_model: cycles of all calls, by MODELS.
-      bytes: of all calls, in HBM and in VMEM.
+      bytes: bytes of all calls, in HBM and in VMEM.
       moves: whether it only moves data.
       in_loop: whether a loop over layers or chunks runs it.
       kernel: whether it is a Pallas kernel.
@@ -99,7 +100,7 @@ class Row:
 
     @property
     def cycles(self) -> float:
-        """All calls take so many by the best guess."""
+        """The cycles of all calls by the best guess."""
         return self.by_model[BEST_GUESS]
 
 
@@ -109,15 +110,15 @@ class StepCost:
 
     Attributes:
       preset, target: names of the model and of the chip.
-      rows: every instruction, the dearest first.
-      temporary_bytes: HBM beside parameters, optimizer and batch.
-      argument_bytes: of those.
-      clock: of the chip in Hz.
-      bandwidth: of its HBM in bytes/s.
-      tokens: in a step.
+      rows: all instructions, the most expensive first.
+      temporary_bytes: HBM bytes in addition to parameters, optimizer and batch.
+      argument_bytes: HBM bytes of parameters, optimizer and batch.
+      clock: the chip's clock in Hz.
+      bandwidth: the bandwidth of its HBM in bytes/s.
+      tokens: the tokens of a step.
       unknown_loops: loops whose trip count could not be read, counted as running once.
       unscheduled: kernels without a schedule, which count by their bytes alone.
-      compile_seconds: what compiling took here.
+      compile_seconds: how long compilation took here.
     """
 
     preset: str
@@ -134,7 +135,7 @@ class StepCost:
 
     @property
     def cycles(self) -> float:
-        """The step takes so many by the best guess, as all figures that name no model."""
+        """The cycles of the step by the best guess, which all figures use that name no model."""
         return self.by_model[BEST_GUESS]
 
     @functools.cached_property
@@ -155,7 +156,7 @@ class StepCost:
         return {part: float(total[part]) for part in PARTS}
 
     def json(self) -> dict[str, Any]:
-        """All figures, without the instructions."""
+        """Return all figures, without the instructions."""
         fields = dataclasses.asdict(dataclasses.replace(self, rows=()))
         del fields["rows"]
         calls, cycles, moved = self.moves
@@ -171,7 +172,7 @@ class StepCost:
 
     @property
     def kernel_parts(self) -> dict[str, float]:
-        """Of `parts`, what Pallas kernels take."""
+        """The cycles of Pallas kernels, by part."""
         total = Counter()
         for row in self.rows:
             total[row.part] += row.cycles * row.kernel
@@ -179,17 +180,17 @@ class StepCost:
 
     @property
     def hbm_bytes(self) -> int:
-        """Read and written by all instructions, asynchronous copies too."""
+        """Bytes that all instructions read and write in HBM, including asynchronous copies."""
         return sum(row.bytes.hbm for row in self.rows)
 
     @property
     def hbm_cycles(self) -> float:
-        """Cycles that `hbm_bytes` take at the full bandwidth: no step can take less."""
+        """The cycles that `hbm_bytes` take at the full bandwidth: no step can take less."""
         return self.hbm_bytes / self.bandwidth * self.clock
 
     @property
     def moves(self) -> tuple[int, float, int]:
-        """Copies, transposes and the like within loops: how many, their cycles and their bytes."""
+        """The number, cycles and bytes of copies, transposes and similar moves within loops."""
         rows = [r for r in self.rows if r.moves and r.in_loop and r.cycles]
         calls = sum(row.calls for row in rows)
         cycles = float(sum(row.cycles for row in rows))
@@ -198,7 +199,7 @@ class StepCost:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Which step: a preset, its batch, and values at dotted paths of its config."""
+    """A train step: a preset, its batch, and changes at dotted paths of its config."""
 
     preset: str
     batch_size: int = 16
@@ -206,7 +207,7 @@ class Step:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def config(self) -> RunConfig:
-        """The run as it is on an accelerator, for one device.
+        """Return the run as it is on one accelerator device.
 
         Raises:
           UsageError: the preset or a change is not legal.
@@ -223,12 +224,12 @@ class Step:
 def step_costs(
     steps: Sequence[Step], target: Target, progress: Callable[[str], None] | None = None
 ) -> list[StepCost]:
-    """The cost of each step on a chip; `progress` is told of each that is compiled.
+    """Return the cost of each step on a chip; report each compiled one to `progress`.
 
     Raises:
       UsageError: a preset or a change is not legal.
       CompilerError: there is no compiler.
-      RunError: a step does not compile; the message says why.
+      RunError: a step does not compile; the message has the reason.
     """
     configs = [step.config() for step in steps]
     jobs = [Job(f"{__name__}:lower_step", dataclasses.asdict(step)) for step in steps]
@@ -244,17 +245,17 @@ def step_costs(
 
 
 def lower_step(device: jax.Device, **step: Any) -> jax.stages.Lowered:
-    """The train step lowered for a device that need not exist; the state is donated.
+    """Lower the train step for a device that need not exist; the state is donated.
 
     Args:
-      device: of a topology.
+      device: a device of a topology.
       **step: the fields of a Step.
     """
     return lower_config(Step(**step).config(), [device])
 
 
 def lower_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
-    """The train step of a run, lowered for all of the devices.
+    """Lower the train step of a run for all of the devices.
 
     Raises:
       MeshError: the run's mesh does not fit the devices, or a size does not divide over it.
@@ -263,7 +264,7 @@ def lower_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
 
 
 def trace_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages.Traced:
-    """The same, no further than traced.
+    """Trace the train step of a run for all of the devices, without lowering it.
 
     Raises:
       MeshError: see `lower_config`.
@@ -278,12 +279,12 @@ def trace_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
 
 
 def assignment_of(program: Program) -> Assignment:
-    """What lies in memory, by which the compiler says whether a program fits.
+    """Return the buffer assignment with which the compiler decides whether a program fits.
 
-    `memory_analysis` gives a TPU's temporary memory half as large again, or more.
+    `memory_analysis` would give 1.5 times a TPU's temporary memory, or more.
 
     Raises:
-      RunError: it was compiled without `buffers`, or the compiler did not say.
+      RunError: the program was compiled without `buffers`, or the compiler left no assignment.
     """
     if program.assignment is None:
         label = program.target.label
@@ -292,10 +293,10 @@ def assignment_of(program: Program) -> Assignment:
 
 
 def step_cost(preset: str, tokens: int, program: Program) -> StepCost:
-    """The cost of a step of so many tokens that was compiled with `buffers`.
+    """Return the cost of a step of `tokens` tokens that was compiled with `buffers`.
 
     Raises:
-      RunError: as `assignment_of`.
+      RunError: see `assignment_of`.
     """
     executed = list(program.module.run())
     names = _op_names(program)
@@ -320,9 +321,9 @@ def step_cost(preset: str, tokens: int, program: Program) -> StepCost:
 
 
 def part_of(op_name: str) -> str:
-    """The part of an instruction, by the innermost scope in its op_name.
+    """Return the part of an instruction, by the innermost scope in its op_name.
 
-    A scope is also named in what JAX wraps around it, as in `transpose(jvp(attention))`.
+    The scope may be inside JAX's wrappers, as in `transpose(jvp(attention))`.
     """
     words = [_PART_OF_WORD[w] for w in _WORD.findall(op_name) if w in _PART_OF_WORD]
     return words[-1] if words else "other"
@@ -347,7 +348,7 @@ def _row(program: Program, ran: Executed, names: dict[str, str]) -> Row:
 
 
 def _op_names(program: Program) -> dict[str, str]:
-    """Each instruction's op_name; where XLA gives none, that of what it is made from or for."""
+    """Return each instruction's op_name; without one, that of a near operand or user."""
     names = {}
     for scope in program.module.computations.values():
         operands = {name: instruction.operands for name, instruction in scope.items()}
@@ -367,7 +368,7 @@ def _op_names(program: Program) -> dict[str, str]:
 def _nearest(
     scope: dict[str, Instruction], name: str, neighbours: Mapping[str, Sequence[str]]
 ) -> str:
-    """The op_name of a part of the step, at most four steps away."""
+    """Return the op_name of the nearest instruction with a part, at most four steps away, or ""."""
     layer = [name]
     for _ in range(4):
         layer = [n for near in layer for n in neighbours.get(near, ()) if n in scope]

@@ -14,7 +14,7 @@ Figure = Callable[[StepCost], float]
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """One step, or that of the first model over that of a second."""
+    """A column of the table: one step, or the ratio of the first model's step to the second's."""
 
     title: str
     cost: StepCost
@@ -28,9 +28,9 @@ class _Column:
 
 
 def step_table(costs: Sequence[StepCost]) -> str:
-    """Markdown: million cycles by part of each model, and of the first model over the second.
+    """Return a Markdown table of million cycles by part, with ratios of the first two models.
 
-    Of the whole step, by every model of cost; all else by the best guess.
+    The whole step is given by every model of cost; all other rows are by the best guess.
     """
     columns = []
     for target in dict.fromkeys(cost.target for cost in costs):
@@ -63,7 +63,7 @@ def step_table(costs: Sequence[StepCost]) -> str:
 
 
 def ratios(costs: Sequence[StepCost]) -> list[dict[str, Any]]:
-    """Cycles of the first model over those of the second on each chip, by every model of cost."""
+    """Return the first model's cycles relative to the second's, by chip and by model of cost."""
     found = []
     for target in dict.fromkeys(cost.target for cost in costs):
         here = [cost for cost in costs if cost.target == target]
@@ -83,7 +83,7 @@ def ratios(costs: Sequence[StepCost]) -> list[dict[str, Any]]:
 
 
 def model_lines() -> str:
-    """Markdown: what each model of cost is."""
+    """Return Markdown lines that describe each model of cost."""
     return "".join(f"- {name}: {model.__doc__}\n" for name, model in MODELS.items())
 
 
@@ -102,7 +102,7 @@ def _notes(costs: Sequence[StepCost]) -> list[str]:
 
 
 def largest_table(cost: StepCost, count: int = 25) -> str:
-    """Markdown: the instructions that take most of a step."""
+    """Return a Markdown table of the instructions that take most of a step."""
     lines = [
         "| million cycles | calls | part | instruction | result | |",
         "|---|---|---|---|---|---|",
@@ -117,9 +117,9 @@ def largest_table(cost: StepCost, count: int = 25) -> str:
 
 
 def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
-    """Draws a bar for each model and chip, stacked by part, in milliseconds.
+    """Draw a bar for each model and chip, stacked by part, in milliseconds.
 
-    A line spans what the models of cost say of the whole step.
+    A line spans the whole step's times by all models of cost.
     """
     from matplotlib.figure import Figure
 
@@ -141,6 +141,6 @@ def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
-    # Of letters of this size about 18 go on an inch.
+    # About 18 letters of this size fit an inch.
     figure.supxlabel(textwrap.fill(note, round(15 * width)), fontsize=7)
     figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""Search over values of a config: what is tried, how far, and what came of it."""
+"""Searches over config values: their points, their rungs, and their results."""
 
 import itertools
 import json
@@ -20,34 +20,41 @@ from rmt_tpu.streams import say
 from rmt_tpu.training.run import resolved
 from rmt_tpu.training.trainer import Outcome, train
 
-Point = dict[str, Any]  # values by their paths
+Point = dict[str, Any]  # config values by their paths
 
-# Nats above the least loss that a picture shows.
+# The nats above the least loss that a picture shows.
 _HEIGHT = 1.5
 
-# Draws for each point that is wanted, before there are taken to be no more.
+# Draws per wanted point, after which the space counts as exhausted.
 _DRAWS = 100
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Values of a path, one by one."""
+    """A list of values of a path."""
 
     path: str
     values: tuple[Any, ...]
 
     def grid(self) -> list[Any]:
-        """All of them."""
+        """Return all values."""
         return list(self.values)
 
     def draw(self, rng: np.random.Generator) -> Any:
-        """One of them."""
+        """Return a random value."""
         return self.values[rng.integers(len(self.values))]
 
 
 @dataclass(frozen=True)
 class Between:
-    """Numbers of a path from `low` to `high`, evenly or by their logarithms; `count` in a grid."""
+    """Numbers of a path in a range.
+
+    Attributes:
+      path: the path in the config.
+      low, high: the ends of the range.
+      log: whether numbers are spaced by their logarithms, and not evenly.
+      count: how many numbers a grid has; None if that is not given.
+    """
 
     path: str
     low: float
@@ -56,10 +63,10 @@ class Between:
     count: int | None
 
     def grid(self) -> list[float]:
-        """`count` of them, the ends among them.
+        """Return `count` numbers, including the ends.
 
         Raises:
-          UsageError: there is no count.
+          UsageError: `count` is not given.
         """
         if self.count is None:
             raise UsageError(
@@ -71,7 +78,7 @@ class Between:
         return [_short(x) for x in space(self.low, self.high, self.count)]
 
     def draw(self, rng: np.random.Generator) -> float:
-        """One of them."""
+        """Return a random number."""
         if self.log:
             return _short(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
         return _short(rng.uniform(self.low, self.high))
@@ -81,15 +88,15 @@ Space = Choices | Between
 
 
 def _short(x: float) -> float:
-    """With four digits, as its folder is named."""
+    """Return a number rounded to four digits, so that its folder name has all of it."""
     return float(f"{x:.4g}")
 
 
 def parse_space(text: str) -> Space:
-    """`path=log:1e-4..1e-1:7`, `path=linear:0..0.2` or `path=3e-3,1e-2`.
+    """Parse `path=log:1e-4..1e-1:7`, `path=linear:0..0.2` or `path=3e-3,1e-2`.
 
     Raises:
-      UsageError: it is none of these.
+      UsageError: the text has none of these forms.
     """
     path, equals, given = (part.strip() for part in text.partition("="))
     legal = "legal: path=log:1e-4..1e-1:7, path=linear:0..0.2:5 or path=1,2,4"
@@ -117,16 +124,16 @@ def parse_space(text: str) -> Space:
 
 
 def grid(spaces: Sequence[Space]) -> list[Point]:
-    """Every combination, the last space fastest."""
+    """Return all combinations; the last space varies fastest."""
     values = itertools.product(*(space.grid() for space in spaces))
     return [dict(zip([s.path for s in spaces], point, strict=True)) for point in values]
 
 
 def drawn(spaces: Sequence[Space], count: int, seed: int) -> list[Point]:
-    """So many different points at random.
+    """Return `count` different random points.
 
     Raises:
-      UsageError: there are fewer.
+      UsageError: the spaces have fewer points.
     """
     rng, points = np.random.default_rng(seed), {}
     for _ in range(_DRAWS * count):
@@ -138,10 +145,10 @@ def drawn(spaces: Sequence[Space], count: int, seed: int) -> list[Point]:
 
 
 def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
-    """Successive halving: how many points train for how many steps, rung by rung.
+    """Return the rungs of successive halving: how many points train for how many steps.
 
-    From `count` on, one in `factor` goes on, to a rung of `factor` times the steps; the last has
-    one point and all the steps (Jamieson and Talwalkar 2016).
+    The first rung has `count` points. One in `factor` goes on to the next rung, which has `factor`
+    times the steps. The last rung has one point and all the steps (Jamieson and Talwalkar 2016).
     """
     counts = [count]
     while counts[-1] > 1:
@@ -151,7 +158,10 @@ def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
 
 
 def name_of(point: Point) -> str:
-    """Of its folder: the last parts of its paths, or all of them where these are alike."""
+    """Return the name of a point's folder, from the last parts of its paths, or whole paths.
+
+    Whole paths are used if two last parts are equal.
+    """
     last = [path.rpartition(".")[2] for path in point]
     names = last if len(set(last)) == len(last) else list(point)
     pairs = (f"{name}={_text(value)}" for name, value in zip(names, point.values(), strict=True))
@@ -164,10 +174,14 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a point of a variant in so many steps.
+    """The result of a variant's point after a number of steps.
 
     Attributes:
-      seeds, losses: held-out loss of each seed; None where it was not finite, or training was not.
+      variant: the name of the variant.
+      point: the point.
+      steps: how many steps it trained.
+      seeds, losses: the seeds and their held-out losses; a loss is None if it or the training was
+      not finite.
     """
 
     variant: str
@@ -178,14 +192,14 @@ class Row:
 
     @property
     def loss(self) -> float:
-        """The mean over seeds: infinite if one failed."""
+        """The mean loss over seeds; infinite if one failed."""
         if any(loss is None for loss in self.losses):
             return math.inf
         return math.fsum(self.losses) / len(self.losses)
 
 
 def best(rows: Iterable[Row], count: int = 1) -> list[Row]:
-    """Those of least loss, the best first; of equal ones the first."""
+    """Return the `count` rows of least loss, the best first; equal ones keep their order."""
     return sorted(rows, key=lambda row: row.loss)[:count]
 
 
@@ -193,7 +207,7 @@ def best(rows: Iterable[Row], count: int = 1) -> list[Row]:
 
 
 def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outcome | None:
-    """`train`, unless the run is settled; that it diverged settles it too."""
+    """Train the run unless it is settled; a run that diverges is settled too."""
     if settled(config, folder):
         return None
     try:
@@ -204,12 +218,15 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
 
 
 def begun(config: RunConfig, folder: Folder) -> bool:
-    """Whether this very run is there; what changes none of its numbers, as paths, may differ."""
+    """Return whether this run is in the folder; values that change no number may differ.
+
+    Paths are such values.
+    """
     return is_of(folder, resolved(config, kept(folder)))
 
 
 def settled(config: RunConfig, folder: Folder) -> bool:
-    """Whether it is, and at its end, or has diverged."""
+    """Return whether this run is in the folder, and complete or diverged."""
     if not begun(config, folder):
         return False
     complete = folder.read(COMPLETE)
@@ -219,7 +236,7 @@ def settled(config: RunConfig, folder: Folder) -> bool:
 
 
 def held_out_loss(folder: Folder) -> float | None:
-    """Of a settled run, at its last step; None if it diverged."""
+    """Return the held-out loss of a settled run at its last step; None if it diverged."""
     if folder.read(DIVERGED) is not None:
         return None
     steps, losses = series(read_metrics(folder), "eval/loss")
@@ -230,7 +247,7 @@ def held_out_loss(folder: Folder) -> float | None:
 
 
 def write_sweep(rows: Sequence[Row], spaces: Sequence[Space], folder: Location) -> str:
-    """Writes sweep.png, .md and .json; returns the tables."""
+    """Write sweep.png, .md and .json, and return the tables."""
     folder = open_folder(folder)
     text = f"{table(rows)}\n{transfer(rows)}"
     folder.write("sweep.md", text.encode())
@@ -241,7 +258,7 @@ def write_sweep(rows: Sequence[Row], spaces: Sequence[Space], folder: Location) 
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A row for each point, as Markdown."""
+    """Return a Markdown table with a row for each point."""
     paths = list(rows[0].point)
     head = ["variant", *paths, "steps", "held-out loss"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
@@ -264,7 +281,7 @@ def _losses(row: Row) -> str:
 
 
 def transfer(rows: Sequence[Row]) -> str:
-    """The best point of each variant, and what the first variant's best costs there."""
+    """Return a table of each variant's best point, and its loss with the first one's best."""
     by_variant = _last_rungs(rows)
     (first, *_), *_ = (best(of) for of in by_variant.values())
     lines = [
@@ -282,7 +299,7 @@ def transfer(rows: Sequence[Row]) -> str:
 
 
 def _last_rungs(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """By variant, the rows of most steps."""
+    """Return the rows with the most steps, by variant."""
     most = max(row.steps for row in rows)
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -297,8 +314,8 @@ def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
 
     figure = Figure(figsize=(1.5 + 5 * len(spaces), 4.5), layout="constrained")
     panels = figure.subplots(1, len(spaces), squeeze=False, sharey=True)[0]
-    # Of one swept path the points are joined, where there is something between them; of more,
-    # others vary along with each.
+    # With one swept path the points are joined, if values between them make sense. With more paths,
+    # other values vary along with each.
     joined = len(spaces) == 1 and spaces[0].path != "train.seed"
     lines = list(dict.fromkeys((row.variant, row.steps) for row in rows))
     several = len({steps for _, steps in lines}) > 1
@@ -325,7 +342,7 @@ def _draw(rows: Sequence[Row], spaces: Sequence[Space], folder: Folder) -> None:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel=space.path)
         axes.grid(alpha=0.3)
-    # What hardly trained would take most of the height.
+    # Runs that hardly trained would take most of the height.
     finite = [row.loss for row in rows if math.isfinite(row.loss)]
     if finite and max(finite) > min(finite) + _HEIGHT:
         panels[0].set_ylim(min(finite) - 0.05 * _HEIGHT, min(finite) + _HEIGHT)

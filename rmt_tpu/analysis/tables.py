@@ -1,10 +1,10 @@
-"""Markdown tables for a terminal."""
+"""Markdown tables aligned for a terminal."""
 
 import itertools
 
 
 def fitted(text: str, width: int) -> str:
-    """Markdown with aligned tables, without those of their last columns that a line cannot hold."""
+    """Return Markdown with aligned tables, without the last columns that do not fit a line."""
     lines = []
     for is_table, block in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")):
         if not is_table:

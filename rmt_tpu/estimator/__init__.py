@@ -1,4 +1,4 @@
-"""What programs and kernels cost, from their compilers and without a device."""
+"""Costs of programs and kernels, from their compilers and without a device."""
 
 from rmt_tpu.estimator.collectives import Collective, collectives
 from rmt_tpu.estimator.cost import (

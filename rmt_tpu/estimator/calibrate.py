@@ -1,10 +1,10 @@
-"""Compiles the calls of calibration.json again, and writes there what the compiler makes of them.
+"""Compile the calls of calibration.json again, and update what the compiler makes of them.
 
     pip install tokamax==0.0.12
     python -m rmt_tpu.estimator.calibrate v5p v6e
 
 Published times and blocks stay as they are. tokamax has the kernels that were timed, and is needed
-for nothing else; no device is needed. Ends with the table and the lines of
+for nothing else; no device is needed. The program ends by printing the table and the lines of
 docs/benchmarks/estimates.md.
 """
 
@@ -43,10 +43,10 @@ def main() -> int:
 
 
 def compiled(rows: Sequence[calibration.Row]) -> Iterator[calibration.Row]:
-    """Rows of one target, as today's compiler and model have them.
+    """Yield the rows of one target, as the installed compiler and model give them.
 
     Raises:
-      RuntimeError: one does not compile.
+      RuntimeError: a call does not compile.
     """
     jobs = [Job(f"{published.__name__}:{row.op}", row.arguments) for row in rows]
     for row, outcome in zip(rows, compile_jobs(DEVICES[rows[0].target], jobs), strict=True):
@@ -57,7 +57,7 @@ def compiled(rows: Sequence[calibration.Row]) -> Iterator[calibration.Row]:
 
 
 def works(program: Program) -> Iterator[tuple[Work, int]]:
-    """Yields the work of each instruction that costs something, and how often it runs."""
+    """Yield the work of each instruction that costs something, and how often it runs."""
     for ran in program.module.run():
         work = work_of(program, ran)
         if work.kind not in ("asynchronous", "collective") and (work.hbm or work.estimate):
@@ -66,7 +66,7 @@ def works(program: Program) -> Iterator[tuple[Work, int]]:
 
 
 if __name__ == "__main__":
-    # As the module that worker processes import, and not as __main__.
+    # Worker processes import this module by its name, so it must not run as __main__.
     from rmt_tpu.estimator import calibrate
 
     sys.exit(calibrate.main())

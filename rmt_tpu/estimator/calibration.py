@@ -1,9 +1,9 @@
-"""Estimates held against times that others measured and published: how far they can be trusted.
+"""Comparison of estimates with times that others measured and published.
 
-calibration.json has calls that are not ours, of plain XLA and of kernels, timed on TPUs that we
-have not: the time of the whole call as it was published, and what the compiler makes of that call
-here, without a device, instruction by instruction. So every model of cost can be held against all
-of them, and none is compiled for it. `calibrate` compiles them again.
+calibration.json has calls of plain XLA and of kernels by others, timed on TPUs that we do not have.
+For each call it has the published time of the whole call, and what the compiler makes of the call
+here, without a device, instruction by instruction. Every model of cost can therefore be compared
+with all calls without compiling them. `calibrate` compiles them again.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ class Row:
     """A call whose time was published.
 
     Attributes:
-      target: what it ran on, of `topology.DEVICES`.
+      target: the chip that it ran on, of `topology.DEVICES`.
       op: what it computes, a function of `published`.
-      arguments: of that function.
-      published: seconds of the whole call, as measured.
-      published_bytes: of memory that the program took there.
-      bytes: of memory that it takes here. Where these differ by more than a core's VMEM, it may be
-        another program.
-      work: of the program's instructions, and how often each runs.
+      arguments: the arguments of that function.
+      published: measured seconds of the whole call.
+      published_bytes: bytes of memory that the program took there.
+      bytes: bytes of memory that it takes here. If the two differ by more than a core's VMEM, it
+        may be another program.
+      work: the work of the program's instructions, and how often each runs.
     """
 
     target: str
@@ -46,30 +46,30 @@ class Row:
     work: tuple[tuple[Work, int], ...]
 
     def estimated(self, model: str = BEST_GUESS) -> float:
-        """Seconds of the call by one of `cost.MODELS`."""
+        """Return the seconds of the call by one of `cost.MODELS`."""
         cycles = sum(MODELS[model](work) * times for work, times in self.work)
         return cycles / DEVICES[self.target].clock
 
     def ratio(self, model: str = BEST_GUESS) -> float:
-        """Estimated over measured."""
+        """Return the estimated seconds over the measured ones."""
         return self.estimated(model) / self.published
 
     @property
     def is_kernel(self) -> bool:
-        """Whether a Pallas kernel is in it; else all of it is XLA's own."""
+        """Whether the call has a Pallas kernel; otherwise all of it is XLA's own."""
         return any(work.kind == "kernel" for work, _ in self.work)
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How near the estimates of some calls come to their measured times.
+    """The agreement of some calls' estimates with their measured times.
 
     Attributes:
-      calls: how many were compared.
-      mean: the geometric mean of estimated over measured.
-      spread: e to the standard deviation of the ratio's logarithm: 1 if all calls have one ratio.
-      least, most: of the ratios.
-      rank_correlation: Spearman's, 1 if the estimates put the calls in the order of their times.
+      calls: how many calls were compared.
+      mean: the geometric mean of estimated over measured times.
+      spread: e to the standard deviation of the ratios' logarithms; 1 if all calls have one ratio.
+      least, most: the range of the ratios.
+      rank_correlation: Spearman's; 1 if the estimates order the calls as the measured times do.
     """
 
     calls: int
@@ -82,18 +82,18 @@ class Agreement:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """All that are there."""
+    """Return all rows of calibration.json."""
     return parse(json.loads(PATH.read_text(encoding="utf-8")))
 
 
 def parse(values: dict[str, Any]) -> tuple[Row, ...]:
-    """The rows of a file's content."""
+    """Return the rows of a file's content."""
     work = lambda listed: tuple((Work(*fields), times) for times, *fields in listed)
     return tuple(Row(**value | {"work": work(value["work"])}) for value in values["rows"])
 
 
 def text(values: dict[str, Any], rows: Iterable[Row]) -> str:
-    """A file's content with these rows, one a line, and all else as it was."""
+    """Return a file's content with these rows, one per line, and all else unchanged."""
 
     def line(row: Row) -> str:
         fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
@@ -106,7 +106,7 @@ def text(values: dict[str, Any], rows: Iterable[Row]) -> str:
 
 
 def agreement(rows: Sequence[Row], model: str = BEST_GUESS) -> Agreement | None:
-    """Compares estimates of some calls with their measured times; None if there are no calls."""
+    """Compare estimates of calls with their measured times; return None if there are no calls."""
     if not rows:
         return None
     ratios = [row.ratio(model) for row in rows]
@@ -124,7 +124,7 @@ def agreement(rows: Sequence[Row], model: str = BEST_GUESS) -> Agreement | None:
 
 
 def spearman(x: Sequence[int | float], y: Sequence[int | float]) -> float:
-    """The correlation of ranks; equal values share theirs."""
+    """Return the correlation of ranks; equal values share one rank."""
     return float(np.corrcoef(_ranks(np.asarray(x)), _ranks(np.asarray(y)))[0, 1])
 
 
@@ -134,7 +134,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def error_bar(targets: Sequence[str]) -> str:
-    """What estimates for these targets are worth, in a line to print beside them."""
+    """Return a line about the error of estimates for these targets, to print with them."""
     told, never = [], []
     for target in dict.fromkeys(targets):
         found = agreement([row for row in rows() if row.target == target])
@@ -154,7 +154,7 @@ def error_bar(targets: Sequence[str]) -> str:
 
 
 def table() -> str:
-    """Markdown: a line a call, times in milliseconds; then a line a target and kind of call."""
+    """Return Markdown tables: a line per call in milliseconds, and a line per target and kind."""
     lines = [
         f"| chip | call | published | {' | '.join(MODELS)} | memory, of published |",
         f"|---|---|---|{'---|' * len(MODELS)}---|",
@@ -184,7 +184,7 @@ def table() -> str:
 
 
 def described(row: Row) -> str:
-    """A call in words: its function, sizes and whatever else is no block."""
+    """Return a call in words: its function, its sizes and all other arguments but blocks."""
     arguments = {k: v for k, v in row.arguments.items() if k != "blocks"}
     sizes = "x".join(map(str, arguments.pop("shape")))
     others = "".join(f", {k} {v}" for k, v in arguments.items())

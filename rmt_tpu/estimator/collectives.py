@@ -1,6 +1,6 @@
-"""What a compiled program sends between devices: its collectives, how often, how much, along what.
+"""The collectives of a compiled program: what it sends between devices, along which axes.
 
-Bytes are those that one device sends, of arrays without padding, as a ring of n devices does it:
+Bytes are those that one device sends, for arrays without padding, when a ring of n devices does it:
 
     all-gather          (n - 1) / n  of the result
     reduce-scatter      (n - 1) / n  of the operand
@@ -8,8 +8,8 @@ Bytes are those that one device sends, of arrays without padding, as a ring of n
     all-reduce        2 (n - 1) / n  of the operand
     collective-permute               the operand
 
-Between slices of a TPU, XLA hands an operand to the host and names the devices that take part:
-the bytes are then those that leave the slice.
+Between slices of a TPU, XLA hands an operand to the host and names the devices that take part; the
+bytes are then those that leave the slice.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _MEMBERS = re.compile(r"_xla_megascale_target=\{(\{.*?\})\}")
 _OF_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"')
 _HOST_OPCODES = ("send", "send-done", "recv", "recv-done")
-_SLICE = 100_000  # libtpu numbers the devices of slice n from here times n on
+_SLICE = 100_000  # libtpu numbers the devices of slice n from n times this number
 _KIND_BETWEEN = {
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -56,13 +56,13 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
-      op_name: of the instruction.
-      axes: of the mesh, along which it runs; "?" if its groups are those of no axes.
-      devices: in a group.
-      calls: in one run of the program.
-      bytes: that a device sends in all calls.
-      overlaps: whether it runs beside other work.
-      between_slices: whether it goes over the data center's network.
+      op_name: the op_name of the instruction.
+      axes: the mesh axes along which it runs; "?" if its groups match no axes.
+      devices: the number of devices in a group.
+      calls: how often it runs in one run of the program.
+      bytes: the bytes that a device sends in all calls.
+      overlaps: whether it runs during other work.
+      between_slices: whether it uses the data center's network.
     """
 
     kind: str
@@ -78,17 +78,17 @@ class Collective:
 def collectives(
     module: Module, mesh: Mapping[str, int], ids: Sequence[int] | None = None
 ) -> list[Collective]:
-    """Every collective of a program that sends something.
+    """Return every collective of a program that sends something.
 
     Args:
       module: the compiled program.
-      mesh: sizes of the axes, outer to inner, of the devices in their order.
-      ids: of the devices in that order, where there are several slices of them.
+      mesh: the sizes of the axes, outer to inner, for the devices in their order.
+      ids: the ids of the devices in that order, if there are several slices.
     """
     found = []
     whole = mesh
     if ids is not None:
-        mesh = _of_slice(mesh, ids)  # what a slice's program is for
+        mesh = _of_slice(mesh, ids)  # a slice's program is compiled for its own part of the mesh
     for ran in module.run():
         if ids is not None and _BETWEEN.search(ran.instruction.attributes):
             if ran.instruction.opcode == "send":
@@ -108,13 +108,13 @@ def collectives(
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The kind of a collective instruction that starts or does it; None for any other."""
+    """Return the kind of an instruction that starts or does a collective; None for any other."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
 
 def only_communicates(module: Module, instruction: Instruction) -> bool:
-    """Whether an instruction is a collective, a part of one, or a fusion made for one."""
+    """Return whether an instruction is a collective, a part of one, or a fusion made for one."""
     if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return True
     if instruction.opcode in _HOST_OPCODES:
@@ -130,7 +130,7 @@ _Found = tuple[dict[str, Instruction], Instruction, str, bool]
 
 
 def _within(module: Module, ran: Executed) -> Iterator[_Found]:
-    """Collectives that an instruction is, or that are in its fusion or asynchronous computation."""
+    """Yield the collective that an instruction is, or those in the computation that it calls."""
     instruction = ran.instruction
     if (kind := kind_of(instruction)) is not None:
         scope = module.computations[ran.computation]
@@ -146,7 +146,7 @@ def _inside(module: Module, computation: str, asynchronous: bool) -> Iterator[_F
     for instruction in inside.values():
         kind = kind_of(instruction)
         if kind is not None:
-            # A collective that is spread over several fusions is in each of them.
+            # A collective that is split over several fusions occurs in each of them.
             chained = bool(_CHAIN.search(instruction.attributes))
             if starts or not chained:
                 if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
@@ -170,7 +170,7 @@ def _sent(kind: str, scope: dict[str, Instruction], instruction: Instruction, de
 
 
 def _of_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int]:
-    """Sizes of the axes within a slice."""
+    """Return the sizes of the axes within a slice."""
     slices = np.asarray(ids).reshape(tuple(mesh.values())) // _SLICE
     first = lambda axis: slices[tuple(slice(None) if a == axis else 0 for a in mesh)]
     return {axis: size // len(np.unique(first(axis))) for axis, size in mesh.items()}
@@ -179,7 +179,7 @@ def _of_slice(mesh: Mapping[str, int], ids: Sequence[int]) -> dict[str, int]:
 def _between(
     module: Module, ran: Executed, mesh: Mapping[str, int], ids: Sequence[int]
 ) -> Collective:
-    """What a `send` to the host is a part of."""
+    """Return the collective that a `send` to the host is a part of."""
     instruction, scope = ran.instruction, module.computations[ran.computation]
     transfer = _BETWEEN.search(instruction.attributes)
     assert transfer is not None
@@ -207,7 +207,7 @@ def _between(
 
 
 def _members(attributes: str) -> Groups:
-    """The devices of each group, or each pair."""
+    """Return the devices of each group, or of each pair."""
     if (product := _OF_SLICES.search(attributes)) is not None:
         slices, devices = (_numbers(text) for text in product.groups())
         return tuple(tuple(_SLICE * s + d for s in slices) for d in devices)
@@ -218,13 +218,13 @@ def _members(attributes: str) -> Groups:
 
 
 def _numbers(text: str) -> list[int]:
-    """Of "1,2" or "0:3", the last included."""
+    """Return the numbers of "1,2" or "0:3", where the last one is included."""
     parts = [[int(n) for n in part.split(":")] for part in text.split(",")]
     return [n for part in parts for n in range(part[0], part[-1] + 1)]
 
 
 def _has_work_beside(send: Instruction, scope: dict[str, Instruction]) -> bool:
-    """Whether anything is computed between a `send` and the end of what answers it."""
+    """Return whether anything is computed between a `send` and the end of its answer."""
     rendezvous = _RENDEZVOUS.findall(send.attributes)
     answers = {
         name
@@ -241,7 +241,7 @@ def _has_work_beside(send: Instruction, scope: dict[str, Instruction]) -> bool:
 
 
 def _along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """Axes along which an instruction runs, and how many devices are in one of its groups."""
+    """Return the axes along which an instruction runs, and the size of one of its groups."""
     count = math.prod(mesh.values())
     if (pairs := _PAIRS.search(instruction.attributes)) is not None:
         sent = [tuple(map(int, pair.split(","))) for pair in re.findall(r"\d+,\d+", pairs.group(1))]
@@ -252,11 +252,11 @@ def _along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str
 
 
 def replica_groups(attributes: str, count: int) -> Groups:
-    """The groups of devices in the attributes of a collective, as XLA writes them in three ways.
+    """Return the groups of devices of a collective, which XLA writes in three ways.
 
     Args:
-      attributes: of the instruction.
-      count: of all devices, which are one group where none is written.
+      attributes: the attributes of the instruction.
+      count: the number of all devices, which are one group if none is written.
     """
     if (mesh := _MESH.search(attributes)) is not None:
         sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh.group(1))}
@@ -275,7 +275,7 @@ def replica_groups(attributes: str, count: int) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh whose groups these are; ("?",) if there are none."""
+    """Return the axes of a mesh that have these groups; ("?",) if there are none."""
     wide = [axis for axis, size in mesh.items() if size > 1]
     devices = np.arange(math.prod(mesh.values()))
     wanted = {frozenset(group) for group in groups}
@@ -288,7 +288,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _groups_along(axes: Sequence[str], devices: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-    """A row for each group of devices that differ in these axes alone."""
+    """Return a row for each group of devices that differ in these axes alone."""
     inner = [list(sizes).index(axis) for axis in axes]
     outer = [i for i in range(len(sizes)) if i not in inner]
     grid = devices.reshape(tuple(sizes.values())).transpose(outer + inner)
@@ -296,7 +296,7 @@ def _groups_along(axes: Sequence[str], devices: np.ndarray, sizes: Mapping[str, 
 
 
 def _crossed(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Axes on which the ends of pairs of devices differ."""
+    """Return the axes on which the ends of pairs of devices differ."""
     shape = tuple(mesh.values())
     axes = set()
     for pair in pairs:
@@ -306,7 +306,7 @@ def _crossed(pairs: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str
 
 
 def _cycles(pairs: list[tuple[int, ...]]) -> list[set[int]]:
-    """Devices that send to each other, directly or by way of others."""
+    """Return the sets of devices that send to each other, directly or through others."""
     together: dict[int, set[int]] = {}
     for pair in pairs:
         joined = set().union(*(together.get(device, {device}) for device in pair))
