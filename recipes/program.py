@@ -1,4 +1,4 @@
-"""How a recipe starts, fails and ends.
+"""The start, the failures and the end of a recipe.
 
 This module does not import jax, so that `--help` and refused flags are answered at once.
 """

@@ -65,7 +65,7 @@ class Case:
 
     @property
     def capacity(self) -> int:
-        """How many tokens the program's cache has room for."""
+        """The number of tokens that the program's cache has room for."""
         return bucket(self.context)
 
 
@@ -164,7 +164,11 @@ class Row:
 
 
 def least(case: Case, dtype: str) -> Least:
-    """Return the lower bounds of a case, from shapes alone."""
+    """Return the lower bounds of a case, from shapes alone.
+
+    Raises:
+      UsageError: see `Case.model`.
+    """
     decoder = _abstract(case.model(dtype))
     read = held = 0
     for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):

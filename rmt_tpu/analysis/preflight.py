@@ -189,7 +189,7 @@ class Preflight:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are read in a step."""
+        """The number of tokens that are read in a step."""
         if self.prompt is not None:
             return self.prompt.new_tokens
         return self.config.train.batch_size * self.config.data.seq_len

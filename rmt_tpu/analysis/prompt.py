@@ -42,7 +42,7 @@ class Prompt:
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens a program processes."""
+        """The number of tokens that a program processes."""
         return self.part if self.rows is None else self.rows * STEPS
 
     def check(self, model: ModelConfig) -> None:

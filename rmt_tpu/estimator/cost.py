@@ -1,8 +1,8 @@
-"""Estimates what a compiled program costs on its target: bytes, cycles and seconds.
+"""The estimated cost of a compiled program on its target: bytes, cycles and seconds.
 
-Nothing here is measured. `Work` is what is known of one call of an instruction; `MODELS` are the
-ways to make cycles of it: a best guess, one that says less and one that says more. Times that
-others measured decide which of them leads, see `calibration`.
+Nothing here is measured. `Work` is what is known of one call of an instruction; `MODELS` are ways
+to turn it into cycles: a best guess, one that gives less and one that gives more. Times that others
+measured decide which of them is the best guess, see `calibration`.
 """
 
 import dataclasses
@@ -21,19 +21,20 @@ _ASYNCHRONOUS = ("-start", "-done", "-update")
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One call of an instruction, in cycles.
+    """The work of one call of an instruction, in cycles.
 
     Attributes:
-      kind: a Pallas "kernel", a "matmul", a copy that runs beside other work
-        ("asynchronous"), a part of a "collective", or "other" work of XLA's.
-      estimate: XLA's own; None where it makes none.
-      schedule: of its bundles, with waiting for matrix units and not for HBM; None where libtpu
-        left no schedule, or one with a loop of unknown trip count (kernels' count as running once).
-      matrix: of its matrix products at the peak; of a kernel's with a loop of unknown trip count,
-        as many as it declares at `Target.grouped` of the peak, and of others 0: they are in the
-        schedule.
-      hbm: of moving its bytes at the full HBM bandwidth.
-      parked: of moving those of its operands and results that XLA keeps in VMEM, if they were in
+      kind: a Pallas "kernel", a "matmul", a copy that overlaps other work ("asynchronous"), a part
+        of a "collective", or "other" work of XLA's.
+      estimate: XLA's own estimate; None where XLA makes none.
+      schedule: the cycles of its bundles, with waiting for matrix units and not for HBM; None where
+        libtpu left no schedule, or one with a loop of unknown trip count (in kernels, such loops
+        count as running once).
+      matrix: the cycles of its matrix products at the peak; 0 for a kernel, whose schedule has
+        them. For a kernel with a loop of unknown trip count they are its declared FLOPs at
+        `Target.grouped` of the peak.
+      hbm: the cycles of moving its bytes at the full HBM bandwidth.
+      parked: the cycles of moving the operands and results that XLA keeps in VMEM, if they were in
         HBM.
     """
 
@@ -46,7 +47,7 @@ class Work:
 
 
 def _best_guess(work: Work) -> float:
-    """An instruction takes the longer of schedule and bytes; without a schedule, XLA's estimate."""
+    """Charge the longer of a call's schedule and bytes; without schedule, XLA's estimate."""
     if work.kind in ("asynchronous", "collective"):
         return 0.0
     if work.kind == "kernel":
@@ -57,14 +58,14 @@ def _best_guess(work: Work) -> float:
 
 
 def _least(work: Work) -> float:
-    """Charges as the best guess does, but XLA's products no more than peak or bytes ask for."""
+    """Charge the best guess, but for XLA's products no more than their peak or bytes require."""
     if work.kind == "matmul":
         return min(_best_guess(work), max(work.matrix, work.hbm))
     return _best_guess(work)
 
 
 def _most(work: Work) -> float:
-    """XLA's products take its estimate where that is longer, and kernels half as long again."""
+    """Charge XLA's products its estimate where that is longer, and kernels 1.5 times the guess."""
     if work.kind == "kernel":
         return 1.5 * _best_guess(work)
     if work.kind == "matmul":
@@ -73,28 +74,28 @@ def _most(work: Work) -> float:
 
 
 Model = Callable[[Work], float]
-# Cycles of one call, from the least to the most of them.
+# Functions that give the cycles of one call, from the lowest to the highest.
 MODELS: Mapping[str, Model] = MappingProxyType(
     {"least": _least, "best guess": _best_guess, "most": _most}
 )
-BEST_GUESS = "best guess"  # what reports lead with
+BEST_GUESS = "best guess"  # the model that reports show first
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelCost:
-    """One kernel of a program.
+    """The cost of one kernel of a program.
 
     Attributes:
-      name: of its instruction.
-      calls: of it in one run of the program.
-      cycles: of a call, by its schedule; None where libtpu left no schedule.
-      bundles: of it, without waiting for matrix units.
-      mxu_cycles: of a call, the floor of the matrix units.
-      bytes: of its operands and results, each once.
-      vmem_bytes: of its blocks and scratch.
-      trips: of its loops, outer before inner; None where the count could not be read.
-      unit_use: fraction of each unit's slots that are used.
-      seconds: of a call, with operands and results in HBM.
+      name: the name of its instruction.
+      calls: how often it runs in one run of the program.
+      cycles: the cycles of a call by its schedule; None where libtpu left no schedule.
+      bundles: the bundles of a call, which do not include waiting for matrix units.
+      mxu_cycles: the least cycles of a call that its matrix units need.
+      bytes: the bytes of its operands and results, each once.
+      vmem_bytes: the bytes of its blocks and scratch.
+      trips: the trip counts of its loops, outer before inner; None where a count could not be read.
+      unit_use: the fraction of each unit's slots that are used.
+      seconds: the seconds of a call, with operands and results in HBM.
     """
 
     name: str
@@ -111,15 +112,15 @@ class KernelCost:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """A program, as if all its arrays lay in HBM.
+    """The cost of a program if all its arrays were in HBM.
 
-    XLA keeps what fits in VMEM; within a larger model, other arrays compete for that. So `bytes`
-    are those of all instructions wherever their arrays lie, without the copies from HBM to VMEM.
+    XLA keeps in VMEM what fits, but within a larger model other arrays compete for that. So `bytes`
+    counts all instructions wherever their arrays are, without the copies from HBM to VMEM.
 
     Attributes:
-      bytes: read and written.
-      by_model: seconds by each of MODELS.
-      kernels: in the order in which they run.
+      bytes: the bytes read and written.
+      by_model: the seconds by each of MODELS.
+      kernels: the kernels, in the order in which they run.
     """
 
     bytes: int
@@ -128,12 +129,12 @@ class ProgramCost:
 
     @property
     def seconds(self) -> float:
-        """One run takes so long by the best guess."""
+        """The seconds of one run by the best guess."""
         return self.by_model[BEST_GUESS]
 
 
 def work_of(program: Program, ran: Executed) -> Work:
-    """What one call of an instruction asks of its target."""
+    """Return the work of one call of an instruction on the program's target."""
     instruction, module, target = ran.instruction, program.module, program.target
     schedule, kernel = program.schedules.get(instruction.name), module.kernel(instruction)
     if schedule is not None and schedule.unknown_loops and kernel is None:
@@ -164,7 +165,7 @@ def work_of(program: Program, ran: Executed) -> Work:
 
 
 def program_cost(program: Program) -> ProgramCost:
-    """The cost of one run."""
+    """Return the cost of one run."""
     total, cycles = 0, dict.fromkeys(MODELS, 0.0)
     kernels = []
     for ran in program.module.run():
@@ -201,7 +202,10 @@ def _kernel_cost(program: Program, ran: Executed, seconds: float) -> KernelCost:
 
 
 def _copied(traffic: Bytes, schedule: Schedule | None) -> Bytes:
-    """What lies in VMEM is used where it is, unless the kernel copies it at the same rate."""
+    """Return a kernel's bytes, those in VMEM as HBM bytes if the kernel copies them.
+
+    A kernel uses operands in VMEM where they are, unless it copies them, which takes as long.
+    """
     if schedule is not None and schedule.copies_in_vmem:
         return Bytes(traffic.total)
     return traffic

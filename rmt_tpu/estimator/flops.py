@@ -1,4 +1,4 @@
-"""FLOPs of the matrix products in a compiled program; a TPU's are convolutions."""
+"""FLOPs of the matrix products in a compiled program; on a TPU these are convolutions."""
 
 import math
 import re
@@ -13,7 +13,7 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def matmul_flops(module: Module, computation: str, instruction: Instruction) -> int:
-    """Of a matrix product, or of those in a fusion; 0 for any other instruction."""
+    """Return the FLOPs of a matrix product, or of those in a fusion; 0 for other instructions."""
     scope = module.computations[computation]
     if instruction.opcode == "fusion":
         called = instruction.called["calls"]
@@ -45,7 +45,7 @@ def _convolution(instruction: Instruction, left: Array, right: Array) -> int:
 
 
 def _pairs(axis: int, window: dict[str, str], size: int, taps: int, out: int) -> int:
-    """How often a tap of the window meets an element, and not padding, along a spatial axis."""
+    """Return how often a window's tap meets an element, not padding, along a spatial axis."""
 
     def of(field: str, default: str) -> list[int]:
         values = window[field].split("x")[axis] if field in window else default

@@ -1,6 +1,6 @@
-"""A compiled program as XLA prints it: instructions, how often each runs, and the bytes it moves.
+"""A compiled program as XLA prints it: its instructions, how often each runs, and its bytes.
 
-Reads the text of `jax.stages.Compiled.as_text()` for a TPU or a GPU.
+The module reads the text of `jax.stages.Compiled.as_text()` for a TPU or a GPU.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
 _KERNEL_BODY = re.compile(r'"body": ?"([^"]*)"')
-# What comes last of an instruction's attributes, and says nothing of what it computes.
+# The end of an instruction's attributes, which does not affect what it computes.
 _NAMING = re.compile(r", (?:metadata|backend_config|frontend_attributes)=\{.*", re.DOTALL)
 _TILE = re.compile(r"T\(([\d,*]+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
 
-# What only names or passes on arrays.
+# Instructions that only name arrays or pass them on.
 _FREE = {
     "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element",
     "opt-barrier", "parameter", "partition-id", "tuple", "while",
@@ -38,14 +38,14 @@ _FREE_CALLS = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"')
 _MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice",
           "concatenate", "pad"}  # fmt: skip
 _SLICES = {"slice", "dynamic-slice", "gather"}
-# What changes a part of its first operand where that is, and which operand the part is.
+# Instructions that change a part of their first operand in place, and the operand that is the part.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 VMEM = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array with its layout: `order` has the minor-most dimension first."""
+    """An array with its layout; `order` has the minor-most dimension first."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Array:
 
     @functools.cached_property
     def bytes(self) -> int:
-        """As it lies in memory, with the padding of its tiles."""
+        """The bytes of the array in memory, with the padding of its tiles."""
         sizes = [self.shape[i] for i in self.order]
         for i, rows in enumerate(reversed(self.tile)):
             if i < len(sizes):
@@ -85,7 +85,7 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction. `cycles` is XLA's estimate, None where it makes none."""
+    """One instruction; `cycles` is XLA's estimate, None where it makes none."""
 
     name: str
     opcode: str
@@ -104,7 +104,7 @@ class Instruction:
 
     @functools.cached_property
     def cycles(self) -> int | None:
-        """XLA's own estimate; None where it makes none, which it also says by 2^63 - 1."""
+        """XLA's own estimate; None where it makes none, or 2^63 - 1, which means the same."""
         found = self._told(_CYCLES)
         return None if found is None or int(found) == 2**63 - 1 else int(found)
 
@@ -123,24 +123,24 @@ class Instruction:
 
     @property
     def is_prefetch(self) -> bool:
-        """Whether it starts a copy between HBM and VMEM beside other work."""
+        """Whether it starts a copy between HBM and VMEM that overlaps other work."""
         spaces = {a.space for a in self.arrays if a.shape}
         return self.opcode in ("copy-start", "slice-start") and len(spaces) > 1
 
     @property
     def kernel_body(self) -> str:
-        """The kernel's program, encoded: the same for kernels that are alike."""
+        """The kernel's program, encoded; equal kernels have equal programs."""
         found = self._told(_KERNEL_BODY)
         return self.name if found is None else found
 
     @property
     def declared_flops(self) -> int:
-        """Those that a kernel says it has; 0 if it says nothing."""
+        """The FLOPs that a kernel declares; 0 if it declares none."""
         return int(self._told(_FLOPS) or 0) if self.is_kernel else 0
 
     @property
     def vmem_bytes(self) -> int:
-        """VMEM that a kernel uses for itself: its blocks and scratch."""
+        """The VMEM bytes that a kernel uses for its blocks and scratch."""
         return int(self._told(_SCOPED) or 0)
 
     @property
@@ -156,8 +156,8 @@ class Module:
     """A compiled program.
 
     Attributes:
-      computations: instructions of each computation, by its name.
-      entry: name of the computation that runs.
+      computations: the instructions of each computation, by their names, by its name.
+      entry: the name of the computation that runs.
     """
 
     def __init__(self, text: str):
@@ -174,7 +174,7 @@ class Module:
                 instruction = _instruction(found.group(2), found.group(3), bool(found.group(1)))
                 current[instruction.name] = instruction
             elif instruction is not None and line.startswith(('"', "}, ")):
-                # Of a kernel within a fusion, the configuration takes some lines.
+                # The configuration of a kernel within a fusion takes several lines.
                 attributes = instruction.attributes + line
                 instruction = dataclasses.replace(instruction, attributes=attributes)
                 current[instruction.name] = instruction
@@ -182,7 +182,7 @@ class Module:
             raise ValueError("no ENTRY computation in this text")
 
     def run(self) -> Iterator["Executed"]:
-        """Every instruction that runs on its own, not those fused into one."""
+        """Yield every instruction that runs on its own, without those inside fusions."""
         yield from self._run(self.entry, 1, 0)
 
     def _run(self, computation: str, times: int, depth: int) -> Iterator["Executed"]:
@@ -200,7 +200,10 @@ class Module:
                 yield from self._run(branch, times, depth)
 
     def kernel(self, instruction: Instruction) -> Instruction | None:
-        """The Pallas kernel that it is, or that XLA fused with what puts its results in stacks."""
+        """Return the Pallas kernel that an instruction is, or that XLA fused into it; else None.
+
+        XLA fuses a kernel with the update that puts its results into stacks.
+        """
         if instruction.is_kernel:
             return instruction
         if instruction.opcode != "fusion":
@@ -209,7 +212,7 @@ class Module:
         return next((i for i in inside if i.is_kernel), None)
 
     def trips(self, loop: Instruction) -> int | None:
-        """Iterations of a `while` that counts from 0 to a constant; None for any other."""
+        """Return the iterations of a `while` that counts from 0 to a constant, or else None."""
         known = _TRIPS.search(loop.attributes)
         if known is not None:
             return int(known.group(1))
@@ -221,9 +224,10 @@ class Module:
         return int(bound.group(1)) if bound else None
 
     def traffic(self, computation: str, instruction: Instruction) -> Bytes:
-        """Bytes of operands and results; of an array that is only sliced or updated, of the slice.
+        """Return the bytes of operands and results; for an array that is only sliced, of the slice.
 
-        An asynchronous copy counts where it starts.
+        An array that is updated in place counts by its update. An asynchronous copy counts where it
+        starts.
         """
         opcode = instruction.opcode
         if _is_free(instruction):
@@ -243,17 +247,20 @@ class Module:
         return _declared(instruction, total) if opcode == "custom-call" else total
 
     def alike(self, computation: str, instruction: Instruction) -> Hashable:
-        """What it computes, of which arrays: the same for those that a compiler does only once."""
+        """Return a key of what an instruction computes, from which arrays.
+
+        A compiler schedules instructions with equal keys only once.
+        """
         if instruction.is_kernel:
             return instruction.kernel_body
         scope = self.computations[computation]
         read = tuple(scope[name].arrays for name in instruction.operands if name in scope)
         parts = tuple(map(self._parts, instruction.called.values()))
-        # XLA's estimate depends on how it cuts the work up.
+        # XLA's estimate depends on how it divides the work.
         return instruction.opcode, instruction.arrays, instruction.cycles, read, parts
 
     def _parts(self, computation: str) -> Hashable:
-        """Of a computation, without any names."""
+        """Return a key of a computation, without any names."""
         scope = self.computations[computation]
         position = {name: i for i, name in enumerate(scope)}
         return tuple(
@@ -269,11 +276,11 @@ class Module:
         )
 
     def launches(self) -> int:
-        """What runs on its own and is no mere name, each as often as it runs."""
+        """Return how many instructions run on their own and are not mere names, loops included."""
         return sum(ran.times for ran in self.run() if not _is_free(ran.instruction))
 
     def moves_only(self, instruction: Instruction) -> bool:
-        """Whether it computes nothing: a copy, a transpose, a slice, or a fusion of such."""
+        """Return whether an instruction only moves data: a copy, a slice, or a fusion of such."""
         if instruction.opcode != "fusion":
             return instruction.opcode in _MOVES
         inside = self.computations[instruction.called["calls"]].values()
@@ -294,7 +301,7 @@ class Module:
         return total if kernel is None else _declared(kernel, total)
 
     def _written(self, inside: dict[str, Instruction], source: Instruction, array: Array) -> Bytes:
-        """Of a result: if a larger array is updated in place, of the update."""
+        """Return the bytes of a result; for a larger array updated in place, of the update."""
         if source.opcode == "bitcast":
             return self._written(inside, inside[source.operands[0]], array)
         if source.opcode == "fusion" and len(source.arrays) == 1:
@@ -306,7 +313,7 @@ class Module:
         return _bytes((array,))
 
     def _read(self, inside: dict[str, Instruction], name: str, arrays: tuple[Array, ...]) -> Bytes:
-        """Of an operand that is called `name` inside: if it is only sliced, of the slices."""
+        """Return the bytes of an operand, `name` inside; if it is only sliced, of the slices."""
         whole, parts = _bytes(arrays), Bytes()
         for user in (i for i in inside.values() if name in i.operands):
             if user.opcode in _SLICES and user.operands[0] == name:
@@ -323,7 +330,7 @@ class Module:
 
     @staticmethod
     def _parameters(computation: dict[str, Instruction]) -> list[str]:
-        """Names of the parameters, in their order."""
+        """Return the names of the parameters, in their order."""
         numbers = {
             Module.number(i): i.name for i in computation.values() if i.opcode == "parameter"
         }
@@ -331,13 +338,21 @@ class Module:
 
     @staticmethod
     def number(parameter: Instruction) -> int:
-        """Of a parameter of a computation, from 0."""
+        """Return the number of a computation's parameter, from 0."""
         return int(re.search(r"parameter\((\d+)\)", parameter.attributes).group(1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
-    """An instruction of a computation, how often it runs, and in how many loops it is nested."""
+    """An instruction of a computation that runs.
+
+    Attributes:
+      computation: the name of the computation.
+      instruction: the instruction.
+      times: how often it runs.
+      depth: in how many loops it is nested.
+      unknown_trips: whether it is a loop whose trip count could not be read.
+    """
 
     computation: str
     instruction: Instruction
@@ -353,14 +368,14 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     closing = _balanced(rest, opening)
     opcode, inside = rest[:opening], rest[opening:closing]
     operands = tuple(_NAME.findall(inside))
-    # Of a constant or a parameter the parentheses hold its value or number.
+    # The parentheses of a constant or parameter hold its value or number.
     kept = rest[opening + len(inside) :] if operands else f"{opcode}{inside}{rest[closing:]}"
     arrays = tuple(_array(*found) for found in _ARRAY.findall(kind))
     return Instruction(name, opcode, arrays, operands, kept, is_root)
 
 
 def _balanced(text: str, start: int) -> int:
-    """The end of the parenthesis that opens at `start`."""
+    """Return the end of the parenthesis that opens at `start`."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")
@@ -387,9 +402,10 @@ def _bits(dtype: str) -> int:
 
 
 def _declared(kernel: Instruction, total: Bytes) -> Bytes:
-    """Of a kernel that declares less than its operands hold, as it reads parts of them: that.
+    """Return the bytes that a kernel declares, if they are less than those of its operands.
 
-    What it leaves out is of the large ones, banks and stacks, which lie in HBM.
+    Such a kernel reads only parts of operands. What it does not read belongs to large arrays, banks
+    and stacks, which are in HBM.
     """
     declared = _ACCESSED.search(kernel.attributes)
     if declared is None or int(declared.group(1)) >= total.total:
@@ -406,28 +422,32 @@ def _bytes(arrays: tuple[Array, ...]) -> Bytes:
 
 
 def _started(instruction: Instruction) -> Bytes:
-    """`copy-start` and `slice-start` give (what is read, what is written, a semaphore)."""
+    """Return the bytes of a started copy.
+
+    `copy-start` and `slice-start` have three results: what is read, what is written, and a
+    semaphore.
+    """
     arrays = [a for a in instruction.arrays if a.shape]
     if not arrays:
         return Bytes()
     source, target = arrays[0], arrays[-1]
     if instruction.opcode == "copy-start":
-        # The destination is printed first.
+        # copy-start prints the destination first.
         source, target = target, source
     moved = dataclasses.replace(target, space=source.space)
     return _bytes((moved,)) + _bytes((target,))
 
 
 def _is_view(inside: Instruction) -> bool:
-    """Whether a part of a fusion names its operand in another tiling, of which it moves nothing.
+    """Return whether a part of a fusion only names its operand in another tiling; it moves nothing.
 
-    On tpu7x bfloat16 lies in tiles of 16 rows, and fusions work in tiles of 8.
+    On tpu7x bfloat16 has tiles of 16 rows, and fusions work in tiles of 8.
     """
     return inside.opcode == "fusion" and _ALIASED in inside.attributes
 
 
 def _is_free(instruction: Instruction) -> bool:
-    """Whether it names memory without touching it, or waits for what was started before."""
+    """Return whether an instruction only names memory, or waits for what was started before."""
     opcode = instruction.opcode
     if opcode == "custom-call":
         return _FREE_CALLS.search(instruction.attributes) is not None

@@ -1,4 +1,4 @@
-"""Time programs on the device of this machine."""
+"""Timing of programs on this machine's device."""
 
 import functools
 import math
@@ -24,13 +24,13 @@ _CACHE = 2 * 128 * 2**20  # bytes, twice the largest second-level cache
 def measure(
     case: Case, direction: Direction, implementations: Sequence[str | None], device: jax.Device
 ) -> list[float]:
-    """Seconds of a call by each implementation: medians of `ROUNDS` in turn.
+    """Return the seconds of a call by each implementation: medians of `ROUNDS` in turn.
 
     Args:
-      case: what to call.
+      case: the case to call.
       direction: "forward", or "training" for both passes.
-      implementations: as the op takes them.
-      device: to run on.
+      implementations: the implementations, as the op takes them.
+      device: the device to run on.
     """
     programs = {}
     for name in implementations:
@@ -43,12 +43,14 @@ def measure(
 def seconds_in_turn(
     programs: Mapping[Name, Compiled], arguments: Sequence[Any], donated: Sequence[int]
 ) -> dict[Name, list[float]]:
-    """Seconds of a call of each program, `ROUNDS` times: in turn, for a clock that changes.
+    """Return the seconds of `ROUNDS` calls of each program.
+
+    The programs take turns, because a device's clock may change.
 
     Args:
-      programs: which take the same arguments.
+      programs: programs that take the same arguments.
       arguments: trees of arrays.
-      donated: which of them a program may overwrite.
+      donated: which arguments a program may overwrite.
     """
     taken: dict[Name, list[float]] = {name: [] for name in programs}
     for turn in range(_WARM_UP + ROUNDS):
@@ -61,7 +63,11 @@ def seconds_in_turn(
 
 
 def seconds_of(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
-    """Of a call on the device, by the profiler; where it sees none, by the slope of wall clock."""
+    """Return a call's seconds on the device by the profiler.
+
+    Where the profiler sees no device, they are the slope of wall-clock time over the number of
+    calls.
+    """
     if jax.default_backend() != "cpu" and (busy := _busy_seconds(program, arguments)):
         return busy / _CALLS
     few, many = (wall_seconds(program, arguments, n) for n in (_CALLS, 3 * _CALLS))
@@ -80,7 +86,7 @@ def _busy_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> 
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """What is in at least one of the spans, without the gaps between them."""
+    """Return the length of the union of the spans, without the gaps between them."""
     total, end = 0.0, -math.inf
     for begin, stop in sorted(spans):
         total += max(0.0, stop - max(begin, end))
@@ -89,7 +95,10 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def wall_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]], calls: int) -> float:
-    """Of so many calls, dispatched one after the other and waited for at the end."""
+    """Return the wall-clock seconds of `calls` calls, dispatched in succession.
+
+    The end is when all have ended.
+    """
     given = jax.block_until_ready([arguments() for _ in range(calls)])
     start = time.perf_counter()
     jax.block_until_ready([program(*each) for each in given])
@@ -97,7 +106,7 @@ def wall_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]], call
 
 
 def device_spans(folder: Path) -> list[tuple[float, float]]:
-    """Begin and end in seconds of what ran on devices: a TPU's instructions, a GPU's streams."""
+    """Return begin and end in seconds of what ran on devices: TPU instructions, GPU streams."""
     spans = []
     for path in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -112,11 +121,13 @@ def device_spans(folder: Path) -> list[tuple[float, float]]:
 
 
 def draw(shapes: Sequence[Any], counts: Mapping[int, int] | None = None) -> list[Any]:
-    """Arguments of these shapes, in trees: at random; truths are True, and whole numbers 0.
+    """Return arguments of these shapes, in trees.
+
+    Floats are random, booleans are True, and whole numbers are 0.
 
     Args:
-      shapes: and dtypes.
-      counts: what those whole numbers are that are something else.
+      shapes: trees of shapes and dtypes.
+      counts: by index, the values of arguments that are other whole numbers.
     """
     flat, structure = jax.tree.flatten(list(shapes))
     key = jax.random.key(0)
@@ -133,9 +144,10 @@ def draw(shapes: Sequence[Any], counts: Mapping[int, int] | None = None) -> list
 
 
 def placed(program: Compiled, arguments: Sequence[Any], donated: Sequence[int]) -> list[Any]:
-    """Laid out as the program wants them: copies of those that it may overwrite.
+    """Return the arguments in the layouts of the program, with copies of those it may overwrite.
 
-    All are copies where they are small, for else a cache would have them from the call before.
+    If the arguments are small, all are copied: otherwise a cache would hold them from the last
+    call.
     """
     small = sum(x.nbytes for x in jax.tree.leaves(list(arguments))) < _CACHE
     given = [

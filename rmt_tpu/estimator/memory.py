@@ -1,7 +1,7 @@
-"""What lies in a device's memory when a program needs most of it, from what XLA dumps.
+"""The contents of a device's memory when a program needs most of it, from XLA's dumps.
 
-XLA writes how it assigned buffers before it says that a program does not fit, so that this can be
-known of a program that does not compile.
+XLA writes its buffer assignment before it reports that a program does not fit, so the contents are
+known even for a program that does not compile.
 """
 
 import bisect
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rmt_tpu.estimator.hlo import Instruction, Module
 
-# Ends of the names of the files.
+# The ends of the names of the dumped files.
 DUMPS = {
     "assignment": "after_optimizations-buffer-assignment.txt",
     "lives": "after_optimizations-live-range.txt",
     "hlo": "after_optimizations.txt",
 }
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
-_COLOR = re.compile(r"\bcolor ([1-9]\d*),")  # of another memory than the high-bandwidth one
+_COLOR = re.compile(r"\bcolor ([1-9]\d*),")  # a memory other than HBM
 _VALUE = re.compile(
     r"^ value: <\d+ ([^ >]+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): \(*([^ {]+)"
 )
@@ -27,7 +27,7 @@ _PARAMETER = re.compile(r"\bparameter (\d+),")
 _SEQUENCE = re.compile(r"^    (\d+):(\S+)$")
 _LIFE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 _INDEXED = re.compile(r"^(.*?)\{(\d+)[\d,]*\}$")
-# What only passes arrays on, and so is called by what it passes on.
+# Instructions that only pass arrays on, and are therefore named by what they pass on.
 _PASSES = {
     "bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "reshape", "transpose",
 }  # fmt: skip
@@ -46,13 +46,13 @@ _VAGUE = {
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Memory that holds one array, or several one after the other.
+    """A piece of memory that holds one array, or several in succession.
 
     Attributes:
       name: the op_name of what makes the array, or the path of an argument.
-      instruction: its name in the program.
+      instruction: the name of the instruction in the program.
       shape: dtype and shape.
-      bytes: as it lies in memory.
+      bytes: the size in memory.
       kept: whether a forward pass makes it and the backward pass still needs it.
     """
 
@@ -65,12 +65,12 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The high-bandwidth memory of one device. All sizes are bytes.
+    """The assignment of one device's high-bandwidth memory, in bytes.
 
     Attributes:
-      arguments: of the program; results that are given their memory take none.
-      live: temporary buffers at the moment when they need most.
-      temporary: the memory set apart for temporary buffers: `live` and the gaps between them.
+      arguments: the buffers of the program's arguments; results that reuse their memory take none.
+      live: the temporary buffers at the moment when they need most memory.
+      temporary: the memory reserved for temporary buffers: `live` and the gaps between them.
       other: constants, results without an argument's memory, and scratch of a few bytes.
     """
 
@@ -81,17 +81,17 @@ class Assignment:
 
     @property
     def total(self) -> int:
-        """What the compiler compares with the device's memory, without the program itself."""
+        """The bytes that the compiler compares with the device's memory."""
         return sum(b.bytes for b in self.arguments) + self.temporary + self.other
 
     @property
     def gaps(self) -> int:
-        """Set apart for temporary buffers, and not in use when they need most."""
+        """The bytes reserved for temporary buffers that are unused when these need most."""
         return self.temporary - sum(b.bytes for b in self.live)
 
 
 def read_assignment(folder: Path) -> Assignment | None:
-    """The assignment of the largest program dumped into a folder; None if there is none."""
+    """Return the assignment of the largest program dumped into a folder; None if there is none."""
     found = sorted(folder.glob(f"*{DUMPS['assignment']}"), key=lambda path: path.stat().st_size)
     if not found:
         return None
@@ -105,7 +105,7 @@ def read_assignment(folder: Path) -> Assignment | None:
 
 
 def parse_assignment(assignment: str, lives: str, module: Module) -> Assignment:
-    """The assignment in XLA's `buffer-assignment.txt` and `live-range.txt` of a module.
+    """Return the assignment in a module's `buffer-assignment.txt` and `live-range.txt`.
 
     Without live ranges, `live` are the largest buffers that do not overlap.
     """
@@ -117,7 +117,7 @@ def parse_assignment(assignment: str, lives: str, module: Module) -> Assignment:
     before = [is_backward for time, is_backward in work if time <= moment]
     in_backward = bool(before) and before[-1]
     backward = [time for time, is_backward in work if is_backward]
-    # What a loop makes is one value within it and another after it, in the same place.
+    # A loop's result is one value within the loop and another after it, in the same place.
     lives_of: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
     for value in values:
         if value.name in ranges:
@@ -145,7 +145,7 @@ class _Value:
 
 
 def _parse_allocations(text: str) -> tuple[list[tuple[int, int]], list[_Value], int, int]:
-    """Numbers and sizes of parameters, temporary values, and the bytes of these and of the rest."""
+    """Return the parameters' numbers and sizes, temporary values, their bytes and all others."""
     parameters, values, temporary, other = [], [], 0, 0
     is_temporary = False
     for line in text.splitlines():
@@ -167,7 +167,7 @@ def _parse_allocations(text: str) -> tuple[list[tuple[int, int]], list[_Value], 
 
 
 def _parse_lives(text: str) -> tuple[list[tuple[int, str]], dict[str, tuple[int, int]]]:
-    """The order of instructions, and when each value is first and last in use."""
+    """Return the order of instructions, and the first and last time that each value is in use."""
     order, ranges = [], {}
     for line in text.splitlines():
         if line.startswith("  Live ranges at"):
@@ -181,7 +181,10 @@ def _parse_lives(text: str) -> tuple[list[tuple[int, str]], dict[str, tuple[int,
 
 
 def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[list[_Value], int]:
-    """The values that are in use when all in use take most, places that are shared once; when."""
+    """Return the values in use at the moment when most memory is in use, and that moment.
+
+    A place that several values share counts once.
+    """
     events = []
     for value in values:
         if value.name in ranges:
@@ -189,7 +192,7 @@ def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[
             events += [(start, 0, value), (end, 1, value)]
     used: dict[tuple[int, int], int] = {}
     total = most = moment = 0
-    # At the same moment, what ends is still in use.
+    # At one moment, what ends is still in use.
     for time, ends, value in sorted(events, key=lambda event: event[:2]):
         place = value.offset, value.size
         used[place] = used.get(place, 0) + (-1 if ends else 1)
@@ -204,7 +207,7 @@ def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> tuple[
 
 
 def _apart(values: list[_Value]) -> Iterator[list[_Value]]:
-    """Values that share a place; a place within one that is taken already is left out."""
+    """Yield the values that share a place, without places that overlap one already taken."""
     places: dict[tuple[int, int], list[_Value]] = {}
     for value in values:
         places.setdefault((value.offset, value.size), []).append(value)
@@ -216,7 +219,7 @@ def _apart(values: list[_Value]) -> Iterator[list[_Value]]:
 
 
 def _holds(life: tuple[int, int], times: list[int]) -> bool:
-    """Whether one of the times (which rise) is in a life, after its start."""
+    """Return whether one of the rising times is in a life, after its start."""
     after = bisect.bisect_right(times, life[0])
     return after < len(times) and times[after] <= life[1]
 
@@ -230,7 +233,7 @@ def _is_backward(op_name: str) -> bool:
 
 
 class _Names:
-    """What arrays of a module are called in the program that it was made from."""
+    """The names of a module's arrays in the program that it was compiled from."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -259,7 +262,7 @@ class _Names:
         return Buffer(self.of(instruction.name), instruction.name, instruction.result, size)
 
     def computes(self, name: str) -> bool:
-        """Whether an instruction is work, and no constant or copy."""
+        """Return whether an instruction is work, and not a constant or a copy."""
         instruction = self._where.get(name)
         return instruction is not None and instruction.opcode in _COMPUTES
 
@@ -267,7 +270,7 @@ class _Names:
         return _is_backward(self._where[name].op_name)
 
     def of(self, value: str) -> str:
-        """The op_name of what makes a value, given as `instruction` or `instruction{index}`."""
+        """Return the op_name of what makes a value: `instruction` or `instruction{index}`."""
         indexed = _INDEXED.match(value)
         name, index = (indexed.group(1), int(indexed.group(2))) if indexed else (value, 0)
         instruction = self._where.get(name)
@@ -277,7 +280,7 @@ class _Names:
         return made_by.replace("\\'", "'")
 
     def vagueness(self, value: str) -> tuple[bool, int]:
-        """To choose the best of several names by: the least."""
+        """Return a key by which the best of several names is the least."""
         name = self.of(value)
         return _is_vague(name), -len(name)
 
@@ -304,7 +307,10 @@ class _Names:
         return instruction.op_name
 
     def _carried(self, loop: Instruction, index: int, seen: set[tuple[str, int]]) -> str:
-        """Of what a loop gives to its next iteration, or of what it was given, if that stays."""
+        """Return the name of what a loop passes to its next iteration, or of its initial value.
+
+        The initial value is used if the other name is vague.
+        """
         body = self._module.computations[loop.called["body"]]
         root = next(i for i in body.values() if i.is_root)
         if root.opcode == "tuple" and index < len(root.operands):
@@ -315,7 +321,7 @@ class _Names:
         return self._made_by(start, index, seen)
 
     def _update(self, instruction: Instruction) -> Instruction | None:
-        """What an instruction writes into a part of a larger array; None for any other."""
+        """Return what an instruction writes into a part of a larger array; None for any other."""
         if instruction.opcode == "dynamic-update-slice":
             return self._where[instruction.operands[1]]
         if instruction.opcode != "fusion":

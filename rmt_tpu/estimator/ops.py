@@ -1,6 +1,6 @@
-"""The ops that are reported on: the calls of the papers' models, and the least each has to cost.
+"""The ops of reports: their calls in the papers' models, and the least cost of each.
 
-A new op is a function here that gives its cases, and its name in `OPS`.
+A new op is a function here that returns its cases, and its name in `OPS`.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from rmt_tpu.estimator.programs import lower
 Direction = Literal["forward", "training"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "training")
 PORTABLE = "xla"
-# Of every case: 8192 tokens in bfloat16, in 16 sequences where it is not said.
+# Every case has 8192 tokens in bfloat16, in 16 sequences unless it says otherwise.
 _TOKENS = math.prod(TOKENS)
 _ITEM = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The least bytes between HBM and chip, each array once, and the FLOPs."""
+    """The least bytes between HBM and chip, with each array once, and the FLOPs."""
 
     bytes: int
     flops: int
@@ -41,12 +41,12 @@ class Case:
 
     Attributes:
       name: its sizes.
-      function: `function(implementation, *arguments)`.
-      arguments: shapes and dtypes; those of floating dtypes are differentiated.
-      forward: what the op has to do.
-      backward: what its gradient has to do besides.
-      carried: whether the first argument is a state that the first result takes the place of, as in
-        a scan over layers; it and its cotangent are then donated.
+      function: the op as `function(implementation, *arguments)`.
+      arguments: shapes and dtypes; arguments of floating dtypes are differentiated.
+      forward: the work of the op.
+      backward: the additional work of its gradient.
+      carried: whether the first argument is a state that the first result replaces, as in a scan
+        over layers; it and its cotangent are then donated.
     """
 
     name: str
@@ -57,15 +57,16 @@ class Case:
     carried: bool = False
 
     def work(self, direction: Direction) -> Work:
-        """Of the forward pass, or of both passes ("training")."""
+        """Return the work of the forward pass, or of both passes ("training")."""
         return self.forward if direction == "forward" else self.forward + self.backward
 
     def program(
         self, direction: Direction, implementation: str | None
     ) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]]:
-        """A function to compile, the shapes of its arguments, and which of these are donated.
+        """Return a function to compile, the shapes of its arguments, and which of them are donated.
 
-        "training" takes the cotangents of the results too, and gives results and gradients.
+        A "training" function also takes the cotangents of the results, and returns results and
+        gradients.
         """
         arguments = self.arguments
         floating = [i for i, a in enumerate(arguments) if jnp.issubdtype(a.dtype, jnp.floating)]
@@ -94,27 +95,27 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """An op: its cases, and the implementation that is a kernel, by the platform it is for."""
+    """An op: its cases, and by platform the implementation that is a kernel."""
 
     cases: Callable[[], list[Case]]
     kernels: dict[str, str]
 
 
 def cases(op: str) -> dict[str, Case]:
-    """The cases of an op, by name."""
+    """Return the cases of an op, by name."""
     return {case.name: case for case in OPS[op].cases()}
 
 
 def lower_case(
     device: jax.Device, op: str, case: str, direction: Direction, implementation: str | None
 ) -> jax.stages.Lowered:
-    """A case lowered for a device that need not exist."""
+    """Lower a case for a device that need not exist."""
     function, arguments, donated = cases(op)[case].program(direction, implementation)
     return lower(function, arguments, device, donate=donated)
 
 
 def _key_vector() -> list[Case]:
-    """Before attention (P = 3R) and before feed-forward; small and large residuals."""
+    """Return sites before attention (P = 3R) and before feed-forward, small and large residuals."""
     rmt = shapes.RMT_305M
     sizes = [rmt, rmt.before_feed_forward, shapes.RMT_134M, shapes.RMT_LARGE]
     return [_store_norm_retrieve(size) for size in sizes]
@@ -130,7 +131,8 @@ def _store_norm_retrieve(size: KeyVector) -> Case:
 
     keys = R * K + K * V + P * K
     forward = _TOKENS * _ITEM * V * (2 * K + R + P) + 4 * keys
-    # Reads the stored residual, its cotangent and those of z, and the data; gives two of them.
+    # It reads the stored residual, its cotangent, that of z, and the data; it writes two
+    # cotangents.
     backward = _TOKENS * _ITEM * V * (3 * K + 2 * R + P) + 2 * 4 * keys
     flops = 2 * _TOKENS * (R + P) * K * V
     return Case(
@@ -157,20 +159,20 @@ def _causal_attention(sizes: Heads) -> Case:
 
     per_array = _TOKENS * heads * size * _ITEM
     log_sums = 4 * _TOKENS * heads
-    # Of the products of queries, keys and values, a causal mask leaves half.
+    # A causal mask leaves half of the products of queries, keys and values.
     product = _TOKENS * heads * TOKENS[1] * size
     return Case(
         f"H={heads} D={size}",
         function,
         (array("bfloat16", *TOKENS, 3 * heads, size), array("int32", *TOKENS)),
         Work(4 * per_array + log_sums, 2 * product),
-        # Reads qkv, the result and its cotangent; the probabilities are computed again.
+        # It reads qkv, the result and its cotangent; the probabilities are computed again.
         Work(8 * per_array + log_sums, 5 * product),
     )
 
 
 def _depth() -> list[Case]:
-    """One site over all blocks, or all sublayers; then the two phases, and what Full needs."""
+    """Return one site over all blocks or sublayers, both phases, and the cases of Full AttnRes."""
     partials = [*shapes.ONE_SITE, shapes.ALL_SITES._replace(D=1024), shapes.ALL_SITES]
     merges = [_depth_merge(Depth(1, 1, D)) for D in (1024, 2048)]
     return [*map(_depth_partial, partials), *merges, *TABLE_1]
@@ -194,8 +196,8 @@ def _depth_partial(size: Depth, *, prior: bool = False) -> Case:
         function,
         (given.queries, given.sources, *(given.prior or ())),
         Work((N + S) * row + sums + parameters + of_prior, flops),
-        # Reads the sources and the result's cotangent, gives the sources'; with a prior, its share
-        # needs it and the result.
+        # It reads the sources and the result's cotangent, and writes the sources'. With a prior,
+        # its share needs it and the result.
         Work((2 * N + S) * row + 2 * sums + 2 * parameters + 2 * of_prior, 2 * flops),
     )
 
@@ -214,7 +216,7 @@ def _depth_merge(size: Depth) -> Case:
         f"merge D={D}",
         function,
         (given.current, given.current, given.log_sums, given.query, given.norm_gain),
-        # `current` is passed on as it is.
+        # `current` is passed on unchanged.
         Work(3 * row + sums + parameters, 15 * _TOKENS * D),
         Work(6 * row + 2 * sums + 2 * parameters, 40 * _TOKENS * D),
         carried=True,
@@ -222,7 +224,7 @@ def _depth_merge(size: Depth) -> Case:
 
 
 def _delta() -> list[Case]:
-    """One long sequence, with Kimi Linear's heads."""
+    """Return one long sequence with Kimi Linear's heads."""
     heads, size = shapes.KIMI_48B
 
     def function(implementation, *operands):
@@ -234,14 +236,15 @@ def _delta() -> list[Case]:
     operand = array("bfloat16", *rows, size)
     per_array, beta = _TOKENS * heads * size * _ITEM, 4 * _TOKENS * heads
     decays, state = 2 * per_array, 4 * heads * size**2
-    # In chunks of 128: of products between its tokens, a causal mask leaves half.
+    # In chunks of 128, a causal mask leaves half of the products between a chunk's tokens.
     product = 2 * _TOKENS * heads * size**2
     return [
         Case(
             f"H={heads} D={size}",
             function,
             (*[operand] * 3, array("float32", *rows, size), array("float32", *rows)),
-            # Between tokens 5: of keys, of queries, the inverse, and of it and queries with values.
+            # The 5 products between tokens are those of keys, of queries, the inverse, and the
+            # inverse and the queries with values.
             Work(4 * per_array + decays + beta + state, int((3 + 5 / 2) * product)),
             Work(7 * per_array + 2 * (decays + beta) + state, int((10 + 18 / 2) * product)),
         )
@@ -249,10 +252,10 @@ def _delta() -> list[Case]:
 
 
 def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
-    """Of the schedules of table 1: what a sublayer moves, in units of d, a token's elements.
+    """Return what a sublayer moves in the schedules of table 1, in units of d, a token's elements.
 
     Args:
-      moved: bytes of the forward pass, of the cases in `TABLE_1` and of `merge D=1024`, by name.
+      moved: forward bytes of the cases in `TABLE_1` and of `merge D=1024`, by name.
     """
     row, sites = _TOKENS * 1024 * _ITEM, 16
     block, earlier, within = (moved[case.name] / row for case in TABLE_1)
@@ -262,9 +265,9 @@ def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
     }
 
 
-# The paper's table 1: 128 sublayers in 8 blocks of 16. In Block, phase 1 over the 8 blocks' sums;
-# in Full, over the 56 sublayers that precede the average block, and then each sublayer over the 8
-# before the average one in its block, with phase 1 as the prior.
+# The paper's table 1 has 128 sublayers in 8 blocks of 16. In Block AttnRes, phase 1 reads the 8
+# blocks' sums. In Full AttnRes, it reads the 56 sublayers that precede the average block, and then
+# each sublayer reads the 8 that precede the average one in its block, with phase 1 as the prior.
 TABLE_1 = (
     _depth_partial(Depth(16, 8, 1024)),
     _depth_partial(Depth(16, 56, 1024)),

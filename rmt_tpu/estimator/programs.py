@@ -1,9 +1,9 @@
-"""Compile programs for a device without one, and get back what the compiler made of them.
+"""Compilation of programs for a device that is not there, and what the compiler makes of them.
 
-libtpu reads its options when it loads, so that every target gets a process of its own; it compiles
-the jobs one by one. What to compile is named, not passed: `"package.module:function"`, called as
-`function(device, **arguments)` with the target's first device, gives a `jax.stages.Lowered`, or a
-tuple of that and of JSON values (a dict) that are handed back with what becomes of it.
+libtpu reads its options when it loads, so every target gets a process of its own, which compiles
+jobs one by one. A job names its function as `"package.module:function"`. The function is called as
+`function(device, **arguments)` with the target's first device. It returns a `jax.stages.Lowered`,
+or a tuple of that and a dict of JSON values, which are returned with the outcome.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# They attend with masks or without them.
+# Kernels that attend with masks or without them.
 from pallas_kernels.causal_attention.block_sizes import KERNELS as EITHER
 from rmt_tpu.estimator.hlo import Module
 from rmt_tpu.estimator.memory import Assignment, read_assignment
@@ -43,9 +43,9 @@ class CompilerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to compile: `function(device, **arguments)`, the function by its importable name.
+    """A function to compile, `function(device, **arguments)`, by its importable name.
 
-    With `whole_topology` it is given a list of all devices.
+    With `whole_topology` the function gets a list of all devices.
     """
 
     function: str
@@ -58,16 +58,16 @@ class Program:
     """A compiled job.
 
     Attributes:
-      target: what it was compiled for.
+      target: the target that it was compiled for.
       module: the compiled instructions.
-      schedules: of its kernels and fusions, by the name of the instruction, as far as libtpu left
+      schedules: the schedules of its kernels and fusions by instruction, as far as libtpu left
         them; equal kernels share one.
       memory: bytes by kind, as in `jax.stages.Compiled.memory_analysis()`.
-      seconds: that compiling took.
-      warnings: given meanwhile, as by a call that has no kernel.
-      assignment: what lies in memory, if it was asked for.
-      info: what the job's function gave beside the program.
-      ptx: of a GPU's kernels.
+      seconds: the seconds of compilation.
+      warnings: warnings during compilation, for example for a call that has no kernel.
+      assignment: the buffer assignment, if it was asked for.
+      info: what the job's function returned in addition to the program.
+      ptx: the PTX of a GPU's kernels.
     """
 
     target: Target
@@ -83,10 +83,10 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A job that could not be lowered or compiled, and why in one line.
+    """A job that could not be lowered or compiled, and the reason in one line.
 
-    `error` is the name of the exception. A program that needs more memory than there is comes with
-    its `assignment`, if that was asked for.
+    `error` is the name of the exception. If a program needs too much memory, `assignment` is there
+    if it was asked for.
     """
 
     message: str
@@ -102,13 +102,13 @@ def compile_jobs(
     *,
     buffers: bool = False,
 ) -> Generator[Program | Failure, None, None]:
-    """What becomes of each job, in their order.
+    """Yield the outcome of each job, in their order.
 
     Args:
       target: the device to compile for.
-      jobs: what to compile.
-      progress: is told of each job that ends.
-      buffers: whether to read how memory is assigned.
+      jobs: the jobs to compile.
+      progress: is called with a line for each job that ends.
+      buffers: whether to read the buffer assignment.
 
     Raises:
       CompilerError: the compiler is missing, or its process ended early.
@@ -122,12 +122,13 @@ def compile_jobs(
 
 
 class Worker:
-    """A process of its own that compiles for one target, a job at a time; to be closed.
+    """A process that compiles for one target, one job at a time; call `close` at the end.
 
     Args:
       target: the device to compile for.
-      buffers: whether to read how memory is assigned.
-      schedules: whether to have those of TPU instructions, which takes longer than to compile.
+      buffers: whether to read the buffer assignment.
+      schedules: whether to get the schedules of TPU instructions, which takes longer than
+        compilation.
 
     Raises:
       CompilerError: the compiler is missing.
@@ -139,12 +140,12 @@ class Worker:
         self._process: subprocess.Popen | None = None
 
     def compile(self, job: Job, limit: float | None = None) -> Program | Failure:
-        """What becomes of a job.
+        """Compile a job, and return its outcome.
 
         Args:
-          job: what to compile.
-          limit: in seconds, after which the process is killed with all that it has started, and
-            the job a Failure with the error "TimeLimit"; the next job gets a new process.
+          job: the job to compile.
+          limit: seconds after which the process and all that it has started are killed; the job is
+            then a Failure with the error "TimeLimit", and the next job gets a new process.
 
         Raises:
           CompilerError: the process ended early; the next job gets a new one.
@@ -155,10 +156,10 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # it says why below
+        except BrokenPipeError:  # the reason is read below
             pass
         until = None if limit is None else time.monotonic() + limit
-        # A line for each job; what libraries print beside them does not matter.
+        # The process prints a line for each job; other lines, printed by libraries, do not matter.
         while True:
             try:
                 line = self._lines.get(timeout=until and max(0.0, until - time.monotonic()))
@@ -166,7 +167,7 @@ class Worker:
                 self.close()
                 return Failure(f"no result within {limit:g} s", "TimeLimit")
             if line is None:
-                self._lines.put(None)  # for `close`
+                self._lines.put(None)  # `close` waits for it
                 code = self._process.wait()
                 words = _last_words(self._folder / "stderr.txt", code, self._target)
                 self.close()
@@ -199,14 +200,14 @@ class Worker:
                 stderr=stderr,
                 encoding="utf-8",
                 errors="replace",
-                start_new_session=True,  # a group, which is killed as one, and by nobody else
+                start_new_session=True,  # a process group of its own, which is killed as a whole
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reading = (self._process.stdout, self._lines)
         threading.Thread(target=_read_lines, args=reading, daemon=True).start()
 
     def close(self) -> None:
-        """Ends the process and all that it has started."""
+        """End the process and all that it has started."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -214,14 +215,14 @@ class Worker:
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        while self._lines.get() is not None:  # until the thread has closed what it reads
+        while self._lines.get() is not None:  # wait until the thread has closed its stream
             pass
         self._process = None
         self._scratch.cleanup()
 
 
 def _read_lines(stream, lines) -> None:
-    """Puts every line in the queue, and None at the end."""
+    """Put every line into the queue, and None at the end."""
     try:
         with stream:
             for line in stream:
@@ -237,15 +238,15 @@ def lower(
     *,
     donate: tuple[int, ...] = (),
 ) -> jax.stages.Lowered:
-    """`function` lowered for a device that need not exist, for arguments of these shapes.
+    """Lower `function` for a device that need not exist, with arguments of these shapes.
 
-    The compiler chooses how arguments and results lie in memory, as it does within a larger
-    program: it would otherwise have to copy them at the program's edge.
+    The compiler chooses the layouts of arguments and results, as it does within a larger program.
+    Otherwise it would have to copy them at the program's edge.
 
     Args:
-      function: of arrays.
-      arguments: anything with a shape and a dtype, in trees.
-      device: of a topology.
+      function: a function of arrays.
+      arguments: trees of anything with a shape and a dtype.
+      device: a device of a topology.
       donate: which arguments the results may overwrite.
     """
     from jax.experimental.layout import Format, Layout
@@ -254,14 +255,14 @@ def lower(
     anyhow = Format(Layout.AUTO, here)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(arguments))
     jitted = jax.jit(function, in_shardings=anyhow, out_shardings=anyhow, donate_argnums=donate)
-    # Block sizes are looked up by the device of the mesh in use.
+    # Block sizes are looked up by the device of the mesh that is active.
     with jax.sharding.use_abstract_mesh(here.mesh.abstract_mesh):
         return jitted.lower(*shapes)
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of what makes the figures: jax and, where it is installed, libtpu."""
+    """Return the versions of jax and, where it is installed, libtpu."""
     found = {"jax": jax.__version__}
     try:
         found["libtpu"] = importlib.metadata.version("libtpu")
@@ -309,7 +310,10 @@ def _check_installed(target: Target) -> None:
 
 
 def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedule]:
-    """Of what has one; libtpu schedules only one of those that are alike."""
+    """Return the schedules of all instructions that have one.
+
+    libtpu schedules only one of several instructions that are alike; the others share its schedule.
+    """
     parsed, keys = {}, {}
     for ran in module.run():
         instruction = ran.instruction
@@ -325,7 +329,7 @@ def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedu
                 target.matrix,
                 either=any(name in instruction.name for name in EITHER),
             )
-        except ValueError:  # of what is not a kernel there are other views
+        except ValueError:  # dumps of what is not a kernel may have another form
             if module.kernel(instruction) is not None:
                 raise
     done = {keys[name]: schedule for name, schedule in parsed.items()}

@@ -1,8 +1,9 @@
 """Functions whose times on TPUs others have published, for `calibrate` to compile.
 
-tokamax publishes times of plain XLA beside those of its own kernels. The functions here compute the
-same, in plain JAX and in the same order of operations, and need no tokamax; `attention_kernel` has
-the kernel that was timed, and does. Each takes a device of a topology, and gives the lowered call.
+tokamax publishes times of plain XLA in addition to those of its own kernels. The functions here
+compute the same in plain JAX, with the same order of operations, and need no tokamax; only
+`attention_kernel`, which has the kernel that was timed, needs it. Each takes a device of a
+topology, and returns the lowered call.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ _PRECISION = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 
 
 def norm(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowered:
-    """Lowers a layer norm of `shape` over an axis, with a scale and an offset in float32."""
+    """Lower a layer norm of `shape` over an axis, with a scale and an offset in float32."""
 
     def call(x, scale, offset):
         others = [i for i in range(x.ndim) if i != axis % x.ndim]
@@ -35,7 +36,7 @@ def norm(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowe
 
 
 def norm_gradient(device: jax.Device, shape: Sequence[int], axis: int) -> jax.stages.Lowered:
-    """Lowers the gradients of `norm`, from the mean and inverse deviation of the forward pass."""
+    """Lower the gradients of `norm`, from the mean and inverse deviation of the forward pass."""
 
     def call(x, scale, mean, inverse, gradient):
         others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
@@ -53,7 +54,7 @@ def norm_gradient(device: jax.Device, shape: Sequence[int], axis: int) -> jax.st
 
 
 def cross_entropy(device: jax.Device, shape: Sequence[int], vocab: int) -> jax.stages.Lowered:
-    """Lowers the mean loss of x [tokens, size] and w [size, vocab], with each token's log-sum."""
+    """Lower the mean loss of x [tokens, size] and w [size, vocab], with each token's log-sum."""
 
     def call(x, labels, w):
         logits = x @ w
@@ -67,7 +68,7 @@ def cross_entropy(device: jax.Device, shape: Sequence[int], vocab: int) -> jax.s
 def cross_entropy_gradient(
     device: jax.Device, shape: Sequence[int], vocab: int
 ) -> jax.stages.Lowered:
-    """Lowers the gradients of `cross_entropy` from its log-sums; logits are computed again."""
+    """Lower the gradients of `cross_entropy` from its log-sums; logits are computed again."""
 
     def call(x, labels, w, log_sums, gradient):
         one_hot = jax.nn.one_hot(labels, vocab, dtype=x.dtype)
@@ -83,7 +84,7 @@ def cross_entropy_gradient(
 def gated_linear_unit(
     device: jax.Device, shape: Sequence[int], size: int, activation: str
 ) -> jax.stages.Lowered:
-    """Lowers `activation(x @ w[:, 0]) * (x @ w[:, 1])` of w [features, 2, size]."""
+    """Lower `activation(x @ w[:, 0]) * (x @ w[:, 1])` with w [features, 2, size]."""
     gate = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}[activation]
 
     def call(x, w):
@@ -97,12 +98,12 @@ def gated_linear_unit(
 
 
 def causal_attention(device: jax.Device, shape: Sequence[int]) -> jax.stages.Lowered:
-    """Lowers attention of [batch, tokens, heads, size] with all logits at once, in float32."""
+    """Lower attention of [batch, tokens, heads, size] with all logits at once, in float32."""
     return _lower(_attend, device, shape, shape, shape)
 
 
 def causal_attention_gradient(device: jax.Device, shape: Sequence[int]) -> jax.stages.Lowered:
-    """Lowers the gradients of `causal_attention`, with the forward pass again."""
+    """Lower the gradients of `causal_attention`, with the forward pass again."""
 
     def call(q, k, v, gradient):
         return jax.vjp(_attend, q, k, v)[1](gradient)
@@ -122,7 +123,7 @@ def _attend(q, k, v):
 def ragged_dot(
     device: jax.Device, shape: Sequence[int], size: int, groups: int
 ) -> jax.stages.Lowered:
-    """Lowers [rows, features] times [groups, features, size], as XLA's own operation."""
+    """Lower [rows, features] times [groups, features, size], as XLA's own operation."""
     dot = jax.lax.ragged_dot
     return _lower(dot, device, shape, [groups, shape[1], size], ([groups], _INT32))
 
@@ -130,11 +131,11 @@ def ragged_dot(
 def attention_kernel(
     device: jax.Device, shape: Sequence[int], blocks: Mapping[str, int]
 ) -> jax.stages.Lowered:
-    """Lowers attention without a mask by tokamax's kernel as it was timed, with its transposes.
+    """Lower attention without a mask by tokamax's kernel as it was timed, with its transposes.
 
     Args:
-      device: of a topology.
-      shape: of queries, keys, values and the result: [batch, tokens, heads, head size].
+      device: a device of a topology.
+      shape: the shape of queries, keys, values and the result: [batch, tokens, heads, head size].
       blocks: fields of tokamax's config.
     """
     from tokamax._src.ops.experimental.tpu.splash_attention import (
@@ -159,7 +160,7 @@ def attention_kernel(
 
 
 def _lower(call: Callable[..., Any], device: jax.Device, *arrays: Any) -> jax.stages.Lowered:
-    """Lowers a call with arrays as JAX lays them out: bfloat16, unless (shape, dtype) is given."""
+    """Lower a call with arrays in JAX's layouts: bfloat16, unless (shape, dtype) is given."""
     mesh = Mesh(np.array([device]), ("device",))
     here = NamedSharding(mesh, PartitionSpec())
     given = []

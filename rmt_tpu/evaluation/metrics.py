@@ -35,7 +35,7 @@ class Metric:
 
     @property
     def influence(self) -> Float[np.ndarray, " documents"]:
-        """How much each document moves the rate."""
+        """The amount by which each document moves the rate."""
         return (self.total - self.rate * self.weight) / math.fsum(self.weight)
 
     @property

@@ -40,7 +40,7 @@ class Request(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many tokens the model reads."""
+        """The number of tokens that the model reads."""
         return len(self.context) + len(self.continuation) - 1
 
 

@@ -229,7 +229,11 @@ def searches_table(rows: Sequence[Row]) -> str:
 def with_best(
     config: RunConfig, plan: Plan, arm: Arm, rows: Mapping[str, Sequence[Row]]
 ) -> RunConfig:
-    """Return an arm's run with the best point of its searches, or the geometric mean of several."""
+    """Return an arm's run with the best point of its searches, or the geometric mean of several.
+
+    Raises:
+      RunError: every point of a search diverged.
+    """
     taken = {name: best(rows[name])[0] for name in plan.searches_of(arm)}
     for name, row in taken.items():
         if not math.isfinite(row.loss):

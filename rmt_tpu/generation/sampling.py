@@ -27,7 +27,7 @@ _NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
 
 @dataclass(frozen=True)
 class Sampling(Checked):
-    """How tokens are chosen.
+    """The settings with which tokens are chosen.
 
     Attributes:
       temperature: divides the logits; 0 always takes the likeliest token.

@@ -14,11 +14,11 @@ from rmt_tpu.streams import say
 
 
 class Piece(NamedTuple):
-    """What has come of a text.
+    """A new part of a text.
 
     Attributes:
       index: the index of the text in its job.
-      more: the new part of the text.
+      more: the new part.
       prompt: the scores of its prompt, given with the first part if they are wanted.
     """
 
