@@ -1,4 +1,4 @@
-"""The ops' estimated or measured costs beside those of their portable form, as rows and tables."""
+"""Estimated or measured costs of the ops and of their portable form, as rows and tables."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -29,13 +29,14 @@ class OpRow:
     """One call of an op on one chip, by its kernel and in its portable form.
 
     Attributes:
-      op, case, direction: what is called.
+      op, case, direction: the call.
       device: the chip.
-      bandwidth: of its HBM in bytes/s; None where it is not known.
+      bandwidth: the bandwidth of its HBM in bytes/s; None where it is not known.
       kernel: the implementation that is compared.
-      work: what has to be done at least.
-      seconds, portable_seconds: of a call; None where it failed.
-      cost, portable_cost: of the compiled program; None for a measured row, or where it failed.
+      work: the least work of the call.
+      seconds, portable_seconds: seconds of a call; None where it failed.
+      cost, portable_cost: costs of the compiled program; None for a measured row, or where it
+      failed.
       failures: why a form could not be compiled or run, by its implementation.
     """
 
@@ -54,27 +55,27 @@ class OpRow:
 
     @property
     def speedup(self) -> float | None:
-        """Time of the portable form over that of the kernel."""
+        """The time of the portable form relative to the kernel's."""
         if self.seconds is None or self.portable_seconds is None:
             return None
         return self.portable_seconds / self.seconds
 
     @property
     def speedups(self) -> list[float]:
-        """`speedup` by each model of cost, the least first; a measured row has none."""
+        """The `speedup` by each model of cost, in ascending order; empty for a measured row."""
         if self.cost is None or self.portable_cost is None:
             return []
         portable, kernel = self.portable_cost.by_model, self.cost.by_model
         return sorted(portable[model] / kernel[model] for model in MODELS)
 
     def bandwidth_use(self, seconds: float | None) -> float | None:
-        """The least bytes over the time, as a fraction of the HBM bandwidth."""
+        """Return the least bytes over the time, as a fraction of the HBM bandwidth."""
         if seconds is None or self.bandwidth is None:
             return None
         return self.work.bytes / seconds / self.bandwidth
 
     def json(self) -> dict[str, Any]:
-        """All figures, derived ones too."""
+        """Return all figures, including derived ones."""
         return dataclasses.asdict(self) | {
             "speedup": self.speedup,
             "bandwidth_use": self.bandwidth_use(self.seconds),
@@ -88,7 +89,7 @@ def estimate(
     progress: Progress | None = None,
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
-    """Rows for a TPU, estimated; `only` names cases, None is all.
+    """Return estimated rows for a TPU; `only` has the names of cases, None is all.
 
     Raises:
       CompilerError: there is no compiler.
@@ -135,7 +136,7 @@ def time_ops(
     progress: Progress | None = None,
     only: Sequence[str] | None = None,
 ) -> list[OpRow]:
-    """Rows for the device of this machine, measured; `only` names cases, None is all."""
+    """Return measured rows for this machine's device; `only` names cases, None is all."""
     known = chip_of(device.device_kind)
     bandwidth = (known.bandwidth or None) if known else None
     rows = []
@@ -157,7 +158,10 @@ def time_ops(
 
 
 def op_table(rows: Sequence[OpRow]) -> str:
-    """Markdown: a line a call, times in microseconds, bytes in MB; what matters most first."""
+    """Return a Markdown table with a line per call, in microseconds and MB.
+
+    The columns that matter most come first.
+    """
     lines = [
         "| op | case | pass | chip | us, kernel | us, xla | xla / kernel | of bandwidth, kernel "
         "| of bandwidth, xla | GFLOP | least MB | MB, kernel | MB, xla "
@@ -187,7 +191,7 @@ def op_table(rows: Sequence[OpRow]) -> str:
 
 
 def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
-    """Markdown: a line a kernel; cycles in thousands, of one call."""
+    """Return a Markdown table with a line per kernel; cycles are thousands of one call."""
     lines = [
         "| chip | case | pass | kernel | kcycles | kbundles | MXU floor | compute / HBM | VMEM MiB "
         "| trips | busiest units |",
@@ -213,9 +217,10 @@ def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
 
 
 def traffic_table(rows: Sequence[OpRow]) -> str:
-    """Markdown: what depth attention moves per sublayer in the schedules of the paper's table 1.
+    """Return a Markdown table of the elements that depth attention moves per sublayer.
 
-    A line a chip with all the cases it takes; "" if there is none.
+    It has the schedules of the paper's table 1, in lines for each chip with all the cases they
+    need; "" if there is none.
     """
     paper = {"Block, two-phase": 5.5, "Full, two-phase": 24}
     lines = []
@@ -229,7 +234,7 @@ def traffic_table(rows: Sequence[OpRow]) -> str:
         for of in (lambda r: r.work, lambda r: r.cost, lambda r: r.portable_cost):
             try:
                 columns.append(elements_per_sublayer({r.case: of(r).bytes for r in forward}))
-            except (AttributeError, KeyError):  # it failed, or was not asked for
+            except (AttributeError, KeyError):  # a case failed, or was not asked for
                 break
         else:
             for schedule, booked in paper.items():
@@ -242,7 +247,7 @@ def traffic_table(rows: Sequence[OpRow]) -> str:
 
 
 def failure_lines(rows: Sequence[OpRow]) -> str:
-    """A line for every form that could not be compiled or run."""
+    """Return a line for every form that could not be compiled or run."""
     return "".join(
         f"- {row.device}, {row.op} {row.case}, {row.direction}, {implementation}: {why}\n"
         for row in rows

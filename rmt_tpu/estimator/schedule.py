@@ -1,20 +1,20 @@
-"""The static schedule of a kernel or a fusion, as libtpu dumps it, and the cycles it takes.
+"""The static schedule of a kernel or a fusion, as libtpu dumps it, and its cycles.
 
-`*-<name>-<n>-final_bundles.txt` has one line a VLIW bundle, in the order of execution:
+`*-<name>-<n>-final_bundles.txt` has one line per VLIW bundle, in the order of execution:
 
     0x2d LB: >> { ... %s24 = sphi %s39, %s89 ... } /* Start region 88 :: ... */
     ...          %s89 = sadd.s32 2, %s24 ...   %p1 = scmp.ge.s32.totalorder %s89, 4 /* loop exit ..
     0x735  : >> { ...  %188 = sbr.rel (!%p1) target = $region88 }
 
-A loop is what lies between a bundle marked LB and the branch back to a region that starts there. A
-bundle is a cycle, but for waiting: a product waits for a matrix unit that still works on the one
+A loop extends from a bundle marked LB to the branch back to a region that starts there. A bundle
+takes a cycle, except for waiting: a product waits for a matrix unit that still works on the product
 before. `_stalled` replays that.
 
-What the model leaves out: conflicts in VMEM, latencies, the issue of DMAs, the first and last steps
-of the pipeline. A region under a condition counts as executed; of a kernel that goes one way or
-another, the longest of those beside each other and no other. Waiting for the results of products,
-with the latency that libtpu states, made up to 2.3 times of what was measured; without it the model
-is near that, see `calibration`.
+The model leaves out conflicts in VMEM, latencies, the issue of DMAs, and the first and last steps
+of the pipeline. A region under a condition counts as executed; for a kernel that takes one of
+several ways, only the longest of adjacent regions counts. A model that waits for the results of
+products, with the latency that libtpu states, gave up to 2.3 times the measured time; without this
+wait the model is near it, see `calibration`.
 """
 
 import dataclasses
@@ -40,22 +40,28 @@ _FILL = re.compile(r"(%\w+) = sld " + _OPERAND + r"\[smem:\[(#\w+_spill)\]\]")
 _CONSTANT = re.compile(r"(%\w+) = smov " + _OPERAND + r"(-?\d+)\b")
 _MATRIX = re.compile(r"(vmatmul|vmatpush)([a-z0-9.\[\]]*)\.mxu(\d)")
 _VMEM_COPY = "dma.vmem_to_vmem"
-# A grid runs as a pipeline of three stages (copy in, compute, copy out) over two more iterations.
+# A grid runs as a pipeline of three stages (copy in, compute, copy out) with two more iterations.
 _PIPELINE = "iteration index, stage"
 _PIPELINE_EXTRA = 2
-# Bundles behind a branch that are executed before it is taken, at least.
+# The least number of bundles after a branch that are executed before it is taken.
 _DELAY_SLOTS = 4
-# Enough for the waiting of one iteration to show in the next.
+# The number of iterations after which the waiting of one shows in the next.
 _ITERATIONS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop, or the whole program (trips 1). Of one iteration, without the loops inside it:
+    """A loop, or the whole program, which has one trip.
 
-    `bundles`; `cycles` with the waiting for matrix units to be free; `mxu_cycles` in which the
-    busiest of them works; `units`, how often each unit is used. `trips` is None if it could not be
-    read.
+    All counts but `trips` are of one iteration, without the loops inside it.
+
+    Attributes:
+      trips: the number of iterations; None if it could not be read.
+      bundles: the number of bundles.
+      cycles: the cycles, with waiting for free matrix units.
+      mxu_cycles: the cycles in which the busiest matrix unit works.
+      units: how often each unit is used.
+      inner: the loops inside it.
     """
 
     trips: int | None
@@ -66,7 +72,7 @@ class Loop:
     inner: tuple["Loop", ...] = ()
 
     def walk(self, times: int = 1) -> Iterator[tuple["Loop", int]]:
-        """This loop and those inside it, with the iterations of each; unknown trips count once."""
+        """Yield this loop and those inside it, with their iterations; unknown trips count once."""
         times *= self.trips or 1
         yield self, times
         for loop in self.inner:
@@ -78,10 +84,10 @@ class Schedule:
     """The schedule of one instruction; figures are for one call on one core.
 
     Attributes:
-      program: all of it.
-      slots: of each unit, in a bundle.
-      copies_in_vmem: whether it copies from VMEM to VMEM. A pipeline over a grid does not: of an
-        operand that lies in VMEM, its window is an address there.
+      program: the whole schedule.
+      slots: the slots of each unit in a bundle.
+      copies_in_vmem: whether it copies from VMEM to VMEM. A pipeline over a grid does not: the
+        window of an operand in VMEM is an address in it.
     """
 
     program: Loop
@@ -90,27 +96,27 @@ class Schedule:
 
     @property
     def cycles(self) -> int:
-        """Of all of it, with waiting for matrix units and without waiting for HBM."""
+        """All cycles, with waiting for matrix units and without waiting for HBM."""
         return sum(loop.cycles * times for loop, times in self.program.walk())
 
     @property
     def bundles(self) -> int:
-        """Executed, so a lower bound of the cycles."""
+        """All bundles executed, which are a lower bound of the cycles."""
         return sum(loop.bundles * times for loop, times in self.program.walk())
 
     @property
     def mxu_cycles(self) -> int:
-        """The matrix units' floor: cycles in which the busiest one works."""
+        """The least cycles of the matrix units: those in which the busiest one works."""
         return sum(loop.mxu_cycles * times for loop, times in self.program.walk())
 
     @property
     def unknown_loops(self) -> int:
-        """Loops whose trip count could not be read, and which count as executed once."""
+        """The number of loops whose trip count could not be read; they count as executed once."""
         return sum(loop.trips is None for loop, _ in self.program.walk())
 
     @property
     def unit_use(self) -> dict[str, float]:
-        """Fraction of each unit's slots that are used, over `cycles`."""
+        """The fraction of each unit's slots that are used, over `cycles`."""
         used = Counter()
         for loop, times in self.program.walk():
             used.update({unit: n * times for unit, n in loop.units.items()})
@@ -121,15 +127,15 @@ class Schedule:
 def parse_schedule(
     bundles_text: str, utilization_text: str, matrix: MatrixUnit, *, either: bool = False
 ) -> Schedule:
-    """The schedule in a `final_bundles.txt` and the `per-bundle-utilization.txt` beside it.
+    """Return the schedule in a `final_bundles.txt` and its `per-bundle-utilization.txt`.
 
     Args:
-      bundles_text, utilization_text: the files.
-      matrix: the target's.
-      either: whether of regions under conditions beside each other only the longest counts.
+      bundles_text, utilization_text: the contents of the files.
+      matrix: the target's matrix units.
+      either: whether only the longest of adjacent regions under conditions counts.
 
     Raises:
-      ValueError: the two are not of the same program, or there are no bundles.
+      ValueError: the two are of different programs, or there are no bundles.
     """
     bundles = _bundles(bundles_text)
     slots, use = _utilization(utilization_text)
@@ -184,7 +190,7 @@ def _bundles(text: str) -> list[_Bundle]:
 
 
 def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
-    """Slots of each unit, and how many of them each bundle uses."""
+    """Return the slots of each unit, and how many of them each bundle uses."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("==")]
     names, capacities, *rows = lines
     slots = dict(zip(map(str.strip, names.split(",")), map(int, capacities.split()), strict=True))
@@ -192,7 +198,7 @@ def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
 
 
 def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
-    """First and last bundle of each loop, outer loops before those inside them."""
+    """Return the first and last bundle of each loop, outer loops before those inside them."""
     starts: dict[str, int] = {}
     ends: dict[int, int] = {}
     for i, bundle in enumerate(bundles):
@@ -205,7 +211,7 @@ def _loop_spans(bundles: list[_Bundle]) -> list[tuple[int, int]]:
 
 
 def _left_out(bundles: list[_Bundle]) -> frozenset[int]:
-    """Those of all regions under conditions, but of the longest of each that lie side by side."""
+    """Return the bundles of regions under conditions, except the longest of adjacent ones."""
     starts = {
         region: i for i, bundle in enumerate(bundles) for region in _ANY_REGION.findall(bundle.text)
     }
@@ -229,10 +235,10 @@ def _left_out(bundles: list[_Bundle]) -> frozenset[int]:
 
 
 def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, str]) -> int | None:
-    """Of the loop from its phis (first bundle) to its branch back (last)."""
+    """Return the trips of the loop from its phis (bundle `first`) to its branch back (`last`)."""
     branch, head = bundles[last].text, bundles[first].text
     predicate = next((p for p, _ in _BRANCH.findall(branch) if p.startswith("!")), None)
-    end = last + 1  # behind the branch, what is executed before it is taken: four bundles or more
+    end = last + 1  # four or more bundles after the branch are executed before it is taken
     while end < len(bundles) and bundles[end].depth >= bundles[last].depth > 0:
         end += 1
     text = _text(bundles[first:end])
@@ -246,7 +252,8 @@ def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, s
         sources = _sources(old, text)
         starts = [start for now, start, _ in phis if now == sources[-1]]
         told = head
-        if not starts and sources[-1] in steps:  # it goes round through memory, without a phi
+        # the counter goes round through memory, without a phi
+        if not starts and sources[-1] in steps:
             told = text
             kept = {slot for loaded, slot in _FILL.findall(text) if loaded in sources}
             stored = _SPILL.findall(_text(bundles[:first]))
@@ -264,12 +271,13 @@ def _text(bundles: list[_Bundle]) -> str:
 
 
 def _sources(register: str, text: str) -> list[str]:
-    """A register and what it is a copy of, the origin last: others, or one that was spilled."""
+    """Return a register and the registers or spills that it is a copy of, the origin last."""
     copies = dict(_COPY.findall(text))
     stores = [(found.start(), *found.groups()) for found in _SPILL.finditer(text)]
     for found in _FILL.finditer(text):
         loaded, slot = found.groups()
-        # Slots serve several registers in turn; what comes first was stored an iteration before.
+        # Slots serve several registers in turn. If no store precedes a load, its value was stored
+        # one iteration before.
         before = [stored for at, to, stored in stores if to == slot and at < found.start()]
         after = [stored for at, to, stored in stores if to == slot and at > found.start()]
         if before or after:
@@ -282,7 +290,8 @@ def _sources(register: str, text: str) -> list[str]:
 
 # Matrix units --------------------------------------------------------------------------------
 
-_Event = tuple[bool, bool, str]  # whether a product, and not a push; of float32; which unit
+# whether it is a product and not a push, whether of float32, and which unit
+_Event = tuple[bool, bool, str]
 
 
 def _events(text: str) -> list[_Event]:
@@ -304,7 +313,7 @@ def _busiest(bundles: list[list[_Event]], matrix: MatrixUnit) -> int:
 
 
 def _stalled(bundles: list[list[_Event]], matrix: MatrixUnit, iterations: int) -> int:
-    """Cycles of the last of some iterations over the bundles, which wait for units to be free."""
+    """Return the cycles of the last iteration, in which bundles wait for free matrix units."""
     free, pushed, loaded = Counter(), Counter(), {}
     time = start = 0
     for _ in range(iterations):

@@ -1,8 +1,9 @@
-"""Search for a kernel's block sizes: compile the candidates, rank them, time the best, accept one.
+"""Search for a kernel's block sizes: compile candidates, rank them, time the best, accept one.
 
-Nothing here compiles or times: what does is given, and the clock too. The rule's blocks are always
-the first candidate, and win every tie. Next is always what is most like the best so far: of some
-hundred candidates a kernel, whose compiler takes seconds for each, about twenty lead to the best.
+This module neither compiles nor times: functions for that are passed in, and so is the clock. The
+default rule's blocks are always the first candidate, and win every tie. The next candidate is
+always the one most similar to the best so far: of some hundred candidates of a kernel, each of
+which takes the compiler seconds, about twenty lead to the best.
 """
 
 import dataclasses
@@ -13,21 +14,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 Blocks = Any
-# What an estimate, and what a measurement, has to gain before it is believed.
+# The gains that an estimate and a measurement need before they are believed.
 ESTIMATED_GAIN = 0.05
 MEASURED_GAIN = 0.02
 SPREADS = 3
-# Candidates whose estimates are this close are taken for equal.
+# Candidates whose estimates are this close count as equal.
 _TIE = 0.01
-# Of the estimates, those up to this factor behind the best may be the fastest on a device.
+# A candidate whose estimate is within this factor of the best may be the fastest on a device.
 _HOPEFUL = 1.3
 
 Fate = Literal[
     "compiled",  # and rated
-    "unrated",  # compiled, but with nothing to rate it by
-    "no room",  # needs more memory on chip than there is
-    "skipped",  # is larger than one that had no room
-    "no faster",  # not compiled: what must be moved takes as long as the best
+    "unrated",  # compiled, but it cannot be rated
+    "no room",  # needs more on-chip memory than there is
+    "skipped",  # larger than a candidate that had no room
+    "no faster",  # not compiled: its bytes alone take as long as the best
     "time limit",
     "failed",
     "wrong",  # gives other results than plain JAX
@@ -36,13 +37,13 @@ Fate = Literal[
 
 
 class Rating(NamedTuple):
-    """What a compiler says of a candidate.
+    """A compiler's rating of a candidate.
 
     Attributes:
-      seconds: of a call, estimated; None if nothing is known.
-      on_chip: bytes that it takes there.
-      words: how it came to that.
-      floor: seconds that moving what any blocks have to move takes; 0 if that is not known.
+      seconds: the estimated seconds of a call; None if nothing is known.
+      on_chip: the bytes of on-chip memory that it takes.
+      words: how the rating was computed.
+      floor: the seconds of moving the bytes that any blocks have to move; 0 if they are not known.
     """
 
     seconds: float | None
@@ -52,14 +53,14 @@ class Rating(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a candidate did not compile."""
+    """The reason why a candidate did not compile."""
 
     fate: Fate
     why: str
 
 
 class Timing(NamedTuple):
-    """Of a candidate on a device: seconds of calls; or why it is not to be taken."""
+    """The timing of a candidate on a device: the seconds of calls, or why it must not be used."""
 
     seconds: tuple[float, ...] = ()
     wrong: str = ""
@@ -67,16 +68,16 @@ class Timing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One candidate, and what became of it.
+    """One candidate and its outcome.
 
     Attributes:
       blocks: the candidate.
       fate: see `Fate`.
-      why: in words.
-      estimate: seconds of a call by the compiler; None if there is none.
-      on_chip: bytes, for ties.
-      floor: of the estimate.
-      seconds: of calls on a device.
+      why: the reason, in words.
+      estimate: the compiler's estimate of a call's seconds; None if there is none.
+      on_chip: bytes of on-chip memory, which decide ties.
+      floor: the floor of the estimate, see `Rating`.
+      seconds: the seconds of calls on a device.
     """
 
     blocks: Blocks
@@ -89,28 +90,28 @@ class Trial:
 
     @property
     def is_bound(self) -> bool:
-        """Whether no blocks can be estimated clearly faster, for its bytes take as long."""
+        """Whether no blocks can be estimated clearly faster, because bytes alone take as long."""
         return self.estimate is not None and self.estimate * (1 - ESTIMATED_GAIN) < self.floor
 
     @property
     def time(self) -> float | None:
-        """Measured if it is, else estimated."""
+        """The measured time, or else the estimate."""
         return statistics.median(self.seconds) if self.seconds else self.estimate
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Of one search.
+    """The result of one search.
 
     Attributes:
       default: the trial of the rule's blocks.
-      best: of what is to be taken; the default if nothing is clearly faster.
-      trials: all, as they were made.
-      left: candidates of no known fate: there is no device, and nothing that differs from the best
-        in one field is better; or it was too late.
-      measured: whether times are of a device.
-      plain: seconds of plain JAX on it.
-      late: whether the time was over before the search was.
+      best: the trial whose blocks are to be used; the default if nothing is clearly faster.
+      trials: all trials, in order.
+      left: how many candidates were not tried. Without a device, the search ends when no candidate
+        that differs from the best in one field is better; or the time was over.
+      measured: whether times are measured on a device.
+      plain: the seconds of plain JAX on the device.
+      late: whether the time was over before the search ended.
     """
 
     default: Trial
@@ -131,19 +132,19 @@ class Result:
 
     @property
     def gain(self) -> float | None:
-        """Of the best over the default, 0.1 for a tenth less time; None if that has no time."""
+        """The best's gain over the default, 0.1 for a tenth less time; None without times."""
         if not self.default.time or not self.best.time:
             return None
         return 1 - self.best.time / self.default.time
 
     @property
     def spread(self) -> float:
-        """Of the default's own times."""
+        """The spread of the default's own times."""
         return spread(self.default.seconds)
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """Between the quartiles, over the median."""
+    """Return the distance between the quartiles, divided by the median."""
     if len(seconds) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(seconds, n=4)
@@ -163,22 +164,25 @@ def search(
     time: Callable[[Sequence[Blocks]], Mapping[Blocks | None, Timing]] | None = None,
     top: int = 5,
 ) -> Result:
-    """Compiles candidates one by one, and times the best on a device, if there is one.
+    """Compile candidates one by one, and time the best on a device, if there is one.
 
     Args:
-      candidates: the rule's first.
-      compile: what becomes of one.
-      fields: of a candidate, by name.
-      grows: names of fields with which a program needs more memory on chip.
-      clock: seconds.
-      until: on the clock, when no other candidate is begun; the first always is.
-      log: is given every trial once it is known, or several; one that is timed, again.
+      candidates: the candidates, with the rule's blocks first.
+      compile: compiles a candidate, and returns its rating or refusal.
+      fields: returns the fields of a candidate, by name.
+      grows: the names of fields with which a program needs more on-chip memory.
+      clock: returns the time, in seconds.
+      until: the time on the clock after which no other candidate is begun; the first one always is.
+      log: is called with every trial once it is known, or with several; again with one that is
+        timed.
       known: trials of an earlier search, which are not compiled again.
-      time: on a device; `wrong` results count for nothing. That of None is of plain JAX.
-      top: how many to time beside the default.
+      time: times candidates on a device; `wrong` results are not used. The key None stands for
+        plain JAX.
+      top: how many candidates are timed in addition to the default.
     """
     known, grows = known or {}, tuple(grows)
-    # What an estimate rules out, a device may not; and of the rule's blocks the time is needed.
+    # A device may prefer a candidate that an estimate rules out; and the time of the rule's blocks
+    # is always needed.
     anew = candidates if time is not None else candidates[:1]
     ruled_out = {b for b in anew if b in known and known[b].fate == "no faster"}
     trials = {b: known[b] for b in candidates if b in known and b not in ruled_out}
@@ -227,7 +231,7 @@ def search(
 
 
 def hopeful(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
-    """What is worth timing: the default, and of the others the `top` that may be the fastest."""
+    """Return the trials worth timing: the default, and the `top` others that may be the fastest."""
     others = [t for t in trials if t.fate in ("compiled", "unrated", "timed") and t != default]
     rated = sorted((t for t in others if t.estimate is not None), key=lambda t: t.estimate)
     near = [t for t in rated if t.estimate <= _HOPEFUL * rated[0].estimate]
@@ -235,13 +239,13 @@ def hopeful(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
 
 
 def unlike(best: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, float]:
-    """Fields that differ, and by how many powers of two."""
+    """Return how many fields differ, and by how many powers of two in total."""
     pairs = [(int(best[name]), int(other[name])) for name in best]
     return sum(a != b for a, b in pairs), sum(abs(math.log2((b + 1) / (a + 1))) for a, b in pairs)
 
 
 def _fastest(default: Trial, trials: Iterable[Trial]) -> Trial:
-    """By estimate; the default, where there is none."""
+    """Return the trial with the least estimate; the default, if there is none."""
     rated = [trial for trial in trials if trial.estimate is not None]
     return min(rated, key=lambda trial: trial.estimate, default=default)
 
@@ -265,7 +269,10 @@ def _contains(larger: Mapping[str, Any], smaller: Mapping[str, Any], grows: tupl
 
 
 def _accepted(default: Trial, trials: Iterable[Trial], threshold: float) -> Trial:
-    """The fastest, of equals the one that takes the least on chip; or the default."""
+    """Return the fastest trial if it is clearly faster than the default, else the default.
+
+    Of equally fast trials, the one with the least on-chip memory is used.
+    """
     rated = [trial for trial in trials if trial.time is not None and trial.fate != "wrong"]
     if not rated:
         return default

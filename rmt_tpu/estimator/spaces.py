@@ -1,4 +1,4 @@
-"""What can be tuned of each kernel: its candidates, and a call that runs it and little else.
+"""The tuning spaces of kernels: candidates of each, and a call that runs little else.
 
 A new kernel is an entry of `SPACES`.
 """
@@ -34,7 +34,7 @@ from pallas_kernels.target import Platform, lowering_for
 from rmt_tpu.estimator.programs import lower
 
 Values = dict[str, tuned.Value]
-# Tokens of a call, at least: enough to fill a chip.
+# The least tokens of a call, which are enough to fill a chip.
 _TOKENS = 8192
 _EPSILON = 1e-5
 
@@ -55,16 +55,16 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """For a line of text."""
+        """The problem's name in a line of text."""
         return f"{self.kernel} {' '.join(f'{k}={v}' for k, v in self.key)} tokens={self.tokens}"
 
     def default(self) -> tuned.Blocks | None:
-        """The rule's blocks; None if the kernel cannot serve this size."""
+        """Return the rule's blocks; None if the kernel cannot serve this size."""
         with lowering_for(self.device):
             return SPACES[self.platform, self.kernel].default(dict(self.key), self.tokens)
 
     def candidates(self) -> list[tuned.Blocks]:
-        """The rule's blocks, and then all others that arithmetic allows."""
+        """Return the rule's blocks, and then all others that fit by arithmetic."""
         default, key = self.default(), dict(self.key)
         space = SPACES[self.platform, self.kernel]
         others = []
@@ -75,7 +75,7 @@ class Problem:
         return [default, *dict.fromkeys(others)]
 
     def bytes(self) -> int:
-        """That any blocks have to move."""
+        """Return the bytes that any blocks have to move."""
         return SPACES[self.platform, self.kernel].call(dict(self.key), self.tokens).bytes()
 
     def entry(self, blocks: tuned.Blocks, source: tuned.Source, **more: Any) -> tuned.Entry:
@@ -93,15 +93,15 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A function of arrays that runs a kernel, of a module of kernels or of plain JAX.
+    """A function of arrays that runs a kernel, from a module of kernels or of plain JAX.
 
     Attributes:
-      function: of the module.
+      function: makes the function from a module.
       kernels, portable: the modules.
       arguments: shapes and dtypes, in trees.
       donated: which of the arguments the results may overwrite.
-      counts: values of arguments that are whole numbers; of others 0, and of truths True.
-      spared: bytes of the arguments and results that are left where they are.
+      counts: values of arguments that are whole numbers; others are 0, and booleans True.
+      spared: bytes of the arguments and results that are not moved.
     """
 
     function: Callable[[ModuleType], Callable[..., Any]]
@@ -113,20 +113,20 @@ class Call:
     spared: int = 0
 
     def bytes(self) -> int:
-        """Of operands and results, each once: no blocks move less."""
+        """Return the bytes of operands and results, each once: no blocks move less."""
         results = jax.eval_shape(self.function(self.portable), *self.arguments)
         return _bytes((self.arguments, results)) - self.spared
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """Of one kernel.
+    """The tuning space of one kernel.
 
     Attributes:
-      default: `(key, tokens)`, the rule's blocks.
-      values: `(key, tokens, default)`, fields that may be otherwise.
-      grows: fields with which a program takes more memory on chip.
-      call: `(key, tokens)`.
+      default: a function of `(key, tokens)` that returns the rule's blocks.
+      values: a function of `(key, tokens, default)` that yields other values of fields.
+      grows: fields with which a program takes more on-chip memory.
+      call: a function of `(key, tokens)` that returns the call.
     """
 
     default: Callable[[Values, int], tuned.Blocks | None]
@@ -142,12 +142,12 @@ def problem_of(look: tuned.Look) -> Problem:
 def lower_candidate(
     device: jax.Device, problem: Mapping[str, Any], blocks: Values
 ) -> jax.stages.Lowered:
-    """A problem's call with these blocks, lowered for a device that need not exist.
+    """Lower a problem's call with these blocks, for a device that need not exist.
 
     Args:
-      device: of the problem's kind.
-      problem: fields of a Problem, as JSON.
-      blocks: by name.
+      device: a device of the problem's kind.
+      problem: the fields of a Problem, as JSON values.
+      blocks: the block sizes by name.
     """
     given = Problem(**(dict(problem) | {"key": tuned.items(dict(problem["key"]))}))
     call = SPACES[given.platform, given.kernel].call(dict(given.key), given.tokens)
@@ -157,7 +157,7 @@ def lower_candidate(
 def lower_call(
     device: jax.Device, problem: Problem, call: Call, blocks: tuned.Blocks | None
 ) -> jax.stages.Lowered:
-    """The call by its kernel with these blocks; by plain JAX, where these are None.
+    """Lower the call by its kernel with these blocks, or by plain JAX if they are None.
 
     Raises:
       RuntimeError: the kernel does not take these blocks.
@@ -195,7 +195,7 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 def _around(value: int, most: int) -> list[int]:
-    """A number, half of it and twice it."""
+    """Return a number, half of it and twice it, at most `most`."""
     return sorted({max(1, value // 2), value, min(most, 2 * value)})
 
 
@@ -227,7 +227,11 @@ def _key_vector_gpu_values(key: Values, tokens: int, default: Values) -> Iterato
 
 
 def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> Call:
-    """`rows`: of tokens in a call, a TPU's in sequences of so many and a GPU's all in one."""
+    """Return the call of a key-vector op.
+
+    `rows` gives the shape of its tokens: on a TPU several sequences of `tokens`, on a GPU all in
+    one.
+    """
     size = KeyVector(*(key[name] for name in "KVRP"))
     data = key.get("data_dtype", key.get("dtype"))
     dtypes = data, key.get("residual_dtype", data)
@@ -282,7 +286,7 @@ def _key_vector() -> Iterator[tuple[tuple[str, str], Space]]:
 
 
 def _depth_tpu_values(key: Values, tokens: int, default: Values) -> Iterator[Values]:
-    # No tile is larger than all tokens, and no loop longer than a tile.
+    # No tile is larger than all tokens, and no loop is longer than a tile.
     most = -(-tokens // 16) * 16
     for size in (16, 32, 48, 64, 96, 128, 192, 256, 512):
         if size <= most:
@@ -306,13 +310,13 @@ def _depth_call(op, modules, key: Values, tokens: int) -> Call:
     norm = epsilon | {"norm": "rmsnorm", "norm_epsilon": _EPSILON}
     if op.startswith("merge"):
         given, cotangents = size._replace(S=2).merge_backward((tokens,))
-        row = _bytes(given.current)  # of one site of two, of which one is merged
+        row = _bytes(given.current)  # of one of two sites; one of them is merged
         if op == "merge":
             function = lambda m: lambda *a: m.merge(Merge(*a), **norm)
             return Call(function, *modules, tuple(given), spared=row)
         back = lambda m, *a: m.merge_backward(Merge(*a[:7]), MergeCotangents(*a[7:]), **norm)
         arguments = (*given, *cotangents)
-        # The gradient overwrites that site's, which is not read.
+        # The gradient overwrites that of the site, which is not read.
         function, spared = lambda m: functools.partial(back, m), 4 * row
         return Call(function, *modules, arguments, (8, 9), spared=spared)
     given, counts = size.partial((tokens,), key["dtype"])[:3], {2: size.N}

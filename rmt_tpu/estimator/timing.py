@@ -1,4 +1,4 @@
-"""Time a kernel's candidates on the device of this machine, once their results are right."""
+"""Timing of a kernel's candidates on this machine's device, after a check of their results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,18 +11,18 @@ from rmt_tpu.estimator.measure import Compiled, draw, placed, seconds_in_turn
 from rmt_tpu.estimator.search import Timing
 from rmt_tpu.estimator.spaces import SPACES, Call, Problem, lower_call
 
-# Of a candidate's error over that of the rule's blocks, which tests hold to float64; and of an
-# error that is only rounding, over the largest value.
+# The legal ratio of a candidate's error to that of the rule's blocks, which tests compare with
+# float64; and an error that is only rounding, relative to the largest value.
 _WORSE, _ROUNDING = 2.0, 1e-5
 
 
 def time_candidates(
     problem: Problem, candidates: Sequence[tuned.Blocks], device: jax.Device
 ) -> dict[tuned.Blocks | None, Timing]:
-    """Times of calls, in turn; the rule's blocks first.
+    """Return the times of calls, in turn, with the rule's blocks first.
 
-    That of None is of plain JAX. What gives other results than it, as far as the rule's blocks do
-    not too, is not timed.
+    The key None has the times of plain JAX. A candidate is not timed if its results differ from
+    plain JAX by more than those of the rule's blocks allow.
     """
     call = SPACES[problem.platform, problem.kernel].call(dict(problem.key), problem.tokens)
     arguments = draw(call.arguments, call.counts)
@@ -34,7 +34,7 @@ def time_candidates(
         try:
             program = _compiled(device, problem, call, blocks)
             errors = errors_of(_results(program, call, arguments), plain)
-        except Exception as error:  # one candidate's failure is its own
+        except Exception as error:  # one candidate's failure does not end the others
             words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             timings[blocks] = Timing(wrong=words)
             continue
@@ -49,7 +49,10 @@ def time_candidates(
 
 
 def errors_of(results: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> list[float]:
-    """The largest of each array, over its largest value; NaN where one is not finite."""
+    """Return each array's largest error relative to its largest value.
+
+    It is NaN where only one of two values is NaN.
+    """
     found = []
     for got, want in zip(results, plain, strict=True):
         got, want = (np.asarray(x, np.float64) for x in (got, want))
@@ -61,7 +64,7 @@ def errors_of(results: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> lis
 
 
 def wrong(errors: Sequence[float], allowed: Sequence[float]) -> str:
-    """Which result is not right, in words; "" if all are."""
+    """Return which result is wrong, in words; "" if none is."""
     for number, (error, most) in enumerate(zip(errors, allowed, strict=True)):
         if not error <= most:
             return f"result {number} is off by {error:.2g} of its largest value, legal {most:.2g}"

@@ -1,8 +1,8 @@
 """Devices to compile for without one, and what the cost model knows of them.
 
 Clocks follow from XLA's own estimates and the makers' peak FLOP/s; bandwidths are the makers'.
-Matrix-unit timings are those of libtpu's critical-path dumps, but for what measured times refute
-(see `_MATRIX_256`).
+Matrix-unit timings are those of libtpu's critical-path dumps, except where measured times refute
+them (see `_MATRIX_256`).
 """
 
 import dataclasses
@@ -18,8 +18,13 @@ from pallas_kernels.target import chip_of
 class MatrixUnit:
     """Timing of a core's matrix units (MXUs), in cycles.
 
-    `units` of `size x size`. A bfloat16 product of 16 rows occupies a unit for `rows16`, a float32
-    product of 8 rows for `rows8_float32`. Loading rows of the right-hand side takes `push`.
+    Attributes:
+      size: a unit has `size x size` cells.
+      units: the number of units.
+      rows16: the cycles in which a bfloat16 product of 16 rows occupies a unit.
+      rows8_float32: the cycles in which a float32 product of 8 rows occupies a unit.
+      push: the cycles of loading rows of the right-hand side.
+      push_to_product: the cycles from such a load to a product that uses it.
     """
 
     size: int
@@ -32,21 +37,34 @@ class MatrixUnit:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One device of a generation, and the topology it is in: bytes, bytes/s, Hz.
+    """One device of a generation, and its topology; units are bytes, bytes/s and Hz.
 
     The two cores of a v5p chip share the work of a program: a grid axis that is "parallel" is split
     over them in a kernel's schedule, and XLA's estimates count cycles in which both work (so a
-    bfloat16 product of 8192^3 is rated at the chip's peak). `cores` is for the peak only. The two
-    cores of a TPU7x chip are two devices, with half of the chip's bandwidths each.
+    bfloat16 product of 8192^3 is rated at the chip's peak). The two cores of a TPU7x chip are two
+    devices, with half of the chip's bandwidths each.
 
-    `hbm` is what libtpu's out-of-memory error says is available to a program (on a GPU, the
-    maker's capacity). `interconnect` is what the maker states for all links of a chip together, in
-    one direction; `dcn` is a device's share of a host's or a pod's links to the data center, over
-    which `slices` of the topology send to each other. `most` devices or chips make up the largest
-    topology. `kind` is the device kind, as jax says it. `matrix` is None where there is no model of
-    time. `assumed` says of what a figure is that nobody states. `grouped` is the share of the peak
-    at which others measured products of groups that only the data gives (the geometric mean, see
-    docs/benchmarks/estimates.md).
+    Attributes:
+      name: the name of the generation.
+      topology: the topology, like "v5e:2x2".
+      accelerator_type: libtpu's name of the topology, or a GPU's compute capability.
+      cores: the number of cores that the peak counts; used for the peak only.
+      clock: the clock of a core.
+      bandwidth: the bandwidth of HBM.
+      vmem: the bytes of a core's VMEM.
+      matrix: the timing of the matrix units; None where there is no model of time.
+      hbm: the bytes that libtpu's out-of-memory error says are available to a program (on a GPU,
+        the maker's capacity).
+      interconnect: the maker's bandwidth of all links of a chip together, in one direction.
+      most: the number of devices or chips in the largest topology.
+      kind: the device kind, as jax gives it.
+      platform: "tpu" or "cuda".
+      assumed: which figures are assumed, because nobody states them.
+      dcn: a device's share of a host's or a pod's links to the data center, over which slices send
+        to each other.
+      slices: how many slices of the topology there are.
+      grouped: the share of the peak at which others measured products of groups that only the data
+        determines (the geometric mean, see docs/benchmarks/estimates.md).
     """
 
     name: str
@@ -69,16 +87,16 @@ class Target:
 
     @property
     def label(self) -> str:
-        """The topology, and of how many slices."""
+        """The topology, with the number of slices if there are several."""
         return self.topology if self.slices == 1 else f"{self.slices} slices of {self.topology}"
 
     def network(self, between_slices: bool) -> float:
-        """Bytes/s out of a device, over its links or between slices."""
+        """Return the bytes/s out of a device, over its links or between slices."""
         return self.dcn if between_slices else self.interconnect
 
     @property
     def peak_flops(self) -> float:
-        """bfloat16 FLOP/s of the device; 0 where there is no model of time."""
+        """The bfloat16 FLOP/s of the device; 0 where there is no model of time."""
         m = self.matrix
         if m is None:
             return 0.0
@@ -86,12 +104,12 @@ class Target:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the topology, in chips."""
+        """The shape of the topology, in chips."""
         return tuple(int(n) for n in self.topology.partition(":")[2].split("x"))
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `jax.experimental.topologies.get_topology_desc`."""
+        """The arguments of `jax.experimental.topologies.get_topology_desc`."""
         if self.platform == "cuda":
             return _cuda_options(self)
         options: dict[str, Any] = {"platform": "tpu", "topology_name": self.topology}
@@ -101,16 +119,16 @@ class Target:
 
 
 _MATRIX_128 = MatrixUnit(size=128, units=4, rows16=16, rows8_float32=8)
-# libtpu's figure for rows8_float32 is 8, with which the least time of kernels is longer than what
-# was measured of them (docs/benchmarks/estimates.md).
+# libtpu's figure for rows8_float32 is 8, but with it the least time of kernels is longer than their
+# measured time (docs/benchmarks/estimates.md).
 _MATRIX_256 = MatrixUnit(size=256, units=2, rows16=8, rows8_float32=4)
 _MIB = 2**20
 _GIB = 2**30
-_HOST = 4  # chips, at most, where libtpu does not know by itself how many a host has
+_HOST = 4  # the most chips of a host, where libtpu itself does not know how many a host has
 
 
 def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: Any) -> Target:
-    """A TPU of the table that kernels have, too."""
+    """Return a TPU of the table that kernels use too."""
     chip = chip_of(kind)
     return Target(
         name, topology, accelerator_type, chip.cores, chip.clock, chip.bandwidth, chip.vmem,
@@ -119,7 +137,7 @@ def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: A
 
 
 def _gpu(name: str, kind: str, hbm: int) -> Target:
-    """A GPU of Hopper's generation."""
+    """Return a GPU of Hopper's generation."""
     return Target(
         name, f"{name}:1", "9.0", 132, 1.755e9, chip_of(kind).bandwidth, 0, None,
         hbm=hbm, interconnect=450e9, most=8, platform="cuda", kind=kind,
@@ -147,8 +165,9 @@ TARGETS = {
     )
 }  # fmt: skip
 
-# What a whole program is compiled for, kernels' schedules aside. Nothing is known here of a TPU7x
-# core's matrix units: they are taken for those of a v6e at the clock that gives the maker's peak.
+# Devices that whole programs can be compiled for; not all have schedules of kernels. Nothing is
+# known here of a TPU7x core's matrix units: they are assumed to be those of a v6e at the clock that
+# gives the maker's peak.
 DEVICES = TARGETS | {
     t.name: t
     for t in (
@@ -161,20 +180,19 @@ DEVICES = TARGETS | {
         _gpu("h200", "NVIDIA H200", 141 * 10**9),
     )
 }  # fmt: skip
-# What reports can be asked for; TARGETS are what they are for unasked.
+# The TPUs that reports accept; TARGETS are those that they use by default.
 TPUS = {name: target for name, target in DEVICES.items() if target.platform == "tpu"}
 
 
 def parse_topology(text: str, slices: int = 1) -> Target:
-    """The device of a topology like "v5e:16x16", "v5p:4x4x8" or "h100:8", with that topology.
+    """Return the device of a topology like "v5e:16x16", "v5p:4x4x8" or "h100:8", with it.
 
     Args:
       text: the topology.
-      slices: of it, of a TPU, that are connected by the data center's network.
+      slices: how many slices of it, of a TPU, the data center's network connects.
 
     Raises:
-      ValueError: there is no such generation, its topologies have another form, or it has no
-        slices.
+      ValueError: the generation is unknown, its topologies have another form, or it has no slices.
     """
     name, colon, shape = text.partition(":")
     device = DEVICES.get(name)
@@ -186,7 +204,7 @@ def parse_topology(text: str, slices: int = 1) -> Target:
         return device
     form = r"\d+" + r"x\d+" * (len(device.shape) - 1)
     sizes = [int(n) for n in shape.split("x")] if re.fullmatch(form, shape) else [0]
-    # Hosts of a slice have 2x2 chips; a host can also be had with one or two.
+    # Hosts of a slice have 2x2 chips; smaller hosts have one chip or two.
     hosts = len(sizes) == 1 or max(sizes) == 1 or all(n % 2 == 0 for n in sizes[:2])
     if min(sizes) < 1 or not hosts or math.prod(sizes) > device.most:
         raise ValueError(f"{text!r} is no topology of {name}; legal: {_LEGAL}")
@@ -200,7 +218,7 @@ _LEGAL = (
 
 
 def _cuda_options(target: Target) -> dict[str, Any]:
-    """XLA's description of a GPU, by the maker's figures."""
+    """Return XLA's description of a GPU, from the maker's figures."""
     major, minor = target.accelerator_type.split(".")
     config = f"""
 gpu_device_info {{
@@ -234,30 +252,32 @@ def compiler_environment(
     buffers: bool = False,
     schedules: bool = True,
 ) -> dict[str, str]:
-    """Variables with which a process that has not loaded a compiler compiles for a device.
+    """Return the environment of a process that compiles for a device.
+
+    The process must not have loaded a compiler before.
 
     Args:
       target: the device.
-      dump_folder: for what follows.
-      buffers: XLA writes there how it assigned memory (see `memory`).
-      schedules: libtpu writes there the final schedule of every instruction, and XLA a GPU's PTX.
+      dump_folder: the folder for dumps.
+      buffers: whether XLA dumps its buffer assignment (see `memory`).
+      schedules: whether libtpu dumps the final schedule of every instruction, and XLA a GPU's PTX.
     """
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     if dump_folder is not None and schedules:
-        # All passes of a train step would be gigabytes.
+        # The dumps of all passes of a train step would take gigabytes.
         flags += (
             f" --xla_jf_dump_to={dump_folder} --xla_jf_dump_llo_text=true"
             " --xla_jf_dump_llo_pass_label_regex=^final_(bundles|hlo.*)$"
         )
     dump = [f"--xla_dump_to={dump_folder}"]
     dump += ["--xla_dump_hlo_as_text"] * buffers
-    # Newer XLA dumps nothing else then, and no PTX unasked.
+    # With this flag newer XLA dumps nothing else, and without it no PTX.
     dump += ["--xla_dump_emitter_re=ptx"] * (schedules and not buffers)
     wanted = dump_folder and (buffers or (schedules and target.platform == "cuda"))
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join(dump) if wanted else "",
-        # Programs for a device that is not there can be kept in a cache, and not be read back.
+        # A cache can store programs for an absent device, but not load them.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
     if target.platform == "cuda":
@@ -265,7 +285,7 @@ def compiler_environment(
     return environment | {
         "LIBTPU_INIT_ARGS": flags.strip(),
         "TPU_SKIP_MDS_QUERY": "1",
-        # Else a second process that compiles dies on a lock file.
+        # Without this, a second process that compiles dies on a lock file.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_ACCELERATOR_TYPE": target.accelerator_type,
         "TPU_WORKER_HOSTNAMES": "localhost",

@@ -1,4 +1,4 @@
-"""Rate a kernel's candidates by the compiler of a target, in processes with a time limit."""
+"""Rating of a kernel's candidates by a target's compiler, in processes with a time limit."""
 
 import dataclasses
 import math
@@ -24,21 +24,21 @@ from rmt_tpu.estimator.search import Rating, Refusal
 from rmt_tpu.estimator.spaces import Problem
 from rmt_tpu.estimator.topology import Target
 
-# Of the ways below to rate a program: another number where an estimate is made otherwise.
+# The version of the ratings below; it changes when an estimate is made in another way.
 RATING = 3
-# Words of errors of programs that take more memory on chip than there is.
+# Words in the errors of programs that need more on-chip memory than there is.
 _NO_ROOM = re.compile(r"vmem|smem|shared memory|scoped|out of memory|RESOURCE_EXHAUSTED", re.I)
-# Of a GPU's multiprocessor: registers, warps that hide the latency of memory, bytes of a spill that
-# cost as much as all the rest.
+# A GPU multiprocessor's registers, the warps that hide the latency of memory, and the bytes of a
+# spill that cost as much as everything else.
 _REGISTERS, _WARPS, _SPILLED = 65536, 8, 128
 
 
 class Compiler:
-    """Rates candidates for one target; to be closed.
+    """A compiler that rates candidates for one target; call `close` at the end.
 
     Args:
-      target: to compile for.
-      limit: seconds for a candidate.
+      target: the target to compile for.
+      limit: seconds for each candidate.
 
     Raises:
       CompilerError: the compiler is missing.
@@ -52,7 +52,7 @@ class Compiler:
         self._worker.close()
 
     def rate(self, problem: Problem, blocks: tuned.Blocks) -> Rating | Refusal:
-        """What becomes of a candidate; a process that crashes or hangs ends with it alone."""
+        """Compile and rate a candidate; a crash or a time limit affects that candidate alone."""
         given = dataclasses.asdict(problem) | {"key": dict(problem.key)}
         arguments = {"problem": given, "blocks": tuned.fields(blocks)}
         job = Job("rmt_tpu.estimator.spaces:lower_candidate", arguments)
@@ -81,11 +81,14 @@ def _refusal(failure: Failure) -> Refusal:
 
 
 def tpu_rating(program: Program, needed: int) -> Rating:
-    """The longer of schedule and bytes of all its kernels; `needed` are those of any blocks."""
+    """Return the rating by the longer of schedule and bytes of all its kernels.
+
+    `needed` are the bytes that any blocks have to move.
+    """
     kernels = program_cost(program).kernels
     if not kernels or any(kernel.cycles is None for kernel in kernels):
         return Rating(None, words="a kernel has no schedule")
-    # Loops inside it, of copies of as many sources as there are, count once.
+    # Inner loops of unknown length, such as copies of a variable number of sources, count once.
     if any(kernel.trips[:1] == (None,) for kernel in kernels):
         return Rating(None, words="a grid of unknown length")
     bandwidth = program.target.bandwidth
@@ -102,9 +105,9 @@ def tpu_rating(program: Program, needed: int) -> Rating:
 
 
 def gpu_rating(use: "Usage | None", moved: int, bandwidth: float) -> Rating:
-    """The time of its bytes, longer where few warps run at a time or registers are spilled.
+    """Return the time of a kernel's bytes, longer with few warps at a time or spilled registers.
 
-    Fit to rank candidates, and for nothing else.
+    The time serves only to rank candidates.
     """
     if use is None:
         return Rating(None, words="ptxas says nothing of the kernel")
@@ -120,7 +123,7 @@ def gpu_rating(use: "Usage | None", moved: int, bandwidth: float) -> Rating:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What a kernel takes of a multiprocessor; `spilled` in bytes a thread."""
+    """A kernel's use of a multiprocessor; `spilled` is in bytes per thread."""
 
     registers: int
     spilled: int
@@ -128,16 +131,16 @@ class Usage:
 
     @property
     def warps_at_a_time(self) -> int:
-        """By registers alone."""
+        """The number of concurrent warps, limited by registers alone."""
         blocks = _REGISTERS // max(1, math.ceil(self.registers / 8) * 8 * self.threads)
         return blocks * self.threads // 32
 
 
 def ptxas_usage(ptx: str) -> dict[str, Usage]:
-    """What `ptxas` assigns, by the kernel's name.
+    """Return what `ptxas` assigns, by the kernel's name.
 
     Raises:
-      CompilerError: it refuses, as an older one does what a newer jax gives it.
+      CompilerError: `ptxas` refuses the code, for example because it is older than jax expects.
     """
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -154,13 +157,16 @@ def ptxas_usage(ptx: str) -> dict[str, Usage]:
 
 
 def _ptxas() -> str:
-    """That of the wheel nvidia-cuda-nvcc, which fits jax's plugin; else the one on the PATH."""
+    """Return the ptxas of the wheel nvidia-cuda-nvcc, which fits jax's plugin.
+
+    Without that wheel it is the one on the PATH.
+    """
     places = (Path(path) / "nvidia" / "cu13" / "bin" / "ptxas" for path in sys.path)
     return next((str(p) for p in places if p.exists()), shutil.which("ptxas") or "ptxas")
 
 
 def parse_usage(ptx: str, log: str) -> dict[str, Usage]:
-    """The same, from a module and from what `ptxas -v` says of it."""
+    """Return each kernel's usage, from a module's PTX and the output of `ptxas -v`."""
     threads = dict(re.findall(r"\.entry (\w+)\([^{]*?\.(?:req|max)ntid (\d+)", ptx, re.DOTALL))
     pattern = r"entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
     return {
@@ -170,6 +176,6 @@ def parse_usage(ptx: str, log: str) -> dict[str, Usage]:
 
 
 def target_of(device_kind: str, targets: Mapping[str, Target]) -> Target | None:
-    """The target that describes a device that is there; None if there is none."""
+    """Return the target that describes an existing device; None if there is none."""
     name = slug(device_kind)
     return next((t for t in targets.values() if slug(t.kind) == name), None)

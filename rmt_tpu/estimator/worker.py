@@ -2,8 +2,8 @@
 
     python -m rmt_tpu.estimator.worker <folder with request.json>
 
-Reads a job a line. Leaves result.json, hlo.txt, the schedules of instructions and a GPU's PTX in a
-folder for each job, and prints a line when it is complete.
+It reads a job per line. For each job it writes result.json, hlo.txt, the schedules of instructions
+and a GPU's PTX to a folder, and prints a line when that is complete.
 """
 
 import importlib
@@ -24,16 +24,16 @@ from jax.experimental import topologies
 
 from rmt_tpu.estimator.memory import DUMPS
 
-# "<time>-<instruction>-<pass>-<end>.txt": the pass is a number, the end may be of another.
+# "<time>-<instruction>-<pass>-<end>.txt", where the pass is a number; other dumps have other ends.
 _SCHEDULE = re.compile(r"\d+-(.+)-\d+-(final_bundles|final_hlo-static-per-bundle-utilization)\.txt")
 _KINDS = {"final_bundles": "bundles", "final_hlo-static-per-bundle-utilization": "utilization"}
 _MEMORY = ("argument", "output", "alias", "temp", "generated_code")
-# A message from the compiler can have a whole program behind its first lines.
+# A message of the compiler can have a whole program after its first lines.
 _MESSAGE = 400
 
 
 def main() -> None:
-    """Compiles what request.json asks for."""
+    """Compile what request.json and the lines on standard input ask for."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def main() -> None:
         try:
             given = devices if job["whole_topology"] else devices[0]
             result |= _compile(given, job, folder / "dump", results, result["info"])
-        except Exception as error:  # told of the job, and the next one goes on
+        except Exception as error:  # the error belongs to this job, and the next one goes on
             message = " ".join(f"{type(error).__name__}: {error}".split())
             result |= {"error": message[:_MESSAGE], "error_type": type(error).__name__}
         for path in (folder / "dump").glob("*.*"):
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends the group when nobody is there any more to be told of a compile, which may take long."""
+    """End the process group when the parent has gone, because a compilation may take long."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(0, signal.SIGKILL)
@@ -80,7 +80,7 @@ def _compile(
         if isinstance(lowered, tuple):
             lowered, told = lowered
             info.update(told)
-        shutil.rmtree(dump)  # of what was compiled on the way
+        shutil.rmtree(dump)  # drop the dumps of what was compiled on the way
         dump.mkdir()
         compiled = lowered.compile()
     seconds = time.perf_counter() - start
