@@ -78,7 +78,7 @@ def main() -> int:
 
 
 class _Trained:
-    """Trains the runs of a plan: first its searches, then its arms."""
+    """The runs of a plan, which `run` trains: first its searches, then its arms."""
 
     def __init__(self, experiment: Experiment, folder: Folder):
         self.experiment, self.folder = experiment, folder

@@ -186,7 +186,7 @@ def _process(trial: Trial, cores: list[int]) -> subprocess.Popen:
     process = subprocess.Popen(
         [*command, f"--only={glob.escape(trial.label)}"],
         stdout=subprocess.DEVNULL,
-        # a terminal's Ctrl-C goes to this process alone, which signals them
+        # A terminal's Ctrl-C goes to this process alone, which signals them.
         start_new_session=True,
     )
     if cores:

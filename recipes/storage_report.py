@@ -122,7 +122,7 @@ def _opened(flag: flags.FlagHolder) -> Any:
 
 
 def _check_space(path: Path | None) -> None:
-    # room for the largest copy, and for a moment the rest of another
+    # Room for the largest copy, and for a moment the rest of another.
     needed = 2.2e9 * _GIGABYTES.value
     if path and (free := shutil.disk_usage(path).free) < needed:
         raise UsageError(

@@ -180,7 +180,7 @@ def least(case: Case, dtype: str) -> Least:
         elif "expert" in axes:
             _, stack, sublayer, *_ = path
             experts = decoder.config.stacks[stack].cores[sublayer]
-            # share of the experts that one row does not choose
+            # Share of the experts that one row does not choose.
             idle = 1 - experts.top_k / experts.num_experts
             size = round(size * (1 - idle**case.batch))
         read += size
@@ -318,7 +318,7 @@ def _times(case: Case, repeats: int) -> Iterator[float]:
 def _random(config: ModelConfig) -> Decoder:
     draw = lambda: nnx.state(cast_once(Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
     graphdef, _ = nnx.split(_abstract(config), nnx.Param)
-    # one program is much faster than one for each array
+    # One program is much faster than one for each array.
     return nnx.merge(graphdef, jax.jit(draw)())
 
 

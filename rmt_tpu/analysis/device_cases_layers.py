@@ -73,7 +73,7 @@ def attention(
     words += "" if order == "size_major" else f" {order}"
     words += "" if segments else " of one document"
     flops = 2 * tokens[0] * tokens[1] ** 2 * heads * D
-    # the gradients of a query that sees one key, and of that key
+    # The gradients of a query that sees one key, and of that key.
     cancels = frozenset({"d_qkv", "d_k"})
     return Case("causal_attention", words, function, inputs, flops, cancels=cancels)
 

@@ -23,7 +23,7 @@ from rmt_tpu.analysis.device_compare import compare
 from rmt_tpu.estimator.measure import placed, seconds_of, wall_seconds
 
 _ROUNDS = 3
-# the least wall-clock seconds of a measurement, and the most calls in it
+# The least wall-clock seconds of a measurement, and the most calls in it.
 _LONG, _MOST_CALLS = 0.02, 256
 # Texts in a compiled program, and the kernels that they stand for.
 _CALLS = {

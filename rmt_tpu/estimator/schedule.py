@@ -252,7 +252,7 @@ def _trips(bundles: list[_Bundle], first: int, last: int, constants: dict[str, s
         sources = _sources(old, text)
         starts = [start for now, start, _ in phis if now == sources[-1]]
         told = head
-        # the counter goes round through memory, without a phi
+        # The counter goes round through memory, without a phi.
         if not starts and sources[-1] in steps:
             told = text
             kept = {slot for loaded, slot in _FILL.findall(text) if loaded in sources}
@@ -290,7 +290,7 @@ def _sources(register: str, text: str) -> list[str]:
 
 # Matrix units --------------------------------------------------------------------------------
 
-# whether it is a product and not a push, whether of float32, and which unit
+# Whether it is a product and not a push, whether of float32, and which unit.
 _Event = tuple[bool, bool, str]
 
 

@@ -1,10 +1,10 @@
 """Models of run folders in lm-evaluation-harness, which provides its tasks.
 
-from rmt_tpu.evaluation import harness
+    from rmt_tpu.evaluation import harness
 
-args = {"workdir": "runs/a"}
-kept = harness.cache_path("cache", **args)
-lm_eval.simple_evaluate("rmt_tpu", args, tasks=["gsm8k"], use_cache=kept)
+    args = {"workdir": "runs/a"}
+    kept = harness.cache_path("cache", **args)
+    lm_eval.simple_evaluate("rmt_tpu", args, tasks=["gsm8k"], use_cache=kept)
 
 This module needs the extra `lm_eval`; it does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Does attention over depth learn more, and is the gain larger in a deeper model?
+"""The experiment on whether attention over depth learns more, and more so in deeper models.
 
 Models of one width and different depth read the same tokens. Each system has its own search, with
 two seeds that are not used again, at 4 and 16 layers. The search is over the common learning rate

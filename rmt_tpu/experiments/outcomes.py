@@ -126,7 +126,7 @@ def test_of(found: Sequence[float]) -> Test:
     count, of = len(found), estimate(found)
     s = float(np.std(found, ddof=1))
     freedom, edge = count - 1, stats.t.ppf(0.975, count - 1)
-    # avoid a division by 0 for equal differences
+    # Avoid a division by 0 for equal differences.
     t = abs(of.mean) / max(s / math.sqrt(count), 1e-300)
     p = float(2 * stats.t.sf(t, freedom)) if of.mean else 1.0
 

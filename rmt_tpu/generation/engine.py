@@ -1,9 +1,9 @@
 """Generation from many prompts at a time, in the slots of a batch.
 
 Each slot of a batch has a prompt; when its text has ended, the next prompt takes the slot. A new
-prompt is read by itself, in one pass, and then put into the slot. Programs are compiled only for
-sizes that double: lengths, the way tokens are chosen, and which rows have ended are run-time
-values.
+prompt is read by itself, in one pass or in parts of `PART` tokens, and then put into the slot.
+Programs are compiled only for sizes that double: lengths, the way tokens are chosen, and which rows
+have ended are run-time values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ class Said(NamedTuple):
 
 
 class Engine:
-    """Generates from prompts, as many at a time as there are slots. Only one thread may use it.
+    """A generator of text from prompts, one prompt per slot at a time; for a single thread.
 
     Args:
       decoder: the model; where its parameters are divided over a mesh, so is all computation. On

@@ -212,7 +212,7 @@ def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Call
                     slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, ranges, strict=True)
                 )
                 there = tuple(there)
-                # a float64 that overflows is found by the next line
+                # A float64 that overflows is found by the next line.
                 with np.errstate(over="ignore"):
                     part[there] = value[tuple(inside)]
                 tensors.check_finite(piece.name, part[there])

@@ -23,7 +23,7 @@ from rmt_tpu.streams import say
 
 _RETRY_AFTER = 1  # seconds that a refused client is asked to wait
 _BODY_SECONDS = 60  # seconds for a whole request to arrive
-# multiple of max_body that is still read: a client refused while it sends may not read why
+# Multiple of max_body that is still read: a client refused while it sends may not read why.
 _READ_ON = 8
 
 

@@ -16,7 +16,7 @@ from rmt_tpu.streams import say
 
 _SLOW_READERS = 5  # seconds for clients to receive what was sent to them before the end
 _HEADERS = 30  # seconds for the headers of a request to arrive, from when the server waits for them
-# connections beyond which a request is answered with 503: a process has a limit of files
+# Connections beyond which a request is answered with 503: a process has a limit of files.
 _CONNECTIONS = 1000
 _LOOK = 0.05  # seconds between two looks at open texts
 

@@ -59,7 +59,7 @@ class Worker(threading.Thread):
         self.error: Exception | None = None
         self._engine, self._tokenizer = engine, tokenizer
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # keyed by the engine's number of the request
+        # Keyed by the engine's number of the request.
         self._open: dict[int, tuple[Job, int, Draft]] = {}
 
     def submit(self, job: Job) -> None:
