@@ -72,8 +72,7 @@ def _attention(scale: Scale) -> Iterator[Case]:
             (shapes.GPT2_160M, (4, 1023), {}),
             (Heads(16, 128), (1, 4096), {}),
             (shapes.GPT2_405M, (2, 2100), {"kv_heads": 4, "alibi": True}),
-            # Some of these head sizes are ones that cuDNN takes; with segments they have tuned
-            # entries of their own.
+            # cuDNN takes some of these head sizes; segments are more entries of a head there.
             *[(Heads(4, size), (2, 512), {}) for size in (64, 120, 128, 256)],
         ]
         after = [(shapes.GPT2_405M, (2, 512), 2048), (Heads(16, 128), (1, 255), 1001)]
