@@ -1,1 +1,1 @@
-"""Sublayers as plain functions from what they read to what they write, unaware of the residual."""
+"""Sublayers written as functions from input to output, independent of the kind of residual."""

@@ -1,7 +1,7 @@
-"""The choices that depend on the chip and on sizes: one function each, which also gives the reason.
+"""Implementation choices that depend on the chip and on array sizes, each with its reason.
 
-Models call these functions instead of naming a chip or a tile size themselves. `execution.plan`
-lists the answers for a run.
+There is one function per choice. Models call these functions instead of naming a chip or a tile
+size themselves. `execution.plan` lists the choices made for a run.
 """
 
 from typing import Any, NamedTuple
@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 from pallas_kernels.call import LANES
 from pallas_kernels.target import Target
 
-# tpu7x is left out: there XLA uses another layout for a product made in a slot of a stack, and
-# would copy the whole stack to a new layout for each slot.
+# tpu7x is left out: on that chip XLA uses a different layout for a matrix product that is written
+# into a slot of a stack, and would copy the whole stack to that layout for each slot.
 _MADE_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
-# On this chip, XLA's single instruction for both products of a feed-forward layer is faster with
-# many tokens too (docs/benchmarks/train_step.md).
+# On this chip, a single XLA instruction for both products of a feed-forward layer is faster even
+# with many tokens (docs/benchmarks/train_step.md).
 _AT_ONCE = ("tpu_v6_lite",)
-# The largest share of VMEM that a residual may fill if XLA is to keep it there between kernels.
+# The maximum share of VMEM that a residual may fill if XLA is to keep it in VMEM between kernels.
 _KEPT = 0.5
-# On a GPU or a CPU, padding with zeros by more than this share of the width does not pay.
+# On a GPU or a CPU, padding with zeros does not pay off if it adds more than this share of the
+# width.
 _MOST_ZEROS = 1 / 8
 
 
@@ -34,19 +35,19 @@ class Choice(NamedTuple):
 
 
 def outputs_in_place(target: Target) -> Choice:
-    """Choose whether the product that a core ends with is made directly in its slot of a stack."""
+    """Choose whether a core's last matrix product is written directly into its slot of a stack."""
     if target.slug in _MADE_IN_PLACE:
         return Choice(True, "XLA makes a product in the layout that the residual's kernels take")
     return Choice(False, f"XLA would lay the stack out anew for each product on {target.kind}")
 
 
 def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
-    """Choose whether the two products of a feed-forward layer are separate instructions.
+    """Choose whether a feed-forward layer's two products run as separate XLA instructions.
 
     Args:
       target: the device that the program is compiled for.
-      vectors: the number of data vectors that the layer reads.
-      tokens: the number of tokens of a sequence on one device.
+      vectors: the number of data vectors per token that the layer reads.
+      tokens: the number of tokens per sequence on one device.
     """
     if vectors == 1:
         return Choice(False, "a residual of vectors is read with tokens in rows")
@@ -58,10 +59,10 @@ def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
 
 
 def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
-    """Choose whether the kernel that rebuilds a residual also reads it for the site before.
+    """Choose whether the kernel that rebuilds a residual also reads it for the preceding site.
 
-    Reading in the same kernel saves a pass over HBM. But XLA keeps a small residual in VMEM, all
-    the more if a separate kernel reads it next.
+    Reading in the same kernel saves a pass over HBM. However, XLA can keep a small residual in
+    VMEM, which it does more readily if a separate kernel reads the residual next.
     """
     share = residual_bytes / target.chip.vmem
     told = f"a residual of {residual_bytes:,} bytes fills {share:.2g} of VMEM, where XLA keeps one"
@@ -69,15 +70,15 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
 
 
 def few_tokens(tokens: int) -> bool:
-    """Return whether a sequence has few enough tokens for the kernels made for decoding."""
+    """Return whether a sequence is short enough for the kernels that are written for decoding."""
     return tokens < LANES
 
 
 def padded_width(size: int, *, by_kernels: bool) -> Choice:
-    """Choose the width in which a bank holds vectors of `size` numbers, zeros at the end.
+    """Choose the width to which the vectors in a bank are padded with zeros at the end.
 
     Args:
-      size: D, the numbers of a vector.
+      size: D, the number of entries per vector before padding.
       by_kernels: whether kernels read the bank through an RMS norm.
     """
     missing = -size % LANES
@@ -89,9 +90,9 @@ def padded_width(size: int, *, by_kernels: bool) -> Choice:
 
 
 def cache_width(size: int) -> int:
-    """Return the width of a cache of keys or values that have `size` numbers a token.
+    """Return the padded width of a key or value cache with `size` numbers per token.
 
-    The width is rounded up to whole tiles, because TPUs would otherwise copy the cache to a new
-    layout for each product. A size of less than half a tile stays as it is.
+    The width is rounded up to whole tiles, because a TPU would otherwise copy the cache to a new
+    layout for each product. A size of less than half a tile is returned unchanged.
     """
     return size + -size % LANES if size >= LANES // 2 else size

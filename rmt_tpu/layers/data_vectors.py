@@ -1,9 +1,9 @@
 """Conversion between a token's data vectors and one long vector.
 
-Numbers at the same place in every data vector lie together: entry `i * vectors + r` is entry i of
-vector r. The residual matrix's kernels lay their data out in this order, so that on a TPU neither
-conversion moves anything. To the weights on either side the order is only a numbering of their
-rows.
+The long vector is ordered by entry first: its entry `i * vectors + r` is entry i of data vector r.
+The kernels for the residual matrix store their data in this order, so neither conversion moves data
+on a TPU. For the weight matrices that read or write the long vector, the order only permutes their
+rows or columns.
 """
 
 from typing import Literal, NamedTuple
@@ -18,8 +18,9 @@ class HeadsLayout(NamedTuple):
 
     Attributes:
       rows: the order of heads in memory; see `pallas_kernels.causal_attention`.
-      projected: axes of the mesh over which each device projects only its own heads, for the tokens
-        of all devices of these axes.
+      projected: the mesh axes over which the projection itself is sharded by heads. Each device
+        projects only its own share of the heads, but for the tokens of all devices along these
+        axes.
     """
 
     rows: Literal["size_major", "head_major"]
@@ -27,22 +28,26 @@ class HeadsLayout(NamedTuple):
 
     @property
     def swapped(self) -> tuple[str, ...]:
-        """Axes over which devices exchange all heads of own tokens for own heads of all tokens."""
+        """The mesh axes over which devices exchange heads for tokens.
+
+        Before the exchange, a device has all heads for its own tokens; afterwards it has its own
+        share of the heads for the tokens of all devices.
+        """
         return tuple(axis for axis in sharding.token_axes() if axis not in self.projected)
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """The axes over which heads are divided after the exchange."""
+        """The mesh axes over which heads are sharded after the exchange."""
         return self.projected + self.swapped
 
 
 class Read(NamedTuple):
-    """The input z that a site has read for a core; parts that the core does not read are None.
+    """The input z that a site has read for a core; a part that the core does not use is None.
 
     Attributes:
-      heads: vectors of head size, the port's groups one after the other.
-      whole: the residual as the store reads it whole: [..., 1, D] of a vector store, [..., R, D_v]
-        of a matrix store.
+      heads: vectors of head size, with the groups of heads of the core's port one after the other.
+      whole: the residual read without heads: [..., 1, D] from a vector store, [..., R, D_v] from a
+        matrix store.
     """
 
     heads: Float[Array, "batch seq vectors head_dim"] | None = None
@@ -50,7 +55,7 @@ class Read(NamedTuple):
 
 
 def concatenate(x: Float[Array, "*tokens vectors size"]) -> Float[Array, "*tokens width"]:
-    """Concatenate all data vectors of a token to one vector of `width = size * vectors` numbers."""
+    """Concatenate a token's data vectors into one vector of `width = size * vectors` numbers."""
     vectors, size = x.shape[-2:]  # not reshaped to -1, which cannot be inferred for an empty batch
     return x.swapaxes(-1, -2).reshape(*x.shape[:-2], vectors * size)
 
@@ -58,5 +63,5 @@ def concatenate(x: Float[Array, "*tokens vectors size"]) -> Float[Array, "*token
 def separate(
     x: Float[Array, "*tokens width"], vectors: int
 ) -> Float[Array, "*tokens vectors size"]:
-    """Undo `concatenate`."""
+    """Split one long vector per token into its data vectors; the inverse of `concatenate`."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // vectors, vectors).swapaxes(-1, -2)

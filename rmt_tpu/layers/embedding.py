@@ -1,4 +1,4 @@
-"""The embedding of tokens as the first data vectors, and the logits of the last data vectors."""
+"""Token embedding, which gives the first data vectors, and unembedding, which gives the logits."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -34,10 +34,10 @@ class Embedding(nnx.Module):
     ) -> tuple[
         Float[Array, "batch seq vectors size"], Float[Array, "batch_or_1 seq vectors size"] | None
     ]:
-        """Return the data vectors of the tokens, and of the positions if learned, else None."""
-        # Each device looks up its own columns for the tokens of all devices of `fsdp`, and the swap
-        # then gives it whole rows of its own tokens. That moves less than gathering the whole
-        # table.
+        """Return the data vectors of the tokens, and of the positions (None if not learned)."""
+        # Each device looks up its own columns of the table for the tokens of all devices along
+        # `fsdp`. The swap then gives each device whole rows for its own tokens. This moves less
+        # data than gathering the whole table.
         rows = self._look_up(self.tokens[...], sharding.gather(tokens, "fsdp", axis=0), dtype)
         tokens = separate(sharding.swap(rows, "fsdp", split=0, join=2), self.vectors)
         if self.positions is None:
@@ -55,8 +55,8 @@ class Embedding(nnx.Module):
         )
 
     def _look_up(self, table, indices, dtype):
-        # An index outside the table gives NaN. By default JAX would clamp it to the last row, or
-        # count a negative index from the end.
+        # An index outside the table gives NaN. By default JAX would clamp a too large index to the
+        # last row, and count a negative index from the end.
         indices = jnp.where(indices < 0, table.shape[0], indices)
         rows = self.multiplier * jnp.take(table, indices, axis=0, mode="fill")
         return rows.astype(dtype)
@@ -68,12 +68,12 @@ class Unembedding(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         output_multiplier = getattr(config.parametrization, "output_multiplier", 1.0)
         self.multiplier = output_multiplier / config.width_ratio
-        # In muP the initial standard deviation is that of the base model, because the multiplier
-        # already divides the logits by the width ratio. Otherwise the learning rate would have to
-        # be divided by it.
+        # In muP the initial standard deviation is the one for the base model's width, because the
+        # multiplier already divides the logits by the width ratio. If the standard deviation were
+        # divided as well, the learning rate would have to be divided too.
         base_width = config.width / config.width_ratio
-        # The kernel is one 2-D matrix, because with a separate axis of vectors the compiler
-        # transposes it.
+        # The kernel is stored as one 2-D matrix, because the compiler would transpose a kernel that
+        # has a separate axis for the vectors.
         self.kernel = parameter(
             seed / "kernel",
             (config.width, config.vocab_size),
@@ -83,7 +83,7 @@ class Unembedding(nnx.Module):
         )
 
     def __call__(self, z: Float[Array, "*tokens vectors size"]) -> Float[Array, "*tokens vocab"]:
-        """Return the logits, in at least float32."""
+        """Return the logits for each token, in at least float32."""
         logits = jnp.dot(
             concatenate(z),
             sharding.gather(self.kernel.astype(z.dtype), "fsdp", axis=0),

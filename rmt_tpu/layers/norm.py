@@ -16,12 +16,12 @@ def normalize(
     epsilon: float,
     dtype: DTypeLike,
 ) -> Float[Array, "*tokens D"]:
-    """Return `gain * x / sqrt(mean(x^2) + epsilon)` in `dtype`, with x centred for layernorm.
+    """Return `gain * x / sqrt(mean(x^2) + epsilon)` in `dtype`; "layernorm" first centres x.
 
-    Statistics are at least float32. For layernorm over bfloat16, the mean and the mean square come
-    from one pass over x, although their difference can cancel. The cancellation in float32 does no
-    harm: where the mean is large enough to cause it, bfloat16's 8 bits hold no spread around that
-    mean.
+    Statistics are computed in at least float32. For a layernorm of bfloat16 input, the mean and the
+    mean square come from a single pass over x, so the variance is a difference that can lose
+    precision in float32. This is harmless: where the mean is large enough for that, the 8
+    significant bits of bfloat16 cannot represent a spread around the mean anyway.
     """
     narrow = x.dtype == jnp.bfloat16
     mean = functools.partial(jnp.mean, axis=-1, keepdims=True)

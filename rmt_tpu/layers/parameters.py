@@ -1,4 +1,4 @@
-"""Functions that make, name, draw and stack parameters."""
+"""Functions that create, name, initialise and stack parameters."""
 
 import zlib
 from collections.abc import Callable
@@ -13,21 +13,21 @@ from rmt_tpu.config import Role
 
 Module = TypeVar("Module", bound=nnx.Module)
 
-# Logical axes over which one parameter holds many matrices.
+# Logical axes that index separate matrices within one stacked parameter.
 OF_MANY = ("layer", "node", "expert", "projection", "stream")
 
 
 class Seed(NamedTuple):
-    """The random seed of one parameter, from the run's seed, a sublayer's number and a name.
+    """The random seed for one parameter, derived from the run's seed, a sublayer number and a name.
 
-    Weights of one name, place and shape are therefore the same in all models of a seed, whatever
-    else these models contain and however their layers are stacked. A name is the path of attributes
-    that leads to the parameter from the model or, within layers, from its sublayer:
-    `seed / "core" / "w_1"`.
+    Two models with the same run seed therefore give the same initial value to weights that have the
+    same name, sublayer number and shape, whatever else the models contain and however their layers
+    are stacked. A name is the attribute path to the parameter, starting from the model or, inside a
+    layer, from its sublayer: for example `seed / "core" / "w_1"`.
 
     Attributes:
-      base: the key made from the run's seed and from the numbers folded in so far.
-      name: the path so far.
+      base: the JAX key made from the run's seed and from the sublayer numbers folded in so far.
+      name: the attribute path so far.
     """
 
     base: Key[Array, ""]
@@ -37,12 +37,12 @@ class Seed(NamedTuple):
         return self._replace(name=f"{self.name}/{attribute}")
 
     def numbered(self, index: Int[Array, ""] | int) -> "Seed":
-        """Return the seed of the sublayer with this number, which may be traced."""
+        """Return the seed for sublayer number `index`, which may be traced."""
         return self._replace(base=jax.random.fold_in(self.base, index))
 
     def key(self) -> Key[Array, ""]:
-        """Return the key from which the parameter of this name is drawn, once."""
-        # Python's own hash would differ from process to process.
+        """Return the JAX key for drawing the parameter with this name; use it only once."""
+        # Python's built-in string hash would differ between processes.
         return jax.random.fold_in(self.base, zlib.crc32(self.name.encode()))
 
 
@@ -61,13 +61,14 @@ def parameter(
     Args:
       seed: the seed, which includes the parameter's own name.
       shape: the parameter's shape, without the axis that `stack` adds.
-      std: the standard deviation; may be traced, so that it can differ between stacked layers.
-      role: the role by which the optimizer chooses weight decay and width-scaled learning rates.
-      axes: logical names of the axes, for sharding rules.
-      fan_in: how many numbers of a token a product with the parameter adds up; muP's learning rate
-        depends on it. None stands for the size of the first axis of a "hidden" weight's matrix, and
-        for 1 (no such sum) otherwise.
-      exact: whether the parameter is read in float32; other "hidden" weights are read in the
+      std: the standard deviation; it may be traced, so that it can differ between stacked layers.
+      role: the kind of parameter, from which the optimizer chooses weight decay and width-scaled
+        learning rates.
+      axes: the logical names of the axes, used by the sharding rules.
+      fan_in: the number of terms in each sum when the parameter is multiplied with a token's data;
+        the muP learning rate depends on it. None means the size of the first matrix axis for a
+        "hidden" weight, and 1 (no sum) for every other role.
+      exact: whether the parameter is used in float32. Other "hidden" weights are cast to the
         compute dtype.
     """
     if fan_in is None:
@@ -76,30 +77,30 @@ def parameter(
     if isinstance(std, float) and std == 0:
         value = jnp.zeros(shape, jnp.float32)
     else:
-        # The barrier is needed because XLA would merge a known std with the constants of the draw,
-        # and so round differently than where std is traced.
+        # Without the barrier, XLA would merge a constant std with the constants of the random draw,
+        # and the rounding would differ from the case where std is traced.
         normal = jax.random.normal(seed.key(), shape, jnp.float32)
         value = std * jax.lax.optimization_barrier(normal)
     return nnx.Param(value, role=role, axes=axes, fan_in=fan_in, exact=exact)
 
 
 def storage_scale(num_sublayers: int) -> float:
-    """Return `1 / sqrt(2L)`, the factor for initial weights that write to the residual."""
+    """Return `1 / sqrt(2L)`, the initial scale of weights that write to the residual."""
     return num_sublayers**-0.5
 
 
 def gain(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
-    """Return the gain of a norm, which starts as ones."""
+    """Return a norm's gain, initialised to ones."""
     return nnx.Param(jnp.ones(shape, jnp.float32), role="gain", axes=axes)
 
 
 def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0) -> nnx.Param:
-    """Return `count` key vectors of size `key_dim` (D_k) that read the residual, r [count, D_k].
+    """Return `count` key vectors r [count, D_k] for reading the residual, with D_k = `key_dim`.
 
-    `z[p, v] = sum_k r[p, k] X[k, v]` adds up D_k numbers of a residual that is normed to order 1,
-    so z is of order 1 for r of `1 / sqrt(D_k)`. What Adam adds to r[p, k] has the sign of a
-    gradient that is itself a sum over X[k, v], so the D_k terms add up with one sign: a learning
-    rate moves z by `rate * D_k`.
+    A read `z[p, v] = sum_k r[p, k] X[k, v]`, with X the normed residual, sums D_k numbers of order
+    1, so z is of order 1 if the entries of r are of order `1 / sqrt(D_k)`. Adam's update of r[p, k]
+    has the sign of its gradient, which is itself a sum over X[k, v]. The D_k terms of the change in
+    z therefore have the same sign, and a learning rate changes z by about `rate * D_k`.
     """
     axes, std = ("head", "key"), scale * key_dim**-0.5
     return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=key_dim)
@@ -108,11 +109,11 @@ def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array 
 def store_keys(
     seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0
 ) -> nnx.Param:
-    """Return `count` (R) key vectors of size `key_dim` (D_k) that write the residual, w [R, D_k].
+    """Return `count` (R) key vectors w [R, D_k] for writing to the residual, with D_k = `key_dim`.
 
-    `X[k, v] += sum_r w[r, k] y[r, v]`, an outer product for each vector, adds up R numbers for each
-    number that it writes, however large D_k is. The write is of order 1 for w of `1 / sqrt(R)`, and
-    a learning rate moves it by `rate * R`.
+    A write `X[k, v] += sum_r w[r, k] y[r, v]`, one outer product per data vector, sums R terms for
+    each entry of the residual X, however large D_k is. The write is of order 1 if the entries of w
+    are of order `1 / sqrt(R)`, and a learning rate changes the write by about `rate * R`.
     """
     axes, std = ("head", "key"), scale * count**-0.5
     return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=count)
@@ -125,17 +126,17 @@ def stack(
     *,
     axis: str = "layer",
 ) -> Module:
-    """Return one module whose parameters are those of `make(seed, 0), make(seed, 1), ...`, stacked.
+    """Return one module with the stacked parameters of `make(seed, i)` for i from 0 to `count - 1`.
 
-    The index that `make` gets is traced, so layers may differ in values but not in shapes. They
-    differ in their random draws if `make` uses `seed.numbered`. `axis` is the logical name of the
-    new axis.
+    The index i is traced, so layers may differ in values but not in shapes. Layers get different
+    random draws only if `make` uses `seed.numbered`. `axis` is the logical name of the new leading
+    axis.
     """
 
     def made(base: jax.Array, index: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
         return nnx.split(make(seed._replace(base=base), index))
 
-    # Without jit, parameters would be drawn one by one, each shape compiled on its own.
+    # Without jit, parameters would be drawn one by one, with a separate compilation for each shape.
     draw = jax.jit(jax.vmap(made, in_axes=(None, 0)))
     stacked = nnx.merge(*draw(seed.base, jnp.arange(count)))
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
@@ -144,9 +145,9 @@ def stack(
 
 
 def metadata(module: nnx.Module, name: str) -> dict:
-    """Return the metadata `name` ("role", "axes", ...) of each parameter, as a pure dict of `nnx`.
+    """Return one metadata entry per parameter ("role", "axes", ...), as a pure `nnx` state dict.
 
-    A parameter without `fan_in` counts as 1, and one without `exact` as exact.
+    A parameter without `fan_in` gets the value 1, and a parameter without `exact` gets True.
     """
     state = nnx.state(module, nnx.Param)
     default = {"fan_in": 1, "exact": True}

@@ -1,4 +1,4 @@
-"""A causal convolution over a few tokens, separately for each channel."""
+"""A causal convolution over a few tokens, applied to each channel separately."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,14 +10,16 @@ def convolve(
     before: Float[Array, "batch taps_less_1 *channels"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq *channels"]:
-    """Compute `sum_j weights[taps - 1 - j] x[t - j]` within the segment of t, in the dtype of x.
+    """Compute `sum_j weights[taps - 1 - j] x[t - j]` at each token t, within the segment of t.
+
+    The result has the dtype of x.
 
     Args:
-      x: the values of the tokens.
-      weights: the weights of the taps; the last one is for the token itself.
-      before: the values of the tokens before the first one; None stands for zeros.
-      segment_ids: the segments of the tokens; tokens before the first one belong to its segment.
-        None stands for one segment.
+      x: the input values per token.
+      weights: the weight of each tap; the last tap multiplies the token itself.
+      before: the values of the tokens that precede x; None means zeros.
+      segment_ids: the segment of each token of x; the tokens in `before` belong to the segment of
+        the first token of x. None means that there is only one segment.
     """
     taps, seq = len(weights), x.shape[1]
     if before is None:
@@ -39,9 +41,9 @@ def tail(
     before: Float[Array, "batch kept *channels"],
     lengths: Int[Array, " batch"] | None,
 ) -> Float[Array, "batch kept *channels"]:
-    """Return the last tokens of `before` and x together, as `before` for the next call.
+    """Return the last tokens of `before` followed by x, for use as `before` in the next call.
 
-    `lengths` is the number of tokens that each row of x has; None means that all of them count.
+    `lengths` is the number of valid tokens in each row of x; None means that all tokens are valid.
     """
     kept = before.shape[1]
     all_x = jnp.concatenate([before.astype(x.dtype), x], axis=1)

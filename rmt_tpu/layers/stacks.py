@@ -13,7 +13,7 @@ Index = Int[Array, ""] | int
 
 
 class Slice(NamedTuple):
-    """One slice of a stack, named without taking it out of the stack.
+    """A reference to one slice of a stack, which leaves the slice in the stack.
 
     Attributes:
       all: the whole stack, or a tree or module of stacks.
@@ -25,12 +25,12 @@ class Slice(NamedTuple):
 
 
 def at(stacks: Any, index: Index) -> Any:
-    """Return slice `index` of every stack in a tree."""
+    """Return slice `index` of every stack in a tree of stacks."""
     return jax.tree.map(lambda s: jax.lax.dynamic_index_in_dim(s, index, keepdims=False), stacks)
 
 
 def put(stacks: Any, values: Any, index: Index) -> Any:
-    """Return the stacks with a tree of values in slice `index`."""
+    """Return the stacks with slice `index` replaced by a tree of values."""
 
     def put_one(stack, x):
         return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
@@ -39,19 +39,22 @@ def put(stacks: Any, values: Any, index: Index) -> Any:
 
 
 def run_of(stack: Float[Array, "count *shape"], start: Index, size: int) -> Array:
-    """Return `size` consecutive slices, beginning with slice `start`."""
+    """Return `size` consecutive slices of the stack, starting at slice `start`."""
     return jax.lax.dynamic_slice_in_dim(stack, start, size, 0)
 
 
 def put_run(stack: Float[Array, "count *shape"], values: Array, start: Index) -> Array:
-    """Return the stack with `values` in consecutive slices from `start` on."""
+    """Return the stack with consecutive slices from `start` onwards replaced by `values`."""
     return jax.lax.dynamic_update_slice_in_dim(stack, values.astype(stack.dtype), start, 0)
 
 
 def scan(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, scanned: Any, *, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """Run `jax.lax.scan`; a single step runs without a loop, so its carry may change shape."""
+    """Run `jax.lax.scan`, but run a single step without a loop.
+
+    Without the loop, the step may change the shape of the carry.
+    """
     carry, scanned = vary_alike((carry, scanned))
     if len(jax.tree.leaves(scanned)[0]) > 1:
         return jax.lax.scan(body, carry, scanned, reverse=reverse)
@@ -61,10 +64,10 @@ def scan(
 
 @jax.custom_jvp
 def by_itself(x: Array) -> Array:
-    """Return x, which XLA computes on its own before use instead of fusing it into what uses it.
+    """Return x, and keep XLA from fusing the computation of x into the operations that use it.
 
-    Under differentiation x is returned as it is: it is then used more than once, and XLA is free to
-    compute it again each time.
+    Under differentiation, x is returned without this restriction, because it is then used more than
+    once and XLA may prefer to recompute it for each use.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -75,17 +78,17 @@ def _by_itself_jvp(primals, tangents):
 
 
 def empty_like(stacks: Any) -> Any:
-    """Return uninitialised stacks of the same shapes, to be written before they are read."""
+    """Return uninitialised stacks of the same shapes and dtypes, for writing before reading."""
     return jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), stacks)
 
 
 @jax.custom_vjp
 def take(stack: Float[Array, "count *shape"], index: Index) -> tuple[Array, Array]:
-    """Return the stack and its slice `index`.
+    """Return the stack and its slice `index`, with a gradient that avoids a stack of zeros.
 
-    Afterwards the caller uses the returned stack, and does not read this slice of it again. The
-    gradient of the slice then takes its place in the gradient of the stack. Indexing with JAX would
-    make a stack of zeros for each slice, and add them all up.
+    After the call, use the returned stack, and do not read this slice from it again. The gradient
+    of the slice can then be written into its place in the gradient of the stack. JAX's own indexing
+    would instead create a stack of zeros per slice and add all of these stacks.
     """
     return stack, jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
@@ -109,11 +112,12 @@ def fill(
     index: Index,
     whole: Bool[Array, ""],
 ) -> Array:
-    """Write `x` into a slice that no one has read, and that no one may read until `whole` is True.
+    """Return the stack with `x` in slice `index`, for slices that are read only once complete.
 
-    The gradient of x is that of the slice, or 0 while x is not whole. The gradient of the stack is
-    passed on unchanged: JAX would put zeros in the slice for what was there before, which copies
-    the whole stack.
+    No one has read the slice before, and no one may read it until `whole` is True. The gradient of
+    x is the slice's gradient if `whole`, and 0 otherwise. The gradient of the stack is passed on
+    unchanged. JAX's own update would set the slice of that gradient to zero, which copies the whole
+    stack.
     """
     return put(stack, x, index)
 

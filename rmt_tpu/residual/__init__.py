@@ -1,22 +1,24 @@
-"""The residual: where a sublayer's output is put, and what the next sublayer is given.
+"""The residual: where sublayers write their outputs, and where later sublayers read their inputs.
 
     state, y = store.start(tokens, positions)
     state, y = mixer.start(store, state, y)
     state, z = mixer.advance(store, state, y, site, index)
 
-There is a site before each sublayer and one before the unembedding: `2L + 1` for L layers. A site
-owns the parameters of what happens there: how the newest output is written, the norm, how the next
-sublayer reads, and in `site.mix` what the mixer learns there. A site is made from the ports of the
-cores on its two sides. The embedding is the first thing written. A sublayer is `y = core(z)`, where
-z are the data vectors that its site has read; a core knows nothing of the residual.
+A *site* lies before each sublayer and before the unembedding, so a model with L layers has `2L + 1`
+sites. A site holds the parameters for writing the previous output, for the norm, for the next
+sublayer's read and, in `site.mix`, for the mixer. Its shapes follow from the ports (the declared
+inputs and outputs) of the cores before and after it. The embedding is the first output to be
+written. A sublayer computes `y = core(z)`, where z holds the data vectors that its site has read. A
+core does not depend on the kind of residual.
 
-Two choices compose:
-- the *store*, what one token's residual is: `vector` (Transformer) or `matrix` (RMT);
-- the *mixer*, how what was written becomes what is read: `sum`, attention over depth, ...
+Two choices can be combined freely:
+- the *store* defines the residual of one token: `vector` (Transformer) or `matrix` (RMT);
+- the *mixer* defines how earlier outputs are combined into the next input: `sum`, attention over
+  depth, ...
 
-Mixers that keep what was written as rows of a bank (protocol `Banked`) run by a schedule of their
-own, `rmt_tpu.execution.banked`, whose backward pass needs little more than the bank. The methods
-that stores and mixers must have are in `protocols`.
+Some mixers keep earlier outputs as rows of an array, the *bank* (protocol `Banked`). These mixers
+run in their own schedule, `rmt_tpu.execution.banked`, whose backward pass needs little more than
+the bank. `protocols` lists the methods that stores and mixers must have.
 """
 
 from types import ModuleType
@@ -58,7 +60,7 @@ __all__ = [
 
 
 def store_module(store: cfg.Store) -> ModuleType:
-    """Return the module (with `Store` and `Site`) of a configured store."""
+    """Return the module that defines `Store` and `Site` for a configured store."""
     match store:
         case cfg.VectorStore():
             return vector
@@ -67,7 +69,7 @@ def store_module(store: cfg.Store) -> ModuleType:
 
 
 def make_mixer(config: cfg.ModelConfig, seed: Seed) -> Carried | Banked:
-    """Return the configured mixer, with the parameters that it has besides those of its sites."""
+    """Return the configured mixer, with the parameters that it holds outside of the sites."""
     match config.mixer:
         case cfg.Sum():
             return Sum()
@@ -88,7 +90,7 @@ def make_mixer(config: cfg.ModelConfig, seed: Seed) -> Carried | Banked:
 
 
 def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
-    """Return a site of the configured store, with what the configured mixer learns there."""
+    """Return a site for the configured store, with the configured mixer's parameters."""
     site = store_module(config.store).Site(config, seed, place)
     match config.mixer:
         case cfg.FullAttention() | cfg.BlockAttention():
@@ -105,13 +107,14 @@ def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
 
 
 def heads_layout(config: cfg.ModelConfig) -> HeadsLayout:
-    """Return the layout of heads of the configured store."""
+    """Return the layout of heads that the configured store uses."""
     return store_module(config.store).HEADS
 
 
 def output_scale(config: cfg.ModelConfig) -> float:
-    """Return the initial scale of the weights that make what is written to the residual.
+    """Return the initial scale of the weights that produce a sublayer's output.
 
-    It is small where many writes are added up. In an RMT the storage keys carry the scale instead.
+    The scale is small where the mixer sums many outputs. In an RMT, the storage keys carry this
+    scale instead.
     """
     return store_module(config.store).output_scale(config)

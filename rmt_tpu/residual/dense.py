@@ -1,12 +1,13 @@
-"""DenseFormer: a layer reads a learned weighted sum of all layers' outputs.
+"""DenseFormer: a layer reads a learned weighted sum of the outputs of all earlier layers.
 
-Pagliardini et al. (NeurIPS 2024). X_0 is the embedding and X_i the output of layer i, which runs as
-in the plain model on its input Y_{i-1}:
+Pagliardini et al. (NeurIPS 2024). X_0 is the embedding, and X_i is the output of layer i, which
+runs as in the plain model on its input Y_{i-1}:
 
     X_i = layer_i(Y_{i-1})      Y_0 = X_0      Y_i = sum over j <= i, j = i mod k, of a_ij X_j
 
-if the period p divides i, and otherwise `Y_i = X_i`; k is the dilation. The a_ij are free numbers.
-They start as `a_ii = 1` and 0 elsewhere, which is the plain model. The unembedding reads Y_L.
+The sum is taken if the period p divides i; otherwise `Y_i = X_i`. k is the dilation. The weights
+a_ij are unconstrained. They are initialised to `a_ii = 1` and 0 elsewhere, which gives the plain
+model. The unembedding reads Y_L.
 """
 
 from collections.abc import Sequence
@@ -34,10 +35,10 @@ from rmt_tpu.residual.protocols import (
 
 
 class Dense(nnx.Module):
-    """The mixer of `config.Dense`, run by the schedule of `rmt_tpu.execution.banked`.
+    """The mixer for `config.Dense`, run by the schedule `rmt_tpu.execution.banked`.
 
     Attributes:
-      weights: all learned a_ij, row after row.
+      weights: all learned a_ij in one vector, in row-major order.
     """
 
     keeps_sum = False
@@ -47,19 +48,20 @@ class Dense(nnx.Module):
         period, dilation = config.mixer.period, config.mixer.dilation
         i, j = np.indices((self.num_rows, self.num_rows))
         learned = (i > 0) & (i % period == 0) & (j <= i) & ((i - j) % dilation == 0)
-        # Static: which entries of the matrix are learned, and so where they are in `weights`.
+        # Static: the positions of the learned entries in the matrix, which also give their order in
+        # `weights`.
         self.learned = tuple(map(tuple, learned.tolist()))
         self.weights = nnx.Param(
             jnp.asarray((i == j)[learned], jnp.float32), role="gain", axes=("source",)
         )
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """Return groups of about sqrt(L) layers, so that there are about as many groups."""
+        """Return groups of about sqrt(L) layers each, so that there are about sqrt(L) groups."""
         layers = max(1, round(2 * round(self.num_layers**0.5) / period))
         return Grouping(min(layers, repeat), False, False, lambda sublayers: sublayers // 2)
 
     def first_row(self, sublayer: Index) -> Index:
-        """Return the row of the output of the sublayer's layer."""
+        """Return the bank row for the output of the layer that contains this sublayer."""
         return sublayer // 2 + 1
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers rows"]:
@@ -67,7 +69,7 @@ class Dense(nnx.Module):
         return jnp.repeat(self.matrix()[:-1], 2, axis=0)
 
     def matrix(self) -> Float[Array, "rows rows"]:
-        """Return a_ij: the learned weights, and elsewhere 1 on the diagonal and 0 off it."""
+        """Return the matrix a_ij, with the identity's entries where nothing is learned."""
         learned = np.asarray(self.learned)
         matrix = jnp.eye(self.num_rows, dtype=self.weights[...].dtype)
         return matrix.at[np.nonzero(learned)].set(self.weights[...])
@@ -78,7 +80,7 @@ class Dense(nnx.Module):
         bank: Bank,
         count: Index,
     ) -> Float[Array, "layers batch seq *shape"]:
-        """Return what the rows before a group contribute to the input of each of its layers."""
+        """Return what the rows before a group add to the input of each layer in the group."""
         return _mix(scores[::2], bank, jnp.arange(self.num_rows) < count)
 
     def prior_backward(
@@ -90,7 +92,7 @@ class Dense(nnx.Module):
         d_prior: Array,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Return the cotangents of `scores` and, added to `d_bank`, of the bank."""
+        """Return the cotangent of `scores`, and `d_bank` with the cotangent of the bank added."""
         _, pullback = jax.vjp(lambda scores, bank: self.prior(scores, bank, count), scores, bank)
         d_scores, of_prior = pullback(d_prior)
         return d_scores, d_bank + of_prior
@@ -105,11 +107,11 @@ class Dense(nnx.Module):
         current: Row,
         at: At,
     ) -> tuple[Array, Bank | None, Row, Read]:
-        """Mix the input of a layer at its first site, then read as in the plain model."""
+        """Mix the input of a layer at the layer's first site, then read as in the plain model."""
         if site.begins_layer:
             offset = (at.sublayer - at.group) // 2
-            # The score is padded with zeros, because JAX would move back a slice that reaches
-            # beyond its end.
+            # The score is padded with zeros, because JAX shifts a dynamic slice that would extend
+            # past the end.
             padded = jnp.pad(score, (0, len(rows)))
             weights = jax.lax.dynamic_slice_in_dim(padded, self.first_row(at.group), len(rows), 0)
             own = _mix(weights[None], rows, jnp.arange(len(rows)) < offset)[0]
@@ -120,13 +122,13 @@ class Dense(nnx.Module):
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: At
     ) -> tuple[Bank | None, Row]:
-        """Put the output of a layer in a row when the layer is complete."""
+        """Write a layer's output into its bank row when the layer is complete."""
         if not site.begins_layer:
             rows = stacks.put(rows, current, (at.sublayer - at.group) // 2)
         return rows, current
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return what the unembedding reads of Y_L."""
+        """Return the unembedding's read of Y_L."""
         residual = _mix(self.matrix()[-1:], bank, jnp.ones(self.num_rows, bool))[0]
         return store.read(residual, final_site, store.compute_dtype)
 
@@ -138,7 +140,10 @@ class Dense(nnx.Module):
         sublayers: Sequence[Unstacked],
         final_site: nnx.Module,
     ) -> tuple[Read, tuple]:
-        """Run all layers one by one: see `protocols.Banked`; weights do not depend on tokens."""
+        """Run all layers one by one; see `protocols.Banked`.
+
+        The weights do not depend on the tokens.
+        """
         matrix = self.matrix()
         given = [store.write(store.hold(state), y, sublayers[0].site.writer)]
         read = lambda row: sum(a * x for a, x in zip(row, given, strict=False))
@@ -153,7 +158,10 @@ class Dense(nnx.Module):
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """Return a_ij itself: layer i + 1 reads with row i, the unembedding with the last row."""
+        """Return a_ij itself.
+
+        Layer i + 1 reads with row i, and the unembedding reads with the last row.
+        """
         matrix, learned = np.asarray(self.matrix()), np.asarray(self.learned)
         there = learned | np.eye(len(matrix), dtype=bool)
         layers = [str(1 + layer) for layer in range(self.num_layers)]
@@ -170,10 +178,14 @@ def _mix(
     rows: Float[Array, "rows batch seq *shape"],
     active: Bool[Array, " rows"],
 ) -> Float[Array, "layers batch seq *shape"]:
-    """Return weighted sums of the active rows in the rows' dtype, summed in at least float32."""
+    """Return weighted sums of the active rows, accumulated in at least float32.
+
+    The result has the dtype of the rows.
+    """
     dtype = jnp.result_type(rows, jnp.float32)
     weights = jnp.expand_dims(weights.astype(dtype), range(2, 1 + rows.ndim))
-    # Terms are added one by one, because a reduction over a stack is ten times slower on a CPU.
+    # Terms are added one by one, because on a CPU this is ten times as fast as a reduction over a
+    # stack.
     terms = (
         weights[:, j] * jnp.where(active[j], rows[j], 0).astype(dtype) for j in range(len(rows))
     )
