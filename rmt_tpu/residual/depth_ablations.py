@@ -1,12 +1,14 @@
-"""The ablations of Attention Residuals' Table 4, in plain JAX: every site looks at the whole bank.
+"""Ablations from Table 4 of Attention Residuals, in plain JAX: each site reads the whole bank.
 
-The paper names them and gives their losses. The equations are our reading of these names:
-- "input" query: the site's vector plus a projection of the newest source, RMS-normalised;
-- "scalars": no query and no keys, but a learned logit for every pair of site and source;
+The bank holds the outputs of earlier blocks, which are the sources of the attention over depth. The
+paper names the ablations and gives their losses. The equations are our reading of the names:
+- "input" query: the query is the site's vector plus a projection of the newest source,
+  RMS-normalised;
+- "scalars": there are no queries and keys, but one learned logit for every pair of site and source;
 - "sigmoid": `weight_i = sigmoid(logit_i)`, so that the weights do not add up to 1;
-- no key norm: `logit_i = <query, v_i>`;
-- heads: equal parts of v (which share its norm) with a softmax each;
-- a window: only the embedding and the last rows are sources.
+- no key norm: `logit_i = <query, v_i>`, with v_i the sources;
+- heads: v is split into equal parts, which share its norm; each part has its own softmax;
+- a window: only the embedding and the newest rows are sources.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,10 @@ from rmt_tpu.residual.protocols import At, Bank, Grouping, Index, Row, Store
 
 
 class Mix(depth_attention.Mix):
-    """The parameters of a site; an "input" query has a projection [D, D], zero at the start."""
+    """The parameters of one site for attention over depth.
+
+    For an "input" query they include a projection [D, D], which is zero at initialisation.
+    """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         super().__init__(config, seed)
@@ -38,11 +43,11 @@ class Mix(depth_attention.Mix):
 
 
 class DepthAblation(depth_attention.DepthAttention):
-    """The mixer of `FullAttention` and `BlockAttention` with options that need plain JAX.
+    """The mixer for `FullAttention` and `BlockAttention` with options that need plain JAX.
 
     Attributes:
-      logits: the learned logits of "scalars": those of the sources of site 0, then of site 1, and
-        so on; None otherwise.
+      logits: the learned logits of the "scalars" ablation, ordered by site and then by source; None
+        in other ablations.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -52,29 +57,30 @@ class DepthAblation(depth_attention.DepthAttention):
         how = {"std": 0.0, "role": "gain", "axes": ("source",)}
         self.logits = parameter(seed / "logits", shape, **how) if scalars else None
 
-    # A stack is one group, and the rows of a group are the whole bank.
+    # A stack of layers forms a single group, whose rows are the whole bank.
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """Return one group of all layers, because an ablation has no phase one."""
+        """Return one group with all layers, because an ablation has no phase one."""
         ends = self._ends(first, period, repeat)
         return Grouping(repeat, False, any(ends), lambda _: self.num_rows)
 
     def first_row(self, sublayer: Index) -> int:
-        """Return 0, the bank's first row."""
+        """Return 0: every group starts at the bank's first row."""
         return 0
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers scored"]:
-        """Return what all sites score with: the learned logits of "scalars", otherwise queries."""
+        """Return the learned logits per site for "scalars", and the queries per site otherwise."""
         return super().scores(sites) if self.logits is None else self._table()[:-1]
 
     def merging(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
-        """Return nothing, because there is no phase two."""
+        """Return an empty tuple, because an ablation has no phase two."""
         return ()
 
     def _table(self) -> Float[Array, "sites sources"]:
-        """Return the learned logits by site and source.
+        """Return the learned logits as a table of sites by sources.
 
-        A source that a site does not see has the logit of the site's last source.
+        The entry of a source that a site does not see repeats the logit of the site's last source,
+        and is not used.
         """
         places, start = [], 0
         for k in range(self.num_sublayers + 1):
@@ -96,11 +102,11 @@ class DepthAblation(depth_attention.DepthAttention):
         d_prior: None,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Return zeros for the scores and `d_bank` as it is, because there is no phase one."""
+        """Return zeros for `scores` and an unchanged `d_bank`, because there is no phase one."""
         return jnp.zeros_like(scores), d_bank
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return what the unembedding reads: the last aggregation, over all rows."""
+        """Return the unembedding's read of the last aggregation, which covers all rows."""
         scalars = self.logits is not None
         shared = self._table()[-1] if scalars else final_site.mix.folded().reshape(-1)
         nothing = jnp.zeros_like(bank[0])
@@ -124,7 +130,7 @@ class DepthAblation(depth_attention.DepthAttention):
 
     @jax.named_scope("residual")
     def _mix(self, at, shared, rows, count, current, running):
-        """Mix `rows[:count]`, and the current sum if it is `running`, for one site."""
+        """Mix `rows[:count]` for one site, together with the running sum if `running` is True."""
         written = jnp.arange(self.num_rows) < count
         rows = jnp.where(jnp.expand_dims(written, range(1, rows.ndim)), rows, 0)
         weights = self._weights(at, shared, rows, count, current, running)
@@ -138,7 +144,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return mixed.reshape(current.shape).astype(current.dtype)
 
     def _weights(self, at, shared, rows, count, current, running):
-        """Return the weights [sources, batch, seq, heads]; the current sum is the last source."""
+        """Return the weights [sources, batch, seq, heads]; the running sum is the last source."""
         indices = jnp.arange(self.num_rows)
         shown = indices < count
         window = getattr(self.mixer, "window", None)
@@ -157,7 +163,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return jax.nn.softmax(jnp.where(shown, logits, -jnp.inf), axis=0)
 
     def _query(self, at, query, rows, count, current, running):
-        """Return `gain * query` of the site; an "input" query has one for each token."""
+        """Return the site's `gain * query`; an "input" query differs per token."""
         if self.mixer.query != "input":
             return query
         newest = jax.lax.dynamic_index_in_dim(rows, count - 1, keepdims=False)
@@ -183,14 +189,17 @@ class DepthAblation(depth_attention.DepthAttention):
     # For analysis --------------------------------------------------------------------------------
 
     def seen(self, site: int) -> list[int]:
-        """Return the sources of a site; with a window, the embedding and the last others."""
+        """Return the indices of the sources that a site sees, oldest first.
+
+        With a window, these are the embedding and the newest other sources.
+        """
         every, window = super().seen(site), getattr(self.mixer, "window", None)
         return every if window is None else [0, *every[1:][-window:]]
 
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
-        """Return the weights of the site before sublayer `index`, over the sources that it sees."""
+        """Return the weights that the site before sublayer `index` gives to the sources it sees."""
         flat = values.reshape(*values.shape[:3], -1)
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
         normed = flat * jax.lax.rsqrt(mean_square + self.mixer.epsilon)

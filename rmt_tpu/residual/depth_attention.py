@@ -1,14 +1,19 @@
-"""Attention Residuals: a sublayer reads a softmax over what earlier sublayers, or blocks, wrote.
+"""Attention Residuals: a sublayer reads a softmax-weighted mean of earlier sublayers' outputs.
 
-Kimi Team (2026), equations 2 to 6. A site k has k sublayers before it, and a block has S sublayers.
-The sources of the site are the embedding, the sums of the complete blocks, and the running sum of
-the block that is not complete:
+Kimi Team (2026), equations 2 to 6. The outputs may first be summed over blocks of S sublayers each.
+The sources of a site, which precedes a sublayer, are the embedding, the sums of the complete
+blocks, and the running sum of the block that is not complete yet:
 
     v_0 = embedding      v_n = sum of the outputs of block n      v' = sum of the outputs since
     logit_i = <gain * query, v_i> / rms(v_i)       h = sum_i softmax(logit)_i v_i      z = read(h)
 
-Every site has a query, which starts at zero (a plain mean), and a gain. Full AttnRes is S = 1. Over
-a matrix store, v and the query are matrices `D_k x D_v`.
+Every site has a gain and a query. Queries are initialised to zero, which gives a plain mean. Full
+AttnRes is the case S = 1. With a matrix store, the sources v and the queries are matrices
+`D_k x D_v`.
+
+The sources are kept as rows of a bank; a row is *sealed* when its block is complete. Phase one
+computes the partial softmax over the rows that exist before a group of layers, for all sites of the
+group in one pass. Phase two adds the group's own rows at each site.
 """
 
 from collections.abc import Sequence
@@ -43,11 +48,11 @@ from rmt_tpu.residual.whole_tiles import tiles
 
 
 class Prior(NamedTuple):
-    """The partial softmax of each site of a group over the sources sealed before the group.
+    """The partial softmax of each site in a group, over the rows that were sealed before the group.
 
     Attributes:
-      mixed: the weighted means of these sources.
-      log_sums: the logarithms of the softmax's sums.
+      mixed: the softmax-weighted means of these rows.
+      log_sums: the log-sum-exp of the logits.
     """
 
     mixed: Float[Array, "*sites_batch_seq_shape"]
@@ -55,17 +60,17 @@ class Prior(NamedTuple):
 
 
 class Mix(nnx.Module):
-    """The parameters of a site: `query` w and `key_gain`, both of a source's shape.
+    """The parameters of one site: a query and a key gain, both shaped like a source.
 
     Attributes:
-      query: the query, zero at the start.
-      key_gain: the gain of the keys' norm; None where the norm has no gain, or there is no norm.
+      query: the query, initialised to zero.
+      key_gain: the gain of the keys' norm; None if the norm has no gain or there is no norm.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         shape = config.residual_shape
         axes = ("width",) if len(shape) == 1 else ("key", "head")
-        # A logit is a sum over all numbers of a source, which are normed to order 1.
+        # A logit is a sum over all numbers of a source; the norm makes these numbers of order 1.
         fan_in = config.residual_size
         self.query = parameter(
             seed / "query", shape, std=0.0, role="gain", axes=axes, fan_in=fan_in
@@ -74,13 +79,13 @@ class Mix(nnx.Module):
         self.key_gain = gain(shape, axes=axes) if with_gain else None
 
     def folded(self) -> Float[Array, "*layers D_or_D_k_D_v"]:
-        """Return `gain * query`, with which no normalised key need be made."""
+        """Return `gain * query`, which saves multiplying every normalised key by the gain."""
         query = self.query[...]
         return query if self.key_gain is None else query * self.key_gain[...]
 
 
 class DepthAttention(nnx.Module):
-    """The mixer of `FullAttention` and `BlockAttention`, scheduled by `execution.banked`."""
+    """The mixer for `FullAttention` and `BlockAttention`, run by `execution.banked`."""
 
     def __init__(self, config: cfg.ModelConfig):
         self.mixer, self.num_sublayers = config.mixer, config.num_sublayers
@@ -90,41 +95,45 @@ class DepthAttention(nnx.Module):
 
     @property
     def epsilon(self) -> float:
-        """The epsilon of the keys' norm, for a source in the width in which it is held."""
+        """The epsilon of the keys' norm, adjusted for the padded width of a source."""
         return self.tiles.epsilon(self.mixer.epsilon)
 
     # The schedule -------------------------------------------------------------------------------
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """Return groups of one block each where possible, else of periods that seal rows inside.
+        """Return groups of one block each where possible, and groups of several layers otherwise.
 
-        A group is one block where blocks are whole periods and the stack begins and ends with a
-        block.
+        A group is one block if every block consists of whole periods (the repeated patterns of
+        layers), and the stack starts and ends at block boundaries. Otherwise blocks may be
+        completed inside a group.
         """
         begun, goes_on = self._ends(first, period, repeat)
         if self.block > 1 and self.block % period == 0 and not (begun or goes_on):
             return Grouping(min(self.block // period, repeat), True, False, lambda _: 1)
         layers = self._phase_layers(period, repeat)
-        # How far inside a block a group may begin: the maximum over all groups.
+        # The maximum offset, over all groups, of a group's start within a block.
         group = layers * period
         into = max((first + start) % self.block for start in range(0, repeat * period, group))
         rows = lambda sublayers: -(-(into + sublayers) // self.block)
         return Grouping(layers, False, into > 0 or goes_on, rows)
 
     def _ends(self, first: int, period: int, repeat: int) -> tuple[bool, bool]:
-        """Return whether a stack begins inside a block, and whether it ends inside one."""
+        """Return whether a stack starts inside a block, and whether it ends inside one."""
         end = first + period * repeat
         return first % self.block > 0, end % self.block > 0 and end < self.num_sublayers
 
     def _phase_layers(self, period: int, repeat: int) -> int:
-        """Return how many layers a group has; its sites take the rows before it in one pass."""
+        """Return the number of layers per group.
+
+        The sites of a group share one pass over the rows before the group.
+        """
         if self.block > 1:
             return min(-(-2 * self.block // period), repeat)
         layers = getattr(self.mixer, "phase_layers", None)
         if layers is not None:
             return min(max(1, round(2 * layers / period)), repeat)
-        # In groups of M of K sublayers, a site reads about K / 2M earlier sources (its share of one
-        # pass) and M / 2 sources of its own group.
+        # With K sublayers in groups of M, a site reads on average about K / 2M earlier sources (its
+        # share of the group's one pass) and M / 2 sources from its own group.
         best = self.num_sublayers**0.5 / period
         divisors = [g for g in range(1, repeat + 1) if repeat % g == 0]
         nearest = min(divisors, key=lambda g: max(g / best, best / g))
@@ -132,22 +141,22 @@ class DepthAttention(nnx.Module):
         return nearest if within else min(max(1, round(best)), repeat)
 
     def first_row(self, sublayer: Index) -> Index:
-        """Return the first row that a group beginning with this sublayer completes."""
+        """Return the first row that is completed by a group starting at this sublayer."""
         return self._row(sublayer)
 
     def _row(self, sublayer: Index) -> Index:
-        """Return the row that a sublayer's output becomes a part of."""
+        """Return the index of the row to which a sublayer's output is added."""
         return sublayer // self.block + 1
 
     @property
     def keeps_sum(self) -> bool:
-        """Whether layers hand on a running sum; False where every output is a row of its own."""
+        """Whether a running sum is passed between layers; False if every output has its own row."""
         return self.block > 1
 
     # What a group's sites have in common --------------------------------------------------------
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers scored"]:
-        """Return the folded queries of all sites."""
+        """Return every site's query, already multiplied by the key gain."""
         in_order = []
         for of_stack in sites:
             folded = [self.tiles.factor(site.mix.folded()) for site in of_stack]
@@ -158,7 +167,7 @@ class DepthAttention(nnx.Module):
     def merging(
         self, store: Store, scores: Float[Array, "repeat period scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
-        """Return the stacks that hold the sites' parameters: see `protocols.FewTokens`."""
+        """Return the stacked parameters of the sites: see `protocols.FewTokens`."""
         if not isinstance(store, MergingFew):
             return ()
         return tuple(store.merging(scores[:, k], one.site) for k, one in enumerate(stack))
@@ -169,7 +178,7 @@ class DepthAttention(nnx.Module):
         bank: Bank,
         count: Index,
     ) -> Prior:
-        """Run phase one: attend from all sites of a group to the rows before it."""
+        """Run phase one: attend from all sites of a group to the rows before the group."""
         return Prior(*self._partial(scores, bank, count))
 
     def prior_backward(
@@ -181,7 +190,7 @@ class DepthAttention(nnx.Module):
         d_prior: Prior,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Return the cotangents of `scores` and, added to `d_bank`, of the bank."""
+        """Return the cotangent of `scores`, and `d_bank` with the cotangent of the bank added."""
         with jax.named_scope("residual"):
             g = pallas_kernels.depth_attention_partial_backward(
                 _shaped(scores, bank),
@@ -208,10 +217,10 @@ class DepthAttention(nnx.Module):
 
     @jax.named_scope("residual")
     def _of_rows(self, queries, rows, count, prior):
-        """Return the rows and `_partial` of them, for rows that later sites look at too.
+        """Return the rows and the result of `_partial` on them, if later sites read the rows too.
 
-        Callers use the returned rows from here on. What sites contribute to the gradient of the
-        rows is then added up within the kernel's pass over them.
+        Callers must use the returned rows from then on. The kernel of the backward pass can then
+        add this site's share of the rows' gradient to the later sites' shares in the same pass.
         """
         options = {"epsilon": self.epsilon, **self._divided()}
 
@@ -237,13 +246,13 @@ class DepthAttention(nnx.Module):
         return partial(_shaped(queries, rows), rows, jnp.asarray(count), prior)
 
     def _divided(self):
-        """Return the argument for the mesh axis that divides a source, if there is one."""
+        """Return the keyword argument for the mesh axis that shards a source; {} if none does."""
         return {"key_axis": "key"} if sharding.axis_size("key") > 1 else {}
 
     # A site --------------------------------------------------------------------------------------
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return what the unembedding reads: the last aggregation, over all rows."""
+        """Return the unembedding's read of the last aggregation, which covers all rows."""
         query = self.tiles.factor(final_site.mix.folded()).reshape(1, -1)
         h = self._partial(query, bank, self.num_rows)[0][0]
         return store.read(h, final_site, store.compute_dtype)
@@ -258,7 +267,7 @@ class DepthAttention(nnx.Module):
         current: Row,
         at: At,
     ) -> tuple[Prior, Bank | None, Row, Read]:
-        """Run phase two: see `protocols.Banked`."""
+        """Run phase two at one site: see `protocols.Banked`."""
         place = at.sublayer - at.group
         active = at.sublayer % self.block > 0
         if site.stacked is not None and rows is None:
@@ -292,13 +301,16 @@ class DepthAttention(nnx.Module):
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: At
     ) -> tuple[Bank | None, Row]:
-        """Make a complete block a row and empty its running sum: see `protocols.Banked`."""
+        """Store the running sum as a row if its block is complete, and then reset the sum to zero.
+
+        See `protocols.Banked`.
+        """
         if rows is None:
             return rows, current
         done = at.sublayer + 1
         own = self._row(at.sublayer) - self.first_row(at.group)
         sealed = jnp.asarray((done % self.block == 0) | (done == self.num_sublayers))
-        # No site looks at a row before it is complete.
+        # No site reads a row before its block is complete.
         rows = stacks.fill(rows, current, own, sealed)
         return rows, jnp.where(sealed, 0, current)
 
@@ -312,7 +324,7 @@ class DepthAttention(nnx.Module):
         sublayers: Sequence[Unstacked],
         final_site: nnx.Module,
     ) -> tuple[Read, list[Array]]:
-        """Compute equations 2 to 6 literally: see `protocols.Banked`."""
+        """Compute equations 2 to 6 directly: see `protocols.Banked`."""
         complete = [store.write(store.hold(state), y, sublayers[0].site.writer)]
         running, recorded = jnp.zeros_like(complete[0]), []
 
@@ -334,7 +346,10 @@ class DepthAttention(nnx.Module):
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """Return the weights; an incomplete block has the column of the block it becomes."""
+        """Return the weights over depth.
+
+        The weight of an incomplete block is in the column of the block that it becomes.
+        """
         sites, last = [*names, "U"], self.seen(self.num_sublayers)[-1]
         mean: list[list[float | None]] = [[None] * (1 + last) for _ in sites]
         for k, (row, weights) in enumerate(zip(mean, means, strict=True)):
@@ -344,16 +359,16 @@ class DepthAttention(nnx.Module):
         return DepthWeights(sites, ["E", *(blocks if self.block > 1 else names)], mean, False)
 
     def seen(self, site: int) -> list[int]:
-        """Return a site's sources, oldest first: 0 is the embedding, n is block n.
+        """Return the sources that a site sees, oldest first: 0 is the embedding, n is block n.
 
-        The last block may be incomplete.
+        The last of these blocks may be incomplete.
         """
         return list(range(1 - (-site // self.block)))
 
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]
     ) -> Float[Array, "sources batch seq heads"]:
-        """Return the weights of the site before sublayer `index`, over the sources that it sees."""
+        """Return the weights that the site before sublayer `index` gives to the sources it sees."""
         query = site.mix.folded().reshape(-1)
         flat = values.reshape(*values.shape[:3], -1)[..., : query.size]
         mean_square = jnp.mean(jnp.square(flat), axis=-1, keepdims=True)
@@ -365,5 +380,5 @@ class DepthAttention(nnx.Module):
 def _shaped(
     queries: Float[Array, "sites D"], rows: Float[Array, "rows batch seq *shape"]
 ) -> Float[Array, "sites *shape"]:
-    """Return queries in the shape of a source, which is a matrix in a matrix store."""
+    """Return the queries reshaped like a source, which is a matrix if the store holds matrices."""
     return queries.reshape(-1, *rows.shape[3:])

@@ -1,6 +1,7 @@
-"""Depth-wise LSTM: each layer has a cell in place of residuals, which holds the feed-forward layer.
+"""Depth-wise LSTM: one LSTM cell per layer replaces the residual and holds the feed-forward layer.
 
-Xu, Song, Liu, van Genabith and Xiong (2024). A token's state is an output o and a cell c; layer b:
+Xu, Song, Liu, van Genabith and Xiong (2024). The state of a token is an output o and a cell c.
+Layer b computes:
 
     a = MHA_b(o_{b-1})                         no norm before it, no residual around it
     z = [a; o_{b-1}]
@@ -8,10 +9,10 @@ Xu, Song, Liu, van Genabith and Xiong (2024). A token's state is an output o and
     t = gelu(LN(z W_1)) W_2                    the feed-forward layer, of sizes 2D, F and D
     c_b = g * c_{b-1} + i * t,   o_b = q * c_b
 
-with s the sigmoid, `o_0` the embedding, `c_0` zero or the embedding, and no biases. Nothing is
-added up over depth, so no weight starts smaller by depth. Where the paper leaves a choice, this
-code follows its author's: each gate's norm has its own gain, and the output gate multiplies the
-cell itself.
+Here s is the sigmoid, `o_0` is the embedding, and `c_0` is zero or the embedding. There are no
+biases. Outputs are not summed over depth, so no weight needs a smaller initial scale in a deeper
+model. Where the paper leaves details open, this code follows its author's code: each gate's norm
+has its own gain, and the output gate multiplies the cell directly.
 """
 
 from typing import NamedTuple
@@ -32,7 +33,11 @@ _GATES = 3
 
 
 class State(NamedTuple):
-    """A cell that waits for t: `c = kept + admitted * t; o = shown * c`."""
+    """A cell before its feed-forward output t is known: `c = kept + admitted * t`, `o = shown * c`.
+
+    The fields `kept`, `admitted` and `shown` are the gated old cell, the input gate and the output
+    gate.
+    """
 
     kept: Float[Array, "batch seq D"]
     admitted: Float[Array, "batch seq D"]
@@ -40,17 +45,18 @@ class State(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """The output and the cell of a complete layer, between the sublayers of the next one."""
+    """The output o and the cell c after a complete layer."""
 
     output: Float[Array, "batch seq D"]
     cell: Float[Array, "batch seq D"]
 
 
 class Mix(nnx.Module):
-    """The parameters of a layer's second site.
+    """The gate parameters in a layer's second site, which precedes the feed-forward layer.
 
     Attributes:
-      gates: W_i, W_f and W_o side by side, [2 D, 3 D], for one matrix product.
+      gates: W_i, W_f and W_o side by side, [2 D, 3 D], so that one matrix product computes all
+        gates.
       gate_gains: the gains of the gates' norms, [3, D].
     """
 
@@ -63,7 +69,7 @@ class Mix(nnx.Module):
 
 
 class DepthLstm(nnx.Module):
-    """The mixer of `config.DepthLstm`."""
+    """The mixer for `config.DepthLstm`."""
 
     def __init__(self, config: cfg.ModelConfig):
         self.mixer = config.mixer
@@ -72,7 +78,10 @@ class DepthLstm(nnx.Module):
     def start(
         self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
-        """Return y, and a cell that waits for y, the embedding, to show all of it as o_0."""
+        """Return the initial cell, and the embedding y that is to be written to it.
+
+        The cell's output gate is fully open, so that the output o_0 is the whole embedding.
+        """
         kept = store.hold(state)
         return State(kept, jnp.ones_like(kept), jnp.ones_like(kept)), y
 
@@ -85,7 +94,7 @@ class DepthLstm(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[State | Cell, Read]:
-        """Finish a cell and read its output, or open the gates of the next cell."""
+        """Complete the current cell and read its output, or compute the gates of the next cell."""
         written = store.written(y, site.write)
         if site.mix is None:
             cell = state.kept + state.admitted * written.astype(state.kept.dtype)

@@ -1,19 +1,19 @@
-"""The range that an int16 residual must cover, and the step in which it is held.
+"""The range and the step size of an int16 residual.
 
-A step is fixed while training, so that a write can be taken back without error. It depends on the
-config alone: on how large the residual is expected to be at the start, with room to grow. Sizes of
-a residual, as root mean squares over its entries, follow from how parameters are drawn
+The step is constant during training, so that a write can be undone exactly. It is derived from the
+config alone: from the expected size of the residual at initialisation, with room to grow. Sizes are
+root mean squares over the residual's entries. They follow from how parameters are initialised
 (`layers.parameters`, `residual.matrix`):
 
-- first read: the embedding, written with keys that keep its size, and learned positions of the same
-  size;
-- last read: in addition, 2L writes of sublayers with keys that make each 1/sqrt(2L) as large. The
-  size of attention's outputs is at most that of the values, which are read from a normed residual
-  and so about 1. The size of the feed-forward layers' outputs is about that of `W_2 gelu(W_1 z)`
-  with z about 1.
+- first read: the embedding, which is written with keys that preserve its size, and learned
+  positions of the same size;
+- last read: in addition, the 2L writes of the sublayers, whose keys scale each output by
+  1/sqrt(2L). The size of attention outputs is at most that of the values, which is about 1 because
+  values are read from a normed residual. The size of feed-forward outputs is about that of
+  `W_2 gelu(W_1 z)` with z about 1.
 
-Training makes the residual larger, and that of some tokens far larger: after 400 steps, rmt-tiny's
-largest number is 51 times the size expected of a new model.
+The residual grows during training, and for some tokens it grows far more than for others: after 400
+steps, the largest number in rmt-tiny is 51 times the expected size in a new model.
 """
 
 import math
@@ -23,19 +23,20 @@ from rmt_tpu import config as cfg
 from rmt_tpu.config.checks import ranges
 
 _LARGEST = 2**15 - 1
-# The range is at least this many times the size of the last read: twice what rmt-tiny needed.
+# The range is at least this multiple of the size at the last read, which is about twice what
+# rmt-tiny needed.
 _ROOM = 112
-# The size of the first read is at least this many steps. Rounding is then half a percent of it,
-# about what bfloat16 costs a model everywhere.
+# The size at the first read is at least this many steps. Rounding errors are then half a percent of
+# that size, about as large as those of a model that uses bfloat16 everywhere.
 _FEWEST_STEPS = 64
 
 
 def in_floats(model: cfg.ModelConfig) -> cfg.ModelConfig:
-    """Return the model as it is used without training: with a residual in floats and remat "full".
+    """Return the model config for use without training: a float residual and remat "full".
 
-    Nothing is taken back without training, so no fixed step and no stored outputs of sublayers are
-    needed, and floats have no range to leave. A model without reversible remat is returned as it
-    is.
+    Without training no write is undone, so neither a fixed step nor the sublayers' stored outputs
+    are needed, and floats cannot overflow the int16 range. A config without reversible remat is
+    returned unchanged.
     """
     if model.remat != "reversible":
         return model
@@ -48,18 +49,25 @@ def in_floats(model: cfg.ModelConfig) -> cfg.ModelConfig:
 
 
 def expected_sizes(config: cfg.ModelConfig) -> tuple[float, float]:
-    """Return the sizes of a new model's residual at its first and at its last read."""
+    """Return the expected sizes of a new model's residual at its first and last reads.
+
+    A size is the root mean square over the residual's entries.
+    """
     embedding = config.init_std * getattr(config.parametrization, "input_multiplier", 1.0)
     writes = 1 if config.learned_positions is None else 2
     first = embedding * math.sqrt(writes)
-    # E[gelu(x)^2] for x of this size: x^2/4 where it is small, x^2/2 where it is large.
+    # Approximates E[gelu(x)^2], which is x^2/4 for small x and x^2/2 for large x.
     hidden = config.init_std
     feed_forward = config.init_std * hidden * math.sqrt(0.25 + 0.25 * hidden / (hidden + 1))
     return first, math.sqrt(first**2 + 0.5 * (1 + feed_forward**2))
 
 
 def fraction_bits(config: cfg.ModelConfig) -> int:
-    """Return a matrix store's fraction bits: as configured, or the most with room to grow."""
+    """Return the number of fraction bits of a matrix store's fixed-point numbers.
+
+    If the config does not set it, this is the largest number that leaves room for the residual to
+    grow.
+    """
     if config.store.fraction_bits is not None:
         return config.store.fraction_bits
     _, last = expected_sizes(config)
@@ -69,7 +77,10 @@ def fraction_bits(config: cfg.ModelConfig) -> int:
 
 
 def holds(config: cfg.ModelConfig) -> bool:
-    """Return whether int16 has steps fine enough for a new model, or the config names its own."""
+    """Return whether int16 is precise enough for a new model.
+
+    A config that sets the fraction bits itself is always accepted.
+    """
     if config.store.fraction_bits is not None:
         return True
     first, last = expected_sizes(config)
@@ -78,6 +89,6 @@ def holds(config: cfg.ModelConfig) -> bool:
 
 
 def described(config: cfg.ModelConfig) -> str:
-    """Describe the range and the step in words."""
+    """Return a text that describes the range and the step size."""
     bits = fraction_bits(config)
     return f"steps of 2^-{bits}, up to +-{2.0 ** (15 - bits):g}"

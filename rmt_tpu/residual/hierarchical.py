@@ -1,14 +1,14 @@
-"""Hierarchical aggregation: a node above every few layers, whose output the next layers read.
+"""Hierarchical aggregation: a node combines the outputs of every few layers.
 
-Dou, Tu, Wang, Shi and Zhang (2018). H_k is the residual after k plain layers; a node follows every
-e-th of these. A_i is the output of node i, and replaces the residual:
+Dou, Tu, Wang, Shi and Zhang (2018). H_k is the residual after k plain layers, and a node follows
+every e-th layer. The output A_i of node i replaces the residual, so the next layers read it:
 
     A_1 = AGG_1(H_1, .., H_e)
     A_i = AGG_i(H_{(i-1)e+1}, .., H_{ie}, A_{i-1})
     AGG(x_1, .., x_k) = LN(s([x_1; ..; x_k] W_a) W_b + x_1 + .. + x_k)
 
-with s the sigmoid and no biases. The paper has e = 2 and a hidden size of D_FF. Layers after the
-last node are plain ones.
+Here s is the sigmoid, and there are no biases. The paper uses e = 2 and a hidden size of D_FF.
+Layers after the last node are plain.
 """
 
 from typing import NamedTuple
@@ -27,11 +27,11 @@ from rmt_tpu.residual.protocols import Index, Store
 
 
 class State(NamedTuple):
-    """The residual and further inputs of the next node.
+    """The residual, and the other inputs of the next node.
 
     Attributes:
-      residual: the residual, which is the node's newest input.
-      inputs: the output of the last node, then the H's so far.
+      residual: the residual, which is the newest input of the next node.
+      inputs: the output of the last node, followed by the earlier residuals H since that node.
     """
 
     residual: Float[Array, "batch seq D"]
@@ -39,11 +39,11 @@ class State(NamedTuple):
 
 
 class Node(nnx.Module):
-    """The aggregation AGG of `inputs` residuals.
+    """A node that aggregates several residuals into one.
 
     Attributes:
-      w_a: [inputs * D, hidden_dim].
-      w_b: [hidden_dim, D].
+      w_a: the first weight matrix, [inputs * D, hidden_dim].
+      w_b: the second weight matrix, [hidden_dim, D].
       gain: the gain of the norm, [D].
     """
 
@@ -67,7 +67,7 @@ class Node(nnx.Module):
         self.gain = gain((dim,), axes=("width",))
 
     def __call__(self, inputs: list[Float[Array, "batch seq D"]]) -> Float[Array, "batch seq D"]:
-        """Aggregate the inputs; the result has their dtype, and the sum is at least float32."""
+        """Return AGG of the inputs in their dtype; sums are computed in at least float32."""
         x = jnp.concatenate(inputs, axis=-1)
         w_a = sharding.gather(self.w_a.astype(x.dtype), "fsdp", axis=0)
         w_b = sharding.gather(self.w_b.astype(x.dtype), "fsdp", axis=1)
@@ -81,11 +81,12 @@ class Node(nnx.Module):
 
 
 class Hierarchical(nnx.Module):
-    """The mixer of `config.Hierarchical`.
+    """The mixer for `config.Hierarchical`.
 
     Attributes:
-      first: the first node, which has no node before it.
-      others: the nodes after it, stacked, or one that all of them share; None if there are none.
+      first: the first node, which has no preceding node as an input.
+      others: the stacked later nodes, or one node that is used for all of them; None if there is
+        only one node.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
@@ -100,7 +101,7 @@ class Hierarchical(nnx.Module):
     def start(
         self, store: Store, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
-        """Return the state before the first write, and what is written first."""
+        """Return the state before the first write, and the embedding y, which is written first."""
         residual = store.hold(state)
         return State(residual, jnp.zeros((self.every, *residual.shape), residual.dtype)), y
 
@@ -113,16 +114,16 @@ class Hierarchical(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[State, Read]:
-        """Write y; after every few layers, pass the residual through a node."""
+        """Write y to the residual, pass the residual through a node if one is due, and read."""
         h, inputs = store.write(state.residual, y, site.write), state.inputs
-        if site.begins_layer:  # the layer before it, or the embedding, is complete
+        if site.begins_layer:  # the preceding layer, or the embedding, is complete
             done = index // 2
             h = self._aggregate(h, inputs, done, y.dtype)
             inputs = jax.lax.dynamic_update_index_in_dim(inputs, h, done % self.every, 0)
         return State(h, inputs), store.read(h, site, y.dtype)
 
     def _aggregate(self, h, inputs, done, dtype):
-        """Return the output of the node after `done` layers, or h where there is no node."""
+        """Return the output of the node after `done` layers, or h if there is no node there."""
 
         def gathered():
             return [x.astype(dtype) for x in (*inputs[1:], h)]

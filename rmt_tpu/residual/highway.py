@@ -1,8 +1,8 @@
-"""Highway Transformer: a self-gating unit (SDU) parallel to every sublayer.
+"""Highway Transformer: a self-gating unit (SDU) in parallel with every sublayer.
 
-Chai, Jin and Hou (2020), in the pre-norm form of their code. With the sublayer's own output
+Chai, Jin and Hou (2020), in the pre-norm form of the authors' code. With the sublayer's own output
 `y_l = f_l(norm_l(h_{l-1}))`, gate `T = act(x W_1)` and value `v = x W_2`, where x is
-`norm_l(h_{l-1})` or the raw `h_{l-1}`:
+`norm_l(h_{l-1})` or the raw `h_{l-1}`, the variants are:
 
     add      h_l = h_{l-1} + y_l + T * v
     carry    h_l = (1 - T) * h_{l-1} + y_l + T * v
@@ -26,14 +26,14 @@ from rmt_tpu.residual.protocols import Index, Stepwise
 
 
 class State(NamedTuple):
-    """The residual, and the factor of the next write; None stands for 1."""
+    """The residual, and the factor that scales the next write (None means 1)."""
 
     residual: Float[Array, "batch seq D"]
     passed: Float[Array, "batch seq D"] | None
 
 
 class Mix(nnx.Module):
-    """The parameter `gate_and_value`: W_1 and W_2 side by side, [D, 2 D], for one product."""
+    """The weights W_1 and W_2, side by side in [D, 2 D] so that one product gives T and v."""
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         dim = config.store.dim
@@ -45,7 +45,7 @@ class Mix(nnx.Module):
 
 
 class Highway(nnx.Module):
-    """The mixer of `config.Highway`; there is no unit at the last site."""
+    """The mixer for `config.Highway`; the last site, before the unembedding, has no gating unit."""
 
     def __init__(self, config: cfg.ModelConfig):
         self.mixer = config.mixer
@@ -54,7 +54,7 @@ class Highway(nnx.Module):
     def start(
         self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
-        """Return the state before the first write, and what is written first."""
+        """Return the state before the first write, and the embedding y, which is written first."""
         residual = store.hold(state)
         return State(residual, jnp.ones_like(residual) if self.mixer.form == "gated" else None), y
 
@@ -67,7 +67,11 @@ class Highway(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[State, Read]:
-        """Write y, and add the terms of the next equation that do not need its output."""
+        """Write y to the residual and read z for the next sublayer.
+
+        The terms of the next equation that do not need the next sublayer's output are already added
+        to the returned state.
+        """
         h, passed = state
         written = store.written(y, site.write).astype(h.dtype)
         h = h + written if passed is None else h + passed * written

@@ -1,31 +1,32 @@
 """Hyper-connections, mHC and mHC-lite: m residual streams with learned reads, writes and mixing.
 
-With the streams X in R^{m x D} of a token, and one site for every sublayer f:
+A token has the streams X in R^{m x D}. At the site of each sublayer f:
 
     u = sum_i alpha_i X_i      y = f(norm(u))      X'_i = sum_j A_ij X_j + beta_i y
 
-The streams start as m copies of the embedding and end as their sum, before the final norm. alpha
-(read), beta (write) and A (mix) are float32. Each variant computes them at each site in its own
-way:
+The streams start as m copies of the embedding. After the last sublayer they are summed, and the
+final norm is applied to the sum. The coefficients alpha (read), beta (write) and A (mix) are
+float32. The variants differ in how each site computes them:
 
-- hyper-connections (Zhu et al. 2025): parameters, and in "static" ones nothing else. "Dynamic" ones
-  add what each stream contributes to its own entries: with `Xn = norm(X)` of each stream,
+- Hyper-connections (Zhu et al. 2025): "static" coefficients are parameters. "Dynamic" ones add
+  terms that depend on the streams, with `Xn_j = norm(X_j)`:
 
       alpha_j = alpha0_j + s_a tanh(Xn_j w_m)       beta_j = beta0_j + s_b tanh(Xn_j w_b)
       A_ij = A0_ij + s_a tanh(Xn_j W_r)_i
 
 - mHC (Xie et al. 2025): with `x = rmsnorm(vec X)` over all m D numbers, and a matrix W in R^{mD x m
-  (m + 2)},
+  (m + 2)}:
 
       alpha = s(a_pre x W_pre + b_pre)              beta = 2 s(a_post x W_post + b_post)
       A = Sinkhorn(a_res x W_res + b_res)
 
-- mHC-lite (Yang and Gao 2026): as mHC, but A is an average of all m! permutation matrices, with
-  weights `softmax(a_res x W_res + b_res)`: doubly stochastic without iterating.
+- mHC-lite (Yang and Gao 2026): as mHC, but A is a weighted mean of all m! permutation matrices,
+  with weights `softmax(a_res x W_res + b_res)`. This A is doubly stochastic without iteration.
 
-At the start the W are zero. Each site has a home stream, stream (site mod m), from which it reads
-most, so streams and sites differ. HC and mHC then are the plain pre-norm model; so is mHC-lite with
-`init="prenorm"`. The HC paper's scaling of the sublayers' outputs by sqrt(m) is left out.
+Here s is the sigmoid. The matrices W are initialised to zero. Each site has a home stream, stream
+(site mod m), from which it reads most, so that streams and sites differ. At initialisation, HC and
+mHC are then equal to the plain pre-norm model, as is mHC-lite with `init="prenorm"`. The HC paper's
+scaling of the sublayers' outputs by sqrt(m) is left out.
 """
 
 from itertools import permutations
@@ -43,14 +44,15 @@ from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed, gain, parameter
 from rmt_tpu.residual.protocols import Index, Stepwise
 
-# The streams are a tuple, because a TPU would copy a whole array to join and to split them.
+# The streams are a tuple of arrays, because with a single array a TPU would copy all of it to join
+# and to split the streams.
 Streams = tuple[Float[Array, "batch seq D"], ...]
 
 
 class Coefficients(NamedTuple):
-    """The coefficients of each token.
+    """The read, write and mixing coefficients for each token.
 
-    Tokens are the minor axes, because a TPU would pad a minor axis of m to 128.
+    The token axes come last, because a TPU would pad a last axis of size m to 128.
     """
 
     read: Float[Array, "m batch seq"]
@@ -59,7 +61,7 @@ class Coefficients(NamedTuple):
 
 
 class State(NamedTuple):
-    """The streams before the last sublayer's output, and the coefficients of its write."""
+    """The streams before the last output is written, and the coefficients for writing it."""
 
     streams: Streams
     write: Float[Array, "m batch seq"]
@@ -67,7 +69,7 @@ class State(NamedTuple):
 
 
 class HyperConnections(nnx.Module):
-    """The mixer of `config.HyperConnections`, `config.Mhc` and `config.MhcLite`."""
+    """The mixer for `config.HyperConnections`, `config.Mhc` and `config.MhcLite`."""
 
     def __init__(self, config: cfg.ModelConfig):
         self.streams = config.mixer.streams
@@ -75,7 +77,10 @@ class HyperConnections(nnx.Module):
     def start(
         self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
-        """Return equal streams, and the embedding, which all of them get without mixing."""
+        """Return m equal streams that do not include the embedding y yet, and y.
+
+        The first write adds y to every stream, without mixing.
+        """
         held = store.hold(state)
         m, dtype = self.streams, jnp.result_type(held, jnp.float32)
         write = jnp.ones((m, *held.shape[:-1]), dtype)
@@ -91,14 +96,14 @@ class HyperConnections(nnx.Module):
         site: nnx.Module,
         index: Index,
     ) -> tuple[State, Read]:
-        """Mix the streams and write y to them, then read with the coefficients they determine."""
+        """Write y while mixing the streams, then read with coefficients of the new streams."""
         streams = _written(state, store.written(y, site.write))
         if site.mix is None:
             total = sum(x.astype(state.write.dtype) for x in streams)
             return state, store.read(total, site, y.dtype)
         read, write, mix = site.mix(streams)
-        # The barrier makes u once: otherwise each pass of the norm would add it up again from all
-        # streams.
+        # The barrier makes XLA compute u once. Without it, each pass of the norm would compute the
+        # sum over all streams again.
         u = jax.lax.optimization_barrier(_weighted_sum(read, streams).astype(y.dtype))
         return State(streams, write, mix), store.read(u, site, y.dtype)
 
@@ -114,7 +119,7 @@ def _written(state: State, y: Float[Array, "batch seq D"]) -> Streams:
 def _weighted_sum(
     weights: Float[Array, "m batch seq"], streams: Streams
 ) -> Float[Array, "batch seq D"]:
-    """Return `sum_i w_i X_i` in the weights' dtype, element-wise so that XLA can fuse it."""
+    """Return `sum_i w_i X_i` in the weights' dtype, in element-wise operations for XLA to fuse."""
     return sum(w[..., None] * x.astype(w.dtype) for w, x in zip(weights, streams, strict=True))
 
 
@@ -122,7 +127,7 @@ def _weighted_sum(
 
 
 def make_mix(config: cfg.ModelConfig, seed: Seed, *, index: Int[Array, ""]) -> nnx.Module:
-    """Return the module that computes the coefficients of the site before sublayer `index`."""
+    """Return the module that computes the coefficients for the site before sublayer `index`."""
     match config.mixer:
         case cfg.HyperConnections(dynamic=False):
             return StaticMix(config.mixer.streams, index)
@@ -135,16 +140,16 @@ def make_mix(config: cfg.ModelConfig, seed: Seed, *, index: Int[Array, ""]) -> n
 
 
 def _learned(value: Float[Array, "..."], *axes: str) -> nnx.Param:
-    """Return a bias or scalar parameter, which starts as `value` and has no weight decay."""
+    """Return a bias or scale parameter that is initialised to `value` and has no weight decay."""
     return nnx.Param(value.astype(jnp.float32), role="gain", axes=axes)
 
 
 class StaticMix(nnx.Module):
-    """Static hyper-connections.
+    """The coefficients of static hyper-connections, which are parameters.
 
     Attributes:
-      read, write: alpha0 and beta0, [m]; the first starts as the home stream's unit vector.
-      mix: A0, [m, m], indexed by the stream written to and the stream mixed in.
+      read, write: alpha0 and beta0, [m]; alpha0 is initialised to the home stream's unit vector.
+      mix: A0, [m, m], indexed by the target stream and then by the source stream.
     """
 
     def __init__(self, streams: int, index: Int[Array, ""]):
@@ -161,7 +166,9 @@ class StaticMix(nnx.Module):
 
 
 class DynamicMix(nnx.Module):
-    """Dynamic hyper-connections, with the model's kind of norm and a gain that the streams share.
+    """The coefficients of dynamic hyper-connections, computed from the normed streams.
+
+    The norm is of the model's kind, and all streams share its gain.
 
     Attributes:
       static: alpha0, beta0 and A0.
@@ -193,7 +200,10 @@ class DynamicMix(nnx.Module):
         )
 
     def _projected(self, x, dtype):
-        """Return `norm(x) w`; the norm follows the product, so one pass over x is enough."""
+        """Return `norm(x) w`.
+
+        The norm is applied after the product, so that one pass over x is enough.
+        """
         w = self.gain[...][:, None] * self.w[...]
         product = jnp.dot(x, w.astype(x.dtype), preferred_element_type=dtype)
         x = x.astype(dtype)
@@ -206,10 +216,10 @@ class DynamicMix(nnx.Module):
 
 
 class _ProjectedMix(nnx.Module):
-    """The common part of mHC and mHC-lite: one projection of all streams gives all coefficients.
+    """The shared base of mHC and mHC-lite: one projection of all streams gives all coefficients.
 
     Attributes:
-      gain: the gain of the RMS norm over all streams together, [m, D].
+      gain: the gain of the RMS norm over all m D numbers of a token, [m, D].
       w: W_pre, W_post and W_res side by side, [m, D, 2 m + mixes].
       scales: a_pre, a_post and a_res, [3].
       read_bias, write_bias: b_pre and b_post, [m].
@@ -247,7 +257,10 @@ class _ProjectedMix(nnx.Module):
         )
 
     def _projected(self, streams):
-        """Compute `x W`, [coefficients, batch, seq], with the norm applied after the product."""
+        """Compute `x W` for the normed x, [coefficients, batch, seq].
+
+        The norm is applied after the product.
+        """
         dtype = jnp.result_type(streams[0], jnp.float32)
         w = (self.gain[...][..., None] * self.w[...]).astype(streams[0].dtype)
         dots = (
@@ -262,8 +275,9 @@ class _ProjectedMix(nnx.Module):
 class ManifoldMix(_ProjectedMix):
     """The coefficients of mHC.
 
-    The preprint does not say how the biases start. Here, as in PaddleFleet, reads start as 0.95 of
-    the home stream and 0.05 of the others, writes as 1, and A near the identity.
+    The preprint does not give the initial values of the biases. Here, as in PaddleFleet, a site
+    initially reads 0.95 of its home stream and 0.05 of each other stream, writes with weight 1, and
+    has an A near the identity.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, index: Int[Array, ""]):
@@ -279,7 +293,10 @@ class ManifoldMix(_ProjectedMix):
 
 
 class PermutationMix(_ProjectedMix):
-    """The coefficients of mHC-lite, permutations in lexicographic order from the identity."""
+    """The coefficients of mHC-lite.
+
+    The permutations are in lexicographic order and start with the identity.
+    """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, index: Int[Array, ""]):
         m, home = config.mixer.streams, _home(config.mixer.streams, index)
@@ -298,18 +315,19 @@ class PermutationMix(_ProjectedMix):
 def sinkhorn(
     logits: Float[Array, "to from batch seq"], rounds: int
 ) -> Float[Array, "to from batch seq"]:
-    """Return nearly doubly stochastic matrices, from `exp` and rounds of normalization.
+    """Return nearly doubly stochastic matrices, normalising columns and rows in turn.
 
-    Each round divides by the sums of columns, and then by the sums of rows. Rows come last, so that
-    each new stream is an average: `sum_j A_ij` is 1 to rounding. The sums over i are only nearly 1.
+    Each round divides by the column sums and then by the row sums, starting from `A = exp(logits)`.
+    Rows are normalised last, so that each new stream is a weighted mean: `sum_j A_ij` is 1 up to
+    rounding, while the sums over i are only approximately 1.
     """
 
     def one_round(a, _):
         a = a / jnp.sum(a, axis=0, keepdims=True)
         return a / jnp.sum(a, axis=1, keepdims=True), None
 
-    # The first division cancels the maximum subtracted here. Logits are bounded below, because a
-    # row that vanishes would give 0 / 0 = NaN.
+    # The maximum that is subtracted here cancels in the first division. Logits are bounded below,
+    # because a row of zeros would give 0 / 0 = NaN.
     below_largest = logits - jax.lax.stop_gradient(jnp.max(logits, axis=0, keepdims=True))
     a = jnp.exp(jnp.maximum(below_largest, -60))
     return jax.lax.scan(one_round, a, length=rounds)[0]
@@ -318,12 +336,12 @@ def sinkhorn(
 def mixed_permutations(
     weights: Float[Array, "mixes batch seq"], streams: int
 ) -> Float[Array, "to from batch seq"]:
-    """Return `sum_k w_k P_k` over the m! permutation matrices in lexicographic order."""
+    """Return `sum_k w_k P_k` over the m! permutation matrices P_k in lexicographic order."""
     matrices = np.eye(streams)[list(permutations(range(streams)))]
-    # Highest precision keeps a TPU from rounding float32 weights: the sums of rows would not be 1.
+    # With "highest", a TPU does not round the float32 weights, so the row sums stay 1.
     return jnp.einsum("kij,kbn->ijbn", matrices.astype(weights.dtype), weights, precision="highest")
 
 
 def _home(streams: int, index: Int[Array, ""]) -> Float[Array, " m"]:
-    """Return the unit vector of stream `index mod m`."""
+    """Return the unit vector of the home stream, which is number `index mod m`."""
     return jax.nn.one_hot(index % streams, streams)

@@ -1,8 +1,8 @@
 """The matrix store: a token's residual is a matrix `D_k x D_v`, as in the RMT.
 
-Every sublayer writes the matrix as outer products with R storage keys and reads it with retrieval
-keys (Mak and Flanigan 2025, equations 12 to 27). Key vectors take the place of W_Q, W_K, W_V and
-W_O.
+Every sublayer writes R data vectors to the matrix as outer products with R storage keys, and reads
+data vectors with retrieval keys (Mak and Flanigan 2025, equations 12 to 27). These key vectors
+replace the weights W_Q, W_K, W_V and W_O.
 """
 
 import jax
@@ -22,15 +22,17 @@ from rmt_tpu.residual.place import Place
 
 
 class Site(nnx.Module):
-    """One place where the matrix is written by one sublayer and read by the next.
+    """The parameters with which the matrix is written by one sublayer and read by the next.
 
     Attributes:
-      store_keys: [R, D_k]: w_O of the heads before the site, w_FF, or w_E in the first site.
+      store_keys: [R, D_k]: w_O after a core with heads, w_FF after a feed-forward layer, or w_E in
+        the first site, which writes the embedding.
       gain: the gain of the norm, [D_k, D_v].
-      read_keys: r_Q, r_K, r_V as [3 H, D_k] before heads, and r_FF or r_U, [R, D_k], where the next
-        core reads the whole residual.
-      stacked: the stack that has this site as a slice, and its index; None where it is unknown.
-      whole: whether what is written, and what is read, has no heads.
+      read_keys: r_Q, r_K and r_V as [3 H, D_k] before a core with heads; r_FF or r_U, [R, D_k], if
+        the next core reads the whole residual.
+      stacked: the stack that contains this site as a slice, with the slice's index; None if
+        unknown.
+      whole: two flags: whether the data written, and the data read, have no heads.
     """
 
     stacked: Slice | None = None
@@ -39,8 +41,8 @@ class Site(nnx.Module):
         rank, size = config.data_shape
         key_dim = config.store.key_dim
         count = lambda port: sum(port.heads) + port.whole * rank
-        # The embedding writes at the first site. It is one write, and not one of the 2L of
-        # sublayers.
+        # The first site writes the embedding. That is a single write in addition to the 2L writes
+        # of the sublayers, so it is not scaled down.
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
         writes, reads = count(place.writes), count(place.reads)
         scale *= start_of_keys(config, writes, writes=True)
@@ -49,16 +51,16 @@ class Site(nnx.Module):
         scale = start_of_keys(config, reads, writes=False)
         self.read_keys = read_keys(seed / "read_keys", reads, key_dim, scale=scale)
         self.begins_layer, self.reads = place.within == 0, place.reads
-        # Data vectors are then ordered as by `data_vectors.concatenate`.
+        # Data that has no heads is ordered as by `data_vectors.concatenate`.
         self.whole = not sum(place.writes.heads), not sum(place.reads.heads)
 
     @property
     def writer(self) -> nnx.Param:
-        """The storage keys with which the output of the core before this site is written."""
+        """The storage keys for writing the output of the core before this site."""
         return self.store_keys
 
     def split(self, vectors: Float[Array, "batch seq reads D_v"]) -> Read:
-        """Split what the site's keys have read into the parts that the core's port asks for."""
+        """Split the vectors read with the site's keys into the parts that the next core uses."""
         heads = sum(self.reads.heads)
         if not self.reads.whole:
             return Read(heads=vectors)
@@ -67,19 +69,20 @@ class Site(nnx.Module):
         return Read(vectors[:, :, :heads], vectors[:, :, heads:])
 
     def join(self, read: Read) -> Float[Array, "batch seq reads D_v"]:
-        """Undo `split`."""
+        """Join the parts into one array of vectors; the inverse of `split`."""
         return jnp.concatenate([part for part in read if part is not None], axis=2)
 
 
 def start_of_keys(config: cfg.ModelConfig, count: int, *, writes: bool) -> float:
-    """Return muP's factor on the base model's standard deviation of keys; 1 without muP.
+    """Return muP's factor for the initial standard deviation of keys; 1 without muP.
 
-    The largest singular value of a matrix [m, n] of draws of standard deviation s is
-    `s (sqrt(m) + sqrt(n))`. The layers before a matrix learn along its largest singular vectors. If
-    the output is to move as much as the input does, that value must be `sqrt(out / in)` (Yang,
-    Simon and Bernstein 2023), so s must be `1 / sqrt(in) / (1 + sqrt(in / out))`. The last factor
-    stays constant where all sizes grow together. R and D_k may grow alone, and keys then behave
-    more and more like an unembedding.
+    The factor is relative to the base model. The largest singular value of a random matrix [m, n]
+    whose entries have standard deviation s is `s (sqrt(m) + sqrt(n))`. The layers before a matrix
+    learn along its largest singular vectors. For the output to change as much as the input does,
+    the largest singular value must be `sqrt(out / in)` (Yang, Simon and Bernstein 2023), so s must
+    be `1 / sqrt(in) / (1 + sqrt(in / out))`. The last factor stays constant if all sizes grow
+    together. However, R or D_k may grow alone, and the keys then behave increasingly like an
+    unembedding.
     """
     base = config.base_model
 
@@ -91,20 +94,23 @@ def start_of_keys(config: cfg.ModelConfig, count: int, *, writes: bool) -> float
     return narrow(config, count) / narrow(base, of_base)
 
 
-# A device has all heads of its own tokens.
+# Every device has all heads, for its own tokens only.
 HEADS = HeadsLayout("size_major")
 
 
 def output_scale(config: cfg.ModelConfig) -> float:
-    """Return 1, because the storage keys write the residual and carry the scale."""
+    """Return 1, because the scale of a write is already in the storage keys."""
     return 1.0
 
 
 class Store(nnx.Module):
-    """The store `X += w^T y; z = r norm(X)`: one call of `pallas_kernels.store_norm_retrieve`.
+    """The store `X += w^T y; z = r norm(X)`, one call to `pallas_kernels.store_norm_retrieve`.
+
+    X is the residual, w are a site's storage keys and r its retrieval keys. On a mesh with a `key`
+    axis, each device holds a slice of D_k for the batch of all devices along that axis.
 
     Attributes:
-      position_keys: w_PE, [R, D_k], if positions are learned; else None.
+      position_keys: w_PE, [R, D_k], if positions are learned; otherwise None.
     """
 
     def __init__(
@@ -124,8 +130,13 @@ class Store(nnx.Module):
         tokens: Float[Array, "batch seq R D_v"],
         positions: Float[Array, "batch_or_1 seq R D_v"] | None,
     ) -> tuple[Float[Array, "group seq own_D_k D_v"], Float[Array, "batch seq R D_v"]]:
-        """Return `X = w_PE (x) P` (equation 19), and the tokens as first write (equation 18)."""
-        # Each device holds its part of D_k, for the batch of all devices that hold the other parts.
+        """Return the residual with only the positions in it, and the tokens as the first write.
+
+        The residual is `X = w_PE^T P` (equation 19), with P the positions' data vectors, or zeros
+        without learned positions. The tokens are written by the first site (equation 18).
+        """
+        # Each device holds its slice of D_k for the batch of all devices that hold the other
+        # slices.
         devices = sharding.axis_size("key")
         batch, seq, _, size = tokens.shape
         shape = (devices * batch, seq, self.key_dim // devices, size)
@@ -134,12 +145,12 @@ class Store(nnx.Module):
         if positions.shape[0] > 1 or "key" in sharding.token_axes():
             positions = sharding.gather(positions, "key", axis=0)
         empty = jnp.zeros((*positions.shape[:2], *shape[2:]), tokens.dtype)
-        # This runs once a step and for one row, which is not worth a kernel.
+        # This write runs once per step and for one row only, so a kernel would not pay off.
         written = pallas_kernels.store(
             empty, self.position_keys[...], positions, implementation="xla"
         )
-        # Tokens are put last, as TPUs lay out the residual, so that its gradient is added up before
-        # it is transposed.
+        # Tokens are the last axis here, which is the layout of the residual on TPUs, so that the
+        # residual's gradient is summed before it is transposed.
         rows, *own = shape
         last = jnp.broadcast_to(jnp.moveaxis(written, 1, -1), (rows, *own[1:], seq))
         return jnp.moveaxis(last, -1, 1), tokens
@@ -147,7 +158,7 @@ class Store(nnx.Module):
     def hold(
         self, residual: Float[Array, "group seq own_D_k D_v"]
     ) -> Shaped[Array, "group seq own_D_k D_v"]:
-        """Return the residual in the dtype in which it is carried."""
+        """Return the residual in the dtype in which layers pass it on."""
         if self.dtype == jnp.int16:
             return pallas_kernels.to_fixed_point(residual, self.fraction_bits)
         return residual.astype(self.dtype)
@@ -159,7 +170,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch seq R D_v"],
         site: Site,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read]:
-        """Write y with the site's storage keys, norm, and read with its retrieval keys."""
+        """Write y with the site's storage keys, norm, and read with the retrieval keys."""
         if site.stacked is not None and self._few(residual):
             store_keys, gain, read_keys = _parameters(site.stacked.all)
             options = {"norm": self.norm, "epsilon": self.epsilon, "size_major": site.whole}
@@ -193,7 +204,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch seq R D_v"],
         writer: Float[Array, "R own_D_k"] | nnx.Param,
     ) -> Float[Array, "group seq own_D_k D_v"]:
-        """Compute `X + w^T y`."""
+        """Compute `X + w^T y`, with X the residual and w the writer."""
         return pallas_kernels.store(residual, writer[...], y, key_axis=_key_axis())
 
     @jax.named_scope("residual")
@@ -206,7 +217,7 @@ class Store(nnx.Module):
         empty: Bool[Array, ""] | bool,
         in_place: bool = True,
     ) -> Float[Array, "group seq own_D_k D_v"]:
-        """Compute `X + w^T y`, or `w^T y` where X is empty."""
+        """Compute `X + w^T y`, or `w^T y` if the residual X is empty, with w the writer."""
         options = {"empty": empty, "in_place": in_place, "key_axis": _key_axis()}
         return pallas_kernels.store_forward(residual, writer, y, **options)
 
@@ -217,7 +228,10 @@ class Store(nnx.Module):
         writer: Float[Array, "R own_D_k"],
         d_residual: Float[Array, "group seq own_D_k D_v"],
     ) -> tuple[Float[Array, "batch seq R D_v"], Float[Array, "R own_D_k"]]:
-        """Compute the cotangents `dy = w dX` and `dw = sum y dX^T`."""
+        """Compute the cotangents `dy = w dX` and `dw = sum y dX^T`, summed over tokens.
+
+        X is the residual and w the writer.
+        """
         d_writer, d_y = pallas_kernels.store_backward(writer, y, d_residual, key_axis=_key_axis())
         return d_y, d_writer
 
@@ -225,7 +239,7 @@ class Store(nnx.Module):
     def read(
         self, residual: Float[Array, "group seq own_D_k D_v"], site: Site, dtype: DTypeLike
     ) -> Read:
-        """Compute `r norm(X)`."""
+        """Compute `r norm(X)`, with X the residual and r the site's retrieval keys."""
         _, gain, read_keys = _parameters(site)
         z = pallas_kernels.norm_retrieve(residual, gain, read_keys, dtype=dtype, **self._options())
         return site.split(z)
@@ -241,7 +255,10 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> tuple[Float[Array, "sites batch seq D_k D_v"], Float[Array, "batch seq D_k D_v"], Read]:
-        """Run phase two of attention over depth, together with the norm and the read."""
+        """Run phase two of attention over depth at one site, then the norm and the read.
+
+        See `protocols.Merging`.
+        """
         _, gain, read_keys = _parameters(site)
         mixed, current, z = pallas_kernels.depth_attention_merge_read(
             *(*sealed, current, query, gain, read_keys),
@@ -261,9 +278,9 @@ class Store(nnx.Module):
         statistics: pallas_kernels.Statistics,
         dtype: DTypeLike,
     ) -> Read:
-        """Read again what `add_and_read` read of the residual that it left.
+        """Repeat the read that `add_and_read` did, from the residual that it returned.
 
-        `statistics` are the norm's statistics of that read.
+        `statistics` are the norm's statistics from that read.
         """
         _, gain, read_keys = _in_place(site)
         z = pallas_kernels.norm_retrieve_again(
@@ -289,12 +306,12 @@ class Store(nnx.Module):
         dict[str, Array],
         Read | None,
     ]:
-        """Run `add_and_read` backwards, from the residual that it left.
+        """Run `add_and_read` backwards, starting from the residual that it returned.
 
         Returns:
-          The residual that `add_and_read` was given, the cotangents of residual, y and site, and,
-          if `before` gives the site before with its norm's statistics, what that site read of the
-          residual (otherwise None).
+          The residual before `add_and_read`; the cotangents of that residual, of y and of the
+          site's parameters; and the preceding site's read of that residual, if `before` gives the
+          preceding site with its norm's statistics (otherwise None).
         """
         store_keys, gain, read_keys = _in_place(site)
         again = None
@@ -320,7 +337,7 @@ class Store(nnx.Module):
         return g.rebuilt, g.residual, g.data, d_site, z_before
 
     def _few(self, residual):
-        """Return whether the op for a few tokens serves this residual."""
+        """Return whether the kernel for a few tokens supports this residual."""
         return few_tokens(residual.shape[1]) and self.dtype != jnp.int16 and _key_axis() is None
 
     def _options(self):
@@ -333,7 +350,7 @@ class Store(nnx.Module):
 
 
 def _key_axis() -> str | None:
-    """Return the mesh axis that divides D_k, if there is one."""
+    """Return the name of the mesh axis that shards D_k, or None."""
     return "key" if sharding.axis_size("key") > 1 else None
 
 
@@ -342,7 +359,7 @@ def _parameters(site: Site):
 
 
 def _in_place(site: Site):
-    """Return the site's parameters, as slots of their stacks if the site knows its stack."""
+    """Return the site's parameters, as references into their stacks if the site knows its stack."""
     if site.stacked is None:
         return _parameters(site)
     of_all, index = site.stacked

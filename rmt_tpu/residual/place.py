@@ -1,4 +1,4 @@
-"""The place of a site in a model, and the ports on its two sides."""
+"""The place of a site in a model, with the ports (inputs and outputs) of the adjacent cores."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ class Place(NamedTuple):
     """The place of a site.
 
     Attributes:
-      index: the number of sublayers before the site; traced within a stack.
-      within: the number of sublayers before it in its layer of two: 0 where a layer begins, 1 in
-        its middle.
+      index: the number of sublayers before the site; traced inside a stack.
+      within: the number of sublayers before the site within its layer of two: 0 at the start of a
+        layer, 1 between its two sublayers.
       writes: the port of the core before the site, or of the embedding.
       reads: the port of the core after the site, or of the unembedding.
-      last: whether the unembedding is what reads.
+      last: whether the site is the one before the unembedding.
     """
 
     index: Int[Array, ""] | int

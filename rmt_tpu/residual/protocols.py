@@ -1,9 +1,10 @@
-"""The protocols of stores and mixers: what schedules and mixers call.
+"""The protocols of stores and mixers, which schedules and mixers rely on.
 
-A *store* holds what was written. An `Invertible` store can take a write back, a `Stepwise` store
-offers each step of its writes and reads separately, a `Keeping` store has rows larger than what is
-written to them, and a `Merging` store reads what attention over depth mixes. A *mixer* is
-`Carried`, by a state that goes from site to site, or `Banked`.
+A *store* defines a token's residual, and how outputs are written to it and inputs read from it. An
+`Invertible` store can undo a write. A `Stepwise` store offers each step of a write and of a read
+separately. In a `Keeping` store, a residual is larger than the outputs written to it. A `Merging`
+store can read the result of attention over depth. A *mixer* is either `Carried`, if it passes a
+state from site to site, or `Banked`, if its sites read the rows of a bank.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +19,24 @@ from pallas_kernels import Slot, Statistics
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import Index
 
-# A row is what a store holds of each token. A bank is a stack of rows.
+# A row is a residual of every token, such as the sum of the outputs of a few sublayers. A bank is a
+# stack of rows.
 Row = Float[Array, "batch seq *shape"]
 Bank = Float[Array, "_ batch seq *shape"]
-# The output of a core or of the embedding. If it has heads, its tokens may be others than the
-# residual's on this device.
+# The output of a core or of the embedding. If it has heads, it may cover other tokens than the
+# residual on this device.
 Written = Float[Array, "_ y_seq vectors size"]
-# The parameters with which the site after a core writes its output.
+# The parameters of the site after a core, with which the core's output is written.
 Writer = Float[Array, "..."] | nnx.Param | None
 
 
 @runtime_checkable
 class Store(Protocol):
-    """The residual of one token, and how it is written and read.
+    """A kind of residual, and how it is written and read.
 
     Attributes:
-      dtype: the dtype in which the residual is held.
-      compute_dtype: the dtype of what is read.
+      dtype: the dtype in which the residual is stored.
+      compute_dtype: the dtype of data that is read from the residual.
     """
 
     dtype: DTypeLike
@@ -45,10 +47,10 @@ class Store(Protocol):
         tokens: Float[Array, "batch seq vectors size"],
         positions: Float[Array, "batch_or_1 seq vectors size"] | None,
     ) -> tuple[Float[Array, "group seq *shape"], Float[Array, "batch seq vectors size"]]:
-        """Return the residual before the first write, and what is written first."""
+        """Return the residual before the first write, and the data vectors to write first."""
 
     def hold(self, residual: Float[Array, "group seq *shape"]) -> Shaped[Array, "group seq *shape"]:
-        """Return the residual in the dtype in which it is carried."""
+        """Return the residual in the dtype in which layers pass it on."""
 
     def write(
         self, residual: Float[Array, "group seq *shape"], y: Written, writer: Writer
@@ -58,12 +60,12 @@ class Store(Protocol):
     def read(
         self, residual: Float[Array, "group seq *shape"], site: nnx.Module, dtype: DTypeLike
     ) -> Read:
-        """Return what a site reads of the residual, through its norm."""
+        """Apply the site's norm to the residual, and return what the site reads."""
 
     def add_and_read(
         self, residual: Shaped[Array, "group seq *shape"], y: Written, site: nnx.Module
     ) -> tuple[Shaped[Array, "group seq *shape"], Read]:
-        """Write y and then read, at one site, a residual in the dtype in which it is held."""
+        """Write y and then read at one site; the residual is in the store's dtype."""
 
 
 @runtime_checkable
@@ -82,9 +84,9 @@ class Invertible(Store, Protocol):
         statistics: Statistics,
         dtype: DTypeLike,
     ) -> Read:
-        """Read again what `add_and_read` read of the residual that it left.
+        """Repeat the read that `add_and_read` did, from the residual that it returned.
 
-        `statistics` are the norm's statistics of that read.
+        `statistics` are the norm's statistics from that read.
         """
 
     def undo(
@@ -104,42 +106,42 @@ class Invertible(Store, Protocol):
         dict[str, Any],
         Read | None,
     ]:
-        """Rebuild the residual that `add_and_read` was given, and return cotangents.
+        """Rebuild the residual before `add_and_read`, and return cotangents.
 
         Args:
-          residual: the residual that `add_and_read` left.
-          y: what it wrote.
-          site: the site.
-          z: what it read.
+          residual: the residual that `add_and_read` returned.
+          y: the output that `add_and_read` wrote.
+          site: the site of the write and the read.
+          z: the result of the read.
           statistics: the norm's statistics.
-          d_residual: the cotangent of the residual that it left.
+          d_residual: the cotangent of the returned residual.
           d_z: the cotangent of z.
-          before: the site before and its norm's statistics, if the rebuilt residual is to be read
-            for it.
+          before: the preceding site and its norm's statistics, if the rebuilt residual should also
+            be read for that site.
 
         Returns:
-          The rebuilt residual, the cotangents of residual, y and site, and what the site before
-          read of the rebuilt residual (None without `before`).
+          The rebuilt residual; the cotangents of the rebuilt residual, of y and of the site's
+          parameters; and the preceding site's read of the rebuilt residual (None without `before`).
         """
 
 
 @runtime_checkable
 class Stepwise(Store, Protocol):
-    """A store that offers each step of a write and of a read separately."""
+    """A store that offers the steps of a write and of a read as separate methods."""
 
     def written(self, y: Written, writer: Writer) -> Row:
-        """Return what a write adds to the residual."""
+        """Return the term that writing y adds to the residual."""
 
     def norm_of(self, residual: Row, site: nnx.Module, dtype: DTypeLike) -> Row:
-        """Return the normed residual, the first step of a read."""
+        """Return the normed residual, which is the first step of a read."""
 
     def project(self, x: Row, site: nnx.Module) -> Read:
-        """Return what is read of the normed residual, the second step of a read."""
+        """Return the site's read of an already normed residual, the second step of a read."""
 
 
 @runtime_checkable
 class Keeping(Store, Protocol):
-    """A store whose rows are larger than what is written to them; a schedule keeps the writes."""
+    """A store whose residual is larger than a sublayer's output, so schedules keep the outputs."""
 
     def write_kept(
         self,
@@ -150,21 +152,21 @@ class Keeping(Store, Protocol):
         empty: Array | bool,
         in_place: bool = True,
     ) -> Float[Array, "group seq *shape"]:
-        """Return the residual with a kept y written to it, as `write` does.
+        """Return the residual with a kept output y written to it, as `write` does.
 
-        An empty residual counts as zeros. With `in_place`, the result may overwrite the residual.
-        This method has no gradient.
+        If `empty` is true, the residual is taken as zeros. With `in_place`, the result may
+        overwrite the residual. This method is not differentiable; see `write_kept_backward`.
         """
 
     def write_kept_backward(
         self, y: Slot, writer: Array, d_residual: Float[Array, "group seq *shape"]
     ) -> tuple[Written, Array]:
-        """Return the cotangents of y and of the writer."""
+        """Return the cotangents of y and of the writer, given the cotangent of the residual."""
 
 
 @runtime_checkable
 class Merging(Store, Protocol):
-    """A store whose read includes the second phase of attention over depth."""
+    """A store that can read the result of attention over depth directly (phase two)."""
 
     def merge_and_read(
         self,
@@ -176,20 +178,23 @@ class Merging(Store, Protocol):
         active: Array,
         epsilon: int | float,
     ) -> tuple[Float[Array, "sites batch seq *shape"], Row, Read]:
-        """Return what a site reads of the mix of sealed rows and, if `active`, of the running sum.
+        """Finish one site's attention over depth, and read the result.
+
+        The site attends to the rows of complete blocks (the sealed rows), whose partial softmax is
+        given, and, if `active`, to the running sum of the current block.
 
         Args:
-          sealed: the mixes of the rows for all sites, the logarithm of the softmax's sum of this
-            site, and the number of this site.
+          sealed: the softmax-weighted means of the sealed rows for all sites, this site's
+            log-sum-exp over these rows, and this site's index.
           current: the running sum.
-          query: the site's query, of a row's shape.
+          query: the site's query, shaped like a row.
           site: the site.
           active: whether the running sum is a source.
           epsilon: the epsilon of the keys' norm.
 
         Returns:
-          The mixes and the running sum for later use, as `pallas_kernels.depth_attention_merge`
-          returns them, and what the site reads.
+          The means and the running sum for later use, as `pallas_kernels.depth_attention_merge`
+          returns them, and the site's read.
         """
 
 
@@ -198,9 +203,10 @@ class MergingFew(Merging, Protocol):
     """A merging store with kernels for a few tokens, which read parameters from a stack."""
 
     def merging(self, queries: Float[Array, "repeat scored"], site: nnx.Module) -> Array:
-        """Return the parameters of a site in all repeats, from which `merge_few` takes one slice.
+        """Return a site's parameters for all repeats of its stack, as one array for `merge_few`.
 
-        `site` is stacked over the repeats. `queries` include the gain of the keys' norm.
+        `site` is stacked over the repeats. `queries` are already multiplied by the gain of the
+        keys' norm.
         """
 
     def merge_few(
@@ -214,43 +220,44 @@ class MergingFew(Merging, Protocol):
         active: Array,
         epsilon: int | float,
     ) -> Read:
-        """Do what `merge_and_read` does for a few tokens.
+        """Do what `merge_and_read` does, for a few tokens.
 
-        The kernels take the site's slice of the stacked parameters themselves. `sealed` has the
-        sums of all sites. The site's `stacked` says which slice is its own.
+        The kernels select the site's slice of the stacked parameters themselves; `site.stacked`
+        says which slice it is. `sealed` holds the log-sum-exp of all sites.
         """
 
 
 @runtime_checkable
 class Carried(Protocol):
-    """A mixer that carries a state from site to site."""
+    """A mixer that passes a state from site to site."""
 
     def start(
         self, store: Store, state: Float[Array, "group seq *shape"], y: Written
     ) -> tuple[Any, Written]:
-        """Return the state before the first write, and that write.
+        """Return the state before the first write, and the output to write first.
 
-        `state` and `y` are what `Store.start` returns.
+        `state` and `y` are the results of `Store.start`.
         """
 
     def advance(
         self, store: Store, state: Any, y: Written, site: nnx.Module, index: Index
     ) -> tuple[Any, Read]:
-        """Write y and read at a site; return the new state and what is read.
+        """Write y and read at a site; return the new state and the site's read.
 
         `index` is the number of sublayers before the site.
         """
 
 
 class Grouping(NamedTuple):
-    """The division of the layers of a stack into groups.
+    """The division of a stack's layers into groups, which a banked schedule processes one by one.
 
     Attributes:
-      layers: the layers of a group; the last group may have fewer.
-      closed: whether a group is one whole block, from an empty running sum to a sealed row.
-      open: whether a group may begin or end with a running sum that is not empty.
-      rows: a function from the sublayers of a group to the rows that it takes from the bank, from
-        `first_row` on: those that it seals, or 1 if the group is closed.
+      layers: the number of layers per group; the last group may have fewer.
+      closed: whether each group is exactly one block, from an empty running sum to a complete row.
+      open: whether a group may start or end with a running sum that is not empty.
+      rows: a function from a group's number of sublayers to the number of rows that the group takes
+        from the bank, starting at `first_row`: the rows that it completes, or 1 if the group is
+        closed.
     """
 
     layers: int
@@ -260,11 +267,11 @@ class Grouping(NamedTuple):
 
 
 class At(NamedTuple):
-    """The place of a read or a write in depth.
+    """The place in depth of a read or a write.
 
     Attributes:
-      sublayer: the number of sublayers before it.
-      group: the number of sublayers before the first one of its group.
+      sublayer: the number of sublayers before the read or write.
+      group: the number of sublayers before the start of the current group.
     """
 
     sublayer: Index
@@ -272,7 +279,7 @@ class At(NamedTuple):
 
 
 class Unstacked(NamedTuple):
-    """One sublayer: its core, the site that reads for it, and the writer of its output."""
+    """One sublayer: its core, the site before it, and the writer for its output."""
 
     site: nnx.Module
     core: Callable[[Read], Written]
@@ -281,12 +288,14 @@ class Unstacked(NamedTuple):
 
 @dataclass(frozen=True)
 class DepthWeights:
-    """The mean weights of sources.
+    """The weights that sites give to earlier outputs, averaged over tokens.
 
     Attributes:
-      sites: the readers: sublayers ("A1", "F1", "A2", ...) or layers, and the unembedding ("U").
-      sources: what is read: the embedding ("E"), and sublayers, blocks or layers.
-      mean: the mean weight by site and source; None where the site does not see the source.
+      sites: the names of the readers: sublayers ("A1", "F1", "A2", ...) or layers, and the
+        unembedding ("U").
+      sources: the names of the outputs that are read: the embedding ("E"), and sublayers, blocks or
+        layers.
+      mean: the mean weight per site and source; None if the site does not see the source.
       signed: whether weights may be negative.
     """
 
@@ -298,36 +307,43 @@ class DepthWeights:
 
 @runtime_checkable
 class Banked(Protocol):
-    """A mixer whose sites read rows of a bank.
+    """A mixer whose sites read the rows of a bank.
+
+    A row holds the embedding or the output of one or more sublayers, and it is *sealed* when it is
+    complete. Sites are processed in groups of layers. Phase one computes what the rows before a
+    group contribute to all sites of the group. Phase two adds the group's own rows at each site.
 
     Attributes:
-      num_rows: the number of rows of a bank, including the embedding's.
-      keeps_sum: whether a running sum goes on from layer to layer.
+      num_rows: the number of rows in a bank, including the embedding's row.
+      keeps_sum: whether a running sum is passed between layers.
     """
 
     num_rows: int
     keeps_sum: bool
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """Return the grouping of a stack.
+        """Return the division of a stack of layers into groups.
 
         Args:
           first: the number of sublayers before the stack.
-          period: the number of sublayers of its period.
-          repeat: the number of repeats of the period.
+          period: the number of sublayers in the stack's repeated pattern.
+          repeat: the number of times that the stack repeats its pattern.
         """
 
     def first_row(self, sublayer: Index) -> Index:
-        """Return the row that is open when a group begins, the first of the group's own rows."""
+        """Return the group's first own row: the row still incomplete when the group starts.
+
+        `sublayer` is the number of the group's first sublayer.
+        """
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers *scored"]:
-        """Return what the sites of all sublayers score with, in the order of depth.
+        """Return each sublayer's parameters for scoring rows (such as its query), ordered by depth.
 
-        `sites` has for each stack the sites of its period, stacked over repeats.
+        `sites` holds, for each stack, the sites of its period, stacked over repeats.
         """
 
     def prior(self, scores: Float[Array, "sites *scored"], bank: Bank, count: Index) -> Any:
-        """Run phase one: return what the first `count` rows contribute to each site of a group."""
+        """Run phase one: compute what the first `count` rows contribute to each site of a group."""
 
     def prior_backward(
         self,
@@ -338,7 +354,7 @@ class Banked(Protocol):
         d_prior: Any,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites *scored"], Bank]:
-        """Return the cotangents of `scores` and, added to `d_bank`, of the bank."""
+        """Return the cotangent of `scores`, and `d_bank` with the cotangent of the bank added."""
 
     def read(
         self,
@@ -350,25 +366,31 @@ class Banked(Protocol):
         current: Row,
         at: At,
     ) -> tuple[Any, Bank | None, Row, Read]:
-        """Run phase two at one site.
+        """Run phase two at one site: complete the mix with the group's own rows, and read it.
 
-        `rows` are the rows of the group, and only the sealed ones count; None where the group is
-        closed.
+        Args:
+          store: the residual's store.
+          site: the site before the sublayer.
+          score: the site's entry of `scores`.
+          prior: the result of phase one for the group.
+          rows: the group's own rows, of which only the sealed ones count; None for a closed group.
+          current: the running sum.
+          at: the place of the read in depth.
 
         Returns:
-          The prior, the rows and the running sum as they are passed on, and what the core reads.
+          The prior, the rows and the running sum to pass on, and the site's read for the core.
         """
 
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: At
     ) -> tuple[Bank | None, Row]:
-        """Return rows and running sum after the sublayer's write, a complete row put in place.
+        """Return the rows and the running sum after a sublayer's write, sealing a complete row.
 
         `site` is the site before the sublayer.
         """
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return what the unembedding reads: the last mix, over all rows."""
+        """Return the unembedding's read of the last mix, which covers all rows."""
 
     # For analysis.
 
@@ -380,31 +402,31 @@ class Banked(Protocol):
         sublayers: Sequence[Unstacked],
         final_site: nnx.Module,
     ) -> tuple[Read, Sequence[Float[Array, "_ batch seq heads"]]]:
-        """Run all layers one by one, as the equations say: without bank, groups or kernels.
+        """Run all layers one by one, directly as in the equations, without bank, groups or kernels.
 
         Returns:
-          What the unembedding reads, and for each site the weights over depth of the sources that
-          it sees, oldest first; no weights where they do not depend on tokens.
+          The unembedding's read, and for each site the weights over depth of the sources that it
+          sees, oldest first. Mixers whose weights do not depend on tokens return no weights.
         """
 
     def depth_weights(
         self, names: Sequence[str], means: Sequence[Float[np.ndarray, " _"]]
     ) -> DepthWeights:
-        """Return the weights over depth, given sublayers' names and the means of the weights.
+        """Return the weights over depth, given the sublayers' names and the mean weights.
 
-        `means` has for each site the means of the weights that `unrolled` returns.
+        `means` holds, for each site, the means of the weights that `unrolled` returns.
         """
 
 
 @runtime_checkable
 class FewTokens(Protocol):
-    """A banked mixer whose sites, for a few tokens, take their parameters out of stacks."""
+    """A banked mixer whose sites read their parameters from stacks when there are few tokens."""
 
     def merging(
         self, store: Store, scores: Float[Array, "repeat period *scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
-        """Return, for each sublayer of a stack's period, the parameters of its site in all repeats.
+        """Return, for each sublayer of a stack's period, its site's parameters in all repeats.
 
-        The result is () if sites take their parameters as usual. Otherwise a site's `stacked` names
-        its slice.
+        If the result is (), sites use their own parameters as usual. Otherwise a site's `stacked`
+        attribute identifies its slice.
         """

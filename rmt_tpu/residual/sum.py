@@ -1,4 +1,4 @@
-"""The plain residual stream, the sum of everything that was written."""
+"""The plain residual stream, which sums all outputs."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rmt_tpu.residual.protocols import Index, Store, Written
 
 
 class Sum(nnx.Module):
-    """The mixer `X += write(y); z = read(norm(X))`, in one step of the store.
+    """The mixer `X += write(y); z = read(norm(X))`, computed by one call to the store.
 
     These are equations 2, 3, 15 and 16.
     """
@@ -18,11 +18,11 @@ class Sum(nnx.Module):
     def start(
         self, store: Store, state: Float[Array, "group seq *shape"], y: Written
     ) -> tuple[Any, Written]:
-        """Return the state before the first write, and that write."""
+        """Return the state before the first write, and the output to write first."""
         return store.hold(state), y
 
     def advance(
         self, store: Store, state: Any, y: Written, site: nnx.Module, index: Index
     ) -> tuple[Any, Read]:
-        """Write what the last sublayer produced, and return what the next one reads."""
+        """Write the previous sublayer's output y, and return the new state and the next read."""
         return store.add_and_read(state, y, site)
