@@ -1,4 +1,4 @@
-"""Pipelines whose chunks complete rows of a bank: see `sharding.pipeline`."""
+"""Pipelines whose chunks of layers complete rows of a bank; see `sharding.pipeline`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,27 +19,31 @@ ChunkBackward = Callable[[Any, Any, Int[Array, ""], Bank, Any, Bank, Any], tuple
 
 
 class Banked(Pipeline):
-    """A pipeline of chunks that complete a bank of `1 + C * chunk_rows` rows.
+    """A pipeline whose C chunks together complete a bank of `1 + C * chunk_rows` rows.
 
-    Slot j of a message is the rows of one chunk: slot 0 of the chunk that was just completed, slot
-    1 of the chunk before it, and so on.
+    A message between stages has one slot per chunk: slot 0 holds the rows of the chunk that was
+    just completed, slot 1 the rows of the chunk before it, and so on.
 
     Args:
-      first: `first(of_first, context) -> row 0`.
-      chunk: `chunk(of_chunk, shared, index, bank, context) -> rows, terms` of chunk `index`; rows
-        are [chunk_rows, ...] and depend on the rows before them, those below
-        `1 + index * chunk_rows`. The other rows of the bank are those of an earlier microbatch, or
-        zeros.
-      last: `last(of_last, bank, context) -> terms`, or anything. All stages run it at the same
-        time, and the bank is complete only on the last stage: see `on_last`.
+      first: a function `first(of_first, context) -> row 0`.
+      chunk: a function `chunk(of_chunk, shared, index, bank, context) -> rows, terms` for chunk
+        `index`. The rows are [chunk_rows, ...] and depend only on the rows before them, whose
+        indices are below `1 + index * chunk_rows`. The other rows of the bank are zeros or left
+        over from an earlier microbatch.
+      last: a function `last(of_last, bank, context)` that returns terms of the objective, or any
+        tree in `results`. All stages run it at the same time, but the bank is complete only on the
+        last stage; see `on_last`.
       schedule: the schedule of the stages.
-      chunk_rows: how many rows a chunk completes.
-      chunk_backward: `chunk_backward(of_chunk, shared, index, bank, context, d_bank, d_terms)`
-        returns the gradients of both parameters, and d_bank with those of the rows before the
-        chunk's added. Bank and d_bank have the chunk's own rows. None differentiates `chunk`.
-      sums: the shapes and dtypes of the chunks' terms, as a tree.
+      chunk_rows: the number of rows that a chunk completes.
+      chunk_backward: a function
+        `chunk_backward(of_chunk, shared, index, bank, context, d_bank, d_terms)` that returns the
+        gradients of `of_chunk` and `shared`, and d_bank with the gradients of the rows before the
+        chunk added. `bank` and `d_bank` include the chunk's own rows. None means that `chunk` is
+        differentiated by JAX.
+      sums: a tree with the shapes and dtypes of the chunks' terms.
       axis: the mesh axis of the stages.
-      caching: which rows stages keep, see `Schedule.spans`; it changes communication, not results.
+      caching: the rows that stages keep, see `Schedule.spans`; it affects communication, but not
+        results.
     """
 
     def __init__(
@@ -59,13 +63,13 @@ class Banked(Pipeline):
         self.chunk_rows, self.chunk_backward = chunk_rows, chunk_backward
 
     def _shapes(self, parameters: Parameters, context: Any) -> tuple[Shape, Shape]:
-        """Return the shapes of what `first` returns, and of what `last` takes."""
+        """Return the shapes of the result of `first`, and of the bank that `last` takes."""
         start = jax.eval_shape(self.first, parameters.first, at(context, 0))
         rows = 1 + self.schedule.chunks * self.chunk_rows
         return start, jax.ShapeDtypeStruct((rows, *start.shape), start.dtype)
 
     def _empty(self, start: Shape, *, back: bool) -> Banks:
-        """Return empty banks for the microbatches on their way."""
+        """Return empty banks for all microbatches in progress on this stage."""
         count = self.schedule.room() if back else self.schedule.room_one_way
         return self._banks(start, count)
 
@@ -79,9 +83,9 @@ class Banked(Pipeline):
     def _compute(
         self, parameters: Parameters, context: Any, banks: Banks, sums: Any, tick: Tick
     ) -> tuple[Banks, Callable[[], Bank], Any]:
-        """Return the banks afterwards, a bank, and the sums with the chunk's terms.
+        """Compute the tick's chunk; return the banks, the current bank, and the sums.
 
-        An idle stage spends no time on it.
+        The sums include the chunk's terms. An idle stage skips the computation.
         """
         here = self.schedule.forward(tick, self._stage())
         of_chunk, of_microbatch = own(parameters, context, here)
@@ -111,9 +115,10 @@ class Banked(Pipeline):
         gradients: Parameters,
         tick: Tick,
     ) -> tuple[tuple[BackBanks, Bank], Parameters]:
-        """Return the gradients of the banks and of the current bank, and of the parameters.
+        """Compute the backward pass of the tick's chunk; return updated gradients.
 
-        The parameters' gradients include the chunk's.
+        The result has the gradients of the banks and of the current bank, and the gradients of the
+        parameters with the chunk's gradients added.
         """
         here = self.schedule.backward(tick, self._stage())
         of_chunk, of_microbatch = own(parameters, context, here)
@@ -144,7 +149,7 @@ class Banked(Pipeline):
         d_bank: Bank,
         d_sums: Any,
     ) -> tuple[Any, Any, Bank]:
-        """Return what `chunk_backward` returns."""
+        """Return the result of `chunk_backward`, or differentiate `chunk` if there is none."""
         if self.chunk_backward is not None:
             given = (of_chunk, shared, here.chunk, bank, of_microbatch, d_bank, d_sums)
             return self.chunk_backward(*given)
@@ -158,7 +163,7 @@ class Banked(Pipeline):
         return d_chunk, d_shared, d_bank + d_earlier
 
     def _hand_on(self, banks: Banks, tick: Tick) -> Banks:
-        """Send the rows that the next stages lack, after the tick's own work is done."""
+        """Send the rows that the next stages lack, after the tick's own work."""
         if not self.slots:
             return banks
         forward, stage = self.schedule.forward, self._stage()
@@ -173,7 +178,7 @@ class Banked(Pipeline):
         return banks
 
     def _hand_back(self, d_memory: tuple[Banks, Bank], tick: Tick) -> Banks:
-        """Move the gradients of the rows that `_hand_on` sent to where the rows came from."""
+        """Return the gradients of the rows that `_hand_on` sent to the stages that sent them."""
         (d_banks, d_bank), backward, stage = d_memory, self.schedule.backward, self._stage()
         here, after = backward(tick, stage), backward(tick + 1, stage)
         one, moved = d_bank[None], []
@@ -183,26 +188,26 @@ class Banked(Pipeline):
             came = here.active & (here.chunk > 0) & (j < jnp.asarray(self.spans)[here.chunk - 1])
             rows = jnp.where(came, jnp.zeros_like(rows), rows)
             one = self._with_rows(one, here, rows, before=j + 1)
-        # The next microbatch of this place begins with a gradient of zeros.
+        # The next microbatch in this place starts with a gradient of zeros.
         done = here.active & (here.virtual == 0)
         d_bank = jnp.where(done, jnp.zeros_like(d_bank), one[0])
         d_banks = d_banks.at[here.microbatch % len(d_banks)].set(d_bank)
         if not self.slots:
             return d_banks
         moved = self._transfer(jnp.stack(moved), tick, back=True)
-        for j in range(self.slots):  # zeros where this stage had sent none
+        for j in range(self.slots):  # adds zeros if this stage had sent no rows
             rows = self._rows(d_banks, after, before=j) + moved[j]
             d_banks = self._with_rows(d_banks, after, rows, before=j)
         return d_banks
 
     def _start(self, banks: Banks, place: Place, before: int) -> tuple:
         row = 1 + (place.chunk - before) * self.chunk_rows
-        # Slots that reach back beyond the first chunk are never sent.
+        # Slots for chunks before the first one are never sent.
         place = (place.microbatch % len(banks), jnp.maximum(row, 1))
         return (*place, *(0,) * (banks.ndim - 2))
 
     def _rows(self, banks: Banks, place: Place, *, before: int = 0) -> Rows:
-        """Return a microbatch's rows of the chunk `before` chunks before that at `place`."""
+        """Return a microbatch's rows from the chunk that is `before` chunks before the one at `place`."""
         sizes = (1, self.chunk_rows, *banks.shape[2:])
         return jax.lax.dynamic_slice(banks, self._start(banks, place, before), sizes)[0]
 

@@ -1,4 +1,4 @@
-"""Pipelines whose chunks map a state to a state: see `sharding.pipeline`."""
+"""Pipelines whose chunks of layers map a state to a state; see `sharding.pipeline`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,24 +24,28 @@ from sharding.pipeline import (
 )
 from sharding.schedule import Place, Schedule
 
-# A state is a tree of arrays. Kept states are such a tree with an axis over many.
+# A state is a tree of arrays. Kept states are a tree of the same structure, whose arrays have a
+# leading axis over states.
 State = Any
 Kept = Any
 
 
 class Carried(Pipeline):
-    """A pipeline of chunks that map a state, a tree of arrays, to a state.
+    """A pipeline whose chunks map a state, which is a tree of arrays, to a new state.
 
-    A message has one slot: the state. The state before each chunk is kept until the chunk is
-    undone.
+    A message between stages has one slot, for the state. The state before each chunk is kept until
+    the backward pass of the chunk is done.
 
     Args:
-      first: `first(of_first, context) -> state` before the first chunk.
-      chunk: `chunk(of_chunk, shared, index, state, context) -> state, terms` of chunk `index`.
-      last: `last(of_last, state, context) -> terms`, or anything. All stages run it at the same
-        time, and only the last stage has a valid state: see `on_last`.
+      first: a function `first(of_first, context) -> state` that returns the state before the first
+        chunk.
+      chunk: a function `chunk(of_chunk, shared, index, state, context) -> state, terms` for chunk
+        `index`.
+      last: a function `last(of_last, state, context)` that returns terms of the objective, or any
+        tree in `results`. All stages run it at the same time, but only the last stage has a valid
+        state; see `on_last`.
       schedule: the schedule of the stages.
-      sums: the shapes and dtypes of the chunks' terms, as a tree.
+      sums: a tree with the shapes and dtypes of the chunks' terms.
       axis: the mesh axis of the stages.
     """
 
@@ -61,12 +65,12 @@ class Carried(Pipeline):
         self.rooms = np.array([schedule.room(virtual) for virtual in range(schedule.virtual)])
 
     def _shapes(self, parameters: Parameters, context: Any) -> tuple[State, State]:
-        """Return the shapes of what `first` returns, and of what `last` takes."""
+        """Return the shapes of the result of `first`, and of the state that `last` takes."""
         start = jax.eval_shape(self.first, parameters.first, at(context, 0))
         return start, start
 
     def _empty(self, start: State, *, back: bool) -> tuple[State, Kept]:
-        """Return the state that has come, and room for those whose chunks will be undone."""
+        """Return space for the received state, and for states kept for the backward pass."""
         count = self.rooms.sum() if back else 0
         kept = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), start)
         return zeros(start), kept
@@ -82,9 +86,9 @@ class Carried(Pipeline):
         sums: Any,
         tick: Tick,
     ) -> tuple[tuple[State, Kept], Callable[[], State], Any]:
-        """Return what is kept afterwards, the state, and the sums with the chunk's terms.
+        """Compute the tick's chunk; return the memory, the new state, and the sums.
 
-        An idle stage spends no time on it.
+        The sums include the chunk's terms. An idle stage skips the computation.
         """
         (arrived, kept), here = memory, self.schedule.forward(tick, self._stage())
 
@@ -113,9 +117,10 @@ class Carried(Pipeline):
         gradients: Parameters,
         tick: Tick,
     ) -> tuple[State, Parameters]:
-        """Return the gradient of the state before the chunk, and those of the parameters.
+        """Compute the backward pass of the tick's chunk.
 
-        The parameters' gradients include the chunk's.
+        The result has the gradient of the state before the chunk, and the gradients of the
+        parameters with the chunk's gradients added.
         """
         here = self.schedule.backward(tick, self._stage())
         d_after = choose(here.chunk == self.schedule.chunks - 1, d_result, d_memory)
@@ -151,6 +156,6 @@ class Carried(Pipeline):
         return at(self._transfer(one, tick, back=back), 0)
 
     def _place(self, here: Place) -> Int[Array, ""]:
-        """Return where the state before a chunk is kept."""
+        """Return the index at which the state before a chunk is kept."""
         before = jnp.asarray(np.cumsum(self.rooms) - self.rooms)[here.virtual]
         return before + here.microbatch % jnp.asarray(self.rooms)[here.virtual]

@@ -1,26 +1,29 @@
-"""Errors that users see as one line, and texts for such lines; standard library only."""
+"""Errors that users see as a single line, and helpers for such lines; standard library only."""
 
 import math
 
 
 class RmtError(Exception):
-    """An error whose message is all that a user needs: what, which value, what is legal.
+    """An error whose message alone informs the user: what is wrong, the value, and legal values.
 
     Attributes:
-      exit_code: the exit code of a program that ends by this error.
+      exit_code: the exit code of a program that stops with this error.
     """
 
     exit_code = 1
 
 
 class MeshError(RmtError):
-    """A mesh, or a size on it, that is impossible; the message names the flag and legal values."""
+    """An impossible mesh, or a size that does not fit a mesh.
+
+    The message names the flag and the legal values.
+    """
 
     exit_code = 2
 
 
 def nearest_multiples(value: int, divisor: int) -> str:
-    """Return the legal sizes just below and above `value`, as text."""
+    """Return the multiples of `divisor` just below and just above `value`, as text."""
     below = value // divisor * divisor
     return f"{below} or {below + divisor}" if below > 0 else f"{divisor}"
 

@@ -1,4 +1,4 @@
-"""Meshes from a text like "data=2,fsdp=4", laid out on the machine's own network."""
+"""Construction of meshes from text such as "data=2,fsdp=4", matched to the machine's network."""
 
 import math
 from collections.abc import Sequence
@@ -11,23 +11,24 @@ from jax.sharding import AxisType, Mesh
 from sharding.errors import MeshError, divisors
 from sharding.spec import AXES, parse_mesh
 
-# The axes that may span slices of a pod, whose network is slow, in the order in which they are
-# used.
+# The axes that may span several slices of a TPU pod, in order of preference. The network between
+# slices is slow.
 _BETWEEN_SLICES = ("data", "stage", "fsdp")
 
 
 def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh with every axis of `AXES`; axes that `spec` leaves out have size 1.
+    """Return a mesh with all axes of `AXES`; axes that are not in `spec` have size 1.
 
-    Devices of a TPU are placed by their coordinates. With several slices, `data`, then `stage`,
-    then `fsdp` run between them, as far as their sizes go.
+    TPU devices are arranged by their physical coordinates. With several slices, the axis `data`
+    runs between slices, followed by `stage` and `fsdp` if its size is not enough.
 
     Args:
-      spec: comma-separated `axis=size`; one size may be -1, which uses all remaining devices.
-      devices: the devices to lay out; None stands for all.
+      spec: comma-separated `axis=size` items; one size may be -1, which means all remaining
+        devices.
+      devices: the devices to arrange; None means all devices.
 
     Raises:
-      MeshError: an axis is unknown or given twice, the sizes do not multiply to the number of
+      MeshError: an axis is unknown or given twice, the product of the sizes is not the number of
         devices, or no axis can span the slices.
     """
     devices = jax.devices() if devices is None else devices
@@ -43,13 +44,13 @@ def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
             "or -1 to fill"
         )
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    # With Auto axes the compiler may partition what is outside the per-device code (see
+    # With Auto axes, the compiler may partition the code outside of per-device functions (see
     # `per_device`).
     return Mesh(_grid(spec, shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _grid(spec: str, shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Return the devices in the mesh's shape."""
+    """Return the devices as an array in the mesh's shape."""
     if devices[0].platform != "tpu" or len(devices) == 1:
         return np.asarray(devices).reshape(shape)
     slices = len({getattr(device, "slice_index", 0) for device in devices})

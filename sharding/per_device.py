@@ -1,14 +1,15 @@
-"""Functions that each device runs on its shards, and the exchanges between devices.
+"""Functions that every device runs on its own shards, and communication between devices.
 
-A train step's loss and gradients are one function that every device runs on its own shards
-(`jax.shard_map`). Kernels therefore run unchanged, and the code states all communication.
+The loss and gradients of a train step are one function that every device runs on its own shards
+(`jax.shard_map`). Kernels can therefore be used unchanged, and all communication is explicit in the
+code.
 
-No array is kept whole on several devices to be used the same way on each: devices have their own
-tokens, their own slice of a sum, or their own columns of a matrix. JAX's own transposes are then
-right (that of a gather is a scattered sum, and the other way round), and the gradient of a
-parameter is the sum of the devices' gradients over the mesh axes that do not divide it.
+No two devices use a whole copy of an array in the same way: each device has its own tokens, its own
+slice of a sum, or its own columns of a matrix. JAX's transposes of collectives are then correct
+(the transpose of a gather is a reduce-scatter, and vice versa). The gradient of a parameter is the
+sum of the devices' gradients over the mesh axes that do not shard the parameter.
 
-Outside `per_device`, and over axes of one device, everything here does nothing.
+Outside of `per_device`, and over axes of size 1, the functions of this module do nothing.
 """
 
 import contextvars
@@ -36,10 +37,10 @@ def per_device(
     *,
     tokens: tuple[str, ...] = RULES["tokens"],
 ) -> Callable:
-    """Return `function` of global arrays, which every device runs on its shards.
+    """Return `function` as a function of global arrays, which each device runs on its shards.
 
-    `tokens` are the axes over which the function divides tokens, and what `token_axes` returns in
-    it.
+    `tokens` names the mesh axes over which the function shards tokens; `token_axes` returns these
+    axes inside the function.
     """
 
     @functools.wraps(function)
@@ -50,29 +51,29 @@ def per_device(
         finally:
             _token_axes.reset(before)
 
-    # check_vma is off, because kernels do not declare over which axes their outputs vary.
+    # check_vma is off, because kernels do not declare the axes over which their outputs vary.
     return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def token_axes() -> tuple[str, ...]:
-    """Return the axes over which the code being traced divides tokens, outermost first."""
+    """Return the mesh axes that shard tokens in the code being traced, outermost first."""
     return _token_axes.get()
 
 
 def axis_size(names: Names) -> int:
-    """Return the number of devices along these axes of the mesh."""
+    """Return the number of devices along these mesh axes together."""
     sizes = _sizes()
     return math.prod(sizes.get(name, 1) for name in _tuple(names))
 
 
 def axis_index(names: Names) -> Int[Array, ""] | int:
-    """Return this device's index along these axes; the first axis is the outermost."""
+    """Return this device's index along these mesh axes; the first axis is the outermost."""
     used = _used(names)
     return jax.lax.axis_index(used) if used else 0
 
 
 def own_part(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
-    """Return this device's part, along an axis, of an array that all devices of `names` have."""
+    """Return this device's slice along `axis` of an array that all devices along `names` hold."""
     size = x.shape[axis] // axis_size(names)
     if size == x.shape[axis]:
         return x
@@ -80,22 +81,22 @@ def own_part(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Arra
 
 
 def gather(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*joined"]:
-    """Concatenate the parts of all devices along `names` on an axis."""
+    """Concatenate, along array axis `axis`, the parts from all devices along mesh axes `names`."""
     used = _used(names)
     return jax.lax.all_gather(x, used, axis=axis, tiled=True) if used else x
 
 
 def scatter_sum(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
-    """Return this device's part, along an axis, of the sum over all devices along `names`."""
+    """Return this device's slice, along array axis `axis`, of the sum over devices along `names`."""
     used = _used(names)
     return jax.lax.psum_scatter(x, used, scatter_dimension=axis, tiled=True) if used else x
 
 
 def total(x: Shaped[Array, "*shape"], names: Names) -> Shaped[Array, "*shape"]:
-    """Return the sum over all devices along `names`, on each of them.
+    """Return the sum over all devices along `names`, on each of these devices.
 
-    What a device computes from the sum must be only its share of what all devices compute, because
-    the cotangents of the sum are summed over devices.
+    Each device must use the sum only to compute its own share of a total over devices, because the
+    cotangents of the sum are added over the devices.
     """
     used = _used(names)
     return jax.lax.psum(x, used) if used else x
@@ -104,17 +105,21 @@ def total(x: Shaped[Array, "*shape"], names: Names) -> Shaped[Array, "*shape"]:
 def swap(
     x: Shaped[Array, "*shape"], names: Names, *, split: int, join: int
 ) -> Shaped[Array, "*other"]:
-    """Exchange pieces among all devices: divided along `join` before, along `split` after."""
+    """Exchange parts among devices, so that sharding moves from axis `join` to axis `split`.
+
+    Before the call, the devices along `names` hold parts of x along array axis `join`; afterwards
+    they hold parts along array axis `split`.
+    """
     used = _used(names)
     return jax.lax.all_to_all(x, used, split, join, tiled=True) if used else x
 
 
 def add_up(tree: Any, specs: Any = _WHOLE) -> Any:
-    """Sum arrays over all devices of the mesh, except over the axes that divide an array.
+    """Sum each array over all devices of the mesh, except over the mesh axes that shard the array.
 
     Args:
       tree: a tree of arrays.
-      specs: the PartitionSpec of all of them, or a tree of specs.
+      specs: one PartitionSpec for all arrays, or a tree of specs.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _sizes():
@@ -122,8 +127,7 @@ def add_up(tree: Any, specs: Any = _WHOLE) -> Any:
 
     def add_one(x: Array, spec: PartitionSpec) -> Array:
         names = unused_axes(mesh, spec)
-        # The barrier is needed because XLA would otherwise sum in bfloat16 what was cast from
-        # bfloat16.
+        # Without the barrier, XLA would sum in bfloat16 if x was cast from bfloat16.
         return jax.lax.psum(jax.lax.optimization_barrier(x), names) if names else x
 
     if isinstance(specs, PartitionSpec):
@@ -141,7 +145,7 @@ def _used(names: Names) -> tuple[str, ...]:
 
 
 def _sizes() -> dict[str, int]:
-    """Return the sizes of the axes over which the code being traced is per device."""
+    """Return the sizes of the mesh axes over which the code being traced runs per device."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Manual}

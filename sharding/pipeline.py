@@ -1,24 +1,24 @@
-"""Pipelines: each stage of the mesh has some layers, and microbatches pass through all stages.
+"""Pipeline parallelism: each stage of the mesh has some of the layers, and microbatches pass through.
 
-The code runs on each device (in a `jax.shard_map` with the stage axis manual and
-`check_vma=False`). The schedule is in `sharding.schedule`. A loop runs over its ticks, and the
-loop's body is compiled once. There are two kinds of model:
+The code runs per device (in a `jax.shard_map` with the stage axis manual and `check_vma=False`).
+`sharding.schedule` defines the schedule, in units of ticks. The code loops over the ticks, so the
+body of the loop is compiled only once. There are two kinds of pipeline:
 
-- `sharding.carried`: a chunk of layers maps a state to a state of the same shapes, which is sent
-  on.
-- `sharding.banked`: a chunk completes some rows of a bank, from the rows before them. Rows are
-  written once. Every stage caches the rows that it has, and receives only those that it lacks,
-  "cross-stage caching" (Kimi Team 2026, section 4.1). Every stage computes row 0 itself.
+- `sharding.carried`: a chunk of layers maps a state to a state of the same shapes, which is sent to
+  the next stage.
+- `sharding.banked`: a chunk completes some rows of a bank, given the rows before them. Each row is
+  written only once. Every stage caches the rows that it has, and receives only rows that it lacks
+  ("cross-stage caching", Kimi Team 2026, section 4.1). Every stage computes row 0 itself.
 
-A microbatch that has left the last chunk is turned into terms of a sum. Chunks may return terms
-too. Each stage adds up its own terms. The objective is a sum of terms with known weights, so a
-microbatch's gradient is known as soon as it has left the last chunk, and its backward pass begins
-at once: what a stage keeps does not grow with the number of microbatches. Each chunk is computed
-again where it is undone.
+After the last chunk, a microbatch is turned into terms, scalars that are summed over microbatches.
+Chunks may return terms too, and each stage sums its own terms. The objective is a weighted sum of
+the terms with known weights. The gradient of a microbatch is therefore known when it has left the
+last chunk, and its backward pass starts immediately, so a stage's memory does not grow with the
+number of microbatches. The backward pass of a chunk recomputes the chunk.
 
-A stage that sent a row on receives the gradient that the receiver collected for the row. The
-gradient of what every stage has (`first`, `shared`, `last`) is the stage's own part of a sum over
-the stages.
+A stage that has sent a row to another stage receives the gradient that the other stage computed for
+the row. The parameters that every stage has are `first`, `shared` and `last`. For these parameters,
+a stage returns only its own part of a gradient that must be summed over the stages.
 """
 
 from collections.abc import Callable
@@ -35,13 +35,13 @@ Tick = Int[Array, ""]
 
 
 class Parameters(NamedTuple):
-    """The parameters of a pipeline, which have gradients: trees of arrays.
+    """The differentiable parameters of a pipeline, as trees of arrays.
 
     Attributes:
-      first: the parameters of what is before the first chunk.
-      chunks: [V, ...], the parameters of this stage's own chunks.
+      first: the parameters of the function before the first chunk.
+      chunks: the parameters of this stage's V chunks, [V, ...].
       shared: the parameters that all chunks share.
-      last: the parameters of what is after the last chunk.
+      last: the parameters of the function after the last chunk.
     """
 
     first: Any
@@ -56,14 +56,15 @@ Last = Callable[[Any, Any, Any], Any]
 
 
 def is_last(axis: str = "stage") -> Array:
-    """Return whether this device is of the last stage, which has the results."""
+    """Return whether this device is in the last stage, which has the results."""
     return jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
 
 
 def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage") -> Any:
-    """Return `function(operands)` on the last stage, which has the results; zeros on others.
+    """Return `function(operands)` on the last stage, which has the results, and zeros elsewhere.
 
-    The other stages spend no time on it. The forward pass keeps only the operands.
+    The other stages skip the computation. The forward pass keeps only the operands for the backward
+    pass.
     """
 
     @jax.custom_vjp
@@ -84,12 +85,13 @@ def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage
 
 
 class Pipeline:
-    """The common part of both kinds of pipeline: the loops over ticks, and the order in a tick.
+    """The base of both kinds of pipeline: the loops over ticks, and the order of work in a tick.
 
-    A kind of pipeline defines what a stage keeps from tick to tick: `memory` of microbatches on
-    their way forward, and `d_memory` of those on their way back. `_empty` and `_empty_back` make
-    them before the first tick, from the shapes that `_shapes` returns. `_compute` and `_undo` are a
-    stage's pieces of work in a tick, and `_hand_on` and `_hand_back` end the tick.
+    A subclass defines what a stage keeps between ticks: `memory` for microbatches in their forward
+    pass, and `d_memory` for microbatches in their backward pass. `_empty` and `_empty_back` create
+    these before the first tick, from the shapes that `_shapes` returns. `_compute` does a stage's
+    forward work in a tick, and `_undo` its backward work. At the end of a tick, `_hand_on` and
+    `_hand_back` communicate.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Pipeline:
         self.messages = {back: schedule.messages(spans, back=back) for back in (False, True)}
 
     def results(self, parameters: Parameters, context: Any) -> tuple[Any, Any]:
-        """Return what `last` returns for each microbatch, [M, ...], and sums of chunks' terms.
+        """Return the results of `last` per microbatch, [M, ...], and the sums of chunks' terms.
 
         The sums are over this stage's own chunks.
 
@@ -140,16 +142,17 @@ class Pipeline:
     def objective(
         self, parameters: Parameters, context: Any, weights: tuple[Any, Any]
     ) -> tuple[Array, tuple[Any, Any]]:
-        """Return this stage's part of the objective, and its summands: sums of scalars.
+        """Return this stage's part of the objective, and the unweighted sums of all terms.
 
-        The forward pass already computes the gradient, which the cotangent of a scalar only scales.
-        The sums have no gradient.
+        The forward pass already computes the gradient, which the backward pass only multiplies by
+        the objective's cotangent. The sums have no gradient.
 
         Args:
           parameters: the parameters of the functions.
-          context: a tree of further inputs of the functions for each microbatch, [M, ...], without
-            gradient.
-          weights: the weights of each term that `last` returns and of each that chunks return.
+          context: a tree of further inputs of the functions for each microbatch, [M, ...], which
+            have no gradient.
+          weights: the weights of the terms that `last` returns, and of the terms that chunks
+            return.
         """
 
         def weighted(totals):
@@ -174,7 +177,7 @@ class Pipeline:
     def _there_and_back(
         self, parameters: Parameters, context: Any, weights: tuple[Any, Any]
     ) -> tuple[tuple[Any, Any], Parameters]:
-        """Return all sums, and the gradients of their weighted sum."""
+        """Return the sums of all terms, and the gradient of their weighted sum."""
         start, result_like = self._shapes(parameters, context)
         of_last = jax.eval_shape(self.last, parameters.last, result_like, at(context, 0))
         totals = (of_last, self.sums)
@@ -214,7 +217,10 @@ class Pipeline:
         return jax.lax.axis_index(self.axis)
 
     def _leaving(self, tick: Tick) -> Place:
-        """Return the last stage's place, active if a microbatch leaves it; all stages agree."""
+        """Return the place on the last stage, active if a microbatch leaves it in this tick.
+
+        The result is the same on all stages.
+        """
         place = self.schedule.forward(tick, self.schedule.stages - 1)
         return place._replace(active=place.active & (place.chunk == self.schedule.chunks - 1))
 
@@ -226,7 +232,7 @@ class Pipeline:
         d_start: Any,
         d_first: Any,
     ) -> Any:
-        """Return `d_first` with the gradient of what is before the first chunk added."""
+        """Return `d_first` with the gradient of the function before the first chunk added."""
 
         def run():
             pullback = jax.vjp(lambda first: self.first(first, of_microbatch), parameters)[1]
@@ -235,10 +241,11 @@ class Pipeline:
         return jax.lax.cond(begins, run, lambda: d_first)
 
     def _transfer(self, slots: Any, tick: Tick, *, back: bool = False) -> Any:
-        """Send each stage's slots to the next stage, or `back`; zeros arrive where none is sent.
+        """Send each stage's slots to the next stage, or with `back` to the previous one.
 
-        Only the pairs of stages and the slots that the schedule has for this tick take part. The
-        tick is the same everywhere, so all devices take the same branch.
+        Zeros arrive where nothing is sent. Only the pairs of stages and the slots that the schedule
+        lists for this tick communicate. The tick is the same on all devices, so all devices take
+        the same branch.
         """
 
         def permute(messages, x):
@@ -256,12 +263,12 @@ class Pipeline:
 
 
 def own(parameters: Parameters, context: Any, here: Place) -> tuple[Any, Any]:
-    """Return the parameters of the current chunk and the context of the current microbatch."""
+    """Return the current chunk's parameters and the current microbatch's context."""
     return at(parameters.chunks, here.virtual), at(context, here.microbatch)
 
 
 def at(stacks: Any, index: Int[Array, ""] | int) -> Any:
-    """Return slice `index` of every stack in a tree."""
+    """Return slice `index` of every stack in a tree of stacks."""
     take = lambda stack: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
     return jax.tree.map(take, stacks)
 
@@ -269,22 +276,22 @@ def at(stacks: Any, index: Int[Array, ""] | int) -> Any:
 def put(
     stacks: Any, values: Any, index: Int[Array, ""], *, where: Bool[Array, ""] | bool = True
 ) -> Any:
-    """Return the stacks with a tree of values in a slice, or unchanged if `where` is False."""
+    """Return the stacks with slice `index` replaced, or unchanged if `where` is False."""
     values = values if where is True else choose(where, values, at(stacks, index))
     put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
     return jax.tree.map(put, stacks, values)
 
 
 def choose(condition: Bool[Array, ""], a: Any, b: Any) -> Any:
-    """Return one of two trees."""
+    """Return tree `a` if the condition is true, and tree `b` otherwise."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
 
 
 def add(a: Any, b: Any) -> Any:
-    """Return the sum of two trees."""
+    """Return the sum of two trees of arrays, leaf by leaf."""
     return jax.tree.map(jnp.add, a, b)
 
 
 def zeros(tree: Any) -> Any:
-    """Return zeros of the shapes and dtypes of a tree."""
+    """Return a tree of zeros with the shapes and dtypes of the given tree."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)

@@ -1,4 +1,4 @@
-"""One table from the logical axes of arrays to the axes of the mesh."""
+"""The table that maps logical axes of arrays to mesh axes, and the specs that follow from it."""
 
 import math
 from collections.abc import Iterable
@@ -9,9 +9,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sharding.errors import MeshError, divisors, nearest_multiples
 
-# Arrays are not divided along axes that are not in this table. `batch`, `tokens` and `key` are axes
-# of activations too: a device's residual has its slice of D_k for the batch of all devices of
-# `key`.
+# Maps each logical axis to the mesh axes that shard it. Axes that are not in this table are not
+# sharded. `batch`, `tokens` and `key` are also axes of activations: a device's residual has the
+# device's slice of D_k, for the batch of all devices along `key`.
 RULES = {
     "batch": ("data", "fsdp", "expert", "key"),
     "tokens": ("sequence", "tensor"),
@@ -22,8 +22,8 @@ RULES = {
     "ff": ("tensor",),
     "expert": ("expert",),
 }
-# The rules where tokens are read into caches. Rows may be few, or only one, so devices of `expert`
-# and `key` have parts of the tokens instead.
+# The rules while tokens are read into caches. There may be few rows, or only one, so the devices
+# along `expert` and `key` shard the tokens instead of the rows.
 CACHE_RULES = RULES | {
     "batch": ("data", "fsdp"),
     "tokens": ("expert", "key", "sequence", "tensor"),
@@ -31,7 +31,7 @@ CACHE_RULES = RULES | {
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding that divides a batch's sequences over the axes of `batch`."""
+    """Return the sharding of a batch, whose sequences are sharded over the mesh axes of `batch`."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
@@ -45,19 +45,19 @@ def check_divides(
     what: str = "accumulated parts",
     rules: dict[str, tuple[str, ...]] = RULES,
 ) -> None:
-    """Check that each of `parts` of a size divides over a logical axis's devices.
+    """Check that a size divides evenly over `parts` and over the devices along a logical axis.
 
     Args:
       mesh: a mesh from `make_mesh`.
-      name: the name of the flag or field that gives the size.
+      name: the name of the flag or field that sets the size.
       size: the size to be divided.
-      axis: the logical axis.
-      parts: the number of parts in which each device takes its share.
-      what: the name of the parts, for the message.
-      rules: the table of axes.
+      axis: the logical axis along which the size is sharded.
+      parts: the number of equal parts that each device processes one after another.
+      what: a name for the parts, used in the error message.
+      rules: the table from logical axes to mesh axes.
 
     Raises:
-      MeshError: the size does not divide.
+      MeshError: the size does not divide evenly.
     """
     axes = [a for a in rules[axis] if mesh.shape[a] > 1]
     divisor = math.prod(mesh.shape[a] for a in axes) * parts
@@ -72,7 +72,7 @@ def check_divides(
 
 
 def check_keys(mesh: Mesh, has_keys: bool) -> None:
-    """Raise MeshError if devices of `key` would divide a residual that has no keys."""
+    """Raise MeshError if the mesh has a `key` axis but the residual has no keys to shard."""
     if mesh.shape["key"] > 1 and not has_keys:
         raise MeshError(
             f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
@@ -81,7 +81,7 @@ def check_keys(mesh: Mesh, has_keys: bool) -> None:
 
 
 def check_experts(mesh: Mesh, has_experts: bool) -> None:
-    """Raise MeshError if devices of `expert` would have no experts to divide."""
+    """Raise MeshError if the mesh has an `expert` axis but the model has no experts to shard."""
     if mesh.shape["expert"] > 1 and not has_experts:
         raise MeshError(
             f"--mesh: expert={mesh.shape['expert']} divides experts, which the model does not "
@@ -90,23 +90,23 @@ def check_experts(mesh: Mesh, has_experts: bool) -> None:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of an array that is whole on every device."""
+    """Return the sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
-    """Return over which axes of the mesh each parameter is divided.
+    """Return, for each parameter, the mesh axes over which the parameter is sharded.
 
     Args:
       mesh: a mesh from `make_mesh`.
-      axes: a tree of tuples of logical axis names.
-      shapes: the same tree, of things with a `shape`.
+      axes: a tree whose leaves are tuples of logical axis names.
+      shapes: a tree with the same structure, whose leaves have a `shape`.
 
     Returns:
-      The same tree, of PartitionSpecs.
+      A tree of PartitionSpecs with the same structure.
 
     Raises:
-      MeshError: an axis does not divide over the mesh.
+      MeshError: an axis does not divide evenly over the mesh.
     """
 
     def place(names: tuple[str, ...], array: Any) -> PartitionSpec:
@@ -125,10 +125,11 @@ def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
 
 
 def used_axes(mesh: Mesh, spec: Iterable[Any]) -> PartitionSpec:
-    """Return a PartitionSpec with only the axes that divide something.
+    """Return a PartitionSpec with only the mesh axes that have more than one device.
 
-    Each placement has one such spec. A program's results then have the same spec as an argument
-    with the same placement. If specs differed in unused axes, programs would be compiled for each.
+    This makes specs unique: a program's results then have the same spec as an argument with the
+    same placement. If specs differed in axes without effect, programs would be compiled more than
+    once.
     """
     tuples = ((names,) if isinstance(names, str) else names or () for names in spec)
     used = [tuple(name for name in names if mesh.shape[name] > 1) for names in tuples]
@@ -138,6 +139,6 @@ def used_axes(mesh: Mesh, spec: Iterable[Any]) -> PartitionSpec:
 
 
 def unused_axes(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> tuple[str, ...]:
-    """Return the axes of more than one device over which an array of this spec is not divided."""
+    """Return the mesh axes, of more than one device, over which an array with this spec is not sharded."""
     used = {a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))}
     return tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in used)

@@ -28,13 +28,13 @@ Caching = Literal["none", "received", "all"]
 
 
 class Place(NamedTuple):
-    """The work of a stage in a tick. For an idle stage, all but `active` are some legal values.
+    """The work of a stage in a tick; for an idle stage, all fields but `active` are arbitrary.
 
     Attributes:
-      active: whether the stage works at all.
-      virtual: the index of the chunk among the stage's own.
+      active: whether the stage has work in this tick.
+      virtual: the index of the chunk among this stage's chunks.
       microbatch: the index of the microbatch.
-      chunk: the index of the chunk among all.
+      chunk: the index of the chunk among all chunks.
     """
 
     active: Any
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Slots `first` to `last` (not included) of what is sent, between pairs of stages."""
+    """Slots `first` to `last` (exclusive) of the data to send, for some pairs of stages."""
 
     first: int
     last: int
@@ -53,12 +53,12 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of P `stages` of V = `virtual` chunks each, and M `microbatches`.
+    """A schedule for P `stages` with V = `virtual` chunks each, and M `microbatches`.
 
-    Ticks and stages in the arguments of its methods are integer arrays, of NumPy or JAX.
+    Its methods take ticks and stages as integer arrays, of NumPy or JAX.
 
     Raises:
-      MeshError: the number of microbatches is no multiple of the number of stages.
+      MeshError: the number of microbatches is not a multiple of the number of stages.
     """
 
     stages: int
@@ -74,72 +74,78 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """C, the number of all chunks."""
+        """C, the total number of chunks."""
         return self.stages * self.virtual
 
     @property
     def forward_ticks(self) -> int:
-        """The number of ticks until the last microbatch has left the last chunk: `M V + P - 1`."""
+        """The number of ticks until the last microbatch has left the last chunk, `M V + P - 1`."""
         return self.microbatches * self.virtual + self.stages - 1
 
     @property
     def ticks(self) -> int:
-        """The number of ticks until the last microbatch is back: `M V + P + C - 2`."""
+        """The number of ticks until all backward passes are done, `M V + P + C - 2`."""
         return self.forward_ticks + self.chunks - 1
 
     def forward(self, tick: Any, stage: Any) -> Place:
-        """Return what a stage computes in a tick."""
+        """Return the chunk and microbatch whose forward pass a stage computes in a tick."""
         return self._place(tick - stage, stage, lambda virtual: virtual)
 
     def backward(self, tick: Any, stage: Any) -> Place:
-        """Return what a stage undoes in a tick; the last chunk is undone when just computed."""
+        """Return the chunk and microbatch whose backward pass a stage computes in a tick.
+
+        The backward pass of the last chunk follows its forward pass in the same tick.
+        """
         before = self.chunks - 1 + self.stages - 1 - stage
         return self._place(tick - before, stage, lambda virtual: self.virtual - 1 - virtual)
 
     def _place(self, number: Any, stage: Any, order: Any) -> Place:
-        """Return the place of a stage's piece of work `number`, given the order of its chunks."""
+        """Return the place of a stage's work item `number`, given the order of the stage's chunks."""
         work = self.microbatches * self.virtual
         active = (number >= 0) & (number < work)
         number = number.clip(0, work - 1)
-        # Rounds have P microbatches: the first is back at stage 0 when the last has left it.
+        # A round has P microbatches: the first one returns to stage 0 just after the last one has
+        # left it.
         rounds, within = number // self.chunks, number % self.chunks
         virtual = order(within // self.stages)
         microbatch = rounds * self.stages + within % self.stages
         return Place(active, virtual, microbatch, virtual * self.stages + stage)
 
     def room(self, first: int = 0) -> int:
-        """Return for how many microbatches a stage needs room at any time.
+        """Return the maximum number of microbatches that a stage must keep at the same time.
 
-        What the stage keeps of microbatch m has the place `m % room`, where the earlier content is
-        no longer needed.
+        The data of microbatch m is stored at index `m % room`, whose earlier content is then no
+        longer needed.
 
         Args:
-          first: the index (of V) of one of the stage's chunks. The stage keeps something of a
-            microbatch from the forward pass of this chunk until the chunk is undone.
+          first: the index (from 0 to V - 1) of one of the stage's chunks. The stage keeps data of a
+            microbatch from this chunk's forward pass until this chunk's backward pass.
         """
-        # Stage 0 is the first to compute a chunk and the last to undo it.
+        # Stage 0 is the first stage to compute a chunk's forward pass and the last to compute its
+        # backward pass.
         return self._in(2 * (self.chunks - first * self.stages) - 1)
 
     @property
     def room_one_way(self) -> int:
-        """The room for what a stage keeps from its first chunk to its last, or on the way back."""
+        """The maximum number of microbatches between a stage's first and last chunk in one direction."""
         return self._in((self.virtual - 1) * self.stages + 1)
 
     def _in(self, ticks: int) -> int:
-        """Return how many microbatches a stage begins with in this many ticks, at most."""
+        """Return the maximum number of microbatches that a stage starts within this many ticks."""
         rounds, ticks = divmod(ticks, self.chunks)
         return min(rounds * self.stages + min(ticks, self.stages), self.microbatches)
 
     def spans(self, caching: Caching) -> np.ndarray:
-        """Return, for each chunk, of how many of the latest chunks rows are sent on after it.
+        """Return, for each chunk, how many of the newest chunks' rows are sent on after it.
 
         Args:
-          caching: the rows that stages keep: "none", so that all rows are sent with each chunk;
-            "received", the rows that they received; or "all", also those that they made themselves.
+          caching: the rows that stages keep: "none", so that all rows are sent after each chunk;
+            "received", the rows received from other stages; or "all", also the rows that the stage
+            computed itself.
 
         Returns:
-          [C]. The sum is C (C - 1) / 2 for "none"; P (P - 1) / 2 + (V - 1) P^2 for "received" (Kimi
-          Team 2026, section 4.1); and (V - 1) P less for "all".
+          [C], numbers of chunks. Their sum is C (C - 1) / 2 for "none", P (P - 1) / 2 + (V - 1) P^2
+          for "received" (Kimi Team 2026, section 4.1), and (V - 1) P less than that for "all".
         """
         so_far = np.arange(1, self.chunks + 1)
         lacked = {"none": self.chunks, "received": self.stages, "all": self.stages - 1}[caching]
@@ -150,16 +156,17 @@ class Schedule:
     def messages(
         self, spans: np.ndarray, *, back: bool = False
     ) -> tuple[list[tuple[Message, ...]], np.ndarray]:
-        """Return the distinct sets of messages, and which of them is sent after each tick.
+        """Return the distinct sets of messages, and the index of the set to send after each tick.
 
         Args:
-          spans: for each chunk, how many slots are sent after it; slot 0 is its own.
-          back: whether the messages return what was sent after a chunk to where it came from, when
-            the next chunk was undone.
+          spans: for each chunk, the number of slots to send after it; slot 0 holds the chunk's own
+            rows.
+          back: whether the messages are for the backward pass, in which the slots return to their
+            sender after the backward pass of the next chunk.
         """
         ticks, stages = np.arange(self.ticks)[:, None], np.arange(self.stages)
         at = self.backward(ticks, stages) if back else self.forward(ticks, stages)
-        of_chunk = np.roll(spans, 1) if back else spans  # none is sent after the last one
+        of_chunk = np.roll(spans, 1) if back else spans  # nothing is sent after the last chunk
         sent = np.where(at.active, of_chunk[at.chunk], 0)
         kinds, kind_at = np.unique(sent, axis=0, return_inverse=True)
         step = -1 if back else 1
@@ -167,9 +174,9 @@ class Schedule:
 
 
 def _messages(spans: list[int], step: int) -> tuple[Message, ...]:
-    """Return the fewest messages that send each stage's slots to the stage `step` further on.
+    """Return a minimal list of messages from each stage to the stage `step` places further on.
 
-    `spans` has the number of slots that each stage sends.
+    `spans` holds the number of slots that each stage sends.
     """
     messages, first = [], 0
     for last in sorted(set(spans) - {0}):

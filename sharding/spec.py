@@ -1,19 +1,19 @@
-"""Meshes as text, like "data=2,fsdp=4"; without jax, so that a wrong one is reported at once."""
+"""Parsing of meshes such as "data=2,fsdp=4"; it needs no jax, so errors are reported at once."""
 
 from sharding.errors import MeshError
 
-# The axes from the outermost, whose devices communicate least, to the innermost, whose devices are
-# neighbours.
+# The mesh axes, from the outermost, whose devices communicate least, to the innermost, whose
+# devices are neighbours in the network.
 AXES = ("stage", "data", "fsdp", "expert", "key", "sequence", "tensor")
 
 
 def parse_mesh(spec: str) -> dict[str, int]:
-    """Return the sizes of the axes that a text names, in its order.
+    """Return the axis sizes given in a text such as "data=2,fsdp=4", in the order of the text.
 
-    A size of -1, which one axis may have, stands for all remaining devices.
+    At most one axis may have size -1, which means all remaining devices.
 
     Raises:
-      MeshError: the text is not a mesh.
+      MeshError: the text does not describe a mesh.
     """
     sizes: dict[str, int] = {}
     for part in filter(None, spec.split(",")):
@@ -33,5 +33,5 @@ def parse_mesh(spec: str) -> dict[str, int]:
 
 
 def _is_size(text: str) -> bool:
-    # No count of devices has more digits, and Python refuses to parse thousands of digits.
+    # No device count has ten digits, and Python refuses to parse a number of thousands of digits.
     return text == "-1" or (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0)

@@ -1,4 +1,4 @@
-"""Cores: what sublayers compute, one file each; `core` has what all of them have in common."""
+"""Cores, the functions that sublayers compute: one file per core; `core` is their interface."""
 
 from rmt_tpu import config as cfg
 from rmt_tpu import residual
@@ -24,7 +24,10 @@ __all__ = [
 
 
 def make_core(config: cfg.ModelConfig, core: cfg.Core, seed: Seed, within: int) -> Core:
-    """Return the core of a config, for a sublayer at place `within` in its layer of two."""
+    """Return the configured core for a sublayer.
+
+    `within` is the sublayer's place in its layer of two: 0 or 1.
+    """
     match core:
         case cfg.Attention():
             return Attention(config, core, residual.heads_layout(config))

@@ -1,4 +1,4 @@
-"""Causal attention within documents, over data vectors that the residual's store has read."""
+"""Causal attention within documents, on data vectors that the residual's store has read."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,7 +33,7 @@ from rmt_tpu.layers.parameters import gain
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens seen so far, with the heads of a token side by side."""
+    """The keys and values of the tokens so far, with all heads of a token in one axis."""
 
     keys: Float[Array, "repeat batch keys heads_size"]
     values: Float[Array, "repeat batch keys heads_size"]
@@ -42,20 +42,23 @@ class Cache(NamedTuple):
 class Attention(Core):
     """Softmax attention (equations 8 and 21), with grouped queries (Ainslie et al. 2023).
 
-    It reads `[batch, seq, H + 2 G, head_dim]`: H queries, G keys and G values. Where tokens are
-    divided over devices, each device attends with a part of the heads over all tokens. Where there
-    are more devices than heads can be divided over, tokens stay divided over `sequence`, and keys
-    are passed around a ring.
+    The core reads `[batch, seq, H + 2 G, head_dim]`: H queries, G keys and G values. If tokens are
+    sharded over devices, heads and tokens are exchanged, so that each device attends with its own
+    share of the heads over all tokens. If there are too many devices to divide the heads evenly,
+    tokens stay sharded over the mesh axis `sequence`, and keys and values are passed around a ring
+    of devices.
 
     Args:
       config: the model's config, for the scale's parametrisation and the norm's epsilon.
       core: the config of heads and positions.
-      layout: the layout of the heads that the site before reads and the site after writes.
+      layout: the layout of the heads that the site before the core reads and the site after it
+        writes.
 
     Attributes:
       query_gain, key_gain: the gains of the norms of queries and keys, [head_dim]; None without
         norms.
-      bias: the bias added to what is read, [H + 2 G, head_dim]; None without a bias.
+      bias: the bias added to the queries, keys and values, [H + 2 G, head_dim]; None without a
+        bias.
     """
 
     name: ClassVar[str] = "attention"
@@ -73,7 +76,10 @@ class Attention(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch seq heads head_dim"]:
-        """Return one data vector a head in z's dtype; logits and softmax are at least float32."""
+        """Return one data vector per head, in z's dtype.
+
+        Logits and softmax are computed in at least float32.
+        """
         if context.mask is not None:
             q, *kv = self._turned(z.heads, context)
             kv = (all_tokens(x, self._ring) for x in kv)
@@ -90,9 +96,10 @@ class Attention(Core):
     ) -> tuple[
         Float[Array, "count batch seq heads head_dim"], Aux, Float[Array, "batch all_seq own_heads"]
     ]:
-        """Attend, and also return the logarithm of each softmax's sum.
+        """Attend, and also return the log-sum-exp of each softmax for the backward pass.
 
-        With an explicit mask `pull_back` attends again, and there are no sums (of 0 heads).
+        With an explicit mask, `pull_back` recomputes the attention instead, and the returned array
+        has 0 heads.
         """
         if context.mask is not None:
             y, log_sums = self(z, context, index), jnp.zeros((*to.shape[:2], 0), to.dtype)
@@ -114,7 +121,10 @@ class Attention(Core):
         d_y: Float[Array, "batch seq heads head_dim"],
         d_aux: Aux,
     ) -> tuple[dict, Read]:
-        """Return cotangents given that of y, without attending again unless a mask is explicit."""
+        """Return the cotangents of the parameters and of z.
+
+        The attention is recomputed only with an explicit mask.
+        """
         if context.mask is not None:
             return super().pull_back(z, y, saved, context, index, d_y, d_aux)
         graphdef, parameters = nnx.split(self, nnx.Param)
@@ -131,21 +141,21 @@ class Attention(Core):
         return d_parameters, Read(heads=d_heads)
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """Return an empty cache for the keys and values of own heads."""
+        """Return an empty cache for the keys and values of this device's heads."""
         heads = self.core.kv_heads // sharding.axis_size(self.layout.divided)
         shape = (repeat, batch, capacity, cache_width(heads * self.core.head_dim))
-        # Keys and values are two arrays, so that both can be donated.
+        # Keys and values are separate arrays, so that both can be donated.
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def cache_specs(self) -> Cache:
-        """Return specs that divide a cache's rows and heads."""
+        """Return the specs that shard a cache by rows and by heads."""
         rules = sharding.CACHE_RULES
         return Cache(*2 * [PartitionSpec(None, rules["batch"], None, rules["tokens"])])
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
-        """Attend from new tokens to those in the cache and to themselves."""
+        """Attend from the new tokens to the cached tokens and to themselves."""
         q, *new = self._turned(z.heads, context)
         groups, size = new[0].shape[2:]
         missing = [(0, 0), (0, 0), (0, cache.keys.shape[-1] - groups * size)]
@@ -209,10 +219,10 @@ class Attention(Core):
         return tuple(axis for axis in self.layout.divided if axis != self._ring)
 
     def _to_heads(self, x, groups=1):
-        """Exchange all heads of own tokens for own heads of all tokens.
+        """Exchange all heads of this device's tokens for this device's heads of all tokens.
 
-        `groups` is the number of equal groups of heads in x; each device gets its part of every
-        group.
+        `groups` is the number of equal groups of heads in x; each device receives its share of
+        every group.
         """
         if sharding.axis_size(self._swapped) == 1:
             return x
@@ -221,11 +231,11 @@ class Attention(Core):
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def _to_tokens(self, y):
-        """Undo `_to_heads`."""
+        """Return all heads of this device's tokens; the inverse of `_to_heads`."""
         return sharding.swap(y, self._swapped, split=1, join=2)
 
     def _packed(self, z, context):
-        """Return queries, keys and values of own heads, side by side."""
+        """Return queries, keys and values of this device's heads, concatenated along heads."""
         if self.query_gain is not None or self.bias is not None:
             return jnp.concatenate(self._turned(z, context), axis=2)
         if self._alike:
@@ -246,11 +256,11 @@ class Attention(Core):
 
     @property
     def _alike(self):
-        """Whether there are as many keys and values as queries."""
+        """Whether there are as many key and value heads as query heads."""
         return self.core.kv_heads == self.core.num_heads
 
     def _turned(self, z, context):
-        """Return queries, keys and values of own heads, with norms and positions applied."""
+        """Return queries, keys and values of this device's heads, after norms and RoPE."""
         q, k, v = (apart(x, context) for x in self._own_heads(z))
         if self.query_gain is not None:
             norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": z.dtype}
@@ -263,7 +273,7 @@ class Attention(Core):
         return q, k, v
 
     def _own_heads(self, z):
-        """Return queries, keys and values of own heads, with their biases."""
+        """Return queries, keys and values of this device's heads, with biases added."""
         if self._alike:  # one exchange is enough for all three groups
             groups = jnp.split(self._to_heads(z, groups=3), 3, axis=2)
         else:
@@ -279,7 +289,7 @@ class Attention(Core):
         return [group + b for group, b in zip(groups, own, strict=True)]
 
     def _masked(self, q, k, v, index, query_positions, key_positions, mask):
-        """Attend with an explicit mask, for caches and for positions that the caller gives."""
+        """Attend with an explicit mask, for caches and for positions given by the caller."""
         dtype = jnp.result_type(q, jnp.float32)
         each = q.shape[2] // k.shape[2]
         if each > 1:
@@ -289,10 +299,10 @@ class Attention(Core):
         return jnp.einsum("bhnm,bmhd->bnhd", weights.astype(v.dtype), v)
 
     def _of_one(self, q, k, v, groups, index, query_positions, key_positions, mask):
-        """Attend with one query a row, over keys and values whose heads lie side by side.
+        """Attend with one query per row; the heads of keys and values are side by side in one axis.
 
-        Each product is over all heads at once, with a query that is zero except in its own head.
-        That is more arithmetic, but no key is moved to give heads an axis of their own.
+        Each product covers all heads at once, with a query that is zero outside its own head. This
+        needs more arithmetic, but no keys are moved to give heads a separate axis.
         """
         dtype = jnp.result_type(q, jnp.float32)
         batch, size, used = q.shape[0], q.shape[-1], groups * q.shape[-1]
@@ -304,8 +314,8 @@ class Attention(Core):
         weights = self._softmax(logits, index, query_positions, key_positions, mask)
         y = jnp.einsum("bhm,bmw->bhw", weights[:, :, 0].astype(v.dtype), v)
         if used < v.shape[-1]:
-            # Without the barrier XLA would instead cut the padding off the values of all tokens,
-            # which copies them.
+            # Without the barrier, XLA would instead remove the padding from the values of all
+            # tokens, which copies the values.
             y = jax.lax.optimization_barrier(y)
         y = y[..., :used].reshape(batch, groups, -1, groups, size)
         y = jnp.einsum("bgefd,gf->bged", y, own)

@@ -1,13 +1,14 @@
-"""The interface of cores: `y = core(z)`, what decoding keeps, and how a core is undone.
+"""The interface of cores: the forward pass `y = core(z)`, its backward pass, and caches.
 
-A core is given which token may see which (`Context`) and its number in depth. Of the residual it
-knows only what its site has read (`Read`). Its config says, by ports, what it reads and writes, and
-also what it costs.
+A core receives the rule for which tokens may attend to which (`Context`) and the number of
+sublayers before it. It sees only what its site has read from the residual (`Read`). The core's
+config declares, by its ports, what the core reads and writes, and states the core's cost.
 
-Besides what it writes a core may return *scalars* (`Aux`), which are added up over depth. Each is a
-sum over this device's own tokens, so that devices, microbatches and accumulated parts add up to the
-whole batch. The scalar named "loss" is added to the objective; the others are only reported. A
-model whose cores have none has nothing of this in its program.
+In addition to its output, a core may return *scalars* (`Aux`), which are summed over depth. Each
+scalar is a sum over this device's tokens, so that sums over devices, microbatches and accumulation
+steps give the value for the whole batch. The scalar named "loss" is added to the objective; the
+others are only reported. If no core returns scalars, the compiled program contains nothing for
+them.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -25,22 +26,26 @@ from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
 from rmt_tpu.layers.stacks import Index
 
-# The cache of a core in all repeats of its stack: a tree of arrays, () if decoding needs nothing.
+# The cache of a core for all repeats of its stack: a tree of arrays, or () if decoding needs no
+# cache.
 Cache = Any
-# Scalars by the names in `aux` of the core's config, at least float32; {} for most cores.
+# Maps the names in `aux` of the core's config to scalars of at least float32; {} for most cores.
 Aux = dict[str, Float[Array, ""]]
 
 
 class Context(NamedTuple):
-    """The tokens that each token may see; the same for all sublayers of a step.
+    """The rule for which tokens each token may attend to, the same for all sublayers in a step.
 
     Attributes:
       query_positions: the positions of the tokens.
-      segment_ids: the documents of tokens, which see only their own; None is one document a row.
-      mask: an explicit mask in place of "causal within segments", where the caller gives positions
-        that are not the order in the row.
-      lengths: the lengths of rows that are padded at their ends; None if no row is padded.
-      start: how many tokens the caches hold of each row; None without caches, or if they are new.
+      segment_ids: the document of each token; tokens attend only within their document. None means
+        one document per row.
+      mask: an explicit mask in place of "causal within segments", for positions given by the caller
+        that differ from the order in the row.
+      lengths: the number of valid tokens per row, for rows padded at the end; None if no row is
+        padded.
+      start: the number of tokens per row that are already in the caches; None without caches or
+        with new ones.
     """
 
     query_positions: Int[Array, "batch_or_1 seq"]
@@ -55,7 +60,7 @@ def causal(
     positions: Int[Array, "batch_or_1 seq"] | None,
     segment_ids: Int[Array, "batch seq"] | None,
 ) -> Context:
-    """Return a context where each token sees itself and what precedes it in its segment."""
+    """Return a context where tokens attend to themselves and to earlier tokens of their segment."""
     order = jnp.arange(length)
     if positions is None:
         return Context(order[None], segment_ids)
@@ -66,9 +71,9 @@ def causal(
 
 
 def cached(start: Int[Array, " batch"], new: int) -> Context:
-    """Return the context of `new` tokens a row from position `start` on.
+    """Return the context for `new` tokens per row, whose positions begin at `start`.
 
-    Each token sees itself and what is before it.
+    Each token attends to itself and to all earlier tokens.
     """
     return Context(start[:, None] + jnp.arange(new), start=start)
 
@@ -79,10 +84,11 @@ def put_tokens(
     layer: Index,
     start: Int[Array, " batch"] | None,
 ) -> Float[Array, "repeat batch capacity size"]:
-    """Return a cache with new tokens of one layer put after the `start` tokens of each row.
+    """Return the cache with new tokens of one layer written after the first `start` tokens per row.
 
-    Tokens for which there is no room are left out. Loops that carry the cache copy nothing: heads
-    and their size are one axis, because TPUs would otherwise copy the cache to another layout.
+    Tokens beyond the capacity are dropped. Loops that carry the cache do not copy it. For this
+    purpose heads and head size share one axis, because TPUs would otherwise copy the cache to
+    another layout.
     """
     new = new.astype(cache.dtype)
     if start is None:
@@ -93,10 +99,10 @@ def put_tokens(
 
 
 def joined(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
-    """Flatten the new tokens of all rows to one padded row, if a mesh divides tokens.
+    """Flatten the new tokens of all rows into one padded row, if tokens are sharded over a mesh.
 
-    With one new token a row there would be nothing to divide. Elsewhere, and for tokens that do not
-    follow a cache, x stays as it is.
+    A single new token per row could not be divided over devices. Without a mesh, or without earlier
+    tokens in a cache, x is returned unchanged.
     """
     devices = sharding.axis_size(sharding.token_axes())
     if context.start is None or devices == 1:
@@ -106,7 +112,7 @@ def joined(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ 
 
 
 def apart(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _ *rest"]:
-    """Undo `joined`."""
+    """Split the tokens into rows again; the inverse of `joined`."""
     if context.start is None or sharding.axis_size(sharding.token_axes()) == 1:
         return x
     rows, new = context.query_positions.shape
@@ -114,9 +120,9 @@ def apart(x: Shaped[Array, "_ _ *rest"], context: Context) -> Shaped[Array, "_ _
 
 
 def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float:
-    """Return the scale of products of queries and keys: `1 / sqrt(size)`.
+    """Return the factor for query-key products: `1 / sqrt(size)`, with `size` the query size.
 
-    In muP it is `attention_multiplier * sqrt(base size) / size`.
+    In muP the factor is `attention_multiplier * sqrt(base size) / size`.
     """
     size = core.query_dim
     match config.parametrization:
@@ -127,9 +133,10 @@ def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float
 
 
 def other_axes() -> tuple[str, ...]:
-    """Return the axes of tokens except `tensor`.
+    """Return the mesh axes that shard tokens, except `tensor`.
 
-    They divide heads too, after `tensor`, which alone divides the weights that heads are read with.
+    Heads are sharded first over `tensor`, as are the weights that read the heads, and then over
+    these axes.
     """
     return tuple(axis for axis in sharding.token_axes() if axis != "tensor")
 
@@ -137,33 +144,40 @@ def other_axes() -> tuple[str, ...]:
 def to_tokens(
     y: Float[Array, "batch seq heads head_dim"], layout: HeadsLayout, axes: tuple[str, ...]
 ) -> Float[Array, "batch y_seq y_heads head_dim"]:
-    """Exchange own heads of all tokens, over the axes given, for what the store writes."""
+    """Exchange heads for tokens over `axes`, to give the layout in which the store writes.
+
+    The input has this device's heads for all tokens. Unless the store's projection is itself
+    sharded by heads, the result has all heads of this device's tokens.
+    """
     y = sharding.swap(y, axes, split=1, join=2)
-    if not layout.projected:  # all heads of own tokens
+    if not layout.projected:  # the store writes all heads of this device's tokens
         y = sharding.swap(y, "tensor", split=1, join=2)
     return y
 
 
 def ring_axis(heads: int, axes: tuple[str, ...]) -> str | None:
-    """Return the axis over which tokens stay divided, or None if `axes` divide the heads."""
+    """Return "sequence", along which tokens stay sharded, if `axes` cannot divide the heads evenly.
+
+    Otherwise return None, because no ring is needed.
+    """
     return "sequence" if heads % sharding.axis_size(axes) else None
 
 
 def own_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
-    """Return this device's own tokens of x, which has all tokens on every device."""
+    """Return this device's slice of `x`, which holds all tokens on every device."""
     return x if ring is None else sharding.own_part(x, ring, axis=1)
 
 
 def all_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[Array, "..."]:
-    """Gather the own tokens of every device: the inverse of `own_tokens`."""
+    """Gather the tokens of all devices along `ring`; the inverse of `own_tokens`."""
     return x if ring is None else sharding.gather(x, ring, axis=1)
 
 
 class Core(nnx.Module):
-    """A core with no cache and no scalars, which is undone by running it again.
+    """A core without a cache or scalars, whose backward pass runs the forward pass again.
 
     Attributes:
-      name: the name of its scope in a compiled program, by which reports group it.
+      name: the name of the core's scope in a compiled program, by which reports group operations.
     """
 
     name: ClassVar[str]
@@ -171,38 +185,38 @@ class Core(nnx.Module):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch y_seq vectors size"]:
-        """Return what is written, from what was read, in z's dtype.
+        """Return the core's output, in z's dtype.
 
         Args:
-          z: what the site has read, as the core's port asks.
-          context: which token may see which.
-          index: how many sublayers are before it.
+          z: the site's read, with the parts that the core's port declares.
+          context: the rule for which tokens may attend to which.
+          index: the number of sublayers before this one.
         """
         raise NotImplementedError  # every core overrides this method, and the methods below call it
 
     def with_aux(
         self, z: Read, context: Context, index: Index
     ) -> tuple[Float[Array, "batch y_seq vectors size"], Aux]:
-        """Run the core, and also return its scalars: sums over own tokens.
+        """Run the core, and also return its scalars, which are sums over this device's tokens.
 
-        Decoding has no use for the scalars.
+        Decoding does not use the scalars.
         """
         return self(z, context, index), {}
 
     def forward(
         self, z: Read, context: Context, index: Index, to: Slot
     ) -> tuple[Float[Array, "count batch y_seq vectors size"], Aux, Any]:
-        """Run the core for a schedule that keeps what it writes.
+        """Run the core for a schedule that keeps the core's output for the backward pass.
 
         Returns:
-          The stack of `to` with y in its slot, the core's scalars, and what `pull_back` needs
-          besides z and y.
+          The stack from `to` with the output y in its slot, the core's scalars, and what
+          `pull_back` needs in addition to z and y.
         """
         y, aux = self.with_aux(z, context, index)
         if not choices.outputs_in_place(target()).value:
             return placed(jax.lax.optimization_barrier(y), to), aux, ()
-        # y is one vector a token here: the product that makes it is then written directly to its
-        # slot.
+        # y is one long vector per token here, so that XLA can write the last product directly into
+        # its slot.
         long = placed(concatenate(y), Slot(concatenate(to.stack), to.index))
         return separate(long, y.shape[2]), aux, ()
 
@@ -218,8 +232,7 @@ class Core(nnx.Module):
     ) -> tuple[Any, Read]:
         """Return the cotangents of the core's parameters, as a pure dict, and of z.
 
-        `d_aux` has the cotangents of this core's scalars, together with those of the model's other
-        cores.
+        `d_aux` holds the cotangents of the scalars of all cores of the model, including this one's.
         """
         graphdef, parameters = nnx.split(self, nnx.Param)
 
@@ -230,18 +243,18 @@ class Core(nnx.Module):
         return pullback((d_y, {name: d_aux[name].astype(x.dtype) for name, x in aux.items()}))
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """Return a cache for `capacity` tokens of `batch` sequences, in all the stack's repeats."""
+        """Return a cache for all repeats of the stack: `capacity` tokens of `batch` sequences."""
         return ()
 
     def cache_specs(self) -> Any:
-        """Return the axes of a mesh over which each array of the cache is divided."""
+        """Return, for each array of the cache, the mesh axes over which the array is sharded."""
         return ()
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch y_seq vectors size"], Cache]:
-        """Run the core on the tokens that follow those in the cache, and add them to the cache.
+        """Run the core on tokens that follow the cached tokens, and add them to the cache.
 
-        `layer` is the index of this core's repeat in its stack.
+        `layer` is the index of the current repeat of the stack.
         """
         return self(z, context, index), cache

@@ -1,4 +1,4 @@
-"""A mixture of experts: each token meets a few of many gated feed-forward layers.
+"""A mixture of experts: each token is processed by a few out of many gated feed-forward layers.
 
 For one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek-V3", section
 2.1.2):
@@ -7,14 +7,15 @@ For one token, with x its concatenated data vectors (DeepSeek-AI 2024, "DeepSeek
     w_e = scale s_e / sum_(C) s         y = sum_(e of C) w_e W_2e (silu(G_e x) * U_e x) + shared(x)
 
 Scores and weights are at least float32. The bias b of an expert affects only which experts are
-chosen. It has no gradient and is not a weight: it follows how tokens were spread, by
-`config.Balance`. The spread is passed on the way gradients are: the loss contains
-`load_e (b_e - b_e)`, which is 0 and has the load as its derivative, so that every schedule and mesh
-adds loads up with the gradients.
+chosen. It has no gradient and is not a trained weight: it is computed from the experts' loads, the
+numbers of tokens per expert, according to `config.Balance`. Loads are passed on as gradients. For
+this, the loss contains the term `load_e (b_e - b_e)`, which is 0 and whose derivative is the load.
+Every schedule and mesh then sums loads together with the gradients.
 
-On a mesh the axis `expert` divides experts and, outside this core, sequences. Here its devices
-gather each other's tokens, compute what was chosen of their own experts, and sum the results back
-to the devices of the tokens. The axis `tensor` divides hidden neurons.
+On a mesh the axis `expert` shards the experts and, outside this core, the sequences. In this core
+the devices along that axis gather each other's tokens, compute the outputs of their own experts for
+the tokens that chose these experts, and sum the results back to the devices that hold the tokens.
+The axis `tensor` shards the hidden neurons.
 """
 
 import functools
@@ -34,28 +35,31 @@ from rmt_tpu.cores.feed_forward import FeedForward
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.parameters import Seed, parameter
 
-# Added to the sum of chosen scores, so that the division is finite.
+# Added to the sum of the chosen experts' scores, to avoid a division by zero.
 _LEAST = 1e-20
-# A histogram counts scores minus the highest biased score that was not chosen, from -_SPAN to
-# _SPAN.
+# Histograms cover the range from -_SPAN to _SPAN of an expert's score minus the highest biased
+# score that was not chosen.
 _SPAN = 2.0
 
 
 class Routing(NamedTuple):
-    """The experts that tokens meet, and their weights."""
+    """The experts chosen for each token, and the weights of their outputs."""
 
     chosen: Int[Array, "... top_k"]
     weights: Float[Array, "... top_k"]
 
 
 class Rows(NamedTuple):
-    """Choices of own experts, sorted by expert, in R rows, which may be too many or too few.
+    """The tokens for this device's experts, as R rows that are sorted by expert.
+
+    A *choice* is a pair of a token and one of its k chosen experts. R is fixed, so some rows may be
+    unused, or some choices may not fit.
 
     Attributes:
-      order: the choice in each row; choices are numbered token by token, k each.
-      places: the row of each choice, or R if it has none.
-      sizes: how many rows each expert has; rows after these belong to no expert.
-      dropped: how many choices had no room.
+      order: the index of the choice in each row; choices are numbered token by token, k per token.
+      places: the row of each choice, or R if the choice has no row.
+      sizes: the number of rows per expert; rows after these are unused.
+      dropped: the number of choices that did not fit.
     """
 
     order: Int[Array, " rows"]
@@ -65,19 +69,19 @@ class Rows(NamedTuple):
 
 
 class Experts(Core):
-    """The core of `config.Experts`.
+    """The core for `config.Experts`.
 
     Attributes:
       w_router: W_r, [D, E].
-      load: [E], a parameter whose gradient is how many tokens in all chose an expert. With
-        `SignRule` its value is the bias divided by the rule's rate: how many more steps the bias
-        rose than fell.
-      seen: [E, bins], with `Quantiles`: for the last batch, the shares of tokens by how far an
-        expert's scores were above the highest biased score that was not chosen. None with other
-        rules.
+      load: [E], a parameter whose gradient is the number of tokens that chose each expert. With
+        `SignRule`, its value is the bias divided by the rule's rate: the number of steps in which
+        the bias rose, minus the number in which it fell.
+      seen: [E, bins], only with `Quantiles`: a histogram for the last batch, with the share of
+        tokens per bin. Bins divide the range of an expert's score minus the highest biased score
+        that was not chosen. None with other rules.
       w_1: G and U of each expert, [E, D, 2, F].
       w_2: W_2 of each expert, [E, F, D].
-      shared: the layer that every token meets; None if there is none.
+      shared: the layer that processes every token; None if there is none.
     """
 
     name: ClassVar[str] = "experts"
@@ -118,7 +122,7 @@ class Experts(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch seq vectors size"]:
-        """Run the experts on each token by itself."""
+        """Run the chosen experts on each token independently."""
         return self.with_aux(z, context, index)[0]
 
     def with_aux(
@@ -126,8 +130,8 @@ class Experts(Core):
     ) -> tuple[Float[Array, "batch seq vectors size"], Aux]:
         """Run the experts, and also return their scalars.
 
-        "loss" is the loss of balance and the terms whose gradients are loads. With a capacity,
-        "dropped" is the number of choices that had no room.
+        "loss" is the balance loss plus the zero-valued terms that pass loads on as gradients. With
+        a capacity, "dropped" is the number of token-expert choices that did not fit.
         """
         x = concatenate(z.whole)
         scores = self._scores(x)
@@ -167,7 +171,7 @@ class Experts(Core):
         return Routing(chosen, self.core.scale * weights / total)
 
     def _told(self, scores, biased, routing):
-        """Return the loss of balance over own tokens, or 0, with the loads as gradients."""
+        """Return the balance loss over this device's tokens (or 0), with loads as gradients."""
         count, top_k = self.core.num_experts, self.core.top_k
         of_rows = _loads(routing.chosen, count, scores.dtype)
         told = _told(self.load, jnp.sum(of_rows, axis=0))
@@ -177,7 +181,8 @@ class Experts(Core):
                 above = jax.lax.stop_gradient(scores - just_not).reshape(-1, count)
                 told += _told(self.seen, _histogram(above))
             case cfg.BalanceLoss(weight=weight):
-                # Both sums are over a whole sequence, whose tokens may be divided over devices.
+                # Shares and loads refer to a whole sequence, whose tokens may be sharded over
+                # devices.
                 shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
                 loads = sharding.total(of_rows, sharding.token_axes())
                 loads = loads / jnp.sum(loads, axis=-1, keepdims=True)
@@ -187,7 +192,10 @@ class Experts(Core):
     # What they compute --------------------------------------------------------------------------
 
     def _mixed(self, x, routing: Routing):
-        """Return the sum over chosen experts in x's dtype, and how many choices had no room."""
+        """Return each token's weighted sum of expert outputs, and the number of dropped choices.
+
+        The sum has the dtype of x.
+        """
         x, *routing = (sharding.gather(a, "tensor", axis=1) for a in (x, *routing))
         batch, seq = x.shape[:2]
         flat = (a.reshape(batch * seq, -1) for a in (x, *routing))
@@ -201,20 +209,21 @@ class Experts(Core):
         w_1 = w_1.reshape(*w_1.shape[:2], -1)
         gate, up = jnp.split(pallas_kernels.grouped_matmul(spread, w_1, rows.sizes), 2, axis=-1)
         # Weights are applied before the second product, because there are fewer hidden neurons than
-        # numbers in y.
+        # output entries.
         hidden = (jax.nn.silu(gate) * up * weights).astype(x.dtype)
         y = pallas_kernels.grouped_matmul(hidden, w_2, rows.sizes)
         y = pallas_kernels.sums_of_rows(y, *at, each=self.core.top_k)
         y = sharding.scatter_sum(y, "expert", axis=0).reshape(batch, seq, -1)
-        # Devices of `tensor` have the same rows.
+        # All devices along `tensor` have the same rows, so each reports an equal share.
         dropped = rows.dropped / sharding.axis_size("tensor")
         return sharding.scatter_sum(y, "tensor", axis=1), dropped
 
     def _rows(self, chosen: Int[Array, "tokens top_k"]) -> Rows:
         devices = sharding.axis_size("expert")
         own = self.core.num_experts // devices
-        # At most this many choices can fall on own experts. With even loads a device has
-        # `chosen.size / devices` of them, and a capacity allows a multiple of that.
+        # This is the maximum number of choices that can fall on this device's experts. With even
+        # loads a device receives `chosen.size / devices` choices, and the capacity is a multiple of
+        # that number.
         room = len(chosen) * min(self.core.top_k, own)
         if self.core.capacity is not None and devices > 1:
             room = min(room, math.ceil(self.core.capacity * chosen.size / devices))
@@ -230,18 +239,22 @@ class Experts(Core):
 
 
 def _loads(chosen, count, dtype):
-    """Return how many tokens of each row chose each expert."""
+    """Return, for each batch row, the number of tokens that chose each expert."""
     of_tokens = jnp.sum(chosen[..., None] == jnp.arange(count), axis=2)
     return jnp.sum(of_tokens, axis=1, dtype=dtype)
 
 
 def _told(parameter, gradient):
-    """Return 0, with `gradient` as its derivative by the parameter."""
+    """Return 0, with `gradient` as the derivative with respect to the parameter."""
     return jnp.sum(gradient * (parameter[...] - jax.lax.stop_gradient(parameter[...])))
 
 
 def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts bins"]:
-    """Count the tokens in each bin by a product of two one-hot digits, which is faster on TPUs."""
+    """Count the tokens per bin, for each expert.
+
+    The bin number is split into two digits, and the counts are a product of the digits' one-hot
+    encodings, which is faster on TPUs than a scatter.
+    """
     bins = cfg.HISTOGRAM_BINS
     digit = math.isqrt(bins)
     at = jnp.clip((above + _SPAN) * (bins / (2 * _SPAN)), 0, bins - 1).astype(jnp.int32)
@@ -253,16 +266,17 @@ def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts b
 
 
 def _bias_of(seen: Float[Array, "experts bins"], share: float) -> Float[Array, " experts"]:
-    """Return the bias of each expert that lifts this share of its tokens above the threshold.
+    """Return biases with which a fraction `share` of the tokens chooses each expert.
 
-    The biases are shifted to mean 0, which does not change what is chosen.
+    `seen` is the histogram described in `Experts`. The biases are shifted to mean 0, which does not
+    change which experts are chosen.
     """
     bins = seen.shape[-1]
-    # Shares of tokens at or above the lower edge of each bin.
+    # The share of tokens at or above the lower edge of each bin.
     above = jnp.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
     wanted = share * above[:, :1]
-    # The highest bin at whose lower edge there are enough tokens, and how far into it the threshold
-    # is.
+    # The threshold lies in the highest bin with at least the wanted share at or above its lower
+    # edge. The position within that bin is interpolated.
     at = jnp.sum(above >= wanted, axis=1, keepdims=True) - 1
     take = lambda x: jnp.take_along_axis(x, at, axis=1)
     within = (take(above) - wanted) / jnp.maximum(take(seen), jnp.finfo(seen.dtype).tiny)

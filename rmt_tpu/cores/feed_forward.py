@@ -19,10 +19,10 @@ from rmt_tpu.layers.stacks import by_itself
 
 
 class FeedForward(Core):
-    """The layer `W_2 f(W_1 z)` over the concatenated data vectors (equations 10, 23 to 25).
+    """The layer `W_2 f(W_1 z)` on the concatenated data vectors z (equations 10 and 23 to 25).
 
-    In a gated layer, W_1 [2, D, D_FF] holds the gate and the up projection, which are used as one
-    matrix (Shazeer 2020).
+    In a gated layer, W_1 [2, D, D_FF] holds the gate and the up projection, which are multiplied as
+    one matrix (Shazeer 2020).
 
     Args:
       config: the model's config, for the width and the norm.
@@ -30,7 +30,7 @@ class FeedForward(Core):
       seed: the seed of the weights.
       output_scale: the initial scale of W_2.
       input_width: the width of z.
-      norm_hidden: whether `W_1 z` is normed, with the model's norm and a gain.
+      norm_hidden: whether `W_1 z` is normed, with the model's kind of norm and a gain.
     """
 
     name: ClassVar[str] = "feed_forward"
@@ -45,7 +45,7 @@ class FeedForward(Core):
         input_width: int,
         norm_hidden: bool = False,
     ):
-        # A norm needs all of `W_1 z`, so a normed hidden axis is not divided.
+        # A norm needs all of `W_1 z`, so the hidden axis is not sharded if it is normed.
         hidden = "width" if norm_hidden else "ff"
         width, hidden_dim = config.width, core.hidden_dim
         self.vectors, self.activation = config.data_shape[0], core.activation
@@ -68,17 +68,17 @@ class FeedForward(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch seq vectors size"]:
-        """Run the layer on each token by itself."""
+        """Run the layer on each token independently."""
         return separate(self._long(z.whole), self.vectors)
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq vectors size"], Cache]:
-        """Run the layer on new tokens; nothing is cached."""
+        """Run the layer on new tokens; the cache stays empty."""
         y = self._long(z.whole)
         if y.shape[1] == 1 < self.vectors:
-            # Without the barrier XLA would reorder the columns of W_2 at each step instead of those
-            # of y.
+            # Without the barrier, XLA would reorder the columns of W_2 at every step instead of the
+            # columns of y.
             y = jax.lax.optimization_barrier(y)
         return separate(y, self.vectors), cache
 
@@ -89,14 +89,14 @@ class FeedForward(Core):
         w_2 = sharding.gather(self.w_2.astype(z.dtype), "fsdp", axis=1)
         in_turn = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
         if in_turn:
-            # XLA would slice the weights out of their stack and run both products in one
-            # instruction, which takes a fifth longer than one after the other. For few tokens that
-            # instruction is faster.
+            # Otherwise XLA would slice the weights out of their stack and run both products in one
+            # instruction, which takes a fifth longer than two separate products. Only for few
+            # tokens is that single instruction faster.
             w_1, w_2 = by_itself(w_1), by_itself(w_2)
         x = concatenate(z)
         if self.hidden_gain is None:
-            # Each device makes its own columns of `W_1 z` for the tokens of all devices of
-            # `tensor`; the sum is scattered back to the devices of the tokens.
+            # Each device computes its own columns of `W_1 z` for the tokens of all devices along
+            # `tensor`. The sums are then scattered back to the devices that hold the tokens.
             hidden = self._activated(jnp.dot(sharding.gather(x, "tensor", axis=1), w_1))
             hidden = by_itself(hidden) if in_turn else hidden
             return sharding.scatter_sum(jnp.dot(hidden, w_2), "tensor", axis=1)

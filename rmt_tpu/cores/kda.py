@@ -1,6 +1,6 @@
-"""Kimi Delta Attention (Kimi Team 2025, "Kimi Linear"), which keeps one matrix a head.
+"""Kimi Delta Attention (Kimi Team 2025, "Kimi Linear"), whose state is one matrix per head.
 
-With x the concatenated data vectors that were read, and q, k, v those of the heads:
+With x the concatenated data vectors that were read, and q, k and v the heads' data vectors:
 
     q, k, v = silu(conv(q)), silu(conv(k)), silu(conv(v));   q, k = q / |q|, k / |k|
     z = W_gb W_ga x + b       g = -exp(A) softplus(z),  or  lower sigmoid(exp(A) z)
@@ -8,8 +8,9 @@ With x the concatenated data vectors that were read, and q, k, v those of the he
     S_t = Diag(e^g) S_(t-1) + beta k (v - k^T Diag(e^g) S_(t-1))^T      o = S_t^T q / sqrt(D_h)
     y = gain norm(o) sigmoid(W_ob W_oa x)
 
-for every head, with a gain of D_h numbers that all heads share. The convolutions are over the last
-tokens of each channel. Order follows from them and from the decays, so there are no positions.
+These equations apply to every head; the gain has D_h numbers, which all heads share. The
+convolutions run over the last few tokens, for each channel separately. There are no position
+embeddings, because convolutions and decays already depend on the order of the tokens.
 """
 
 from typing import ClassVar, NamedTuple
@@ -29,20 +30,20 @@ from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, gain, parameter
 
-# Added to the squared length of a query or a key.
+# Added to the squared length of a query or a key before the division by the length.
 _EPSILON = 1e-6
-# The initial step of the state is exp of a number uniform between the logarithms of _STEPS, and at
-# least _LEAST.
+# Initial steps of the state are drawn log-uniformly from the range _STEPS, and raised to at least
+# _LEAST.
 _STEPS, _LEAST = (1e-3, 1e-1), 1e-4
 _LARGEST_RATE = 16.0
 
 
 class Cache(NamedTuple):
-    """The data kept of the tokens seen so far, whose size does not depend on their number.
+    """The recurrent data kept for decoding, whose size does not depend on the number of tokens.
 
     Attributes:
-      states: S of own heads.
-      tails: the inputs of the convolutions for the last tokens.
+      states: the states S of this device's heads.
+      tails: the last few tokens' inputs to the convolutions.
     """
 
     states: Float[Array, "repeat batch heads head_dim head_dim"]
@@ -50,7 +51,7 @@ class Cache(NamedTuple):
 
 
 class Kda(Core):
-    """The core of `config.Kda`.
+    """The core for `config.Kda`.
 
     Attributes:
       taps: the weights of the convolutions of queries, keys and values: [conv_size, 3, H D_h].
@@ -59,7 +60,7 @@ class Kda(Core):
       log_rate: A, [H].
       w_beta: w_beta, [D, H].
       w_gate_down, w_gate_up: W_oa [D, gate_rank], W_ob [gate_rank, H D_h].
-      gain: the gain of the norm of what heads read, [D_h].
+      gain: the gain of the norm of the heads' reads o, [D_h].
     """
 
     name: ClassVar[str] = "kda"
@@ -72,8 +73,8 @@ class Kda(Core):
             std = config.init_std * shape[0] ** -0.5
             return parameter(seed / name, shape, std=std, role="hidden", axes=axes)
 
-        # Like gains, the taps have no weight decay: as parts of a sum over tokens they are of order
-        # 1.
+        # Like gains, the taps have no weight decay, because they are of order 1: each is one weight
+        # in a sum over a few tokens.
         shape, axes = (core.conv_size, 3, size), ("taps", "projection", "heads")
         std = core.conv_size**-0.5
         self.taps = parameter(seed / "taps", shape, std=std, role="gain", axes=axes)
@@ -85,7 +86,7 @@ class Kda(Core):
         steps = jax.random.uniform(key, (size,), minval=least, maxval=most)
         steps = jnp.maximum(jnp.exp(steps), _LEAST)
         bounded = core.lower_bound is not None
-        # softplus of the bias is the step.
+        # The inverse of softplus: softplus(bias) is the step.
         self.decay_bias = nnx.Param(
             steps + jnp.log(-jnp.expm1(-steps)), role="gain", axes=("heads",)
         )
@@ -101,11 +102,11 @@ class Kda(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch y_seq heads head_dim"]:
-        """Return one data vector a head in z's dtype; gates and states are at least float32."""
+        """Return one data vector per head, in z's dtype; gates and states are at least float32."""
         return self._run(z, context, None, None)[0]
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """Return an empty cache with the states of own heads."""
+        """Return an empty cache with the states of this device's heads."""
         devices = sharding.axis_size(sharding.token_axes())
         heads, size = self.core.num_heads // devices, self.core.head_dim
         states = (repeat, batch, heads, size, size)
@@ -114,7 +115,7 @@ class Kda(Core):
         return Cache(jnp.zeros(states, state_dtype), jnp.zeros(tails, dtype))
 
     def cache_specs(self) -> Cache:
-        """Return specs that divide a cache's rows and heads."""
+        """Return the specs that shard a cache by rows and by heads."""
         rows, heads = (sharding.CACHE_RULES[axis] for axis in ("batch", "tokens"))
         tails = PartitionSpec(None, rows, None, None, heads)
         return Cache(PartitionSpec(None, rows, heads), tails)
@@ -126,7 +127,7 @@ class Kda(Core):
         state, tail = stacks.at(cache, layer)
         if context.start is None:
             state, tail = jnp.zeros_like(state), jnp.zeros_like(tail)
-        else:  # a row that starts anew has nothing before it
+        else:  # a row that starts a new sequence has no earlier tokens
             begun = context.start > 0
             state = jnp.where(begun[:, None, None, None], state, 0)
             tail = jnp.where(begun[:, None, None, None], tail, 0)
@@ -134,13 +135,13 @@ class Kda(Core):
         return y, stacks.put(cache, Cache(*new), layer)
 
     def _run(self, z, context, state, tail):
-        """Return what heads write, and the state and the tail after the last token."""
+        """Return the heads' outputs, and the state and the tail after the last token."""
         x = sharding.gather(concatenate(z.whole), "tensor", axis=1)
         q, k, v, tail = self._convolved(apart(self._own_heads(z.heads), context), context, tail)
         gates = self._of_heads(x, self.w_gate_down, self.w_gate_up)
         parts = (self._decays(x), self._betas(x), gates)
         log_decay, beta, gates = (apart(part, context) for part in parts)
-        if context.lengths is not None:  # padding leaves the state of its row unchanged
+        if context.lengths is not None:  # padding tokens must not change their row's state
             there = jnp.arange(q.shape[1]) < context.lengths[:, None]
             log_decay = jnp.where(there[..., None, None], log_decay, 0)
             beta = jnp.where(there[..., None], beta, 0)
@@ -157,7 +158,7 @@ class Kda(Core):
         return to_tokens(joined(y, context), self.layout, other_axes()), state, tail
 
     def _convolved(self, heads, context, tail):
-        """Return queries, keys and values, and the tail for the next tokens' convolutions."""
+        """Return the convolved queries, keys and values, and the new tail of inputs."""
         batch, seq = heads.shape[:2]
         channels = heads.reshape(batch, seq, 3, -1)
         if tail is None:
@@ -169,7 +170,10 @@ class Kda(Core):
         return q, k, v, short_convolution.tail(channels, tail, context.lengths)
 
     def _decays(self, x):
-        """Return g of every head, computed in at least float32 from the bias on."""
+        """Return the log decay g of every head.
+
+        It is computed in at least float32 from the bias addition onwards.
+        """
         dtype = jnp.result_type(x, jnp.float32)
         z = self._of_heads(x, self.w_decay_down, self.w_decay_up).astype(dtype)
         z = z + self._own(self.decay_bias).reshape(z.shape[2:])
@@ -179,14 +183,14 @@ class Kda(Core):
         return -rate * jax.nn.softplus(z)
 
     def _betas(self, x):
-        """Return beta of every head, in at least float32."""
+        """Return the write strength beta of every head, in at least float32."""
         logits = jnp.dot(x, self._whole(self.w_beta, x.dtype))
         dtype = jnp.result_type(x, jnp.float32)
         logits = sharding.swap(logits, other_axes(), split=2, join=1)
         return jax.nn.sigmoid(logits.astype(dtype))
 
     def _of_heads(self, x, down, up):
-        """Return `up down x` of own heads, for the tokens of all devices."""
+        """Return the low-rank projection `up down x` for this device's heads and for all tokens."""
         y = jnp.dot(jnp.dot(x, self._whole(down, x.dtype)), self._whole(up, x.dtype))
         y = y.reshape(*y.shape[:2], -1, self.core.head_dim)
         return sharding.swap(y, other_axes(), split=2, join=1)
@@ -195,14 +199,14 @@ class Kda(Core):
         return sharding.gather(weights.astype(dtype), "fsdp", axis=0)
 
     def _own(self, x, axis=0):
-        """Return the part of x for own heads; `tensor` has already divided x."""
+        """Return this device's heads from x, which is already sharded over `tensor`."""
         return sharding.own_part(x[...], other_axes(), axis=axis)
 
     def _own_heads(self, heads):
-        """Return queries, keys and values of own heads, for the tokens of all devices.
+        """Return queries, keys and values of this device's heads, for the tokens of all devices.
 
-        Heads are exchanged first over `tensor`, which divides the weights of heads, then over the
-        others.
+        Heads are exchanged for tokens first over `tensor`, which also shards the heads' weights,
+        and then over the other token axes.
         """
         groups = heads.reshape(*heads.shape[:2], 3, -1, heads.shape[-1])
         if not self.layout.projected:
@@ -212,7 +216,7 @@ class Kda(Core):
 
 
 def _unit(x):
-    """Scale vectors to length 1, in x's dtype."""
+    """Scale vectors to length 1, in their own dtype."""
     wide = x.astype(jnp.result_type(x, jnp.float32))
     length = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(length + _EPSILON)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI 2024): keys and values of all heads from one latent.
+"""Multi-head latent attention (DeepSeek-AI 2024): one latent per token gives all keys and values.
 
 With x the concatenated data vectors of a token:
 
@@ -7,14 +7,15 @@ With x the concatenated data vectors of a token:
     [k_nope, v] = W_kvb norm(c)                      of every head
     y = softmax(q . [k_nope, k_rope] / sqrt(D_h + D_r)) v
 
-Norms are RMS norms with a gain. Queries without a rank have no norm, and neither has k_rope. The
-"rope" parts are rotated by position if the config says so; otherwise order is known only from other
-layers.
+Norms are RMS norms with a gain. k_rope is not normed, nor are queries without a low-rank factor
+W_qa. The "rope" parts are rotated by position if the config says so. Otherwise this core does not
+see the order of tokens, and the model must learn it in other layers.
 
-Training expands keys and values. Decoding keeps only c and k_rope and absorbs W_kvb: with
-`q_c = W_uk^T q_nope`, scores are `q_c . c + q_rope . k_rope`, and `y = W_uv (softmax c)`. A part of
-a prompt attends to expanded keys instead. The keys before the part are expanded in pieces of as
-many tokens as the part has.
+Training computes ("expands") the keys and values of all heads. Decoding caches only c and k_rope,
+and avoids the expansion by absorbing the two parts W_uk and W_uv of W_kvb into queries and outputs:
+with `q_c = W_uk^T q_nope`, the logits are `q_c . c + q_rope . k_rope`, and `y = W_uv (softmax c)`.
+When a prompt is processed in parts, a part of several tokens attends to expanded keys instead. The
+earlier keys are then expanded in pieces with as many tokens as the part.
 """
 
 import functools
@@ -52,18 +53,18 @@ from rmt_tpu.layers.parameters import Seed, gain, parameter
 
 
 class Cache(NamedTuple):
-    """The latents of the tokens seen so far: `kv_rank + rope_dim` numbers each for all heads."""
+    """The latents and rope keys of the tokens so far: `kv_rank + rope_dim` numbers per token."""
 
     latents: Float[Array, "repeat batch keys kv_rank"]
     rope_keys: Float[Array, "repeat batch keys rope_dim"]
 
 
 class Mla(Core):
-    """The core of `config.Mla`.
+    """The core for `config.Mla`.
 
     Attributes:
       w_q: W_q [D, H (D_h + D_r)], or W_qb [query_rank, H (D_h + D_r)].
-      w_q_down, q_gain: W_qa [D, query_rank] and its norm's gain; None without a rank.
+      w_q_down, q_gain: W_qa [D, query_rank] and its norm's gain; None without a query rank.
       w_kv_down: W_kva, [D, kv_rank + D_r].
       kv_gain: the gain of the latent's norm, [kv_rank].
       w_kv_up: W_uk and W_uv, the two parts of W_kvb: [2, kv_rank, H D_h].
@@ -94,13 +95,17 @@ class Mla(Core):
     def __call__(
         self, z: Read, context: Context, index: Index
     ) -> Float[Array, "batch y_seq heads head_dim"]:
-        """Return one data vector a head in z's dtype; logits and softmax are at least float32."""
+        """Return one data vector per head, in z's dtype.
+
+        Logits and softmax are computed in at least float32.
+        """
         q, latent, k_rope = self._compressed(z)
         k, v = self._expanded(latent)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
-        # Heads are exchanged for the tokens of all devices of `sequence`; those of `tensor` are
-        # already here. Where there are more devices than heads, each device keeps its own tokens
-        # over `sequence`, and keys are passed around a ring.
+        # Heads are exchanged for the tokens of all devices along the other axes, such as
+        # `sequence`; the tokens along `tensor` are already here. If there are too many devices to
+        # divide the heads evenly, each device keeps its own tokens along `sequence`, and keys are
+        # passed around a ring.
         ring = ring_axis(self.core.num_heads, sharding.token_axes())
         swapped = tuple(axis for axis in other_axes() if axis != ring)
         exchange = lambda x: sharding.swap(x, swapped, split=2, join=1)
@@ -123,20 +128,21 @@ class Mla(Core):
         return to_tokens(y, self.layout, swapped)
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """Return an empty cache, which serves all heads together."""
+        """Return an empty cache, which is shared by all heads."""
         zeros = lambda size: jnp.zeros((repeat, batch, capacity, size), dtype)
         return Cache(zeros(self.core.kv_rank), zeros(self.core.rope_dim))
 
     def cache_specs(self) -> Cache:
-        """Return specs that divide a cache's rows."""
+        """Return the specs that shard a cache by rows."""
         return Cache(*2 * [PartitionSpec(None, sharding.CACHE_RULES["batch"])])
 
     def step(
         self, z: Read, context: Context, index: Index, cache: Cache, layer: Index
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Cache]:
-        """Attend from new tokens to those in the cache and to themselves, with W_kvb absorbed.
+        """Attend from the new tokens to the cached tokens and to themselves.
 
-        Tokens of an empty cache, and several new tokens at a time, attend to expanded keys instead.
+        A single new token attends with W_kvb absorbed. Several new tokens, and the tokens of an
+        empty cache, attend to expanded keys.
         """
         q, *latents = self._compressed(z)
         latents = (apart(sharding.gather(x, other_axes(), axis=1), context) for x in latents)
@@ -157,9 +163,9 @@ class Mla(Core):
         return to_tokens(y, self.layout, other_axes()), cache
 
     def _compressed(self, z):
-        """Return queries of own heads, the normed latent, and k_rope.
+        """Return queries of this device's heads, the normed latent, and k_rope.
 
-        They are for the tokens of all devices of `tensor`.
+        All three cover the tokens of all devices along `tensor`.
         """
         x = concatenate(z.whole)
         weights = lambda w, axis=0: sharding.gather(w.astype(x.dtype), "fsdp", axis=axis)
@@ -178,7 +184,7 @@ class Mla(Core):
         return sharding.gather(self.w_kv_up.astype(dtype), "fsdp", axis=1)
 
     def _expanded(self, latent):
-        """Return the keys of own heads without their rope part, and the values."""
+        """Return the keys, without their rope part, and the values of this device's heads."""
         split = lambda x: x.reshape(*x.shape[:-1], -1, self.core.head_dim)
         return [split(jnp.dot(latent, w)) for w in self._up(latent.dtype)]
 
@@ -199,15 +205,15 @@ class Mla(Core):
 
 
 class Step(NamedTuple):
-    """Tokens that follow those in a cache; the cache already includes them.
+    """New tokens that follow earlier tokens in a cache; the cache already includes both.
 
     Attributes:
-      q: the queries of own heads.
-      latent, k_rope: the latents and rope keys of the same tokens.
+      q: the new tokens' queries, for this device's heads.
+      latent, k_rope: the new tokens' latents and rope keys.
       cache: the cache of all layers of the stack.
-      w_up: the part of W_kvb for own heads.
+      w_up: the part of W_kvb for this device's heads.
       layer: the layer's index in the cache.
-      start: how many tokens of each row are before these.
+      start: the number of earlier tokens in each row.
     """
 
     q: Float[Array, "batch new heads query_dim"]
@@ -220,9 +226,9 @@ class Step(NamedTuple):
 
 
 def _absorbed(scale: float, given: Step) -> Float[Array, "batch new heads head_dim"]:
-    """Attend with W_kvb absorbed in queries and outputs.
+    """Attend with W_kvb absorbed into queries and outputs.
 
-    No key is made, and all logits exist at once.
+    Keys are not expanded, and all logits are in memory at the same time.
     """
     q, (w_uk, w_uv) = given.q, given.w_up
     latents, rope_keys = stacks.at(given.cache, given.layer)
@@ -240,9 +246,9 @@ def _absorbed(scale: float, given: Step) -> Float[Array, "batch new heads head_d
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_parts(scale: float, given: Step) -> Float[Array, "batch new heads head_dim"]:
-    """Compute the same as `_absorbed` by the kernels of attention, on expanded keys.
+    """Compute the result of `_absorbed` with the attention kernels, on expanded keys.
 
-    At any time, as many keys are expanded as there are queries.
+    Only as many keys are expanded at a time as there are queries.
     """
     q, start, capacity = given.q, given.start, given.cache.latents.shape[2]
     shared = {"scale": scale, "rows": "head_major"}
@@ -252,7 +258,7 @@ def _in_parts(scale: float, given: Step) -> Float[Array, "batch new heads head_d
 
     def add(part, state):
         first = part * size
-        at = jnp.minimum(first, capacity - size)  # the last part may overlap the one before
+        at = jnp.minimum(first, capacity - size)  # the last part may overlap with the one before it
         zero, layer = jnp.zeros_like(at), given.layer.astype(at.dtype)
 
         def take(x):
@@ -284,7 +290,7 @@ _in_parts.defvjp(lambda scale, given: (_in_parts(scale, given), given), _in_part
 
 
 def _expanded(w_up, latent, k_rope):
-    """Return the keys and values of own heads."""
+    """Return the expanded keys and values of this device's heads."""
     k, v = (jnp.einsum("bnc,chd->bnhd", latent, w) for w in w_up)
     k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
     return jnp.concatenate([k, k_rope], axis=-1), v

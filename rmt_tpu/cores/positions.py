@@ -1,4 +1,4 @@
-"""Positions that act within attention: ALiBi (Press et al. 2022) and RoPE (Su et al. 2021)."""
+"""Position encodings within attention: ALiBi (Press et al. 2022) and RoPE (Su et al. 2021)."""
 
 import functools
 
@@ -11,15 +11,18 @@ from rmt_tpu import config as cfg
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
-    """Return `2^(-8 (h + 1) / num_heads)` for each head h, for any number of heads."""
+    """Return the slope `2^(-8 (h + 1) / num_heads)` for each head h.
+
+    `num_heads` need not be a power of two.
+    """
     heads = jnp.arange(1, num_heads + 1, dtype=jnp.float32)
     return 2.0 ** (-8.0 * heads / num_heads)
 
 
 def rope_frequencies(rope: cfg.Rope, dims: int, dtype: DTypeLike) -> Float[Array, " pairs"]:
-    """Return `base^(-2 i / dims)` of each pair i of `dims` numbers, with the config's scaling.
+    """Return the frequency `base^(-2 i / dims)` of each pair i out of `dims / 2`, after scaling.
 
-    For the scaling see `config.Llama3Scaling`.
+    The scaling is the one in `rope`; see `config.Llama3Scaling`.
     """
     half = dims // 2
     frequencies = rope.base ** (-jnp.arange(half, dtype=dtype) / half)
@@ -36,10 +39,10 @@ def rotate(
     positions: Int[Array, "batch_or_1 seq"],
     rope: cfg.Rope,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Apply RoPE: rotate pairs (x_i, x_{i + dims / 2}) by `position * frequency_i`.
+    """Apply RoPE: rotate pairs (x_i, x_{i + dims / 2}) by the angle `position * frequency_i`.
 
-    The first `rope.dims` numbers of a head are rotated, or all of them; the others stay as they
-    are.
+    Only the first `rope.dims` numbers of a head are rotated if that field is set; otherwise all
+    numbers are.
     """
     dims = x.shape[-1] if rope.dims is None else rope.dims
     if dims < x.shape[-1]:
@@ -61,10 +64,11 @@ def rotate_first(
     heads: int,
     rope: cfg.Rope,
 ) -> Float[Array, "batch seq vectors head_dim"]:
-    """Apply `rotate` to the first `heads` vectors of a token; the others stay as they are.
+    """Apply `rotate` to the first `heads` vectors of each token; the others stay unchanged.
 
-    The vectors are changed in place, and so are gradients in the backward pass. If they were split
-    and concatenated, a TPU would write all vectors three times. There is no forward mode.
+    The vectors are changed in place, and so are their cotangents in the backward pass. If they were
+    split and concatenated instead, a TPU would write all vectors three times. Forward-mode
+    differentiation is not supported.
     """
     return _rotate_first(x, positions, heads, rope)
 

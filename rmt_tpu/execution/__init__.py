@@ -1,1 +1,1 @@
-"""Schedules of the loop over layers: what is kept for the backward pass, rebuilt, or sent on."""
+"""Schedules of the loop over layers, which differ in what they keep for the backward pass."""

@@ -1,16 +1,19 @@
-"""The schedule for mixers that read rows of a bank, where the bank is its own checkpoint.
+"""The schedule for mixers that read rows of a bank, which also serves as the checkpoint.
 
-Rows are written once, so what a layer saw is still there when the backward pass comes to it. The
-forward pass keeps the bank and the running sum before each layer (with `remat="blocks"` the bank
-and the sum before each group). The backward pass walks down the layers and computes each again.
-Where a sum is larger than what is added to it, as a matrix is, the schedule keeps what sublayers
-wrote instead: the sums of a block are added up again, and no core runs again for its output.
+The bank holds the outputs of earlier sublayers or blocks, one per row. Each row is written only
+once, so the backward pass still finds the rows that a layer has read. The forward pass keeps the
+bank, and the running sum (the row in progress) before each layer; with `remat="blocks"`, it keeps
+the sum only before each group of layers. The backward pass visits the layers from last to first and
+recomputes each of them. If the running sum is larger than the outputs that are added to it, as with
+a matrix store, the schedule keeps the outputs instead. It then rebuilds the sums of a block from
+the outputs, and need not run any core again to obtain its output.
 
-Layers, each a period of its stack's cores, are divided into *groups*. Before a group, one pass over
-the rows that exist gives all sites of the group their share of these rows (phase one). What the
-group itself adds is read at each site (phase two). The gradients of a group's sites are thus added
-to those of the bank only once. The running sum is carried from group to group, so how often the
-bank is read does not depend on how often a row is sealed.
+A layer is one period of its stack's cores. Layers are divided into *groups*. Before each group,
+phase one reads all existing rows in one pass, and computes what they contribute to every site of
+the group. Phase two adds, at each site, the rows that the group itself has written. The gradients
+of a group's sites are therefore added to the gradient of the earlier rows only once. The running
+sum is passed from group to group, so the number of passes over the bank does not depend on the size
+of a row's block.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,13 +51,14 @@ from rmt_tpu.residual.whole_tiles import as_they_are
 
 
 class Stacked(NamedTuple):
-    """The arrays of each layer of a stack, stacked over its repeats.
+    """The arrays of a stack's layers, each with a leading axis over the stack's repeats.
 
     Attributes:
       layers: the parameters, as a pure dict.
-      scores: what the sites score with, [repeat, sublayers of the period, ...].
-      after: the writer of the layer's last output; None where a write needs no parameters.
-      merging: when decoding, the result of `FewTokens.merging` for each site.
+      scores: the sites' parameters for scoring rows, [repeat, sublayers of the period, ...].
+      after: the writer of each layer's last output, which belongs to the next site; None if a write
+        needs no parameters.
+      merging: the result of `FewTokens.merging` for each site; used in decoding only.
     """
 
     layers: Any
@@ -64,14 +68,14 @@ class Stacked(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Arrays of a stack from which the backward pass starts; None where it needs none.
+    """The arrays that a stack keeps for its backward pass; fields that are not needed are None.
 
     Attributes:
       layers: the running sum before each layer.
-      groups: the running sum before each group, where it may not be empty.
-      written: in place of the sums, what each sublayer of a period wrote, in all repeats.
-      of_cores: what `pull_back` of the cores needs besides `written`: for the layers of all full
-        groups, and for those of the last partial group.
+      groups: the running sum before each group, if it may be nonzero there.
+      written: the output of each sublayer of a period in all repeats, kept instead of the sums.
+      of_cores: what the cores' `pull_back` needs in addition to `written`, as a pair: for the
+        layers of all full groups, and for the layers of the last partial group.
     """
 
     layers: Float[Array, "repeat batch seq *shape"] | None = None
@@ -87,7 +91,7 @@ def run_layers(
     context: Context,
     caches: tuple | None,
 ) -> tuple[Read, tuple | None, Aux]:
-    """Run all layers of a decoder, and the read for the unembedding, as `scanned.run_layers`."""
+    """Run all layers of a decoder and the final read; see `scanned.run_layers`."""
     store, mixer = decoder.store, decoder.mixer
     few = caches is not None and few_tokens(state.shape[1])
     if few:
@@ -140,7 +144,7 @@ def run_layers(
 
 
 def _runs(decoder: Model, store: Store, mixer: Banked) -> tuple[list["Run"], list[Stacked]]:
-    """Return the two passes of each stack, and the parameters that these take."""
+    """Return a `Run` for each stack, and the arrays of each stack that the runs take."""
     runs, of_stacks, before = [], [], 0
     scores = mixer.scores([[one.site for one in stack] for stack in decoder.stacks])
     writers = [stack[0].site.writer for stack in decoder.stacks]
@@ -164,7 +168,7 @@ def _first(writers: nnx.Param | None) -> Array | None:
 
 
 def _after(writers: nnx.Param | None, next_writer: nnx.Param | Array | None) -> Array | None:
-    """Return the writer of each layer's last output, which belongs to the site that follows."""
+    """Return the writer of each layer's last output, which belongs to the site after the layer."""
     if next_writer is None:
         return None
     return jnp.concatenate([writers[...][1:], next_writer[...][None]])
@@ -176,16 +180,17 @@ def _of_layer(of_stack: Stacked, index: Index) -> Stacked:
 
 
 class Run:
-    """The forward and the backward pass of a stack, or of a part of one.
+    """The forward and backward passes of a stack, or of a part of a stack.
 
-    Loops carry whole stacks of arrays and change one slice, so nothing is copied to stack it.
+    Loops carry whole stacks of arrays and change one slice at a time, so that stacking needs no
+    copies.
 
     Args:
-      config, store, mixer: those of the decoder.
+      config, store, mixer: the decoder's config, store and mixer.
       graphdef: the graph of the stack's period.
-      first: how many sublayers are before the stack.
-      repeat: how often the stack repeats its period.
-      cores: the configs of the cores of a period.
+      first: the number of sublayers before the stack.
+      repeat: the number of times that the stack repeats its period.
+      cores: the configs of the cores in a period.
     """
 
     def __init__(
@@ -208,7 +213,7 @@ class Run:
 
     @property
     def end_row(self) -> int:
-        """The index after the last row that a group takes from the bank."""
+        """One more than the highest index of a bank row that any group takes."""
         ends = [0]
         for start in range(0, self.repeat, self.group):
             count = min(self.group, self.repeat - start)
@@ -226,18 +231,19 @@ class Run:
         keep: bool = False,
         first: Index | None = None,
     ) -> tuple[tuple[Bank, Row, Aux], tuple | None, Kept]:
-        """Run all layers.
+        """Run all layers of the stack.
 
         Args:
           of_stack: the arrays of the stack.
-          carry: the bank, the running sum and the sums of scalars before the stack.
-          context: which token may see which.
-          caches: the caches of the stack's cores, when decoding.
+          carry: the bank, the running sum and the cores' summed scalars before the stack.
+          context: the rule for which tokens may attend to which.
+          caches: the caches of the stack's cores; None unless decoding.
           keep: whether to keep what the backward pass needs.
-          first: how many sublayers are before this part, if not as many as in `__init__`.
+          first: the number of sublayers before this part of the stack; None means the number given
+            to `__init__`.
 
         Returns:
-          The carry after all layers, their caches, and what is kept.
+          The carry after all layers, the caches after all layers, and the kept arrays.
         """
         bank, current, aux = carry
         kept = Kept()
@@ -262,9 +268,10 @@ class Run:
         return (bank, ended, aux), caches, kept
 
     def _empty_written(self, residual: Row) -> tuple[Array, ...]:
-        """Return uninitialised stacks for what the sublayers of a period write.
+        """Return uninitialised stacks for the outputs of a period's sublayers.
 
-        For own tokens a device has all of a write, even where the mesh divides a row by `key`.
+        A device stores complete outputs for its own tokens, even if the mesh shards the rows over
+        `key`.
         """
         batch, seq = residual.shape[0] // sharding.axis_size("key"), residual.shape[1]
         rank, size = self.config.data_shape
@@ -284,7 +291,18 @@ class Run:
         *,
         first: Index | None = None,
     ) -> tuple[tuple[Bank, Row], Stacked]:
-        """Return the cotangents of the bank, of the running sum before, and of the parameters."""
+        """Return the cotangents of the bank, the earlier running sum, and the parameters.
+
+        Args:
+          of_stack: the arrays of the stack.
+          kept: what the forward pass kept.
+          bank: the complete bank.
+          carry: the cotangents of the bank and of the running sum after the stack.
+          context: the rule for which tokens may attend to which.
+          d_aux: the cotangents of the cores' summed scalars.
+          first: the number of sublayers before this part of the stack; None means the number given
+            to `__init__`.
+        """
 
         def run(carry, start, layers, of_cores):
             given = (of_stack, kept, of_cores, bank, context, d_aux)
@@ -307,10 +325,11 @@ class Run:
         reverse: bool = False,
         decoding: bool = False,
     ) -> tuple[tuple, tuple[Any, Any]]:
-        """Compute `carry, out = run(carry, first layer, layers, given)` for each group.
+        """Compute `carry, out = run(carry, first layer, number of layers, given)` for each group.
 
-        The last group may be smaller. `given` and the result are pairs: for all full groups
-        (stacked if there are several), and for the last partial group.
+        The last group may be smaller than the others. `given` and the result are pairs: the first
+        entry is for all full groups (stacked if there are several), the second for the last partial
+        group.
         """
         full, left = divmod(self.repeat, self.group)
         of_whole, of_last = given
@@ -322,7 +341,7 @@ class Run:
 
         if left and reverse:
             carry, last = run(carry, full * self.group, left, of_last)
-        if full == 1:  # the first row is then known, and is 0 for a mixer without groups
+        if full == 1:  # the first row is then static, and is 0 for a mixer without groups
             carry, whole = run(carry, 0, self.group, of_whole)
         else:
             groups = (jnp.arange(full), of_whole)
@@ -331,9 +350,9 @@ class Run:
         if left and not reverse:
             start = full * self.group
             if decoding:
-                # The barrier hides the layer's index from XLA. With a known index XLA would copy
-                # the weights of all layers to another layout. It would also keep a copy of the
-                # weights of a layer that is the same in all steps of a dispatch.
+                # The barrier hides the layer's index from XLA. With a constant index, XLA would
+                # copy the weights of all layers to another layout. It would also keep a copy of
+                # this layer's weights through all steps of a dispatch.
                 start, carry = jax.lax.optimization_barrier((jnp.int32(start), carry))
             carry, last = run(carry, start, left, of_last)
         return carry, (whole, last)
@@ -341,7 +360,7 @@ class Run:
     def _begin(
         self, of_stack: Stacked, bank: Bank, start: Index, layers: int, first: Index | None
     ) -> tuple[Index, Index, Any, Bank | None]:
-        """Return what a group begins with: its first sublayer and row, its prior, its own rows."""
+        """Return the group's first sublayer, its first row, its prior and its own rows."""
         at = (self.first if first is None else first) + start * self.period
         first_row = self.mixer.first_row(at)
         scores = _sites(stacks.run_of(of_stack.scores, start, layers))
@@ -400,9 +419,9 @@ class Run:
         current: Row,
         aux: Aux,
     ) -> tuple[Any, Bank | None, Row, Aux]:
-        """Run each sublayer of a layer: read, compute, write, and seal a row that is complete.
+        """Run each sublayer of a layer: read, compute, write, and seal the row if it is complete.
 
-        `at` is the number of the group's first sublayer, and `offset` the layer's number in the
+        `at` is the number of sublayers before the group, and `offset` is the layer's index in the
         group.
         """
         layer = nnx.merge(self.graphdef, of_layer.layers)
@@ -453,7 +472,7 @@ class Run:
                 current = summed = self._sum_again(of_stack, kept.written, start, offset, summed)
             else:
                 current = nothing if sums is None else stacks.at(sums, first_sum + offset)
-                # Without the barrier XLA would slice the stack again for each use.
+                # Without the barrier, XLA would slice the stack again for each use.
                 current = jax.lax.optimization_barrier(current)
 
             def forward(of_layer, prior, rows, current):
@@ -464,7 +483,7 @@ class Run:
             return (*cotangents, stacks.put(gradients, gradient, index), summed), None
 
         d_rows = stacks.run_of(d_bank, first_row, self.grouping.rows(layers * self.period))
-        # The one row of a closed group is the running sum at its end.
+        # The only row of a closed group is the running sum at the group's end.
         ends = (d_rows, nothing if d_current is None else d_current)
         if self.grouping.closed:
             ends = (None, d_rows[0])
@@ -473,7 +492,7 @@ class Run:
         carry, _ = jax.lax.scan(undo_layer, carry, (jnp.arange(layers), of_cores), reverse=True)
         d_prior, d_rows, d_current, gradients, summed = carry
         if isinstance(first_row, int) and first_row == 0:
-            d_bank = d_rows  # all rows are the group's; it does not complete row 0
+            d_bank = d_rows  # all rows belong to the group, which does not complete row 0
         scores = stacks.run_of(of_stack.scores, start, layers)
         d_scores, d_bank = self.mixer.prior_backward(
             _sites(scores), bank, first_row, prior, d_prior, d_bank
@@ -485,10 +504,10 @@ class Run:
     def _sum_again(
         self, of_stack: Stacked, written: tuple, start: Index, offset: Index, summed: Row
     ) -> Row:
-        """Add up the running sum before a closed group's layer from what its layers wrote before.
+        """Rebuild the running sum before a layer of a closed group from the kept outputs.
 
-        The result is written over `summed`, an earlier sum. Before the first layer, where no site
-        reads the sum, the result is `summed` itself.
+        The result overwrites `summed`, an array with an earlier sum. For the group's first layer,
+        where no site reads the sum, the result is `summed` itself.
         """
 
         def add(of_group, current):
@@ -515,7 +534,7 @@ class Run:
         layers: int,
         aux: Aux,
     ) -> Float[Array, "layers batch seq *shape"]:
-        """Compute the running sums before each layer of a group by a second forward pass."""
+        """Recompute the running sum before each layer of a group, by a second forward pass."""
 
         def run_layer(carry, offset):
             rows, current = carry
@@ -528,10 +547,10 @@ class Run:
 
 
 def _sites(scores: Float[Array, "layers period *scored"]) -> Float[Array, "sites *scored"]:
-    """Flatten what a group's layers have to one axis of sites."""
+    """Merge the axes of layers and of sublayers per layer into a single axis of sites."""
     return scores.reshape(-1, *scores.shape[2:])
 
 
 def _writer(layer: nnx.List, k: int, of_layer: Stacked) -> Writer:
-    """Return the writer of sublayer k's output, which belongs to the site after it."""
+    """Return the writer of sublayer k's output, which belongs to the site after the sublayer."""
     return layer[k + 1].site.writer if k + 1 < len(layer) else of_layer.after

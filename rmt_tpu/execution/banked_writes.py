@@ -1,8 +1,9 @@
-"""The ways in which a core's output is added to the running sum of a banked layer.
+"""The ways to add a core's output to the running sum in a banked layer.
 
-Each way is a `Write`. `Anew` runs the core. Where the backward pass starts from what cores wrote,
-`AndKeep` runs the core and keeps its output in a stack, and `FromKept` takes it out again: the core
-is then run neither for the sum nor for its gradients, which its `pull_back` computes.
+Each way is a `Write` function. `Anew` runs the core. The two other ways are used if the backward
+pass starts from the cores' outputs: `AndKeep` runs the core and keeps its output in a stack, and
+`FromKept` takes the output from the stack. With `FromKept`, the core runs neither for the sum nor
+for its gradients, which its `pull_back` computes.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +21,17 @@ from rmt_tpu.execution.layer import add_aux, run_core
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import At, Keeping, Row, Store, Writer
 
-# The arguments are a sublayer's number k, its core, what the core reads, the place, the running
-# sum, the writer of the site after the core, and the sums of scalars. The result is the running sum
-# with the core's output in it, and the sums with the core's scalars.
+# The arguments are the sublayer's index k, its core, the core's input, the place in depth, the
+# running sum, the writer in the site after the core, and the cores' summed scalars. The result is
+# the running sum with the core's output added, and the sums with the core's scalars added.
 Write = Callable[[int, Core, Read, At, Row, Writer, Aux], tuple[Row, Aux]]
 
 
 class Anew:
     """A write that runs the core.
 
-    `caches` are those of a period, when decoding. The caches of its cores after their step are
-    appended to `new`.
+    When decoding, `caches` holds the caches for one period's cores. Each core's updated cache is
+    appended to the attribute `new`.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class Anew:
 class AndKeep:
     """A write that runs the core and keeps its output.
 
-    `written` gets what the cores write, and `saved` what `pull_back` needs besides.
+    The attribute `written` collects the cores' outputs, and `saved` collects what `pull_back` needs
+    in addition.
     """
 
     def __init__(self, store: Keeping, context: Context, written: Sequence[Array], index: Index):
@@ -75,7 +77,10 @@ class AndKeep:
 
 
 class FromKept:
-    """A write of kept outputs; it adds no scalars, but passes gradients to them."""
+    """A write that uses a kept output instead of running the core.
+
+    It adds no scalars to the sums, but passes gradients to the core's scalars.
+    """
 
     def __init__(
         self,
@@ -97,8 +102,8 @@ class FromKept:
         @jax.custom_vjp
         def write(parameters, z, current, writer, aux, kept):
             y, _, _, place = kept
-            # The write is not in place, because the backward pass of the site before reads the sum
-            # again.
+            # The write is not in place, because the backward pass of the preceding site reads the
+            # sum again.
             return write_kept(self.store, current, y, writer, place, in_place=False), aux
 
         def forward(parameters, z, current, writer, aux, kept):
@@ -122,9 +127,9 @@ class FromKept:
 def write_kept(
     store: Keeping, current: Row, y: Slot, writer: Writer, place: At, *, in_place: bool = True
 ) -> Row:
-    """Return the running sum of a closed group with y in it.
+    """Return the running sum of a closed group with the kept output y added.
 
-    The sum is empty before the first write of the group.
+    Before the group's first write, the sum is empty and counts as zero.
     """
     empty = place.sublayer == place.group
     return store.write_kept(current, y, writer[...], empty=empty, in_place=in_place)

@@ -1,4 +1,4 @@
-"""The implementations of a model's ops, and the precision of its products."""
+"""The choice of kernel implementations for a model's ops, and of the precision of products."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from rmt_tpu import config as cfg
 
 
 def compute_dtype(name: cfg.DType) -> jnp.dtype:
-    """Return the dtype of a name; "auto" is float32 on CPU and bfloat16 elsewhere."""
+    """Return the dtype with this name; "auto" means float32 on CPUs and bfloat16 elsewhere."""
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
@@ -22,15 +22,16 @@ def compute_dtype(name: cfg.DType) -> jnp.dtype:
 
 @contextlib.contextmanager
 def preferred(config: cfg.ModelConfig) -> Iterator[None]:
-    """Compute ops as the config says, within this context.
+    """Run a model's ops with the configured implementations, inside this context manager.
 
-    Ops that are called without an implementation use `config.kernels`; "auto" changes nothing.
-    Where the compute dtype is at least float32, products are in float32 on every device: by default
-    TPUs round factors to bfloat16, and GPUs to TF32. A precision that is set already
-    (`JAX_DEFAULT_MATMUL_PRECISION`) stays, and bfloat16 models are not affected.
+    Ops that are called without an explicit implementation use `config.kernels`; "auto" changes
+    nothing. If the compute dtype is at least float32, matrix products use float32 precision on
+    every device. By default TPUs would round the factors to bfloat16, and GPUs to TF32. A precision
+    that is already set (`JAX_DEFAULT_MATMUL_PRECISION`) is kept, and bfloat16 models are not
+    affected.
 
-    A backward pass is traced where the gradient is taken, so it uses the config's implementations
-    only if that place is within this context too.
+    A backward pass is traced where the gradient is computed. It therefore uses the configured
+    implementations only if that code is inside this context too.
     """
     wide = compute_dtype(config.compute_dtype).itemsize >= 4
     with contextlib.ExitStack() as stack:
@@ -42,9 +43,9 @@ def preferred(config: cfg.ModelConfig) -> Iterator[None]:
 
 
 def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function whose first argument is a decoder to run within `preferred`.
+    """Decorate a function whose first argument is a decoder, so that it runs within `preferred`.
 
-    Forward-mode differentiation of the function raises a one-line error.
+    Forward-mode differentiation of the decorated function raises an error with a one-line message.
     """
 
     @functools.wraps(function)
@@ -58,8 +59,9 @@ def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:
 def _varying(decoder: Any, given: Any) -> Any:
     """Return the decoder, marked as varying over the same mesh axes as its inputs.
 
-    That matters within a `jax.shard_map` that checks which arrays vary: what loops carry, and
-    gradients of custom backward passes, then vary alike. JAX sums up the gradients of parameters.
+    This is needed inside a `jax.shard_map` that checks over which axes arrays vary. The carries of
+    loops and the gradients of custom backward passes then vary over the same axes. JAX sums the
+    parameters' gradients over these axes.
     """
     varies = varies_in(given)
     if not varies:
@@ -69,9 +71,10 @@ def _varying(decoder: Any, given: Any) -> Any:
 
 
 def as_here(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backward pass whose products have the precision in force where this is called.
+    """Return a backward pass whose matrix products have the precision in force at this call.
 
-    It is for `jax.custom_vjp`, whose backward pass is traced later, where the gradient is taken.
+    Use it with `jax.custom_vjp`, whose backward pass is traced later, where the gradient is
+    computed.
     """
     precision = jax.config.jax_default_matmul_precision
 

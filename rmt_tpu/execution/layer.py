@@ -1,4 +1,4 @@
-"""A period of sublayers: its parameters, and the one body that the schedules of states share."""
+"""The parameters of a period of sublayers, and the layer code of the state-carrying schedules."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +25,8 @@ class Model(Protocol):
 
     Attributes:
       dtype: the dtype of data vectors.
-      stacks: the stacks from `make_stacks`; in per-device code this stage's own layers.
+      stacks: the stacks from `make_stacks`; in per-device code, only the layers of this pipeline
+        stage.
       final_site: the site from `make_final_site`.
     """
 
@@ -47,10 +48,11 @@ class Sublayer(nnx.Module):
 
 
 def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
-    """Return the stacks of a model, in the order of depth.
+    """Return a model's stacks, ordered by depth.
 
-    Each is an `nnx.List` of its period's `Sublayer`s, whose parameters have a leading axis "layer"
-    over the stack's repeats. For example, the parameters of a gain are `stacks/0/1/site/gain`.
+    Each stack is an `nnx.List` with the `Sublayer`s of its period (the repeated pattern of
+    sublayers). Their parameters have a leading axis "layer" over the stack's repeats. For example,
+    `stacks/0/1/site/gain` holds the gains of the second sublayer's site in the first stack.
     """
     stacks, first, writes = [], 0, cfg.WHOLE
     for of_stack in config.stacks:
@@ -93,16 +95,16 @@ def start(
     context: Context,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "group own_seq *shape"], Float[Array, "own_batch own_seq vectors size"]]:
-    """Return the residual before the first write, and what is written first, of own tokens."""
+    """Return the residual before the first write, and the first write, for this device's tokens."""
     own = lambda x: sharding.own_part(joined(x, context), sharding.token_axes(), axis=1)
     return store.start(*embedding(own(tokens), own(_positions(embedding, context)), dtype))
 
 
 def _positions(embedding: Embedding, context: Context) -> Int[Array, "batch_or_1 seq"]:
-    """Return the positions of the tokens; padding has the position of its row's last token.
+    """Return the tokens' positions, where padding repeats the position of its row's last token.
 
-    Padding could otherwise reach past the learned positions, and the resulting NaN would stay in
-    the cache.
+    Otherwise the positions of padding could exceed the number of learned positions, and the
+    resulting NaN would stay in the cache.
     """
     if embedding.positions is None or context.lengths is None:
         return context.query_positions
@@ -111,15 +113,15 @@ def _positions(embedding: Embedding, context: Context) -> Int[Array, "batch_or_1
 
 
 def no_aux(config: cfg.ModelConfig, dtype: jnp.dtype) -> Aux:
-    """Return zeros for the sums of the cores' scalars.
+    """Return zeros, from which the sums of the cores' scalars start.
 
-    `dtype` is that of the data vectors; the sums are at least float32.
+    The zeros have at least float32 precision, and otherwise `dtype`, the dtype of the data vectors.
     """
     return {name: jnp.zeros((), jnp.promote_types(dtype, jnp.float32)) for name in config.aux}
 
 
 def add_aux(total: Aux, of_core: Aux) -> Aux:
-    """Return the sums with a core's scalars added.
+    """Return the sums of scalars with one core's scalars added.
 
     Raises:
       KeyError: a scalar has a name that is not among the sums.
@@ -128,7 +130,7 @@ def add_aux(total: Aux, of_core: Aux) -> Aux:
 
 
 def tell_slices(layer: nnx.List, stack: nnx.List, index: Index) -> None:
-    """Set, in the sites of one layer, where their parameters are in the stack."""
+    """Set, in each site of one layer, the reference to the site's parameters in the stack."""
     for one, of_all in zip(layer, stack, strict=True):
         one.site.stacked = nnx.data(Slice(of_all.site, index))
 
@@ -142,10 +144,10 @@ def run_core(
     layer: Index | None,
     aux: Aux,
 ) -> tuple[Float[Array, "batch y_seq vectors size"], Cache | None, Aux]:
-    """Return what a core writes, the cache, and the sums with the core's scalars.
+    """Return a core's output, its cache, and the sums with the core's scalars added.
 
-    With a cache, the core runs on the tokens that follow those in it, and adds no scalars; `layer`
-    is then the index of its repeat in the stack.
+    If a cache is given, the core runs on tokens that follow the cached tokens, and adds no scalars;
+    `layer` is then the index of the repeat in the stack.
     """
     with jax.named_scope(core.name):
         if cache is not None:
@@ -164,17 +166,18 @@ def run_layer(
     caches: tuple[Cache, ...] | None = None,
     layer: Index | None = None,
 ) -> tuple[tuple[Any, Float[Array, "batch _ _ _"], Aux], tuple[Cache, ...] | None]:
-    """Run one period: each sublayer's site, then its core.
+    """Run one period: for each sublayer, its site and then its core.
 
     Args:
       mixer: the model's mixer.
       store: the residual's store.
       sublayers: the sublayers of one period.
-      carry: the mixer's state, what was written last, and the sums of cores' scalars.
-      context: which token may see which.
-      first: how many sublayers are before the period.
-      caches: the caches of its cores, when decoding.
-      layer: the index of the repeat in its stack, when decoding.
+      carry: the mixer's state, the output that is to be written next, and the cores' summed
+        scalars.
+      context: the rule for which tokens may attend to which.
+      first: the number of sublayers before the period.
+      caches: the caches of the period's cores; None unless decoding.
+      layer: the index of the repeat in its stack; None unless decoding.
 
     Returns:
       The carry and the caches after the period.

@@ -1,12 +1,13 @@
-"""The layers of a decoder on a mesh with stages: microbatches pass through chunks of layers.
+"""The schedule for a mesh with pipeline stages: microbatches pass through chunks of layers.
 
-It runs in per-device code, by `sharding.pipeline`. A chunk takes what its mixer carries from layer
-to layer or, for a mixer with a bank, the rows before it. The first stage computes the embedding of
-a microbatch when the microbatch begins; with a bank all stages do, because the embedding is row 0.
-The last stage reads for the unembedding, and each stage computes a part of the loss.
+The schedule runs in per-device code, with `sharding.pipeline`. The input of a chunk is the state
+that the mixer carries from layer to layer or, for a mixer with a bank, the rows before the chunk.
+For a state, only the first stage computes a microbatch's embedding when the microbatch starts; with
+a bank all stages compute it, because the embedding is row 0. The last stage does the final read for
+the unembedding, and each stage computes a part of the loss.
 
-A microbatch's backward pass begins when its loss is known. It computes each chunk again, and
-`remat` says what it then keeps within the chunk.
+The backward pass of a microbatch starts when its loss is known. It recomputes each chunk, and
+`remat` determines what is kept within a chunk during that.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,9 @@ class Given(NamedTuple):
     """The inputs of a microbatch.
 
     Attributes:
-      tokens: the tokens of its rows.
+      tokens: the tokens of the microbatch's rows.
       context: the context of attention.
-      of_tokens: further inputs of the loss for each token: arrays like `tokens`.
+      of_tokens: further inputs of the loss, one value per token: arrays shaped like `tokens`.
     """
 
     tokens: Int[Array, "*microbatches part seq"]
@@ -43,15 +44,15 @@ class Given(NamedTuple):
 
 
 def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) -> None:
-    """Check that a pipeline can run the model, with layers and sequences divided evenly.
+    """Check that a pipeline can run the model, and that layers and sequences divide evenly.
 
     Args:
       config: the model's config.
       schedule: the schedule of the stages.
-      sequences: the sequences of a batch on one device.
+      sequences: the number of sequences per batch on one device.
 
     Raises:
-      MeshError: layers or sequences do not divide, or the model cannot run in a pipeline.
+      MeshError: layers or sequences do not divide evenly, or the model cannot run in a pipeline.
     """
     if len(config.stacks) > 1:
         raise sharding.MeshError(
@@ -100,18 +101,18 @@ def run_layers(
     context: Context,
     schedule: sharding.Schedule,
 ) -> tuple[Read, Aux]:
-    """Return the read for the unembedding, and the sums of cores' scalars.
+    """Return the final read for the unembedding, and the sums of the cores' scalars.
 
     Args:
-      decoder: the decoder with this stage's own layers: [L / P, ...], or with several virtual
-        stages [V, L / (P V), ...].
+      decoder: the decoder with only this stage's layers: [L / P, ...], or [V, L / (P V), ...] with
+        V virtual stages, where L is the number of layers and P the number of stages.
       tokens: the tokens of the rows.
       context: the context of attention.
       schedule: the schedule of the stages.
 
     Returns:
-      This stage's part of the rows that the last stage has read, so that stages share further work;
-      and the scalars of this stage's own cores for all rows.
+      This stage's share of the rows that the last stage has read, so that all stages can share
+      further work; and the scalars of this stage's cores, summed over all rows.
 
     Raises:
       MeshError: see `check`.
@@ -136,18 +137,19 @@ def loss(
     weights: tuple[Any, dict[str, float]],
     schedule: sharding.Schedule,
 ) -> tuple[Float[Array, ""], tuple[Any, Aux]]:
-    """Return an objective whose gradient needs the memory of only a few microbatches.
+    """Return an objective whose gradient needs memory for only a few microbatches at a time.
 
     Args:
-      decoder, tokens, context, schedule: as for `run_layers`.
-      of_tokens: a tuple of arrays like `tokens`, for `terms`.
-      terms: a function `terms(z, kernel, *of_tokens)` of what the unembedding reads and its kernel.
-        It returns scalars that are sums over tokens, and takes any tokens in rows of any length.
+      decoder, tokens, context, schedule: the same as for `run_layers`.
+      of_tokens: a tuple of arrays shaped like `tokens`, passed to `terms`.
+      terms: a function `terms(z, kernel, *of_tokens)`, where z is the input of the unembedding and
+        `kernel` its weights. It returns scalars that are sums over tokens, and accepts any
+        selection of tokens, in rows of any length.
       weights: the weights of the terms and of the cores' scalars in the objective.
 
     Returns:
-      This stage's part of the objective, and the sums of terms and of its own cores' scalars; these
-      sums have no gradient.
+      This stage's part of the objective, and the sums of the terms and of this stage's cores'
+      scalars. The sums have no gradient.
 
     Raises:
       MeshError: see `check`.
@@ -171,7 +173,7 @@ def loss(
 
 
 def _microbatches(decoder: Model, given: Given, schedule: sharding.Schedule) -> Given:
-    """Split rows into microbatches, [M, rows / M, ...]; a single row is shared by all."""
+    """Split rows into M microbatches, [M, rows / M, ...]; a single row is given to each of them."""
     check(decoder.config, schedule, len(given.tokens))
     count = schedule.microbatches
 
@@ -184,7 +186,7 @@ def _microbatches(decoder: Model, given: Given, schedule: sharding.Schedule) -> 
 
 
 def _tokens(x: Shaped[Array, "batch seq *shape"], parts: int) -> Shaped[Array, "tokens *shape"]:
-    """Flatten the tokens of all rows, padded with zeros to equal parts."""
+    """Flatten the tokens of all rows into one axis, padded with zeros to equal parts."""
     x = x.reshape(-1, *x.shape[2:])
     return jnp.pad(x, [(0, -len(x) % parts), *[(0, 0)] * (x.ndim - 1)])
 
@@ -193,9 +195,11 @@ class Stages(NamedTuple):
     """A decoder in the form that `sharding.pipeline` takes.
 
     Attributes:
-      pipeline: a function from what is done after the last chunk to the pipeline.
-      parameters: the parameters of the pipeline; `last` has those of `read`.
-      read: a function `read(parameters, result)`: what the unembedding reads of a state or bank.
+      pipeline: a function that returns the pipeline, given the function to run after the last
+        chunk.
+      parameters: the pipeline's parameters; `last` holds the parameters of `read`.
+      read: a function `read(parameters, result)` that returns the input of the unembedding from the
+        final state or bank.
     """
 
     pipeline: Callable[[pipeline.Last], Carried | Banked]
@@ -208,13 +212,13 @@ def _stages(decoder: Model, schedule: sharding.Schedule) -> Stages:
 
 
 def _parameters(*modules: nnx.Module) -> tuple[tuple, Callable[[tuple], list[nnx.Module]]]:
-    """Return the states of modules, and a function that makes modules of such states."""
+    """Return the modules' parameters, and a function that rebuilds the modules from parameters."""
     graphdefs, states = zip(*map(nnx.split, modules), strict=True)
     return states, lambda states: list(map(nnx.merge, graphdefs, states))
 
 
 def _own_layers(decoder: Model, schedule: sharding.Schedule) -> tuple[nnx.GraphDef, Any]:
-    """Return the graph of a layer, and this stage's parameters [V, layers of a chunk, ...]."""
+    """Return the graph of a layer, and this stage's parameters, [V, layers of a chunk, ...]."""
     graphdef, layers = nnx.split(decoder.stacks[0])
     layers = nnx.to_pure_dict(layers)
     if schedule.virtual == 1:
@@ -271,7 +275,7 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
     repeat, cores = config.stacks[0].repeat // schedule.chunks, config.stacks[0].cores
     run = banked.Run(config, decoder.store, mixer, graphdef, 0, repeat, cores)
     size = repeat * len(cores)
-    # A chunk is whole blocks, so it takes only rows from what is before it.
+    # A chunk consists of whole blocks, so its only input is the rows before it.
     num_rows = mixer.first_row(size) - 1
     of_first, to_start = _parameters(decoder.embedding, decoder.store)
     of_last, to_read = _parameters(decoder.store, mixer, decoder.final_site)
@@ -282,13 +286,16 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
         return store.write(store.hold(state), y, writer)
 
     def rows(of_chunk, _, index, bank, given):
-        """Return the rows that chunk `index` completes, and its cores' scalars."""
+        """Return the rows that chunk `index` completes, and the scalars of the chunk's cores."""
         carry, at = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype)), index * size
         (bank, _, aux), *_ = run.forward(of_chunk, carry, given.context, None, first=at)
         return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
     def rows_backward(of_chunk, _, index, bank, given, d_bank, d_aux):
-        """Return the gradients of the stacked parameters and, added to `d_bank`, of the rows."""
+        """Return the gradient of the stacked parameters, and of the rows.
+
+        The rows' gradient is added to `d_bank`.
+        """
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
         kept = banked.Kept()
         if run.grouping.open:
@@ -318,7 +325,7 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
 def _scores(
     decoder: Model, graphdef: nnx.GraphDef, layers: Any, schedule: sharding.Schedule
 ) -> Float[Array, "virtual layers period *scored"]:
-    """Return what the sites of own layers score with.
+    """Return the scoring parameters (such as queries) of the sites in this stage's layers.
 
     The result is [V, layers of a chunk, sublayers of a layer, ...].
     """
@@ -326,14 +333,14 @@ def _scores(
     chunks = [of_chunk(v) for v in range(schedule.virtual)]
     scores = decoder.mixer.scores([[one.site for one in chunk] for chunk in chunks])
     if len(scores) == decoder.config.num_sublayers:
-        # The scores are learned as one matrix, which every stage has.
+        # The scores of this mixer are learned as one matrix, and every stage holds all of it.
         scores = scores.reshape(schedule.virtual, schedule.stages, -1, *scores.shape[1:])
         scores = scores[:, sharding.axis_index("stage")]
     return scores.reshape(schedule.virtual, -1, len(chunks[0]), *scores.shape[-1:])
 
 
 def _first(writers: nnx.Param | None) -> Array | None:
-    """Return the writer of the embedding, which belongs to the first stage's first site."""
+    """Return the writer of the embedding, which belongs to the first site of the first stage."""
     if writers is None:
         return None
     own = writers[...][0, 0]
@@ -342,9 +349,9 @@ def _first(writers: nnx.Param | None) -> Array | None:
 
 
 def _after(writers: nnx.Param | None, final_writer: nnx.Param | None) -> Array | None:
-    """Return the writer of each layer's last output, which belongs to the site that follows.
+    """Return the writer of each layer's last output, which belongs to the site after the layer.
 
-    After the last layer of a chunk, that is a site of the next stage.
+    After the last layer of a chunk, that site belongs to the next stage.
     """
     if final_writer is None:
         return None

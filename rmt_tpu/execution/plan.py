@@ -1,4 +1,4 @@
-"""The plan of a run's train step: the device, and the choices that follow, with the reasons."""
+"""The plan of a run's train step: the target device and the resulting choices, with reasons."""
 
 from typing import NamedTuple
 
@@ -20,18 +20,18 @@ _SCHEDULES = {
 
 
 class ExecutionPlan(NamedTuple):
-    """The choices of one train step.
+    """The choices made for one train step.
 
     Attributes:
       target: the device that the step is compiled for.
       schedule: the schedule of layers: "scanned", "reversible", "banked" or "pipelined".
-      residual_dtype: the dtype that the residual is carried in.
-      outputs_in_place: whether cores make what they write directly in its slot of a stack; None
-        where nothing is kept in stacks.
-      rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None where
-        nothing is rebuilt.
-      padded_width: how many numbers a vector in a bank has, including zeros; None where there is no
-        bank of vectors.
+      residual_dtype: the dtype in which layers pass on the residual.
+      outputs_in_place: whether cores write their outputs directly into a slot of a stack; None if
+        outputs are not kept in stacks.
+      rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None if no
+        residual is rebuilt.
+      padded_width: the width of a vector in a bank, including padding; None without a bank of
+        vectors.
       decode_kernels: whether decoding uses the kernels for a few tokens.
     """
 
@@ -44,7 +44,7 @@ class ExecutionPlan(NamedTuple):
     decode_kernels: Choice
 
     def lines(self) -> dict[str, str]:
-        """Return one line for each choice, keyed by the choice's name in words."""
+        """Return one line of text per choice, keyed by a readable name of the choice."""
         chosen = {
             name.replace("_", " "): f"{_word(choice.value)}: {choice.reason}"
             for name, choice in self._asdict().items()
@@ -57,8 +57,8 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
     """Return the plan of a run's train step.
 
     Args:
-      config: the run's config, resolved: no dtype and no remat policy is "auto".
-      mesh: the mesh with the devices that the step is for; they need not be attached.
+      config: the run's resolved config, in which no dtype and no remat policy is "auto".
+      mesh: the mesh of devices for the step; the devices need not be attached.
     """
     model, train = config.model, config.train
     target = Target(mesh.devices.flat[0].device_kind)

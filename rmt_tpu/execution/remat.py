@@ -1,4 +1,4 @@
-"""Policies by name for what a layer's backward pass computes again."""
+"""Rematerialisation policies: what a layer's backward pass recomputes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +13,18 @@ from rmt_tpu.layers import stacks
 
 
 def rematerialize(layer: Callable, policy: cfg.RematPolicy) -> Callable:
-    """Return `layer` with the recomputation that the policy names; see `ModelConfig.remat`.
+    """Return `layer` with the recomputation of the named policy; see `ModelConfig.remat`.
 
-    For "full", see `scan_recomputed`.
+    The policies "none", "full" and "reversible" return it unchanged; for "full", the loop over
+    layers is `scan_recomputed`.
     """
     match policy:
         case "none" | "full" | "reversible":
             return layer
         case "dots":
             saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    # Within a scan nothing can be merged across the boundary, so barriers would only cost time.
+    # Inside a scan, XLA cannot merge operations across the boundary of an iteration, so the
+    # barriers against merging would only cost time.
     return jax.checkpoint(layer, policy=saved, prevent_cse=False)
 
 
@@ -31,14 +33,14 @@ def scan_recomputed(
 ) -> Any:
     """Run `stacks.scan`, keeping only the carry before each slice and recomputing the rest.
 
-    It is like JAX's scan of a `jax.checkpoint`, except that the stacks of gradients start
-    uninitialised. JAX would fill them with zeros, which every slice then overwrites.
+    It is like a JAX scan over a `jax.checkpoint`, except that the stacks of gradients start
+    uninitialised. JAX would fill these stacks with zeros, which every iteration then overwrites.
 
     Args:
       body: a function `(carry, (slice, index), shared, given) -> carry`.
-      carry: the carry before the first slice, of floats.
-      scanned: stacks of floats to take the slices from.
-      shared: parameters that all slices share, whose gradients are added up.
+      carry: the carry before the first slice, with only floating-point arrays.
+      scanned: the floating-point stacks from which the slices are taken.
+      shared: parameters that all slices share, whose gradients are summed over slices.
       given: further inputs of all slices, which have no gradient.
 
     Returns:
@@ -47,8 +49,8 @@ def scan_recomputed(
     count = len(jax.tree.leaves(scanned)[0])
 
     def with_indices(*scanned):
-        # The indices are made in each pass, because the backward pass cannot use an array of the
-        # trace around both passes.
+        # The indices are created separately in each pass, because the backward pass cannot use an
+        # array from the trace around both passes.
         return (*scanned, jnp.arange(count))
 
     @jax.custom_vjp

@@ -1,10 +1,11 @@
 """The schedule for RMTs whose backward pass rebuilds the residual instead of keeping it.
 
-A write only adds, so the residual before a write is the residual after it less what was written:
-`X_l = X_{l+1} - w^T y`. The forward pass keeps what every sublayer wrote (y, of size `R * D_v`) and
-the last residual, and the backward pass walks down from there. The memory of activations therefore
-does not grow with `D_k`. In int16 fixed point the walk is exact; in float32 it drifts by about
-1e-7.
+A write only adds to the residual X. The residual before a write can therefore be rebuilt by
+subtracting the written term: `X_l = X_{l+1} - w^T y`, with y the sublayer's output and w the
+storage keys. The forward pass keeps the outputs of all sublayers (y, of size `R * D_v` per token)
+and the last residual, from which the backward pass starts. The memory for activations therefore
+does not grow with `D_k`. In int16 fixed point the rebuilt residuals are exact; in float32 they have
+errors of about 1e-7.
 """
 
 from typing import Any
@@ -34,13 +35,13 @@ def run_layers(
     y: Float[Array, "batch seq R D_v"],
     context: Context,
 ) -> tuple[Read, Aux]:
-    """Run all layers of a decoder; return the read for the unembedding and sums of scalars.
+    """Run all layers of a decoder; return the final read and the sums of the cores' scalars.
 
     Args:
-      decoder: a `Decoder` with a matrix store, which holds the residual in its own dtype.
-      residual: the state before the first write, in a float dtype.
-      y: what is written first.
-      context: which token may see which.
+      decoder: a `Decoder` with a matrix store, which converts the residual to the store's dtype.
+      residual: the residual before the first write, in a floating-point dtype.
+      y: the output to write first.
+      context: the rule for which tokens may attend to which.
     """
     run = _Layers(decoder, decoder.store, y.dtype)
 
@@ -54,14 +55,14 @@ def run_layers(
 
 
 class _Layers:
-    """The forward and the backward pass.
+    """The forward and backward passes of the reversible schedule.
 
-    Parameters are pure dicts, with the layers of a stack stacked.
+    Parameters are pure dicts, in which the layers of a stack are stacked.
 
-    Each sublayer of a period has one stack for what it writes in all repeats. The write stays where
-    it is first made, and sites take it from there. What the last sublayer writes is read by the
-    next repeat, so its stack has one slot more: repeat i writes slot i + 1, and slot 0 holds what
-    was written before the first repeat.
+    Each sublayer of a period has one stack that holds its outputs in all repeats. An output stays
+    in the slot in which it was first written, and sites read it from there. The output of a
+    period's last sublayer is read by the next repeat, so the stack for these outputs has one extra
+    slot: repeat i writes slot i + 1, and slot 0 holds the output from before the first repeat.
     """
 
     def __init__(self, decoder: Model, store: Invertible, dtype: jnp.dtype):
@@ -73,7 +74,7 @@ class _Layers:
     def forward(
         self, stacks: dict, final_site: dict, residual: Array, y: Array, context: Context
     ) -> tuple[tuple[Read, Aux], tuple]:
-        """Return what `run_layers` returns, and what `backward` needs."""
+        """Return the results of `run_layers`, and the arrays that `backward` needs."""
         held, aux, kept, first = self.store.hold(residual), no_aux(self.config, y.dtype), [], 0
         y = Slot(y[None], 0)
         for number, stack in enumerate(self.config.stacks):
@@ -110,7 +111,7 @@ class _Layers:
         return (z, aux), (stacks, final_site, held, y, statistics, kept, context, like)
 
     def backward(self, saved: tuple, cotangents: tuple[Read, Aux]) -> tuple:
-        """Return the cotangents of what `forward` was given."""
+        """Return the cotangents of the arguments of `forward`."""
         d_z, d_aux = cotangents
         stacks, final_site, held, y, statistics, kept, context, like = saved
         site = nnx.merge(self.site_graph, final_site)
@@ -126,8 +127,8 @@ class _Layers:
             *_, of_stack = kept[number]
             z = below = None
             if at_once:
-                # The first repeat has no repeat of this stack below it. What is read for it there
-                # is not used.
+                # The first repeat has no preceding repeat in this stack, so the result of the extra
+                # read for it is not used.
                 reads = stacks[number][len(stack.cores) - 1]["site"], of_stack[-1][0]
                 below = jax.tree.map(lambda x: jnp.roll(x, 1, 0), reads)
                 read = self._last_read(number, *jax.tree.map(lambda x: x[-1], reads))
@@ -156,7 +157,7 @@ class _Layers:
                     residual, d_residual, d_y, d_site, z = self.store.undo(
                         residual, y, site, z, statistics, d_residual, d_z, read_before
                     )
-                    # A core without parameters is not in the tree.
+                    # A core without parameters is absent from the tree.
                     gradient[k] = {"site": d_site} | ({"core": d_core} if d_core else {})
                 return (residual, d_residual, d_y, z, put(gradients, gradient, repeat)), None
 
@@ -168,11 +169,11 @@ class _Layers:
         return d_stacks, d_final_site, d_residual.astype(like.dtype), d_y, None
 
     def _last_read(self, number: int, site: dict, statistics: Statistics):
-        """Return the site that reads last in a repeat of a stack, and its statistics."""
+        """Return the site of the last read in a stack's repeat, with its norm's statistics."""
         return nnx.merge(self.last_sites[number], site), statistics
 
     def _empty(self, stack: cfg.Stack, before: Slot) -> list[Array]:
-        """Return room for what the sublayers of a stack write; see `_source`."""
+        """Return uninitialised stacks for the outputs of a stack's sublayers; see `_source`."""
         batch, seq, _, size = before.shape
         count = lambda port: sum(port.heads) + port.whole * self.config.data_shape[0]
         shape = lambda core: (stack.repeat, batch, seq, count(core.writes), size)
@@ -185,27 +186,30 @@ class _Layers:
     def _layer(
         self, number: int, first: int, stack: dict, parameters: dict, index: Index
     ) -> tuple[list[tuple[nnx.Module, Core]], Index]:
-        """Return sites and cores of one period of a stack, and the number of its first sublayer."""
+        """Return the sites and cores of one period of a stack.
+
+        The second result is the number of sublayers before the period.
+        """
         of_stack, layer = (nnx.merge(self.graphs[number], p) for p in (stack, parameters))
         tell_slices(layer, of_stack, index)
         return [(one.site, one.core) for one in layer], first + len(layer) * index
 
 
 def _slot(written: list[Array], k: int, repeat: Index) -> Slot:
-    """Return the slot to which sublayer k of a repeat writes."""
+    """Return the slot into which sublayer k of a repeat writes its output."""
     shifted = k == len(written) - 1 and _begins_with_earlier(written)
     return Slot(written[k], repeat + 1 if shifted else repeat)
 
 
 def _source(written: list[Array], before: Slot, k: int, repeat: Index) -> Slot:
-    """Return the slot of what the site before sublayer k of a repeat writes to the residual."""
+    """Return the slot with the output that the site before sublayer k of a repeat writes."""
     if k:
         return _slot(written, k - 1, repeat)
     return Slot(written[-1], repeat) if _begins_with_earlier(written) else before
 
 
 def _begins_with_earlier(written: list[Array]) -> bool:
-    """Return whether the last stack has a slot more, because there are several repeats."""
+    """Return whether the last stack has an extra slot, which is the case with several repeats."""
     return written[-1].shape[0] > 1
 
 

@@ -24,16 +24,16 @@ def run_layers(
     context: Context,
     caches: tuple | None,
 ) -> tuple[Read, tuple | None, Aux]:
-    """Run all layers of a decoder, and the read for the unembedding.
+    """Run all layers of a decoder, and the final read for the unembedding.
 
     Args:
       decoder: a `Decoder`.
-      state, y: the results of its store's `start`.
-      context: which token may see which.
-      caches: for each stack the caches of its cores, when decoding.
+      state, y: the results of the store's `start`.
+      context: the rule for which tokens may attend to which.
+      caches: for each stack, the caches of its cores; None unless decoding.
 
     Returns:
-      The read, the caches with the new tokens in them, and the sums of cores' scalars.
+      The final read, the caches with the new tokens added, and the sums of the cores' scalars.
     """
     mixer, store, config = decoder.mixer, decoder.store, decoder.config
     carry, new, first = (*mixer.start(store, state, y), no_aux(config, y.dtype)), [], 0
@@ -58,7 +58,10 @@ def scan(
     first: Index,
     caches: tuple | None = None,
 ) -> tuple[tuple[Any, Array, Aux], tuple | None]:
-    """Run all repeats of a stack, or of a part of one, whose first sublayer is number `first`."""
+    """Run all repeats of a stack, or of a part of one.
+
+    `first` is the number of sublayers before it.
+    """
     graphdef, layers = nnx.split(stack)
     layers = nnx.to_pure_dict(layers)
     of_mixer, shared = nnx.split(mixer)

@@ -1,7 +1,7 @@
 """The vector store: a token's residual is a vector of size D, as in the Transformer.
 
-Heads read it with matrices W_Q, W_K, W_V and write it with W_O (equations 7 and 9). Feed-forward,
-embedding and unembedding layers read and write the vector itself.
+Cores with heads read the vector with the matrices W_Q, W_K and W_V and write it with W_O (equations
+7 and 9). Feed-forward, embedding and unembedding layers read and write the vector directly.
 """
 
 import jax
@@ -21,19 +21,20 @@ from rmt_tpu.residual.whole_tiles import tiles
 
 
 class Site(nnx.Module):
-    """One place where the vector is written by one sublayer and read by the next.
+    """The parameters with which the vector is written by one sublayer and read by the next.
 
-    Matrices have two axes: if heads of size 64 were the minor axis, a TPU would pad each row of 64
-    to 128.
+    Heads and head size share one axis in the matrices: if heads of size 64 were the last axis, a
+    TPU would pad each row of 64 to 128.
 
     Attributes:
-      write: W_O [H * D_h, D] after heads; None where the vector itself is written.
-      gain: the gain of the norm, [D]; None where what is read is not normed.
-      read: W_Q, W_K and W_V, [3, D, H * D_h], before heads; W_Q alone, [1, D, H * D_h], where keys
-        and values have fewer heads; None where the vector itself is read.
-      read_fewer: W_K and W_V, [2, D, G * D_h], where keys and values have fewer heads; else None.
-      stacked: the slice that is this site's own, of the stack made by `Store.merging`; None where
-        it is not known.
+      write: W_O [H * D_h, D] after a core with heads; None if the vector is written directly.
+      gain: the gain of the norm, [D]; None if the read is not normed.
+      read: W_Q, W_K and W_V, [3, D, H * D_h], before a core with heads; W_Q alone, [1, D, H * D_h],
+        if there are fewer key and value heads than query heads; None if the vector is read
+        directly.
+      read_fewer: W_K and W_V, [2, D, G * D_h], if there are only G key and value heads; otherwise
+        None.
+      stacked: this site's slice of the stack made by `Store.merging`; None if unknown.
     """
 
     stacked: Slice | None = None
@@ -50,7 +51,7 @@ class Site(nnx.Module):
 
     @property
     def writer(self) -> nnx.Param | None:
-        """The matrix with which the output of the core before this site is written, or None."""
+        """The matrix for writing the previous core's output; None for a direct write."""
         return self.write
 
     def _write(self, config: cfg.ModelConfig, seed: Seed, port: cfg.Port) -> nnx.Param:
@@ -67,20 +68,24 @@ class Site(nnx.Module):
         return parameter(seed, shape, std=std, role="hidden", axes=axes)
 
 
-# A projection gives a device its own heads, for the tokens of all devices of `tensor`.
+# A projection gives each device its own share of the heads, for the tokens of all devices along
+# `tensor`.
 HEADS = HeadsLayout("head_major", projected=("tensor",))
 
 
 def output_scale(config: cfg.ModelConfig) -> float:
-    """Return the scale of weights that write to the residual, small if writes are added up."""
+    """Return the initial scale of weights that write to the residual.
+
+    It is `1 / sqrt(2L)` if the mixer sums the outputs, and 1 otherwise.
+    """
     return storage_scale(config.num_sublayers) if config.mixer.adds_up else 1.0
 
 
 class Store(nnx.Module):
-    """The store `h += W_O y; z = W_QKV norm(h)`, or with the vector itself as y or z.
+    """The store `h += W_O y; z = W_QKV norm(h)`, where W_O and W_QKV are absent without heads.
 
-    Where the mesh axis `tensor` divides heads, attention reads and writes a device's own heads for
-    the tokens of all devices of the axis. The residual has a device's own tokens.
+    If heads are sharded over the mesh axis `tensor`, then y and z hold this device's heads for the
+    tokens of all devices along that axis. The residual h holds only this device's tokens.
     """
 
     def __init__(
@@ -95,14 +100,14 @@ class Store(nnx.Module):
         tokens: Float[Array, "batch seq 1 D"],
         positions: Float[Array, "batch_or_1 seq 1 D"] | None,
     ) -> tuple[Float[Array, "batch seq D"], Float[Array, "batch seq 1 D"]]:
-        """Return the positions as residual, and the tokens as first write (equation 1)."""
+        """Return the positions as the residual, and the tokens as the first write (equation 1)."""
         shape = (*tokens.shape[:2], tokens.shape[-1])
         if positions is None:
             return jnp.zeros(shape, tokens.dtype), tokens
         return jnp.broadcast_to(positions[..., 0, :], shape), tokens
 
     def hold(self, residual: Float[Array, "batch seq D"]) -> Float[Array, "batch seq held"]:
-        """Return the residual in the dtype and the width in which it is carried."""
+        """Return the residual in the dtype and the padded width in which layers pass it on."""
         return self.tiles.widened(residual.astype(self.dtype))
 
     def add_and_read(
@@ -111,7 +116,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         site: Site,
     ) -> tuple[Float[Array, "batch seq D"], Read]:
-        """Write y, then norm and read, at one site."""
+        """Write y to the residual at one site, then apply the norm and read."""
         residual = self.write(residual, y, site.write)
         return residual, self.read(residual, site, y.dtype)
 
@@ -122,7 +127,7 @@ class Store(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq held"]:
-        """Compute `h + W_O y`, or `h + y` where the vector itself is written."""
+        """Compute `h + W_O y`, or `h + y` if the writer is None."""
         return residual + self.tiles.widened(self.written(y, writer).astype(residual.dtype))
 
     def written(
@@ -130,19 +135,19 @@ class Store(nnx.Module):
         y: Float[Array, "batch y_seq vectors size"],
         writer: Float[Array, "heads_width D"] | nnx.Param | None,
     ) -> Float[Array, "batch seq D"]:
-        """Return what a write adds to the residual."""
+        """Return the term that writing y adds to the residual."""
         y = y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
         if writer is None:
             return y
         with jax.named_scope("projection"):
             write = sharding.gather(writer[...].astype(y.dtype), "fsdp", axis=1)
-            # y has a device's own heads for the tokens of all devices of `tensor`; the result has
-            # its own tokens.
+            # y holds this device's heads for the tokens of all devices along `tensor`; the result
+            # holds only this device's tokens.
             return sharding.scatter_sum(jnp.dot(y, write), "tensor", axis=1)
 
     @jax.named_scope("residual")
     def read(self, residual: Float[Array, "batch seq held"], site: Site, dtype: DTypeLike) -> Read:
-        """Compute `W_QKV norm(h)`, or `norm(h)` where the vector itself is read."""
+        """Compute `W_QKV norm(h)`, or `norm(h)` if the vector is read directly."""
         return self.project(self.norm_of(residual[..., : self.tiles.size], site, dtype), site)
 
     @jax.named_scope("residual")
@@ -156,7 +161,10 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> tuple[Float[Array, "sites batch seq held"], Float[Array, "batch seq held"], Read]:
-        """Run phase two of attention over depth with the norm, and then the projection."""
+        """Run phase two of attention over depth at one site, then the norm and the projection.
+
+        See `protocols.Merging`.
+        """
         mixed, log_sums, place = sealed
         mixed, current, z = pallas_kernels.depth_attention_merge(
             mixed,
@@ -170,8 +178,8 @@ class Store(nnx.Module):
             epsilon=epsilon,
             norm_epsilon=self.tiles.epsilon(self.epsilon),
         )
-        # The kernel has one axis of tokens. Without the barrier XLA notices this and merges the
-        # tokens' axes in the products with z too, for which it must transpose the other factors.
+        # The kernel's result has a single token axis. Without the barrier, XLA would also merge the
+        # token axes in the products with z, and would have to transpose the other factors.
         z = jax.lax.optimization_barrier(z)
         z = z[..., : self.tiles.size].astype(self.compute_dtype)
         return mixed, current, self.project(z, site)
@@ -179,7 +187,7 @@ class Store(nnx.Module):
     def merging(
         self, queries: Float[Array, "repeat held"], site: Site
     ) -> Float[Array, "repeat 2 held"]:
-        """Return a site's parameters in all repeats: see `protocols.MergingFew`."""
+        """Return a site's stacked parameters for all repeats; see `protocols.MergingFew`."""
         return jnp.stack([queries, self.tiles.factor(site.gain[...])], axis=1)
 
     @jax.named_scope("residual")
@@ -192,7 +200,7 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> Read:
-        """Do what `merge_and_read` does for a few tokens, with the site's slice from `merging`."""
+        """Do what `merge_and_read` does for a few tokens, with parameters from `merging`."""
         mixed, log_sums, place = sealed
         parameters, layer = site.stacked
         z = pallas_kernels.depth_attention_merge_at(
@@ -207,14 +215,14 @@ class Store(nnx.Module):
     def norm_of(
         self, residual: Float[Array, "batch seq D"], site: Site, dtype: DTypeLike
     ) -> Float[Array, "batch seq D"]:
-        """Compute `norm(h)` with the site's gain, or return h where the site has none."""
+        """Compute `norm(h)` with the site's gain, or return h if the site has no gain."""
         if site.gain is None:
             return residual.astype(dtype)
         gain = site.gain[...]
         return normalize(residual, gain, norm=self.norm, epsilon=self.epsilon, dtype=dtype)
 
     def project(self, x: Float[Array, "batch seq D"], site: Site) -> Read:
-        """Return what the sublayer reads of the normed x."""
+        """Return the sublayer's read of x, which is already normed."""
         whole = x[..., None, :] if site.reads.whole else None
         if site.read is None:
             return Read(whole=whole)

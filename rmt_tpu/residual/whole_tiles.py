@@ -1,12 +1,13 @@
-"""Vectors of a bank padded to whole tiles of a TPU, so that kernels take them without a copy.
+"""Padding of a bank's vectors to whole TPU tiles, so that kernels can read them without a copy.
 
-A vector of D numbers is held as one of W numbers, zeros at the end, where W is the next multiple of
-128. A TPU's memory and products use that many anyway, and otherwise every kernel would work on a
-copy of its operands. With mean squares over W in place of D,
+A vector of D numbers is padded with zeros at the end to W numbers, the next multiple of 128. TPU
+memory and matrix products use whole tiles of that width in any case, and without the padding every
+kernel would work on a copy of its operands. If mean squares are computed over W instead of D
+numbers,
 
     <query, v> / sqrt(|v|^2 / D + epsilon) = <r query, v> / sqrt(|v|^2 / W + r^2 epsilon)
 
-with `r = sqrt(D / W)`. The same holds for an RMS norm with its gain, but not for a norm that
+with `r = sqrt(D / W)`. The same identity applies to an RMS norm with a gain, but not to a norm that
 subtracts a mean.
 """
 
@@ -22,35 +23,35 @@ from rmt_tpu.layers.choices import Choice, padded_width
 
 
 class Tiles(NamedTuple):
-    """The way in which vectors are held.
+    """The sizes of a vector without and with padding.
 
     Attributes:
-      size: D, the numbers of a vector.
-      held: W, the numbers with padding; D where vectors are not padded.
+      size: D, the number of entries without padding.
+      held: W, the number of entries with padding; equal to D if vectors are not padded.
     """
 
     size: int
     held: int
 
     def widened(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
-        """Return x padded with zeros at the end."""
+        """Return x padded with zeros at the end to width W."""
         missing = self.held - self.size
         return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 
     def factor(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
-        """Return r x, padded, for x that multiplies a vector divided by its root mean square."""
+        """Return `sqrt(D / W) x`, padded, for an x that multiplies an RMS-normalised vector."""
         held = self.held > self.size
         return self.widened(x * math.sqrt(self.size / self.held)) if held else x
 
     def epsilon(self, epsilon: float) -> float:
-        """Return the epsilon rescaled for a mean square over the padded width."""
+        """Return the epsilon rescaled for a mean square over the padded width W."""
         return epsilon * self.size / self.held
 
 
 def as_they_are(module: nnx.Module) -> nnx.Module:
-    """Return a copy of a store or mixer whose `tiles` do not pad; others are returned unchanged.
+    """Return a copy of a store or mixer without padding; other modules are returned unchanged.
 
-    Kernels for a few tokens take vectors of any size, and XLA would spend time on padding them.
+    Kernels for a few tokens accept vectors of any size, and XLA would spend time on padding.
     """
     given = getattr(module, "tiles", None)
     if given is None or given.size == given.held:
@@ -61,12 +62,12 @@ def as_they_are(module: nnx.Module) -> nnx.Module:
 
 
 def width(config: cfg.ModelConfig) -> Choice:
-    """Choose how many numbers a vector of a model's bank has, including zeros."""
+    """Choose the padded width of a vector in a model's bank."""
     vectors = not config.store.has_keys and getattr(config.mixer, "fused", False)
     by_kernels = vectors and config.norm == "rmsnorm"
     return padded_width(config.residual_shape[-1], by_kernels=by_kernels)
 
 
 def tiles(config: cfg.ModelConfig) -> Tiles:
-    """Return how a model's vectors are held."""
+    """Return the unpadded and padded sizes of the vectors in a model's bank."""
     return Tiles(config.residual_shape[-1], width(config).value)
