@@ -207,7 +207,10 @@ class Banked(Pipeline):
         return (*place, *(0,) * (banks.ndim - 2))
 
     def _rows(self, banks: Banks, place: Place, *, before: int = 0) -> Rows:
-        """Return a microbatch's rows from the chunk that is `before` chunks before the one at `place`."""
+        """Return a microbatch's rows from an earlier chunk.
+
+        The chunk is the one `before` places before the chunk at `place`.
+        """
         sizes = (1, self.chunk_rows, *banks.shape[2:])
         return jax.lax.dynamic_slice(banks, self._start(banks, place, before), sizes)[0]
 

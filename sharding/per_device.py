@@ -87,7 +87,7 @@ def gather(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array,
 
 
 def scatter_sum(x: Shaped[Array, "*shape"], names: Names, axis: int) -> Shaped[Array, "*part"]:
-    """Return this device's slice, along array axis `axis`, of the sum over devices along `names`."""
+    """Return this device's slice, along array axis `axis`, of the sum over devices on `names`."""
     used = _used(names)
     return jax.lax.psum_scatter(x, used, scatter_dimension=axis, tiled=True) if used else x
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each stage of the mesh has some of the layers, and microbatches pass through.
+"""Pipeline parallelism: each mesh stage has a part of the layers, and microbatches pass through.
 
 The code runs per device (in a `jax.shard_map` with the stage axis manual and `check_vma=False`).
 `sharding.schedule` defines the schedule, in units of ticks. The code loops over the ticks, so the

@@ -1,10 +1,12 @@
-"""The schedule of a pipeline: which stage works on what, when, and what it sends.
+"""The schedule of a pipeline: the work of each stage in each tick, and the data that it sends.
 
-P stages hold V chunks of layers each (the *virtual* stages); stage r holds the chunks v P + r, of
-`C = P V`. M microbatches pass through all chunks, forward and then back. In a tick, every stage
-computes one chunk of one microbatch, and then undoes one of another: a microbatch turns back as
-soon as it has left the last chunk ("one forward, one backward", Narayanan et al. 2021). After both
-the stage sends its results on around a ring. P = 2, V = 2, M = 4, as chunk.microbatch:
+Each of P stages holds V chunks of layers (its *virtual* stages). Stage r holds the chunks v P + r,
+for v from 0 to V - 1, out of `C = P V` chunks. Each of M microbatches passes forward through all
+chunks and then backward through all chunks. In each tick, a stage computes the forward pass of one
+chunk for one microbatch, and then the backward pass of one chunk for another microbatch. The
+backward passes of a microbatch start as soon as it has left the last chunk ("one forward, one
+backward", Narayanan et al. 2021). At the end of a tick, the stage sends its results around a ring.
+The table shows chunk.microbatch for P = 2, V = 2 and M = 4:
 
     tick               0   1   2   3   4   5   6   7   8   9  10  11
     stage 0 forward  0.0 0.1 2.0 2.1 0.2 0.3 2.2 2.3
@@ -12,9 +14,9 @@ the stage sends its results on around a ring. P = 2, V = 2, M = 4, as chunk.micr
     stage 1 forward      1.0 1.1 3.0 3.1 1.2 1.3 3.2 3.3
             backward             3.0 3.1 1.0 1.1 3.2 3.3 1.2 1.3
 
-Stage r is idle in P - 1 of the `M V + P - 1` ticks in which chunks are computed, and also in P - 1
-of the ticks in which chunks are undone: no more than if all microbatches went forward before the
-first turned back. But a stage keeps data of 2 P microbatches at most, however many there are.
+Forward passes take `M V + P - 1` ticks, in P - 1 of which a stage has none to compute; the same is
+true of backward passes. This is no more idle time than if all forward passes came before all
+backward passes. However, a stage keeps the data of at most 2 P microbatches, however large M is.
 """
 
 from dataclasses import dataclass
@@ -100,7 +102,10 @@ class Schedule:
         return self._place(tick - before, stage, lambda virtual: self.virtual - 1 - virtual)
 
     def _place(self, number: Any, stage: Any, order: Any) -> Place:
-        """Return the place of a stage's work item `number`, given the order of the stage's chunks."""
+        """Return the place of a stage's work item `number`.
+
+        `order` maps the n-th chunk in the stage's order of work to the chunk's index on the stage.
+        """
         work = self.microbatches * self.virtual
         active = (number >= 0) & (number < work)
         number = number.clip(0, work - 1)
@@ -127,7 +132,10 @@ class Schedule:
 
     @property
     def room_one_way(self) -> int:
-        """The maximum number of microbatches between a stage's first and last chunk in one direction."""
+        """The maximum number of microbatches between a stage's first and last chunks.
+
+        It applies to one direction, forward or backward.
+        """
         return self._in((self.virtual - 1) * self.stages + 1)
 
     def _in(self, ticks: int) -> int:

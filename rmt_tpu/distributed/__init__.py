@@ -1,1 +1,1 @@
-"""Several processes: how they find each other, agree, and end together."""
+"""Coordination of several processes: how they find each other, agree and shut down together."""

@@ -1,18 +1,19 @@
-"""A workaround for Gloo, by which the CPUs of several processes exchange numbers."""
+"""A workaround for Gloo, the library through which CPUs in several processes communicate."""
 
 import jax
 
-# The primitive has no public name.
+# This primitive has no public name.
 from jax._src.lax.parallel import reduce_scatter_p
 from jax.interpreters import mlir
 
 
 def scatter_sums_by_all_reduce() -> None:
-    """Make CPUs take their part of a scattered sum from the whole sum, from now on.
+    """Make all later reduce-scatters on CPUs use an all-reduce.
 
-    Gloo's reduce-scatter overwrites what it is still sending: now and then some numbers of the
-    first device's part are wrong, for example of gradients with `fsdp`, and no error is raised (jax
-    issue 40830; jaxlib 0.10 and 0.12). Its all-reduce is right.
+    Each device then takes its part of the whole sum. Gloo's reduce-scatter overwrites data that it
+    is still sending. Occasionally, some numbers in the first device's part are then wrong, for
+    example in gradients on a mesh with `fsdp`, and no error is raised (jax issue 40830; jaxlib 0.10
+    and 0.12). Gloo's all-reduce is correct.
     """
     lowering = mlir.lower_fun(_part_of_sum, multiple_results=False)
     mlir.register_lowering(reduce_scatter_p, lowering, platform="cpu")

@@ -2,18 +2,19 @@
 
 import functools
 
-# The module has no public name.
+# This module has no public name.
 from jax._src import compiler
 
 
 @functools.cache
 def compile_anew_over_cpus() -> None:
-    """Keep programs over several CPU devices out of JAX's compilation cache, from now on.
+    """Exclude programs for several CPU devices from JAX's compilation cache from now on.
 
-    Such programs are neither read from the cache nor written to it. A program that is read back has
-    lost the order of its collectives: XLA gives each its own resource where they had one in common
-    (`CreateResourceFromProto` in its CPU backend; jaxlib 0.10 and 0.12). Now and then devices then
-    wait for each other in different collectives, until XLA ends the process after 40 s.
+    Such programs are neither read from the cache nor written to it. A program read from the cache
+    has lost the order of its collectives: XLA gives each collective its own resource, where the
+    original program had one resource for all (`CreateResourceFromProto` in XLA's CPU backend;
+    jaxlib 0.10 and 0.12). Occasionally, devices then wait for each other in different collectives,
+    until XLA aborts the process after 40 s.
     """
     or_cached = compiler.compile_or_get_cached
 

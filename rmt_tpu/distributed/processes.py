@@ -1,9 +1,10 @@
-"""Several processes that train as one: how they find each other, agree, and end together.
+"""Several processes that train together: how they find each other, agree and shut down together.
 
-Every process runs the same program on its own devices. `initialize` joins them before a device is
-touched. Later they agree through the key-value store of JAX's coordination service, which process 0
-holds, and never through the devices. A missing process is therefore named within a stated time,
-where a collective would hang. With one process everything here is immediate.
+Every process runs the same program on its own devices. `initialize` connects the processes before
+any device is used. Later they agree through the key-value store of JAX's coordination service,
+which runs in process 0, and never through the devices. A missing process is therefore reported by
+number after a timeout, where a collective operation would hang. With one process, all functions
+return immediately.
 """
 
 import atexit
@@ -19,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The coordination service's client has no public name; JAX's own checkpointing imports it from
-# here.
+# The coordination service's client has no public name. JAX's own checkpointing code imports it from
+# this module.
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -30,8 +31,8 @@ from rmt_tpu.distributed.roll_call import DEFAULT_TIMEOUT, Member
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.streams import flush_stdout, say
 
-_LOOK_SECONDS = 1.0  # between looks for a process that has failed
-_FAREWELL_SECONDS = 10.0  # for which process 0, which holds the store, stays after a failure
+_LOOK_SECONDS = 1.0  # seconds between checks for failed processes
+_FAREWELL_SECONDS = 10.0  # seconds that process 0, which hosts the store, stays after a failure
 _FAILED, _ENDED = "rmt/failed/", "rmt/ended/"
 
 _timeout: int | float = DEFAULT_TIMEOUT
@@ -39,13 +40,13 @@ _watch: "_Watch | None" = None
 
 
 def find_member(timeout: int | float) -> tuple[Member, list[int] | None]:
-    """Return this process of a cluster's job, and the numbers of its devices.
+    """Return this process's place in a cluster's job, and the numbers of its devices.
 
-    The cluster is a TPU slice, or SLURM, Open MPI or Kubernetes. None stands for all devices of the
-    host.
+    The cluster is a TPU slice, or uses SLURM, Open MPI or Kubernetes. None in place of the numbers
+    means all devices of the host.
 
     Raises:
-      UsageError: the process is in none of these.
+      UsageError: the process does not run in any of these clusters.
     """
     try:
         coordinator, num_processes, process_id, local_device_ids = (
@@ -55,7 +56,7 @@ def find_member(timeout: int | float) -> tuple[Member, list[int] | None]:
         )
         if None in (coordinator, num_processes, process_id):
             raise LookupError("no such environment variables")
-    except Exception as error:  # each kind of cluster has its own
+    except Exception as error:  # each kind of cluster raises other exceptions
         raise UsageError(
             "--distributed finds no TPU slice and no SLURM, Open MPI or Kubernetes job here "
             f"({' '.join(str(error).split())}); give --coordinator=HOST:PORT --num_processes=N "
@@ -71,17 +72,18 @@ def initialize(
     timeout: int | float = DEFAULT_TIMEOUT,
     local_device_ids: list[int] | None = None,
 ) -> None:
-    """Join the processes of a run; this must be called before any device is touched.
+    """Connect the processes of a run; call this before any device is used.
 
     Args:
-      member: this process of the run.
-      timeout: the time in seconds for all processes to come, and later for each point where they
-        agree.
-      local_device_ids: the devices of this process; None stands for all devices of the host.
+      member: this process's place in the run.
+      timeout: the time in seconds that all processes have to connect, and later to reach each point
+        where they agree.
+      local_device_ids: the devices of this process; None means all devices of the host.
 
     Raises:
       UsageError: `member` is not legal, or the timeout is not positive.
-      RunError: some processes are missing when the time is over, or do not fit together.
+      RunError: some processes have not connected within the timeout, or the processes are
+        incompatible.
     """
     from rmt_tpu import kernel_tables
 
@@ -92,7 +94,8 @@ def initialize(
     started = time.monotonic()
     versions = f"Python {platform.python_version()} with jax {jax.__version__}"
     roll_call.hold(member, versions, timeout, kernel_tables.known())
-    # The service's handler would catch SIGTERM, which the training loop answers with a checkpoint.
+    # The service's handler would intercept SIGTERM, to which the training loop responds with a
+    # checkpoint.
     jax.config.update("jax_enable_preemption_service", False)
     loopback = roll_call.is_loopback(member.host_and_port()[0])
     jax.distributed.initialize(
@@ -105,52 +108,53 @@ def initialize(
     gloo.scatter_sums_by_all_reduce()
     _timeout = timeout
     _watch = _Watch()
-    # Handlers run in reverse order: this one before JAX's, which removes the client.
+    # Exit handlers run in reverse order of registration, so this one runs before JAX's handler,
+    # which removes the client.
     atexit.register(_watch.stop)
 
 
 def num_processes() -> int:
-    """Return the number of processes of the run, 1 if `initialize` was not called."""
+    """Return the number of processes of the run; it is 1 if `initialize` was not called."""
     return global_state.num_processes
 
 
 def process_id() -> int:
-    """Return this process's number, from 0."""
+    """Return the number of this process, counting from 0."""
     return global_state.process_id
 
 
 def is_first() -> bool:
-    """Return whether this process is the one that prints and writes for all."""
+    """Return whether this is process 0, which prints and writes for all processes."""
     return process_id() == 0
 
 
 class Channel:
-    """A series of points where all processes agree, in an order of its own.
+    """An ordered series of synchronisation points for all processes.
 
-    All processes make the same calls of a channel in the same order. Each thread that communicates
-    with its counterparts has its own channel, so that calls by other threads in between do not
-    matter.
+    All processes must make the same calls on a channel in the same order. Each thread that
+    communicates with other processes has its own channel, so that calls from other threads do not
+    interfere.
     """
 
     def __init__(self, name: str):
         """Make a channel.
 
         Args:
-          name: the channel's name, the same on all processes, and of no other channel.
+          name: the channel's name, which is the same on all processes and unique among channels.
         """
         self._name, self._calls = name, 0
 
     def exchange(self, value: str, what: str, *, timeout: int | float | None = None) -> list[str]:
-        """Return the `value` of every process, in order, once all have come.
+        """Return the `value` of every process, in process order, once all have called this.
 
         Args:
-          value: a short text of this process.
-          what: what all processes do here, for the message.
-          timeout: the time in seconds; None stands for that of `initialize`.
+          value: a short text from this process.
+          what: a description of this synchronisation point, used in error messages.
+          timeout: the time in seconds; None means the timeout given to `initialize`.
 
         Raises:
-          RunError: some processes did not come within the time, and are named; or process 0, which
-            holds the values, is gone.
+          RunError: some processes did not arrive within the timeout (the message names them), or
+            process 0, which stores the values, is gone.
         """
         count = num_processes()
         if count == 1:
@@ -162,7 +166,7 @@ class Channel:
             client.key_value_set(f"{folder}{process_id()}", value)
             self._meet(client, folder, what, timeout)
             values = _read(client, folder)
-            if is_first():  # all processes have passed the call before the last, and read it
+            if is_first():  # all processes have read the values of the call before the previous one
                 client.key_value_delete(self._folder(self._calls - 2))
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -181,14 +185,15 @@ class Channel:
                     f"{roll_call.listed(missing)} of {count} did not come to '{what}' within "
                     f"{timeout:g} s; see their logs"
                 ) from None
-            # All have set their value, and yet not all have met.
+            # All processes have stored their values, but the barrier has failed for at least one of
+            # them.
             raise RunError(
                 f"the {count} processes missed each other at '{what}': one came later than "
                 f"{timeout:g} s, or was lost while it waited; see their logs"
             ) from None
 
     def from_first(self, value: Any, what: str) -> Any:
-        """Return process 0's `value`, which is JSON, on every process."""
+        """Return process 0's `value`, a JSON value, on every process."""
         if num_processes() == 1:
             return value
         return json.loads(self.exchange(json.dumps(value) if is_first() else "", what)[0])
@@ -197,7 +202,7 @@ class Channel:
         return f"rmt/exchange/{self._name}/{call}/"
 
 
-# The channel of the main thread.
+# The main thread's channel.
 _main = Channel("main")
 exchange = _main.exchange
 from_first = _main.from_first
@@ -208,11 +213,12 @@ def _read(client: Any, folder: str) -> dict[int, str]:
 
 
 class Highest:
-    """The highest number of any process: the same on all, in the same step, one step late.
+    """The maximum of a number over all processes, with the result delayed by one call.
 
-    Each call dispatches a maximum of one number a device after the step that runs, and reads that
-    of the call before. That one is done already, because the metrics of its step have been waited
-    for. So no call waits. With one process the answer is immediate.
+    All processes get the same result in the same training step. A call dispatches a maximum over
+    one number per device, queued after the step in progress, and returns the result of the previous
+    call's maximum. That maximum is already complete, because the metrics of its step have been
+    read, so no call waits. With one process, there is no delay.
     """
 
     def __init__(self, mesh: Mesh):
@@ -223,9 +229,10 @@ class Highest:
         self._before: jax.Array | None = None
 
     def __call__(self, number: int) -> int:
-        """Return the maximum of the call before, at first 0; the next call returns this one's.
+        """Return the maximum from the previous call, or 0 in the first call.
 
-        With one process, return `number`.
+        The maximum over this call's numbers is returned by the next call. With one process, return
+        `number`.
         """
         if num_processes() == 1:
             return number
@@ -236,23 +243,26 @@ class Highest:
 
 
 def finish(timeout: int | float = 3600.0) -> None:
-    """End a run that succeeded: wait for all, so that none takes a slower one for dead.
+    """Wait for all processes at the end of a successful run.
+
+    Without the wait, a process that is still running would regard the others as failed.
 
     Args:
-      timeout: the time in seconds; process 0 may have a sample to write, the others do not.
+      timeout: the time in seconds; it is long because process 0 may still have a sample to write.
     """
     exchange("", "the end of the run", timeout=timeout)
 
 
 def fail(line: str, code: int) -> NoReturn:
-    """Print a line to standard error, and end this process and the others.
+    """Print a line to standard error, and stop this process and all others.
 
-    The process exits at once, because JAX's own shutdown waits for processes that may never come.
+    The process exits immediately, because JAX's own shutdown would wait for processes that may
+    never arrive.
 
     Args:
       line: the line to print.
-      code: the exit code of this process; with 0, for when all is saved, the others exit with 0
-        too.
+      code: the exit code of this process. With 0, which means that everything is saved, the other
+        processes exit with 0 too.
     """
     _end(line, code, told={"line": f"process {process_id()}: {line}", "code": code})
 
@@ -261,8 +271,11 @@ _ending = threading.Lock()
 
 
 def _end(line: str, code: int, told: dict[str, Any] | None = None) -> NoReturn:
-    """Print `line` once, in whichever thread comes first, and exit."""
-    _ending.acquire()  # blocks a second thread for ever, which ends with the process
+    """Print `line` and exit, in the first thread that calls this.
+
+    If `told` is given, it is stored for the other processes, which then stop too.
+    """
+    _ending.acquire()  # blocks any other thread until the process exits
     client = global_state.client
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if told:
@@ -272,7 +285,8 @@ def _end(line: str, code: int, told: dict[str, Any] | None = None) -> NoReturn:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{_ENDED}{process_id()}", "")
         until = time.monotonic() + _FAREWELL_SECONDS
-        # Without the store the others' clients would abort before they have read why.
+        # Without the store, the other processes' clients would abort before they have read the
+        # reason.
         while is_first() and time.monotonic() < until:
             if len(client.key_value_dir_get(_ENDED)) == num_processes():
                 break
@@ -281,8 +295,8 @@ def _end(line: str, code: int, told: dict[str, Any] | None = None) -> NoReturn:
 
 
 def lost(reason: str) -> NoReturn:
-    """End where the devices' communication broke, most often because another process died."""
-    time.sleep(3 * _LOOK_SECONDS)  # if that process could still report why, its line is better
+    """Stop after the devices' communication has broken, usually because another process died."""
+    time.sleep(3 * _LOOK_SECONDS)  # that process's own report of the cause is better
     fail(
         f"the devices' computation broke, most likely because another process died: {reason}",
         RunError.exit_code,
@@ -290,7 +304,7 @@ def lost(reason: str) -> NoReturn:
 
 
 class _Watch:
-    """A thread that ends this process soon after another one has failed."""
+    """A thread that stops this process soon after another process has reported a failure."""
 
     def __init__(self):
         self._stop = threading.Event()
@@ -298,12 +312,13 @@ class _Watch:
         self._thread.start()
 
     def _look(self) -> None:
-        # The thread polls, because a long wait in the client could not be ended with the process.
+        # The thread polls, because a long wait in the client could not be interrupted when the
+        # process exits.
         while not self._stop.wait(_LOOK_SECONDS):
             try:
                 failed = global_state.client.key_value_dir_get(_FAILED)
             except jax.errors.JaxRuntimeError:
-                return  # process 0 is gone, which JAX's client reports
+                return  # process 0 is gone, which JAX's client reports itself
             if failed and not self._stop.is_set():
                 first = json.loads(min(failed)[1])
                 _end(first["line"], RunError.exit_code if first["code"] else 0)

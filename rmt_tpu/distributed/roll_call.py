@@ -1,9 +1,10 @@
-"""A roll call over plain TCP, before JAX's own: who is there, who is missing, who does not fit.
+"""A roll call over plain TCP before JAX's own connection, to report missing or unfit processes.
 
-JAX's coordination client ends the process with a C++ stack trace if a process is missing or was
-started with another number of processes. So all of them meet here first, at the same address.
-Process 0 listens, every other process says who it is, and process 0 sends all what it knows
-whenever that changes. A message is one line of JSON.
+If a process is missing or was started with a different number of processes, JAX's coordination
+client aborts with a C++ stack trace. Therefore all processes first connect to each other here, at
+the same address. Process 0 listens, and every other process sends a description of itself. Whenever
+the set of connected processes changes, process 0 sends the list of missing processes to all of
+them. A message is one line of JSON.
 """
 
 import contextlib
@@ -15,20 +16,20 @@ from typing import Any, NamedTuple
 
 from rmt_tpu.errors import RunError, UsageError
 
-DEFAULT_TIMEOUT = 300.0  # seconds, to wait for other processes
+DEFAULT_TIMEOUT = 300.0  # seconds to wait for other processes
 
 _LONGEST_LINE = 4096
 _RETRY_SECONDS = 0.2
-_GRACE_SECONDS = 2.0  # for process 0, whose time may end a little later, to name the missing
+_GRACE_SECONDS = 2.0  # extra seconds for process 0, whose timeout may end later
 
 
 class Member(NamedTuple):
-    """One process of a run.
+    """The place of one process in a run.
 
     Attributes:
-      coordinator: "host:port" of process 0, the same on all processes.
-      num_processes: the number of processes of the run, the same on all.
-      process_id: the number of this process, from 0.
+      coordinator: the "host:port" of process 0, the same on all processes.
+      num_processes: the number of processes in the run, the same on all processes.
+      process_id: the number of this process, counting from 0.
     """
 
     coordinator: str
@@ -36,16 +37,16 @@ class Member(NamedTuple):
     process_id: int
 
     def host_and_port(self) -> tuple[str, int]:
-        """Return the parts of `coordinator`; an IPv6 address is without its brackets."""
+        """Return the host and port in `coordinator`; an IPv6 address loses its brackets."""
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
 
 
 def check(member: Member) -> None:
-    """Check that a member can be a process of a run.
+    """Check that a member's fields are legal.
 
     Raises:
-      UsageError: it cannot be.
+      UsageError: a field is not legal.
     """
     host, _, port = member.coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -62,7 +63,10 @@ def check(member: Member) -> None:
 
 
 class Tables(NamedTuple):
-    """Tables of block sizes, by which programs differ: a hash of them, and the user's file."""
+    """The tables of kernel block sizes that a process uses: their hash, and the user's table file.
+
+    Processes with different tables would compile different programs.
+    """
 
     fingerprint: str = ""
     file: str | None = None
@@ -72,17 +76,18 @@ _NO_TABLES = Tables()
 
 
 def hold(member: Member, versions: str, timeout: int | float, tables: Tables = _NO_TABLES) -> None:
-    """Wait until every process is there.
+    """Wait until all processes of the run are connected.
 
     Args:
       member: this process.
-      versions: what must be the same on all processes, in words.
-      timeout: the time in seconds, from now.
+      versions: a text with the versions that must be the same on all processes.
+      timeout: the maximum time to wait, in seconds from now.
       tables: the tables of block sizes, whose hash must be the same on all processes.
 
     Raises:
-      RunError: some processes are missing when the time is over, or do not fit together; or process
-        0 cannot listen, or cannot be reached. All processes that are there get an error.
+      RunError: some processes are missing after the timeout, or the processes are incompatible, or
+        process 0 cannot listen or cannot be reached. Every process that is connected raises the
+        error.
     """
     deadline = time.monotonic() + timeout
     hello = {
@@ -99,7 +104,7 @@ def hold(member: Member, versions: str, timeout: int | float, tables: Tables = _
 
 
 def listed(processes: list[int]) -> str:
-    """Return processes as text, like "process 3" or "processes 1, 2 and 5"."""
+    """Return process numbers as text, such as "process 3" or "processes 1, 2 and 5"."""
     shown = [str(p) for p in processes[:8]]
     if len(processes) > len(shown):
         shown.append(f"{len(processes) - len(shown)} more")
@@ -108,12 +113,12 @@ def listed(processes: list[int]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether the name or address is a loopback one."""
+    """Return whether a host name or address refers to this host's loopback interface."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 class _Caller:
-    """The side of process 0."""
+    """The roll call's code for process 0."""
 
     def __init__(self, member: Member, hello: dict[str, Any], timeout: int | float):
         self._member, self._hello, self._timeout = member, hello, timeout
@@ -203,7 +208,7 @@ class _Caller:
     def _tell(self, news: dict[str, Any], *others: socket.socket) -> None:
         line = json.dumps(news).encode() + b"\n"
         for connection in (*(known for known, _ in self._there.values()), *others):
-            # A process that has gone is noticed when its connection is read.
+            # A lost connection is noticed when it is next read.
             with contextlib.suppress(OSError):
                 connection.sendall(line)
 
@@ -213,10 +218,10 @@ class _Caller:
 
 
 def _answer(member: Member, hello: dict[str, Any], timeout: int | float, deadline: float) -> None:
-    """Run the side of every other process.
+    """Run the roll call on a process other than process 0.
 
     Raises:
-      RunError: process 0 cannot be reached in time, or reports an error.
+      RunError: process 0 cannot be reached within the timeout, or reports an error.
     """
     where, why = member.coordinator, "it has not been tried"
     while (remaining := deadline - time.monotonic()) > 0:
@@ -226,7 +231,7 @@ def _answer(member: Member, hello: dict[str, Any], timeout: int | float, deadlin
                 if _listen_for_go(connection, where, timeout, deadline):
                     return
             why = "it closed the connection"
-        except OSError as error:  # includes failed name look-ups: hosts come up one after the other
+        except OSError as error:  # also for failed name look-ups, as hosts start one by one
             why = error.strerror or str(error)
         time.sleep(_RETRY_SECONDS)
     raise RunError(
@@ -238,10 +243,10 @@ def _answer(member: Member, hello: dict[str, Any], timeout: int | float, deadlin
 def _listen_for_go(
     connection: socket.socket, where: str, timeout: int | float, deadline: float
 ) -> bool:
-    """Return True when all processes are there, False if process 0 has gone.
+    """Return True when all processes are connected, and False if process 0 closed the connection.
 
     Raises:
-      RunError: the time is over, process 0 reports an error, or something else answers.
+      RunError: the timeout is over, process 0 reports an error, or another program answers.
     """
     missing, unread = None, b""
     deadline += _GRACE_SECONDS
@@ -270,7 +275,7 @@ def _listen_for_go(
 
 
 def _listen(member: Member) -> socket.socket:
-    """Listen on all addresses, as JAX's coordinator does later, or on loopback for a local run.
+    """Listen on all addresses, as JAX's coordinator does later; a local run uses only loopback.
 
     Raises:
       RunError: the port cannot be used.

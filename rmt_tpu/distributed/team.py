@@ -1,31 +1,32 @@
-"""Processes that work side by side and seldom meet; no device is touched."""
+"""A team of processes that work in parallel and rarely synchronise, without using any device."""
 
 import time
 
 import jax
 
-# See `processes` for this private import.
+# `processes` explains this private import.
 from jax._src.distributed import global_state
 
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
 
-_FIRST_SECONDS, _LONGEST_SECONDS = 0.02, 1.0  # between looks
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.02, 1.0  # seconds between checks
 
 
 class ProcessTeam:
-    """All processes that `processes.initialize` joined; a `Team` of `rmt_tpu.data.prepare`.
+    """All processes connected by `processes.initialize`, as a `Team` for `rmt_tpu.data.prepare`.
 
-    A `Channel` gives up after a time. Here a process waits for another as long as that one lives,
-    because shares of work may differ by hours. A process that fails reports it to all, and JAX's
-    coordination service notices one that is killed; both end the others.
+    A `Channel` has a timeout. A team has none: a process waits for another one as long as the other
+    is alive, because shares of work may differ by hours. A process that fails reports its failure
+    to all others, and JAX's coordination service detects a process that is killed. In both cases
+    the remaining processes are stopped.
     """
 
     def __init__(self, name: str):
         """Make a team.
 
         Args:
-          name: the team's name, the same on all processes, and of no other team.
+          name: the team's name, which is the same on all processes and unique among teams.
         """
         self._name, self._calls = name, 0
 
@@ -36,18 +37,18 @@ class ProcessTeam:
 
     @property
     def count(self) -> int:
-        """The number of all processes."""
+        """The total number of processes."""
         return processes.num_processes()
 
     def gather(self, value: str, what: str) -> list[str]:
-        """Return the `value` of every process, in order, when all have come.
+        """Return the `value` of every process, in process order, once all have called this.
 
         Args:
-          value: a short text of this process.
-          what: what all processes do here, for the message.
+          value: a short text from this process.
+          what: a description of this synchronisation point, used in error messages.
 
         Raises:
-          RunError: process 0, which holds the values, is gone.
+          RunError: process 0, which stores the values, is gone.
         """
         if self.count == 1:
             return [value]
@@ -55,7 +56,7 @@ class ProcessTeam:
         folder, seconds = f"rmt/team/{self._name}/{self._calls}/", _FIRST_SECONDS
         try:
             global_state.client.key_value_set(f"{folder}{self.number}", value)
-            # The code polls, because no signal would end a wait within the client.
+            # The code polls, because signals cannot interrupt a wait inside the client.
             while len(found := global_state.client.key_value_dir_get(folder)) < self.count:
                 time.sleep(seconds)
                 seconds = min(2 * seconds, _LONGEST_SECONDS)
