@@ -163,7 +163,7 @@ class Banked(Pipeline):
         return d_chunk, d_shared, d_bank + d_earlier
 
     def _hand_on(self, banks: Banks, tick: Tick) -> Banks:
-        """Send the rows that the next stages lack, after the tick's own work."""
+        """Send the rows that the next stages lack; called after the tick's computation."""
         if not self.slots:
             return banks
         forward, stage = self.schedule.forward, self._stage()
@@ -178,7 +178,7 @@ class Banked(Pipeline):
         return banks
 
     def _hand_back(self, d_memory: tuple[Banks, Bank], tick: Tick) -> Banks:
-        """Return the gradients of the rows that `_hand_on` sent to the stages that sent them."""
+        """Return gradients to the stages that sent the rows in `_hand_on`."""
         (d_banks, d_bank), backward, stage = d_memory, self.schedule.backward, self._stage()
         here, after = backward(tick, stage), backward(tick + 1, stage)
         one, moved = d_bank[None], []

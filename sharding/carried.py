@@ -70,7 +70,10 @@ class Carried(Pipeline):
         return start, start
 
     def _empty(self, start: State, *, back: bool) -> tuple[State, Kept]:
-        """Return space for the received state, and for states kept for the backward pass."""
+        """Return zeros for the received state, and space for the states before chunks.
+
+        With `back`, the states before chunks are kept for the backward pass.
+        """
         count = self.rooms.sum() if back else 0
         kept = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), start)
         return zeros(start), kept

@@ -4,7 +4,7 @@ import math
 
 
 class RmtError(Exception):
-    """An error whose message alone informs the user: what is wrong, the value, and legal values.
+    """An error whose message tells the user what is wrong, the offending value and legal values.
 
     Attributes:
       exit_code: the exit code of a program that stops with this error.

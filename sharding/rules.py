@@ -95,7 +95,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def parameter_specs(mesh: Mesh, axes: Any, shapes: Any) -> Any:
-    """Return, for each parameter, the mesh axes over which the parameter is sharded.
+    """Return a PartitionSpec for each parameter: the mesh axes over which it is sharded.
 
     Args:
       mesh: a mesh from `make_mesh`.

@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Slots `first` to `last` (exclusive) of the data to send, for some pairs of stages."""
+    """A message for some pairs of stages: slots `first` to `last`, where `last` is excluded."""
 
     first: int
     last: int

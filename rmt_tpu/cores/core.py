@@ -86,9 +86,9 @@ def put_tokens(
 ) -> Float[Array, "repeat batch capacity size"]:
     """Return the cache with new tokens of one layer written after the first `start` tokens per row.
 
-    Tokens beyond the capacity are dropped. Loops that carry the cache do not copy it. For this
-    purpose heads and head size share one axis, because TPUs would otherwise copy the cache to
-    another layout.
+    Tokens beyond the capacity are dropped. Heads and head size share one axis of the cache: with
+    separate axes, TPUs would copy the cache to another layout, so that loops over layers could not
+    update it without a copy.
     """
     new = new.astype(cache.dtype)
     if start is None:
@@ -209,7 +209,7 @@ class Core(nnx.Module):
         """Run the core for a schedule that keeps the core's output for the backward pass.
 
         Returns:
-          The stack from `to` with the output y in its slot, the core's scalars, and what
+          The stack `to.stack` with the output y written to its slot, the core's scalars, and what
           `pull_back` needs in addition to z and y.
         """
         y, aux = self.with_aux(z, context, index)

@@ -171,7 +171,10 @@ class Experts(Core):
         return Routing(chosen, self.core.scale * weights / total)
 
     def _told(self, scores, biased, routing):
-        """Return the balance loss over this device's tokens (or 0), with loads as gradients."""
+        """Return the balance loss over this device's tokens, with loads as extra gradients.
+
+        Without a balance loss the value is 0, but the gradients remain.
+        """
         count, top_k = self.core.num_experts, self.core.top_k
         of_rows = _loads(routing.chosen, count, scores.dtype)
         told = _told(self.load, jnp.sum(of_rows, axis=0))
@@ -222,8 +225,8 @@ class Experts(Core):
         devices = sharding.axis_size("expert")
         own = self.core.num_experts // devices
         # This is the maximum number of choices that can fall on this device's experts. With even
-        # loads a device receives `chosen.size / devices` choices, and the capacity is a multiple of
-        # that number.
+        # loads a device receives `chosen.size / devices` choices, and `capacity` is the allowed
+        # multiple of that number.
         room = len(chosen) * min(self.core.top_k, own)
         if self.core.capacity is not None and devices > 1:
             room = min(room, math.ceil(self.core.capacity * chosen.size / devices))

@@ -56,7 +56,7 @@ def find_member(timeout: int | float) -> tuple[Member, list[int] | None]:
         )
         if None in (coordinator, num_processes, process_id):
             raise LookupError("no such environment variables")
-    except Exception as error:  # each kind of cluster raises other exceptions
+    except Exception as error:  # each kind of cluster raises its own exceptions
         raise UsageError(
             "--distributed finds no TPU slice and no SLURM, Open MPI or Kubernetes job here "
             f"({' '.join(str(error).split())}); give --coordinator=HOST:PORT --num_processes=N "
@@ -245,7 +245,7 @@ class Highest:
 def finish(timeout: int | float = 3600.0) -> None:
     """Wait for all processes at the end of a successful run.
 
-    Without the wait, a process that is still running would regard the others as failed.
+    Without the wait, processes that finish early would regard a slower process as dead.
 
     Args:
       timeout: the time in seconds; it is long because process 0 may still have a sample to write.

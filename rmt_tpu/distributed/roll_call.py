@@ -1,4 +1,4 @@
-"""A roll call over plain TCP before JAX's own connection, to report missing or unfit processes.
+"""A roll call over plain TCP before JAX connects, to report missing or mismatched processes.
 
 If a process is missing or was started with a different number of processes, JAX's coordination
 client aborts with a C++ stack trace. Therefore all processes first connect to each other here, at
@@ -118,7 +118,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Caller:
-    """The roll call's code for process 0."""
+    """The roll call as run by process 0, which accepts the other processes' connections."""
 
     def __init__(self, member: Member, hello: dict[str, Any], timeout: int | float):
         self._member, self._hello, self._timeout = member, hello, timeout

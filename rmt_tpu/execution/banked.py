@@ -1,4 +1,4 @@
-"""The schedule for mixers that read rows of a bank, which also serves as the checkpoint.
+"""The schedule for mixers that read rows of a bank; the bank also serves as the checkpoint.
 
 The bank holds the outputs of earlier sublayers or blocks, one per row. Each row is written only
 once, so the backward pass still finds the rows that a layer has read. The forward pass keeps the
@@ -12,8 +12,8 @@ A layer is one period of its stack's cores. Layers are divided into *groups*. Be
 phase one reads all existing rows in one pass, and computes what they contribute to every site of
 the group. Phase two adds, at each site, the rows that the group itself has written. The gradients
 of a group's sites are therefore added to the gradient of the earlier rows only once. The running
-sum is passed from group to group, so the number of passes over the bank does not depend on the size
-of a row's block.
+sum is passed from group to group, so the number of passes over the bank does not depend on how
+often a row is completed.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,7 +91,10 @@ def run_layers(
     context: Context,
     caches: tuple | None,
 ) -> tuple[Read, tuple | None, Aux]:
-    """Run all layers of a decoder and the final read; see `scanned.run_layers`."""
+    """Run all layers of a decoder, and read the input of the unembedding.
+
+    The arguments and results are those of `scanned.run_layers`.
+    """
     store, mixer = decoder.store, decoder.mixer
     few = caches is not None and few_tokens(state.shape[1])
     if few:
@@ -360,7 +363,11 @@ class Run:
     def _begin(
         self, of_stack: Stacked, bank: Bank, start: Index, layers: int, first: Index | None
     ) -> tuple[Index, Index, Any, Bank | None]:
-        """Return the group's first sublayer, its first row, its prior and its own rows."""
+        """Return what a group starts with: its first sublayer, first row, prior and rows.
+
+        The prior is the result of phase one, and the rows are those that the group itself completes
+        (None for a closed group).
+        """
         at = (self.first if first is None else first) + start * self.period
         first_row = self.mixer.first_row(at)
         scores = _sites(stacks.run_of(of_stack.scores, start, layers))

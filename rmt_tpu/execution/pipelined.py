@@ -101,7 +101,7 @@ def run_layers(
     context: Context,
     schedule: sharding.Schedule,
 ) -> tuple[Read, Aux]:
-    """Return the final read for the unembedding, and the sums of the cores' scalars.
+    """Return the input of the unembedding, and the sums of the cores' scalars.
 
     Args:
       decoder: the decoder with only this stage's layers: [L / P, ...], or [V, L / (P V), ...] with
@@ -111,8 +111,8 @@ def run_layers(
       schedule: the schedule of the stages.
 
     Returns:
-      This stage's share of the rows that the last stage has read, so that all stages can share
-      further work; and the scalars of this stage's cores, summed over all rows.
+      This stage's share of the rows of the input, which the last stage has computed, so that all
+      stages can share further work; and the scalars of this stage's cores, summed over all rows.
 
     Raises:
       MeshError: see `check`.
@@ -292,10 +292,7 @@ def _banked(decoder: Model, schedule: sharding.Schedule) -> Stages:
         return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
 
     def rows_backward(of_chunk, _, index, bank, given, d_bank, d_aux):
-        """Return the gradient of the stacked parameters, and of the rows.
-
-        The rows' gradient is added to `d_bank`.
-        """
+        """Return the gradient of the stacked parameters, and `d_bank` with the rows' part added."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
         kept = banked.Kept()
         if run.grouping.open:

@@ -35,7 +35,7 @@ def run_layers(
     y: Float[Array, "batch seq R D_v"],
     context: Context,
 ) -> tuple[Read, Aux]:
-    """Run all layers of a decoder; return the final read and the sums of the cores' scalars.
+    """Run all layers of a decoder; return the input of the unembedding and sums of scalars.
 
     Args:
       decoder: a `Decoder` with a matrix store, which converts the residual to the store's dtype.
@@ -209,7 +209,7 @@ def _source(written: list[Array], before: Slot, k: int, repeat: Index) -> Slot:
 
 
 def _begins_with_earlier(written: list[Array]) -> bool:
-    """Return whether the last stack has an extra slot, which is the case with several repeats."""
+    """Return whether the last stack has an extra slot, as it does if there are several repeats."""
     return written[-1].shape[0] > 1
 
 

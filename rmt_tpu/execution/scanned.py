@@ -24,7 +24,7 @@ def run_layers(
     context: Context,
     caches: tuple | None,
 ) -> tuple[Read, tuple | None, Aux]:
-    """Run all layers of a decoder, and the final read for the unembedding.
+    """Run all layers of a decoder, and read the input of the unembedding.
 
     Args:
       decoder: a `Decoder`.
@@ -33,7 +33,8 @@ def run_layers(
       caches: for each stack, the caches of its cores; None unless decoding.
 
     Returns:
-      The final read, the caches with the new tokens added, and the sums of the cores' scalars.
+      The input of the unembedding, the caches with the new tokens added, and the sums of the cores'
+      scalars.
     """
     mixer, store, config = decoder.mixer, decoder.store, decoder.config
     carry, new, first = (*mixer.start(store, state, y), no_aux(config, y.dtype)), [], 0
@@ -58,9 +59,21 @@ def scan(
     first: Index,
     caches: tuple | None = None,
 ) -> tuple[tuple[Any, Array, Aux], tuple | None]:
-    """Run all repeats of a stack, or of a part of one.
+    """Run all repeats of a stack, or of a part of a stack.
 
-    `first` is the number of sublayers before it.
+    Args:
+      mixer: the model's mixer.
+      store: the residual's store.
+      stack: the stack of layers.
+      remat: what the backward pass recomputes.
+      carry: the mixer's state, the output that is to be written next, and the cores' summed
+        scalars.
+      context: the rule for which tokens may attend to which.
+      first: the number of sublayers before the stack or the part.
+      caches: the caches of the stack's cores; None unless decoding.
+
+    Returns:
+      The carry and the caches after all repeats.
     """
     graphdef, layers = nnx.split(stack)
     layers = nnx.to_pure_dict(layers)

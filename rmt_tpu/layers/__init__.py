@@ -1,1 +1,1 @@
-"""Sublayers written as functions from input to output, independent of the kind of residual."""
+"""Layers that map input arrays to output arrays and do not depend on the kind of residual."""

@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 
 
 def outputs_in_place(target: Target) -> Choice:
-    """Choose whether a core's last matrix product is written directly into its slot of a stack."""
+    """Choose whether a core's last matrix product is written directly into a stack of outputs."""
     if target.slug in _MADE_IN_PLACE:
         return Choice(True, "XLA makes a product in the layout that the residual's kernels take")
     return Choice(False, f"XLA would lay the stack out anew for each product on {target.kind}")
@@ -59,10 +59,11 @@ def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
 
 
 def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
-    """Choose whether the kernel that rebuilds a residual also reads it for the preceding site.
+    """Choose whether the kernel that rebuilds a residual also reads it for the preceding sublayer.
 
-    Reading in the same kernel saves a pass over HBM. However, XLA can keep a small residual in
-    VMEM, which it does more readily if a separate kernel reads the residual next.
+    The choice concerns the backward pass of reversible layers. Reading in the same kernel saves a
+    pass over HBM. However, XLA can keep a small residual in VMEM, and it is more likely to do so if
+    a separate kernel reads the residual next.
     """
     share = residual_bytes / target.chip.vmem
     told = f"a residual of {residual_bytes:,} bytes fills {share:.2g} of VMEM, where XLA keeps one"

@@ -1,4 +1,4 @@
-"""Conversion between a token's data vectors and one long vector.
+"""Conversion between a token's data vectors, which layers read and write, and one long vector.
 
 The long vector is ordered by entry first: its entry `i * vectors + r` is entry i of data vector r.
 The kernels for the residual matrix store their data in this order, so neither conversion moves data
@@ -42,10 +42,10 @@ class HeadsLayout(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The input z that a site has read for a core; a part that the core does not use is None.
+    """The input z of a core, as read from the residual; a part that the core does not use is None.
 
     Attributes:
-      heads: vectors of head size, with the groups of heads of the core's port one after the other.
+      heads: vectors of head size, for example all queries, then all keys, then all values.
       whole: the residual read without heads: [..., 1, D] from a vector store, [..., R, D_v] from a
         matrix store.
     """

@@ -1,4 +1,4 @@
-"""Token embedding, which gives the first data vectors, and unembedding, which gives the logits."""
+"""The token embedding, which makes the first data vectors, and the unembedding to logits."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -55,8 +55,8 @@ class Embedding(nnx.Module):
         )
 
     def _look_up(self, table, indices, dtype):
-        # An index outside the table gives NaN. By default JAX would clamp a too large index to the
-        # last row, and count a negative index from the end.
+        # An index outside the table gives NaN. By default, JAX would clamp an index that is too
+        # large to the last row, and count a negative index from the end.
         indices = jnp.where(indices < 0, table.shape[0], indices)
         rows = self.multiplier * jnp.take(table, indices, axis=0, mode="fill")
         return rows.astype(dtype)

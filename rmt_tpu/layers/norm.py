@@ -19,9 +19,10 @@ def normalize(
     """Return `gain * x / sqrt(mean(x^2) + epsilon)` in `dtype`; "layernorm" first centres x.
 
     Statistics are computed in at least float32. For a layernorm of bfloat16 input, the mean and the
-    mean square come from a single pass over x, so the variance is a difference that can lose
-    precision in float32. This is harmless: where the mean is large enough for that, the 8
-    significant bits of bfloat16 cannot represent a spread around the mean anyway.
+    mean square come from a single pass over x. The variance is their difference
+    `mean(x^2) - mean(x)^2`, which can lose precision in float32. This is harmless: where the mean
+    is large enough for such a loss, bfloat16's 8 significant bits cannot represent a spread around
+    the mean anyway.
     """
     narrow = x.dtype == jnp.bfloat16
     mean = functools.partial(jnp.mean, axis=-1, keepdims=True)

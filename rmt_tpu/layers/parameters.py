@@ -13,7 +13,7 @@ from rmt_tpu.config import Role
 
 Module = TypeVar("Module", bound=nnx.Module)
 
-# Logical axes that index separate matrices within one stacked parameter.
+# Logical axes that index the separate matrices within one stacked parameter.
 OF_MANY = ("layer", "node", "expert", "projection", "stream")
 
 
@@ -41,7 +41,10 @@ class Seed(NamedTuple):
         return self._replace(base=jax.random.fold_in(self.base, index))
 
     def key(self) -> Key[Array, ""]:
-        """Return the JAX key for drawing the parameter with this name; use it only once."""
+        """Return the JAX key for drawing the initial value of the parameter with this name.
+
+        Use it for one draw only.
+        """
         # Python's built-in string hash would differ between processes.
         return jax.random.fold_in(self.base, zlib.crc32(self.name.encode()))
 
@@ -145,9 +148,10 @@ def stack(
 
 
 def metadata(module: nnx.Module, name: str) -> dict:
-    """Return one metadata entry per parameter ("role", "axes", ...), as a pure `nnx` state dict.
+    """Return one metadata entry, such as "role" or "axes", for each parameter of a module.
 
-    A parameter without `fan_in` gets the value 1, and a parameter without `exact` gets True.
+    The result is a pure dict in the structure of the `nnx` state. A parameter without `fan_in` gets
+    the value 1, and a parameter without `exact` gets True.
     """
     state = nnx.state(module, nnx.Param)
     default = {"fan_in": 1, "exact": True}

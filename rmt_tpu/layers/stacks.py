@@ -78,7 +78,10 @@ def _by_itself_jvp(primals, tangents):
 
 
 def empty_like(stacks: Any) -> Any:
-    """Return uninitialised stacks of the same shapes and dtypes, for writing before reading."""
+    """Return uninitialised stacks with the shapes and dtypes of a tree of stacks.
+
+    Every slice must be written before it is read.
+    """
     return jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), stacks)
 
 
@@ -112,12 +115,12 @@ def fill(
     index: Index,
     whole: Bool[Array, ""],
 ) -> Array:
-    """Return the stack with `x` in slice `index`, for slices that are read only once complete.
+    """Return the stack with `x` written into slice `index`; the slice may still be incomplete.
 
-    No one has read the slice before, and no one may read it until `whole` is True. The gradient of
-    x is the slice's gradient if `whole`, and 0 otherwise. The gradient of the stack is passed on
-    unchanged. JAX's own update would set the slice of that gradient to zero, which copies the whole
-    stack.
+    `whole` says whether x is complete. Nothing has read the slice before, and nothing may read it
+    until `whole` is True. The gradient of x is the slice's gradient if `whole`, and 0 otherwise.
+    The gradient of the stack is passed on unchanged. JAX's own update would set the slice of that
+    gradient to zero, which copies the whole stack.
     """
     return put(stack, x, index)
 

@@ -69,7 +69,7 @@ def store_module(store: cfg.Store) -> ModuleType:
 
 
 def make_mixer(config: cfg.ModelConfig, seed: Seed) -> Carried | Banked:
-    """Return the configured mixer, with the parameters that it holds outside of the sites."""
+    """Return the configured mixer, including the parameters that do not belong to a site."""
     match config.mixer:
         case cfg.Sum():
             return Sum()

@@ -65,7 +65,7 @@ class Dense(nnx.Module):
         return sublayer // 2 + 1
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers rows"]:
-        """Return rows of the matrix a: the first site of layer i + 1 reads with row i."""
+        """Return one row of the matrix a per sublayer; the first site of layer i + 1 uses row i."""
         return jnp.repeat(self.matrix()[:-1], 2, axis=0)
 
     def matrix(self) -> Float[Array, "rows rows"]:
@@ -122,13 +122,13 @@ class Dense(nnx.Module):
     def seal(
         self, site: nnx.Module, rows: Bank | None, current: Row, at: At
     ) -> tuple[Bank | None, Row]:
-        """Write a layer's output into its bank row when the layer is complete."""
+        """Write the output of a complete layer into its bank row."""
         if not site.begins_layer:
             rows = stacks.put(rows, current, (at.sublayer - at.group) // 2)
         return rows, current
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the unembedding's read of Y_L."""
+        """Return the input of the unembedding, which is read from Y_L."""
         residual = _mix(self.matrix()[-1:], bank, jnp.ones(self.num_rows, bool))[0]
         return store.read(residual, final_site, store.compute_dtype)
 

@@ -60,7 +60,11 @@ class DepthAblation(depth_attention.DepthAttention):
     # A stack of layers forms a single group, whose rows are the whole bank.
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """Return one group with all layers, because an ablation has no phase one."""
+        """Return one group with all layers, because each site reads all earlier rows by itself.
+
+        A group is a set of layers whose sites share a first pass over earlier rows (phase one). The
+        ablations have no such pass.
+        """
         ends = self._ends(first, period, repeat)
         return Grouping(repeat, False, any(ends), lambda _: self.num_rows)
 
@@ -73,14 +77,14 @@ class DepthAblation(depth_attention.DepthAttention):
         return super().scores(sites) if self.logits is None else self._table()[:-1]
 
     def merging(self, store: Store, scores: Array, stack: nnx.List) -> tuple:
-        """Return an empty tuple, because an ablation has no phase two."""
+        """Return an empty tuple, because each site reads the bank without a merging step."""
         return ()
 
     def _table(self) -> Float[Array, "sites sources"]:
         """Return the learned logits as a table of sites by sources.
 
-        The entry of a source that a site does not see repeats the logit of the site's last source,
-        and is not used.
+        The entry of a source that a site does not see is a placeholder, the logit of the site's
+        last source; such sources get weight 0.
         """
         places, start = [], 0
         for k in range(self.num_sublayers + 1):
@@ -90,7 +94,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return self.logits[...][jnp.asarray(places)]
 
     def prior(self, scores: Float[Array, "sites scored"], bank: Bank, count: Index) -> None:
-        """Return None, because there is no phase one."""
+        """Return None, because the ablations have no shared pass over earlier rows (phase one)."""
         return None
 
     def prior_backward(
@@ -102,11 +106,11 @@ class DepthAblation(depth_attention.DepthAttention):
         d_prior: None,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Return zeros for `scores` and an unchanged `d_bank`, because there is no phase one."""
+        """Return zeros for `scores` and an unchanged `d_bank`, because `prior` reads nothing."""
         return jnp.zeros_like(scores), d_bank
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the unembedding's read of the last aggregation, which covers all rows."""
+        """Return the input of the unembedding, which is read from the mix of all rows."""
         scalars = self.logits is not None
         shared = self._table()[-1] if scalars else final_site.mix.folded().reshape(-1)
         nothing = jnp.zeros_like(bank[0])
@@ -123,7 +127,7 @@ class DepthAblation(depth_attention.DepthAttention):
         current: Row,
         at: At,
     ) -> tuple[None, Bank | None, Row, Read]:
-        """Read the whole bank in one step: see `protocols.Banked`."""
+        """Mix all sources of a site in one step, and read the mix: see `protocols.Banked`."""
         running = jnp.asarray(at.sublayer % self.block > 0)
         h = self._mix(site, score, rows, self._row(at.sublayer), current, running)
         return prior, rows, current, store.read(h, site, store.compute_dtype)

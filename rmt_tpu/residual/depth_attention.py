@@ -48,7 +48,7 @@ from rmt_tpu.residual.whole_tiles import tiles
 
 
 class Prior(NamedTuple):
-    """The partial softmax of each site in a group, over the rows that were sealed before the group.
+    """The partial softmax of each site in a group, over the bank rows completed before the group.
 
     Attributes:
       mixed: the softmax-weighted means of these rows.
@@ -79,7 +79,7 @@ class Mix(nnx.Module):
         self.key_gain = gain(shape, axes=axes) if with_gain else None
 
     def folded(self) -> Float[Array, "*layers D_or_D_k_D_v"]:
-        """Return `gain * query`, which saves multiplying every normalised key by the gain."""
+        """Return `gain * query`, so that the gain need not be applied to every key."""
         query = self.query[...]
         return query if self.key_gain is None else query * self.key_gain[...]
 
@@ -167,7 +167,7 @@ class DepthAttention(nnx.Module):
     def merging(
         self, store: Store, scores: Float[Array, "repeat period scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
-        """Return the stacked parameters of the sites: see `protocols.FewTokens`."""
+        """Return each site's stacked parameters for all repeats: see `protocols.FewTokens`."""
         if not isinstance(store, MergingFew):
             return ()
         return tuple(store.merging(scores[:, k], one.site) for k, one in enumerate(stack))
@@ -252,7 +252,7 @@ class DepthAttention(nnx.Module):
     # A site --------------------------------------------------------------------------------------
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the unembedding's read of the last aggregation, which covers all rows."""
+        """Return the input of the unembedding, which is read from the mix of all rows."""
         query = self.tiles.factor(final_site.mix.folded()).reshape(1, -1)
         h = self._partial(query, bank, self.num_rows)[0][0]
         return store.read(h, final_site, store.compute_dtype)
@@ -267,7 +267,10 @@ class DepthAttention(nnx.Module):
         current: Row,
         at: At,
     ) -> tuple[Prior, Bank | None, Row, Read]:
-        """Run phase two at one site: see `protocols.Banked`."""
+        """Run phase two at one site: mix in the group's own rows, and read the mix.
+
+        See `protocols.Banked`.
+        """
         place = at.sublayer - at.group
         active = at.sublayer % self.block > 0
         if site.stacked is not None and rows is None:

@@ -78,9 +78,9 @@ class DepthLstm(nnx.Module):
     def start(
         self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
-        """Return the initial cell, and the embedding y that is to be written to it.
+        """Return the initial state, and the embedding y, which is written to it first.
 
-        The cell's output gate is fully open, so that the output o_0 is the whole embedding.
+        The output gate is fully open, so that the output o_0 is the whole embedding.
         """
         kept = store.hold(state)
         return State(kept, jnp.ones_like(kept), jnp.ones_like(kept)), y

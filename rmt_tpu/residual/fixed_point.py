@@ -23,11 +23,11 @@ from rmt_tpu import config as cfg
 from rmt_tpu.config.checks import ranges
 
 _LARGEST = 2**15 - 1
-# The range is at least this multiple of the size at the last read, which is about twice what
+# Minimum ratio of the range to the residual's size at the last read. It is about twice what
 # rmt-tiny needed.
 _ROOM = 112
-# The size at the first read is at least this many steps. Rounding errors are then half a percent of
-# that size, about as large as those of a model that uses bfloat16 everywhere.
+# Minimum size of the residual at the first read, in steps. Rounding errors are then half a percent
+# of that size, about as large as the errors of a model that uses bfloat16 everywhere.
 _FEWEST_STEPS = 64
 
 
@@ -35,8 +35,8 @@ def in_floats(model: cfg.ModelConfig) -> cfg.ModelConfig:
     """Return the model config for use without training: a float residual and remat "full".
 
     Without training no write is undone, so neither a fixed step nor the sublayers' stored outputs
-    are needed, and floats cannot overflow the int16 range. A config without reversible remat is
-    returned unchanged.
+    are needed, and a float residual cannot overflow. A config without reversible remat is returned
+    unchanged.
     """
     if model.remat != "reversible":
         return model

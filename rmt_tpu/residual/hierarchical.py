@@ -1,4 +1,4 @@
-"""Hierarchical aggregation: a node combines the outputs of every few layers.
+"""Hierarchical aggregation: after every few layers, a node combines the residuals of these layers.
 
 Dou, Tu, Wang, Shi and Zhang (2018). H_k is the residual after k plain layers, and a node follows
 every e-th layer. The output A_i of node i replaces the residual, so the next layers read it:

@@ -69,8 +69,8 @@ class Highway(nnx.Module):
     ) -> tuple[State, Read]:
         """Write y to the residual and read z for the next sublayer.
 
-        The terms of the next equation that do not need the next sublayer's output are already added
-        to the returned state.
+        The returned state already includes those terms of the next update of h that do not depend
+        on the next sublayer's output.
         """
         h, passed = state
         written = store.written(y, site.write).astype(h.dtype)

@@ -77,9 +77,9 @@ class HyperConnections(nnx.Module):
     def start(
         self, store: Stepwise, state: Float[Array, "batch seq D"], y: Array
     ) -> tuple[State, Array]:
-        """Return m equal streams that do not include the embedding y yet, and y.
+        """Return the initial state, with m equal streams, and the embedding y.
 
-        The first write adds y to every stream, without mixing.
+        The streams do not include y yet. The first write adds y to every stream, without mixing.
         """
         held = store.hold(state)
         m, dtype = self.streams, jnp.result_type(held, jnp.float32)

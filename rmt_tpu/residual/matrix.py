@@ -60,7 +60,10 @@ class Site(nnx.Module):
         return self.store_keys
 
     def split(self, vectors: Float[Array, "batch seq reads D_v"]) -> Read:
-        """Split the vectors read with the site's keys into the parts that the next core uses."""
+        """Split the vectors read with the site's keys into the parts that the next core uses.
+
+        The parts are the vectors of heads and the vectors of the whole residual.
+        """
         heads = sum(self.reads.heads)
         if not self.reads.whole:
             return Read(heads=vectors)

@@ -8,7 +8,7 @@ from rmt_tpu.config import Port
 
 
 class Place(NamedTuple):
-    """The place of a site.
+    """The place of a site, which lies before a sublayer or before the unembedding.
 
     Attributes:
       index: the number of sublayers before the site; traced inside a stack.

@@ -331,9 +331,9 @@ class Banked(Protocol):
         """
 
     def first_row(self, sublayer: Index) -> Index:
-        """Return the group's first own row: the row still incomplete when the group starts.
+        """Return the first row that belongs to a group: the row in progress when the group starts.
 
-        `sublayer` is the number of the group's first sublayer.
+        `sublayer` is the number of sublayers before the group.
         """
 
     def scores(self, sites: Sequence[Sequence[nnx.Module]]) -> Float[Array, "sublayers *scored"]:
@@ -390,7 +390,7 @@ class Banked(Protocol):
         """
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
-        """Return the unembedding's read of the last mix, which covers all rows."""
+        """Return the input of the unembedding, which is read from the mix of all rows."""
 
     # For analysis.
 
@@ -405,8 +405,9 @@ class Banked(Protocol):
         """Run all layers one by one, directly as in the equations, without bank, groups or kernels.
 
         Returns:
-          The unembedding's read, and for each site the weights over depth of the sources that it
-          sees, oldest first. Mixers whose weights do not depend on tokens return no weights.
+          The input of the unembedding, and for each site the weights over depth of the sources that
+          the site sees, oldest first. Mixers whose weights do not depend on tokens return no
+          weights.
         """
 
     def depth_weights(

@@ -24,5 +24,5 @@ class Sum(nnx.Module):
     def advance(
         self, store: Store, state: Any, y: Written, site: nnx.Module, index: Index
     ) -> tuple[Any, Read]:
-        """Write the previous sublayer's output y, and return the new state and the next read."""
+        """Write the previous output y; return the new state and the next sublayer's input."""
         return store.add_and_read(state, y, site)

@@ -200,7 +200,7 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> Read:
-        """Do what `merge_and_read` does for a few tokens, with parameters from `merging`."""
+        """Do what `merge_and_read` does, for a few tokens, with parameters from `merging`."""
         mixed, log_sums, place = sealed
         parameters, layer = site.stacked
         z = pallas_kernels.depth_attention_merge_at(
@@ -222,7 +222,7 @@ class Store(nnx.Module):
         return normalize(residual, gain, norm=self.norm, epsilon=self.epsilon, dtype=dtype)
 
     def project(self, x: Float[Array, "batch seq D"], site: Site) -> Read:
-        """Return the sublayer's read of x, which is already normed."""
+        """Return the sublayer's input from x, which is already normed."""
         whole = x[..., None, :] if site.reads.whole else None
         if site.read is None:
             return Read(whole=whole)

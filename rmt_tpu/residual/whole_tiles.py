@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
 
 
 def as_they_are(module: nnx.Module) -> nnx.Module:
-    """Return a copy of a store or mixer without padding; other modules are returned unchanged.
+    """Return a copy of a store or mixer that does not pad; other modules are returned unchanged.
 
     Kernels for a few tokens accept vectors of any size, and XLA would spend time on padding.
     """
