@@ -70,9 +70,9 @@ class Carried(Pipeline):
         return start, start
 
     def _empty(self, start: State, *, back: bool) -> tuple[State, Kept]:
-        """Return zeros for the received state, and space for the states before chunks.
+        """Return zeros for the received state and, if `back`, for the states before chunks.
 
-        With `back`, the states before chunks are kept for the backward pass.
+        The states before chunks are needed for the backward pass only.
         """
         count = self.rooms.sum() if back else 0
         kept = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), start)

@@ -5,8 +5,8 @@ for v from 0 to V - 1, out of `C = P V` chunks. Each of M microbatches passes fo
 chunks and then backward through all chunks. In each tick, a stage computes the forward pass of one
 chunk for one microbatch, and then the backward pass of one chunk for another microbatch. The
 backward passes of a microbatch start as soon as it has left the last chunk ("one forward, one
-backward", Narayanan et al. 2021). At the end of a tick, the stage sends its results around a ring.
-The table shows chunk.microbatch for P = 2, V = 2 and M = 4:
+backward", Narayanan et al. 2021). At the end of a tick, the stages send their results around a
+ring. The table shows chunk.microbatch for P = 2, V = 2 and M = 4:
 
     tick               0   1   2   3   4   5   6   7   8   9  10  11
     stage 0 forward  0.0 0.1 2.0 2.1 0.2 0.3 2.2 2.3
@@ -14,9 +14,10 @@ The table shows chunk.microbatch for P = 2, V = 2 and M = 4:
     stage 1 forward      1.0 1.1 3.0 3.1 1.2 1.3 3.2 3.3
             backward             3.0 3.1 1.0 1.1 3.2 3.3 1.2 1.3
 
-Forward passes take `M V + P - 1` ticks, in P - 1 of which a stage has none to compute; the same is
-true of backward passes. This is no more idle time than if all forward passes came before all
-backward passes. However, a stage keeps the data of at most 2 P microbatches, however large M is.
+Forward passes take `M V + P - 1` ticks, and each stage has no forward pass in P - 1 of these ticks.
+The same is true of backward passes. This is no more idle time than if all forward passes came
+before all backward passes. However, a stage keeps the data of at most 2 P microbatches, however
+large M is.
 """
 
 from dataclasses import dataclass

@@ -273,7 +273,7 @@ _ending = threading.Lock()
 def _end(line: str, code: int, told: dict[str, Any] | None = None) -> NoReturn:
     """Print `line` and exit, in the first thread that calls this.
 
-    If `told` is given, it is stored for the other processes, which then stop too.
+    If `told` is given, it is stored for the other processes, which stop when they read it.
     """
     _ending.acquire()  # blocks any other thread until the process exits
     client = global_state.client

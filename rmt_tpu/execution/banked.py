@@ -93,7 +93,7 @@ def run_layers(
 ) -> tuple[Read, tuple | None, Aux]:
     """Run all layers of a decoder, and read the input of the unembedding.
 
-    The arguments and results are those of `scanned.run_layers`.
+    Arguments and results are the same as for `scanned.run_layers`.
     """
     store, mixer = decoder.store, decoder.mixer
     few = caches is not None and few_tokens(state.shape[1])

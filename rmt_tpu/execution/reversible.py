@@ -173,7 +173,11 @@ class _Layers:
         return nnx.merge(self.last_sites[number], site), statistics
 
     def _empty(self, stack: cfg.Stack, before: Slot) -> list[Array]:
-        """Return uninitialised stacks for the outputs of a stack's sublayers; see `_source`."""
+        """Return uninitialised stacks for the outputs of a stack's sublayers.
+
+        If the stack has several repeats, the last array has an extra slot 0, which holds the output
+        in `before`; see `_source`.
+        """
         batch, seq, _, size = before.shape
         count = lambda port: sum(port.heads) + port.whole * self.config.data_shape[0]
         shape = lambda core: (stack.repeat, batch, seq, count(core.writes), size)

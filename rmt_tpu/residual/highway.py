@@ -33,7 +33,7 @@ class State(NamedTuple):
 
 
 class Mix(nnx.Module):
-    """The weights W_1 and W_2, side by side in [D, 2 D] so that one product gives T and v."""
+    """The weights W_1 and W_2, side by side in [D, 2 D] so that one product with x uses both."""
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         dim = config.store.dim

@@ -373,12 +373,13 @@ class Banked(Protocol):
           site: the site before the sublayer.
           score: the site's entry of `scores`.
           prior: the result of phase one for the group.
-          rows: the group's own rows, of which only the sealed ones count; None for a closed group.
+          rows: the group's own rows (None for a closed group); rows that are not sealed yet are
+            ignored.
           current: the running sum.
           at: the place of the read in depth.
 
         Returns:
-          The prior, the rows and the running sum to pass on, and the site's read for the core.
+          The prior, the rows and the running sum to pass on, and the core's input.
         """
 
     def seal(
