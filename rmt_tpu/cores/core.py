@@ -188,7 +188,7 @@ class Core(nnx.Module):
         """Return the core's output, in z's dtype.
 
         Args:
-          z: the site's read, with the parts that the core's port declares.
+          z: the data vectors read from the residual, with the parts that the core's port declares.
           context: the rule for which tokens may attend to which.
           index: the number of sublayers before this one.
         """

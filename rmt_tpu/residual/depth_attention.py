@@ -104,8 +104,8 @@ class DepthAttention(nnx.Module):
         """Return groups of one block each where possible, and groups of several layers otherwise.
 
         A group is one block if every block consists of whole periods (the repeated patterns of
-        layers), and the stack starts and ends at block boundaries. Otherwise blocks may be
-        completed inside a group.
+        layers), and the stack starts and ends at block boundaries. Otherwise a group may contain
+        parts of several blocks.
         """
         begun, goes_on = self._ends(first, period, repeat)
         if self.block > 1 and self.block % period == 0 and not (begun or goes_on):

@@ -193,7 +193,7 @@ class Store(nnx.Module):
         y: pallas_kernels.Slot,
         site: Site,
     ) -> tuple[Shaped[Array, "group seq own_D_k D_v"], Read, pallas_kernels.Statistics]:
-        """Do what `add_and_read` does, and also return the norm's statistics."""
+        """Write and read as `add_and_read` does, and also return the norm's statistics."""
         store_keys, gain, read_keys = _in_place(site)
         residual, z, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
             residual, store_keys, y, gain, read_keys, **self._options()

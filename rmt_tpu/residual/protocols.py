@@ -75,7 +75,7 @@ class Invertible(Store, Protocol):
     def add_and_read_with_statistics(
         self, residual: Shaped[Array, "group seq *shape"], y: Slot, site: nnx.Module
     ) -> tuple[Shaped[Array, "group seq *shape"], Read, Statistics]:
-        """Do what `add_and_read` does, and also return the norm's statistics."""
+        """Write and read as `add_and_read` does, and also return the norm's statistics."""
 
     def read_again(
         self,
@@ -194,7 +194,7 @@ class Merging(Store, Protocol):
 
         Returns:
           The means and the running sum for later use, as `pallas_kernels.depth_attention_merge`
-          returns them, and the site's read.
+          returns them, and the input of the next core.
         """
 
 
@@ -220,7 +220,7 @@ class MergingFew(Merging, Protocol):
         active: Array,
         epsilon: int | float,
     ) -> Read:
-        """Do what `merge_and_read` does, for a few tokens.
+        """Mix and read as `merge_and_read` does, for a few tokens.
 
         The kernels select the site's slice of the stacked parameters themselves; `site.stacked`
         says which slice it is. `sealed` holds the log-sum-exp of all sites.
@@ -242,7 +242,7 @@ class Carried(Protocol):
     def advance(
         self, store: Store, state: Any, y: Written, site: nnx.Module, index: Index
     ) -> tuple[Any, Read]:
-        """Write y and read at a site; return the new state and the site's read.
+        """Write y and read at a site; return the new state and the core's input.
 
         `index` is the number of sublayers before the site.
         """

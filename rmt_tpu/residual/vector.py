@@ -200,7 +200,10 @@ class Store(nnx.Module):
         active: Bool[Array, ""] | bool,
         epsilon: int | float,
     ) -> Read:
-        """Do what `merge_and_read` does, for a few tokens, with parameters from `merging`."""
+        """Mix and read as `merge_and_read` does, for a few tokens.
+
+        The site's slice of the result of `merging` gives the parameters.
+        """
         mixed, log_sums, place = sealed
         parameters, layer = site.stacked
         z = pallas_kernels.depth_attention_merge_at(
