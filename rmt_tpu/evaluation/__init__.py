@@ -1,6 +1,7 @@
-"""Evaluation of a model: tasks of lm-evaluation-harness, and perplexity of texts.
+"""Evaluation of models on tasks of lm-evaluation-harness, and by their perplexity on texts.
 
-A `Scorer` answers requests in tokens; `documents` makes the requests from tasks (`tasks`) and
-texts; `evaluate` asks them and keeps the answers; `metrics` computes results from the answers;
-`report` writes the results.
+A request asks for the log-probability of a continuation after a context, both in tokens.
+`documents` turns tasks (defined in `tasks`) and texts into requests, and a `Scorer` answers them.
+`evaluate` sends the requests and stores the answers, `metrics` computes results from the answers,
+and `report` writes the results to files.
 """

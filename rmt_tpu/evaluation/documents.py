@@ -1,4 +1,4 @@
-"""Documents of tasks and texts, as requests in tokens."""
+"""Reading of the documents of tasks and texts, and their conversion to scoring requests."""
 
 import contextlib
 import hashlib
@@ -22,13 +22,13 @@ _ENDINGS = ("", ".gz", ".zst")
 
 
 class Source(NamedTuple):
-    """The documents of a task or a text that a model is asked.
+    """The documents on which a model is evaluated: those of one task, or the texts of `--text`.
 
     Attributes:
-      name: the name of the task; "text" for files and stores.
+      name: the name of the task; "text" for texts.
       kind: see `Task`.
       documents: the documents, in order.
-      digest: a digest of the data that the documents are made of, and of how they are made.
+      digest: a digest of the documents' data and of how the documents are made from it.
       task: the task; None for texts.
     """
 
@@ -40,11 +40,11 @@ class Source(NamedTuple):
 
 
 def find_tasks(names: Iterable[str], flag: str = "tasks") -> list[Task]:
-    """Return the tasks of these names.
+    """Return the tasks with the given names.
 
     Args:
       names: the names of the tasks.
-      flag: the flag that names them, for messages.
+      flag: the command-line flag that set the names, for error messages.
 
     Raises:
       UsageError: a task does not exist, or is named twice.
@@ -65,12 +65,13 @@ def read_task(
 
     Args:
       task: the task.
-      data_dir: a folder, local or gs://, with `<task>.jsonl`, plain, .gz or .zst; or "hub".
-      limit: how many documents are read, from the first; None is all.
-      flag: the flag that names the folder, for messages.
+      data_dir: a local or gs:// folder with `<task>.jsonl`, `<task>.jsonl.gz` or
+        `<task>.jsonl.zst`; or "hub".
+      limit: read only this many documents, from the first; None reads all.
+      flag: the command-line flag that set the folder, for error messages.
 
     Raises:
-      UsageError: there is no such file, or a line of it is not of the task.
+      UsageError: there is no such file, or one of its lines is not valid data for the task.
       RunError: the hub does not provide the data.
     """
     if data_dir == HUB:
@@ -92,10 +93,10 @@ def read_task(
 
 
 def there(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[str]:
-    """Return the names of the tasks that a folder has data for; all of them on the hub.
+    """Return the names of the tasks for which a folder has data; "hub" has data for all tasks.
 
     Raises:
-      UsageError: the folder has data for none of them.
+      UsageError: the folder has data for none of the tasks.
     """
     names = list(names)
     if data_dir == HUB:
@@ -132,7 +133,7 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
     path, name, split = task.hub
     try:
         found = datasets.load_dataset(path, name, split=split)
-    except Exception as error:  # errors of many libraries: no network, no such dataset, no access
+    except Exception as error:  # many libraries may raise: no network, no such dataset, no access
         raise RunError(
             f"--data_dir={HUB}: {path} cannot be had: {one_line(error)[:200]}; a folder of files "
             "needs no network"
@@ -141,7 +142,7 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
-    """Read files of text, as `--data` of training does, or the held-out part of a token store.
+    """Read text files, as training's `--data` flag does, or the held-out part of a token store.
 
     Raises:
       UsageError: there is no text, or the store was made with another tokenizer.
@@ -168,12 +169,12 @@ def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
 
 
 class Asked(NamedTuple):
-    """A source as requests in tokens.
+    """The documents of a source as scoring requests in tokens.
 
     Attributes:
       source: the source.
       requests: the requests of all its documents.
-      owners: the number of each request's document.
+      owners: for each request, the index of its document.
     """
 
     source: Source
@@ -182,20 +183,21 @@ class Asked(NamedTuple):
 
 
 def ask(source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int | None) -> Asked:
-    """Return the requests of all documents, with the start token if the tokenizer puts one.
+    """Return the scoring requests of all documents of a source.
 
-    As in the harness, at least one token precedes what is scored: without a context, and in --text,
-    it is always the start token.
+    A context gets a start token if the tokenizer puts one before texts. As in the harness, at least
+    one token precedes the scored tokens: where there is no context, and always in --text, this
+    token is the start token.
 
-    A context and its continuation are encoded together, as the harness does: spaces that end the
-    context belong to the continuation.
+    A context and its continuation are encoded together, as the harness does. Spaces at the end of
+    the context are moved to the continuation first.
 
     Args:
       source: the documents.
       tokenizer: the tokenizer of the model.
-      max_length: tokens that are read at a time.
-      stride: how many tokens each window over a text scores after the first window, with as much
-        context as fits; None is `max_length`.
+      max_length: the maximum number of tokens that the model reads at a time.
+      stride: the number of tokens that each window over a text scores, except the first window,
+        which scores all its tokens. The rest of a window is context. None means `max_length`.
 
     Raises:
       UsageError: a text cannot be encoded.
@@ -237,11 +239,11 @@ def _moved(context: str, continuation: str) -> tuple[str, str]:
 
 
 def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Request]:
-    """Yield windows of up to `max_length` inputs in which each token but the first is scored once.
+    """Yield windows over a text such that each token but the first is scored exactly once.
 
-    The first window scores all its tokens. Each later one scores `stride` more, after as many
-    tokens of context as there is room for. With a stride of `max_length` the windows are those of
-    the harness.
+    Each window has at most `max_length` input tokens. The first window scores all its tokens. Each
+    later window scores the next `stride` tokens, after as many tokens of context as fit. With a
+    stride of `max_length`, the windows equal the harness's.
     """
     stop = min(len(tokens), max_length + 1)
     if stop > 1:
@@ -257,7 +259,7 @@ def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Reques
 
 
 class Total(NamedTuple):
-    """The log-probability of a request's continuation, and whether all of it is greedy."""
+    """The total log-probability of a continuation, and whether all its tokens are greedy."""
 
     log_probability: float
     greedy: bool
@@ -270,9 +272,10 @@ class Total(NamedTuple):
 
 
 def _of_texts(asked: Asked, nats: np.ndarray) -> list[Metric]:
-    """Return the perplexities of texts per word, byte and token, and the bits per byte.
+    """Return the perplexities of texts per word, byte and token, and their bits per byte.
 
-    The windows of a single text count as documents, so that there is a standard error.
+    If there is only one text, its windows take the place of documents, so that there is a standard
+    error.
     """
     documents = asked.source.documents
     lengths = np.array([len(request.continuation) for request in asked.requests], float)
@@ -293,10 +296,10 @@ def _of_texts(asked: Asked, nats: np.ndarray) -> list[Metric]:
 
 
 def metrics(asked: Asked, totals: list[Total]) -> list[Metric]:
-    """Return the metrics of a source, as the harness defines them, from the totals of its requests.
+    """Return the metrics of a source, defined as in the harness, from the totals of its requests.
 
-    A task with choices also gets the bits per byte of the right choice, which tell small models
-    apart while their choices are no better than chance.
+    A task with choices also gets the bits per byte of the right choice. This metric tells small
+    models apart even while their choices are no better than chance.
     """
     documents, kind = asked.source.documents, asked.source.kind
     logs = np.array([total.log_probability for total in totals])

@@ -1,4 +1,4 @@
-"""Sampling of texts for lm-evaluation-harness's requests, from their `gen_kwargs`."""
+"""Conversion of lm-evaluation-harness's `gen_kwargs` to `Sampling` settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,21 +7,22 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import Sampling
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-# Other arguments that the harness uses, and arguments whose value changes nothing here.
+# Arguments that the harness itself handles, and arguments that are ignored if they have this value.
 _READ = {"until", "max_gen_toks", "do_sample"}
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "length_penalty": 1.0}
 
 
 def sampling_of(how: Mapping[str, Any], ordinal: int) -> Sampling:
-    """Return how a request's text is drawn.
+    """Return the sampling settings for a request's text.
 
     Args:
-      how: the request's arguments, as the harness normalizes them.
-      ordinal: the number of the request. It is added to the seed, so that repeats are different
-        draws.
+      how: the request's arguments, as normalized by the harness.
+      ordinal: the number of the request. It is added to the seed, so that repeated requests give
+        different texts.
 
     Raises:
-      UsageError: an argument is not legal; the message has its name, its value and what is legal.
+      UsageError: an argument is not legal; the message gives its name, its value and the legal
+        values.
     """
     given = {name: how[name] for name in SAMPLED if how.get(name) is not None}
     seed = given.pop("seed", 0)
@@ -38,7 +39,7 @@ def sampling_of(how: Mapping[str, Any], ordinal: int) -> Sampling:
 
 
 def unknown_of(how: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a request that would change its text, but are not supported here."""
+    """Return the arguments of a request that would change its text but are not supported here."""
     known = _READ | {*SAMPLED}
     return {
         name: value

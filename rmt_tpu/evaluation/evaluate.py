@@ -1,4 +1,4 @@
-"""Evaluation of sources: every answer is stored as it comes, and asked for only once."""
+"""Evaluation of a model on sources. Answers are stored, so that no request is computed twice."""
 
 import hashlib
 import json
@@ -20,20 +20,20 @@ from rmt_tpu.progress import ProgressShown
 from rmt_tpu.storage import Folder
 
 ANSWERS = "evaluation"
-_SECONDS = 5.0  # between additions to a file of answers
+_SECONDS = 5.0  # seconds between writes of new answers to their files
 
 
 class Subject(NamedTuple):
     """A model that is evaluated.
 
     Attributes:
-      name: the name for tables.
+      name: the model's name in tables.
       scorer: the scorer that answers requests.
       tokenizer: the tokenizer of the model.
-      identity: all that the answers depend on, as JSON.
-      folder: the folder in which answers are kept.
-      decoder: the decoder with its matrices in the dtype that it computes in; None for a subject
-        without one.
+      identity: everything that the answers depend on, as JSON.
+      folder: the folder in which answers are stored.
+      decoder: the decoder, with matrices in the dtype in which it computes; None if the subject has
+        no decoder.
     """
 
     name: str
@@ -46,18 +46,19 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one source.
+    """The result of evaluating a model on one source.
 
     Attributes:
       source: the source.
-      metrics: its metrics.
-      identity: all that the answers depend on, as JSON.
-      requests: how many requests it has.
-      cut: how many requests lost the beginning of a context that was too long.
-      tokens: how many tokens were scored.
-      answered: how many requests were answered by this call.
-      seconds: the source's share of the time that these took.
-      by_position: for texts, sums of nats and of tokens by how many tokens precede in the window.
+      metrics: the metrics of the source.
+      identity: everything that the answers depend on, as JSON.
+      requests: the number of requests of the source.
+      cut: the number of requests whose context was too long and lost its beginning.
+      tokens: the number of scored tokens.
+      answered: the number of requests that this call answered; the others had stored answers.
+      seconds: the time that this call spent on answering them.
+      by_position: for texts, [2, positions]: the sum of nats and the number of tokens, by the
+        number of tokens that precede a token in its window.
     """
 
     source: Source
@@ -91,15 +92,18 @@ class Result:
 def evaluate(
     subject: Subject, sources: Iterable[Source], stride: int | None = None
 ) -> list[Result]:
-    """Ask all requests that were not answered before.
+    """Evaluate a model on sources, and compute only the answers that are not stored yet.
 
     Args:
-      subject: the model that is evaluated.
-      sources: the sources that it is asked.
+      subject: the model.
+      sources: the sources.
       stride: see `documents.ask`.
 
+    Returns:
+      One result per source, in order.
+
     Raises:
-      UsageError: a text cannot be encoded, or a continuation is longer than can be read.
+      UsageError: a text cannot be encoded, or a continuation is longer than the model can read.
     """
     asked = [
         ask(source, subject.tokenizer, subject.scorer.max_length, stride) for source in sources
@@ -121,12 +125,13 @@ def evaluate(
 
 
 class _Open:
-    """A source and its answers.
+    """A source that is being evaluated, and its answers so far.
 
     Attributes:
-      kept: all answered lines by number; they are in the source's file or will be.
-      left: the numbers of the requests that had no answer.
-      seconds: the time that their answers have taken.
+      kept: the answered lines by request number; they are in the source's file or will be written
+        there.
+      left: the numbers of the requests that had no stored answer.
+      seconds: the time spent on computing answers.
     """
 
     def __init__(self, subject: Subject, asked: Asked, stride: int | None):
@@ -144,20 +149,23 @@ class _Open:
         self.cut = subject.scorer.cut(self.requests)
 
     def put(self, number: int, answer: Answer, seconds: float) -> None:
-        """Keep an answer and its share of the time; `add` writes it to the file."""
+        """Record an answer and its share of the computing time; `add` writes it to the file."""
         line = {"number": number, **_line(answer, self.of_text)}
         self.kept[number] = line
         self._new.append(line)
         self.seconds += seconds
 
     def add(self) -> None:
-        """Add new lines to the file, all at once: in a bucket each addition is a file."""
+        """Append all new lines to the file in a single write.
+
+        Appending is costly in a bucket, where each addition becomes a separate object.
+        """
         if self._new:
             self._output.add(*self._new)
         self._new = []
 
     def result(self) -> Result:
-        """Return the result, when all requests have an answer."""
+        """Return the result, once all requests have answers."""
         lines = (self.kept[number] for number in range(len(self.requests)))
         totals = [Total(line["log_probability"], line["greedy"]) for line in lines]
         return Result(
@@ -176,7 +184,7 @@ class _Open:
 def _answer(scorer: Scorer, sources: list[_Open], progress: "_Progress") -> None:
     """Answer the open requests of all sources together, so that batches are full.
 
-    Lines are written to their files every few seconds, and at once if there is an error.
+    New answers are written to their files every few seconds, and also before an error propagates.
     """
     left = [(source, number) for source in sources for number in source.left]
     last = added = time.monotonic()
@@ -198,17 +206,20 @@ def _answer(scorer: Scorer, sources: list[_Open], progress: "_Progress") -> None
 
 
 def _line(answer: Answer, each: bool) -> dict[str, Any]:
-    """Return the line of an answer, with each token's log-probability if `each` is true."""
+    """Return an answer's line for the file; if `each`, with the log-probability of each token."""
     total = Total.of(answer)
     line = {"log_probability": total.log_probability, "greedy": total.greedy}
     if each:
-        # Write as few digits as identify each float32.
+        # Write the shortest decimal that identifies each float32.
         line["log_probabilities"] = [float(str(x)) for x in answer.log_probabilities]
     return line
 
 
 def _by_position(asked: Asked, kept: dict[int, dict[str, Any]]) -> np.ndarray:
-    """Return sums of nats and of tokens, [2, positions], by preceding tokens in the window."""
+    """Return sums of nats and numbers of tokens, [2, positions], by position in the window.
+
+    The position of a token is the number of tokens that precede it.
+    """
     longest = max(request.length for request in asked.requests) + 1
     sums = np.zeros((2, longest))
     for number, request in enumerate(asked.requests):
@@ -220,7 +231,7 @@ def _by_position(asked: Asked, kept: dict[int, dict[str, Any]]) -> np.ndarray:
 
 
 class _Progress(ProgressShown):
-    """Progress in requests that have an answer."""
+    """A progress display that counts answered requests."""
 
     def __init__(self, label: str, total: int):
         super().__init__(
@@ -235,7 +246,7 @@ class _Progress(ProgressShown):
         self._label, self._total, self._done = label, total, 0
 
     def add(self, count: int) -> None:
-        """Count more answered requests."""
+        """Count `count` more answered requests."""
         self._done += count
         line = f"{self._label}: {self._done:,} of {self._total:,} requests"
         self.show(lambda: line, completed=self._done)

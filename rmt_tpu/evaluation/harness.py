@@ -1,4 +1,4 @@
-"""Models of run folders in lm-evaluation-harness, which provides its tasks.
+"""An adapter that lets lm-evaluation-harness evaluate the models in run folders.
 
     from rmt_tpu.evaluation import harness
 
@@ -6,7 +6,7 @@
     kept = harness.cache_path("cache", **args)
     lm_eval.simple_evaluate("rmt_tpu", args, tasks=["gsm8k"], use_cache=kept)
 
-This module needs the extra `lm_eval`; it does not import torch.
+This module needs the package's extra `lm-eval`. It does not import torch itself.
 """
 
 import hashlib
@@ -34,21 +34,23 @@ _TOLD = logging.getLogger("rmt_tpu")
 
 @register_model("rmt_tpu")
 class RmtTpu(TemplateLM):
-    """A trained model, for `simple_evaluate` and the command line.
+    """A trained model, for `simple_evaluate` and for the harness's command line.
 
-    Each text of a run's model has the start token before it, as in training; each text of a model
-    in the hub's form has it if its tokenizer puts it there. Every answer goes to the harness's
-    cache as it comes: with `use_cache` an evaluation resumes where it was stopped.
+    A start token precedes each text: always for a run's model, as in training, and for a model in
+    the hub's format if its tokenizer puts one. Each answer is passed to the harness's cache as soon
+    as it is computed, so with `use_cache` an interrupted evaluation can be resumed.
 
     Args:
-      workdir: a run folder of `recipes.train`, local or gs://, or a folder of the hub's form.
-      step: the step of the checkpoint; None is the last good one.
-      mesh: the mesh, with `;` for each comma where commas separate arguments.
-      max_length: tokens that are read at a time; None is as many as in training.
-      batch_tokens: tokens read at once by each device that rows are divided over.
-      max_gen_toks: the most tokens of a generated text, if a task does not say.
-      batch_size: texts that are generated at a time; "auto" is 8.
-      max_batch_size, device: arguments that the harness also passes; not used.
+      workdir: a run folder of `recipes.train`, local or gs://, or a folder in the hub's format.
+      step: the step of the checkpoint; None means the last good checkpoint.
+      mesh: the mesh, with `;` in place of each comma where commas separate arguments.
+      max_length: the maximum number of tokens that are read at a time; None means the training
+        length.
+      batch_tokens: the number of tokens per batch, for each of the devices over which rows are
+        sharded.
+      max_gen_toks: the maximum number of tokens of a generated text, if the task sets none.
+      batch_size: the number of texts that are generated at a time; "auto" means 8.
+      max_batch_size, device: ignored; the harness passes them.
 
     Raises:
       UsageError: there is no such run or step.
@@ -85,12 +87,12 @@ class RmtTpu(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens that are read at a time."""
+        """The maximum number of tokens that are read at a time."""
         return self._scorer.max_length
 
     @property
     def max_gen_toks(self) -> int:
-        """The most tokens of a generated text, if a task does not say."""
+        """The maximum number of tokens of a generated text, if the task sets none."""
         return self._max_gen_toks
 
     @property
@@ -105,13 +107,13 @@ class RmtTpu(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The key of the harness's caches of prompts."""
+        """The tokenizer's fingerprint, which is the key of the harness's prompt caches."""
         return self._tokenizer.fingerprint()
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return a text's tokens without the start token, which `_loglikelihood_tokens` adds."""
+        """Return a text's tokens without a start token, which `_loglikelihood_tokens` adds."""
         del add_special_tokens, kwargs
         return self._tokenizer.encode(string).tolist()
 
@@ -150,7 +152,10 @@ class RmtTpu(TemplateLM):
         return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text, in windows that each score new tokens."""
+        """Return the log-probability of each whole text.
+
+        It is summed over windows of up to `max_length` tokens that score each token once.
+        """
         del disable_tqdm
         asked, owners = [], []
         for number, request in enumerate(requests):
@@ -169,8 +174,8 @@ class RmtTpu(TemplateLM):
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each prompt, cut before the first of its stop strings.
 
-        The seeds of requests follow one another, starting with `seed` of their arguments, so that a
-        request that is repeated gets another text each time.
+        Successive requests get successive seeds, starting with the `seed` in their arguments. So a
+        repeated request gets a different text each time.
         """
         del disable_tqdm
         by_stops, unknown = defaultdict(list), set()
@@ -198,7 +203,7 @@ class RmtTpu(TemplateLM):
         return texts
 
     def _fitting(self, prompt: str, how: dict[str, Any]) -> str:
-        """Return the end of a prompt after which there is room for the text."""
+        """Return the end of a prompt, short enough to leave room for the generated text."""
         learned = self._decoder.config.learned_positions
         tokens = self._tokenizer.encode(prompt)
         if learned is None or len(tokens) + how["max_gen_toks"] < learned.max_length:
@@ -208,12 +213,13 @@ class RmtTpu(TemplateLM):
 
 
 def cache_path(path: str, workdir: str, step: int | None = None, **others: Any) -> str:
-    """Return a path for `use_cache` that no other model has.
+    """Return a path for the harness's `use_cache` that is unique to the model.
 
-    The harness's keys name texts but no model, so models need files of their own.
+    The harness's cache keys contain texts but not the model, so each model needs a cache file of
+    its own.
 
     Args:
-      path: the path to which the checkpoint's identity is added.
+      path: the beginning of the path, to which the checkpoint's identity is appended.
       workdir, step, others: the arguments of `RmtTpu`.
 
     Raises:
@@ -225,9 +231,10 @@ def cache_path(path: str, workdir: str, step: int | None = None, **others: Any) 
 
 
 def write_tasks(sources: list[Source], folder: Path) -> None:
-    """Write the harness's task files for documents that were read, so that no network is needed.
+    """Write task files for the harness from documents already read, so that it needs no network.
 
-    `TaskManager(include_path=folder, include_defaults=False)` finds the tasks by their own names.
+    `TaskManager(include_path=folder, include_defaults=False)` then finds the tasks by their usual
+    names.
 
     Raises:
       UsageError: a source is a text, whose words the harness counts in its own way.
@@ -251,7 +258,7 @@ def write_tasks(sources: list[Source], folder: Path) -> None:
 
 
 def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return lines of data, and the task fields that say how the harness reads them."""
+    """Return the data lines, and the task fields that tell the harness how to read them."""
     metrics = lambda *names: {
         "metric_list": [
             {

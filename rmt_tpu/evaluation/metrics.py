@@ -1,4 +1,4 @@
-"""Metrics of a task with their errors, and differences of two models on the same documents."""
+"""Metrics with standard errors, and the difference of two models on the same documents."""
 
 import math
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ class Metric:
     """A ratio of sums over documents, `rate = sum(total) / sum(weight)`, and how it is reported.
 
     Attributes:
-      name: the harness's name of the metric.
-      unit: the unit that the rate is per.
-      told: how the rate is reported: "share" as it is, "perplexity" as the exponential of nats,
-        "bits" divided by ln 2.
-      total: the numerator of each document.
-      weight: the denominator of each document; ones for a mean.
+      name: the harness's name for the metric.
+      unit: the unit of the denominator, such as "word" or "byte".
+      told: how the rate is reported: "share" reports it unchanged, "perplexity" as exp(rate), with
+        the rate in nats, and "bits" as rate / ln 2.
+      total: the numerator's term for each document.
+      weight: the denominator's term for each document; ones for a mean over documents.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Metric:
 
     @property
     def influence(self) -> Float[np.ndarray, " documents"]:
-        """The amount by which each document moves the rate."""
+        """The influence of each document on the rate: the documents' values sum to 0."""
         return (self.total - self.rate * self.weight) / math.fsum(self.weight)
 
     @property
@@ -46,9 +46,9 @@ class Metric:
 
     @property
     def error(self) -> float | None:
-        """The standard error of the value for randomly drawn documents; None for one document.
+        """The standard error of the value over randomly drawn documents; None for one document.
 
-        It is exact for a mean, and to first order otherwise.
+        It is exact for a mean, and otherwise correct to first order.
         """
         error = _error(self.influence)
         if error is None:
@@ -68,14 +68,14 @@ def _error(influence: Float[np.ndarray, " documents"]) -> float | None:
 
 
 class Difference(NamedTuple):
-    """The difference of two models' rates on the same documents, in shares or nats.
+    """The difference of two models' rates on the same documents, as a share or in nats.
 
     Attributes:
-      value: the rate of one model less the rate of the other.
-      error: the standard error, from the differences of documents.
-      unpaired: the standard error if each model had documents of its own.
-      p: how likely so large a difference is if there is none: by McNemar's exact test for answers
-        that are right or wrong, by the normal distribution for others.
+      value: the first model's rate minus the second model's.
+      error: the paired standard error, computed from per-document differences.
+      unpaired: the standard error that would result if the two models had independent documents.
+      p: the two-sided p-value, by McNemar's exact test for answers that are right or wrong, and by
+        a normal approximation for other metrics.
     """
 
     value: float
@@ -88,7 +88,7 @@ def difference(one: Metric, other: Metric) -> Difference:
     """Return the difference of two models' metrics on the same documents.
 
     Raises:
-      ValueError: the metrics are of different documents.
+      ValueError: the metrics have different names or numbers of documents.
     """
     if one.name != other.name or len(one.total) != len(other.total):
         raise ValueError("two models are compared by the same metric of the same documents")

@@ -1,4 +1,4 @@
-"""Results of an evaluation as a table, a picture and JSON."""
+"""Evaluation results as a Markdown table, a plot and JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ FILE, TABLE, PICTURE = "evaluation.json", "evaluation.md", "plots/evaluation.png
 
 
 def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
-    """Write evaluation.json, .md and plots/evaluation.png, and return the table.
+    """Write evaluation.json, evaluation.md and plots/evaluation.png, and return the table.
 
     Args:
-      results: the results by model name: first the model's, then those that it is compared with,
-        all of the same sources.
-      folder: the folder of the three files.
+      results: the results by model name. The first model is compared with each of the others; all
+        models have results for the same sources.
+      folder: the folder that the files are written to.
     """
     first, *others = results
     text = table(results[first])
@@ -42,7 +42,7 @@ def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a Markdown table with a row for each metric, and the RMT paper's values next to it."""
+    """Return a Markdown table with one row per metric, next to the values in the RMT paper."""
     lines = [
         "| task | metric | value | standard error | documents | per | paper: 405M Transformer, "
         "305M RMT | seconds |",
@@ -84,7 +84,7 @@ def comparison(
 
 def _differences(one: Result, other: Result) -> list[tuple[Metric, Metric, Difference]]:
     pairs = zip(one.metrics, other.metrics, strict=True)
-    # Two tokenizers have different tokens, which are no common unit.
+    # Leave out per-token metrics if the tokenizers differ: their tokens are not a common unit.
     same = one.identity["tokenizer"] == other.identity["tokenizer"]
     return [(a, b, difference(a, b)) for a, b in pairs if same or a.unit != "token"]
 
@@ -122,11 +122,11 @@ def _paper(result: Result, metric: Metric) -> str:
     return ", ".join(f"{100 * x:.1f}%" if share else f"{x:.2f}" for x in printed)
 
 
-# The picture ---------------------------------------------------------------------------------
+# The plot ---------------------------------------------------------------------------------
 
 
 def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
-    """Draw shares with their errors and, for texts, nats by position."""
+    """Plot shares with their standard errors and, for texts, nats per token by position."""
     from matplotlib.figure import Figure
 
     shares = _bars(results)
@@ -150,7 +150,7 @@ def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
 
 
 def _bars(results: Mapping[str, list[Result]]) -> dict[tuple[str, str], list[Metric]]:
-    """Return, for each task and metric that is a share, the metrics of all models."""
+    """Return all models' metrics for each (task, metric name) that is reported as a share."""
     found: dict[tuple[str, str], list[Metric]] = {}
     for of_name in results.values():
         for result in of_name:
@@ -191,7 +191,16 @@ def _draw_positions(axes: Any, texts: Mapping[str, Result]) -> None:
 
 
 def by_position(sums: np.ndarray) -> tuple[list[float], list[float]]:
-    """Return nats per token by preceding tokens, in ranges that widen by the square root of two."""
+    """Return nats per token by the number of preceding tokens in the window.
+
+    Positions are grouped into ranges whose bounds grow by a factor of sqrt(2).
+
+    Args:
+      sums: [2, positions]: sums of nats and numbers of tokens.
+
+    Returns:
+      The first position of each range, and the range's nats per token.
+    """
     edges = np.unique(np.round(2 ** np.arange(0, np.log2(sums.shape[1]) + 0.5, 0.5)).astype(int))
     centers, nats = [], []
     for start, stop in zip(edges, [*edges[1:], sums.shape[1]], strict=True):

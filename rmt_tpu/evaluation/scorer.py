@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations, computed in batches of rows with few different lengths."""
+"""Batched computation of the log-probabilities of continuations, with few distinct row lengths."""
 
 import hashlib
 import json
@@ -23,16 +23,16 @@ from rmt_tpu.generation import check_tokens, mesh_of
 from rmt_tpu.generation.key_heads import repeat_key_heads
 from rmt_tpu.residual.fixed_point import in_floats
 
-BATCH_TOKENS = 16384  # for each device that rows are divided over
-_LEAST = 32
+BATCH_TOKENS = 16384  # tokens per batch, for each of the devices over which rows are sharded
+_LEAST = 32  # minimum number of tokens per row
 
 
 class Request(NamedTuple):
-    """A continuation to score after a context.
+    """A continuation whose tokens are scored after a context.
 
     Attributes:
-      context: at least one token, such as the start token of a text.
-      continuation: at least one token.
+      context: the context, at least one token, such as the start token.
+      continuation: the scored tokens, at least one.
     """
 
     context: Int32[np.ndarray, " before"]
@@ -40,27 +40,28 @@ class Request(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of tokens that the model reads."""
+        """The number of tokens that the model reads; the last token is only predicted."""
         return len(self.context) + len(self.continuation) - 1
 
 
 class Answer(NamedTuple):
-    """The scores of a continuation's tokens, in nats, and whether each token is greedy."""
+    """The log-probability of each token of a continuation, in nats, and whether it is greedy."""
 
     log_probabilities: Float[np.ndarray, " scored"]
     greedy: Bool[np.ndarray, " scored"]
 
 
 class Scorer(NamedTuple):
-    """A model that answers requests.
+    """A model that answers requests in batches.
 
     Attributes:
-      scores: a function of rows [batch, seq] and their targets that computes scores on the devices.
-      max_length: the most tokens that are read.
-      rows: the number of rows of a batch is a multiple of this.
-      tokens: the number of tokens of a row is a multiple of this.
-      batch_tokens: about how many tokens are read at a time.
-      vocab_size: ids below this are known; None is all ids.
+      scores: a function that computes the scores of rows [batch, seq] and their targets on the
+        devices.
+      max_length: the maximum number of tokens that the model reads per row.
+      rows: the number of rows in a batch must be a multiple of this.
+      tokens: the number of tokens in a row must be a multiple of this.
+      batch_tokens: the approximate number of tokens per batch.
+      vocab_size: the bound of token ids that the model has embeddings for; None allows all ids.
     """
 
     scores: Callable[[Any, Any], TokenScores]
@@ -72,13 +73,14 @@ class Scorer(NamedTuple):
 
     @classmethod
     def of(cls, decoder: Decoder, max_length: int, batch_tokens: int = BATCH_TOKENS) -> "Scorer":
-        """Return the scorer of a decoder, on the devices that its parameters lie on.
+        """Return a scorer that runs a decoder on the devices that hold its parameters.
 
-        An answer does not depend on other requests of its batch: experts drop no tokens.
+        An answer does not depend on the other requests in its batch, because experts drop no
+        tokens.
 
         Raises:
-          UsageError: the model's learned positions end before `max_length`.
-          MeshError: `max_length` does not divide over the devices.
+          UsageError: the model has fewer than `max_length` learned positions.
+          MeshError: `max_length` cannot be divided over the devices.
         """
         check_length(decoder.config, max_length)
         vocab_size = decoder.config.vocab_size
@@ -107,15 +109,15 @@ class Scorer(NamedTuple):
             lambda *given: compiled(params, *map(put, given)),
             max_length,
             rows,
-            2 * tokens if tokens > 1 else 1,  # with a ring, each device has two parts of a row
+            2 * tokens if tokens > 1 else 1,  # in ring attention, a device has two parts of a row
             batch_tokens * rows,
             vocab_size,
         )
 
     def answers(self, requests: Sequence[Request]) -> Iterator[dict[int, Answer]]:
-        """Yield answers by the requests' numbers, as they come, the longest requests first.
+        """Yield answers by request number as they are computed, starting with the longest requests.
 
-        A context that is too long loses its beginning; see `check`.
+        A context that is too long loses its beginning; see `check` for continuations.
 
         Raises:
           UsageError: the model has no embedding for a token.
@@ -142,7 +144,7 @@ class Scorer(NamedTuple):
             yield _answers(*before, requests)
 
     def check(self, name: str, requests: Sequence[Request]) -> None:
-        """Raise UsageError if a continuation is too long; `name` is the task's, for the message."""
+        """Raise UsageError if a continuation of the task `name` is too long."""
         longest = max(len(request.continuation) for request in requests)
         if longest > self.max_length:
             raise UsageError(
@@ -151,18 +153,18 @@ class Scorer(NamedTuple):
             )
 
     def cut(self, requests: Sequence[Request]) -> int:
-        """Return how many requests have a context that is too long."""
+        """Return the number of requests whose context is too long and loses its beginning."""
         return sum(request.length > self.max_length for request in requests)
 
     def _size(self, length: int) -> int:
-        """Return the row size for `length` tokens: a power of two, or 3/4 of one."""
+        """Return the row length for `length` tokens: a power of two, or 3/4 of one."""
         size = max(_LEAST, 1 << (length - 1).bit_length())
         if length <= size * 3 // 4 and size > _LEAST:
             size = size * 3 // 4
         return min(size + -size % self.tokens, self.max_length)
 
     def _rows(self, size: int) -> int:
-        """Return how many rows of a size a batch has."""
+        """Return the number of rows in a batch of rows with `size` tokens."""
         return max(self.batch_tokens // size // self.rows, 1) * self.rows
 
     def _begin(self, size: int, requests: list[Request]) -> TokenScores:
@@ -187,7 +189,10 @@ def check_length(model: Any, max_length: int) -> None:
 
 
 def fingerprint(decoder: Decoder) -> str:
-    """Return a hash of the parameters' names, shapes and bits in hex, the same on any mesh."""
+    """Return a hex hash of the parameters' names, shapes and bits.
+
+    The hash does not depend on the mesh.
+    """
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
     sums = jax.jit(partial(jax.tree.map, _digest))(params)
     flat, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(sums))
@@ -200,7 +205,10 @@ def fingerprint(decoder: Decoder) -> str:
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """Return a sum of bits modulo 2^32, each weighted by its place; order does not matter."""
+    """Return the sum of the array's bits modulo 2^32, each element weighted by its index.
+
+    The sum does not depend on the order of additions.
+    """
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):

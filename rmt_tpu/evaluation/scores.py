@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens for an evaluation, without all logits in memory."""
+"""Log-probabilities of tokens, computed without holding all logits in memory."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,20 +13,21 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import concatenate
 
-# The most logits in memory at a time (2^25 in float32 are 128 MB), and the fewest tokens of a
-# chunk.
+# Maximum number of logits in memory at a time (2^25 float32 logits are 128 MiB), and minimum number
+# of tokens per chunk.
 _LOGITS, _LEAST = 2**25, 64
 
-# The target of a place that is not scored.
+# The target that marks a position as not scored.
 NONE = -1
 
 
 class TokenScores(NamedTuple):
-    """The scores of each target that was asked for; 0 and False elsewhere.
+    """The scores of the requested targets; 0 and False at all other positions.
 
     Attributes:
       log_probability: `log softmax(logits)[target]`, in nats.
-      greedy: whether the target is the likeliest token, the first of several equal ones.
+      greedy: whether the target is the likeliest token; among equally likely tokens, the first
+        counts.
     """
 
     log_probability: Float[Array, "rows seq"]
@@ -34,7 +35,10 @@ class TokenScores(NamedTuple):
 
 
 def dropless(model: cfg.ModelConfig) -> cfg.ModelConfig:
-    """Return the same model with experts that take every token: no answer affects another."""
+    """Return the same model with unlimited expert capacity.
+
+    Without a capacity, no row affects the scores of another.
+    """
 
     def free(core: cfg.Core) -> cfg.Core:
         return core if getattr(core, "capacity", None) is None else replace(core, capacity=None)
@@ -50,18 +54,18 @@ def token_scores(
     targets: Int[Array, "batch seq"],
     schedule: sharding.Schedule | None = None,
 ) -> TokenScores:
-    """Return how likely each target is, given the tokens of its row up to its place.
+    """Return the log-probability of each target, given the tokens of its row up to its position.
 
-    Only places that are asked for are unembedded, in chunks, and logits are at least float32.
-    Padding at the end of a row is not seen by the tokens before it.
+    Only the requested positions are unembedded, in chunks. Logits are at least float32. Attention
+    is causal, so padding at the end of a row does not affect the tokens before it.
 
-    In per-device code (see `sharding.per_device`) the scores are those of this device's own tokens,
-    and with a `schedule` of stages those of the stage's part of the rows.
+    In per-device code (see `sharding.per_device`), the result covers only this device's tokens.
+    With a `schedule` of pipeline stages, it covers only this stage's part of the rows.
 
     Args:
       decoder: the model.
       tokens: the rows.
-      targets: the token that follows each token, or NONE.
+      targets: the token that follows each token, or NONE where no score is requested.
       schedule: the schedule of pipeline stages, if there are any.
     """
     z, _ = decoder.features(tokens, schedule=schedule)
@@ -73,7 +77,7 @@ def token_scores(
     chunk = min(targets.size, max(_LOGITS // kernel.shape[1], _LEAST))
     dtype = jnp.result_type(x, jnp.float32)
 
-    # The places that are asked for come first; out-of-range places fill the rest.
+    # Sort the requested positions to the front, and fill up with out-of-range positions.
     room = targets.size + -targets.size % chunk
     places = jnp.nonzero(wanted >= 0, size=room, fill_value=targets.size)[0]
 

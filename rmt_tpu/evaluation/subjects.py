@@ -1,4 +1,7 @@
-"""Models that are evaluated: a trained one, and two that know less, for comparison."""
+"""The models that are evaluated: a trained model, and two weaker baselines for comparison.
+
+The baselines are the untrained model and a unigram model.
+"""
 
 import dataclasses
 import math
@@ -18,7 +21,7 @@ from rmt_tpu.runs.workdir import load_step, read_config
 from rmt_tpu.storage import Location, open_folder
 
 UNTRAINED, UNIGRAM = "untrained", "unigram"
-_COUNTED = 2**24  # tokens of the training text that are counted
+_COUNTED = 2**24  # maximum number of training tokens that are counted for the unigram model
 
 
 def of_run(
@@ -29,19 +32,23 @@ def of_run(
     max_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Subject:
-    """Return the model of a run folder, or of a folder of the hub's form, which keeps its answers.
+    """Return the model of a run folder, or of a folder in the hub's format, for evaluation.
+
+    The model's answers are stored in the same folder.
 
     Args:
       workdir: the folder.
-      step: the step of the checkpoint; None is the last good one.
+      step: the step of the checkpoint; None means the last good checkpoint.
       mesh: see `rmt_tpu.load`.
-      max_length: tokens that are read at a time; None is as many as in training.
-      batch_tokens: about how many tokens each device that rows are divided over reads at once.
+      max_length: the maximum number of tokens that the model reads at a time; None means the
+        training length.
+      batch_tokens: the approximate number of tokens per batch, for each of the devices over which
+        rows are sharded.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
       UsageError: the model cannot read `max_length` tokens.
-      MeshError: there are fewer devices than the mesh has, or the model does not divide over them.
+      MeshError: there are fewer devices than the mesh needs, or the mesh cannot divide the model.
     """
     decoder, tokenizer, step, seq_len = load_step(workdir, step, mesh=mesh)
     folder = open_folder(workdir)
@@ -54,7 +61,7 @@ def of_run(
 
 
 def untrained(workdir: Location, subject: Subject) -> Subject:
-    """Return the model of a run before its first step, evaluated like `subject`."""
+    """Return a run's model as it was before the first step, with the settings of `subject`."""
     config = read_config(workdir)
     decoder = Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     identity = subject.identity | {"weights": fingerprint(decoder), "step": 0}
@@ -64,14 +71,14 @@ def untrained(workdir: Location, subject: Subject) -> Subject:
 
 
 def unigram(workdir: Location, subject: Subject) -> Subject:
-    """Return a model that predicts tokens by their frequency in a run's training text."""
+    """Return a model that predicts each token by its frequency in a run's training text."""
     config, tokenizer = read_config(workdir), subject.tokenizer
     batch = dataclasses.replace(config.train, batch_size=1, accumulate=1)
     stream = load_datasets(dataclasses.replace(config, train=batch), tokenizer).train.stream
     read = stream.read(np.zeros(1, np.int64), min(len(stream), _COUNTED))[0]
     counts = (
         np.bincount(read, minlength=tokenizer.vocab_size) + 1.0
-    )  # add one to each, so that no count is 0
+    )  # add one to each count, so that none is 0
     logs, likeliest = np.log(counts) - math.log(counts.sum()), int(np.argmax(counts))
 
     def scores(tokens: np.ndarray, targets: np.ndarray) -> TokenScores:
@@ -84,7 +91,7 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
 
 
 def _read(tokenizer: Tokenizer, scorer: Scorer) -> dict[str, object]:
-    """Return the part of the identity that says how texts are read."""
+    """Return the part of a subject's identity that says how texts are tokenized and batched."""
     starts = {} if tokenizer.starts else {"starts": False}
     return starts | {
         "tokenizer": tokenizer.fingerprint(),

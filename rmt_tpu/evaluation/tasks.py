@@ -1,4 +1,7 @@
-"""Tasks scored by log-probabilities, with the prompts of lm-evaluation-harness 0.4.13."""
+"""Task definitions, with the data formats and prompts of lm-evaluation-harness 0.4.13.
+
+All tasks are scored by the log-probabilities of continuations.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,17 +12,18 @@ from rmt_tpu.errors import shown
 
 
 class Malformed(Exception):
-    """An error in a line of data; the caller, who knows where the line is, adds its place."""
+    """An error in one line of data. The caller knows the line's location and adds it."""
 
 
 class Document(NamedTuple):
-    """One question, or one text.
+    """One question of a task, or one text.
 
     Attributes:
-      pairs: the context and continuation of each request; ("", text) for a text.
+      pairs: the (context, continuation) of each request; ("", text) for a text.
       gold: the index of the right pair.
-      lengths: the choices' lengths in characters, by which `acc_norm` divides; () for none.
-      words, bytes: the size of a text, before it was prepared for scoring.
+      lengths: the choices' lengths in characters, by which `acc_norm` divides log-probabilities; ()
+        if the task has no `acc_norm`.
+      words, bytes: the size of a text before it was prepared for scoring.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -42,18 +46,19 @@ Kind = Literal["choices", "last_word", "text"]
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its questions and its metrics.
+    """A task: how its data are read and scored.
 
     Attributes:
-      name: the harness's name of the task.
-      kind: "choices" asks for the likeliest choice, "last_word" for the word that follows, "text"
-        scores a whole text.
-      document: makes a document of a line of the data.
-      fields: the fields of a line, for messages.
+      name: the harness's name for the task.
+      kind: "choices" asks which choice is likeliest, "last_word" scores the last word of a passage,
+        and "text" scores a whole text.
+      document: a function that makes a document from a line of data.
+      fields: the fields of a line, for error messages.
       hub: the dataset on the hub.
-      version: the harness's version number of the prompt.
-      chance: how often a random choice is right.
-      papers: for each metric, the RMT paper's values of its Transformer and of its RMT.
+      version: the harness's version number for the prompt.
+      chance: the accuracy of random choices.
+      papers: for each metric, the values that the RMT paper reports for its Transformer and its
+        RMT.
     """
 
     name: str
@@ -100,7 +105,7 @@ def _listed(line: Mapping[str, Any], name: str = "choices") -> list[str]:
 
 
 def _query(line: Mapping[str, Any], ending: str = "") -> Document:
-    """Return the document of a line that has "query", "choices" and "gold"."""
+    """Return the document for a line that has the fields "query", "choices" and "gold"."""
     choices = _listed(line)
     gold = _index(line, "gold", len(choices))
     return _choices(_text(line, "query") + ending, choices, gold)
@@ -124,7 +129,7 @@ def _arc(line: Mapping[str, Any]) -> Document:
 
 
 def _without_marks(text: str) -> str:
-    """Return a text of WikiHow as the harness cleans it."""
+    """Return a WikiHow text without its markup, cleaned as the harness does."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
@@ -148,7 +153,10 @@ def _piqa(line: Mapping[str, Any]) -> Document:
 
 
 def _winogrande(line: Mapping[str, Any]) -> Document:
-    """Return the document that asks which beginning makes the rest of a sentence likelier."""
+    """Return a document with one pair for each of the two beginnings of a sentence.
+
+    The beginnings are the contexts, and the common rest of the sentence is the continuation.
+    """
     sentence, answer = _text(line, "sentence"), line.get("answer")
     before, blank, after = sentence.partition("_")
     if not blank:
@@ -199,7 +207,12 @@ _WIKITEXT = [
 
 
 def whole_text(text: str, ready: str | None = None) -> Document:
-    """Return the document of a text: scored as `ready`, its words and bytes counted in `text`."""
+    """Return the document for a text.
+
+    Args:
+      text: the text, whose words and bytes are counted.
+      ready: the text as it is scored; None means `text`.
+    """
     pairs = (("", text if ready is None else ready),)
     return Document(pairs, words=len(re.split(r"\s+", text)), bytes=len(text.encode()))
 

@@ -1,9 +1,10 @@
-"""Generation from many prompts at a time, in the slots of a batch.
+"""Text generation for many prompts at a time, with continuous batching.
 
-Each slot of a batch has a prompt; when its text has ended, the next prompt takes the slot. A new
-prompt is read by itself, in one pass or in parts of `PART` tokens, and then put into the slot.
-Programs are compiled only for sizes that double: lengths, the way tokens are chosen, and which rows
-have ended are run-time values.
+A slot is a row of the batch and holds one prompt. When the text in a slot has ended, the next
+prompt takes the slot. The engine reads a new prompt separately, in one pass or in parts of `PART`
+tokens, and then inserts the resulting row into the slot. To keep compilations few, programs are
+compiled only for sizes that double. Lengths, sampling settings and the set of ended rows are
+run-time values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,19 +22,19 @@ from rmt_tpu.generation.layouts import lay_out
 from rmt_tpu.generation.programs import Asked, Chosen, Ends, Model, Rows, Scores, mesh_of
 from rmt_tpu.generation.sampling import Sampling, choice
 
-_LEAST = 32  # tokens that the smallest programs hold
-PART = 2048  # tokens of a prompt that are read at a time
-SLOTS = 8  # default number of rows
+_LEAST = 32  # size, in tokens, of the smallest programs
+PART = 2048  # maximum number of prompt tokens that are read at a time
+SLOTS = 8  # default number of slots
 
 
 class Request(NamedTuple):
-    """A prompt and how to continue it; the prompt and all tokens asked for fit the model.
+    """A prompt and how to continue it. The prompt and `max_tokens` new tokens must fit the model.
 
     Attributes:
-      tokens: all tokens of the prompt that are read.
-      sampling: how the new tokens are chosen, and how many there may be.
-      ranked: whether to report which tokens were the likeliest.
-      scored: whether to report how likely the prompt's own tokens are.
+      tokens: all tokens of the prompt, including a start token.
+      sampling: how new tokens are chosen, and the maximum number of new tokens.
+      ranked: whether to report the likeliest candidates at each position.
+      scored: whether to report the log-probabilities of the prompt's own tokens.
     """
 
     tokens: np.ndarray
@@ -43,16 +44,16 @@ class Request(NamedTuple):
 
 
 class Said(NamedTuple):
-    """The new tokens of a request since its last report.
+    """The new tokens of a request since the engine last reported on it.
 
     Attributes:
       number: the number of the request.
       tokens: the new tokens, without a stop token that ended the text.
       scores: the scores of these tokens.
-      ended: whether there will be no more.
+      ended: whether the request has ended.
       stopped: whether a stop token ended the text.
-      prompt: scores of the prompt's tokens except the first; given with the first new token of a
-        request that asks for them.
+      prompt: the scores of the prompt's tokens except the first. They are reported together with
+        the first new token, and only for requests with `scored`.
     """
 
     number: int
@@ -64,21 +65,22 @@ class Said(NamedTuple):
 
 
 class Engine:
-    """A generator of text from prompts, one prompt per slot at a time; for a single thread.
+    """A text generator that works on one prompt per slot at a time. It is not thread-safe.
 
     Args:
-      decoder: the model; where its parameters are divided over a mesh, so is all computation. On
-        TPUs its parameters change their layouts in place: see `layouts`.
-      stop: the token that ends a text, or several, any of which does.
-      known: ids below this one have a text, and others are never chosen; None is all ids.
+      decoder: the model. If its parameters are sharded over a mesh, so is all computation. On TPUs,
+        the layouts of its parameters are changed in place: see `layouts`.
+      stop: the stop token, or several; any of them ends a text.
+      known: the bound of known token ids: only ids below it decode to text, and other ids are never
+        chosen. None means all ids.
       gaps: ids below `known` that have no text.
-      slots: rows of the batch.
-      steps: tokens per row between two looks at the results.
-      part: tokens of a prompt that are read at a time.
+      slots: the number of slots (rows of the batch).
+      steps: the number of decode steps per dispatch, after which the results are read.
+      part: the maximum number of prompt tokens that are read at a time.
 
     Raises:
-      MeshError: the slots do not divide over the devices of the batch axes, or these axes have
-        devices of several processes.
+      MeshError: the slots cannot be divided over the devices of the batch axes, or the batch axes
+        span devices of several processes.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Engine:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all requests and make the rows anew, so that no failed state remains."""
+        """Discard all requests and allocate new rows, so that nothing remains of a failed state."""
         self.waiting: dict[int, Request] = {}
         self.numbers: list[int | None] = [None] * self.slots
         self.requests = [Request(np.zeros(1, int), Sampling())] * self.slots
@@ -116,9 +118,10 @@ class Engine:
         self._empty()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Said]:
-        """Yield what comes of each request, as it comes; requests are numbered in order.
+        """Yield the new tokens of each request as they are generated.
 
-        If the iterator is closed early, its rows are free again.
+        Requests are numbered in order. If the iterator is closed early, its requests end and their
+        slots become free.
         """
         requests = iter(requests)
         try:
@@ -134,22 +137,23 @@ class Engine:
                 self.forget(number)
 
     def compile(self, tokens: int, *, scored: bool = True) -> None:
-        """Compile the programs for texts of up to `tokens` tokens; others are compiled when needed.
+        """Compile the programs for texts of up to `tokens` tokens in advance.
 
-        Programs that grow rows from one size to another, or put a prompt of another size into them,
-        are included.
+        This includes the programs that grow the cache from one size to another, and those that
+        insert a prompt of another size. Any other program is compiled when it is first needed.
 
         Args:
-          tokens: the most tokens of a prompt and its new tokens together.
-          scored: whether programs that score prompts are compiled too.
+          tokens: the maximum number of tokens in a prompt and its new tokens together.
+          scored: whether to compile the programs that score prompts, too.
         """
         sizes = [bucket(1)]
         while sizes[-1] < tokens:
             sizes.append(2 * sizes[-1])
         kept, self.ends = self.ends, self.ends._replace(stop=np.full_like(self.ends.stop, -1))
-        try:  # no stop token ends a text before its second token
+        try:  # without stop tokens, each text has a second token, which compiles `steps`
             lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
-            # The longest prompt is followed by steps that need room beyond the prompt's own size.
+            # After the longest prompt, the steps need more room than the program that reads the
+            # prompt.
             for length in [*lengths, max(1, tokens - 1)]:
                 how = Sampling(max_tokens=2)
                 self.submit(Request(np.zeros(length, int), how, scored=scored))
@@ -160,7 +164,7 @@ class Engine:
         self._compile_moves(sorted({*map(self._size, sizes), self.capacity}))
 
     def _compile_moves(self, sizes: list[int]) -> None:
-        """Compile the growth of rows to each larger size, and inserts of smaller prompts."""
+        """Compile the growth of the cache to each larger size, and inserts of smaller rows."""
         count = self.slots // self.model.devices("batch")
         for at, size in enumerate(sizes):
             rows = programs.empty_rows(self.model, self.params, count, size)
@@ -171,7 +175,7 @@ class Engine:
                 rows = programs.insert(self.model, rows, one, np.int32(0))
 
     def submit(self, request: Request) -> int:
-        """Queue a request and return its number, from 0; `step` reports what comes of it.
+        """Queue a request and return its number, counted from 0; `step` reports its new tokens.
 
         Raises:
           UsageError: the model has no embedding for a token of the prompt.
@@ -182,10 +186,10 @@ class Engine:
         return number
 
     def step(self) -> list[Said]:
-        """Read the prompt that has waited longest if a slot is free; otherwise advance all rows.
+        """Read the longest-waiting prompt if a slot is free; otherwise advance all rows.
 
-        All rows also advance after as many prompts as there are slots were read in succession, so
-        that requests that end at once do not keep the others waiting.
+        After as many successive prompts as there are slots, the rows advance even if prompts are
+        waiting. So requests that end immediately cannot starve the requests in the slots.
         """
         free = self._free()
         rows_run = len(free) < self.slots
@@ -197,7 +201,7 @@ class Engine:
         return self._go_on() if rows_run else []
 
     def forget(self, number: int) -> None:
-        """End a request: nothing more comes of it, and its slot is free."""
+        """Cancel a request: it reports nothing more, and its slot becomes free."""
         self.waiting.pop(number, None)
         if number in self.numbers:
             slot = self.numbers.index(number)
@@ -205,25 +209,25 @@ class Engine:
 
     @property
     def open(self) -> list[int]:
-        """The numbers of the requests that have not ended."""
+        """The numbers of all requests that have not ended."""
         return [*self.waiting, *(number for number in self.numbers if number is not None)]
 
     def _free(self) -> list[int]:
         return [slot for slot, number in enumerate(self.numbers) if number is None]
 
     def _empty(self) -> None:
-        """Replace the rows by empty ones of the least capacity."""
-        self.rows = None  # free the old rows before the new ones are made
+        """Replace the rows with empty ones of the smallest capacity."""
+        self.rows = None  # free the old rows before allocating the new ones
         self.capacity = self._size(1)
         rows = self.slots // self.model.devices("batch")
         self.rows = programs.empty_rows(self.model, self.params, rows, self.capacity)
 
     def _begin(self, slot: int, number: int, request: Request) -> Said:
-        """Read a prompt and choose its first new token."""
+        """Read a prompt into a slot, and choose its first new token."""
         length = len(request.tokens)
         one, chosen = self._read(request)
         if len(self._free()) == self.slots and self._size(length) < self.capacity:
-            self._empty()  # steps should not read room that nobody needs any more
+            self._empty()  # shrink the cache, so that steps do not read unused room
         self.lengths[slot], self.requests[slot] = length, request
         self._grow(length)
         self.rows = programs.insert(self.model, self.rows, one, np.int32(slot))
@@ -236,7 +240,7 @@ class Engine:
         return Said(number, chosen.token[new].tolist(), scores, ended, stopped, prompt)
 
     def _read(self, request: Request) -> tuple[Rows, Chosen]:
-        """Read a prompt into a row of its own, in parts if it is long."""
+        """Read a prompt into a separate row, in several parts if it is long."""
         tokens, model = request.tokens, (self.model, self.params)
         asked = Asked(
             np.array([len(tokens)], np.int32),
@@ -264,21 +268,21 @@ class Engine:
         return scored.scores((slice(0, length - 1),), request.ranked)
 
     def _grow(self, tokens: int) -> None:
-        """Make room for rows of `tokens` tokens."""
+        """Ensure that the cache has room for `tokens` tokens per row."""
         if tokens > self.capacity:
             self.capacity = self._size(tokens)
             self.rows = programs.grown(self.model, self.params, self.rows, self.capacity)
 
     def _size(self, tokens: int) -> int:
-        """Return the size of the program for `tokens` tokens."""
+        """Return the size of the program that handles `tokens` tokens."""
         return self._divisible(bucket(tokens))
 
     def _divisible(self, tokens: int) -> int:
-        """Round `tokens` up to a multiple of the devices that tokens are divided over."""
+        """Round `tokens` up to a multiple of the number of devices that share the tokens."""
         return tokens + -tokens % self.model.devices("tokens")
 
     def _go_on(self) -> list[Said]:
-        """Generate some more tokens of each row."""
+        """Run one dispatch of decode steps for all rows, and report each row's new tokens."""
         used = np.array([number is not None for number in self.numbers])
         running = np.flatnonzero(used).tolist()
         self._grow(int(self.lengths[running].max()) + self.steps)
@@ -303,19 +307,19 @@ class Engine:
 
 
 def bucket(tokens: int) -> int:
-    """Return the least size of a program for `tokens` tokens."""
+    """Return the smallest power of two that holds `tokens` tokens and is at least `_LEAST`."""
     return max(_LEAST, 1 << (tokens - 1).bit_length())
 
 
 def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
-    """Check that no rows lie on devices of other processes, where this process cannot read them.
+    """Check that this process can read all rows, that is, that no other process has any of them.
 
     Args:
-      processes: the processes whose devices the mesh has.
-      sizes: the sizes of the mesh's axes.
+      processes: the processes that own devices of the mesh.
+      sizes: the size of each mesh axis.
 
     Raises:
-      MeshError: the batch is divided over devices of several processes.
+      MeshError: the batch is sharded over devices of several processes.
     """
     rows = sharding.CACHE_RULES["batch"]
     if (count := len(processes)) > 1 and any(sizes[axis] > 1 for axis in rows):
@@ -326,7 +330,7 @@ def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
 
 
 def check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise UsageError if a token is outside the `vocab_size` embeddings of a model."""
+    """Raise UsageError if a token id is not among the model's `vocab_size` embeddings."""
     foreign = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if foreign.size:
         raise UsageError(
@@ -336,7 +340,7 @@ def check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
 
 
 def check_slots(name: str, slots: int, mesh: jax.sharding.Mesh | None) -> None:
-    """Raise MeshError unless `slots` rows, set by a flag or argument, divide over a mesh."""
+    """Raise MeshError unless the mesh can divide `slots` rows; `name` is the flag or argument."""
     if mesh is not None:
         sharding.check_divides(mesh, name, slots, "batch", rules=sharding.CACHE_RULES)
 

@@ -1,4 +1,4 @@
-"""Files of prompts, and files of the texts generated from them."""
+"""Reading of prompt files, and writing of the generated texts to an output file."""
 
 import dataclasses
 import json
@@ -11,12 +11,13 @@ from rmt_tpu.storage import Folder, open_parent
 
 
 def read_prompts(location: str) -> list[str]:
-    """Read the prompts of a file, local or gs://.
+    """Read the prompts in a file, which may be local or on gs://.
 
-    Each line is a prompt, or in a .jsonl file an object with "prompt".
+    In a .jsonl file, each line is a JSON object with a "prompt" field. In any other file, each line
+    is a prompt.
 
     Raises:
-      UsageError: the file does not exist, is not UTF-8, or a line of a .jsonl file has no prompt.
+      UsageError: the file does not exist or is not UTF-8, or a line of a .jsonl file has no prompt.
     """
     folder, name = _split(location)
     found = folder.read(name, limit=2**30)
@@ -41,13 +42,13 @@ def read_prompts(location: str) -> list[str]:
 
 
 class Output:
-    """A file of numbered JSON lines that results are added to, so that none is made twice.
+    """A JSON Lines file to which numbered results are appended, so that a rerun can skip them.
 
     Args:
-      location: the path, local or gs://.
+      location: the path of the file, local or on gs://.
 
     Raises:
-      UsageError: the file cannot be written, or has JSON lines of another kind.
+      UsageError: the file cannot be written, or it has JSON lines that another command wrote.
     """
 
     def __init__(self, location: str):
@@ -56,12 +57,12 @@ class Output:
         self._folder.check(write=True)
         found = self._folder.read(self._name, limit=2**32)
         text = found.data.decode(errors="replace") if found else ""
-        # A run that was stopped may have written only a part of the last line.
+        # # An interrupted run may have left its last line incomplete.
         self._broken = text[text.rfind("\n") + 1 :] != ""
         self.lines = list(self._parsed(text[: text.rfind("\n") + 1]))
 
     def add(self, *lines: dict[str, Any]) -> None:
-        """Append lines, all at once."""
+        """Append all lines in a single write."""
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         if self._broken:
             text, self._broken = "\n" + text, False
@@ -72,23 +73,24 @@ class Output:
             try:
                 value = json.loads(line)
             except ValueError:
-                continue  # a partial line, after which another run went on
+                continue  # an interrupted run left this line incomplete
             if not isinstance(value, dict) or "number" not in value:
                 raise UsageError(f"{self.location}:{number} is not of this command; name another")
             yield value
 
 
 def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tuple]:
-    """Return the samples that the output has, as (number of the prompt, sample) of each line.
+    """Return which samples the output already has, as pairs (prompt number, sample number).
 
     Raises:
-      RunError: the lines are of other prompts or settings.
+      RunError: the existing lines were made from other prompts or with other settings.
     """
     done, settings = set(), dataclasses.asdict(sampling)
     for line in output.lines:
         number = line["number"]
         same = number < len(prompts) and prompts[number] == line.get("prompt")
-        # A line written before a setting existed was made with the setting's default.
+        # A line that lacks a setting was written before the setting existed, with what is now its
+        # default.
         made = {name: line.get(name, getattr(Sampling, name)) for name in settings}
         if not same or made != settings:
             raise RunError(

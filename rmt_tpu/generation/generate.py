@@ -1,4 +1,4 @@
-"""Text that continues prompts."""
+"""Generation of text that continues given prompts."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,17 +16,17 @@ from rmt_tpu.generation.text import Text
 
 @dataclass
 class Completion:
-    """The text generated from a prompt.
+    """The text that was generated for one prompt.
 
     Attributes:
-      number: the number of the prompt, from 0.
-      text: the text that follows the prompt.
-      tokens: the tokens of the text, and those of a stop string that ended it.
-      log_probabilities: the log-probabilities of these tokens by the model, before temperature, in
-        nats.
-      likeliest: for each of these tokens, the likeliest tokens in its place, as in `Scores`.
-      finish: "stop" if the model ended the text or a stop string came, else "length"; None before
-        the text has ended.
+      number: the index of the prompt, counted from 0.
+      text: the generated text, without the prompt.
+      tokens: the tokens of the text, including the tokens of a stop string that ended it.
+      log_probabilities: the log-probability of each token under the model, before temperature is
+        applied, in nats.
+      likeliest: the likeliest candidates at the position of each token, as in `Scores`.
+      finish: "stop" if the model or a stop string ended the text, "length" if the token limit did,
+        and None while the text has not ended.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Completion:
     finish: str | None = None
 
     def add(self, more: "Completion") -> None:
-        """Add what has come since."""
+        """Append a further piece of the same completion."""
         self.text += more.text
         self.tokens += more.tokens
         self.log_probabilities += more.log_probabilities
@@ -46,19 +46,19 @@ class Completion:
 
 
 class Draft:
-    """The state of a completion while it is generated.
+    """A completion in progress, which turns generated tokens into text.
 
     Args:
-      number: the number of the prompt.
+      number: the index of the prompt.
       tokenizer: the model's tokenizer.
-      stop: strings before any of which the text ends.
+      stop: stop strings; the text ends before the first occurrence of any of them.
     """
 
     def __init__(self, number: int, tokenizer: Tokenizer, stop: Sequence[str]):
         self.number, self.text = number, Text(tokenizer, stop)
 
     def more(self, said: Said) -> Completion:
-        """Return the text of the request's next tokens, with nothing after a stop string."""
+        """Return the newly generated piece of the completion, cut before any stop string."""
         told, count = "", 0
         for token in said.tokens:
             told, count = told + self.text.add([token]), count + 1
@@ -81,26 +81,26 @@ def generate(
     *,
     stop: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Yield pieces of text that follow `prompt`, until the model ends it or max_tokens is reached.
+    """Yield pieces of the text that follows `prompt`, until it ends or has `max_tokens` tokens.
 
-    One new token costs one step: keys and values of earlier tokens are cached, and the residual
-    exists for the newest token alone.
+    Each new token takes one decode step: the keys and values of earlier tokens are cached, and only
+    the newest token has a residual in memory.
 
     Args:
       decoder: the model.
       tokenizer: the model's tokenizer.
       prompt: the text to continue.
-      sampling: how tokens are chosen, and how many there may be.
-      stop: strings before any of which the text ends.
+      sampling: how tokens are chosen, and the maximum number of new tokens.
+      stop: stop strings; the text ends before the first occurrence of any of them.
 
     Raises:
-      UsageError: the prompt leaves no room in the model's learned positions, or has a token that
-        the model has no embedding for.
+      UsageError: the prompt uses up all of the model's learned positions, or contains a token for
+        which the model has no embedding.
     """
     draft = Draft(0, tokenizer, stop)
     request = _request(decoder, tokenizer, prompt, sampling)
-    # One row, or one per device that rows are divided over. Few steps at a time, so that a reader
-    # sees the text come.
+    # Use one row, or one row per device if the mesh divides rows. Each dispatch runs only a few
+    # steps, so that the text appears as it is generated.
     slots = Model.of(decoder)[0].devices("batch")
     engine = Engine(decoder, tokenizer.ends, **_texts(tokenizer), slots=slots, steps=4)
     for said in engine.run([request]):
@@ -119,9 +119,17 @@ def complete(
     stop: Sequence[str] = (),
     slots: int = SLOTS,
 ) -> Iterator[Completion]:
-    """Yield the text that follows each prompt, in the order in which they end; `slots` at a time.
+    """Yield the completion of each prompt when it has ended, so not necessarily in prompt order.
 
-    A text depends on its own prompt, sampling and seed, and not on the other rows of the batch.
+    A completion depends only on its own prompt, sampling settings and seed, and not on the other
+    rows of the batch.
+
+    Args:
+      decoder: the model.
+      tokenizer: the model's tokenizer.
+      prompts: each prompt with its sampling settings.
+      stop: stop strings; a text ends before the first occurrence of any of them.
+      slots: how many texts are generated at a time.
 
     Raises:
       UsageError: see `generate`.
@@ -140,17 +148,17 @@ def complete(
 
 
 def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int) -> int:
-    """Return how many of `max_tokens` new tokens fit after a prompt.
+    """Return how many of the `max_tokens` requested new tokens fit after a prompt.
 
-    Only learned positions limit them.
+    Only a model with learned positions has a limit.
 
     Raises:
-      UsageError: there is room for none.
+      UsageError: the prompt leaves no room for a new token.
     """
     if config.learned_positions is None:
         return max_tokens
     max_length = config.learned_positions.max_length
-    # The last token generated is never read, so it needs no position.
+    # The model never reads the last generated token, so that token needs no position.
     room = max_length + 1 - prompt_tokens
     if room < 1:
         raise UsageError(
@@ -161,7 +169,7 @@ def fitting_tokens(config: cfg.ModelConfig, prompt_tokens: int, max_tokens: int)
 
 
 def _texts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the arguments of an engine that say which tokens have a text."""
+    """Return the arguments of `Engine` that say which token ids decode to text."""
     return {"known": tokenizer.vocab_size, "gaps": tokenizer.gaps}
 
 

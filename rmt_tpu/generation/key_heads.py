@@ -1,8 +1,8 @@
-"""Key and value heads that several devices share: each device has a copy of the head that it reads.
+"""Replication of key and value heads, for meshes with more devices than key heads.
 
-A mesh divides a cache by heads. With grouped queries there may be fewer key heads than devices. The
-model is then replaced by an equivalent one that has each key head once for every device that shares
-it. Every device then has whole heads, in its weights and in its cache.
+A mesh divides a cache by heads. With grouped queries, the model may have fewer key heads than there
+are devices. The model is then replaced by an equivalent one, in which each key head is repeated
+once per device that reads it. Every device then holds whole heads, in its weights and in its cache.
 """
 
 import dataclasses
@@ -21,9 +21,10 @@ from rmt_tpu.generation.placement import parameter_shardings
 
 
 def repeated_model(model: cfg.ModelConfig, mesh: jax.sharding.Mesh) -> cfg.ModelConfig:
-    """Return the equivalent model whose key and value heads the mesh divides.
+    """Return an equivalent model whose key and value heads are divisible over the mesh.
 
-    The query heads must divide over the mesh: see `placement.parameter_shardings`.
+    The number of query heads must already be divisible over the mesh: see
+    `placement.parameter_shardings`.
     """
     devices = math.prod(mesh.shape[axis] for axis in sharding.CACHE_RULES["tokens"])
     shared = lambda stack: tuple(core.sharing_heads(devices) for core in stack.cores)
@@ -32,7 +33,12 @@ def repeated_model(model: cfg.ModelConfig, mesh: jax.sharding.Mesh) -> cfg.Model
 
 
 def repeat_key_heads(decoder: Decoder, mesh: jax.sharding.Mesh) -> Decoder:
-    """Return a decoder of `repeated_model` with the parameters of a decoder on the mesh."""
+    """Return an equivalent decoder with the configuration that `repeated_model` gives.
+
+    Args:
+      decoder: a decoder whose parameters are sharded over the mesh.
+      mesh: the mesh.
+    """
     model = repeated_model(decoder.config, mesh)
     if model == decoder.config:
         return decoder
@@ -50,17 +56,17 @@ def repeat_key_heads(decoder: Decoder, mesh: jax.sharding.Mesh) -> Decoder:
 def _repeated(
     sublayer: dict[str, Any], old: cfg.Attention, new: cfg.Attention, wanted: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a sublayer's parameters, for all layers of its stack, with key heads repeated."""
+    """Return a sublayer's parameters (stacked over layers) with repeated key and value heads."""
     heads, groups, times = old.num_heads, old.kv_heads, new.kv_heads // old.kv_heads
     site, core = dict(sublayer["site"]), dict(sublayer["core"])
 
     def of_rows(x: Array) -> Array:
-        """Repeat key and value rows of [layers, H + 2 G, ...]; further rows stay as they are."""
+        """Repeat the key and value rows of [layers, H + 2 G, ...]; keep any further rows."""
         q, kv, others = jnp.split(x, [heads, heads + 2 * groups], axis=1)
         return jnp.concatenate([q, jnp.repeat(kv, times, axis=1), others], axis=1)
 
     def of_columns(x: Array) -> Array:
-        """Repeat key and value columns of [layers, 2, D, G * D_h]."""
+        """Repeat the key and value columns of [layers, 2, D, G * D_h]."""
         x = jnp.repeat(x.reshape(*x.shape[:3], groups, -1), times, axis=3)
         return x.reshape(*x.shape[:3], -1)
 

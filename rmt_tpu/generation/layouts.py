@@ -1,10 +1,11 @@
-"""Memory layouts of weights: as decode steps read them.
+"""Memory layouts of weights, chosen so that decode steps need not transpose them.
 
-XLA lays out an argument by its shape alone. A program whose products need another layout transposes
-the argument each time that it runs: for a width of 1264, which is no whole number of tiles, up to
-0.5 GB in every dispatch of steps. Therefore steps are compiled for the TPU to see which weights
-they transpose, and all programs take these weights transposed. `Layout.AUTO` does not suffice: a
-program compiled for the layouts that it chose may transpose weights that the first one did not.
+By default, XLA chooses the layout of an argument from its shape alone. A program whose matrix
+products need another layout transposes the argument on every run. At a width of 1264, which is not
+a multiple of the tile size, this moves up to 0.5 GB per dispatch. Therefore `lay_out` compiles the
+decode steps for the TPU, finds the weights that they transpose, and stores these weights transposed
+for all programs. `Layout.AUTO` is not enough: a program compiled for the layouts that it chose may
+transpose weights that the first program did not.
 """
 
 import re
@@ -22,10 +23,11 @@ from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.generation import programs
 from rmt_tpu.generation.programs import Model
 
-# Cache capacity and number of the steps that are compiled; other sizes transpose the same weights.
+# Capacity of the cache, in tokens, and number of steps in the program that is compiled to find the
+# layouts. Programs of other sizes transpose the same weights.
 _CAPACITY, _COUNT = 1024, 8
-_ROUNDS = 4  # at most
-_PLATFORM = "tpu"  # other platforms have one layout
+_ROUNDS = 4  # maximum number of compilations
+_PLATFORM = "tpu"  # other platforms have only one layout
 _MATRICES = ("embedding", "hidden", "unembedding")
 _ENTRY = "\nENTRY "
 _PARAMETER = re.compile(r"%(\S+) = \S+ parameter\((\d+)\)")
@@ -33,10 +35,15 @@ _TURNED = re.compile(r" = \w+\[[\d,]+\]\{([\d,]+)\S* (?:copy|transpose)\(%([^\s,
 
 
 def lay_out(decoder: Decoder, rows: int) -> None:
-    """Put a decoder's parameters into the layouts that steps of `rows` rows read, on TPUs.
+    """Store a decoder's parameters in the layouts that decode steps read; only on TPUs.
 
-    They are replaced in the decoder itself, one by one, so that memory need not hold all of them
-    twice. The decoder may consist of shapes with shardings, so its devices need not be there.
+    The parameters are replaced in place and one at a time, so that memory need not hold two copies
+    of all of them. The parameters may be abstract shapes with shardings; the devices need not exist
+    then.
+
+    Args:
+      decoder: the decoder, which is modified.
+      rows: the number of rows in the batch of a step.
     """
     params = nnx.state(decoder, nnx.Param)
     leaves, tree = jax.tree.flatten(params)
@@ -55,13 +62,14 @@ def lay_out(decoder: Decoder, rows: int) -> None:
 def lower_steps(
     model: Model, params: nnx.State, rows: int, capacity: int, count: int
 ) -> jax.stages.Lowered:
-    """Lower a dispatch of greedy steps, for weights in the layouts that they have.
+    """Lower (for compilation) a program of greedy decode steps, keeping the layouts of the weights.
 
     Args:
-      model, params: from `Model.of`, as shapes with shardings; the devices need not be there.
-      rows: the rows on all devices together.
-      capacity: tokens that the cache has room for; it is donated.
-      count: steps of the dispatch.
+      model, params: the results of `Model.of`, with shapes and shardings in place of arrays; the
+        devices need not exist.
+      rows: the number of rows on all devices together.
+      capacity: the number of tokens that the cache has room for. The cache is donated.
+      count: the number of steps that the program runs.
     """
     of_rows = model.over(sharding.CACHE_RULES["batch"])
     one = jax.tree.leaves(params)[0].sharding
@@ -102,13 +110,13 @@ def _likeliest(
 def _chosen(
     model: Model, tree: jax.tree_util.PyTreeDef, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int
 ) -> dict[int, tuple[int, ...]]:
-    """Return the axis order, major to minor, of each parameter that steps read.
+    """Return the axis order, from major to minor, of each parameter that decode steps read.
 
-    Parameters are named by their places in the tree.
+    The keys are the indices of the parameters among the leaves of the tree.
     """
     params, orders = tree.unflatten(shapes), {}
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    # A transposed matrix may cause another one to be transposed.
+    # Transposing one matrix may cause the compiler to transpose another, so search repeatedly.
     for _ in range(_ROUNDS):
         steps = lower_steps(model, params, rows, _CAPACITY, _COUNT).compile()
         layouts = [given.layout for given in jax.tree.leaves(steps.input_formats[0][0])]
@@ -125,12 +133,16 @@ def _chosen(
 
 
 def turned(text: str, given: list[tuple[int, ...] | None]) -> dict[int, tuple[int, ...]]:
-    """Return the arguments that a compiled program transposes first, with the axis order they get.
+    """Return the arguments that a compiled program transposes first, with the axis orders it needs.
 
     Args:
-      text: the HLO of the program.
-      given: the axis order of each of its first arguments; None for an argument that the program
-        does not read, which is then not among its parameters.
+      text: the program's HLO.
+      given: the axis order of each of the program's first arguments, from major to minor. None
+        marks an argument that the program does not read and that is therefore not among its HLO
+        parameters.
+
+    Returns:
+      A mapping from the argument's index in `given` to the axis order that the program needs.
     """
     read = [place for place, order in enumerate(given) if order is not None]
     entry = text[text.index(_ENTRY) :]

@@ -1,4 +1,4 @@
-"""The sharding of a model's parameters on a mesh that text is generated on."""
+"""Parameter shardings on a mesh that generates text."""
 
 import math
 from typing import Any
@@ -14,9 +14,9 @@ from rmt_tpu.layers.parameters import metadata
 
 
 def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
-    """Return the sharding of each parameter, in the tree of `nnx.to_pure_dict`.
+    """Return the sharding of each parameter, as a tree like that of `nnx.to_pure_dict`.
 
-    The decoder may consist of shapes alone.
+    The decoder's parameters may be abstract shapes.
 
     Raises:
       MeshError: the mesh cannot divide the model or its caches.
@@ -28,7 +28,8 @@ def parameter_shardings(decoder: Decoder, mesh: jax.sharding.Mesh) -> Any:
         for k, core in enumerate(stack.cores):
             site = axes["stacks"][s][k]["site"]
             if "read_fewer" in site and core.kv_heads % mesh.shape["tensor"]:
-                # Replicated over `tensor` until each device gets its own heads: see `key_heads`.
+                # The weight is replicated over `tensor` until `key_heads` gives each device its own
+                # heads.
                 site["read_fewer"] = (*site["read_fewer"][:-1], "shared")
     specs = sharding.parameter_specs(mesh, axes, shapes)
     return jax.tree.map(lambda spec: NamedSharding(mesh, sharding.used_axes(mesh, spec)), specs)
@@ -46,7 +47,7 @@ def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
     devices = math.prod(mesh.shape[axis] for axis in axes)
     for core in model.cores:
         for name, heads in core.divided_heads.items():
-            # Devices may share a key head: see `key_heads`.
+            # Several devices may share a key head: see `key_heads`.
             if heads % devices and name != "num_kv_heads":
                 raise sharding.MeshError(
                     f"--mesh: {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)} divides "

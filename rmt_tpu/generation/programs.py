@@ -1,9 +1,9 @@
-"""The compiled functions of an engine: each once per size, on one device or on a mesh.
+"""The compiled functions of an engine, each compiled once per size, for one device or a mesh.
 
-On a mesh every device has its rows and its heads of the cache, and its shard of each parameter. The
-tokens of a prompt are divided over devices, and so are those of a step, one of each row. Where
-`data` and `fsdp` divide rows, a single row that is read by itself is computed on each of these
-devices, and the device that owns the slot keeps it.
+On a mesh, every device holds its own rows and heads of the cache, and its shard of each parameter.
+The tokens of a prompt are sharded over devices, and so are the tokens of a decode step (one per
+row). If the mesh axes `data` and `fsdp` divide rows, a prompt that is read as a single row is
+computed redundantly on all of their devices, and the device that owns the slot keeps the result.
 """
 
 from collections.abc import Callable
@@ -22,20 +22,20 @@ from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.generation.sampling import Choice, penalized, sample
 
-RANKS = 5  # the number of likeliest tokens that can be reported for each place
-_SCORED = 64  # tokens of a prompt whose logits are in memory at a time
+RANKS = 5  # maximum number of likeliest tokens that can be reported per position
+_SCORED = 64  # number of prompt tokens whose logits are in memory at a time
 
 _BATCH, _TOKENS = sharding.CACHE_RULES["batch"], sharding.CACHE_RULES["tokens"]
 _WHOLE = PartitionSpec()
 
 
 class Scores(NamedTuple):
-    """The model's own scores of tokens in a row, before temperature, in nats.
+    """The scores of a row's tokens under the model, before temperature is applied, in nats.
 
     Attributes:
       log_probabilities: the log-probability of each token.
-      likeliest: for each place, the RANKS likeliest tokens in descending order, with their
-        log-probabilities; [] if they were not asked for.
+      likeliest: for each position, the RANKS likeliest tokens in descending order, mapped to their
+        log-probabilities; [] if they were not requested.
     """
 
     log_probabilities: list[float]
@@ -43,12 +43,12 @@ class Scores(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The chosen token of each row.
+    """The token that was chosen for each row, with its scores.
 
     Attributes:
       token: the chosen tokens.
-      log_probability: their log-probabilities by the model itself.
-      likeliest: the likeliest tokens in their places; 0 if they are not asked for.
+      log_probability: the log-probability of each chosen token under the model, in nats.
+      likeliest: the likeliest tokens at the same position; 0 if they were not requested.
       log_probabilities: the log-probabilities of the likeliest tokens.
     """
 
@@ -58,20 +58,20 @@ class Chosen(NamedTuple):
     log_probabilities: Float[Array, "*steps batch ranks"]
 
     def scores(self, at: tuple, ranked: bool) -> Scores:
-        """Return the scores of one row's tokens, at the index `at`, on the host."""
+        """Return the scores of one row's tokens, selected by the index `at`, on the host."""
         values = [np.asarray(x[at]).tolist() for x in self[1:]]
         likeliest = [dict(zip(*ranks, strict=True)) for ranks in zip(*values[1:], strict=True)]
         return Scores(values[0], likeliest if ranked else [])
 
 
 class Rows(NamedTuple):
-    """The state of a batch in the middle of its texts.
+    """The state of all rows of a batch during generation.
 
     Attributes:
       cache: the cache of all rows.
       token: the newest token of each row, which is not in the cache yet.
-      left: how many tokens each row may still have; 0 if it has ended.
-      seen: which tokens each row's prompt and text have.
+      left: how many more tokens each row may get; 0 if it has ended.
+      seen: for each row, which tokens occur in its prompt and text.
     """
 
     cache: Cache
@@ -81,12 +81,13 @@ class Rows(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The tokens that end a text, and the tokens that may be in one.
+    """The tokens that end a text, and the set of tokens that may be generated.
 
     Attributes:
-      stop: tokens, any of which ends a text.
-      known: only tokens below this one have a text; a model may have more, which are never chosen.
-      gaps: tokens below `known` that have no text and end no text.
+      stop: the stop tokens; any of them ends a text.
+      known: the bound of token ids that have a text. A model may have more ids, which are never
+        chosen.
+      gaps: ids below `known` that have no text and are no stop tokens.
     """
 
     stop: Int[Array, " stops"]
@@ -94,18 +95,26 @@ class Ends(NamedTuple):
     gaps: Int[Array, " gaps"] = np.zeros(0, np.int32)
 
     def at(self, token: Int[Array, " batch"]) -> Bool[Array, " batch"]:
-        """Return whether each row's text ends with its token."""
+        """Return whether each row's token is a stop token."""
         return jnp.any(token[:, None] == self.stop, axis=-1)
 
     def possible(self, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-        """Return the logits with -inf for tokens that have no text and do not end one."""
+        """Set the logits of tokens that have no text and are no stop tokens to -inf."""
         tokens = jnp.arange(logits.shape[-1])
         logits = jnp.where((tokens < self.known) | self.at(tokens), logits, -jnp.inf)
         return logits.at[:, self.gaps].set(-jnp.inf) if len(self.gaps) else logits
 
 
 class Asked(NamedTuple):
-    """A prompt's length, how its tokens are chosen, and how many there may be."""
+    """What is requested for a prompt of one row.
+
+    Attributes:
+      lengths: the length of the prompt.
+      how: the sampling settings.
+      left: the maximum number of new tokens.
+      ends: the stop tokens and the tokens that may be generated.
+      ranked: whether to report the likeliest tokens.
+    """
 
     lengths: Int[Array, "1"]
     how: Choice
@@ -115,7 +124,7 @@ class Asked(NamedTuple):
 
 
 def mesh_of(decoder: Decoder) -> Mesh | None:
-    """Return the mesh that a decoder's parameters are divided over; None for one device."""
+    """Return the mesh over which a decoder's parameters are sharded; None for a single device."""
     placed = [getattr(x, "sharding", None) for x in jax.tree.leaves(nnx.state(decoder))]
     if all(isinstance(s, NamedSharding) and s.mesh.size > 1 for s in placed):
         return placed[0].mesh
@@ -123,15 +132,15 @@ def mesh_of(decoder: Decoder) -> Mesh | None:
 
 
 class Model(NamedTuple):
-    """The key that programs are compiled for, in addition to sizes.
+    """The static description of a model that programs are compiled for, together with sizes.
 
-    On one device all fields but the first are empty.
+    On a single device, all fields except the first are empty.
 
     Attributes:
       graphdef: the graph definition of the decoder.
-      mesh: the mesh of the devices.
-      parameters: how the mesh divides each parameter, in the order of their tree.
-      cache: how the mesh divides each array of a cache.
+      mesh: the mesh.
+      parameters: the partition spec of each parameter, in the order of the tree's leaves.
+      cache: the partition spec of each array of a cache.
     """
 
     graphdef: nnx.GraphDef
@@ -141,7 +150,7 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, decoder: Decoder) -> tuple["Model", nnx.State]:
-        """Return the model and parameters of a decoder whose parameters lie where they are used."""
+        """Return the description and the parameters of a decoder that is already on its devices."""
         graphdef, params = nnx.split(decoder)
         if (mesh := mesh_of(decoder)) is None:
             return cls(graphdef), params
@@ -151,21 +160,21 @@ class Model(NamedTuple):
 
     @property
     def rows(self) -> Rows | None:
-        """The partition specs of a `Rows`."""
+        """The partition specs of a `Rows`; None without a mesh."""
         return self.mesh and Rows(self.cache, *3 * [self.over(_BATCH)])
 
     def over(self, *axes: tuple[str, ...] | None) -> PartitionSpec | None:
-        """Return the partition spec of an array whose axes are divided over `axes` of the mesh."""
+        """Return the partition spec of an array, given the mesh axes for each of its axes."""
         return self.mesh and sharding.used_axes(self.mesh, axes)
 
     def devices(self, axis: str) -> int:
-        """Return how many devices divide a logical axis."""
+        """Return the number of devices over which a logical axis is sharded."""
         if self.mesh is None:
             return 1
         return int(np.prod([self.mesh.shape[name] for name in sharding.CACHE_RULES[axis]]))
 
     def placed(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """Return `function` as one that every device runs on its shards."""
+        """Return `function` as a function that every device runs on its shards of the arguments."""
         if self.mesh is None:
             return function
         return sharding.per_device(function, self.mesh, in_specs, out_specs, tokens=_TOKENS)
@@ -173,7 +182,7 @@ class Model(NamedTuple):
     def run(
         self, function: Callable, params: nnx.State, given: tuple, in_specs: tuple, out_specs: Any
     ) -> Any:
-        """Call `function(decoder, *given)` on every device, with its shards."""
+        """Call `function(decoder, *given)` on every device, with its shards of the arguments."""
         leaves, tree = jax.tree.flatten(params)
 
         def merged(leaves, *given):
@@ -186,14 +195,14 @@ class Model(NamedTuple):
 
 @partial(jax.jit, static_argnames=("model", "rows", "capacity"))
 def empty_cache(model: Model, params: nnx.State, rows: int, capacity: int) -> Cache:
-    """Return an empty cache with `rows` rows per device."""
+    """Return an empty cache with `rows` rows per device and room for `capacity` tokens."""
     make = lambda decoder: decoder.empty_cache(rows, capacity)
     return model.run(make, params, (), (), model.cache)
 
 
 @partial(jax.jit, static_argnames=("model", "rows", "capacity"))
 def empty_rows(model: Model, params: nnx.State, rows: int, capacity: int) -> Rows:
-    """Return `rows` rows per device, all of which have ended."""
+    """Return `rows` rows per device, all of which count as ended."""
 
     def make(decoder):
         zeros = jnp.zeros(rows, jnp.int32)
@@ -210,13 +219,13 @@ def prefill(
     tokens: Int[Array, "1 seq"],
     asked: Asked,
 ) -> tuple[Rows, Chosen]:
-    """Read a prompt in one pass, and return its row and its first new token."""
+    """Read a prompt in one pass; return its row and its first new token."""
 
     def read(decoder, tokens, asked):
         cache = decoder.empty_cache(1, tokens.shape[1])
         logits, cache = decoder.prefill(tokens, asked.lengths, cache)
         of_prompt = jnp.arange(tokens.shape[1]) < asked.lengths[0]
-        # Padding gets an index outside the vocabulary, where nothing is written.
+        # Padding gets an index outside the vocabulary, so that the scatter drops it.
         places = jnp.where(of_prompt, tokens[0], logits.shape[1])
         seen = jnp.zeros(logits.shape, bool).at[0, places].set(True, mode="drop")
         return _begun(logits, cache, seen, asked)
@@ -233,7 +242,7 @@ def extend(
     lengths: Int[Array, "1"],
     cache: Cache,
 ) -> tuple[Float[Array, "rows vocab"], Cache]:
-    """Return the logits after a part of a prompt, and the cache with that part."""
+    """Read a part of a prompt; return the logits of its last token, and the extended cache."""
     specs = (_WHOLE, _WHOLE, model.cache), (model.over(_BATCH), model.cache)
     return model.run(Decoder.extend, params, (tokens, lengths, cache), *specs)
 
@@ -266,10 +275,10 @@ def score(
     lengths: Int[Array, "1"],
     ranked: Bool[Array, ""],
 ) -> Chosen:
-    """Return how likely each token of a prompt but the first is, given the tokens before it.
+    """Return the log-probability of each prompt token but the first, given the tokens before it.
 
-    Place i has the score of token i + 1, so the last place has no meaning. Only few tokens have
-    their logits in memory at a time.
+    Position i of the result has the score of token i + 1, so the last position is meaningless.
+    Logits are computed for only a few tokens at a time, to save memory.
     """
 
     def scored(decoder, tokens, lengths, ranked):
@@ -289,7 +298,7 @@ def score(
 
 @partial(jax.jit, static_argnames="model", donate_argnames="rows")
 def insert(model: Model, rows: Rows, one: Rows, slot: Int[Array, ""]) -> Rows:
-    """Put a row into a slot, in place of the row that had it."""
+    """Write the row `one` into a slot, replacing the slot's previous row."""
 
     def put(rows, one, slot):
         count = len(rows.token)
@@ -312,7 +321,7 @@ def insert(model: Model, rows: Rows, one: Rows, slot: Int[Array, ""]) -> Rows:
 
 @partial(jax.jit, static_argnames=("model", "capacity"))
 def grown(model: Model, params: nnx.State, rows: Rows, capacity: int) -> Rows:
-    """Return the rows with a cache for `capacity` tokens."""
+    """Return the rows with a larger cache, which has room for `capacity` tokens."""
 
     def grow_one(kept, like):
         return jnp.pad(kept, [(0, n - m) for m, n in zip(kept.shape, like.shape, strict=True)])
@@ -336,13 +345,16 @@ def steps(
     ranked: Bool[Array, ""],
     count: int,
 ) -> tuple[Rows, Chosen]:
-    """Generate `count` more tokens of the rows in `used`; the token is -1 where a row has ended."""
+    """Generate `count` more tokens per row, for the rows selected by `used`.
+
+    The token is -1 where a row has already ended.
+    """
 
     def run(decoder, rows, used, how, ends, ranked):
         def step(rows, _):
             running = rows.left > 0
-            # A row that has ended decodes at position 0: past its end there may be no learned
-            # position.
+            # An ended row decodes at position 0, because there may be no learned position after its
+            # last token.
             start = jnp.where(running, rows.cache.length, 0)
             logits, cache = decoder.decode(rows.token[:, None], rows.cache._replace(length=start))
             length = rows.cache.length + running
@@ -370,7 +382,8 @@ def _chosen(
     logits: Float[Array, "batch vocab"], token: Int[Array, " batch"], ranked: Bool[Array, ""]
 ) -> Chosen:
     logits = logits.astype(jnp.float32)
-    # The log-probabilities of all tokens would be another array as large as the logits.
+    # Compute only the chosen token's log-probability: computing all of them would take another
+    # array as large as the logits.
     log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     of_token = (jnp.take_along_axis(logits, token[:, None], axis=-1) - log_sum)[:, 0]
     ranks = min(RANKS, logits.shape[-1])
@@ -380,5 +393,5 @@ def _chosen(
         values, tokens = jax.lax.top_k(logits, ranks)
         return tokens.astype(jnp.int32), values - log_sum
 
-    # The ranks are seldom asked for, and top_k over a whole vocabulary takes long.
+    # Likeliest tokens are seldom requested, and top_k over a whole vocabulary is slow.
     return Chosen(token, of_token, *jax.lax.cond(ranked, best, lambda: none))

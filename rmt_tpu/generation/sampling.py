@@ -1,4 +1,4 @@
-"""The choice of the next token."""
+"""Sampling of the next token from the logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,25 +21,26 @@ from rmt_tpu.config.checks import (
 
 _LEAST = 2.0**-126  # the smallest float32 that devices do not flush to 0
 _Penalty = Annotated[float, Range("positive, at most 3.4e+38, at least 1.2e-38", _LEAST, 3.4e38)]
-# The cache has room for the keys and values of all new tokens.
+# The cache allocates room for the keys and values of all new tokens, hence the limit.
 _NewTokens = Annotated[int, Range(f"positive, at most {2**20}", 1, 2**20)]
 
 
 @dataclass(frozen=True)
 class Sampling(Checked):
-    """The settings with which tokens are chosen.
+    """The settings for choosing new tokens.
 
     Attributes:
-      temperature: divides the logits; 0 always takes the likeliest token.
-      top_k: keep only this many of the likeliest tokens; 0 keeps all.
-      top_p: keep only the likeliest tokens that together reach this probability; the likeliest
-        token is always kept.
-      min_p: keep only tokens whose probability is at least this share of the likeliest token's; 0
-        keeps all.
-      repetition_penalty: for tokens of the prompt or the text, positive logits are divided by it
-        and negative ones multiplied (Keskar et al., 2019, section 4.1); 1 changes nothing.
-      max_tokens: how many tokens are generated at most.
-      seed: the seed of the draws.
+      temperature: the divisor of the logits; 0 always chooses the likeliest token.
+      top_k: the number of likeliest tokens that are kept; 0 keeps all tokens.
+      top_p: keep the smallest set of likeliest tokens whose total probability reaches this value;
+        the likeliest token is always kept.
+      min_p: keep only tokens whose probability is at least this fraction of the likeliest token's;
+        0 keeps all tokens.
+      repetition_penalty: for tokens that already occur in the prompt or the text, positive logits
+        are divided by this value and negative logits multiplied by it (Keskar et al., 2019, section
+        4.1); 1 changes nothing.
+      max_tokens: the maximum number of new tokens.
+      seed: the seed of the random draws.
     """
 
     temperature: NonNegative = 1.0
@@ -52,7 +53,10 @@ class Sampling(Checked):
 
 
 class Choice(NamedTuple):
-    """The `Sampling` of each row as arrays, so that one program serves all."""
+    """The `Sampling` settings of all rows, as arrays.
+
+    One compiled program then handles any settings.
+    """
 
     temperature: Float[Array, " batch"]
     top_k: Int[Array, " batch"]
@@ -63,10 +67,10 @@ class Choice(NamedTuple):
 
 
 def choice(rows: Sequence[Sampling]) -> Choice:
-    """Return the choice of a batch, in NumPy."""
-    # A count above the vocabulary size keeps all tokens, as 0 does.
+    """Return the sampling settings of all rows as NumPy arrays."""
+    # A count above the vocabulary size keeps all tokens, just as 0 does.
     bounded = lambda count: min(count, np.iinfo(np.int32).max)
-    # Some devices flush a smaller number to 0, and others do not.
+    # Set smaller numbers to 0 on every device, because only some devices flush them to 0.
     normal = lambda value: value if value >= _LEAST else 0.0
     return Choice(
         np.array([normal(s.temperature) for s in rows], np.float32),
@@ -81,10 +85,10 @@ def choice(rows: Sequence[Sampling]) -> Choice:
 def penalized(
     logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"], how: Choice
 ) -> Float[Array, "batch vocab"]:
-    """Return the logits with those of seen tokens lowered by the row's `repetition_penalty`."""
+    """Apply each row's `repetition_penalty` to the logits of the tokens that the row has seen."""
     penalty = how.repetition_penalty[:, None]
     smaller = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    # Infinite logits could not be told apart, and their difference would be NaN.
+    # Clip to finite values: infinite logits would be indistinguishable, and their difference NaN.
     largest = jnp.finfo(logits.dtype).max
     smaller = jnp.clip(smaller, -largest, largest)
     return jnp.where(seen & (penalty != 1), smaller, logits)
@@ -93,21 +97,22 @@ def penalized(
 def sample(
     logits: Float[Array, "batch vocab"], positions: Int[Array, " batch"], how: Choice
 ) -> Int[Array, " batch"]:
-    """Draw a token for each row from those that temperature, top-k, top-p and min-p keep.
+    """Draw one token per row among the tokens that temperature, top-k, top-p and min-p keep.
 
-    A draw depends only on the row's seed and the token's position, and not on other rows.
+    A draw depends only on the logits of its row, the row's settings and seed, and the token's
+    position. It does not depend on other rows.
     """
     likeliest = jnp.argmax(logits, axis=-1)
 
     def drawn():
-        # The likeliest token's value is 0, however small the temperature is.
+        # Subtract the maximum first: the likeliest token's value is then 0 at any temperature.
         below = logits - jnp.max(logits, axis=-1, keepdims=True)
         scaled = below / jnp.where(how.temperature > 0, how.temperature, 1)[:, None]
-        some = jnp.any((how.top_k > 0) | (how.top_p < 1))  # a sort of all tokens takes long
+        some = jnp.any((how.top_k > 0) | (how.top_p < 1))  # sorting all tokens is slow
         scaled = jax.lax.cond(
             some, lambda: jnp.where(_kept(scaled, how), scaled, -jnp.inf), lambda: scaled
         )
-        # min_p may come last: top-k and top-p change no ratio to the likeliest token.
+        # Applying min_p last is correct: top-k and top-p do not change probability ratios.
         least = jnp.max(scaled, axis=-1) + jnp.log(how.min_p)
         scaled = jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
         tokens = jnp.argmax(scaled + _noise(how.seed, positions, scaled), axis=-1)
@@ -117,9 +122,9 @@ def sample(
 
 
 def _noise(seeds, positions, logits):
-    """Return Gumbel noise; the argmax of logits plus noise is a draw.
+    """Return Gumbel noise; the argmax of logits plus noise is a draw from their softmax.
 
-    A token's noise does not depend on which other tokens are left out.
+    The noise of a token does not depend on which other tokens are excluded.
     """
 
     def of_row(seed, position):
@@ -132,7 +137,8 @@ def _noise(seeds, positions, logits):
 def _kept(logits, how: Choice) -> Bool[Array, "batch vocab"]:
     """Return which tokens top-k and top-p keep.
 
-    They are kept by rank and not by value, so that tokens with equal logits do not exceed top-k.
+    Tokens are kept by rank and not by value, so that ties do not make more than `top_k` tokens
+    pass.
     """
     order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
     top_k = jnp.where(how.top_k > 0, how.top_k, logits.shape[-1])

@@ -1,4 +1,4 @@
-"""Tokens as text that can be shown: whole characters, and no part of a stop string."""
+"""Incremental decoding of tokens to text: whole characters only, and no part of a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -9,7 +9,11 @@ from rmt_tpu.data import Tokenizer
 
 
 class Text:
-    """The text of tokens in whole characters, up to a stop string, of which no part is returned."""
+    """The text of a sequence of tokens, decoded as the tokens arrive.
+
+    Only whole characters are returned. The text ends before the first stop string, and no part of a
+    stop string is returned.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
         self.tokenizer, self.stop = tokenizer, [s for s in stop if s]
@@ -17,13 +21,13 @@ class Text:
         self.held, self.stopped = "", False
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Add tokens, and return the text that is now certain."""
-        # A model may have more tokens than its tokenizer; these have no text.
+        """Add tokens, and return the text that later tokens can no longer change."""
+        # A model may have more token ids than its tokenizer; the extra ids have no text.
         known = np.array([t for t in tokens if 0 <= t < self.tokenizer.vocab_size], int)
         return self._told(self.decoder.decode(self.tokenizer.decode_bytes(known)))
 
     def end(self) -> str:
-        """Return the rest of the text."""
+        """Return the text that was still held back."""
         told = self._told(self.decoder.decode(b"", final=True)) + self.held
         self.held = ""
         return told
@@ -36,13 +40,13 @@ class Text:
         if ends:
             told, self.held, self.stopped = self.held[: min(ends)], "", True
             return told
-        # The end of the text may be the beginning of a stop string.
+        # Hold back the end of the text if it may be the beginning of a stop string.
         keep = max((_overlap(self.held, s) for s in self.stop), default=0)
         told, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return told
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

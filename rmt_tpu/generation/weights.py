@@ -1,4 +1,4 @@
-"""A decoder's weights in the dtype that it computes in."""
+"""Conversion of a decoder's weights to the dtype in which it computes."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -7,13 +7,13 @@ from rmt_tpu.decoder import Decoder
 
 
 def cast_once(decoder: Decoder) -> Decoder:
-    """Return the same model with its matrices cast to the dtype that it computes in.
+    """Return the same model with its matrices cast to the dtype in which it computes.
 
-    The logits stay the same. Without this cast, matrices are cast where they multiply: they are
-    read in float32 and written again for every few tokens, and an embedding is cast as a whole,
-    because XLA casts it before it takes rows. Parameters that are used in float32 (gains, key
-    vectors, parameters of mixers, an embedding with a multiplier) stay as they are, and are shared
-    with `decoder`.
+    The logits do not change. Without this call, each matrix is cast whenever it is multiplied: it
+    is read in float32 and written again for every few tokens. An embedding is even cast as a whole,
+    because XLA casts it before it gathers rows. Parameters that are used in float32 stay as they
+    are and are shared with `decoder`. These are gains, key vectors, the parameters of mixers, and
+    an embedding with a multiplier.
     """
     roles = ["hidden", "unembedding"]
     if decoder.embedding.multiplier == 1:

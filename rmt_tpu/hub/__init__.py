@@ -1,5 +1,6 @@
-"""Models of Llama's family in the hub's form: a folder of config.json and safetensors.
+"""Models of the Llama family in the Hugging Face hub's format: a config.json and safetensors files.
 
-`models` reads and writes config.json, `weights` the tensors, and `folder` both together with a
-tokenizer. A folder opens wherever a run folder does (`rmt_tpu.load`), and a run can start from one.
+`models` reads and writes config.json, `weights` reads and writes the tensors, and `folder` handles
+both together with a tokenizer. `rmt_tpu.load` accepts such a folder wherever it accepts a run
+folder, and training can start from one.
 """

@@ -1,4 +1,4 @@
-"""Folders of the hub's form: read as a decoder and a tokenizer, and written for our models."""
+"""Reading of folders in the hub's format as a decoder and a tokenizer, and their export."""
 
 import json
 from pathlib import Path
@@ -28,16 +28,17 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 
 
 def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.Tokenizer]:
-    """Read a folder's decoder and its tokenizer.
+    """Read the decoder and the tokenizer in a folder.
 
     Args:
-      folder: a local folder in the hub's form.
+      folder: a local folder in the hub's format.
       mesh: see `rmt_tpu.load`.
 
     Raises:
-      UsageError: the folder has no such model, or no tokenizer, or tensors that do not fit.
+      UsageError: the folder has no model that is supported here, or no tokenizer, or its tensors do
+        not fit its config.json.
       RunError: a file is damaged, or a weight is not finite.
-      MeshError: there are fewer devices than the mesh has, or the model does not divide over them.
+      MeshError: there are fewer devices than the mesh needs, or the mesh cannot divide the model.
     """
     described = describe(folder)
     model = described.model
@@ -50,7 +51,7 @@ def load(folder: str | Path, *, mesh: str | None = None) -> tuple[Decoder, data.
 
 
 def _read(folder: Path, described: Description, shapes: Any, placed: Any | None) -> Any:
-    """Read the parameters, in the tree of `nnx.to_pure_dict`: each device reads its shards."""
+    """Read the parameters into the tree of `nnx.to_pure_dict`; each device reads its shards."""
     tensors = weights.Tensors(folder)
     by_path = weights.of_parameters(tensors, described)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -72,20 +73,20 @@ def export(
     max_length: int,
     dtype: str = "float32",
 ) -> None:
-    """Write a model of Llama's family in the hub's form, with its tokenizer.
+    """Write a model of the Llama family in the hub's format, together with its tokenizer.
 
-    The tokens that start and end a text are written to config.json, generation_config.json and,
-    where tokens have names, tokenizer_config.json.
+    The start and end tokens of texts are written to config.json and generation_config.json, and
+    also to tokenizer_config.json if the tokenizer has names for them.
 
     Args:
       decoder: the model.
-      tokenizer: its tokenizer.
-      folder: a new local folder.
-      max_length: tokens that the model was trained on at a time.
-      dtype: the dtype of the tensors, one of DTYPES.
+      tokenizer: the tokenizer of the model.
+      folder: a local folder, which must be new or empty.
+      max_length: the sequence length in training, in tokens.
+      dtype: the dtype of the written tensors, a key of DTYPES.
 
     Raises:
-      UsageError: the hub's form does not have the model, or the folder cannot be written.
+      UsageError: the hub's format cannot express the model, or the folder cannot be written.
     """
     path, model = Path(folder), decoder.config
     values = values_of(model, max_length=max_length, bos=tokenizer.bos, ends=tokenizer.ends)

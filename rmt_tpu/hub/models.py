@@ -1,4 +1,7 @@
-"""The hub's config.json of Llama's family as a model of ours, and back. Imports no jax."""
+"""Conversion between the hub's config.json and a `ModelConfig`, for the Llama family.
+
+This module imports no jax.
+"""
 
 import json
 import math
@@ -10,14 +13,15 @@ from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError, shown, unknown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-# For each kind: whether queries, keys and values have a bias, and queries and keys a norm.
+# Maps each model type to (whether queries, keys and values have a bias, whether queries and keys
+# are normalized).
 KINDS = {
     "llama": (False, False),
     "mistral": (False, False),
     "qwen2": (True, False),
     "qwen3": (False, True),
 }
-# The defaults of transformers for a key that is absent; a key that is null is another case.
+# The defaults that transformers uses for an absent key. A key that is null does not get them.
 _ABSENT: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
@@ -46,11 +50,12 @@ class Description(NamedTuple):
     """The content of a config.json.
 
     Attributes:
-      model: the model that it describes.
-      max_length: the most tokens that the model was made for.
-      tied: whether W_U is the embedding matrix, and may have no tensor of its own.
-      ends: tokens, any of which ends a text; empty if the folder does not name any.
-      usual_end: the token that ends a text by default for models of this kind, or None.
+      model: the model's configuration.
+      max_length: the maximum number of tokens that the model supports.
+      tied: whether the unembedding W_U is the embedding matrix. W_U may then have no tensor in the
+        files.
+      ends: the end tokens, any of which ends a text; empty if the folder does not name any.
+      usual_end: the end token that models of this type use by default, or None.
     """
 
     model: cfg.ModelConfig
@@ -61,15 +66,16 @@ class Description(NamedTuple):
 
 
 def is_hub(folder: str | Path | None) -> bool:
-    """Return whether a local folder has a model in the hub's form; None is not local."""
+    """Return whether a local folder has a model in the hub's format; False for None."""
     return folder is not None and "model_type" in (values_in(Path(folder) / CONFIG) or {})
 
 
 def describe(folder: str | Path) -> Description:
-    """Read the description of the model in a folder of the hub's form.
+    """Read the description of the model in a folder in the hub's format.
 
     Raises:
-      UsageError: the folder has no such model, or one that no core here computes.
+      UsageError: the folder has no such model, or the model needs an operation that is not
+        supported here.
     """
     path = Path(folder)
     values = values_in(path / CONFIG)
@@ -84,13 +90,13 @@ def describe(folder: str | Path) -> Description:
 
 
 def _completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields with the defaults of the model's kind for absent keys."""
+    """Return the fields of a config.json, with the model type's defaults for absent keys."""
     kind = values.get("model_type")
     return {**_ABSENT.get(kind if isinstance(kind, str) else "", {}), **values}
 
 
 def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the end tokens, first from generation_config.json, as transformers does."""
+    """Return the end tokens; generation_config.json takes precedence, as in transformers."""
     later = values_in(folder / GENERATION)
     if later is None and (folder / GENERATION).exists():
         raise UsageError(f"{folder / GENERATION} is damaged; legal: an object of JSON, or no file")
@@ -101,7 +107,7 @@ def _ends(folder: Path, values: Mapping[str, Any], vocab_size: int) -> tuple[int
 
 
 def values_in(file: Path) -> Mapping[str, Any] | None:
-    """Return the JSON object in a file, or None if there is none."""
+    """Return the JSON object in a file; None if the file is missing or holds no object."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -110,11 +116,11 @@ def values_in(file: Path) -> Mapping[str, Any] | None:
 
 
 class Fields:
-    """The fields of a config.json, read one by one with checks.
+    """The fields of a config.json, which are checked as they are read.
 
     Args:
-      values: the object in the file.
-      where: the name of the file, for messages.
+      values: the JSON object.
+      where: the location of the file, for error messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str):
@@ -133,7 +139,7 @@ class Fields:
         return value
 
     def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the tokens of a field that has one token or a list."""
+        """Return the tokens in a field that holds one token or a list of them."""
         value = self._values.get(name)
         several = value if isinstance(value, list) else [value]
         if not several or any(type(v) is not int or not 0 <= v < vocab_size for v in several):
@@ -159,28 +165,28 @@ class Fields:
         return value
 
     def only(self, name: str, *legal: object) -> None:
-        """Check that a field has one of the values that the cores here can compute."""
+        """Check that a field has one of the `legal` values, which are the supported ones."""
         value = self._values.get(name, legal[0])
         if value not in legal:
             raise self.wrong(name, value, " or ".join(dict.fromkeys(map(json.dumps, legal))))
 
     def only_each(self, name: str, legal: str) -> None:
-        """Check that a field is absent, or a list with no other value than `legal`."""
+        """Check that a field is absent, or a list in which every value is `legal`."""
         value = self._values.get(name) or []
         if not isinstance(value, list) or any(one != legal for one in value):
             raise self.wrong(name, value, f"a list of {legal!r}")
 
     def group(self, name: str) -> "Fields":
-        """Return the fields within a field, which may be absent; they have no groups inside."""
+        """Return the fields in a nested object, which may be absent and must not nest further."""
         value = self._values.get(name) or {}
         if not isinstance(value, dict) or any(isinstance(one, dict) for one in value.values()):
             raise self.wrong(name, value, "null, or one group of plain values")
         return Fields(value, f"{self._where}: {name}")
 
     def rope(self) -> cfg.Rope:
-        """Return the RoPE of `rope_theta` and `rope_scaling`, or of `rope_parameters`.
+        """Return the RoPE settings from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
 
-        Later files have `rope_parameters`, which holds both.
+        Newer files have `rope_parameters`, which contains both settings.
         """
         later, scaling = self.group("rope_parameters"), None
         for group in (later, self.group("rope_scaling")):
@@ -191,9 +197,10 @@ class Fields:
         return cfg.Rope(base=base, scaling=scaling)
 
     def _scaling(self, model: "Fields") -> cfg.Llama3Scaling | None:
-        """Return the scaling in this group of a model's fields, or None.
+        """Return the RoPE scaling in this group of fields, or None if it has none.
 
-        Without a length before scaling, it is the model's `max_position_embeddings`.
+        If the group does not give the length before scaling, the model's `max_position_embeddings`
+        is used.
         """
         for name in ("rope_type", "type"):
             self.only(name, "default", cfg.Llama3Scaling.kind)
@@ -209,10 +216,10 @@ class Fields:
 
 
 def model_of(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
-    """Return the model that a config.json of the hub describes, with the plain residual.
+    """Return the configuration, with a plain residual, that a config.json of the hub describes.
 
     Raises:
-      UsageError: the model is of another family, or has what no core here computes.
+      UsageError: the model is of another family, or needs an operation that is not supported here.
     """
     written, values = values, _completed(values)
     given = Fields(values, where)
@@ -258,13 +265,13 @@ def values_of(
     """Return the fields of the hub's config.json for a model.
 
     Args:
-      model: a model of Llama's family.
-      max_length: tokens that it was trained on at a time.
-      bos: the token that starts a text.
-      ends: tokens, any of which ends a text.
+      model: a model of the Llama family.
+      max_length: the sequence length in training, in tokens.
+      bos: the start token of texts.
+      ends: the end tokens, any of which ends a text.
 
     Raises:
-      UsageError: the model is not of Llama's family; the message names the field.
+      UsageError: the model is not of the Llama family; the message names the field that differs.
     """
     attention, feed_forward = _sublayers(model)
     kinds = {flags: kind for kind, flags in reversed(KINDS.items())}
@@ -295,12 +302,12 @@ def values_of(
 
 
 def special_tokens(bos: int, ends: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of start and end tokens in config.json and generation_config.json."""
+    """Return the fields for start and end tokens in config.json and generation_config.json."""
     return {"bos_token_id": bos, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
 
 
 def _sublayers(model: cfg.ModelConfig) -> tuple[cfg.Attention, cfg.FeedForward]:
-    """Return the two cores of the layers of a model of Llama's family."""
+    """Return the attention and the feed-forward core of a Llama-family model's layers."""
     if not isinstance(model.store, cfg.VectorStore):
         raise _not_of_hub("model.store", model.store.kind, "vector")
     if not isinstance(model.mixer, cfg.Sum):

@@ -1,4 +1,4 @@
-"""A hub folder's tokenizer, and the start and end tokens of its texts. Imports no jax."""
+"""The tokenizer in a hub folder, with its start and end tokens. Imports no jax."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +12,10 @@ CONFIG = "tokenizer_config.json"
 
 
 def tokenizer_of(folder: str | Path, described: Description) -> data.Tokenizer:
-    """Read a folder's tokenizer, whose texts start and end as in transformers.
+    """Read the tokenizer in a folder; its texts start and end as they do in transformers.
 
-    A text starts with BOS if the template of tokenizer.json puts it there, whatever `add_bos_token`
-    of tokenizer_config.json is. For the end of a text, see `_ends`.
+    A text starts with BOS if the template in tokenizer.json adds it, regardless of `add_bos_token`
+    in tokenizer_config.json. `_ends` describes how a text ends.
 
     Raises:
       UsageError: the folder has no tokenizer, or a file is damaged.
@@ -31,7 +31,7 @@ def tokenizer_of(folder: str | Path, described: Description) -> data.Tokenizer:
 
 
 def config_of(tokenizer: data.Tokenizer, max_length: int) -> dict[str, Any]:
-    """Return the tokenizer_config.json of one of our models; empty if tokens have no names."""
+    """Return the tokenizer_config.json for an exported model; empty if its tokens have no names."""
     names = [tokenizer.spelled(token) for token in (tokenizer.bos, tokenizer.ends[0])]
     if None in names:
         return {}
@@ -49,9 +49,10 @@ def _ends(
 ) -> tuple[int, ...]:
     """Return the tokens that end a text.
 
-    They are the first that exist of: `eos_token_id`; `eos_token`; the usual end token of the
-    model's kind; the tokenizer's own. The usual one counts only if the tokenizer has no text for
-    it: in another vocabulary it is a word.
+    They come from the first of these sources that exists: the config's `eos_token_id`, `eos_token`
+    in tokenizer_config.json, the model type's usual end token, and the tokenizer's own end tokens.
+    The usual end token counts only if the tokenizer has a name but no text for it, because in
+    another vocabulary the same id may be a word.
     """
     if described.ends:
         return described.ends

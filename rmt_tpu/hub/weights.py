@@ -1,4 +1,7 @@
-"""Tensors of the hub's Llama family as our parameters, and back, one at a time."""
+"""Conversion between the hub's tensors and parameters, one tensor at a time.
+
+It supports models of the Llama family.
+"""
 
 import contextlib
 import json
@@ -15,19 +18,19 @@ from rmt_tpu.hub.models import Description
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16", "F64")
-_SHARD = 5 * 10**9  # bytes of a shard, as in the hub's own tools
+_SHARD = 5 * 10**9  # maximum number of bytes per file, as in the hub's own tools
 
 Index = tuple[slice, ...]
 
 
 class Piece(NamedTuple):
-    """A tensor of the hub, and the part of a parameter that it is.
+    """A tensor of the hub, and the slice of a parameter that it corresponds to.
 
     Attributes:
       name: the name of the tensor.
-      path: the path of the parameter, in the tree of `nnx.to_pure_dict`.
-      at: the start and the stop on each of the parameter's axes.
-      transposed: whether the tensor has the last two axes the other way round.
+      path: the path of the parameter in the tree of `nnx.to_pure_dict`.
+      at: the (start, stop) of the slice along each axis of the parameter.
+      transposed: whether the tensor's last two axes are swapped relative to the parameter's.
     """
 
     name: str
@@ -37,7 +40,7 @@ class Piece(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the part on the parameter's axes."""
+        """The sizes of the slice along the parameter's axes."""
         return tuple(stop - start for start, stop in self.at)
 
     @property
@@ -50,10 +53,11 @@ class Piece(NamedTuple):
 
 
 def pieces(model: cfg.ModelConfig) -> list[Piece]:
-    """Return all tensors of a model of Llama's family with the plain residual.
+    """Return all tensors of a Llama-family model with a plain residual, as slices of parameters.
 
-    In both forms heads lie side by side, and RoPE rotates the two halves of a head. Queries, keys
-    and values have biases, and queries and keys norms, where the model has them.
+    The hub's format and the parameters agree on how heads are arranged along an axis, and on RoPE,
+    which rotates the two halves of a head. Tensors for biases (of queries, keys and values) and for
+    norms (of queries and keys) are included if the model has them.
     """
     attention, feed_forward = model.cores
     dim, vocab, hidden = model.store.dim, model.vocab_size, feed_forward.hidden_dim
@@ -104,10 +108,10 @@ def pieces(model: cfg.ModelConfig) -> list[Piece]:
 
 
 class Tensors:
-    """The tensors of a folder, each read when it is asked for.
+    """The tensors in a folder, each of which is read only when it is requested.
 
     Args:
-      folder: a folder with model.safetensors, or with shards and their index.
+      folder: a folder with model.safetensors, or with several such files and their index.
 
     Raises:
       UsageError: the folder has no tensors, or safetensors is not installed.
@@ -123,20 +127,20 @@ class Tensors:
                 self._names |= dict.fromkeys(opened.keys(), file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors, by name."""
+        """Return the shape of every tensor, by name."""
         return {n: tuple(self._of(n).get_slice(n).get_shape()) for n in self._names}
 
     def dtypes(self) -> dict[str, str]:
-        """Return safetensors' names of the dtypes of all tensors, by name."""
+        """Return the dtype of every tensor, by name, as safetensors spells it."""
         return {n: self._of(n).get_slice(n).get_dtype() for n in self._names}
 
     def read(self, name: str) -> np.ndarray:
-        """Read a tensor in its dtype."""
+        """Read a tensor in its stored dtype."""
         with _whole(self.folder / self._names[name]):
             return self._of(name).get_tensor(name)
 
     def check_finite(self, name: str, values: np.ndarray) -> None:
-        """Check that the values of a tensor are finite in float32.
+        """Check that the values of the tensor `name` are finite in float32.
 
         Raises:
           RunError: a value is not finite, or overflows float32.
@@ -152,11 +156,13 @@ class Tensors:
 
 
 def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, ...], list[Piece]]:
-    """Return the pieces of each parameter, by its path; W_U of tied embeddings is the embedding.
+    """Return the pieces that make up each parameter, by the parameter's path.
+
+    If embeddings are tied and W_U has no tensor, the embedding's tensor is used for W_U.
 
     Raises:
-      UsageError: tensors are missing, unknown, of other shapes or not floats. The message has the
-        first 8 of them, with both shapes or the dtype.
+      UsageError: tensors are missing or unknown, have other shapes or are not floats. The message
+        lists the first 8 of them, with both shapes or the dtype.
     """
     there, problems, wanted = tensors.shapes(), [], pieces(described.model)
     dtypes = tensors.dtypes()
@@ -173,7 +179,7 @@ def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, .
             legal = ", ".join(_DTYPES)
             problems.append(f"{piece.name} has dtype {dtypes[piece.name]}; legal: {legal}")
     known = {piece.name for piece in wanted}
-    # Older files also have the frequencies of RoPE, which are not parameters.
+    # Older files also store the frequencies of RoPE, which are not parameters.
     strange = [n for n in there if n not in known and not n.endswith("rotary_emb.inv_freq")]
     problems += [f"{name} {list(there[name])} is of no model here" for name in strange]
     if problems:
@@ -189,9 +195,14 @@ def of_parameters(tensors: Tensors, described: Description) -> dict[tuple[Any, .
 
 
 def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Callable[[Index], Any]:
-    """Return a function that reads any part of a parameter from its pieces, in float32.
+    """Return a function that reads any slice of a parameter from its pieces, in float32.
 
     The function raises RunError if a value is not finite.
+
+    Args:
+      tensors: the tensors in the folder.
+      found: the pieces of the parameter.
+      shape: the shape of the parameter.
     """
 
     def read(index: Index) -> np.ndarray:
@@ -212,7 +223,7 @@ def reader(tensors: Tensors, found: list[Piece], shape: tuple[int, ...]) -> Call
                     slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, ranges, strict=True)
                 )
                 there = tuple(there)
-                # A float64 that overflows is found by the next line.
+                # Ignore float64 values that overflow here: `check_finite` reports them.
                 with np.errstate(over="ignore"):
                     part[there] = value[tuple(inside)]
                 tensors.check_finite(piece.name, part[there])
@@ -243,13 +254,13 @@ def _whole(path: Path) -> Iterator[None]:
         yield
     except MemoryError:
         raise
-    except Exception as error:  # the library also raises NumPy's errors about unknown dtypes
+    except Exception as error:  # safetensors also passes on NumPy's errors for unknown dtypes
         raise RunError(f"{path} cannot be read: {error}") from None
 
 
 def _library() -> Any:
     try:
-        import ml_dtypes  # noqa: F401  by which NumPy knows bfloat16
+        import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
         import safetensors
     except ImportError:
         raise UsageError(
@@ -264,13 +275,13 @@ def _library() -> Any:
 def write(
     folder: Path, wanted: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any
 ) -> None:
-    """Write the files of the hub's form; more than 5 GB are written as shards with an index.
+    """Write tensors as safetensors files; more than 5 GB are split into files with an index.
 
     Args:
-      folder: the folder.
-      wanted: all tensors.
-      value: returns the part of the parameter that a piece describes.
-      dtype: the dtype of the tensors.
+      folder: the folder to write to.
+      wanted: all tensors of the model.
+      value: a function that returns the slice of the parameter that a piece describes.
+      dtype: the dtype of the written tensors.
 
     Raises:
       UsageError: safetensors is not installed.

@@ -1,5 +1,6 @@
-"""A model behind HTTP, in the form of OpenAI's completions.
+"""An HTTP server for a model, compatible with OpenAI's completions API.
 
-`protocol` and `answers` are pure functions of their arguments, `worker` is the thread that uses the
-device, and `app` and `server` are the front end, which needs starlette and uvicorn.
+`protocol` (the parsing of requests) and `answers` (the formatting of responses) do no input or
+output of their own. `worker` is the thread that uses the device. `app` and `server` are the HTTP
+front end and need starlette and uvicorn.
 """

@@ -1,4 +1,4 @@
-"""The address of a server. Imports no jax, so that a refused address is reported at once."""
+"""The network address of a server. Imports no jax, so that a bad address is reported quickly."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from rmt_tpu.errors import UsageError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address, which nobody can connect to yet.
+    """Return a socket that is bound to the address but does not accept connections yet.
 
     Raises:
       UsageError: the host is not an address of this machine, or the port is not available.
@@ -33,7 +33,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(opened: socket.socket) -> str:
-    """Let clients connect from now on, and return the URL.
+    """Start accepting connections, and return the server's URL.
 
     Raises:
       UsageError: another server has taken the port in the meantime.
@@ -45,7 +45,7 @@ def listen(opened: socket.socket) -> str:
 
 
 def is_loopback(opened: socket.socket) -> bool:
-    """Return whether only this machine can connect."""
+    """Return whether the socket is reachable only from this machine."""
     return ipaddress.ip_address(opened.getsockname()[0]).is_loopback
 
 

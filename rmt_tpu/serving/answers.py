@@ -1,4 +1,4 @@
-"""Answers to clients in OpenAI's form of completions, whole or in chunks."""
+"""Responses in the format of OpenAI's completions API, whole or as a stream of chunks."""
 
 import codecs
 import math
@@ -10,12 +10,14 @@ from rmt_tpu.serving.protocol import Ask, Served
 
 
 class Answer:
-    """The answer to one request. The chunks of a stream add up to the answer sent at once.
+    """The response to one request.
+
+    The chunks of a stream add up to the response that is sent without streaming.
 
     Args:
       ask: the request.
       served: the model.
-      name: the id of the answer.
+      name: the id of the response.
       created: the time of the request, in seconds since 1970.
     """
 
@@ -33,13 +35,13 @@ class Answer:
         self._tokens = 0
 
     def add(self, index: int, more: Completion, prompt: Scores | None) -> dict[str, Any]:
-        """Add what has come of a text, and return it as a chunk.
+        """Add a newly generated piece of a text, and return the piece as a chunk.
 
         Args:
-          index: the index of the text.
-          more: what has come of the text.
-          prompt: the scores of its prompt, given with the first part of the text, if they are
-            wanted.
+          index: the index of the text within the response.
+          more: the new piece.
+          prompt: the scores of the text's prompt, if they were requested. They are passed together
+            with the first piece of the text.
         """
         if self._ask.silent:
             more = Completion(more.number, finish="length")
@@ -54,16 +56,16 @@ class Answer:
         return self._head | {"choices": [piece]} | usage
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the complete response."""
         return self._head | {"choices": self._told, "usage": self._usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Return the chunk that ends a stream."""
+        """Return the last chunk of a stream, which reports the numbers of tokens."""
         return self._head | {"choices": [], "usage": self._usage()}
 
     @property
     def ended(self) -> bool:
-        """Whether all of its texts have ended."""
+        """Whether all texts of the response have ended."""
         return all(told["finish_reason"] for told in self._told)
 
     def _usage(self) -> dict[str, int]:
@@ -76,15 +78,15 @@ class Answer:
 
 
 class _Choice:
-    """One text of an answer."""
+    """One text of a response, that is, one of OpenAI's `choices`."""
 
     def __init__(self, ask: Ask, index: int, tokenizer: Tokenizer):
         self.ask, self.index, self.tokenizer = ask, index, tokenizer
         self.prompt = ask.prompts[index // ask.n]
         self.begun = False
-        self.told = 0  # characters of the text so far
-        self.offset = 0  # where the next token's text begins, in characters
-        self.held: list[tuple] = []  # tokens whose text is not sent yet
+        self.told = 0  # number of characters sent so far
+        self.offset = 0  # character offset at which the next token's text begins
+        self.held: list[tuple] = []  # tokens whose text has not been sent yet
         self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def empty(self) -> dict[str, Any]:
@@ -107,7 +109,8 @@ class _Choice:
         likeliest = more.likeliest or [{}] * len(more.tokens)
         for given in zip(more.tokens, more.log_probabilities, likeliest, strict=True):
             self._hold(*given)
-        # Tokens are sent once their text is: those of a stop string never are.
+        # A token is reported when its text is sent. The text of a stop string is never sent, so its
+        # tokens are never reported.
         count = sum(offset < self.told for *_, offset in self.held)
         if more.finish == "length":
             count = len(self.held)
@@ -118,7 +121,8 @@ class _Choice:
         if scores is None:
             return
         start = len(self.prompt.tokens) - self.prompt.own
-        # No token precedes the start token, so it has no score, if the client has given it.
+        # If the client's prompt includes the start token, that token has no score, because no token
+        # precedes it.
         before = [None] * (1 - start)
         logs = before + scores.log_probabilities
         likeliest = before + (scores.likeliest or [{}] * len(scores.log_probabilities))
@@ -128,19 +132,20 @@ class _Choice:
         self.characters.reset()
 
     def _hold(self, token: int, log: float | None, likeliest: dict[int, float] | None) -> None:
-        """Hold a token's text, its log-probability, the likeliest tokens and its text's offset."""
+        """Queue a token with its log-probability, likeliest alternatives and text offset."""
         top = None
         if likeliest is not None:
             best = list(likeliest.items())[: self.ask.logprobs]
             top = {self._text(t): _finite(x) for t, x in [*best, (token, log)]}
         self.held.append((self._text(token), _finite(log), top, self.offset))
-        if token < self.tokenizer.vocab_size:  # others have no text
+        if token < self.tokenizer.vocab_size:  # larger ids have no text
             self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
 
     def _text(self, token: int) -> str:
-        """Return a token's text, its bytes if they are a part of a character, or its number.
+        """Return a token's text, or a substitute if it has none of its own.
 
-        The number stands for a token without text.
+        A token that is only a part of a character is shown as its bytes, and a token without text
+        as its number.
         """
         if token >= self.tokenizer.vocab_size:
             return f"token:{token}"
@@ -158,5 +163,5 @@ def _logprobs(tokens: list[tuple]) -> dict[str, list]:
 
 
 def _finite(log: float | None) -> float | None:
-    """Return None for a number that JSON does not have."""
+    """Return `log`, or None if it is a number that JSON cannot express."""
     return log if log is not None and math.isfinite(log) else None

@@ -1,4 +1,4 @@
-"""The front end: HTTP on one side, the worker on the other. Needs starlette."""
+"""The HTTP front end, which passes requests to the worker thread. Needs starlette."""
 
 import asyncio
 import contextlib
@@ -21,9 +21,10 @@ from rmt_tpu.serving.protocol import Ask, Refusal, Served, parse
 from rmt_tpu.serving.worker import Job, Piece, Worker
 from rmt_tpu.streams import say
 
-_RETRY_AFTER = 1  # seconds that a refused client is asked to wait
-_BODY_SECONDS = 60  # seconds for a whole request to arrive
-# Multiple of max_body that is still read: a client refused while it sends may not read why.
+_RETRY_AFTER = 1  # seconds that a refused client is asked to wait before it retries
+_BODY_SECONDS = 60  # maximum number of seconds until a request's body has arrived
+# A body that is too large is still read up to this multiple of max_body: a client that is refused
+# while it is still sending may never read the reason.
 _READ_ON = 8
 
 
@@ -33,13 +34,13 @@ class Front:
     Args:
       worker: the thread that generates texts.
       served: the model.
-      max_body: the most bytes of a request's body.
-      log: whether a line is logged for each request.
+      max_body: the maximum size of a request's body in bytes.
+      log: whether to log a line for each request.
 
     Attributes:
       app: the application for an ASGI server.
-      texts: how many texts are open.
-      draining: whether new requests are refused, because the server is about to end.
+      texts: the number of open texts, that is, of texts that are queued or being generated.
+      draining: whether new requests are refused because the server is shutting down.
     """
 
     def __init__(self, worker: Worker, served: Served, *, max_body: int, log: bool = False):
@@ -63,22 +64,22 @@ class Front:
         )
 
     def open(self, requests: list) -> asyncio.Queue:
-        """Open the texts of `requests`, and return the queue that their pieces come into."""
+        """Count the texts of `requests` as open; return the queue that receives their pieces."""
         self.texts += len(requests)
         self._waiting.add(pieces := asyncio.Queue())
         return pieces
 
     def close(self, pieces: asyncio.Queue, texts: int) -> None:
-        """Close texts that nobody waits for any more."""
+        """Remove a client's queue and its `texts` texts from the open ones."""
         self.texts -= texts
         self._waiting.discard(pieces)
 
     def end_all(self) -> None:
-        """End all open texts, and tell the clients that wait for them."""
+        """End all open texts; their clients get an error that the server is shutting down."""
         for pieces in self._waiting:
             pieces.put_nowait(Refusal("the server is ending", status=503, code="ending"))
         for limit in self._reading:
-            limit.reschedule(0)  # a deadline that is long past
+            limit.reschedule(0)  # a deadline in the past, which expires at once
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -107,9 +108,9 @@ class Front:
         try:
             body = await self._body(request)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody is there to read it
+            return Response(status_code=400)  # the client has disconnected
         self._check_open()
-        # Tokenising a long prompt takes a while.
+        # Parse in another thread: tokenizing a long prompt would block the event loop.
         ask = await asyncio.to_thread(parse, body, self.served, secrets.randbelow(2**32))
         self._check_open(len(ask.prompts) * ask.n)
         reply = _Reply(self, ask, request.receive)
@@ -145,7 +146,7 @@ class Front:
         return b"".join(parts)
 
     def _check_open(self, texts: int = 0) -> None:
-        """Raise Refusal if the server is draining, or has no room for `texts` more texts."""
+        """Raise Refusal if the server is shutting down, or has no room for `texts` more texts."""
         if self.draining:
             raise Refusal(
                 "the server is ending, and takes nothing new",
@@ -167,18 +168,18 @@ class Front:
         return JSONResponse(refusal.to_json(), refusal.status, headers)
 
     def say(self, line: str) -> None:
-        """Log a line for the server's operator, if they want lines."""
+        """Log a line, if logging is enabled."""
         if self._log:
             say(line)
 
 
 class _Reply:
-    """The texts that one client waits for; they keep their slots until `close`.
+    """The texts that one client is waiting for. They occupy slots until `close` is called.
 
     Args:
       front: the front end.
       ask: the request.
-      receive: the ASGI function that reports when the client has gone.
+      receive: the ASGI function that reports when the client has disconnected.
     """
 
     def __init__(self, front: Front, ask: Ask, receive: Receive):
@@ -190,7 +191,7 @@ class _Reply:
         loop = asyncio.get_running_loop()
 
         def tell(piece: Piece | Exception) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # raised if the loop is already closed
                 loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
         self._job = Job(requests, ask.stop, tell)
@@ -198,10 +199,10 @@ class _Reply:
         front.worker.submit(self._job)
 
     async def chunks(self) -> AsyncIterator[dict]:
-        """Yield the chunks as they come.
+        """Yield the chunks of the response as they are generated.
 
         Raises:
-          Refusal: the model failed, the server is ending, or the client has gone.
+          Refusal: the model failed, the server is shutting down, or the client has disconnected.
         """
         while not self.answer.ended:
             piece = await self._pieces.get()
@@ -229,14 +230,14 @@ class _Reply:
 
 
 class _Events:
-    """An ASGI response that sends chunks as they come, as server-sent events."""
+    """An ASGI response that sends chunks as server-sent events while they are generated."""
 
     def __init__(self, reply: _Reply):
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        with contextlib.closing(self._reply), contextlib.suppress(OSError):  # a client may go
+        with contextlib.closing(self._reply), contextlib.suppress(OSError):  # disconnected
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 async for chunk in self._reply.chunks():
@@ -255,7 +256,7 @@ async def _event(send: Send, data: str) -> None:
 
 
 async def _no_such(request: Request, error: HTTPException) -> Response:
-    """Answer a request for a path or method that does not exist."""
+    """Answer a request whose path or method does not exist."""
     path = f"{request.method} {request.url.path}"
     legal = "POST /v1/completions, GET /v1/models, GET /healthz"
     refusal = Refusal(f"{path[:200]} is not there; legal: {legal}", status=error.status_code)
@@ -263,7 +264,7 @@ async def _no_such(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Answer a request that failed unexpectedly."""
+    """Answer a request for which the server raised an unexpected error."""
     traceback.print_exception(error)
     refusal = Refusal("the server failed; its log says why", status=500, code="failed")
     return JSONResponse(refusal.to_json(), 500)

@@ -1,4 +1,4 @@
-"""Requests of clients: the body of OpenAI's /v1/completions, and which values are legal."""
+"""Parsing and checking of requests to OpenAI's /v1/completions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -16,14 +16,15 @@ _USUAL_TOKENS = 16  # OpenAI's default
 
 
 class Refusal(Exception):
-    """An error that a client gets instead of an answer.
+    """An error that is sent to the client instead of a completion.
 
     Args:
-      message: one line with the field, its value and what is legal.
-      param: the field.
+      message: one line that names the field, its value and the legal values.
+      param: the name of the field.
       status: the HTTP status.
-      code: a code of the error for programs.
-      retry_after: seconds after which the client may try again; None is never.
+      code: a machine-readable error code.
+      retry_after: the number of seconds after which the client may retry; None if retrying is
+        useless.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Refusal(Exception):
         self.retry_after = retry_after
 
     def to_json(self) -> dict[str, Any]:
-        """Return the error in OpenAI's form."""
+        """Return the error in OpenAI's format."""
         kinds = {429: "rate_limit_error"}
         usual = "invalid_request_error" if self.status < 500 else "server_error"
         kind = kinds.get(self.status, usual)
@@ -56,11 +57,11 @@ class Served:
     Attributes:
       name: the name of the model.
       tokenizer: the tokenizer of the model.
-      max_length: the most tokens of a prompt and its text together, with a start token, that are
-        read.
-      max_tokens: the most new tokens of a text.
-      max_texts: the most texts of all clients that may be open at a time.
-      vocab_size: the vocabulary size of the model; None is the tokenizer's.
+      max_length: the maximum number of tokens that the model reads for one text: the start token,
+        the prompt and the new tokens except the last.
+      max_tokens: the maximum number of new tokens per text.
+      max_texts: the maximum number of open texts, over all clients.
+      vocab_size: the vocabulary size of the model; None means that it is the tokenizer's.
     """
 
     name: str
@@ -72,23 +73,24 @@ class Served:
 
     @property
     def with_start(self) -> str:
-        """Words that follow a number of tokens in messages."""
+        """The words that follow a number of tokens in messages."""
         return " (with the start token)" if self.tokenizer.starts else ""
 
     @property
     def legal_tokens(self) -> int:
-        """The bound of legal ids: ids below it have a text and an embedding."""
+        """The bound of legal token ids: each id below it has an embedding and a text."""
         known = self.tokenizer.vocab_size
         return known if self.vocab_size is None else min(known, self.vocab_size)
 
 
 class Prompt(NamedTuple):
-    """A prompt that a text continues.
+    """A prompt for which a text is generated.
 
     Attributes:
-      tokens: the tokens, with a start token if the tokenizer has one.
-      own: how many tokens, counted from the end, the client knows of.
-      text: the text of these.
+      tokens: the prompt's tokens, after a start token if the tokenizer uses one.
+      own: how many of the tokens, counted from the end, come from the client; this excludes a start
+        token that was added here.
+      text: the text of the client's tokens.
     """
 
     tokens: np.ndarray
@@ -98,19 +100,19 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Ask:
-    """A request whose values are legal.
+    """A parsed request, all of whose values are legal.
 
     Attributes:
       prompts: the prompts, at least one.
-      n: texts for each prompt.
-      sampling: the sampling of the first text; the others have the seeds that follow its seed.
-      stop: strings before any of which a text ends.
-      logprobs: how many of the likeliest tokens are reported in each place; None reports no
+      n: the number of texts per prompt.
+      sampling: the sampling settings of the first text. Each further text has the next higher seed.
+      stop: stop strings; a text ends before the first occurrence of any of them.
+      logprobs: the number of likeliest tokens that are reported per position; None reports no
         log-probabilities at all.
-      echo: whether a text begins with its prompt.
-      silent: whether no new tokens are wanted.
-      stream: whether pieces are sent as they come.
-      include_usage: whether a stream ends with the numbers of tokens.
+      echo: whether each text begins with its prompt.
+      silent: whether the request wants no new tokens (max_tokens=0).
+      stream: whether to send pieces of text while they are generated.
+      include_usage: whether a stream ends with a chunk that reports the numbers of tokens.
     """
 
     prompts: list[Prompt]
@@ -124,7 +126,7 @@ class Ask:
     include_usage: bool
 
     def requests(self) -> list[Request]:
-        """Return a request for each text: those of the first prompt, then those of the next."""
+        """Return one request per text, grouped by prompt and in prompt order."""
         ranked, scored = bool(self.logprobs), self.echo and self.logprobs is not None
         return [
             Request(self.prompts[index // self.n].tokens, self._with_seed(index), ranked, scored)
@@ -135,7 +137,7 @@ class Ask:
         return replace(self.sampling, seed=(self.sampling.seed + index) % 2**32)
 
 
-# Fields that may be left out or have this value, which changes nothing; no other is supported.
+# OpenAI's fields that are accepted only if absent or equal to the neutral value given here.
 _NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "suffix": ""}
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 _FIELDS = (
@@ -145,12 +147,12 @@ _FIELDS = (
 
 
 def parse(body: bytes, served: Served, fresh_seed: int) -> Ask:
-    """Return the request of a body.
+    """Parse and check the body of a request.
 
     Args:
       body: the body, in JSON.
       served: the model.
-      fresh_seed: the seed of a request that has none.
+      fresh_seed: the seed to use if the request has none.
 
     Raises:
       Refusal: the request is not legal.
@@ -190,7 +192,7 @@ def parse(body: bytes, served: Served, fresh_seed: int) -> Ask:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """Return the fields that the body sets; a field that is null counts as left out."""
+    """Return the fields that the body sets; a field that is null counts as absent."""
     try:
         values = parse_json(body.decode())
     except ValueError as error:  # UnicodeDecodeError is one
@@ -221,9 +223,9 @@ def _check_model(values: Mapping[str, Any], served: Served) -> None:
 def _sampling(
     values: Mapping[str, Any], served: Served, echo: bool, fresh_seed: int
 ) -> tuple[int, Sampling]:
-    """Return how many tokens are wanted at most, and how they are chosen."""
+    """Return the maximum number of new tokens and the sampling settings."""
     usual = min(_USUAL_TOKENS, served.max_tokens)
-    # No new token makes sense only if the prompt is echoed.
+    # A request for 0 new tokens makes sense only if the prompt is echoed.
     max_tokens = _whole(values, "max_tokens", usual, 0 if echo else 1, served.max_tokens)
     given = {name: values[name] for name in _SAMPLING if name in values}
     for name, value in given.items():
@@ -239,7 +241,7 @@ def _sampling(
 
 
 def _as_float(value: int | float) -> float:
-    """Return the float of a number; infinity for a whole number beyond all floats."""
+    """Return a number as a float; infinity for an integer that exceeds all floats."""
     try:
         return float(value)
     except OverflowError:
@@ -247,7 +249,11 @@ def _as_float(value: int | float) -> float:
 
 
 def _prompts(values: Mapping[str, Any], n: int, served: Served) -> list[Prompt]:
-    """Return the prompts: text, tokens, or a list of either; an empty text without any."""
+    """Return the prompts of a request.
+
+    The field may hold a text, a list of tokens, or a list of texts or of token lists. Without the
+    field, the prompt is an empty text.
+    """
     given = values.get("prompt", "")
     many = isinstance(given, list) and not all(map(_is(int), given))
     given = given if many else [given]
@@ -283,13 +289,13 @@ def _prompt(given: Any, served: Served) -> Prompt:
             legal += ", but for ids that the tokenizer leaves out" if tokenizer.gaps else ""
             raise Refusal(f"prompt has token {shown(token)}; {legal}", "prompt")
     tokens = np.array(given, np.int64)
-    # The tokens that are read begin with exactly one start token, as texts in training do.
+    # As in training, the model reads exactly one start token at the beginning of a text.
     whole = tokens if tokens[0] == tokenizer.bos else tokenizer.begun(tokens)
     return Prompt(whole, len(tokens), tokenizer.decode(tokens))
 
 
 def _room(number: int, prompts: list[Prompt], served: Served) -> int:
-    """Return how many tokens fit after a prompt; the last one is never read."""
+    """Return how many new tokens fit after a prompt; the last one is never read by the model."""
     tokens = len(prompts[number].tokens)
     room = served.max_length + 1 - tokens
     if room < 1:
@@ -341,5 +347,5 @@ def _given(
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
-    """Return a check that a value has exactly one of these types; a bool is no int."""
+    """Return a check that a value has exactly one of these types; so a bool is not an int."""
     return lambda value: type(value) in kinds

@@ -1,4 +1,4 @@
-"""The start and the end of a server. Needs starlette and uvicorn."""
+"""Startup and graceful shutdown of the HTTP server. Needs starlette and uvicorn."""
 
 import asyncio
 import signal
@@ -14,11 +14,12 @@ from rmt_tpu.errors import RunError, one_line
 from rmt_tpu.serving.app import Front
 from rmt_tpu.streams import say
 
-_SLOW_READERS = 5  # seconds for clients to receive what was sent to them before the end
-_HEADERS = 30  # seconds for the headers of a request to arrive, from when the server waits for them
-# Connections beyond which a request is answered with 503: a process has a limit of files.
+_SLOW_READERS = 5  # seconds that slow clients get to receive their responses at shutdown
+_HEADERS = 30  # maximum number of seconds that the server waits for a request's headers
+# With more connections than this, requests are answered with status 503, because the number of
+# files that a process may open is limited.
 _CONNECTIONS = 1000
-_LOOK = 0.05  # seconds between two looks at open texts
+_LOOK = 0.05  # seconds between checks for open texts while draining
 
 
 def serve(
@@ -26,17 +27,17 @@ def serve(
 ) -> None:
     """Answer requests until SIGTERM or SIGINT, then finish the open ones and return.
 
-    A second signal ends the server at once. Signals are handled only in the main thread.
+    A second signal stops the server immediately. Signals are handled only in the main thread.
 
     Args:
-      front: the front end that answers.
+      front: the front end that answers requests.
       opened: the socket that clients connect to.
-      drain_seconds: seconds to finish open texts; later ones get an error that the server is
-        ending.
-      ready: called when signals are handled.
+      drain_seconds: how many seconds open texts have to finish after the signal. Texts that take
+        longer get an error that says that the server is shutting down.
+      ready: a function that is called when the server accepts requests and handles signals.
 
     Raises:
-      RunError: the worker has failed, and could not begin anew.
+      RunError: the worker has failed and could not be restarted.
     """
     server = Server(front, drain_seconds, ready)
     front.worker.start()
@@ -47,9 +48,10 @@ def serve(
 
 
 class Protocol(h11_impl.H11Protocol):
-    """uvicorn's protocol, which also closes a connection whose headers do not arrive in time.
+    """uvicorn's HTTP protocol, which also closes a connection whose headers arrive too slowly.
 
-    uvicorn itself closes a connection that is idle between two requests, and sooner.
+    uvicorn itself only closes a connection that is idle between two requests, and it does so
+    sooner.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -67,7 +69,10 @@ class Protocol(h11_impl.H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Start the deadline of headers; more bytes of the same headers do not extend it."""
+        """Start or cancel the deadline for headers.
+
+        More bytes of the same headers do not extend the deadline.
+        """
         if self.conn.their_state is not h11_impl.h11.IDLE:
             self._forget()
         elif self._deadline is None:
@@ -80,7 +85,7 @@ class Protocol(h11_impl.H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with another way to end."""
+    """uvicorn's server, which lets open texts finish before it shuts down."""
 
     def __init__(self, front: Front, drain_seconds: float, ready: Callable[[], None]):
         config = uvicorn.Config(
@@ -91,7 +96,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # errors of clients are not logged, and the app logs failures
+            log_level="critical",  # client errors are not logged, and the app logs failures
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_SLOW_READERS,
@@ -109,7 +114,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or not self.front.worker.is_alive()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal, at any point of what the loop does."""
+        """Handle a signal, which may interrupt the event loop at any point."""
         if self.front.draining:
             self._end_at_once = True
         self.front.draining = True

@@ -1,4 +1,4 @@
-"""The thread that uses the device: it generates the texts of all clients together."""
+"""The thread that uses the device and generates the texts of all clients together."""
 
 import queue
 import threading
@@ -14,12 +14,12 @@ from rmt_tpu.streams import say
 
 
 class Piece(NamedTuple):
-    """A new part of a text.
+    """A newly generated piece of a text.
 
     Attributes:
       index: the index of the text in its job.
-      more: the new part.
-      prompt: the scores of its prompt, given with the first part if they are wanted.
+      more: the new piece.
+      prompt: the scores of the text's prompt, if they were requested; given with the first piece.
     """
 
     index: int
@@ -28,13 +28,13 @@ class Piece(NamedTuple):
 
 
 class Job:
-    """The texts that one client waits for.
+    """The texts that one client is waiting for.
 
     Args:
-      requests: a request for each text.
-      stop: strings before any of which a text ends.
-      tell: takes what has come of the texts, or why nothing more comes; called by the worker's
-        thread.
+      requests: one request per text.
+      stop: stop strings; a text ends before the first occurrence of any of them.
+      tell: a callback that receives each new piece of a text, or an exception if the job has
+        failed. It is called in the worker's thread.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Job:
 
 
 class Worker(threading.Thread):
-    """The thread that has an engine, which no other thread may use.
+    """The thread that owns the engine. No other thread may use the engine.
 
     Attributes:
-      error: why the thread ended, if it was not stopped.
+      error: the exception that ended the thread; None if the thread is running or was stopped.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer):
@@ -59,19 +59,19 @@ class Worker(threading.Thread):
         self.error: Exception | None = None
         self._engine, self._tokenizer = engine, tokenizer
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Keyed by the engine's number of the request.
+        # Maps the engine's request number to (job, index of the text in the job, draft).
         self._open: dict[int, tuple[Job, int, Draft]] = {}
 
     def submit(self, job: Job) -> None:
-        """Let the texts of a job wait for slots."""
+        """Queue the job's texts until slots are free."""
         self._orders.put(lambda: self._begin(job))
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job that nobody waits for; its slots are free after the current step."""
+        """Cancel a job; its slots become free after the current step."""
         self._orders.put(lambda: self._forget(job))
 
     def stop(self) -> None:
-        """End the thread after the current step."""
+        """Stop the thread after the current step, and wait for it."""
         self._orders.put(None)
         self.join()
 
@@ -79,15 +79,15 @@ class Worker(threading.Thread):
         try:
             while self._take_orders():
                 self._step()
-        except Exception as error:  # the engine could not even be reset
+        except Exception as error:  # resetting the engine has failed, too
             self.error = error
             self._fail(error)
 
     def _take_orders(self) -> bool:
-        """Run the orders in the queue, and wait for one if nothing else is to be done.
+        """Run all queued orders (submit, cancel, stop); wait for one if the engine is idle.
 
         Returns:
-          False when the thread is to end.
+          False if the thread has been told to stop.
         """
         while True:
             try:
@@ -130,7 +130,7 @@ class Worker(threading.Thread):
         job.tell(Piece(index, more, said.prompt))
 
     def _fail(self, error: Exception) -> str:
-        """Report an error to all jobs, and return the reason that they get."""
+        """Report an error to all open jobs, and return the one-line reason that they receive."""
         reason = "out of memory" if memory.is_out(error) else one_line(error)
         jobs = {id(job): job for job, _, _ in self._open.values()}
         self._open.clear()
